@@ -49,7 +49,7 @@ class Answer:
         batch_size: int = DEFAULT_BATCH_SIZE,
         on_too_long: OnTooLong = "error",
     ) -> None:
-        """As dsbd_cli.load and Request. Raises what `load` raises."""
+        """Load an engine; arguments are those of dsbd_cli.load and Request. Raises what `load` raises."""
         from dsbd_cli import loading
 
         self._sampling, self._seed = sampling or SamplingConfig(), seed
@@ -87,7 +87,7 @@ class Answer:
         return {**columns, **{name: [row[name] for row in made] for name in names}}
 
     def _request(self, row: Mapping[str, object]) -> Request | InvalidRowError:
-        """What one row asks for, or why it cannot be answered."""
+        """Return what one row asks for, or why it cannot be answered."""
         prompt, messages, own = row.get("prompt"), row.get("messages"), row.get("id")
         try:
             if prompt is None and messages is None:
@@ -114,7 +114,7 @@ class Answer:
         return [next(done) if isinstance(request, Request) else request for request in requests]
 
     def _collect(self) -> None:
-        """What the thread does: hand out what the engine has answered."""
+        """Hand out what the engine has answered: the work of the thread."""
         while self._failure is None:
             exchange = self._worker.exchange(())
             with self._changed:

@@ -72,8 +72,10 @@ class PoolConfig:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """What one worker did; one that was replaced goes on under its number. seconds: since its last start, or of its
-    life where it has ended, loading included."""
+    """Report of what one worker did; one that was replaced goes on under its number.
+
+    seconds: since its last start, or of its life where it has ended, loading included.
+    """
 
     worker: int
     rows: int = 0
@@ -141,19 +143,21 @@ class RayEngine:
 
     @property
     def info(self) -> WorkerInfo:
-        """Of the first worker; the others have the same models, dtypes and kind of device."""
+        """Return the info of the first worker; the others have the same models, dtypes and kind of device."""
         assert self._info is not None
         return self._info
 
     @property
     def exactness(self) -> Exactness:
-        """What the output shares with plain decoding: as the workers were loaded, or as one says in whose engine a
-        kernel has failed since."""
+        """Return what the output shares with plain decoding.
+
+        That is as the workers were loaded, or as one says in whose engine a kernel has failed since.
+        """
         return self._weaker or self.info.exactness
 
     @property
     def allowed(self) -> str | None:
-        """What the catalogues hold."""
+        """Return what the catalogues hold."""
         return self.info.allowed
 
     @property
@@ -163,7 +167,7 @@ class RayEngine:
 
     @property
     def reports(self) -> list[WorkerReport]:
-        """What each worker did."""
+        """Return what each worker did."""
         for place in self._places:
             if place.actor is not None:
                 place.report.seconds = round(time.monotonic() - place.born, 3)
@@ -190,7 +194,7 @@ class RayEngine:
     def run(
         self, requests: Iterable[Request | str | RowError | None], *, seed: int = 0, ordered: bool = True
     ) -> Iterator[RequestResult]:
-        """As Engine.run. A request that was out at the deaths of three workers fails with WorkerLostError.
+        """Run as Engine.run. A request that was out at the deaths of three workers fails with WorkerLostError.
 
         Raises DsbdError when no worker is left.
         """
@@ -248,7 +252,7 @@ class RayEngine:
         place.call, place.called = call, time.monotonic()
 
     def _receive(self, window: RowWindow | None, wait_s: float) -> None:
-        """What the workers have answered. window None: the run has not begun."""
+        """Take what the workers have answered. window None: the run has not begun."""
         import ray
 
         calls = {place.call: place for place in self._places if place.call is not None}

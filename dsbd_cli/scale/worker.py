@@ -1,4 +1,4 @@
-"""What runs in a worker process: an engine in a thread of its own, rows into its inbox, answers out of its outbox.
+"""Run an engine in a worker process: in a thread of its own, rows into its inbox, answers out of its outbox.
 
 No Ray here: a worker is a plain object whose `hello` and `exchange` return within moments, so that silence means that
 the process hangs.
@@ -45,7 +45,7 @@ BUSY_S = 0.005  # an engine that comes back for rows after this time has compute
 
 
 class EngineNames(Protocol):
-    """What is asked of an engine's info."""
+    """Fields that are asked of an engine's info."""
 
     @property
     def dtype(self) -> str: ...
@@ -66,7 +66,7 @@ class EngineNames(Protocol):
 
 
 class RunsRequests(Protocol):
-    """What is asked of an engine: `Engine`, or the workers together."""
+    """Methods that are asked of an engine: `Engine`, or the workers together."""
 
     @property
     def info(self) -> EngineNames | None: ...
@@ -78,7 +78,7 @@ class RunsRequests(Protocol):
     def steps(self) -> int: ...
     def stop(self) -> None: ...
     def run(self, requests: Iterable[Request | RowError | None], *, ordered: bool = True) -> Iterator[RequestResult]:
-        """As Engine.run."""
+        """Run requests as Engine.run does."""
         ...
 
 
@@ -95,7 +95,7 @@ def load_engine(target: ModelSpec, draft: ModelSpec | None, **options: object) -
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """What every worker is made of. load: makes its engine. models: whose files must be the same at all workers."""
+    """Parts of every worker. load: makes its engine. models: whose files must be the same at all workers."""
 
     load: LoadEngine
     models: tuple[ModelSpec, ...]
@@ -104,7 +104,7 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker has loaded, and where. checkpoints: hashes of the models' files, see `checkpoint_hash`.
+    """Facts of what a worker has loaded, and where. checkpoints: hashes of the models' files, see `checkpoint_hash`.
     kernels: those that its engine runs. told: what the user should know of how it does. threads: of its processor.
     chat: the target has a chat template."""
 
@@ -123,7 +123,7 @@ class WorkerInfo:
     chat: bool = False
 
     def difference(self, other: WorkerInfo) -> str | None:
-        """What keeps another worker from giving the same texts: `dsbd is 0.1.0 there and 0.2.0 here`; None: nothing."""
+        """Tell what keeps another from giving the same texts: `dsbd is 0.1.0 there and 0.2.0 here`; None: nothing."""
         for item in fields(self):
             if item.name in ("host", "draft_device", "kernels", "told", "threads"):
                 continue
@@ -163,8 +163,11 @@ SENT = Request("")  # in the request's place
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What a worker gives back. steps: that its engine has taken since it was loaded, of unfinished rows too.
-    exactness: of its answers; less than what it was loaded with where a kernel has failed since. None: not loaded."""
+    """Answers that a worker gives back, and how it does.
+
+    steps: that its engine has taken since it was loaded, of unfinished rows too. exactness: of its answers; less than
+    what it was loaded with where a kernel has failed since. None: not loaded.
+    """
 
     answers: list[Answered]
     steps: int
@@ -190,7 +193,7 @@ class Worker:
         threading.Thread(target=self._work, name="dsbd-engine", daemon=True).start()
 
     def hello(self, wait_s: float = WAIT_S) -> WorkerInfo | Failure | None:
-        """What is loaded, or why it cannot be; None: still loading. Answers within `wait_s`."""
+        """Return what is loaded, or why it cannot be; None: still loading. Answers within `wait_s` seconds."""
         self._loaded.wait(wait_s)
         return self._failure or self._info
 
@@ -220,7 +223,7 @@ class Worker:
         return Exchange(done, engine.steps, failure, engine.exactness)
 
     def _work(self) -> None:
-        """What the thread does: load, then answer until the process ends."""
+        """Load an engine, then answer until the process ends: the work of the thread."""
         try:
             self._engine = engine = self._setup.load()
             self._info = self._described(engine)
@@ -273,8 +276,11 @@ class Worker:
 
 
 def checkpoint_hash(folder: Path) -> str:
-    """Of a checkpoint's JSON files (config, tokenizer, weight index) and the names and sizes of its weights, whose
-    bytes are not read. A GGUF file is all of these."""
+    """Return the hash of a checkpoint, 16 hex digits.
+
+    It is of its JSON files (config, tokenizer, weight index) and the names and sizes of its weights, whose bytes are
+    not read. A GGUF file is all of these.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
         if path.suffix == ".json":

@@ -168,7 +168,7 @@ def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int, s
 
 
 def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
-    """As options of generate. Raises UsageError for options of sampling where no method samples."""
+    """Return these as options of generate. Raises UsageError for options of sampling where no method samples."""
     given = {item.name: getattr(drawing, item.name) for item in dataclasses.fields(drawing)}
     idle = [name for name in ("temperature", "top_k", "top_p", "min_p", "seed") if given[name] is not None]
     if idle and not any(one.samples for one in planned.settings):

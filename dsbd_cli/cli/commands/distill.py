@@ -49,7 +49,7 @@ SPEED_S = 60.0  # for runs with and without the draft, before and after
 
 @dataclass(frozen=True)
 class DistillOptions:
-    """What is distilled into what, from which prompts, and how long."""
+    """Options of `dsbd distill`: what is distilled into what, from which prompts, and how long."""
 
     target: str | None = option(MAIN, "alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL")
     input: Path | None = option(
@@ -152,13 +152,13 @@ def _run_settings(options: DistillOptions) -> RunSettings:
 
 
 class _Talk:
-    """What people see: a live line on a terminal, a log line a minute elsewhere, and lines that stay."""
+    """Messages that people see: a live line on a terminal, a log line a minute elsewhere, and lines that stay."""
 
     def __init__(self, live: Callable[[str], None] | None, *, quiet: bool) -> None:
         self._live, self._quiet, self._told = live, quiet, 0.0
 
     def now(self, message: str, fields: Mapping[str, object] | None = None) -> None:
-        """What changes all the time."""
+        """Show what changes all the time."""
         if self._live is not None:
             self._live(message)
         elif not self._quiet and time.monotonic() - self._told >= LOG_INTERVAL_S:
@@ -166,12 +166,12 @@ class _Talk:
             log(message, fields or {})
 
     def line(self, message: str) -> None:
-        """What is worth a line."""
+        """Say what is worth a line."""
         if not self._quiet:
             say(message)
 
     def warn(self, message: str) -> None:
-        """What is worth a warning."""
+        """Warn of what is worth a warning."""
         if not self._quiet:
             warn(message)
 
@@ -483,7 +483,7 @@ def _shares(found: Acceptance) -> str:
 
 
 def _speed_said(speed: Speed) -> str:
-    """What drafting does for the target on this machine."""
+    """Say what drafting does for the target on this machine, in tokens/s."""
     return f"measured here: {speed.plain:.1f} tokens/s without a draft, {speed.drafted:.1f} with it ({speed.label})"
 
 

@@ -30,7 +30,7 @@ STATES = {"ok": "ok", "note": "note", "off": "off", "broken": "BROKEN"}
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What is tried, and how the result is printed."""
+    """Options of `dsbd doctor`: what is tried, and how the result is printed."""
 
     target: str | None = option(MAIN, "alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL")
     draft: str | None = option(

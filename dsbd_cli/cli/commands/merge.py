@@ -142,7 +142,7 @@ def _opened(path: Path, stack: ExitStack) -> BinaryIO:
 
 
 def _difference(old: Settings, new: Settings) -> str | None:
-    """As of a resumed run; of parts also how many there are, and the input."""
+    """Tell the difference as of a resumed run; of parts also how many there are, and the input. None: nothing."""
     names = {**TYPED, "shard": "N of --shard", "input_bytes": "the input's size", "input_head": "the input's beginning"}
     before, now = ({**one, "shard": str(one["shard"]).partition("/")[2]} for one in (old, new))
     return fingerprint_difference(before, now, names)

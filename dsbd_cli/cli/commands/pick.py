@@ -324,7 +324,7 @@ class _Run:
             yield CandidateRow(index, first, str(index), "", error=told)
 
     def _lines(self, row: CandidateRow, chooser: Chooser | None) -> list[bytes]:
-        """What is written of a row. Raises SqlStoppedError where its choice was not made to the end."""
+        """Return the lines of a row to write. Raises SqlStoppedError where its choice was not made to the end."""
         error: RowError | None = row.error
         choice: Choice | None = None
         if error is None:

@@ -51,7 +51,7 @@ RECORDS, REPEATS, SECONDS = 8, 3, 60.0
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """What is decoded to be measured."""
+    """Options of the prompts that are decoded to be measured."""
 
     input: Path | None = option(PROMPTS, "prompts as generate reads them", "-i", metavar="FILE")
     task: Literal["sql", "qa"] | None = option(
@@ -171,7 +171,7 @@ def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, .
 
 @contextmanager
 def _talk(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """What is being done: one line on a terminal that is replaced, a line for each part elsewhere."""
+    """Yield what says what is being done: one line on a terminal that is replaced, a line for each part elsewhere."""
     first = "loading the models"
     with status_line(first, quiet=quiet) as live:
         if live is None and not quiet:

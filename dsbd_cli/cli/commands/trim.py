@@ -42,7 +42,7 @@ HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
 
 @dataclass(frozen=True)
 class TrimOptions:
-    """What is counted, what is kept, where it goes."""
+    """Options of `dsbd trim`: what is counted, what is kept, where it goes."""
 
     output: Path | None = option(TRIM, "new folder for the trimmed draft (required)", "-o", metavar="FOLDER")
     texts: list[str] | None = option(TRIM, "count a file that dsbd generate wrote; may be repeated", metavar="FILE")
@@ -224,7 +224,7 @@ def _sums(measured: Measure) -> dict[str, float]:
 
 
 def _rates(measured: Measure) -> dict[str, float | None]:
-    """What the sums say, None where nothing was counted."""
+    """Return what the sums say: shares, steps per call and ms per token, None where nothing was counted."""
 
     def per(value: float, count: int) -> float | None:
         return round(value / count, 6) if count else None

@@ -34,7 +34,7 @@ _METHOD = MethodConfig()
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What is answered."""
+    """Options of the data that is answered."""
 
     input: Path | None = option(
         DATA,

@@ -31,7 +31,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on standard 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Declared:
-    """What the page of --help says of an option beside its name, which is the field's.
+    """Words of the page of --help about an option, beside its name, which is the field's.
 
     Attributes:
         short: another name, as `-i`.
@@ -57,7 +57,7 @@ class _Declared:
             raise UsageError(f"{option_name(name)} is {value:g}, but must be above {self.above:g}")
 
     def parameter(self, name: str, kind: object) -> inspect.Parameter:
-        """As typer reads it. kind: the type of the field."""
+        """Return the parameter as typer reads it. kind: the type of the field."""
         long = option_name(name)
         declared = typer.Option(
             f"{long}/--no-{long.removeprefix('--')}" if self.negative else long,

@@ -53,7 +53,7 @@ _METHOD, _SAMPLING = MethodConfig(), SamplingConfig()
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """What is read and what is written."""
+    """Options of what is read and what is written."""
 
     input: Path | None = option(
         MAIN,
@@ -101,7 +101,7 @@ class FileOptions(StreamOptions):
 
 @dataclass(frozen=True)
 class RowOptions:
-    """What happens to rows that cannot be answered as they stand."""
+    """Options of rows that cannot be answered as they stand."""
 
     on_too_long: OnTooLong | None = option(
         ROWS, f"a prompt that does not fit the models: {' or '.join(ON_TOO_LONG)}", default="error", metavar="WHAT"
@@ -210,7 +210,7 @@ class DrawOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions(DrawOptions):
-    """What each row asks for, unless the row says otherwise."""
+    """Options of sampling that each row asks for, unless the row says otherwise."""
 
     n_best: int | None = option(ENDING, "hypotheses to report per row", default=_SAMPLING.n_best, metavar="N")
     token_logprobs: bool | None = flag(ENDING, "report the id and log-probability of every token of every beam")
@@ -218,7 +218,7 @@ class SamplingOptions(DrawOptions):
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """What an answer may be."""
+    """Options of what an answer may be."""
 
     allow: str | None = option(
         MAIN,
@@ -292,7 +292,7 @@ TALK = "Messages"
 
 @dataclass(frozen=True)
 class TalkOptions:
-    """What is said on standard error."""
+    """Options of what is said on standard error."""
 
     quiet: bool | None = flag(TALK, "nothing on standard error but errors that end the run", "-q")
     log: Literal["brief", "verbose", "json"] | None = option(

@@ -75,7 +75,7 @@ class ScaleOptions:
 
 
 def pool_config(scale: ScaleOptions, devices: DeviceOptions) -> PoolConfig | None:
-    """What --workers and its companions ask for; None without them. Raises UsageError."""
+    """Return what --workers and its companions ask for; None without them. Raises UsageError."""
     if scale.workers is None:
         return None
     given = parse_settings("--workers", scale.workers, WORKERS)

@@ -237,7 +237,7 @@ def _pair(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, 
 
 
 def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: bool) -> MethodConfig:
-    """What is not given is left to MethodConfig, the one place of the defaults."""
+    """Return the method of the options. What is not given is left to MethodConfig, the one place of the defaults."""
     names = ("num_beams", "drafts_per_layer", "warp_scope", "memory_saving")
     options: dict[str, object] = {name: getattr(given, name) for name in names}
     if not drafting:

@@ -35,7 +35,7 @@ class ReadRow(Protocol):
 
 
 class TooManyErrorsError(DsbdError):
-    """As many rows failed as --max-errors allows."""
+    """Error of a run in which as many rows failed as --max-errors allows."""
 
 
 def check_errors(failed: int, most: int | None, told: str) -> None:
@@ -87,7 +87,10 @@ class RowFlow:
 
     @property
     def input_digest(self) -> str:
-        """Of all lines so far where a part is answered: parts of inputs that differ anywhere do not go together."""
+        """Return the hex digest of all lines so far where a part is answered.
+
+        Parts of inputs that differ anywhere do not go together.
+        """
         return self._digest.hexdigest()
 
     @property

@@ -36,7 +36,7 @@ _json = _tracebacks = False
 
 
 class _Lines(logging.Handler):
-    """What the library logs, as lines of ours."""
+    """Handler that says what the library logs, as lines of ours."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(record.getMessage())
@@ -96,7 +96,7 @@ def log(message: str, fields: Mapping[str, object]) -> None:
 
 
 def error_line(message: str) -> None:
-    """What the error boundary says."""
+    """Say the message of the error boundary."""
     say(message if _json else f"error: {message}", level="error", event="error")
 
 

@@ -71,7 +71,7 @@ class Outputs:
                 path.unlink()
 
     def tell(self, reporter: Reporter) -> None:
-        """What an earlier run has left, to be told and counted."""
+        """Tell and count what an earlier run has left."""
         for note in self.notes:
             reporter.warn(note)
         if self.done is not None:

@@ -1,4 +1,4 @@
-"""What people see of a run: a live line on a terminal, a log line a minute elsewhere, a summary in the end."""
+"""Show people a run: a live line on a terminal, a log line a minute elsewhere, a summary in the end."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def _live_line(told: Callable[[], str], console: Console | None = None) -> Progr
     from rich.text import Text
 
     class Told(TextColumn):
-        """What `told` says as it is drawn."""
+        """Column of what `told` says as it is drawn."""
 
         def render(self, task: Task) -> Text:
             return Text(told())

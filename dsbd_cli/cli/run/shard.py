@@ -68,7 +68,11 @@ def shard_of(given: str, environment: Mapping[str, str] = os.environ) -> Shard:
 
 
 def _from_scheduler(given: str, environment: Mapping[str, str]) -> Shard:
-    """What the variables of a scheduler say; with `auto/16` also of one that does not say how many tasks there are."""
+    """Return the shard that the variables of a scheduler say.
+
+    With `auto/16` also one of a scheduler that does not say how many tasks there are. Raises UsageError where they
+    say none, or do not agree.
+    """
     count = given.partition("/")[2]
     found: dict[str, Shard] = {}
     for scheduler, part, first, total in SCHEDULERS:

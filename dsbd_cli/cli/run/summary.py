@@ -36,7 +36,7 @@ ROWS_FAILED = 3
 
 
 def rows_exit_code(totals: Totals) -> int:
-    """Of a run that came to its end: 3 where a row of the output has failed, now or earlier."""
+    """Return the exit code of a run that came to its end: 3 if a row of the output failed, now or earlier, else 0."""
     return ROWS_FAILED if totals.failed or totals.skipped_failed else 0
 
 

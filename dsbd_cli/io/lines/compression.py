@@ -52,7 +52,7 @@ def check_whole(path: Path) -> None:
 
 
 def frame_maker(path: Path) -> Callable[[bytes], bytes] | None:
-    """What makes one whole frame of some bytes, for an output of this name; None where it is not compressed.
+    """Return what makes one whole frame of some bytes, for an output of this name; None where it is not compressed.
 
     The same bytes give the same frame.
     """
@@ -105,7 +105,7 @@ class _Decompressing(io.RawIOBase):
         return size
 
     def _left(self) -> bytes:
-        """What stands behind a frame that has just ended."""
+        """Return the bytes behind a frame that has just ended; b"" where none has."""
         if self._frame is None or not self._frame.eof:
             return b""
         left, self._frame = self._frame.unused_data, None

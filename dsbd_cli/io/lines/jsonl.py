@@ -45,7 +45,7 @@ class ClosedOutputError(Exception):
 
 
 class Readable(Protocol):
-    """What is needed of a stream: up to so many bytes, as soon as there is one; b"" at the end."""
+    """Needs of a stream: up to so many bytes, as soon as there is one; b"" at the end."""
 
     def read1(self, size: int, /) -> bytes: ...
 

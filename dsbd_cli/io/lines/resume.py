@@ -49,7 +49,7 @@ Settings = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class InputEnd:
-    """What is known of an input once its end was reached: its rows, and a digest of them."""
+    """Facts known of an input once its end was reached: its rows, and a digest of them."""
 
     rows: int
     digest: str
@@ -57,7 +57,7 @@ class InputEnd:
 
 @dataclass(slots=True)
 class DoneRows:
-    """What an output file holds. 16 bytes are kept per row, not its text."""
+    """Rows that an output file holds. 16 bytes are kept per row, not its text."""
 
     rows: Counter[bytes] = field(default_factory=Counter)
     ids: set[bytes] = field(default_factory=set)
@@ -113,7 +113,7 @@ def write_settings(output: Path, settings: Settings, created: int, end: InputEnd
 
 
 def read_settings(output: Path) -> tuple[Settings, int]:
-    """What the records in `output` were made with, and when the run began. Raises UsageError if nobody knows."""
+    """Return what the records in `output` were made with, and when the run began. Raises UsageError if nobody knows."""
     settings, created, _ = read_run(output, "--existing resume")
     return settings, created
 

@@ -80,7 +80,7 @@ class LineSource:
             return None if self._ended else []
 
     def _read(self) -> None:
-        """What the thread does."""
+        """Read blocks of lines until the end: the work of the thread."""
         number = 0
         try:
             for lines in read_blocks(self._stream, limit=self._limit):
@@ -162,7 +162,7 @@ class _Stoppable:
             self._poll.register(stream.fileno(), select.POLLIN)
 
     def read1(self, size: int, /) -> bytes:
-        """As the stream's; b"" once it is stopped."""
+        """Read as the stream does, up to `size` bytes; b"" once it is stopped."""
         if self._poll is not None and self._pipe is not None:
             ready = self._poll.poll()
             if any(fd == self._pipe[0] for fd, _ in ready):

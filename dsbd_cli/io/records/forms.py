@@ -81,7 +81,7 @@ class ParsedRow:
     unused: list[tuple[str, object]]
 
     def explain(self, name: str, value: object) -> str:
-        """What to tell of an unused field. Slow: there may be a million of them in a line."""
+        """Return what to tell of an unused field. Slow: there may be a million of them in a line."""
         outside = self.form != "flat" and not name.startswith("body.")
         known = ENVELOPE if outside else KNOWN
         near = difflib.get_close_matches(name.removeprefix("body.")[:MAX_SHOWN], known, n=1)

@@ -74,7 +74,10 @@ def _choices(request: Request, result: RequestResult) -> list[Fields]:
 
 
 def _logprobs(beam: Hypothesis, *, chat: bool) -> Fields | None:
-    """Of the tokens of a text, without the one that ended it; tokens of a stop string are there."""
+    """Return the log-probabilities of the tokens of a text; None where tokens were not asked for.
+
+    The token that ended the text is left out; tokens of a stop string are there.
+    """
     if beam.tokens is None:
         return None
     tokens = [token for place, token in enumerate(beam.tokens) if token.text or place + 1 < len(beam.tokens)]

@@ -1,4 +1,4 @@
-"""What every form of output shares: the names of the run, which rows failed, and JSON that stays on its line."""
+"""Hold what every form of output shares: the names of the run, which rows failed, and JSON that stays on its line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["MethodRecord", "dump_line", "fingerprint_difference", "row_error", "
 
 @dataclass(frozen=True, slots=True)
 class MethodRecord:
-    """What is the same in every output record of a run: the method and the names of the models."""
+    """Facts that are the same in every output record of a run: the method and the names of the models."""
 
     method: MethodConfig
     target: str

@@ -105,7 +105,7 @@ class RowReader:
         return Row(index, number, row_id, request, None, "text", None, key)
 
     def _warnings(self, parsed: ParsedRow, number: int) -> tuple[str, ...]:
-        """What is unknown in this row and was not yet told. Raises InvalidRowError under `strict`."""
+        """Return what is unknown in this row and was not yet told. Raises InvalidRowError under `strict`."""
         if not parsed.unused:
             return ()
         if self.strict:

@@ -55,8 +55,9 @@ def without_reference(settings: Sequence[Setting]) -> bool:
 
 
 def choose(task: str, curve: _ThresholdCurve, rows: Mapping[str, BenchRow], tolerance: float) -> Choice:
-    """Of the thresholds whose score is at most `tolerance` below the reference's the one of most steps per target call;
-    of equal ones the smallest.
+    """Choose the threshold of most steps per target call, and of equal ones the smallest.
+
+    Only those count whose score is at most `tolerance` below the reference's.
 
     rows: name of the setting -> its row on dev records, the reference among them. Steps per call decide, not tokens/s:
     within a curve a call costs the same, and they do not depend on the clock.

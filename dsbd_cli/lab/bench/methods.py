@@ -29,7 +29,7 @@ class _Axis:
     expected: str
 
     def label(self, value: Value) -> str:
-        """As in `W=4`; a name stands for itself."""
+        """Return the label as in `W=4`; a name stands for itself."""
         return value if isinstance(value, str) else f"{self.letter}={value:g}"
 
 

@@ -1,4 +1,4 @@
-"""What a run is asked for, and the prompts of a task as token ids that fit both models."""
+"""Hold what a run is asked for, and prepare the prompts of a task as token ids that fit both models."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Prompt:
     audio: str | None = None
 
     def request(self, name: str, seed: int, sampling: SamplingConfig, grammar: Grammar | None = None) -> Request:
-        """What is asked of our engine. name: the request's id."""
+        """Return what is asked of our engine. name: the request's id."""
         ids = None if self.audio is not None else self.ids
         return Request(prompt_ids=ids, audio=self.audio, id=name, seed=seed, sampling=sampling, grammar=grammar)
 

@@ -137,7 +137,7 @@ class Bench:
         return self.report()
 
     def report(self) -> BenchReport:
-        """What is measured until now."""
+        """Return what is measured until now."""
         rows, dev_rows = self._rows(dev=False), self._rows(dev=True)
         chosen_from = [
             (part.task, curve, {row.name: row for row in dev_rows if row.task == part.task}, self._spec.tolerance)
@@ -157,7 +157,7 @@ class Bench:
         return BenchReport(rows, self._environment, self._about(), notes, complete, dev_rows, choices)
 
     def _divided(self, size: int, room: int | None) -> Iterator[Part]:
-        """What is run: all settings on every data set; on dev records the curves and what they are held against."""
+        """Yield what is run: all settings on every data set; on dev records the curves and their references."""
         spec, codec = self._spec, self._pair.codec
         wanted = {one for curve in self._curves for one in (curve.reference, *curve.settings)}
         tuned = tuple(one for one in spec.settings if one in wanted)
@@ -169,7 +169,7 @@ class Bench:
             yield Part(dataset.name, data, tuple(spec.settings), spec.rounds)
 
     def _rows(self, *, dev: bool) -> list[BenchRow]:
-        """Of the test records, or of the dev records."""
+        """Return the rows of the dev records (`dev`), or of the test records."""
         tallies = [tally for (part, _), tally in self._tallies.items() if part.dev == dev]
         return [
             tally.row(ratios_of(tally, tallies), self._meter, self._memory.source) for tally in tallies if tally.speeds

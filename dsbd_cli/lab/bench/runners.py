@@ -52,7 +52,7 @@ class Runner(Protocol):
 
     @property
     def exactness(self) -> Exactness | None:
-        """What its texts share with plain decoding; None of another code."""
+        """Return what its texts share with plain decoding; None of another code."""
         ...
 
     def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
@@ -229,7 +229,7 @@ class _PeerRunner:
         ]
 
     def _name(self, ids: tuple[int, ...]) -> str:
-        """Of an answer; what transformers fills up with where there are too few has none."""
+        """Name an answer. What transformers fills up with where there are too few has no id: its text names it."""
         known = self._catalogue is not None and self._catalogue.trie.find(ids) in self._ends
         answer_id = self._catalogue.id_of(ids) if known and self._catalogue is not None else None
         return _named(answer_id, self._peer.text(ids))
@@ -248,7 +248,7 @@ def _asked(prompts: Sequence[Prompt]) -> list[Asked]:
 
 
 def _named(answer_id: str | int | None, text: str) -> str:
-    """What an answer is told by in a ranking."""
+    """Return what an answer is told by in a ranking: its id, or its text where it has none."""
     return text.strip() if answer_id is None else str(answer_id)
 
 

@@ -169,7 +169,7 @@ def _settings(
 
 
 def _completed(method: Method, point: Mapping[str, Value], index: str | None) -> dict[str, Value]:
-    """What is not given is as in `dsbd generate`: also transformers' beams."""
+    """Return a point whose missing values are as in `dsbd generate`: also transformers' beams. Raises UsageError."""
     beams = point.get("num_beams", MethodConfig().num_beams)
     if method.peer is not None:
         return {"num_beams": beams} if "num_beams" in method.axes else {}

@@ -1,4 +1,4 @@
-"""What one setting has done on one task, window by window, and the row that comes of it."""
+"""Count what one setting has done on one task, window by window, and make the row that comes of it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Reader(Protocol):
 
     @property
     def source(self) -> str:
-        """What is read, for records: `nvml`, `rapl:package-0`, ..."""
+        """Return what is read, for records: `nvml`, `rapl:package-0`, ..."""
         ...
 
     @property
@@ -48,7 +48,7 @@ class _Nvml(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EnergyWindow:
-    """What a window used: joules (None: not measured), seconds, and where the joules come from."""
+    """Use of a window: joules (None: not measured), seconds, and where the joules come from."""
 
     joules: float | None
     seconds: float
@@ -145,7 +145,7 @@ class EnergyMeter:
 
     @property
     def source(self) -> str:
-        """Of the joules."""
+        """Return the source of the joules."""
         return UNAVAILABLE if self._reader is None else self._reader.source
 
     @property

@@ -19,7 +19,10 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def environment(command: Sequence[str], device: str) -> dict[str, object]:
-    """What a result needs beside it to be read later. command: as typed, without the program; device: torch's."""
+    """Return what a result needs beside it to be read later.
+
+    command: as typed, without the program; device: torch's.
+    """
     import torch
 
     on_gpu = device.startswith("cuda")
@@ -37,7 +40,7 @@ def environment(command: Sequence[str], device: str) -> dict[str, object]:
 
 
 def versions() -> dict[str, str | None]:
-    """As installed; None for what is not."""
+    """Return the versions as installed, by package; None for what is not installed."""
     found: dict[str, str | None] = {"dsbd": __version__, "python": platform.python_version()}
     return found | {name: installed(name) for name in PACKAGES}
 

@@ -1,4 +1,4 @@
-"""What every comparator is: prompts in, delivered tokens out, and their log-probabilities under our target."""
+"""Describe what every comparator is: prompts in, delivered tokens out, and their log-probabilities under our target."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Peer:
         raise NotImplementedError
 
     def text(self, ids: tuple[int, ...]) -> str:
-        """As a reader gets it."""
+        """Return the text as a reader gets it."""
         body = ids[:-1] if ids and ids[-1] in self._codec.eos_ids else ids
         return text_of(list(body), self._sampling.stop, self._codec)
 

@@ -43,7 +43,7 @@ __all__ = ["TransformersPeer"]
 
 
 class _Generating(Protocol):
-    """What is used of a PreTrainedModel."""
+    """Part of a PreTrainedModel that is used."""
 
     stock_attention: str
     config: object
@@ -54,7 +54,7 @@ class _Generating(Protocol):
 
 
 class _Generated(Protocol):
-    """What is used of what generate returns."""
+    """Part of what generate returns that is used."""
 
     past_key_values: object
     sequences: Tensor

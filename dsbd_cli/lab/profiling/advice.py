@@ -1,4 +1,4 @@
-"""What the numbers say, in sentences, and which setting they recommend."""
+"""Say in sentences what the numbers tell, and which setting they recommend."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def warnings(machine: Machine, measured: Sequence[MeasuredSetting]) -> list[str]
 
 
 def drafting(run: Run) -> list[str]:
-    """What the phase draft is where it is not forwards of a draft model over the forest's nodes."""
+    """Say what the phase draft is where it is not forwards of a draft model over the forest's nodes."""
     method = run.method
     if not method.depth or drafts_nodes(method):
         return []
@@ -49,7 +49,7 @@ def drafting(run: Run) -> list[str]:
 
 
 def missing(budget: Budget) -> list[str]:
-    """What was not measured, and why."""
+    """Say what was not measured, and why."""
     told = []
     if budget.left_out:
         told.append(
@@ -62,7 +62,7 @@ def missing(budget: Budget) -> list[str]:
 
 
 def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: ForestSize) -> list[str]:
-    """What the runs say about the recommended setting."""
+    """Say what the runs tell of the recommended setting."""
     told = []
     plain = next((one for one in tried if not one.setting.depth), None)
     if plain is not None and now.setting.depth:
@@ -85,8 +85,11 @@ def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: ForestSi
 
 
 def choose(found: Sequence[tuple[ForestSize, float]], num_beams: int) -> ForestSize:
-    """Of settings and their tokens/s the fastest; where the width varies, the widest within 5 % of the fastest,
-    because narrow beams lose text. Without a draft all W beams live."""
+    """Choose the fastest of settings and their tokens/s.
+
+    Where the width varies, it is the widest within 5 % of the fastest, because narrow beams lose text. Without a draft
+    all W beams live.
+    """
     fastest, speed = max(found, key=lambda one: one[1])
     if all(setting.min_width is None for setting, _ in found):
         return fastest

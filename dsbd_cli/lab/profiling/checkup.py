@@ -1,4 +1,4 @@
-"""What runs how on this machine: every part is tried, and one that fails does not keep the others from being tried."""
+"""Find what runs how on this machine. Every part is tried: one that fails does not keep the others from being tried."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
 
 
 def _processor_kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
-    """What of the target runs as kernels of numba."""
+    """Tell what of the target runs as kernels of numba: state, sentence and facts."""
     from dsbd_cli.models.decoder.forest import DecoderForest
     from dsbd_cli.ops.cpu import attention as tail
 

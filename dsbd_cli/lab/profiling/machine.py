@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def describe_machine(device: torch.device) -> Machine:
-    """As it is now: call it before anything is measured."""
+    """Describe the machine as it is now: call it before anything is measured."""
     try:
         load: float | None = os.getloadavg()[0]
     except (AttributeError, OSError):
@@ -32,7 +32,7 @@ def describe_machine(device: torch.device) -> Machine:
 
 @dataclass(frozen=True, slots=True)
 class MachineRates:
-    """What the device was measured to do. copy: bytes read + written per second; matmul: operations per second."""
+    """Rates that were measured of the device. copy: bytes read + written per second; matmul: operations per second."""
 
     copy_bytes_per_s: float
     matmul_flops_per_s: float

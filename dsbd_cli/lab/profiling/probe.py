@@ -37,7 +37,7 @@ def reset_peak(devices: Sequence[torch.device]) -> None:
 
 
 def peak_bytes(devices: Sequence[torch.device]) -> int:
-    """Of the devices where they are GPUs, else of the process."""
+    """Return the peak memory in bytes: of the devices where they are GPUs, summed, else of the process."""
     cuda = [device for device in devices if device.type == "cuda"]
     return sum(torch.cuda.max_memory_allocated(device) for device in cuda) if cuda else peak_rss_bytes()
 

@@ -48,7 +48,7 @@ FEWER_TOKENS = (16, 4)
 
 @dataclass(frozen=True, slots=True)
 class ProfileSpec:
-    """What to profile. resident_before: bytes of the process before models were loaded. show: an iteration, from 1.
+    """Settings of a profile. resident_before: bytes of the process before models load. show: an iteration, from 1.
 
     render: a setting as a command line that uses it. The bench's budget says how long it may take.
     """
@@ -77,7 +77,7 @@ def take_profile(job: ProfileSpec) -> Profile | None:
 
 
 class _Session:
-    """What is measured until now."""
+    """Measurements of a profile until now."""
 
     def __init__(self, job: ProfileSpec) -> None:
         self._job, self._budget, self._method = job, job.bench.budget, job.method
@@ -131,7 +131,7 @@ class _Session:
         return run
 
     def _fit(self) -> Expected:
-        """What single forwards take, and as many prompts and new tokens as one run has time for."""
+        """Time single forwards, and take as many prompts and new tokens as one run has time for."""
         method, budget, bench = self._method, self._budget, self._bench
         budget.tell("timing one forward")
         encoder = Encoder.alone(bench.target, bench.codec, method)
@@ -253,7 +253,7 @@ def _speed(run: Run) -> str:
 
 
 def _prompt_tokens(encoder: Encoder, request: Request) -> int:
-    """Of a prompt; 0 of one that cannot be decoded, which the run will say."""
+    """Count the tokens of a prompt; 0 of one that cannot be decoded, which the run will say."""
     try:
         job = encoder.job(0, request)
         return len(job.prompt) + (job.source_tokens or 0)
@@ -336,7 +336,7 @@ def _memory(job: ProfileSpec, bench: ProfiledPair) -> tuple[tuple[Owner, ...], R
 
 
 def _roofline(job: ProfileSpec, bench: ProfiledPair) -> Roofline | None:
-    """What the target's device does at most; None where the weights cannot be seen."""
+    """Measure what the target's device does at most; None where the weights cannot be seen."""
     model = bench.target
     size = size_of(model)
     if size is None:
@@ -416,5 +416,5 @@ def _acceptance(run: Run) -> tuple[DepthRate, ...]:
 
 
 def _drafter_rates(run: Run) -> tuple[DrafterRate, ...]:
-    """Of a run with two drafters, the first one first."""
+    """Return the rates of a run with two drafters, the first one first."""
     return tuple(DrafterRate(name, part.drafted, part.accepted) for name, part in run.stats.drafters.items())

@@ -36,7 +36,7 @@ def drafts_nodes(method: MethodConfig) -> bool:
 
 
 def setting_of(method: MethodConfig) -> ForestSize:
-    """What a profile varies of a method."""
+    """Return what a profile varies of a method."""
     if not method.depth:
         return NO_DRAFT
     return ForestSize(method.depth, method.drafts_per_layer, method.value(MIN_WIDTH) if method.dynamic else None)
@@ -71,7 +71,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of the best texts."""
+        """Count the tokens of the best texts."""
         return sum(result.hypotheses[0].num_tokens for result in self.results if result.hypotheses)
 
     @property
@@ -104,7 +104,7 @@ class ProfiledPair:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Of the models."""
+        """Return the devices of the models, each once."""
         return tuple({model.device for model in self.models})
 
     def engine(self, method: MethodConfig, *, log_steps: bool = False, cuda_graphs: bool | None = None) -> Engine:

@@ -103,7 +103,7 @@ class Snapshot(Observer):
 
 
 def _state(above: _Layer | None, index: int, pair: tuple[int, int]) -> NodeState:
-    """What became of a drafted node; `above` is None below the last layer walked."""
+    """Tell what became of a drafted node; `above` is None below the last layer walked."""
     if above is None:
         return "unreached"
     if index in above.taken:

@@ -104,7 +104,7 @@ def speed_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
 
 
 def work_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
-    """What was done for it: calls, widths, how deep drafts were right."""
+    """Return the columns of what was done for it: calls, widths, how deep drafts were right."""
     return [
         ReportColumn("steps/target call", lambda row: number(row.steps_per_call, ".2f")),
         ReportColumn("target calls", lambda row: number(row.target_calls, ".1f")),
@@ -129,7 +129,7 @@ def resource_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
 
 
 def _accepted(row: BenchRow) -> str:
-    """Of all drafts, and of each drafter's where there are two."""
+    """Return the accepted share in percent of all drafts, and of each drafter's where there are two."""
     parts = [f"{name} {number(_hundred(rate), '.0f')}" for name, rate in row.accepted_by_drafter.items()]
     return number(_hundred(row.acceptance_rate), ".0f") + (f" ({', '.join(parts)})" if parts else "")
 
@@ -190,7 +190,7 @@ def _hundred(share: float | None) -> float | None:
 
 
 def environment_lines(report: BenchReport) -> list[str]:
-    """What ran where, and how to read the numbers."""
+    """Tell what ran where, and how to read the numbers."""
     env, run = report.environment, report.run
     versions = env.get("versions")
     named = versions if isinstance(versions, dict) else {}
@@ -205,7 +205,7 @@ def environment_lines(report: BenchReport) -> list[str]:
 
 
 def reading_lines(rows: Sequence[BenchRow]) -> list[str]:
-    """What the ranges are."""
+    """Tell what the ranges are."""
     lines = []
     if any(row.scores for row in rows):
         lines.append("Scores: mean over the records (95 % bootstrap interval).")

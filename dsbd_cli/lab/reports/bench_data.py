@@ -1,4 +1,4 @@
-"""What a bench run holds: plain numbers, from which the tables, the plots and the JSON lines are made."""
+"""Hold the result of a bench run: plain numbers, from which the tables, the plots and the JSON lines are made."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))
 
 
 def _colour_of(method: str) -> str:
-    """Of the family: a rule with all its widths and drafters, the methods of others, or what has no beams of ours."""
+    """Return the colour of the family: a rule with all its widths and drafters, the methods of others, or what has no
+    beams of ours."""
     if method.startswith(("hf-", "ct2-", "llama-cpp-")):
         return MUTED
     name = next((name for name in FAMILIES if method.startswith(name)), None)

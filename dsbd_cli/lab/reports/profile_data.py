@@ -1,4 +1,4 @@
-"""What a profile holds: plain numbers, from which the tables, the plots and the JSON document are made.
+"""Hold the result of a profile: plain numbers, from which the tables, the plots and the JSON document are made.
 
 Letters: W beams, K drafts per layer, D layers, N nodes of a target forward. Units stand in the names.
 """
@@ -47,7 +47,7 @@ class Spread:
 
 
 def spread_of(values: list[float]) -> Spread:
-    """Of at least one value."""
+    """Return the spread of at least one value."""
     return Spread(median(values), min(values), max(values), len(values))
 
 

@@ -54,7 +54,7 @@ def _part(title: str, table: Table, caption: str = "") -> Group:
 
 
 def profile_tables(profile: Profile) -> Iterator[RenderableType]:
-    """What stands on the terminal, from top to bottom."""
+    """Yield what stands on the terminal, from top to bottom."""
     yield Group(_head(profile))
     yield _phases(profile)
     if profile.acceptance:
@@ -132,7 +132,7 @@ def _acceptance(profile: Profile) -> RenderableType:
 
 
 def _by_drafter(profile: Profile) -> str:
-    """What each of two brought, in the setting in use."""
+    """Tell what each of two drafters brought, in the setting in use; "" where there are not two."""
     if not profile.drafters:
         return ""
     rates = [

@@ -22,8 +22,10 @@ def before_and_after() -> Table:
 
 
 class Screen(Console):
-    """As wide as the terminal, and at least LEAST_WIDTH. A stream that is no terminal gets plain text, WIDTH_OF_FILES
-    columns wide."""
+    """Console as wide as the terminal, and at least LEAST_WIDTH columns.
+
+    A stream that is no terminal gets plain text, WIDTH_OF_FILES columns wide.
+    """
 
     def __init__(self, stream: IO[str]) -> None:
         width = None if stream.isatty() else WIDTH_OF_FILES

@@ -20,7 +20,7 @@ class SqlTask(Task):
     metric = "execution accuracy"
 
     def execute(self, record: TaskRecord, text: str) -> Ran | None:
-        """What `text` returns on the record's database; None where it fails."""
+        """Return what `text` returns on the record's database; None where it fails."""
         tables = cast("dict[str, TableData]", record.meta["tables"])
         found = PROCESS.run(tables, text.strip(), seconds=TIMEOUT_S, steps=STEPS, max_rows=MAX_ROWS)
         return found if isinstance(found, Ran) else None
