@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
-from dsbd_cli.engine.core.candidates import Room, top_candidates
+from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.drafting.logits import DraftLogits
 
 CANDIDATES = 58  # of a row with top-k 50
@@ -44,10 +44,12 @@ def measure(vocabulary: int, kept: int, hidden: int, nodes: int, repeats: int) -
 
     with torch.inference_mode():
         return {
-            "full head": median_ms(lambda: top_candidates(states @ head.T, Room(CANDIDATES)), repeats),
+            "full head": median_ms(lambda: top_candidates(states @ head.T, CandidateCount(CANDIDATES)), repeats),
             "of it the matrix": median_ms(lambda: states @ head.T, repeats),
-            "trimmed, into V columns": median_ms(lambda: top_candidates(trimmed().wide(), Room(CANDIDATES)), repeats),
-            "trimmed": median_ms(lambda: trimmed().candidates(Room(CANDIDATES)), repeats),
+            "trimmed, into V columns": median_ms(
+                lambda: top_candidates(trimmed().wide(), CandidateCount(CANDIDATES)), repeats
+            ),
+            "trimmed": median_ms(lambda: trimmed().candidates(CandidateCount(CANDIDATES)), repeats),
             "of that the matrix": median_ms(lambda: states @ small.T, repeats),
         }
 

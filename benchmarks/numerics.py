@@ -25,7 +25,7 @@ from benchmarks.inflate import SHAPES
 from benchmarks.speed import Bench, numbers, prepare, whole
 from dsbd_cli import Engine, MethodConfig
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.models.forest_attention import Sight
+from dsbd_cli.models.forest_attention import AttentionMetadata
 from dsbd_cli.models.forest_attention import attention as attended
 
 
@@ -115,8 +115,8 @@ class Layer:
         self._known = self._sight()
         self.invariant(), self.listed()  # what is made once
 
-    def _sight(self) -> Sight:
-        sight = Sight(self._settled, self._width)
+    def _sight(self) -> AttentionMetadata:
+        sight = AttentionMetadata(self._settled, self._width)
         sight.add(self._mask, self._seen, whole=True)
         return sight
 

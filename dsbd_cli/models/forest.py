@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError, UnsupportedModelError
-from dsbd_cli.models.forest_attention import Sight
+from dsbd_cli.models.forest_attention import AttentionMetadata
 from dsbd_cli.models.kv_cache import KVCache
 from dsbd_cli.ops.cpu import logsumexp as totals
 
@@ -71,7 +71,7 @@ class Forest:
         self.attention: Callable[..., Tensor] | None = None
         self.quantized: str | None = None
         self._device, self._cache = device, cache
-        self._sight: Sight | None = None
+        self._sight: AttentionMetadata | None = None
         self._dtype, self._width = torch.float32, 0
         self._kept: Tensor | None = None
         self.copies_prefixes = True
@@ -244,7 +244,7 @@ class Forest:
                 self.told += (NOT_ASKED if copies is None else NOT_COPIED,)
             self.copies_prefixes = bool(copies)
 
-    def _sees(self, batch: ForestInput) -> Sight | None:
+    def _sees(self, batch: ForestInput) -> AttentionMetadata | None:
         """Return what the layers of a forest's forward may split their keys by, and keep it for by_parts."""
         kernel, prompt, tail = self.attention, batch.prompt, batch.tail
         settled = None if batch.chain else batch.settled
@@ -254,7 +254,9 @@ class Forest:
         self._sight = (
             None
             if settled is None
-            else Sight(settled, tail, kernel=kernel, prompt=prompt, positions=batch.slot_positions, fast=fast)
+            else AttentionMetadata(
+                settled, tail, kernel=kernel, prompt=prompt, positions=batch.slot_positions, fast=fast
+            )
         )
         return self._sight
 

@@ -33,7 +33,7 @@ from dsbd_cli.ops.cpu import attention as tail
 from dsbd_cli.ops.cpu.attention import Paths
 from dsbd_cli.ops.cpu.runtime import on_amd
 
-__all__ = ["LEAST_DIM", "MASKED", "Blocks", "Sight", "attention", "filled_queries", "settled_attention"]
+__all__ = ["LEAST_DIM", "MASKED", "AttentionMetadata", "Blocks", "attention", "filled_queries", "settled_attention"]
 
 SETTLED_STEP = 32  # settled slots are counted in such steps: an odd remainder takes another kernel
 SETTLED_LEAST = 64  # a shorter prompt is all tail
@@ -50,7 +50,7 @@ Kernel = Callable[..., Tensor]
 MASKED = torch.finfo(torch.float32).min
 
 
-class Sight:
+class AttentionMetadata:
     """Which slots the nodes of the forward that is under way see, split into settled ones and tail. Made once, used by
     every layer.
 
@@ -83,14 +83,16 @@ class Sight:
         self.used = 0  # by so many layers
         self.width = 0 if masked else tail + max(count - own for count, own in zip(settled, self.settled, strict=True))
         self._seen: dict[object, tuple[Tensor, Tensor]] = {}
-        self._all_tail: Sight | None = None
+        self._all_tail: AttentionMetadata | None = None
         self._positions = positions
         self._tails: dict[object, Tensor] = {}
         self._paths: dict[object, Paths] = {}
         self._heads: dict[object, Tensor | None] = {}
         self._wide: dict[tuple[object, int], Tensor | None] = {}
         self._at: Tensor | None = None
-        self.across: Sight | None = None  # of the source's places, which the nodes see beside their own slots
+        self.across: AttentionMetadata | None = (
+            None  # of the source's places, which the nodes see beside their own slots
+        )
 
     def add(self, additive: Tensor, seen: Tensor, whole: bool) -> None:
         """Take the mask of one kind of layers: seen [R, n, S] bool and the tensor [R, 1, n, S] that the model is given.
@@ -101,16 +103,16 @@ class Sight:
         self._seen[key] = additive, seen
         self._heads[key] = None if whole else additive
 
-    def all_tail(self) -> Sight:
+    def all_tail(self) -> AttentionMetadata:
         """The same with no settled slots, for layers that the fused kernel cannot serve."""
         if self._all_tail is None:
             slots = max(seen.shape[-1] for _, seen in self._seen.values())
-            self._all_tail = Sight((0,) * len(self.settled), slots, positions=self._positions)
+            self._all_tail = AttentionMetadata((0,) * len(self.settled), slots, positions=self._positions)
             for additive, seen in self._seen.values():
                 self._all_tail.add(additive, seen, whole=True)
         return self._all_tail
 
-    def of(self, mask: Tensor | None) -> tuple[Sight, Tensor] | None:
+    def of(self, mask: Tensor | None) -> tuple[AttentionMetadata, Tensor] | None:
         """This one or the one across, whichever was given the mask, and the mask; None where it is one of the model's
         own. Without a mask a layer reads the source, all of it: the tokens of the answer always have one."""
         if mask is not None and self.knows(mask):
@@ -242,7 +244,7 @@ class Blocks:
 
 
 def attention(
-    sight: Sight | Blocks | None,
+    sight: AttentionMetadata | Blocks | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -273,7 +275,7 @@ def attention(
 
 
 def _by_sight(
-    sight: Sight,
+    sight: AttentionMetadata,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -325,7 +327,7 @@ def _over_all_slots(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
 
 
 def _by_paths(
-    sight: Sight,
+    sight: AttentionMetadata,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -363,7 +365,7 @@ def _grouped(query: Tensor, kv_heads: int) -> Tensor:
 
 
 def _by_parts(
-    sight: Sight,
+    sight: AttentionMetadata,
     query: Tensor,
     key: Tensor,
     value: Tensor,

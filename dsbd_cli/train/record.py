@@ -10,7 +10,7 @@ import orjson
 from dsbd_cli.errors import UsageError
 from dsbd_cli.io.lines.resume import write_atomically
 
-__all__ = ["BATCH", "RECORD", "Acceptance", "Milestone", "Plan", "Record", "Speed", "read_record"]
+__all__ = ["BATCH", "RECORD", "Acceptance", "Milestone", "Record", "Speed", "TrainingPlan", "read_record"]
 
 RECORD = "dsbd_distill.json"
 SCHEMA = "dsbd.distill/1"
@@ -18,8 +18,8 @@ BATCH = 8  # answers of a step
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Plan that the weights follow from, besides device and machine. input: a digest of the prompts' lines."""
+class TrainingPlan:
+    """TrainingPlan that the weights follow from, besides device and machine. input: a digest of the prompts' lines."""
 
     target: str
     layers: int
@@ -68,7 +68,7 @@ class Milestone:
 class Record:
     """A run of the command. prompts, answers: that are learnt from."""
 
-    plan: Plan
+    plan: TrainingPlan
     complete: bool = False
     prompts: int = 0
     answers: int = 0
@@ -85,7 +85,7 @@ def read_record(folder: Path) -> Record:
     path = folder / RECORD
     try:
         found = orjson.loads(path.read_bytes())
-        plan = Plan(**found["plan"])
+        plan = TrainingPlan(**found["plan"])
         milestones = [_milestone(one) for one in found["milestones"]]
         return Record(plan, found["complete"], found["prompts"], found["answers"], milestones)
     except (OSError, ValueError, KeyError, TypeError):

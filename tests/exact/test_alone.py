@@ -27,7 +27,7 @@ from dsbd_cli.engine.core.distribution import pool_law, row_law
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import LayerNodes
 from dsbd_cli.engine.core.noise import extend_path, path_gumbel, stream_keys
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.drafting.beam import NoDrafter
 from dsbd_cli.engine.iteration.iteration import IterationShape
@@ -78,7 +78,7 @@ class Only(LegalTokens):
         self._allowed, self._lists = self._allowed.repeat_interleave(nodes, 0), lists
 
     def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
-        logprobs.masked_fill_(~self._allowed[part], NEVER)
+        logprobs.masked_fill_(~self._allowed[part], NEG_INF)
 
     def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
         if not self._lists:
@@ -140,7 +140,7 @@ class Trial:
                     int(ended.token[at, f]),
                 )
                 for f in range(width)
-                if ended.score[at, f] > NEVER
+                if ended.score[at, f] > NEG_INF
             ]
             one["trace"] = _traced(state.trace, at, row, outcome.live.valid[at])
             found.append(one)
@@ -153,7 +153,7 @@ def _bits(x: Tensor) -> int:
 
 def _pairs(candidates: Candidates, value: Tensor, row: int, live: Sequence[bool]) -> dict[object, int]:
     """Bits by beam and token, of the candidates that are possible."""
-    possible, bits = (candidates.logprobs[row] > NEVER).tolist(), value.contiguous().view(torch.int32)[row].tolist()
+    possible, bits = (candidates.logprobs[row] > NEG_INF).tolist(), value.contiguous().view(torch.int32)[row].tolist()
     return {
         (beam, token): bit
         for beam, real in enumerate(live)
@@ -257,7 +257,7 @@ def random_row(seed: int, width: int, vocabulary: int, rule: str, kind: str) -> 
         legal = torch.rand(vocabulary, generator=generator) < pick(0.5, 4 / vocabulary)
         legal[int(torch.randint(vocabulary, (1,), generator=generator))] = True
     kept = normal(width).sub(2).sort(descending=True).values
-    kept[pick(0, width // 2, width) :] = NEVER
+    kept[pick(0, width // 2, width) :] = NEG_INF
     weight = normal(width) - 1
     return Row(sampling, seed, length, live, weight, weight - 0.25, logits, legal, kept)
 

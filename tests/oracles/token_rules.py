@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from dsbd_cli.config.token_rules import Timestamps, TokenRules
 
-NEVER = float("-inf")
+NEG_INF = float("-inf")
 
 
 def ruled(
@@ -30,18 +30,18 @@ def ruled(
     for start in range(len(text) - size + 1) if size else ():
         gram = text[start : start + size]
         if gram[:-1] == text[len(text) - size + 1 :]:
-            found[gram[-1]] = NEVER
+            found[gram[-1]] = NEG_INF
     for token in rules.bad_words_ids:
-        found[token] = NEVER
+        found[token] = NEG_INF
     if len(text) < rules.min_length or len(generated) < rules.min_new_tokens:
         for token in ends:
-            found[token] = NEVER
+            found[token] = NEG_INF
     for token in rules.suppress_tokens:
-        found[token] = NEVER
+        found[token] = NEG_INF
     begin = 1 if len(prompt) == 1 and rules.forced_bos_token_id is not None else 0
     if len(generated) == begin:
         for token in rules.begin_suppress_tokens:
-            found[token] = NEVER
+            found[token] = NEG_INF
     if rules.timestamps and times is not None:
         _time(found, generated, times)
     for forced, here in (
@@ -49,7 +49,7 @@ def ruled(
         (rules.forced_eos_token_id, len(generated) == new - 1),
     ):
         if forced is not None and here:
-            found = [0.0 if token == forced else NEVER for token in range(len(found))]
+            found = [0.0 if token == forced else NEG_INF for token in range(len(found))]
     return found
 
 
@@ -68,7 +68,7 @@ def _time(found: list[float], generated: Sequence[int], times: Timestamps) -> No
         banned |= set(range(first))
         banned |= set() if times.latest is None else set(range(first + times.latest + 1, size))
     for token in banned:
-        found[token] = NEVER
+        found[token] = NEG_INF
     together = sum(math.exp(value) for value in found[first:])
     if together > 0 and math.log(together) > max(found[:first]):
-        found[:first] = [NEVER] * first
+        found[:first] = [NEG_INF] * first

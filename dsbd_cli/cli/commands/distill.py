@@ -25,7 +25,7 @@ from dsbd_cli.config.model import BUILTIN_TARGET, DTYPES, Dtype, ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import DsbdError, UsageError, option_name
 from dsbd_cli.requests import Request
-from dsbd_cli.train.record import BATCH, RECORD, Acceptance, Milestone, Plan, Record, Speed, read_record
+from dsbd_cli.train.record import BATCH, RECORD, Acceptance, Milestone, Record, Speed, TrainingPlan, read_record
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
@@ -232,7 +232,7 @@ class _Distilling:
     def _begin(self, shape: StudentShape, digest: str) -> Record:
         """A new folder, or the record of one that this command has left unfinished."""
         options, method = self._options, self._settings.method
-        plan = Plan(
+        plan = TrainingPlan(
             target=self._settings.target,
             input=digest,
             layers=shape.layers,
@@ -259,7 +259,7 @@ class _Distilling:
         record = read_record(folder)
         if record.complete:
             raise UsageError(f"--output {folder} is finished: use it with --draft, or name a new folder")
-        for item in fields(Plan):
+        for item in fields(TrainingPlan):
             was, now = getattr(record.plan, item.name), getattr(plan, item.name)
             if was != now:
                 said = "holds other prompts" if item.name == "input" else f"was {was} and is {now}"

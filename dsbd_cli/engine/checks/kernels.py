@@ -19,7 +19,7 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.constraints.stops import StopTable
-from dsbd_cli.engine.core.candidates import Room, top_candidates
+from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.core.slots import moved_by_copy
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.drafting.beam import BeamDrafter
@@ -215,7 +215,7 @@ def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[Ker
 
 def _chosen(*, kernel: bool) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
     def run(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        found = top_candidates(logits, Room(count), kernel=kernel)
+        found = top_candidates(logits, CandidateCount(count), kernel=kernel)
         some = found.logprobs > float("-inf")  # of equal ones -inf any may come
         return torch.where(some, found.tokens, 0), found.logprobs
 

@@ -29,7 +29,7 @@ from dsbd_cli.config.grammar_trial import byte_tokenizer, parser_limits
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.engine.constraints.legal import DEAD, FREE, NodePaths
 from dsbd_cli.engine.core.grammar_ends import EndFinder, Tokens
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.protocols import TextCodec
 from dsbd_cli.errors import UsageError
 
@@ -391,11 +391,11 @@ class GrammarMasks:
             self._masks = torch.from_numpy(self._coming.result()).to(self._device)
         bits = torch.arange(32, dtype=torch.int32, device=logprobs.device)
         allowed = (self._masks[part].unsqueeze(-1) >> bits) & 1
-        logprobs.masked_fill_(allowed.flatten(1)[:, : logprobs.shape[1]] == 0, NEVER)
+        logprobs.masked_fill_(allowed.flatten(1)[:, : logprobs.shape[1]] == 0, NEG_INF)
         for row, state in zip(logprobs, self._states[part], strict=True):
             if state is not None and state.narrow is None:
                 fitting = state.fitting(row.cpu().numpy())
-                row.masked_fill_(~torch.from_numpy(fitting).to(row.device), NEVER)
+                row.masked_fill_(~torch.from_numpy(fitting).to(row.device), NEG_INF)
 
 
 def _filled(states: Sequence[GrammarState | None], plain: Sequence[bool], words: int) -> Mask:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsbd_cli.config.token_rules import Timestamps, TokenRules
 from dsbd_cli.engine.constraints.legal import NodePaths
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 
 __all__ = ["RuleTable"]
 
@@ -190,17 +190,17 @@ class _AtNodes:
             if acts.penalty:
                 _penalise(logprobs, text, table.penalty[row].unsqueeze(1), total if table.on_logits else None)
             if acts.longest:
-                logprobs.masked_fill_(_repeats(text, table.size[row].unsqueeze(1), acts.longest, size), NEVER)
+                logprobs.masked_fill_(_repeats(text, table.size[row].unsqueeze(1), acts.longest, size), NEG_INF)
         if acts.early:
             early = (length < table.least[row]).unsqueeze(1)
-            logprobs.masked_fill_(early & _columns(table.eos, size), NEVER)
+            logprobs.masked_fill_(early & _columns(table.eos, size), NEG_INF)
         if acts.never:
-            logprobs.masked_fill_(_columns(table.banned, size)[row], NEVER)
+            logprobs.masked_fill_(_columns(table.banned, size)[row], NEG_INF)
         if acts.begin:
             # behind a forced first token, the second one is what the rule means
             at = torch.where(table.first[row] >= 0, 1, 0)
             begins = (length == at).unsqueeze(1)
-            logprobs.masked_fill_(begins & _columns(table.begin_banned, size)[row], NEVER)
+            logprobs.masked_fill_(begins & _columns(table.begin_banned, size)[row], NEG_INF)
         if self.spoken is not None and table.times is not None:
             _time(logprobs, table.times, table.timed[row].unsqueeze(1), length, self.spoken[part])
         if acts.first:
@@ -218,7 +218,7 @@ def _columns(mask: Tensor, size: int) -> Tensor:
 def _force(logprobs: Tensor, token: Tensor) -> None:
     """0 for the token [k] int64 and -inf for all others, where it is not NO_TOKEN. A draft may lack the token."""
     forced = (token >= 0).unsqueeze(1)
-    logprobs.masked_fill_(forced, NEVER)
+    logprobs.masked_fill_(forced, NEG_INF)
     here = forced & (torch.arange(logprobs.shape[1], device=token.device) == token.unsqueeze(1))
     logprobs.masked_fill_(here, 0.0)
 
@@ -280,7 +280,7 @@ def _time(logprobs: Tensor, times: Timestamps, timed: Tensor, length: Tensor, sp
     banned = banned | (time & (token < torch.where(closed, latest, latest + 1)))
     late = token < times.first if times.latest is None else ~time | (token > times.first + times.latest)
     banned = banned | ((length == 0).unsqueeze(1) & late)
-    logprobs.masked_fill_(timed & banned, NEVER)
+    logprobs.masked_fill_(timed & banned, NEG_INF)
     share = logprobs[:, times.first :].to(torch.float64).logsumexp(1, keepdim=True)
     text = logprobs[:, : times.first]
-    text.masked_fill_(timed & (share > text.amax(1, keepdim=True)), NEVER)
+    text.masked_fill_(timed & (share > text.amax(1, keepdim=True)), NEG_INF)

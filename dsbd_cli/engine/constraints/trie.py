@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsbd_cli.engine.constraints.legal import DEAD, FREE, NodePaths
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 
 __all__ = ["Trie", "TrieTable", "build_trie"]
 
@@ -184,4 +184,4 @@ class _Children:
         allowed = torch.zeros(len(tokens), size + 1, dtype=torch.bool, device=tokens.device)
         allowed.scatter_(1, torch.where(real & (tokens < size), tokens, size), True)
         allowed[:, :size] |= (self.state[part] <= FREE).unsqueeze(1)
-        logprobs.masked_fill_(~allowed[:, :size], NEVER)
+        logprobs.masked_fill_(~allowed[:, :size], NEG_INF)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.slots import SlotTable
-from dsbd_cli.engine.core.topk import NEVER, best_first
+from dsbd_cli.engine.core.topk import NEG_INF, best_first
 
 __all__ = ["Beams", "Finished", "fit_window", "select_rows"]
 
@@ -96,7 +96,7 @@ class Finished:
     def empty(cls, rows: int, kept: int, history: int, device: torch.device) -> Finished:
         """Nothing finished anywhere."""
         number = torch.zeros(rows, kept, dtype=torch.int64, device=device)
-        score = torch.full((rows, kept), NEVER, dtype=torch.float32, device=device)
+        score = torch.full((rows, kept), NEG_INF, dtype=torch.float32, device=device)
         return cls(
             score=score,
             logprob=score.clone(),
@@ -117,7 +117,7 @@ class Finished:
         seen = (number.unsqueeze(1) >= number).unsqueeze(2).expand(-1, -1, count).flatten(1)  # [L, L * E]
         seen = torch.nn.functional.pad(seen, (kept, 0), value=True)
         together = torch.cat((self.score, score.flatten(1)), 1).unsqueeze(1)
-        return best_first(torch.where(seen, together, NEVER), kept)
+        return best_first(torch.where(seen, together, NEG_INF), kept)
 
     def take(self, new: Finished, score: Tensor, index: Tensor, steps: Tensor) -> None:
         """Hold the best F after `steps` layers [R]; rows of 0 steps stay as they are. score, index: [R, L, F] of

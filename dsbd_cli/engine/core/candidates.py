@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.topk import BLOCKED_FROM, BLOCKS, NEVER, best_tokens
+from dsbd_cli.engine.core.topk import BLOCKED_FROM, BLOCKS, NEG_INF, best_tokens
 from dsbd_cli.ops.cpu.logsumexp import cpu_kernels
 
-__all__ = ["Candidates", "LegalTokens", "Room", "top_candidates"]
+__all__ = ["CandidateCount", "Candidates", "LegalTokens", "top_candidates"]
 
 PART = 1 << 21  # numbers worked on at a time: enough for all threads, few enough for the cache
 SWEPT = 1 << 17  # of a large vocabulary, for each thread: few enough for a cache of its own
@@ -43,7 +43,7 @@ class Candidates:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class CandidateCount:
     """How many candidates the nodes of a batch have. A node's own number must not depend on the rows beside it.
 
     Attributes:
@@ -56,10 +56,10 @@ class Room:
     own: Tensor | None = None
     most: int = 0
 
-    def at_least(self, least: int) -> Room:
+    def at_least(self, least: int) -> CandidateCount:
         """The same with `least` for all nodes that have fewer."""
         own = None if self.own is None else self.own.clamp(min=least)
-        return Room(max(self.count, least), own, max(self.most, least))
+        return CandidateCount(max(self.count, least), own, max(self.most, least))
 
 
 class LegalTokens(Protocol):
@@ -76,7 +76,9 @@ class LegalTokens(Protocol):
         ...
 
 
-def top_candidates(logits: Tensor, room: Room, legal: LegalTokens | None = None, *, kernel: bool = False) -> Candidates:
+def top_candidates(
+    logits: Tensor, room: CandidateCount, legal: LegalTokens | None = None, *, kernel: bool = False
+) -> Candidates:
     """The most probable tokens of every node, of equal ones those of lower id; all of them where C reaches V.
 
     They stand in order of token id. What a node has does not depend on C: where it has fewer, the rest is impossible.
@@ -137,7 +139,7 @@ def _candidates(logits: Tensor, count: int, own: Tensor | None = None, most: int
     else:
         _, highest, total = swept
     best = (best - highest).sub_(total)
-    return tokens, best if over is None else best.masked_fill_(over, NEVER)
+    return tokens, best if over is None else best.masked_fill_(over, NEG_INF)
 
 
 def _sweep(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,7 +177,7 @@ def _log_total(values: Tensor, highest: Tensor) -> Tensor:
     return (shares if len(shares) > 1 else shares.repeat(2, 1)).sum(-1, keepdim=True).log_()[: len(values)]
 
 
-def _legal_candidates(logits: Tensor, room: Room, legal: LegalTokens) -> Candidates:
+def _legal_candidates(logits: Tensor, room: CandidateCount, legal: LegalTokens) -> Candidates:
     """top_candidates under a constraint. Where it lists the legal tokens and not all V are wanted, only the listed
     ones are looked at, and C is at most their number."""
     rows, vocabulary = logits.flatten(0, -2), logits.shape[-1]
@@ -196,14 +198,14 @@ def _legal_candidates(logits: Tensor, room: Room, legal: LegalTokens) -> Candida
             columns, real = found
             real = real & (columns < vocabulary)
             columns = columns.clamp(max=vocabulary - 1)
-            logprobs = (values.gather(1, columns) - highest).sub_(total).masked_fill_(~real, NEVER)
+            logprobs = (values.gather(1, columns) - highest).sub_(total).masked_fill_(~real, NEG_INF)
         count = min(room.count, logprobs.shape[1])
         if count < logprobs.shape[1] or own is not None:
             ranked = best_tokens(logprobs, count)[1]
             over = None if own is None else torch.arange(count, device=values.device) >= own[part]
             at, order = ranked.sort(dim=-1)
             logprobs, columns = logprobs.gather(1, at), columns.gather(1, at)
-            logprobs = logprobs if over is None else logprobs.masked_fill_(over.gather(1, order), NEVER)
+            logprobs = logprobs if over is None else logprobs.masked_fill_(over.gather(1, order), NEG_INF)
         tokens.append(columns)
         best.append(logprobs)
     shape = (*logits.shape[:-1], tokens[0].shape[1])

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.candidates import Candidates, Room
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.candidates import CandidateCount, Candidates
+from dsbd_cli.engine.core.topk import NEG_INF
 
 __all__ = ["PoolLaw", "Warp", "log_normalise", "pool_law", "row_law"]
 
@@ -53,15 +53,15 @@ class Warp:
         """[R] bool, rows that draw without noise; None where there are none."""
         return self.cold if self.any_cold else None
 
-    def room(self, vocab_size: int) -> Room:
+    def room(self, vocab_size: int) -> CandidateCount:
         """Candidates that hold the warped support: top_k pairs of one node at most, and room for ties."""
         if not self.max_top_k:
-            return Room(vocab_size)
+            return CandidateCount(vocab_size)
         most = min(vocab_size, self.max_top_k + TIES)
         if self.even_top_k:
-            return Room(most)
+            return CandidateCount(most)
         own = torch.where(self.top_k > 0, (self.top_k + TIES).clamp(max=vocab_size), vocab_size).unsqueeze(1)
-        return Room(most if self.all_top_k else vocab_size, own, most)
+        return CandidateCount(most if self.all_top_k else vocab_size, own, most)
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ def _shares(x: Tensor) -> Tensor:
 
 def pool_law(candidates: Candidates, weight: Tensor, live: Tensor, warp: Warp) -> PoolLaw:
     """P(i, v) = warp(exp(s_i) p(v | x_i)), normalised over the pool. weight [R, n] float32, live [R, n] bool."""
-    weight = torch.where(live, weight, NEVER).unsqueeze(-1)
+    weight = torch.where(live, weight, NEG_INF).unsqueeze(-1)
     if warp.scope == "pool":
         joint = weight + candidates.logprobs
         scaled = _from_best(joint.flatten(1)) / warp.temperature.unsqueeze(1)
@@ -125,7 +125,7 @@ def _of_cold(x: Tensor, log_p: Tensor, warp: Warp) -> Tensor:
 
     x, log_p: [R, n, C].
     """
-    return torch.where(warp.cold[:, None, None] & (log_p > NEVER), x, log_p) if warp.any_cold else log_p
+    return torch.where(warp.cold[:, None, None] & (log_p > NEG_INF), x, log_p) if warp.any_cold else log_p
 
 
 def _from_best(x: Tensor) -> Tensor:
@@ -148,9 +148,9 @@ def _cut(x: Tensor, warp: Warp) -> Tensor:
         count = min(warp.max_top_k, x.shape[-1])
         best = torch.topk(x, count, dim=-1).values
         kth = best.gather(1, (warp.top_k - 1).clamp(0, count - 1).unsqueeze(1))
-        lowest = kth if warp.all_top_k else torch.where(warp.top_k.unsqueeze(1) > 0, kth, NEVER)
-        x = torch.where(x >= lowest, x, NEVER)
-        best = torch.where(best >= lowest, best, NEVER) if warp.any_top_p else None
+        lowest = kth if warp.all_top_k else torch.where(warp.top_k.unsqueeze(1) > 0, kth, NEG_INF)
+        x = torch.where(x >= lowest, x, NEG_INF)
+        best = torch.where(best >= lowest, best, NEG_INF) if warp.any_top_p else None
     if warp.any_top_p:
         if best is None or not warp.all_top_k:
             best = torch.sort(x, dim=-1, descending=True).values
@@ -160,10 +160,10 @@ def _cut(x: Tensor, warp: Warp) -> Tensor:
         last = (
             (_shares(best).cumsum(-1, dtype=torch.int64) < wanted).sum(-1, keepdim=True).clamp(max=best.shape[-1] - 1)
         )
-        lowest = torch.where(warp.top_p.unsqueeze(1) < 1, best.gather(1, last), NEVER)
-        x = torch.where(x >= lowest, x, NEVER)
+        lowest = torch.where(warp.top_p.unsqueeze(1) < 1, best.gather(1, last), NEG_INF)
+        x = torch.where(x >= lowest, x, NEG_INF)
     if warp.any_min_p:
         # in float64: in float32 the last few numbers of a tensor may take another log than the others
         lowest = x.amax(-1, keepdim=True) + torch.log(warp.min_p.to(torch.float64)).to(torch.float32).unsqueeze(1)
-        x = torch.where(x >= lowest, x, NEVER)
+        x = torch.where(x >= lowest, x, NEG_INF)
     return x - _log_mass(x)

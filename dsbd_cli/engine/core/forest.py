@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from dsbd_cli.engine.core.forest_buffer import Sheet
+    from dsbd_cli.engine.core.forest_buffer import ForestBuffer
 
 from dsbd_cli.engine.core.nodes import DraftLaw, LayerNodes
 
@@ -31,7 +31,7 @@ class Forest:
     drafts_per_layer: int
     layers: list[LayerNodes]
     laws: list[DraftLaw | None] = field(default_factory=list)
-    sheet: Sheet | None = None
+    sheet: ForestBuffer | None = None
     _flat: LayerNodes | None = field(default=None, init=False, repr=False)
 
     @property

@@ -19,7 +19,7 @@ from dsbd_cli.engine.core.noise import STREAMS
 from dsbd_cli.engine.core.slots import SlotTable
 from dsbd_cli.engine.protocols import ForestInput
 
-__all__ = ["Sheet", "warp_flags", "warp_tensors"]
+__all__ = ["ForestBuffer", "warp_flags", "warp_tensors"]
 
 
 def warp_tensors(warp: Warp) -> list[Tensor]:
@@ -35,7 +35,7 @@ def warp_flags(warp: Warp, *, stops: bool, warps: bool) -> list[bool]:
 
 
 @dataclass(slots=True)
-class Sheet:
+class ForestBuffer:
     """Memory of one iteration, and what kernels need to know of it.
 
     Attributes:
@@ -71,7 +71,7 @@ class Sheet:
         slots: int,
         late: int,
         last_position: int,
-    ) -> Sheet:
+    ) -> ForestBuffer:
         """With the roots in it. noise: row_key, iteration. layers: D. slots: S. late: tokens that the draft has not
         run, 0 for none."""
         from dsbd_cli.ops.triton import draft

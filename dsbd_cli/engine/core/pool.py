@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.topk import NEVER, best_first
+from dsbd_cli.engine.core.topk import NEG_INF, best_first
 
 __all__ = ["DraftRequest", "LiveDraws", "ends_before", "live_draws", "match_pairs"]
 
@@ -49,7 +49,7 @@ class LiveDraws:
     @property
     def valid(self) -> Tensor:
         """[R, W] bool."""
-        return self.key > NEVER
+        return self.key > NEG_INF
 
 
 def live_draws(keys: Tensor, ends: Tensor | None, count: int) -> LiveDraws:
@@ -57,11 +57,11 @@ def live_draws(keys: Tensor, ends: Tensor | None, count: int) -> LiveDraws:
 
     keys [R, M] float, ends [R, M] bool; None: no pair ends it.
     """
-    masked = keys if ends is None else keys.masked_fill(ends, NEVER)
+    masked = keys if ends is None else keys.masked_fill(ends, NEG_INF)
     if masked.shape[-1] < count:
-        masked = torch.nn.functional.pad(masked, (0, count - masked.shape[-1]), value=NEVER)
+        masked = torch.nn.functional.pad(masked, (0, count - masked.shape[-1]), value=NEG_INF)
     key, index = best_first(masked, count)
-    return LiveDraws(torch.where(key > NEVER, index, 0), key)
+    return LiveDraws(torch.where(key > NEG_INF, index, 0), key)
 
 
 def ends_before(keys: Tensor, ends: Tensor, draws: LiveDraws, width: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.candidates import Room
+from dsbd_cli.engine.core.candidates import CandidateCount
 from dsbd_cli.engine.core.distribution import Warp
 from dsbd_cli.engine.core.noise import gumbel, path_gumbel
 from dsbd_cli.engine.core.pool import DraftRequest, live_draws
@@ -30,7 +30,7 @@ class Sampler(ABC):
     random: bool = True
     path_noise: bool = False
 
-    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
+    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> CandidateCount:
         """Candidates per node that are enough to find every draw: the warped support, with room for ties."""
         return warp.room(vocab_size)
 
@@ -49,9 +49,9 @@ class Best(Sampler):
 
     random = False
 
-    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
+    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> CandidateCount:
         """Take as many as transformers looks at: W live ones remain when every end token ranks before them."""
-        return Room(min(vocab_size, max(2, 1 + num_eos) * num_beams))
+        return CandidateCount(min(vocab_size, max(2, 1 + num_eos) * num_beams))
 
     def noise(self, request: DraftRequest) -> Tensor:
         """Zeros: nothing is random."""

@@ -8,7 +8,7 @@ from torch import Tensor
 __all__ = ["best_first", "best_tokens"]
 
 
-NEVER = float("-inf")
+NEG_INF = float("-inf")
 
 BLOCKED_FROM = 1024  # tokens; smaller vocabularies are searched whole
 BLOCKS = (64, 8)

@@ -19,7 +19,7 @@ from dsbd_cli.engine.drafting.beam import MERGED_LAG
 from dsbd_cli.engine.drafting.text import Prompts
 from dsbd_cli.engine.iteration.devices import current
 from dsbd_cli.engine.iteration.iteration import IterationShape
-from dsbd_cli.engine.iteration.request_state import Job
+from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.iteration.state import BatchState, Entry
 from dsbd_cli.engine.planning.planner import Reading, Shape, deepest
 from dsbd_cli.engine.planning.timing import PhaseTimer
@@ -27,7 +27,7 @@ from dsbd_cli.engine.planning.timing import PhaseTimer
 __all__ = ["Batch", "most_steps"]
 
 
-def most_steps(jobs: Iterable[Job]) -> int:
+def most_steps(jobs: Iterable[RequestState]) -> int:
     """Most tokens that one of these requests may generate."""
     return max(job.max_new for job in jobs)
 
@@ -51,14 +51,14 @@ class Batch:
         keep_text: bool,
     ) -> None:
         """keep_text: the drafter reads prompts, so they stay on the device."""
-        self.jobs: list[Job | None] = [None] * rows
+        self.jobs: list[RequestState | None] = [None] * rows
         self._method, self._caches, self._tables, self._keep_text = method, caches, tables, keep_text
         self._legal = [FREE] * rows
         self._empty = True
         self._unread: tuple[tuple[tuple[int, int], ...], int] = (), 0  # rows and jobs, and their tokens
 
     @property
-    def running(self) -> list[tuple[int, Job]]:
+    def running(self) -> list[tuple[int, RequestState]]:
         """(row, job) of every taken row."""
         return [(row, job) for row, job in enumerate(self.jobs) if job is not None]
 
@@ -67,7 +67,7 @@ class Batch:
         """Rows without a job."""
         return [row for row, job in enumerate(self.jobs) if job is None]
 
-    def admit(self, waiting: deque[Job]) -> None:
+    def admit(self, waiting: deque[RequestState]) -> None:
         """Put waiting requests into free rows. The target reads their prompts; each begins with one live beam."""
         new = {row: waiting.popleft() for row in self.free[: len(waiting)]}
         for row, job in new.items():
@@ -104,7 +104,7 @@ class Batch:
                 # an answer that copies its source goes on behind the decoder's first tokens as the source begins
                 self.state.prompts.put(row, [*job.prompt, *job.source.tolist(), *job.prompt])
 
-    def _listen(self, unheard: dict[int, Job]) -> None:
+    def _listen(self, unheard: dict[int, RequestState]) -> None:
         """Settle the languages of speech whose rows name none, for all of them in one forward."""
         if not unheard:
             return
@@ -114,7 +114,7 @@ class Batch:
             job.prompt, job.language = job.listen(logits)
             job.listen = None
 
-    def _begin(self, job: Job) -> int:
+    def _begin(self, job: RequestState) -> int:
         """The state in which what may be answered begins."""
         if job.request.grammar is not None:
             return self._tables.grammars.begin(job.request.grammar, job.request.sampling.max_new_tokens)
@@ -182,7 +182,7 @@ class Batch:
             job.drafted = job.trunk
             self.state.table.drafted[row] = job.trunk
 
-    def _late(self) -> list[tuple[int, Job]]:
+    def _late(self) -> list[tuple[int, RequestState]]:
         """Rows whose trunk a recurrent draft model has rested through: it reads that part as it reads a prompt."""
         if not self._caches.lagging:
             return []
@@ -253,6 +253,6 @@ class Batch:
         return taken
 
 
-def _sources(jobs: Mapping[int, Job]) -> dict[int, Tensor]:
+def _sources(jobs: Mapping[int, RequestState]) -> dict[int, Tensor]:
     """Return what the encoder reads for each row."""
     return {row: job.source for row, job in jobs.items() if job.source is not None}

@@ -15,7 +15,7 @@ from dsbd_cli.config.model import OnTooLong
 from dsbd_cli.config.token_rules import TokenRules, asked_rules
 from dsbd_cli.engine.constraints.answers import Answer, Catalogue, Compiler
 from dsbd_cli.engine.constraints.grammar import GrammarCompiler
-from dsbd_cli.engine.iteration.request_state import Job
+from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.planning.memory import least_bytes
 from dsbd_cli.engine.planning.planner import deepest
 from dsbd_cli.engine.protocols import ForestModel, SizedCodec, SourceCodec, SourceModel, TextCodec
@@ -90,9 +90,9 @@ class Encoder:
         known = f"the catalogues are {names}" if names else "no catalogue has a name"
         raise InvalidRowError(f"allow is {shorten(allow)}, but {known}")
 
-    def job(self, number: int, request: Request) -> Job:
+    def job(self, number: int, request: Request) -> RequestState:
         """A request that can be decoded. Raises RowError where it cannot."""
-        job = Job(number, request, [], catalogue=self.catalogue(request))
+        job = RequestState(number, request, [], catalogue=self.catalogue(request))
         if self.sources is not None:
             self._read_source(job, self.sources)
         else:
@@ -102,7 +102,7 @@ class Encoder:
         job.started = time.perf_counter()
         return job
 
-    def _read_source(self, job: Job, codec: SourceCodec) -> None:
+    def _read_source(self, job: RequestState, codec: SourceCodec) -> None:
         """A request to a model with an encoder: lengths of source and answer are checked apart."""
         request = job.request
         limit, role = self._source_limit()

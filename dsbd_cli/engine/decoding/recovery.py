@@ -8,7 +8,7 @@ from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
 from dsbd_cli.engine.drafting.base import Drafter
 from dsbd_cli.engine.iteration.devices import kernel_failed
-from dsbd_cli.engine.iteration.request_state import Job
+from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.planning.memory import out_of_memory
 from dsbd_cli.engine.planning.planner import Planner, Shape
 from dsbd_cli.errors import OutOfMemoryRowError
@@ -33,7 +33,7 @@ class Recovery:
         self._leave_kernels, self._tell = leave_kernels, tell
 
     def after(
-        self, error: Exception, running: list[Job], queue: RequestQueue, planner: Planner, shape: Shape | None
+        self, error: Exception, running: list[RequestState], queue: RequestQueue, planner: Planner, shape: Shape | None
     ) -> bool:
         """Try what is left after an error. The batch of the running requests has ended; they wait in the queue again.
         False where nothing is left, and the error is to be raised.
@@ -51,7 +51,9 @@ class Recovery:
             return True
         return False
 
-    def _with_less_memory(self, running: list[Job], queue: RequestQueue, planner: Planner, shape: Shape | None) -> None:
+    def _with_less_memory(
+        self, running: list[RequestState], queue: RequestQueue, planner: Planner, shape: Shape | None
+    ) -> None:
         """Fewer drafts where the planner has a choice, or half as many rows. A request that fails alone is tried once
         more with all memory given back, and then gets its error."""
         smaller = planner.out_of_memory(shape, len(running))
@@ -65,7 +67,7 @@ class Recovery:
             self._scheduler.lower_rows(len(running))
         self._scheduler.retry(queue, running)
 
-    def _give_up(self, job: Job, queue: RequestQueue) -> None:
+    def _give_up(self, job: RequestState, queue: RequestQueue) -> None:
         """Put out the error of a request that does not fit alone."""
         tokens, nodes = len(job.prompt) + job.max_new, self._scheduler.nodes([job])
         error = OutOfMemoryRowError(

@@ -15,8 +15,8 @@ from dsbd_cli.engine.constraints.legal import FREE
 from dsbd_cli.engine.constraints.stops import find_stop
 from dsbd_cli.engine.core.beams import Finished
 from dsbd_cli.engine.core.report import LayerCounters, RowCounters
-from dsbd_cli.engine.core.topk import NEVER
-from dsbd_cli.engine.iteration.request_state import Job
+from dsbd_cli.engine.core.topk import NEG_INF
+from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.token_logprobs import TokenTrace, token_details
 from dsbd_cli.engine.protocols import SourceCodec, TextCodec
@@ -48,7 +48,7 @@ def ended(finished: Finished, rows: Sequence[int]) -> list[Ended]:
 def collect(
     finished: Ended,
     row: int,
-    job: Job,
+    job: RequestState,
     codec: TextCodec,
     grammars: GrammarCompiler,
     trace: TokenTrace | None = None,
@@ -101,7 +101,7 @@ def collect(
     )
 
 
-def broken(job: Job) -> RequestResult:
+def broken(job: RequestState) -> RequestResult:
     """Result of a row whose model returned NaN: its error."""
     error = NumericalError(
         f"the target returned NaN after {job.stats.steps} steps: the checkpoint may need another dtype (try float32)"
@@ -150,7 +150,7 @@ def common_tokens(state: BatchState, row: int) -> list[int]:
     score = finished.score[row]
     start = state.legal_starts[row]
     under_grammar = start is not None and start < FREE
-    best = (score > NEVER) & ((score == score.amax()) | under_grammar)
+    best = (score > NEG_INF) & ((score == score.amax()) | under_grammar)
     able = torch.cat((beams.history[row], finished.tokens[row]))[torch.cat((beams.valid[row], best))]
     length = torch.where(best, finished.length[row], beams.length[row]).amin()
     count = (able == able[:1]).all(0)[: int(length)].to(torch.int64).cumprod(0).sum()
@@ -159,7 +159,7 @@ def common_tokens(state: BatchState, row: int) -> list[int]:
 
 
 def record_iteration(
-    job: Job,
+    job: RequestState,
     counters: RowCounters,
     layers: Sequence[LayerCounters],
     seconds: dict[str, float],

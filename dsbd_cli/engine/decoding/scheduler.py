@@ -10,7 +10,7 @@ from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.decoding.batch import Batch, most_steps
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.iteration.observer import Observer
-from dsbd_cli.engine.iteration.request_state import Job, Results
+from dsbd_cli.engine.iteration.request_state import RequestState, Results
 from dsbd_cli.engine.planning.memory import PEEK, fitting_rows
 from dsbd_cli.engine.planning.planner import deepest
 from dsbd_cli.errors import RowError
@@ -30,7 +30,7 @@ class RequestQueue:
     """
 
     def __init__(self, source: Source, encoder: Encoder, results: Results[object], observer: Observer) -> None:
-        self.waiting, self.results = deque[Job](), results
+        self.waiting, self.results = deque[RequestState](), results
         self._source, self._encoder, self._observer = source, encoder, observer
 
     @property
@@ -94,7 +94,7 @@ class Scheduler:
         """Remember that so many rows have run together."""
         self._proven = max(self._proven, len(batch.jobs))
 
-    def retry(self, queue: RequestQueue, jobs: Sequence[Job]) -> None:
+    def retry(self, queue: RequestQueue, jobs: Sequence[RequestState]) -> None:
         """Requests whose batch has ended wait again, before all others, and begin anew."""
         for job in jobs:
             self.steps -= job.stats.steps
@@ -106,11 +106,11 @@ class Scheduler:
         that fails alone says nothing about how many others fit."""
         self.rows = max(1, count // 2) if count else self._proven
 
-    def nodes(self, jobs: Iterable[Job]) -> int:
+    def nodes(self, jobs: Iterable[RequestState]) -> int:
         """Most nodes of an iteration of these requests, of one row."""
         return deepest(self._method, most_steps(jobs)).nodes(self._method.num_beams)
 
-    def _fit_rows(self, seen: Sequence[Job]) -> None:
+    def _fit_rows(self, seen: Sequence[RequestState]) -> None:
         """Take the batch size that memory allows, from the requests seen first."""
         if seen:
             nodes = self.nodes(seen)

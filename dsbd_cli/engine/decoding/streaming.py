@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from dsbd_cli.engine.decoding.results import text_of
-from dsbd_cli.engine.iteration.request_state import Job
+from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.protocols import TextCodec
 from dsbd_cli.errors import RowError, shorten
 from dsbd_cli.requests import Piece, RequestResult
@@ -30,7 +30,7 @@ class Pieces:
         self._sent: dict[int, str] = {}
         self._out: deque[Piece] = deque()
 
-    def progress(self, job: Job, tokens: Callable[[], list[int]]) -> None:
+    def progress(self, job: RequestState, tokens: Callable[[], list[int]]) -> None:
         """The device is read only where live beams have more in common than before."""
         if job.trunk <= self._trunk.get(job.number, len(job.prompt) - 1):
             return

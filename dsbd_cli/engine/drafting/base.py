@@ -17,13 +17,13 @@ from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import Warp
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.forest_buffer import Sheet
+from dsbd_cli.engine.core.forest_buffer import ForestBuffer
 from dsbd_cli.engine.core.nodes import DraftLaw, LawScope, LayerNodes, at_nodes
 from dsbd_cli.engine.core.noise import extend_path
 from dsbd_cli.engine.core.pool import match_pairs
 from dsbd_cli.engine.core.sampler import Sampler
 from dsbd_cli.engine.core.slots import Layout, SlotTable
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.bridge.draft import AnyDraft
 from dsbd_cli.engine.drafting.text import Prompts
 from dsbd_cli.engine.protocols import ForestModel, TextCodec
@@ -125,7 +125,7 @@ class DraftContext:
     stopping: Callable[[], bool] = lambda: False
     legal: Legal | None = None
     kernels: frozenset[str] = frozenset()
-    sheet: Sheet | None = None
+    sheet: ForestBuffer | None = None
 
     @property
     def layout(self) -> Layout:
@@ -274,7 +274,7 @@ def fuse(first: LayerDrafts, second: LayerDrafts, priority: Tensor, width: int) 
     assert room >= 0
     equal = match_pairs(second.above, second.token, first.above, first.token, first.valid)
     new = second.valid & (equal < 0)
-    order = torch.where(new, priority, NEVER).argsort(dim=1, descending=True, stable=True)
+    order = torch.where(new, priority, NEG_INF).argsort(dim=1, descending=True, stable=True)
     # an absent node sorts with impossible ones, so real ones go first by validity
     order = order.gather(1, (~new.gather(1, order)).to(torch.int8).argsort(dim=1, stable=True))
     rank = torch.empty_like(order).scatter_(
@@ -306,10 +306,10 @@ def record_law(
     index: [R, K1] flat index of each draw, in draw order. valid: [R, K1] bool.
     """
     law = log_q.flatten(1).to(torch.float64)
-    drawn = torch.where(valid, law.gather(1, index), NEVER)
+    drawn = torch.where(valid, law.gather(1, index), NEG_INF)
     # with replacement an index can occur twice; `log_rest` is not used there. Absent draws must take nothing away.
     taken = torch.zeros_like(law, dtype=torch.int8).scatter_reduce(1, index, valid.to(torch.int8), "amax").bool()
-    left = law.masked_fill(taken, NEVER)
+    left = law.masked_fill(taken, NEG_INF)
     if scope == "pool":
         tail = torch.logcumsumexp(drawn.flip(1), 1).flip(1)
         return DraftLaw(candidates, log_q, drawn, torch.logaddexp(tail, torch.logsumexp(left, 1, keepdim=True)))
@@ -317,5 +317,5 @@ def record_law(
     rest = torch.logsumexp(left.view(log_q.shape), 2).gather(1, above)
     later = torch.ones(index.shape[1], index.shape[1], dtype=torch.bool, device=index.device).triu()
     same = (above.unsqueeze(2) == above.unsqueeze(1)) & later
-    tail = torch.logsumexp(torch.where(same, drawn.unsqueeze(1), NEVER), 2)
+    tail = torch.logsumexp(torch.where(same, drawn.unsqueeze(1), NEG_INF), 2)
     return DraftLaw(candidates, log_q, drawn, torch.logaddexp(tail, rest), scope)

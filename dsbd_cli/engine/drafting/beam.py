@@ -10,12 +10,12 @@ from dsbd_cli.engine.constraints.legal import NodePaths
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import pool_law
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.forest_buffer import Sheet, warp_flags, warp_tensors
+from dsbd_cli.engine.core.forest_buffer import ForestBuffer, warp_flags, warp_tensors
 from dsbd_cli.engine.core.nodes import DraftLaw
 from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.slots import lagging
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import (
     DraftContext,
     Drafter,
@@ -109,11 +109,11 @@ class BeamDrafter(Drafter):
             law = pool_law(candidates, nodes.weight, live, context.warp)
             log_q, weight = law.log_p, law.weight
         else:
-            weight = torch.where(live, nodes.weight, NEVER).unsqueeze(-1) + candidates.logprobs
+            weight = torch.where(live, nodes.weight, NEG_INF).unsqueeze(-1) + candidates.logprobs
             log_q = weight
         allowed = log_q
         if not context.drafts_end:
-            allowed = log_q.masked_fill(context.endings.ends(nodes.stop_state, candidates.tokens), NEVER)
+            allowed = log_q.masked_fill(context.endings.ends(nodes.stop_state, candidates.tokens), NEG_INF)
         stream, silent = context.keys[:, layer, DRAFT], context.warp.silent
         index, valid = sampler.draw(DraftRequest(allowed, candidates.tokens, nodes.path, stream, count, silent))
         drafts = LayerDrafts(
@@ -126,7 +126,7 @@ class BeamDrafter(Drafter):
         return drafts, record_law(candidates, log_q, index, valid) if context.record_law else None
 
     def _extend(
-        self, context: DraftContext, sheet: Sheet, forest: Forest, layer: int, logits: DraftLogits
+        self, context: DraftContext, sheet: ForestBuffer, forest: Forest, layer: int, logits: DraftLogits
     ) -> DraftLaw | None:
         """`drafts` and `children` by a kernel. Raises Stopped where the engine was asked to stop."""
         if context.stopping():
@@ -152,7 +152,7 @@ def draft_candidates(context: DraftContext, forest: Forest, layer: int, logits: 
     legal = None if context.legal is None else context.legal.of(NodePaths.of(forest, context.beams, layer))
     candidates = logits.candidates(room, legal, kernel="candidates" in context.kernels)
     if context.sheet is None:  # `extend` takes NaN for impossible by itself
-        candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEVER, neginf=NEVER)
+        candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEG_INF, neginf=NEG_INF)
     return candidates
 
 

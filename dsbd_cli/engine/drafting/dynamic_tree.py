@@ -11,7 +11,7 @@ from torch import Tensor
 from dsbd_cli.config.variants import TREE, TreeName
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import DraftLaw
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts
 from dsbd_cli.engine.drafting.beam import BeamDrafter
 from dsbd_cli.engine.drafting.logits import DraftLogits
@@ -43,8 +43,8 @@ class DynamicTree(BeamDrafter):
         rows = RowDraws(context, forest, layer, logits)
         if self._tree == "top-k":
             weight = rows.nodes.weight.unsqueeze(-1) + rows.candidates.logprobs
-            best, index = _top(weight.masked_fill(~rows.allowed, NEVER).flatten(1), count)
-            return rows.drafts(index, best > NEVER, sampled=False)
+            best, index = _top(weight.masked_fill(~rows.allowed, NEG_INF).flatten(1), count)
+            return rows.drafts(index, best > NEG_INF, sampled=False)
         value = carry(self._value, rows.nodes, layer, root_mass(forest.layers[0]))
         if layer == 0:
             value = root_law(context, rows.nodes)
@@ -52,23 +52,23 @@ class DynamicTree(BeamDrafter):
         log_q = rows.log_q.gather(2, column).to(torch.float64)
         before = log_q.exp().cumsum(2) - log_q.exp()
         worth = value.unsqueeze(-1) + torch.log1p(-before.clamp(max=1.0))
-        worth = torch.where(keys > NEVER, worth.clamp(min=-1e30), NEVER)  # a real draw may find no mass left
+        worth = torch.where(keys > NEG_INF, worth.clamp(min=-1e30), NEG_INF)  # a real draw may find no mass left
         if self._tree == "threshold":
-            worth = torch.where(worth >= math.log(self._threshold), worth, NEVER)
+            worth = torch.where(worth >= math.log(self._threshold), worth, NEG_INF)
         # ties go to the earlier sibling, which must be drawn first
         best, place = _top(worth.flatten(1), count)
         above = place // worth.shape[2]
         index = above * rows.keys.shape[2] + column.flatten(1).gather(1, place)
         self._value = value.gather(1, above) + log_q.flatten(1).gather(1, place)
-        return rows.drafts(index, best > NEVER)
+        return rows.drafts(index, best > NEG_INF)
 
 
 def _top(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest [R, count], ties in order, -inf where there are fewer: values and indices."""
-    x = torch.nn.functional.pad(x, (0, max(0, count - x.shape[1])), value=NEVER)
+    x = torch.nn.functional.pad(x, (0, max(0, count - x.shape[1])), value=NEG_INF)
     index = x.argsort(dim=1, descending=True, stable=True)[:, :count]
     value = x.gather(1, index)
-    return value, torch.where(value > NEVER, index, 0)
+    return value, torch.where(value > NEG_INF, index, 0)
 
 
 def make(of: DrafterInputs) -> DynamicTree:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dsbd_cli.engine.core.candidates import Candidates, LegalTokens, Room, top_candidates
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.candidates import CandidateCount, Candidates, LegalTokens, top_candidates
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.protocols import ForestModel
 
 __all__ = ["DraftLogits", "head_ids"]
@@ -49,10 +49,10 @@ class DraftLogits:
         """[R, n, V], -inf where there is no column; as wide as the draft's own logits where it lacks no tokens."""
         if self.ids is None:
             return self.values
-        wide = self.values.new_full((*self.values.shape[:-1], self.vocab_size), NEVER)
+        wide = self.values.new_full((*self.values.shape[:-1], self.vocab_size), NEG_INF)
         return wide.index_copy_(-1, self.ids, self.values)
 
-    def candidates(self, room: Room, legal: LegalTokens | None = None, *, kernel: bool = False) -> Candidates:
+    def candidates(self, room: CandidateCount, legal: LegalTokens | None = None, *, kernel: bool = False) -> Candidates:
         """Return top_candidates of `wide`, but for the last bits of the logits' sum."""
         if self.ids is None or room.count >= self.values.shape[-1] or legal is not None:
             return top_candidates(self.wide(), room, legal, kernel=kernel)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.candidates import Room, top_candidates
+from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, fuse, roots
 from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_calls
 from dsbd_cli.engine.drafting.paths import PathDrafter, PathTree
@@ -73,14 +73,14 @@ def _judge(forest: Forest, layer: int, drafts: LayerDrafts, logits: Tensor, top_
     known = drafts.token < vocabulary
     flat = drafts.above * vocabulary + drafts.token.clamp(max=vocabulary - 1)
     logit = logits.flatten(1).gather(1, flat).to(torch.float32)
-    logprob = (logit - total.gather(1, drafts.above)).nan_to_num(nan=NEVER, neginf=NEVER)
+    logprob = (logit - total.gather(1, drafts.above)).nan_to_num(nan=NEG_INF, neginf=NEG_INF)
     weight = nodes.weight.gather(1, drafts.above) + logprob
     valid = drafts.valid
     if top_k:
-        found = top_candidates(logits, Room(min(top_k, vocabulary - 1)))
+        found = top_candidates(logits, CandidateCount(min(top_k, vocabulary - 1)))
         least = found.logprobs.amin(-1).gather(1, drafts.above)
         valid = valid & known & (logprob >= least - 1e-6)
     root = forest.layers[0].weight.gather(1, nodes.root.gather(1, drafts.above))  # its share is in the hits already
-    priority = torch.where(known, drafts.weight + weight - root, NEVER)
+    priority = torch.where(known, drafts.weight + weight - root, NEG_INF)
     weight = torch.where(torch.isfinite(weight), weight, drafts.weight.clamp(min=-1e4))
     return LayerDrafts(drafts.above, drafts.token, valid, drafts.sampled, weight), priority

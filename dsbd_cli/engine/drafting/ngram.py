@@ -20,7 +20,7 @@ from dsbd_cli.engine.core.nodes import LayerNodes
 from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.sampler import largest
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, children, following, roots
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.recall import KEPT, Recall
@@ -140,24 +140,24 @@ class NgramDrafter(PathDrafter):
         if context.legal is not None:
             above = torch.arange(guess.shape[1], device=guess.device).view(1, -1, 1).expand_as(guess).flatten(1)
             real &= (following(context, nodes, above, tokens.flatten(1)) != DEAD).view_as(real)
-        logprobs = torch.where(real, FOUND - OTHER * order, NEVER)
+        logprobs = torch.where(real, FOUND - OTHER * order, NEG_INF)
         if recall is not None:
             known, said, law = recall.at(nodes.path)
             known = (known & (context.iteration > 0).unsqueeze(1)).unsqueeze(-1)  # else of the row's last request
             tokens = torch.cat((tokens, said), 2)
-            logprobs = torch.cat((logprobs.masked_fill(known, NEVER), law.masked_fill(~known, NEVER)), 2)
+            logprobs = torch.cat((logprobs.masked_fill(known, NEG_INF), law.masked_fill(~known, NEG_INF)), 2)
         elif self._recalls:  # sums have as many numbers whether or not the batch remembers anything
             tokens = torch.nn.functional.pad(tokens, (0, KEPT))
-            logprobs = torch.nn.functional.pad(logprobs, (0, KEPT), value=NEVER)
+            logprobs = torch.nn.functional.pad(logprobs, (0, KEPT), value=NEG_INF)
         room = tokens.shape[2]
         live = nodes.valid & ~nodes.ends
         if sampler.random:
             pool = pool_law(Candidates(tokens, logprobs, full=False), nodes.weight, live, context.warp)
             keys, weight = pool.log_p, pool.weight
         else:
-            keys = weight = torch.where(live, nodes.weight, NEVER).unsqueeze(-1) + logprobs
+            keys = weight = torch.where(live, nodes.weight, NEG_INF).unsqueeze(-1) + logprobs
         if not context.drafts_end:
-            keys = keys.masked_fill(context.endings.ends(nodes.stop_state, tokens), NEVER)
+            keys = keys.masked_fill(context.endings.ends(nodes.stop_state, tokens), NEG_INF)
         if sampler.path_noise:
             stream = context.keys[:, layer, DRAFT]
             keys = keys + sampler.noise(DraftRequest(keys, tokens, nodes.path, stream, count, context.warp.silent))

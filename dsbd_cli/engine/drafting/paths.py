@@ -14,7 +14,7 @@ from torch import Tensor
 from dsbd_cli.engine.constraints.legal import DEAD
 from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, following, roots
 
 __all__ = ["PathDrafter", "PathSource", "PathTree", "Paths", "beam_share"]
@@ -46,7 +46,7 @@ class PathSource(Protocol):
 
 def beam_share(beams: Beams) -> Tensor:
     """Share of each live beam in the beams' mass, so that likelier beams get more nodes: [R, W] float32."""
-    weight = torch.where(beams.valid, beams.weight, NEVER)
+    weight = torch.where(beams.valid, beams.weight, NEG_INF)
     return torch.softmax(weight, 1).nan_to_num(nan=0.0)  # a row without live beams
 
 
@@ -73,7 +73,7 @@ class PathTree:
         total = torch.zeros_like(weight).scatter_add(1, first, weight)
         index = torch.arange(first.shape[1], device=first.device)
         leads = here & (first == index)
-        total = torch.where(leads, torch.log(total), NEVER)
+        total = torch.where(leads, torch.log(total), NEG_INF)
         order = total.argsort(dim=1, descending=True, stable=True)[:, :count]
         self._group = _places(order, first, here)
         return _pad(
@@ -144,5 +144,5 @@ def _pad(drafts: LayerDrafts, more: int) -> LayerDrafts:
         token=pad(drafts.token, (0, more)),
         valid=pad(drafts.valid, (0, more)),
         sampled=pad(drafts.sampled, (0, more)),
-        weight=pad(drafts.weight, (0, more), value=NEVER),
+        weight=pad(drafts.weight, (0, more), value=NEG_INF),
     )

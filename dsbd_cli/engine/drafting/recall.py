@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.topk import NEVER, best_tokens
+from dsbd_cli.engine.core.topk import NEG_INF, best_tokens
 
 __all__ = ["KEPT", "Recall"]
 
@@ -35,9 +35,9 @@ class Recall:
             tokens, logprobs = tokens.flatten(0, 1).gather(1, index), best
         more = max(0, KEPT - most)
         tokens = torch.nn.functional.pad(tokens.view(rows, count, -1), (0, more))
-        logprobs = torch.nn.functional.pad(logprobs.view(rows, count, -1), (0, more), value=NEVER)
+        logprobs = torch.nn.functional.pad(logprobs.view(rows, count, -1), (0, more), value=NEG_INF)
         self._tokens = _in_order(tokens, order)
-        self._logprobs = _in_order(logprobs, order).nan_to_num(nan=NEVER, neginf=NEVER)
+        self._logprobs = _in_order(logprobs, order).nan_to_num(nan=NEG_INF, neginf=NEG_INF)
 
     @property
     def rows(self) -> int:

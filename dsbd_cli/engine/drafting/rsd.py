@@ -16,7 +16,7 @@ from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import DraftLaw, LayerNodes
 from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, record_law
 from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_candidates
 from dsbd_cli.engine.drafting.logits import DraftLogits
@@ -38,7 +38,7 @@ class RowDraws:
         self.candidates = draft_candidates(context, forest, layer, logits)
         nodes, sampler, tokens = self.nodes, context.sampler, self.candidates.tokens
         self.log_q = row_law(self.candidates, context.warp) if sampler.random else self.candidates.logprobs
-        self.allowed = (nodes.valid & ~nodes.ends).unsqueeze(-1) & (self.log_q > NEVER)
+        self.allowed = (nodes.valid & ~nodes.ends).unsqueeze(-1) & (self.log_q > NEG_INF)
         if not context.drafts_end:
             self.allowed = self.allowed & ~context.endings.ends(nodes.stop_state, tokens)
         stream = context.keys[:, layer, DRAFT]
@@ -48,7 +48,7 @@ class RowDraws:
     @property
     def keys(self) -> Tensor:
         """log q + noise, -inf where a pair must not be drafted: the largest of a row, in order, are its draws."""
-        return (self.log_q + self.noise).masked_fill(~self.allowed, NEVER)
+        return (self.log_q + self.noise).masked_fill(~self.allowed, NEG_INF)
 
     def drafts(self, index: Tensor, valid: Tensor, sampled: bool = True) -> tuple[LayerDrafts, DraftLaw | None]:
         """Pairs by flat index [R, m] in draw order, and the law of their rows."""
@@ -73,7 +73,7 @@ def _step_weight(context: DraftContext, candidates: Candidates, log_q: Tensor) -
 
 def root_law(context: DraftContext, nodes: LayerNodes) -> Tensor:
     """log share of each root in the law that beams are drawn from: [R, W] float64."""
-    weight = torch.where(nodes.valid, nodes.weight, NEVER).to(torch.float64)
+    weight = torch.where(nodes.valid, nodes.weight, NEG_INF).to(torch.float64)
     if context.sampler.random and context.warp.scope == "pool":
         weight = weight / context.warp.temperature.unsqueeze(1)
     return log_normalise(weight)
@@ -90,7 +90,7 @@ def carry(value: Tensor | None, nodes: LayerNodes, layer: int, base: Tensor) -> 
 
 def root_mass(nodes: LayerNodes) -> Tensor:
     """log of the mass of the roots: [R, 1] float32."""
-    total = torch.logsumexp(torch.where(nodes.valid, nodes.weight, NEVER), 1, keepdim=True)
+    total = torch.logsumexp(torch.where(nodes.valid, nodes.weight, NEG_INF), 1, keepdim=True)
     return torch.where(torch.isfinite(total), total, 0.0)
 
 
@@ -115,7 +115,7 @@ class ConstantBranching(BeamDrafter):
         keys, index = rows.keys.topk(min(count, rows.keys.shape[2]), dim=2)  # [R, n, J]
         draw = torch.arange(index.shape[2], device=index.device)
         place = draw * number.unsqueeze(-1) + (parents.cumsum(1) - 1).unsqueeze(-1)
-        kept = (keys > NEVER) & (draw < branches) & (place < count)
+        kept = (keys > NEG_INF) & (draw < branches) & (place < count)
         flat = index + torch.arange(index.shape[1], device=index.device).unsqueeze(-1) * rows.keys.shape[2]
         at = torch.where(kept, place, count).flatten(1)
         chosen = flat.new_zeros(flat.shape[0], count + 1).scatter(1, at, flat.flatten(1))[:, :count]
@@ -149,16 +149,16 @@ class StochasticBeams(BeamDrafter):
         if layer == 0:
             phi = above = root_law(context, rows.nodes)
         below = phi.unsqueeze(-1) + rows.log_q
-        key = (below + rows.noise).masked_fill(~rows.allowed, NEVER)
+        key = (below + rows.noise).masked_fill(~rows.allowed, NEG_INF)
         if context.sampler.random:
             key = _conditioned(key, above.unsqueeze(-1))
-        flat = torch.where(rows.allowed & ~torch.isnan(key), key, NEVER).flatten(1)
+        flat = torch.where(rows.allowed & ~torch.isnan(key), key, NEG_INF).flatten(1)
         best, index = flat.topk(min(count, flat.shape[1]), dim=1)
         more = count - index.shape[1]
-        best = torch.nn.functional.pad(best, (0, more), value=NEVER)
+        best = torch.nn.functional.pad(best, (0, more), value=NEG_INF)
         index = torch.nn.functional.pad(index, (0, more))
         self._phi, self._perturbed = below.flatten(1).gather(1, index), best
-        return rows.drafts(index, best > NEVER)
+        return rows.drafts(index, best > NEG_INF)
 
 
 def _conditioned(key: Tensor, above: Tensor) -> Tensor:

@@ -11,17 +11,17 @@ from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import at_nodes
 from dsbd_cli.engine.core.noise import extend_path
 from dsbd_cli.engine.core.slots import compact
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.iteration.finished import Live
 from dsbd_cli.engine.iteration.state import BatchState
-from dsbd_cli.engine.iteration.verify_forest import Walk
+from dsbd_cli.engine.iteration.verify_forest import VerifiedForest
 
 __all__ = ["best_only", "commit_beams", "pack_counters"]
 
 
 def commit_beams(
-    state: BatchState, forest: Forest, outcome: Walk, live: Live, endings: Endings
+    state: BatchState, forest: Forest, outcome: VerifiedForest, live: Live, endings: Endings
 ) -> tuple[Tensor, Tensor]:
     """Make the final beams the live ones and order their slots. Returns source and target [R, T] of the slots that the
     caches have to move."""
@@ -46,7 +46,7 @@ def commit_beams(
 
 def best_only(live: Live) -> Live:
     """Keep the best beam alone, in the first place."""
-    best = torch.where(live.valid, live.logprob, NEVER).argmax(1, keepdim=True)
+    best = torch.where(live.valid, live.logprob, NEG_INF).argmax(1, keepdim=True)
     width = live.valid.shape[1]
     only = Live(*(getattr(live, item.name).gather(1, best).repeat(1, width) for item in fields(live)))
     only.valid &= torch.arange(width, device=best.device) == 0
@@ -69,7 +69,7 @@ def _history(history: Tensor, length: Tensor, forest: Forest, parent: Tensor, to
     return taken.scatter(2, at, path)
 
 
-def _settle(state: BatchState, forest: Forest, outcome: Walk) -> None:
+def _settle(state: BatchState, forest: Forest, outcome: VerifiedForest) -> None:
     """Write the tokens of hypotheses that finished in this iteration."""
     finished, beams = state.finished, state.beams
     steps = finished.length - beams.length.unsqueeze(1)
@@ -79,7 +79,7 @@ def _settle(state: BatchState, forest: Forest, outcome: Walk) -> None:
     finished.settle(_history(beams.history, beams.length, forest, parent, finished.token, steps))
 
 
-def pack_counters(state: BatchState, outcome: Walk) -> Tensor:
+def pack_counters(state: BatchState, outcome: VerifiedForest) -> Tensor:
     """Join all counters of an iteration in one tensor: RowCounters, then LayerCounters of D layers, [R, ...] int64."""
     table = state.table
     rows = [outcome.done, outcome.invalid, outcome.steps, outcome.width_sum, table.used, table.trunk, table.drafted]

@@ -1,9 +1,8 @@
 """Iterations as CUDA graphs: launched as three replays in place of some ten thousand kernels.
 
-A graph repeats kernels on fixed addresses. So the batch's tensors get one home per name and shape (`Homes`); before an
-iteration they are moved in, and the last graph of the iteration writes its results back there. A shape is run plainly
-before it is captured, which also warms up what libraries set up at their first call.
-"""
+A graph repeats kernels on fixed addresses. So the batch's tensors get one buffer per name and shape (`StaticBuffers`).
+Before an iteration they are moved in, and the last graph of the iteration writes its results back there. A shape is
+run plainly before it is captured, which also warms up what libraries set up at their first call. """
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from dsbd_cli.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["CaptureError", "CudaRecorder", "Homes", "IterationGraphs", "Recorder", "Recording", "shapes"]
+__all__ = ["CaptureError", "CudaRecorder", "IterationGraphs", "Recorder", "Recording", "StaticBuffers", "shapes"]
 
 PLAIN_RUNS = 2  # times that a shape runs plainly before it is captured
 MOST_GRAPHS = 64  # shapes kept; each holds its own intermediate results
@@ -78,7 +77,7 @@ class CudaRecorder:
         return graph
 
 
-class Homes:
+class StaticBuffers:
     """One fixed tensor for every name and shape of a batch's state."""
 
     def __init__(self) -> None:
@@ -151,7 +150,7 @@ class IterationGraphs(Generic[WorkT]):
         self, recorder: Recorder, *, required: bool = False, tell: Callable[[str], None] = lambda line: None
     ) -> None:
         """required: a capture that fails is an error. tell: takes the line that says so otherwise."""
-        self._recorder, self._homes = recorder, Homes()
+        self._recorder, self._homes = recorder, StaticBuffers()
         self.required, self.tell = required, tell
         self.failed: str | None = None
         self._entries: dict[Hashable, _Entry[WorkT]] = {}

@@ -16,11 +16,11 @@ from torch import Tensor
 from dsbd_cli.engine.core.beams import Finished
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.report import LayerCounters
-from dsbd_cli.engine.core.topk import NEVER, best_first
+from dsbd_cli.engine.core.topk import NEG_INF, best_first
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 
-__all__ = ["Live", "Verified", "Way", "counters", "verified", "way_of"]
+__all__ = ["Live", "Progress", "Verified", "counters", "verified", "way_of"]
 
 
 @dataclass(slots=True)
@@ -60,12 +60,12 @@ class Verified:
 
 def verified(view: LayerView, draws: LayerDraws, live: Live, kept: int) -> Verified:
     """Keep what the end of the walk needs. kept: F."""
-    flat = view.logprob.flatten(1).masked_fill(~draws.ends, NEVER)
+    flat = view.logprob.flatten(1).masked_fill(~draws.ends, NEG_INF)
     before, before_valid = view.node, view.valid
     if (more := kept - before.shape[1]) > 0:  # a step that began with fewer beams
         pad = torch.nn.functional.pad
         before, before_valid = pad(before, (0, more)), pad(before_valid, (0, more))
-        flat = pad(flat, (0, max(0, kept - flat.shape[1])), value=NEVER)
+        flat = pad(flat, (0, max(0, kept - flat.shape[1])), value=NEG_INF)
     ended, index = best_first(flat, kept)
     beam, token = view.pair(index.clamp(max=draws.ends.shape[1] - 1))
     return Verified(
@@ -83,7 +83,7 @@ def verified(view: LayerView, draws: LayerDraws, live: Live, kept: int) -> Verif
 
 
 @dataclass(slots=True)
-class Way:
+class Progress:
     """How far each row came: active [R, L] bool, the layers that count; steps [R], how many; done [R] bool."""
 
     active: Tensor
@@ -91,7 +91,7 @@ class Way:
     done: Tensor
 
 
-def way_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Way:
+def way_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Progress:
     """Take new hypotheses into the best finished ones, layer by layer, until a layer does not pass or the request is
     done. rows: [R] bool, those that walk. Updates `state.finished`.
 
@@ -105,11 +105,11 @@ def way_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Way:
     out_of_length = length >= limits.max_new.unsqueeze(1)
     live_logprob, valid = _stack([item.live.logprob for item in layers]), _stack([item.live.valid for item in layers])
     countable = _stack([item.countable for item in layers]) & out_of_length.unsqueeze(2)
-    cut = torch.where(countable, live_logprob, NEVER)
+    cut = torch.where(countable, live_logprob, NEG_INF)
     logprob = torch.cat((_stack([item.logprob for item in layers]), cut), 2)  # [R, L, E]
     best_score, index = finished.best_after(logprob / scale.unsqueeze(2))
-    full = (best_score > NEVER).all(2)
-    best_live = torch.where(valid, live_logprob, NEVER).amax(2) / scale
+    full = (best_score > NEG_INF).all(2)
+    best_live = torch.where(valid, live_logprob, NEG_INF).amax(2) / scale
     hopeless = full & (best_live <= best_score[:, :, -1])
     done = out_of_length | hopeless | (limits.early.unsqueeze(1) & full) | ~valid.any(2)
     on = _stack([item.passed for item in layers]) & ~done
@@ -127,7 +127,7 @@ def way_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Way:
     )
     finished.take(new, best_score, index, steps)
     active = active.to(torch.bool)
-    return Way(active, steps, (done & active).any(1))
+    return Progress(active, steps, (done & active).any(1))
 
 
 def _power(length: Tensor, penalty: Tensor) -> Tensor:

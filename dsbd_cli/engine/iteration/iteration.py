@@ -12,9 +12,9 @@ from torch import Tensor
 from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.constraints.legal import FREE, Legal, NodePaths
 from dsbd_cli.engine.constraints.stops import NO_STOPS
-from dsbd_cli.engine.core.candidates import Candidates, LegalTokens, Room, top_candidates
+from dsbd_cli.engine.core.candidates import CandidateCount, Candidates, LegalTokens, top_candidates
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.forest_buffer import Sheet
+from dsbd_cli.engine.core.forest_buffer import ForestBuffer
 from dsbd_cli.engine.core.noise import stream_keys
 from dsbd_cli.engine.core.slots import Layout
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, Endings
@@ -24,7 +24,7 @@ from dsbd_cli.engine.iteration.finished import Live
 from dsbd_cli.engine.iteration.iteration_kernels import committed, fits_commit, fits_sheet, fits_walk, walked
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.state import BatchState
-from dsbd_cli.engine.iteration.verify_forest import Walk, walk
+from dsbd_cli.engine.iteration.verify_forest import VerifiedForest, walk
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.engine.verify.base import Rule
 
@@ -99,7 +99,7 @@ class Iteration:
     legal_tokens: LegalTokens | None = field(init=False)
     logits: Tensor = field(init=False)
     candidates: Candidates = field(init=False)
-    outcome: Walk = field(init=False)
+    outcome: VerifiedForest = field(init=False)
 
     def draft(self) -> None:
         """1. Draft, below the live beams, D times K pairs of the draft's pool, with the law Q they were drawn from."""
@@ -154,7 +154,7 @@ class Iteration:
         if self.endings.stops.used and not self.rule.sampler.random:
             # any number of tokens may complete a stop string, but only of the rows that have one
             own = torch.where(self.forest.flat.stop_state == NO_STOPS, room.count, vocabulary)
-            room = Room(vocabulary, own, room.count)
+            room = CandidateCount(vocabulary, own, room.count)
         return top_candidates(self.logits, room, self.legal_tokens, kernel="candidates" in self.kernels)
 
     def kernel_walks(self) -> bool:
@@ -205,7 +205,7 @@ class Iteration:
         table.positions.scatter_(1, layout.slots, positions)
         return layout
 
-    def _sheet(self) -> Sheet | None:
+    def _sheet(self) -> ForestBuffer | None:
         """Where kernels write this iteration's forest, with its roots; None where tensor code makes it."""
         if "draft" not in self.kernels or self.legal is not None or not self.drafter.on_sheet or self.observer.looks:
             return None
@@ -223,7 +223,7 @@ class Iteration:
             )
         ):
             return None
-        return Sheet.begin(
+        return ForestBuffer.begin(
             method.rule,
             state.beams,
             state.table,

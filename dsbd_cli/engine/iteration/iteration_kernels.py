@@ -15,7 +15,7 @@ from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.iteration.finished import Live
 from dsbd_cli.engine.iteration.state import BatchState
-from dsbd_cli.engine.iteration.verify_forest import Walk
+from dsbd_cli.engine.iteration.verify_forest import VerifiedForest
 from dsbd_cli.engine.verify.base import Rule
 
 __all__ = ["committed", "fits_commit", "fits_sheet", "fits_walk", "walked"]
@@ -42,7 +42,7 @@ def fits_walk(state: BatchState, forest: Forest, candidates: Candidates) -> bool
 
 def walked(
     state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, endings: Endings, keys: Tensor
-) -> Walk:
+) -> VerifiedForest:
     """Do what verify_forest.walk does, with a kernel. Updates `state.finished` in place; counters of layers that were
     not reached are 0, but for what was drafted."""
     from dsbd_cli.ops.triton import walk as kernel
@@ -80,7 +80,9 @@ def walked(
     )
     done, invalid, steps, width_sum = (report[:, place] for place in range(4))
     counters = report[:, kernel.FIRST :].view(rows, depth, len(LayerCounters._fields))
-    return Walk(live, steps, width_sum, done, invalid, counters, None if state.trace is None else before, report)
+    return VerifiedForest(
+        live, steps, width_sum, done, invalid, counters, None if state.trace is None else before, report
+    )
 
 
 def fits_commit(state: BatchState) -> bool:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dsbd_cli.engine.cache.caches import CacheObserver
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.drafting.base import DraftContext
-from dsbd_cli.engine.iteration.request_state import Job
+from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 
 __all__ = ["Observer"]
@@ -34,6 +34,6 @@ class Observer(CacheObserver):
     def verified(self, view: LayerView, draws: LayerDraws) -> None:
         """A layer was verified for all rows. Layers below the one where a row stopped are verified too, for nothing."""
 
-    def iterated(self, jobs: Sequence[Job], nodes: int, seconds: Mapping[str, float]) -> None:
+    def iterated(self, jobs: Sequence[RequestState], nodes: int, seconds: Mapping[str, float]) -> None:
         """An iteration of these requests is over. jobs: as they were before it. nodes: N of each row. seconds: by
         phase."""

@@ -15,13 +15,13 @@ from dsbd_cli.engine.planning.acceptance import Acceptance
 from dsbd_cli.requests import Request, RequestResult
 from dsbd_cli.stats import RequestStats
 
-__all__ = ["AsDone", "Job", "ResultOrder", "Results"]
+__all__ = ["AsDone", "RequestState", "ResultOrder", "Results"]
 
 Item_co = TypeVar("Item_co", covariant=True)
 
 
 @dataclass(slots=True)
-class Job:
+class RequestState:
     """A request on its way through the engine. `used`, `trunk` and `drafted` are the row's slots after the last
     iteration; `truncated` tokens of the prompt were dropped; `retried`: it ran out of memory alone once; `prefilled`:
     the draft has read the prompt; `acceptance`: what the planner has seen of it; `catalogue`: the answers that it may
@@ -68,7 +68,7 @@ class Results(Protocol[Item_co]):
         """Hand in a result."""
         ...
 
-    def progress(self, job: Job, tokens: Callable[[], list[int]]) -> None:
+    def progress(self, job: RequestState, tokens: Callable[[], list[int]]) -> None:
         """A running request went on. tokens: reads those that can no longer change, from the device."""
         ...
 
@@ -97,7 +97,7 @@ class ResultOrder:
             self._out.append(self._waiting.pop(self._next))
             self._next += 1
 
-    def progress(self, job: Job, tokens: Callable[[], list[int]]) -> None:
+    def progress(self, job: RequestState, tokens: Callable[[], list[int]]) -> None:
         """Nothing goes out before a request is done."""
 
     @property
@@ -123,7 +123,7 @@ class AsDone:
         """Hand in a result."""
         self._out.append(result)
 
-    def progress(self, job: Job, tokens: Callable[[], list[int]]) -> None:
+    def progress(self, job: RequestState, tokens: Callable[[], list[int]]) -> None:
         """Nothing goes out before a request is done."""
 
     def ready(self) -> Iterator[RequestResult]:

@@ -15,7 +15,7 @@ from dsbd_cli.engine.core.beams import Beams, Finished, select_rows
 from dsbd_cli.engine.core.distribution import Warp
 from dsbd_cli.engine.core.noise import seed_key
 from dsbd_cli.engine.core.slots import SlotTable
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.text import Prompts
 from dsbd_cli.engine.iteration.token_logprobs import TokenTrace
 
@@ -132,7 +132,7 @@ class BatchState:
         longest = max(len(entry.prompt) for entry in new) - 1
         held = [[*entry.prompt[:-1], *[0] * (longest + 1 - len(entry.prompt))] for entry in new]
         table.tokens[at, :longest] = torch.tensor(held, dtype=torch.int64, device=device)
-        self.finished.score[at] = NEVER
+        self.finished.score[at] = NEG_INF
         self.active[at], self.row_key[at], self.iteration[at] = True, key, 0
         self.limits.max_new[at] = numbers(item.max_new_tokens for item in sampling)
         self.limits.length_penalty[at] = numbers((item.length_penalty for item in sampling), real)

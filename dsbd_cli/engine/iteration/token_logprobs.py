@@ -15,10 +15,10 @@ from torch import Tensor
 
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.core.beams import Beams, Finished
-from dsbd_cli.engine.core.candidates import Candidates, Room, top_candidates
+from dsbd_cli.engine.core.candidates import CandidateCount, Candidates, top_candidates
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import at_nodes
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.requests import TokenDetail
 
 __all__ = ["Marks", "TokenTrace", "token_details"]
@@ -91,7 +91,7 @@ class TokenTrace:
 
         def grown(value: Tensor) -> Tensor:
             pads = (0, more) if value.dim() == 3 else (0, wider, 0, more)
-            return torch.nn.functional.pad(value, pads, value=NEVER if value.is_floating_point() else 0)
+            return torch.nn.functional.pad(value, pads, value=NEG_INF if value.is_floating_point() else 0)
 
         if more > 0 or wider:
             more = max(0, more)
@@ -119,7 +119,7 @@ class TokenTrace:
         token [R, W]: the new live beams; steps: [R].
         """
         nodes = _paths(forest)
-        best = top_candidates(logits, Room(self.tops, None, self.tops)) if self.tops else None
+        best = top_candidates(logits, CandidateCount(self.tops, None, self.tops)) if self.tops else None
 
         def new(parent: Tensor, token: Tensor, steps: Tensor, old: Marks) -> Marks:
             """The history of the roots, and this iteration's tokens behind it."""
@@ -167,7 +167,7 @@ def _marks(
 
     same = of(candidates.tokens) == tokens.unsqueeze(3)
     # not a sum: behind the listed tokens of a node stands token 0 again, as impossible
-    logprob = torch.where(same, of(candidates.logprobs), NEVER).amax(3)
+    logprob = torch.where(same, of(candidates.logprobs), NEG_INF).amax(3)
     beam = (before.unsqueeze(1) == path.unsqueeze(3)).to(torch.int64).argmax(3)
     top = of(best.tokens) if best is not None else old.top[:, :1, :1].expand(*path.shape, 0)
     top_logprob = of(best.logprobs) if best is not None else old.top_logprob[:, :1, :1].expand(*path.shape, 0)

@@ -1,4 +1,4 @@
-"""Walk down a verified forest: from the roots, one beam-sampling step per layer, until a layer does not pass.
+"""VerifiedForest down a verified forest: from the roots, one beam-sampling step per layer, until a layer does not pass.
 
 Everything is tensor code over [R, ...] with static shapes. All layers are verified for all rows; what lies below the
 layer where a row stopped is not used.
@@ -17,7 +17,7 @@ from dsbd_cli.engine.core.distribution import pool_law
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import at_nodes
 from dsbd_cli.engine.core.noise import path_gumbel
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.iteration.finished import Live, Verified, counters, verified, way_of
 from dsbd_cli.engine.iteration.observer import Observer
@@ -26,13 +26,13 @@ from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rul
 from dsbd_cli.engine.verify.rejection import draft_law_at
 from dsbd_cli.engine.verify.width import expected_width
 
-__all__ = ["Walk", "walk"]
+__all__ = ["VerifiedForest", "walk"]
 
 MOST_NOISE = 1 << 16  # numbers
 
 
 @dataclass(slots=True)
-class Walk:
+class VerifiedForest:
     """Outcome of a verified forest.
 
     Attributes:
@@ -78,7 +78,7 @@ def walk(
     endings: Endings,
     keys: Tensor,
     observer: Observer | None = None,
-) -> Walk:
+) -> VerifiedForest:
     """Verify all layers, whether or not a row comes so far, then see how far each came. candidates: of all N nodes.
     keys: [R, D + 1, STREAMS]. observer: is told of every layer. Updates `state.finished`."""
     beams = state.beams
@@ -98,7 +98,7 @@ def walk(
         layers.append(verified(view, draws, live, state.finished.score.shape[1]))
     way = way_of(state, layers, state.active & ~invalid)
     last = (way.steps - 1).clamp(min=0)
-    return Walk(
+    return VerifiedForest(
         live=Live(*(_at_layer([getattr(item.live, f.name) for item in layers], last) for f in fields(Live))),
         steps=way.steps,
         width_sum=(torch.stack([item.live.valid for item in layers], 1).sum(2) * way.active).sum(1),
@@ -142,7 +142,7 @@ def _view(
     """The target's law over the live beams of one layer, and the running weight of every child."""
     known = live.node.clamp(min=0)
     own = nodes.candidates.at(known)
-    logprob = torch.where(live.valid, live.logprob, NEVER).unsqueeze(-1) + own.logprobs
+    logprob = torch.where(live.valid, live.logprob, NEG_INF).unsqueeze(-1) + own.logprobs
     if rule.sampler.random:
         law = pool_law(own, live.weight, live.valid, state.warp)
         log_p, weight = law.log_p, law.weight

@@ -18,7 +18,7 @@ from dsbd_cli.engine.core.nodes import DraftLaw
 from dsbd_cli.engine.core.noise import stream_key
 from dsbd_cli.engine.core.pool import LiveDraws, ends_before, live_draws, match_pairs
 from dsbd_cli.engine.core.sampler import Sampler
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 
 __all__ = [
     "DraftedLayer",
@@ -194,7 +194,7 @@ def complete_afresh(view: LayerView, draws: LayerDraws, early: Tensor, keys: Ten
     again = ~draws.passed & (view.width < beams)
     first = draws.valid & (steps < view.width.unsqueeze(1))
     taken = early.to(torch.int8).scatter_reduce(1, draws.index, first.to(torch.int8), "amax").bool()
-    fresh, ends = keys.flatten(1).masked_fill(taken, NEVER), view.ends.flatten(1)
+    fresh, ends = keys.flatten(1).masked_fill(taken, NEG_INF), view.ends.flatten(1)
     more = live_draws(fresh, ends, beams)
     count = first.sum(1)
     missing = torch.where(count == view.width, beams - count, 0)  # fewer: nothing is left to draw

@@ -21,10 +21,10 @@ from dsbd_cli.config.variants import (
     FallbackName,
     FuzzyLawName,
 )
-from dsbd_cli.engine.core.candidates import Room
+from dsbd_cli.engine.core.candidates import CandidateCount
 from dsbd_cli.engine.core.distribution import Warp, log_normalise
 from dsbd_cli.engine.core.sampler import WithoutReplacement
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerView
 from dsbd_cli.engine.verify.divergence import divergence
 from dsbd_cli.engine.verify.rejection import Rejection, at_pool, draft_law_at
@@ -35,9 +35,9 @@ __all__ = ["Fuzzy", "layer_divergence"]
 class WholeVocabulary(WithoutReplacement):
     """Draws without replacement, and every token a candidate."""
 
-    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
+    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> CandidateCount:
         """All: divergences are over the whole vocabulary."""
-        return Room(vocab_size)
+        return CandidateCount(vocab_size)
 
 
 class Fuzzy(Rejection):
@@ -86,5 +86,5 @@ def layer_divergence(view: LayerView, drafts: DraftedLayer, name: DivergenceName
         p, q = view.log_p, draft_law_at(view, drafts)
     else:
         p, q = view.logprob, at_pool(view, drafts, drafts.above_weight.unsqueeze(-1) + drafts.law.candidates.logprobs)
-    p = torch.where(view.valid.unsqueeze(-1), p, NEVER).flatten(1).to(torch.float64)
+    p = torch.where(view.valid.unsqueeze(-1), p, NEG_INF).flatten(1).to(torch.float64)
     return divergence(log_normalise(p).exp(), log_normalise(q).exp(), name)

@@ -22,7 +22,7 @@ from dsbd_cli.engine.core.nodes import DraftLaw
 from dsbd_cli.engine.core.noise import ACCEPT, CLOCK, COMPLETION, RESIDUAL, gumbel, uniform
 from dsbd_cli.engine.core.pool import ends_before, live_draws, match_pairs
 from dsbd_cli.engine.core.sampler import Independent, Sampler, WithoutReplacement, entry_index, largest
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule, at_front
 
 __all__ = ["Rejection", "WithReplacement", "draft_law_at"]
@@ -75,12 +75,12 @@ def at_pool(view: LayerView, drafts: DraftedLayer, log_values: Tensor) -> Tensor
     if law.candidates.full:
         width = log_q.shape[-1]
         found = log_q.gather(2, view.tokens.clamp(max=width - 1))
-        at = torch.where(view.tokens < width, found, NEVER)
+        at = torch.where(view.tokens < width, found, NEG_INF)
     else:
         tokens = law.candidates.tokens.gather(1, local.expand(-1, -1, log_values.shape[-1]))
         same = view.tokens.unsqueeze(-1) == tokens.unsqueeze(-2)  # [R, W, C, Cq]
-        at = torch.where(same, log_q.unsqueeze(-2), NEVER).amax(-1)
-    return torch.where(view.valid.unsqueeze(-1), at, NEVER).flatten(1).to(torch.float64)
+        at = torch.where(same, log_q.unsqueeze(-2), NEG_INF).amax(-1)
+    return torch.where(view.valid.unsqueeze(-1), at, NEG_INF).flatten(1).to(torch.float64)
 
 
 @dataclass(slots=True)
@@ -209,7 +209,7 @@ class Rejection(Rule):
         """
         rejected = _normalise((tests.residual - q).clamp(min=0), tests.p)
         if not self.replacement:
-            gone = torch.where(accept, NEVER, torch.zeros_like(accept, dtype=torch.float64))
+            gone = torch.where(accept, NEG_INF, torch.zeros_like(accept, dtype=torch.float64))
             tests.log_p = tests.log_p.scatter_add(1, at, gone)
             tests.p = torch.softmax(tests.log_p, 1)
         after = torch.where(accept, tests.p, rejected)
@@ -218,7 +218,7 @@ class Rejection(Rule):
     def _finish(self, view: LayerView, tests: _Tests, accepted: _Accepted | None) -> LayerDraws:
         """Accepted drafts, then the missing draws; those that are drafted nodes count for the layer as well."""
         beams, ends, live = view.num_beams, view.ends.flatten(1), tests.live.squeeze(1)
-        exhausted = (tests.log_p == NEVER).all(1) & (live > 0)
+        exhausted = (tests.log_p == NEG_INF).all(1) & (live > 0)
         going = (live < view.width) & ~exhausted
         fresh = self._noise(view)
         first, first_real = largest((torch.log(tests.residual.nan_to_num(0.0)) + fresh[:, 0]).unsqueeze(1), 1)
@@ -258,7 +258,7 @@ class Rejection(Rule):
     ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
         """Further live draws from P without what is taken, by the noise `fresh` [R, 2, M]: index and real [R, W], and a
         function that says which ending pairs [R, M] were drawn before the n-th of them, n [R] int64."""
-        law = torch.where(first_real, tests.log_p.scatter(1, first, NEVER), tests.log_p)
+        law = torch.where(first_real, tests.log_p.scatter(1, first, NEG_INF), tests.log_p)
         keys, ends = law + fresh[:, 1], view.ends.flatten(1)
         draws = live_draws(keys, ends, view.num_beams)
         return draws.index, draws.valid, lambda count: ends_before(keys, ends, draws, count)
@@ -288,7 +288,7 @@ class WithReplacement(Rejection):
         that is Gamma(missing) / P(live).
         """
         ends = view.ends.flatten(1)
-        law = tests.log_p.masked_fill(ends, NEVER)
+        law = tests.log_p.masked_fill(ends, NEG_INF)
         key = view.key(COMPLETION).unsqueeze(1)
         entries = entry_index(view.tokens).flatten(1)
         picks = [largest((law + gumbel(key + (j << 48), entries)).unsqueeze(1), 1) for j in range(view.num_beams)]

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from dsbd_cli.engine.iteration.observer import Observer
-from dsbd_cli.engine.iteration.request_state import Job
+from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.lab.profiling.probe import SlotPeak
 
 __all__ = ["PHASES", "RunLog", "synchronise"]
@@ -87,7 +87,7 @@ class RunLog(Observer):
         """Keep the most."""
         self.room = max(self.room, rows * slots)
 
-    def iterated(self, jobs: Sequence[Job], nodes: int, seconds: Mapping[str, float]) -> None:
+    def iterated(self, jobs: Sequence[RequestState], nodes: int, seconds: Mapping[str, float]) -> None:
         """Add an iteration up."""
         for name, value in seconds.items():
             self.phases[name] += value

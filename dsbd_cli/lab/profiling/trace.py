@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.iteration.request_state import Job
+from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.errors import OutputError
 from dsbd_cli.io.lines.resume import write_atomically
 from dsbd_cli.lab.profiling.runs import ProfiledPair
@@ -31,7 +31,7 @@ class _FirstIterations(RunLog):
         super().__init__(devices, name_scopes=True)
         self._engine = engine
 
-    def iterated(self, jobs: Sequence[Job], nodes: int, seconds: Mapping[str, float]) -> None:
+    def iterated(self, jobs: Sequence[RequestState], nodes: int, seconds: Mapping[str, float]) -> None:
         """One iteration more."""
         super().iterated(jobs, nodes, seconds)
         if self.iterations >= TRACED_ITERATIONS:

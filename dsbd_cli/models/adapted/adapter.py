@@ -23,7 +23,7 @@ from dsbd_cli.models.adapted.reads import HostReads
 from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.checkpoints.generation import checkpoint_rules
 from dsbd_cli.models.forest import CALIBRATION, Forest, ModelSize, unsupported
-from dsbd_cli.models.forest_attention import Sight
+from dsbd_cli.models.forest_attention import AttentionMetadata
 
 __all__ = ["MaskPlan", "TransformersForest"]
 
@@ -235,13 +235,13 @@ class TransformersForest(Forest):
         acceptance suffers."""
         return batch.tokens.clamp(max=self._embeddings - 1)
 
-    def _masks(self, batch: ForestInput, sight: Sight | None) -> Tensor | dict[str, Tensor]:
+    def _masks(self, batch: ForestInput, sight: AttentionMetadata | None) -> Tensor | dict[str, Tensor]:
         kinds = self._plan.kinds
         if not kinds:
             return self._additive("sliding_attention", batch, sight)
         return {kind: self._additive(kind, batch, sight) for kind in {"full_attention", *kinds} & _LAYER_KINDS}
 
-    def _additive(self, kind: str, batch: ForestInput, sight: Sight | None) -> Tensor:
+    def _additive(self, kind: str, batch: ForestInput, sight: AttentionMetadata | None) -> Tensor:
         """[R, 1, n, S], which eager and sdpa add to scores. Never -inf: an empty row would be NaN."""
         seen = self._plan.seen(kind, batch)
         mask = torch.zeros(seen.shape, dtype=self._mask_dtype, device=seen.device)

@@ -18,17 +18,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dsbd_cli.models.forest_attention import Blocks, Sight, attention
+from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, attention
 
 __all__ = ["NAME", "grouped_attention", "seeing", "use_grouped_attention"]
 
 NAME = "dsbd_grouped"
 
-_sight: ContextVar[Sight | Blocks | None] = ContextVar("sight", default=None)
+_sight: ContextVar[AttentionMetadata | Blocks | None] = ContextVar("sight", default=None)
 
 
 @contextlib.contextmanager
-def seeing(sight: Sight | Blocks | None) -> Iterator[None]:
+def seeing(sight: AttentionMetadata | Blocks | None) -> Iterator[None]:
     """Forwards inside are those of a forest whose slots `sight` knows, or read a prompt in blocks.
 
     transformers calls the attention function by name and passes nothing of ours on to it.

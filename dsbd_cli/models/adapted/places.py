@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dsbd_cli.errors import UnsupportedModelError
 
-__all__ = ["Places"]
+__all__ = ["DecoderPositions"]
 
 ARGUMENT = "decoder_position_ids"
 
@@ -39,7 +39,7 @@ class _HeardError(Exception):
     """The child has been heard; the rest of the forward is not needed."""
 
 
-class Places:
+class DecoderPositions:
     """Tells a decoder where the nodes of a forest stand.
 
     Attributes:

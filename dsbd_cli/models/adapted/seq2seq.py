@@ -23,8 +23,8 @@ from dsbd_cli.models.adapted.adapter import TransformersForest
 from dsbd_cli.models.adapted.attention import NAME, seeing
 from dsbd_cli.models.adapted.crossing import STEP, CrossCache, ForestPairCache
 from dsbd_cli.models.adapted.patching import PackedLinear
-from dsbd_cli.models.adapted.places import Places
-from dsbd_cli.models.forest_attention import Sight
+from dsbd_cli.models.adapted.places import DecoderPositions
+from dsbd_cli.models.forest_attention import AttentionMetadata
 
 __all__ = ["Seq2SeqForestModel", "encoder_digest", "sample_source"]
 
@@ -43,7 +43,7 @@ class Seq2SeqForestModel(TransformersForest):
     def __init__(self, model: Any, name: str, stock: Callable[[], Any] | None = None) -> None:
         self._encoder = model.get_encoder()
         self._cross = CrossCache(model.get_input_embeddings().weight.device)
-        self._places = Places(model, _limit(model.config, TABLE_LIMITS) or UNLIMITED)
+        self._places = DecoderPositions(model, _limit(model.config, TABLE_LIMITS) or UNLIMITED)
         self._hidden: Tensor | None = None  # of the sources that are being encoded: [R, Z, d]
         self._output: Any = None  # class of the encoder's output
         self._encoder_width = 1
@@ -297,7 +297,7 @@ class Seq2SeqForestModel(TransformersForest):
         """Puts our mask of the source in place of the one that the model has made, in a forest's forward."""
         return (args, {**kwargs, MASK: self._mask}) if self._mask is not None else None
 
-    def _across(self, batch: ForestInput, width: int, sight: Sight | None) -> Tensor:
+    def _across(self, batch: ForestInput, width: int, sight: AttentionMetadata | None) -> Tensor:
         """[R, 1, n, Z], added to the scores of the sources' places."""
         rows, count = batch.tokens.shape
         sizes = self._cross.sizes[:rows] if batch.rows is None else self._cross.sizes[batch.rows]
@@ -310,7 +310,7 @@ class Seq2SeqForestModel(TransformersForest):
             read = range(rows) if batch.rows is None or not by_row else batch.rows.tolist()
             settled = tuple(self._cross.lengths[row] if by_row else 0 for row in read)
             masked = by_row and self._masked  # else there are as many places as the source has
-            sight.across = Sight(settled, 1 if by_row else width, masked=masked)
+            sight.across = AttentionMetadata(settled, 1 if by_row else width, masked=masked)
             sight.across.add(additive, seen, whole=not masked)
         return additive
 

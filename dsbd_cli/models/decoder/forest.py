@@ -20,7 +20,7 @@ from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoin
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs, MaskView, PathView, View
 from dsbd_cli.models.decoder.weights import PlainLinear
 from dsbd_cli.models.forest import Forest, ModelSize
-from dsbd_cli.models.forest_attention import LEAST_DIM, Blocks, Sight, filled_queries
+from dsbd_cli.models.forest_attention import LEAST_DIM, AttentionMetadata, Blocks, filled_queries
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops.cpu import attention as tail
 from dsbd_cli.ops.cpu.attention import Paths
@@ -278,7 +278,7 @@ class DecoderForest(Forest):
         """Whether the kernel of paths serves."""
         return self._device.type == "cpu" and self._dtype in tail.DTYPES and tail.serves()
 
-    def _path_view(self, sight: Sight, mask: Tensor, batch: ForestInput) -> PathView:
+    def _path_view(self, sight: AttentionMetadata, mask: Tensor, batch: ForestInput) -> PathView:
         spec, most = self.decoder.spec, max(sight.settled)
         queries = filled_queries(spec.heads, spec.kv_heads, batch.tokens.shape[1], spec.head_dim, self._dtype)
         head = sight.head(mask, queries) if most else None

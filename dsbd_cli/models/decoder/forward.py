@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights
-from dsbd_cli.models.forest_attention import Blocks, Sight, attention, settled_attention
+from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, attention, settled_attention
 from dsbd_cli.ops.cpu import attention as tail
 from dsbd_cli.ops.cpu.attention import Paths
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
@@ -72,7 +72,7 @@ class MaskView:
 
     mask: Tensor
     rows: Tensor | None = None
-    sight: Sight | Blocks | None = None
+    sight: AttentionMetadata | Blocks | None = None
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, run: Eager

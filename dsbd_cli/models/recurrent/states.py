@@ -50,15 +50,15 @@ from dsbd_cli.models.recurrent.scans import (
 from dsbd_cli.ops.cpu.runtime import loadable
 
 if TYPE_CHECKING:
-    from dsbd_cli.ops.cpu.kernels.scan import Plan, Sight
+    from dsbd_cli.ops.cpu.kernels.scan import ScanMask, ScanSchedule
 
-__all__ = ["Convolution", "GroupedState", "LinearState", "Places", "SelectiveState", "StateCache"]
+__all__ = ["Convolution", "GroupedState", "LinearState", "SelectiveState", "StateCache", "TailBuffer"]
 
 
 SILU = ("silu", "swish")
 
 
-class Places:
+class TailBuffer:
     """Where the nodes of the forward that is under way stand in the tail, and what they see of it. Made once, used by
     every recurrent layer.
 
@@ -72,18 +72,18 @@ class Places:
         self.batch, self.base, self.width, self.trash = batch, base, width, trash
         self.rows, self.chain = batch.rows, batch.chain
         self.count = batch.tokens.shape[0]
-        self._moved: dict[torch.device, Places] = {}
+        self._moved: dict[torch.device, TailBuffer] = {}
         self._back: dict[int, Tensor] = {}
         self._flat: dict[int, Tensor] = {}
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, ScanSchedule] = {}
         self._taps: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
-    def on(self, device: torch.device) -> Places:
+    def on(self, device: torch.device) -> TailBuffer:
         """The same for a layer on another device."""
         if device == self.base.device:
             return self
         if device not in self._moved:
-            self._moved[device] = Places(self.batch.to(device), self.base.to(device), self.width, self.trash)
+            self._moved[device] = TailBuffer(self.batch.to(device), self.base.to(device), self.width, self.trash)
         return self._moved[device]
 
     @cached_property
@@ -155,7 +155,7 @@ class Places:
         return self._back[taps]
 
     @cached_property
-    def sight(self) -> Sight:
+    def sight(self) -> ScanMask:
         """The same for kernels."""
         batch = self.batch
         parts = (_array(part) for part in (batch.mask, batch.slots, batch.slot_positions, self.base))
@@ -174,7 +174,7 @@ class Places:
             self._taps[lead] = _kernels().taps(own.seen, own.at, own.depths, positions, base, self.rows_of_planes, lead)
         return self._taps[lead]
 
-    def plan(self, lead: int) -> Plan:
+    def plan(self, lead: int) -> ScanSchedule:
         """See `walks`: of planes [rows, lead + T + 1, ...], or of a chain in planes [R, lead + n, ...]."""
         if lead not in self._plans:
             base = _array(self.base)
@@ -223,7 +223,7 @@ class Shift:
     width: int
     most: int
     found: dict[str, Tensor] = field(default_factory=dict)
-    plans: dict[int, Plan] = field(default_factory=dict)
+    plans: dict[int, ScanSchedule] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: Tensor, target: Tensor, base: Tensor, trunk: Tensor, width: int) -> Shift:
@@ -258,7 +258,7 @@ class Shift:
             self.found["joined"] = (self.base.unsqueeze(1) + ahead) % self.width
         return self.found["joined"]
 
-    def plan(self, lead: int) -> Plan:
+    def plan(self, lead: int) -> ScanSchedule:
         """See `walks`: what joins the trunk goes into states."""
         if lead not in self.plans:
             parts = (_array(part) for part in (self.base, self.count, self.joined))
@@ -402,7 +402,7 @@ class LayerMemory:
             tensor.index_copy_(0, places.rows, values)
 
     @property
-    def places(self) -> Places:
+    def places(self) -> TailBuffer:
         """Return the places of the forward under way, on this layer's device."""
         assert self.cache.places is not None
         return self.cache.places.on(self.device)
@@ -772,7 +772,7 @@ class StateCache(ForestCache):
         self.window = 0
         self.precision = torch.float32
         self.base = torch.zeros(0, dtype=torch.int64, device=device)
-        self.places: Places | None = None
+        self.places: TailBuffer | None = None
         self.memories: dict[tuple[Any, ...], LayerMemory] = {}
         self._layer: tuple[int, int] = (0, 0)
         self._calls = 0
@@ -876,7 +876,7 @@ class StateCache(ForestCache):
             held = batch.slots < base.unsqueeze(1)
             batch = dataclasses.replace(batch, slots=torch.where(held, self.slots - 1, batch.slots))
         self.begin(batch.slots, batch.rows, batch.mask.shape[-1])
-        places = self.places = Places(batch, base, self.window, self.slots - 1)
+        places = self.places = TailBuffer(batch, base, self.window, self.slots - 1)
         token = _current.set(self)
         try:
             yield

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsbd_cli.ops.triton import Arguments, Kernel
-from dsbd_cli.ops.triton.law import NEVER
+from dsbd_cli.ops.triton.law import NEG_INF
 
 __all__ = ["KERNELS", "attention", "attention_fits", "attention_twin"]
 
@@ -51,7 +51,7 @@ def prompt_kernel(
         there, wide = i < queries, e < dim
         real = there[:, None] & wide[None, :]
         asked = tl.load(q + (program * queries + i)[:, None] * dim + e[None, :], mask=real, other=0.0)
-        best = tl.full((TILE,), NEVER, tl.float32)
+        best = tl.full((TILE,), NEG_INF, tl.float32)
         mass = tl.zeros((TILE,), tl.float32)
         sums = tl.zeros((TILE, E), tl.float32)
         for start in tl.range(first, last, BLOCK):
@@ -59,7 +59,7 @@ def prompt_kernel(
             inside = s < last
             keys = k + row * k_row + head * k_head + s[None, :].to(tl.int64) * k_slot + e[:, None]
             held = tl.load(keys, mask=inside[None, :] & wide[:, None], other=0.0)
-            scores = tl.where(inside[None, :], tl.dot(asked, held, input_precision="ieee") * scale, NEVER)
+            scores = tl.where(inside[None, :], tl.dot(asked, held, input_precision="ieee") * scale, NEG_INF)
             top = tl.maximum(best, tl.max(scores, 1))
             weights = tl.exp(scores - top[:, None])
             old = tl.exp(best - top)
@@ -89,7 +89,7 @@ def tail_kernel(
     there, wide = i < queries, e < dim
     real = there[:, None] & wide[None, :]
     begin = tl.minimum(tl.load(prompt + row), slots)
-    best = tl.full((TILE,), NEVER, tl.float32)
+    best = tl.full((TILE,), NEG_INF, tl.float32)
     mass = tl.zeros((TILE,), WIDE)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     own_columns = column < dim
@@ -113,9 +113,9 @@ def tail_kernel(
         keys = k + row * k_row + head * k_head + s[None, :].to(tl.int64) * k_slot + e[:, None]
         held = tl.load(keys, mask=inside[None, :] & wide[:, None], other=0.0)
         sees = tl.load(sight + s[None, :], mask=there[:, None] & inside[None, :], other=0) != 0
-        scores = tl.where(sees, tl.dot(asked, held, input_precision="ieee") * scale, NEVER)
+        scores = tl.where(sees, tl.dot(asked, held, input_precision="ieee") * scale, NEG_INF)
         top = tl.maximum(best, tl.max(scores, 1))
-        safe = tl.where(top > NEVER, top, 0.0)
+        safe = tl.where(top > NEG_INF, top, 0.0)
         weights = tl.exp((scores - safe[:, None]).to(WIDE))
         old = tl.exp((best - safe).to(WIDE))
         values = v + row * v_row + head * v_head + s[:, None].to(tl.int64) * v_slot + column[None, :]

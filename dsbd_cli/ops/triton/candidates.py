@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.ops.triton.law import NEVER, REGISTERS, is_finite, ordered
+from dsbd_cli.ops.triton.law import NEG_INF, REGISTERS, is_finite, ordered
 
 __all__ = ["MOST", "candidates", "fits"]
 
@@ -38,7 +38,7 @@ def candidates_kernel(
     base = logits + (node // nodes) * row_stride + (node % nodes) * node_stride
     here = tl.arange(0, BLOCK)
     bins = tl.arange(0, 256)
-    best = tl.full((), NEVER, tl.float32)
+    best = tl.full((), NEG_INF, tl.float32)
     total = tl.full((), 0.0, tl.float32)
     broken = tl.full((), 0, tl.int32)
     prefix = tl.full((), 0, tl.uint32)
@@ -48,12 +48,12 @@ def candidates_kernel(
         for start in tl.range(0, vocabulary, BLOCK):
             at = start + here
             inside = at < vocabulary
-            x = tl.load(base + at, mask=inside, other=NEVER).to(tl.float32)
+            x = tl.load(base + at, mask=inside, other=NEG_INF).to(tl.float32)
             key = ordered(x)
             if turn == 0:
                 broken += tl.sum((x != x).to(tl.int32), 0)
                 top = tl.maximum(best, tl.max(x, 0))
-                safe = tl.where(top == NEVER, 0.0, top)
+                safe = tl.where(top == NEG_INF, 0.0, top)
                 total = total * tl.exp(best - safe) + tl.sum(tl.exp(x - safe), 0)
                 best = top
             else:
@@ -72,7 +72,7 @@ def candidates_kernel(
     for start in tl.range(0, vocabulary, BLOCK):
         at = start + here
         inside = at < vocabulary
-        x = tl.load(base + at, mask=inside, other=NEVER).to(tl.float32)
+        x = tl.load(base + at, mask=inside, other=NEG_INF).to(tl.float32)
         leading = ordered(x) >> shift
         tied = inside & (leading == prefix)
         rank = equal + tl.cumsum(tied.to(tl.int32), 0)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsbd_cli.ops.triton.law import (
-    NEVER,
+    NEG_INF,
     REGISTERS,
     child_path,
     child_state,
@@ -170,23 +170,23 @@ def record_law(
     tl.store(o_q_tokens + known, token, mask=real)
     drawn_of = (row * depth + layer) * count
     rest_of = rows.to(tl.int64) * depth * count + drawn_of
-    law = tl.reshape(tl.where(real, log_q, NEVER), (NP * CP,)).to(tl.float64)
+    law = tl.reshape(tl.where(real, log_q, NEG_INF), (NP * CP,)).to(tl.float64)
     rest = law
     for i in range(count):
         here = tl.sum(tl.where((k == i) & found, chosen, -1 * (k == i).to(tl.int32)), 0)
-        rest = tl.where(flat == here, NEVER, rest)
+        rest = tl.where(flat == here, NEG_INF, rest)
     top = tl.max(rest, 0)
     shift = tl.where(is_finite(top), top, 0.0)
     left_over = tl.log(tl.sum(tl.exp(rest - shift), 0)) + shift
     for i in range(count):
         j = count - 1 - i
         here = tl.sum(tl.where((k == j) & found, chosen, -1 * (k == j).to(tl.int32)), 0)
-        log_drawn = tl.max(tl.where(flat == here, law, NEVER), 0)
+        log_drawn = tl.max(tl.where(flat == here, law, NEG_INF), 0)
         high = tl.maximum(left_over, log_drawn)
         low = tl.minimum(left_over, log_drawn)
-        some = high > NEVER
-        gap = tl.where(some & (low > NEVER), low - tl.where(some, high, 0.0), NEVER)
-        left_over = tl.where(some, high + tl.log(1.0 + tl.exp(gap)), NEVER)
+        some = high > NEG_INF
+        gap = tl.where(some & (low > NEG_INF), low - tl.where(some, high, 0.0), NEG_INF)
+        left_over = tl.where(some, high + tl.log(1.0 + tl.exp(gap)), NEG_INF)
         tl.store(o_law + drawn_of + j, log_drawn)
         tl.store(o_law + rest_of + j, left_over)
 
@@ -253,12 +253,12 @@ def extend_kernel(
     there = n < above
     live = tl.load(flags + VALID * plane + upper, mask=there, other=0) != 0
     live = live & (tl.load(flags + ENDS * plane + upper, mask=there, other=0) == 0)
-    weight = tl.where(live, tl.load(weights + upper, mask=there, other=0.0), NEVER)
+    weight = tl.where(live, tl.load(weights + upper, mask=there, other=0.0), NEG_INF)
     real = there[:, None] & (c < candidates)[None, :]
     at = (row * above + n)[:, None] * candidates + c[None, :]
     token = tl.load(c_tokens + at, mask=real, other=0)
-    logprob = tl.load(c_logprobs + at, mask=real, other=NEVER)
-    logprob = tl.where(logprob == logprob, logprob, NEVER)  # a draft that is broken proposes nothing
+    logprob = tl.load(c_logprobs + at, mask=real, other=NEG_INF)
+    logprob = tl.where(logprob == logprob, logprob, NEG_INF)  # a draft that is broken proposes nothing
     if RULE == 1:  # search
         log_q = weight[:, None] + logprob
     else:
@@ -278,10 +278,10 @@ def extend_kernel(
             NP,
             CP,
         )
-    allowed = tl.where(real, log_q, NEVER)
+    allowed = tl.where(real, log_q, NEG_INF)
     if RULE != 2:  # drafts of ends are of no use
         ends = ending_of(eos, stops, ints + STOP * plane + upper, token, there, real, vocabulary, STOPS)
-        allowed = tl.where(ends, NEVER, allowed)
+        allowed = tl.where(ends, NEG_INF, allowed)
     if RULE == 0:  # coupled: the target's own noise
         path = tl.load(ints + PATH * plane + upper, mask=there, other=0)
         noisy = perturbed(allowed, path[:, None], token + 1)
@@ -304,7 +304,7 @@ def extend_kernel(
     child = tl.load(c_tokens + drawn, mask=mine, other=0)
     own = tl.sum(tl.where(n[None, :] == beam[:, None], weight[None, :], 0.0), 1)
     lp = tl.load(c_logprobs + drawn, mask=mine, other=0.0)
-    lp = tl.where(lp == lp, lp, NEVER)
+    lp = tl.where(lp == lp, lp, NEG_INF)
     if BEAM:
         own = value_at(tl.reshape(joint, (NP * CP,)), chosen, k, flat, count)
     else:
@@ -375,8 +375,8 @@ def begin(
     """Write the roots: drafting.base.roots, their slots, positions and mask, and the keys of the streams.
 
     beams: token, path, stop_state, valid, weight, ancestors, depth. table: used, trunk, positions, tokens. noise:
-    row_key, iteration. sheet: of Sheet. keys [R, D + 1, STREAMS]. joined: tokens, positions and slots [3, R, L + W0]
-    and mask [R, L + W0, S] of the forward that runs L late tokens first; L may be 0.
+    row_key, iteration. sheet: a ForestBuffer. keys [R, D + 1, STREAMS]. joined: tokens, positions and slots
+    [3, R, L + W0] and mask [R, L + W0, S] of the forward that runs L late tokens first; L may be 0.
     """
     ints, _, _, _, ancestors, mask = sheet
     token, window = beams[0], ancestors.shape[2]

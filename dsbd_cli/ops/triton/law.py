@@ -37,7 +37,7 @@ GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MIX_A = tl.constexpr(0xBF58476D1CE4E5B9)
 MIX_B = tl.constexpr(0x94D049BB133111EB)
 TOKEN = tl.constexpr(0xD1342543DE82EF95)
-NEVER = tl.constexpr(float("-inf"))
+NEG_INF = tl.constexpr(float("-inf"))
 SHARE_UNITS = tl.constexpr(2.0**36)  # as in engine/core/distribution.py, which this package does not know
 LOG_UNITS = tl.constexpr(math.log(2.0**36))
 NO_SHARE = tl.constexpr(-26.0)
@@ -133,10 +133,10 @@ def child_state(eos, stops, state, token, mine, vocabulary, STOPS: tl.constexpr)
 @triton.jit
 def value_at(x, chosen, k, flat, count):
     """x[chosen] of a pool x at the places `flat`, for the first `count` of the numbers `k`; -inf for the others."""
-    found = tl.full(k.shape, NEVER, tl.float32)
+    found = tl.full(k.shape, NEG_INF, tl.float32)
     for i in range(count):
         here = tl.sum(tl.where(k == i, chosen, 0), 0)
-        found = tl.where(k == i, tl.max(tl.where(flat == here, x, NEVER), 0), found)
+        found = tl.where(k == i, tl.max(tl.where(flat == here, x, NEG_INF), 0), found)
     return found
 
 
@@ -146,14 +146,14 @@ def largest(pool, count, k, flat):
     there are, their values, and the last one's."""
     chosen = k * 0
     found = k < 0
-    values = tl.full(k.shape, NEVER, pool.dtype)
-    last = tl.full((), NEVER, pool.dtype)
+    values = tl.full(k.shape, NEG_INF, pool.dtype)
+    last = tl.full((), NEG_INF, pool.dtype)
     for i in range(count):
         value, index = tl.max(pool, 0, return_indices=True)
         got = is_some(value)
         chosen = tl.where((k == i) & got, index, chosen)
         found = found | ((k == i) & got)
-        pool = tl.where(flat == index, NEVER, pool)
+        pool = tl.where(flat == index, NEG_INF, pool)
         values = tl.where(k == i, value, values)
         last = value
     return chosen, found, values, last
@@ -176,13 +176,13 @@ def unordered(x):
 @triton.jit
 def is_finite(x):
     """Neither infinite nor NaN."""
-    return (x == x) & (x > NEVER) & (x < float("inf"))
+    return (x == x) & (x > NEG_INF) & (x < float("inf"))
 
 
 @triton.jit
 def is_some(x):
     """A number above -inf, as an integer's truth: triton's interpreter cannot spread that of a float."""
-    return (x > NEVER).to(tl.int32) != 0
+    return (x > NEG_INF).to(tl.int32) != 0
 
 
 @triton.jit
@@ -216,7 +216,7 @@ def cut(x, top_k, top_p, min_p, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P:
     if TOP_K:
         if top_k > 0:
             lowest = kth(ordered(x), top_k)
-            x = tl.where(ordered(x) >= lowest[:, None], x, NEVER)
+            x = tl.where(ordered(x) >= lowest[:, None], x, NEG_INF)
     if TOP_P:
         if top_p < 1:
             share = shares(x)
@@ -227,9 +227,9 @@ def cut(x, top_k, top_p, min_p, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P:
                 trial = bound | (tl.full((), 0x80000000, tl.uint32) >> bit)
                 mass = tl.sum(tl.where(keys >= trial[:, None], share, 0), 1)
                 bound = tl.where(mass.to(tl.float64) >= wanted, trial, bound)
-            x = tl.where(keys >= bound[:, None], x, NEVER)
+            x = tl.where(keys >= bound[:, None], x, NEG_INF)
     if MIN_P:
-        x = tl.where(x >= tl.max(x, 1)[:, None] + tl.log(min_p), x, NEVER)
+        x = tl.where(x >= tl.max(x, 1)[:, None] + tl.log(min_p), x, NEG_INF)
     return x - log_mass(x)
 
 
@@ -263,7 +263,7 @@ def pool_law(
         best = from_best(logprobs)
         law = cut(tl.div_rn(best, temperature), top_k, top_p, min_p, TOP_K, TOP_P, MIN_P)
         if COLD:
-            law = tl.where(cold & (law > NEVER), best, law)
+            law = tl.where(cold & (law > NEG_INF), best, law)
         joint = weight[:, None] + law
         below = from_best(tl.reshape(joint, (1, NP * CP)))
         log_p = tl.reshape(below - log_mass(below), (NP, CP))
@@ -272,5 +272,5 @@ def pool_law(
         scaled = tl.div_rn(from_best(tl.reshape(joint, (1, NP * CP))), temperature)
         log_p = tl.reshape(cut(scaled, top_k, top_p, min_p, TOP_K, TOP_P, MIN_P), (NP, CP))
     if COLD:
-        log_p = tl.where(cold & (log_p > NEVER), joint, log_p)
+        log_p = tl.where(cold & (log_p > NEG_INF), joint, log_p)
     return log_p, joint

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsbd_cli.ops.triton.draft import MOST_PAIRS, STREAMS
 from dsbd_cli.ops.triton.law import (
-    NEVER,
+    NEG_INF,
     RULES,
     child_state,
     ending_of,
@@ -92,7 +92,7 @@ def tested(left, log_q, index_of, sampled, ends, bound, log_rest, count, beams, 
         if (one(sampled.to(tl.int32), k, j) > 0) & (live < beams):
             level = tl.sum(tl.where(this_pair, residual, 0.0), 0)
             if (index >= 0) & passes(one(bound, k, j), level):
-                left = tl.where(this_pair, NEVER, left)
+                left = tl.where(this_pair, NEG_INF, left)
                 shares = tl.exp(left - tl.max(left, 0))
                 share = shares / tl.sum(shares, 0)
                 residual = share
@@ -123,13 +123,13 @@ def completed(
 
     Returns the places of the live draws, which there are, and what ended.
     """
-    open_ = (live < beams) & ((live == 0) | (tl.max(left, 0) > NEVER))
+    open_ = (live < beams) & ((live == 0) | (tl.max(left, 0) > NEG_INF))
     level_of = tl.log(tl.where(residual == residual, residual, 0.0))
     highest, first = tl.max(perturbed(level_of, residual_key, entry), 0, return_indices=True)
     first_real = is_some(highest) & open_
     this_pair = (flat == first) & first_real
     first_ends = tl.max((this_pair & ending).to(tl.int32), 0) > 0
-    left = tl.where(this_pair, NEVER, left)
+    left = tl.where(this_pair, NEG_INF, left)
     ended = ended | (this_pair & ending)
     first_live = first_real & (first_ends == 0)
     chosen = tl.where((w == live) & first_live, first, chosen)
@@ -137,14 +137,14 @@ def completed(
     placed = live + first_live.to(tl.int32)
     missing = tl.where(open_, beams - placed, 0)
     pool = perturbed(left, completion_key, entry)
-    free = tl.where(ending, NEVER, pool)
+    free = tl.where(ending, NEG_INF, pool)
     last_key = tl.full((), float("inf"), tl.float64)
     for i in range(missing):
         highest, index = tl.max(free, 0, return_indices=True)
         got = is_some(highest)
         chosen = tl.where((w == placed + i) & got, index, chosen)
         drawn = drawn | ((w == placed + i) & got)
-        free = tl.where(flat == index, NEVER, free)
+        free = tl.where(flat == index, NEG_INF, free)
         last_key = highest
     ended = ended | (ending & (pool > last_key))
     return chosen, drawn, ended
@@ -163,8 +163,8 @@ def best_finished(
     ended_here = tl.full((), 0, tl.int32)
     cuts = cut_score
     for i in range(beams):
-        by_old = tl.max(tl.where(w == old, score, NEVER), 0)
-        by_end = tl.max(tl.where(w == ended_here, e_score, NEVER), 0)
+        by_old = tl.max(tl.where(w == old, score, NEG_INF), 0)
+        by_end = tl.max(tl.where(w == ended_here, e_score, NEG_INF), 0)
         by_cut, at_cut = tl.max(cuts, 0, return_indices=True)
         is_old = by_old >= tl.maximum(by_end, by_cut)
         is_end = (by_old < tl.maximum(by_end, by_cut)) & (by_end >= by_cut)
@@ -176,7 +176,7 @@ def best_finished(
         best = tl.maximum(by_old, tl.maximum(by_end, by_cut))
         m_score = tl.where(now, best, m_score)
         of_lp = tl.where(is_old, h_logprob, tl.where(is_end, e_logprob, n_logprob))
-        m_logprob = tl.where(now, tl.max(tl.where(here, of_lp, NEVER), 0), m_logprob)
+        m_logprob = tl.where(now, tl.max(tl.where(here, of_lp, NEG_INF), 0), m_logprob)
         of_length = tl.where(is_old, h_length, reached)
         m_length = tl.where(now, tl.sum(tl.where(here, of_length, 0), 0), m_length)
         of_by = tl.where(is_old, h_by_length, is_cut.to(tl.int32))
@@ -189,7 +189,7 @@ def best_finished(
         m_token = tl.where(now, tl.sum(tl.where(here, of_token, 0), 0), m_token)
         old += is_old.to(tl.int32)
         ended_here += is_end.to(tl.int32)
-        cuts = tl.where(is_cut & (w == at_cut), NEVER, cuts)
+        cuts = tl.where(is_cut & (w == at_cut), NEG_INF, cuts)
     return m_score, m_logprob, m_length, m_by_length, m_source, m_node, m_token
 
 
@@ -237,7 +237,7 @@ def ranked(log_p, path, token, cold, ending, pairs, beams, w, flat, RULE: tl.con
         if COLD:
             noisy = tl.where(cold, log_p, noisy)
         pool = tl.reshape(noisy, flat.shape)
-    chosen, drawn, _, last = largest(tl.where(ending, NEVER, pool), beams, w, flat)
+    chosen, drawn, _, last = largest(tl.where(ending, NEG_INF, pool), beams, w, flat)
     countable = drawn
     if RULE == 1:  # an end counts among the best of all pairs
         smallest = unordered(kth(tl.reshape(ordered(pool), (1, flat.shape[0])), tl.minimum(beams, pairs)))
@@ -344,8 +344,8 @@ def walk_kernel(
     power = tl.load(penalty + row).to(tl.float64)
     at_once = tl.load(early + row) != 0
     mine = row * beams + w
-    score = tl.load(f_score + mine, mask=kept, other=NEVER)
-    h_logprob = tl.load(f_logprob + mine, mask=kept, other=NEVER)
+    score = tl.load(f_score + mine, mask=kept, other=NEG_INF)
+    h_logprob = tl.load(f_logprob + mine, mask=kept, other=NEG_INF)
     h_length = tl.load(f_length + mine, mask=kept, other=0)
     h_by_length = tl.load(f_by_length + mine, mask=kept, other=0).to(tl.int32)
     h_source = tl.load(f_source + mine, mask=kept, other=0)
@@ -360,15 +360,15 @@ def walk_kernel(
         real = kept[:, None] & (c < candidates)[None, :] & ((w < roots) | (layer > 0))[:, None]
         place = (base + known)[:, None] * candidates + c[None, :]
         tok = tl.load(tokens + place, mask=real, other=0)
-        lp = tl.load(logprobs + place, mask=real, other=NEVER)
-        raw = tl.where(alive, logprob, NEVER)[:, None] + lp
+        lp = tl.load(logprobs + place, mask=real, other=NEG_INF)
+        raw = tl.where(alive, logprob, NEG_INF)[:, None] + lp
         if RULE == 1:
             log_p = raw
             joint = raw
         else:
             log_p, joint = pool_law(
                 lp,
-                tl.where(alive, weight, NEVER),
+                tl.where(alive, weight, NEG_INF),
                 tl.load(temperature + row),
                 tl.load(top_k + row),
                 tl.load(top_p + row),
@@ -382,7 +382,7 @@ def walk_kernel(
                 WP,
                 CP,
             )
-            log_p = tl.where(real, log_p, NEVER)
+            log_p = tl.where(real, log_p, NEG_INF)
         ends = ending_of(eos, stops, stop_state + base + known, tok, kept, real, vocabulary, STOPS)
         ending = tl.reshape(ends & real, (WP * CP,))
         below = roots + layer * drafted
@@ -415,7 +415,7 @@ def walk_kernel(
             q_column = tl.minimum(find(q_tokens, q_start, q_count, tok, Q_STEPS), q_count - 1)
             some = real & live_beam[:, None] & (layer < depth)
             q_hit = some & (tl.load(q_tokens + q_start + q_column, mask=some, other=-1) == tok)
-            log_q = tl.where(q_hit, tl.load(q_logs + q_start + q_column, mask=q_hit, other=NEVER), NEVER)
+            log_q = tl.where(q_hit, tl.load(q_logs + q_start + q_column, mask=q_hit, other=NEG_INF), NEG_INF)
             log_q64 = tl.reshape(log_q, (WP * CP,)).to(tl.float64)
             left, residual, ended, chosen, drawn, drafted_as, accepted, live = tested(
                 tl.reshape(log_p, (WP * CP,)).to(tl.float64),
@@ -459,13 +459,13 @@ def walk_kernel(
         spot = (base + n_parent) * candidates + column
         n_token = tl.load(tokens + spot, mask=kept, other=0)
         lp_of = tl.load(logprobs + spot, mask=kept, other=0.0)
-        n_logprob = several(tl.where(alive, logprob, NEVER), w, beam) + lp_of
+        n_logprob = several(tl.where(alive, logprob, NEG_INF), w, beam) + lp_of
         if RULE == 1:
             n_weight = n_logprob
         elif BEAM:
             n_weight = value_at(tl.reshape(joint, (WP * CP,)), chosen, w, flat, beams)
         else:
-            n_weight = several(tl.where(alive, weight, NEVER), w, beam) + lp_of
+            n_weight = several(tl.where(alive, weight, NEG_INF), w, beam) + lp_of
         # which draws are drafted nodes
         same = (d_parent[None, :] == n_parent[:, None]) & (d_token[None, :] == n_token[:, None]) & d_valid[None, :]
         found = tl.min(tl.where(same, k[None, :], KP), 1)
@@ -500,14 +500,14 @@ def walk_kernel(
         reached = begun + steps
         scale = tl.exp(power * tl.log(reached.to(tl.float64))).to(tl.float32)
         over = reached >= limit
-        e_logprob = tl.full((WP,), NEVER, tl.float32)
+        e_logprob = tl.full((WP,), NEG_INF, tl.float32)
         e_index = w * 0
-        finished = tl.where(ended, tl.reshape(raw, (WP * CP,)), NEVER)
-        if tl.max(finished, 0) > NEVER:
+        finished = tl.where(ended, tl.reshape(raw, (WP * CP,)), NEG_INF)
+        if tl.max(finished, 0) > NEG_INF:
             e_index, _found, e_logprob, _last = largest(finished, beams, w, flat)
-        cut_score = tl.where(countable & over, tl.div_rn(n_logprob, scale + w * 0.0), NEVER)
+        cut_score = tl.where(countable & over, tl.div_rn(n_logprob, scale + w * 0.0), NEG_INF)
         e_score = tl.div_rn(e_logprob, scale + w * 0.0)
-        if tl.maximum(tl.max(e_score, 0), tl.max(cut_score, 0)) > NEVER:
+        if tl.maximum(tl.max(e_score, 0), tl.max(cut_score, 0)) > NEG_INF:
             e_node = several(known, w, e_index // CP)
             e_token = tl.load(tokens + (base + e_node) * candidates + e_index % CP, mask=kept, other=0)
             score, h_logprob, h_length, h_by_length, h_source, h_node, h_token = best_finished(
@@ -537,8 +537,8 @@ def walk_kernel(
         logprob = n_logprob
         total_width += count.to(tl.int64)
         worst = tl.min(tl.where(kept, score, float("inf")), 0)
-        full = worst > NEVER
-        best_live = tl.div_rn(tl.max(tl.where(drawn, n_logprob, NEVER), 0), scale)
+        full = worst > NEG_INF
+        best_live = tl.div_rn(tl.max(tl.where(drawn, n_logprob, NEG_INF), 0), scale)
         stop = over | (full & (best_live <= worst)) | (at_once & full) | (count == 0)
         done = tl.where(stop, 1, done)
         going = passed & (stop == 0)

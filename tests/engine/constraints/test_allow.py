@@ -19,7 +19,7 @@ import torch
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.constraints.answers import Answer, Catalogue, Compiler
-from dsbd_cli.engine.core.candidates import Candidates, LegalTokens, Room, top_candidates
+from dsbd_cli.engine.core.candidates import CandidateCount, Candidates, LegalTokens, top_candidates
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.iteration import iteration as iteration_module
 from dsbd_cli.errors import InvalidRowError, UsageError
@@ -230,8 +230,10 @@ def test_law_of_the_answers(rule: str, depth: int) -> None:
 def test_a_late_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: the best tokens of all first, then the legal ones of them."""
 
-    def late(logits: torch.Tensor, room: Room, legal: LegalTokens | None = None, *, kernel: bool) -> Candidates:
-        found = top_candidates(logits, Room(min(room.count, 4)))
+    def late(
+        logits: torch.Tensor, room: CandidateCount, legal: LegalTokens | None = None, *, kernel: bool
+    ) -> Candidates:
+        found = top_candidates(logits, CandidateCount(min(room.count, 4)))
         assert legal is not None
         whole = torch.zeros_like(logits).flatten(0, -2)
         legal.apply(whole, slice(0, len(whole)), whole[:, :1])

@@ -14,9 +14,9 @@ import torch
 
 from dsbd_cli.engine.constraints.legal import DEAD, FREE, NodePaths, acting
 from dsbd_cli.engine.constraints.trie import Trie, TrieTable, build_trie
-from dsbd_cli.engine.core.candidates import Room, top_candidates
+from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.core.nodes import LayerNodes
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 
 V = 9
 Tokens = tuple[int, ...]
@@ -120,7 +120,7 @@ def test_listed_and_masked_candidates_are_the_best_legal_ones(count: int, own: b
         states.append(int(state))
     logits = torch.randn(1, len(paths) + 1, V, generator=torch.Generator().manual_seed(1))
     nodes = nodes_of(torch.tensor([[*states, DEAD]]))
-    room = Room(count, torch.tensor([[max(1, count - 1)]]), count) if own else Room(count)
+    room = CandidateCount(count, torch.tensor([[max(1, count - 1)]]), count) if own else CandidateCount(count)
     listed = top_candidates(logits, room, legal.of(nodes))
     mixed = acting([table], [start, FREE], 0)  # a row without a trie: nothing is listed
     assert mixed is not None
@@ -132,7 +132,7 @@ def test_listed_and_masked_candidates_are_the_best_legal_ones(count: int, own: b
         want = {token: float(raw[0, at, token]) for token in allowed[: count - own if count > 1 else 1]}
         for found in (listed, masked):
             pairs = zip(found.tokens[0, at].tolist(), found.logprobs[0, at].tolist(), strict=True)
-            assert {t: p for t, p in pairs if p > NEVER} == pytest.approx(want, abs=1e-6)
+            assert {t: p for t, p in pairs if p > NEG_INF} == pytest.approx(want, abs=1e-6)
     free = nodes_of(torch.full((1, len(paths) + 1), FREE))
     assert torch.allclose(top_candidates(logits, room, mixed.of(free)).logprobs, top_candidates(logits, room).logprobs)
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from dsbd_cli.engine.core.candidates import Room, top_candidates
+from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.core.distribution import pool_law
 from dsbd_cli.engine.core.noise import (
     STREAMS,
@@ -32,9 +32,11 @@ def test_a_node_alone_has_the_bits_of_one_among_others() -> None:
         torch.set_num_threads(2)
         rows = torch.randn(3, 1 << 17, generator=torch.Generator().manual_seed(4)) * 3
         for count in (50, rows.shape[1]):
-            together = top_candidates(rows.unsqueeze(0), Room(count)).logprobs[0]
+            together = top_candidates(rows.unsqueeze(0), CandidateCount(count)).logprobs[0]
             for place, row in enumerate(rows):
-                assert torch.equal(top_candidates(row.view(1, 1, -1), Room(count)).logprobs[0, 0], together[place])
+                assert torch.equal(
+                    top_candidates(row.view(1, 1, -1), CandidateCount(count)).logprobs[0, 0], together[place]
+                )
     finally:
         torch.set_num_threads(threads)
 
@@ -49,7 +51,7 @@ def test_candidates_of_a_large_vocabulary_equal_a_plain_sort(far: float, vocabul
     logits = torch.randn(2, 3, vocabulary, generator=generator)
     logits[:, 1, 40:] += far
     logits[:, 2, :-5] += far
-    found = top_candidates(logits.to(dtype), Room(40))
+    found = top_candidates(logits.to(dtype), CandidateCount(40))
     exact = torch.log_softmax(logits.to(dtype).double(), -1)
     wanted = exact.sort(-1, descending=True).values[..., :40]
     assert torch.allclose(found.logprobs.sort(-1, descending=True).values.double(), wanted, rtol=1e-6, atol=4e-6)
@@ -67,7 +69,7 @@ def test_pool_law_equals_its_oracle(scope: str, settings: tuple[float, int, floa
     weight = torch.randn(60, 3, generator=generator)
     live = torch.rand(60, 3, generator=generator) < 0.8
     live[:, 0] = True
-    candidates = top_candidates(logits, Room(settings[1] + more if settings[1] else 9))
+    candidates = top_candidates(logits, CandidateCount(settings[1] + more if settings[1] else 9))
     law = pool_law(candidates, weight, live, warp_of(60, settings, scope))
     logs = torch.log_softmax(logits.double(), -1)
     temperature, top_k, top_p, min_p = settings
@@ -101,10 +103,12 @@ def test_a_row_has_the_same_law_beside_rows_with_other_settings() -> None:
     """Guards batch-wide cuts: candidates and sorted values are sized by the largest top_k of the batch."""
     logits = torch.randn(1, 2, 12, generator=torch.Generator().manual_seed(1)).expand(2, -1, -1)
     weight, live = torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool)
-    alone = pool_law(top_candidates(logits[:1], Room(12)), weight[:1], live[:1], warp_of(1, (0.7, 4, 0.8, 0.0), "pool"))
+    alone = pool_law(
+        top_candidates(logits[:1], CandidateCount(12)), weight[:1], live[:1], warp_of(1, (0.7, 4, 0.8, 0.0), "pool")
+    )
     both = warp_of(2, (0.7, 4, 0.8, 0.0), "pool")
     both.top_k[1], both.top_p[1], both.all_top_k, both.even_top_k = 0, 1.0, False, False
-    mixed = pool_law(top_candidates(logits, Room(12)), weight, live, both)
+    mixed = pool_law(top_candidates(logits, CandidateCount(12)), weight, live, both)
     assert torch.equal(alone.log_p[0] > -math.inf, mixed.log_p[0] > -math.inf)
     assert torch.allclose(alone.log_p[0].exp(), mixed.log_p[0].exp(), atol=1e-6)
     assert (mixed.log_p[1] > -math.inf).all()
@@ -113,7 +117,7 @@ def test_a_row_has_the_same_law_beside_rows_with_other_settings() -> None:
 def test_ties_at_the_cut_all_stay() -> None:
     logits = torch.tensor([[[1.0, 1.0, 1.0, 0.0]]])
     law = pool_law(
-        top_candidates(logits, Room(4)),
+        top_candidates(logits, CandidateCount(4)),
         torch.zeros(1, 1),
         torch.ones(1, 1, dtype=torch.bool),
         warp_of(1, (1.0, 2, 1.0, 0.0), "pool"),
@@ -183,7 +187,7 @@ def test_candidates_of_a_large_vocabulary_are_the_best_ones(vocabulary: int, cou
     logits[1, 3, 100:] = float("-inf")
     logits[1, 4, 7] = float("nan")
     before = logits.clone()
-    found = top_candidates(logits, Room(count))
+    found = top_candidates(logits, CandidateCount(count))
     assert not found.full
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     expected = torch.log_softmax(logits.double(), -1)
@@ -200,6 +204,6 @@ def test_candidates_of_a_large_vocabulary_are_the_best_ones(vocabulary: int, cou
 
 def test_candidates_do_not_depend_on_the_rows_beside_them() -> None:
     logits = torch.randn(3, 20, 8192, generator=torch.Generator().manual_seed(1)).bfloat16()
-    whole, alone = top_candidates(logits, Room(20)), top_candidates(logits[1:2, 5:6], Room(20))
+    whole, alone = top_candidates(logits, CandidateCount(20)), top_candidates(logits[1:2, 5:6], CandidateCount(20))
     assert torch.equal(whole.tokens[1, 5], alone.tokens[0, 0])
     assert torch.equal(whole.logprobs[1, 5], alone.logprobs[0, 0])

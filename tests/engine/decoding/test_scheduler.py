@@ -11,7 +11,7 @@ from typing import Any
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.decoding.scheduler import READ_AHEAD, RequestQueue, Scheduler
-from dsbd_cli.engine.iteration.request_state import AsDone, Job
+from dsbd_cli.engine.iteration.request_state import AsDone, RequestState
 from dsbd_cli.errors import InvalidRowError
 from dsbd_cli.requests import Request, Source
 
@@ -21,10 +21,10 @@ BAD = 3
 class Encoder:
     """Refuses one request."""
 
-    def job(self, number: int, request: Request) -> Job:
+    def job(self, number: int, request: Request) -> RequestState:
         if number == BAD:
             raise InvalidRowError("bad")
-        return Job(number, request, [1, 2])
+        return RequestState(number, request, [1, 2])
 
 
 def queue(count: int, held: int = 0) -> tuple[RequestQueue, list[int]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsbd_cli import Engine, Request, SamplingConfig
 from dsbd_cli.config.method import MethodConfig
-from dsbd_cli.engine.core.candidates import Room, top_candidates
+from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.core.topk import BLOCKED_FROM
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 from dsbd_cli.engine.protocols import ForestInput
@@ -28,7 +28,7 @@ def test_the_candidates_are_those_of_the_whole_vocabulary(vocabulary: int, count
     rng = torch.Generator().manual_seed(vocabulary)
     ids = torch.sort(torch.randperm(vocabulary, generator=rng)[: vocabulary * 2 // 3]).values
     logits = DraftLogits(3 * torch.randn(2, 3, len(ids), generator=rng), ids, vocabulary)
-    wanted, found = top_candidates(logits.wide(), Room(count)), logits.candidates(Room(count))
+    wanted, found = top_candidates(logits.wide(), CandidateCount(count)), logits.candidates(CandidateCount(count))
     assert torch.equal(found.tokens, wanted.tokens)
     assert torch.allclose(found.logprobs, wanted.logprobs, rtol=0, atol=2e-6)
     assert not found.full
@@ -38,11 +38,11 @@ def test_the_candidates_are_those_of_the_whole_vocabulary(vocabulary: int, count
 def test_where_all_tokens_are_wanted_those_without_a_column_have_no_mass() -> None:
     logits = DraftLogits(torch.randn(1, 2, 4), torch.tensor([0, 3, 4, 8]), 9)
     for count in (4, 6, 9):
-        found = logits.candidates(Room(count))
+        found = logits.candidates(CandidateCount(count))
         assert found.tokens.shape == (1, 2, count)
         assert torch.isfinite(found.logprobs).sum(-1).tolist() == [[4, 4]]
-    assert logits.candidates(Room(9)).full
-    assert logits.candidates(Room(9)).logprobs.exp().sum(-1).tolist() == [pytest.approx([1.0, 1.0])]
+    assert logits.candidates(CandidateCount(9)).full
+    assert logits.candidates(CandidateCount(9)).logprobs.exp().sum(-1).tolist() == [pytest.approx([1.0, 1.0])]
 
 
 def test_columns_past_the_target_s_vocabulary_are_cut() -> None:

@@ -21,7 +21,14 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.iteration import cuda_graphs as graphs_module
-from dsbd_cli.engine.iteration.cuda_graphs import CaptureError, CudaRecorder, Homes, IterationGraphs, Phase, Recording
+from dsbd_cli.engine.iteration.cuda_graphs import (
+    CaptureError,
+    CudaRecorder,
+    IterationGraphs,
+    Phase,
+    Recording,
+    StaticBuffers,
+)
 from dsbd_cli.engine.iteration.iteration import DeviceReport
 from dsbd_cli.errors import UsageError
 from dsbd_cli.requests import Request
@@ -112,7 +119,7 @@ def test_every_tensor_of_the_state_is_at_its_home_before_and_after() -> None:
         inner: Inner
         note: list[str] = field(default_factory=list)
 
-    homes = Homes()
+    homes = StaticBuffers()
     first = State(torch.tensor([1.0]), Inner(torch.zeros(1).expand(3)))
     homes.move_in(first)
     a, x = first.a, first.inner.x

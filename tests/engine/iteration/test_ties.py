@@ -15,7 +15,7 @@ import torch
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.core import candidates
-from dsbd_cli.engine.core.candidates import Room, top_candidates
+from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.core.topk import BLOCKED_FROM, best_first
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.requests import Request, RequestResult
@@ -90,17 +90,17 @@ def test_candidates_are_the_best_in_one_order_whatever_their_number(vocabulary: 
     logits = torch.randint(levels, (2, 3, vocabulary), generator=generator).float() - levels // 2
     logits[0, 1] *= -0.0  # zeros of both signs are equal
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices
-    whole = top_candidates(logits, Room(vocabulary))
+    whole = top_candidates(logits, CandidateCount(vocabulary))
     for count in (1, 2, 9, 33, vocabulary - 1):
-        few = top_candidates(logits, Room(count))
+        few = top_candidates(logits, CandidateCount(count))
         assert torch.equal(few.tokens, order[..., :count].sort(-1).values)
         assert torch.equal(few.logprobs, whole.logprobs.gather(-1, few.tokens))
         own = torch.tensor([[count], [vocabulary]])
-        masked = top_candidates(logits, Room(vocabulary, own, count)).logprobs
+        masked = top_candidates(logits, CandidateCount(vocabulary, own, count)).logprobs
         assert torch.equal((masked[0] > -torch.inf).nonzero()[:, 1].view(3, count), few.tokens[0])
         assert torch.equal(masked[1], whole.logprobs[1])
         if count > 1:
-            fewer = top_candidates(logits, Room(count, torch.tensor([[1], [count]]), count)).logprobs
+            fewer = top_candidates(logits, CandidateCount(count, torch.tensor([[1], [count]]), count)).logprobs
             assert ((fewer > -torch.inf).sum(-1) == torch.tensor([[1], [count]])).all()
 
 
@@ -110,11 +110,11 @@ def test_a_large_vocabulary_gives_a_row_the_same_bits_in_parts_of_any_size(
 ) -> None:
     vocabulary = 5 * BLOCKED_FROM + 21
     logits = (4 * torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(3))).to(dtype)
-    alone = [top_candidates(row.view(1, 1, -1), Room(9)) for row in logits]
+    alone = [top_candidates(row.view(1, 1, -1), CandidateCount(9)) for row in logits]
     wanted = torch.log_softmax(logits.to(torch.float64), -1)
     for swept in (1, 3 * vocabulary, 1 << 20):  # two rows, three rows or more, and all
         monkeypatch.setattr(candidates, "SWEPT", swept)
-        found = top_candidates(logits.view(1, 7, -1), Room(9))
+        found = top_candidates(logits.view(1, 7, -1), CandidateCount(9))
         assert torch.equal(found.tokens[0], torch.cat([one.tokens[0] for one in alone]))
         assert torch.equal(found.logprobs[0], torch.cat([one.logprobs[0] for one in alone]))
         torch.testing.assert_close(

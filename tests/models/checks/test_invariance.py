@@ -193,7 +193,7 @@ def attended(tail: int) -> torch.Tensor:
     seen[..., :64] = True
     seen[..., 64:70] = torch.ones(6, 6).tril().bool()
     additive = torch.zeros(1, 1, 6, 128).masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
-    sight = forest_attention.Sight((64,), tail)
+    sight = forest_attention.AttentionMetadata((64,), tail)
     sight.add(additive, seen, whole=True)
     with attention.seeing(sight):
         return attention.grouped_attention(torch.nn.Module(), query[:, :, :6], key, value, additive)[0]
@@ -224,7 +224,7 @@ def of_queries(count: int, dim: int) -> torch.Tensor:
     seen = torch.zeros(1, count, 128, dtype=torch.bool)
     seen[..., :97] = True
     additive = torch.zeros(1, 1, count, 128).masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
-    sight = forest_attention.Sight((96,), 32)
+    sight = forest_attention.AttentionMetadata((96,), 32)
     sight.add(additive, seen, whole=True)
     with attention.seeing(sight):
         return attention.grouped_attention(torch.nn.Module(), query[:, :, :count], key, value, additive)[0][:, 0]

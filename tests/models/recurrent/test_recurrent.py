@@ -17,7 +17,14 @@ from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.recurrent import states
-from dsbd_cli.models.recurrent.states import GroupedState, LayerMemory, LinearState, Places, SelectiveState, StateCache
+from dsbd_cli.models.recurrent.states import (
+    GroupedState,
+    LayerMemory,
+    LinearState,
+    SelectiveState,
+    StateCache,
+    TailBuffer,
+)
 from dsbd_cli.ops.cpu.kernels import scan as walks
 from tests.helpers.tiny import HEAD, RECURRENT, V, build
 
@@ -100,14 +107,14 @@ def fold_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def decay_of_a_sibling(patch: pytest.MonkeyPatch) -> None:
-    def everyone(self: Places) -> Tensor:
+    def everyone(self: TailBuffer) -> Tensor:
         return (self.depths.unsqueeze(1) <= self.batch.positions.unsqueeze(2)).double()
 
-    patch.setattr(Places, "seen_sum", property(everyone))
+    patch.setattr(TailBuffer, "seen_sum", property(everyone))
 
 
 def convolution_by_slot(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Places, "back", lambda self, taps: self.at + torch.arange(1 - taps, 0).view(-1, 1, 1))
+    patch.setattr(TailBuffer, "back", lambda self, taps: self.at + torch.arange(1 - taps, 0).view(-1, 1, 1))
 
 
 def walked_convolution_by_slot(patch: pytest.MonkeyPatch) -> None:

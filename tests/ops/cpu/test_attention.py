@@ -48,7 +48,7 @@ class Case:
         """[R, n, H * G, E] by the attention function of the models, with the whole range of slots as tail."""
         additive = torch.zeros(self.seen.shape, dtype=self.query.dtype)
         additive = additive.masked_fill_(~self.seen, torch.finfo(self.query.dtype).min)[:, None]
-        sight = forest_attention.Sight(self.settled, self.seen.shape[-1], positions=self.positions)
+        sight = forest_attention.AttentionMetadata(self.settled, self.seen.shape[-1], positions=self.positions)
         sight.add(additive, self.seen, whole=bool(self.seen[..., : min(self.settled)].all()))
         more: dict[str, Any] = {} if self.bias is None else {"position_bias": self.bias}
         with attention.seeing(sight):

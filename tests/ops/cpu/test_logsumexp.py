@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsbd_cli.engine.core.candidates import Room, top_candidates
+from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.ops.cpu import logsumexp
 from dsbd_cli.ops.cpu import logsumexp as totals
 from dsbd_cli.ops.cpu.logsumexp import log_totals
@@ -81,7 +81,7 @@ def test_candidates_are_those_of_torch(count: int, dtype: torch.dtype, monkeypat
     """Their order and log-probabilities; and the kernel is asked."""
     logits = rows(5000, dtype, count=6).view(2, 3, 5000)
     monkeypatch.setattr(logsumexp.cpu_kernels, "log_totals", None)
-    plain = top_candidates(logits, Room(count))
+    plain = top_candidates(logits, CandidateCount(count))
     asked = []
 
     def asking(values: torch.Tensor, highest: torch.Tensor) -> torch.Tensor | None:
@@ -89,7 +89,7 @@ def test_candidates_are_those_of_torch(count: int, dtype: torch.dtype, monkeypat
         return log_totals(values, highest)
 
     monkeypatch.setattr(logsumexp.cpu_kernels, "log_totals", asking)
-    found = top_candidates(logits, Room(count))
+    found = top_candidates(logits, CandidateCount(count))
     assert sum(asked) == 6
     assert torch.equal(found.tokens, plain.tokens)
     torch.testing.assert_close(found.logprobs, plain.logprobs, rtol=1e-6, atol=1e-6)

@@ -127,7 +127,7 @@ def stored(
 
 def answers(
     state: NDArray[Any], rows: NDArray[Any], held: NDArray[Any], own: dict[str, NDArray[Any]],
-    planes: list[NDArray[Any]], plan: walks.Plan, y: NDArray[Any] | None = None,
+    planes: list[NDArray[Any]], plan: walks.ScanSchedule, y: NDArray[Any] | None = None,
 ) -> NDArray[Any]:  # fmt: skip
     """y of a plan's nodes, beside what it is before."""
     y = np.zeros(own["v"].shape, np.float32) if y is None else y

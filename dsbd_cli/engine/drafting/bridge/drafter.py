@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, DrafterInputs, LayerDrafts, children, roots
 from dsbd_cli.engine.drafting.bridge.draft import BridgedDraft
 from dsbd_cli.engine.drafting.bridge.prefixes import PrefixCache
@@ -145,7 +145,7 @@ class BridgeDrafter(Drafter):
         for number, (row, prompt) in enumerate(zip(packed, self._prompts, strict=True)):
             drafts, used = list[_Draft](), dict[bytes, list[int]]()
             for beam, (_, valid, weight, length, *history) in enumerate(row):
-                if not valid or weight == NEVER:
+                if not valid or weight == NEG_INF:
                     continue
                 text = prompt.text + self._ours.spell([int(token) for token in history[: int(length)]])
                 before, pending = split_word(text)
@@ -227,11 +227,11 @@ class BridgeDrafter(Drafter):
         size = self._model.vocab_size
         logits = DraftLogits.of(logits, head_ids(self._model, size), size).wide().to(torch.float32)
         logits = self._agreeing(logits, live)
-        scores = torch.log_softmax(logits, -1).nan_to_num(nan=NEVER, neginf=NEVER)
+        scores = torch.log_softmax(logits, -1).nan_to_num(nan=NEG_INF, neginf=NEG_INF)
         best, tokens = torch.topk(scores, min(width, scores.shape[-1]), dim=-1)
         table = torch.stack((tokens.double(), best.double()), -1).tolist()
         return [
-            [[(int(token), score) for token, score in line if score > NEVER] for line in row[: len(drafts)]]
+            [[(int(token), score) for token, score in line if score > NEG_INF] for line in row[: len(drafts)]]
             for row, drafts in zip(table, live, strict=True)
         ]
 
@@ -254,7 +254,7 @@ class BridgeDrafter(Drafter):
                     tokens = self._theirs.continuing(draft.pending)
                     allowed[r, i] = False
                     allowed[r, i, tokens[tokens < logits.shape[-1]]] = True
-        return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), NEVER)
+        return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), NEG_INF)
 
     def _spell(self, drafts: list[_Draft]) -> None:
         """Target tokens of every text."""
@@ -284,7 +284,7 @@ def _settle(found: _Found, draft: _Draft, tokens: list[int], score: float, depth
     """Take tokens below a beam into the tree, each with the best score it has had."""
     for length in range(1, min(len(tokens), depth) + 1):
         key = (draft.beam, *tokens[:length])
-        found[key] = max(score, found.get(key, NEVER))
+        found[key] = max(score, found.get(key, NEG_INF))
 
 
 def _fitted(ids: list[int], room: int) -> list[int]:
@@ -300,7 +300,7 @@ def _forest(context: DraftContext, found: list[_Found]) -> Forest:
     beams, count, depth = context.beams, context.drafts_per_layer, context.depth
     shape = (depth, len(found), count)
     above, token = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    valid, weight = np.zeros(shape, dtype=bool), np.full(shape, NEVER, dtype=np.float32)
+    valid, weight = np.zeros(shape, dtype=bool), np.full(shape, NEG_INF, dtype=np.float32)
     for row, settled in enumerate(found):
         parents: dict[tuple[int, ...], int] = {(beam,): beam for beam in range(beams.token.shape[1])}
         for layer in range(depth):

@@ -15,7 +15,7 @@ the trunk before those of the tail. Where branches leave the trunk, their anchor
 nodes at the same distance read the same state, all of them in one product. Longer branches get states of their own,
 which are overwritten when their nodes are done.
 
-One kernel, `walk`, serves the nodes of a forest, a prompt, and a trunk that grows. They differ in their Plan.
+One kernel, `walk`, serves the nodes of a forest, a prompt, and a trunk that grows. They differ in their ScanSchedule.
 
 Letters as in `scans`, but a state is [R, H, N, P]. All arrays lie side by side, and are float32 or int64. `walk` works
 on the pairs first .. last of (row, value head), so that threads can share them.
@@ -46,8 +46,8 @@ __all__ = [
     "BLOCK",
     "LAG",
     "LEAD",
-    "Plan",
-    "Sight",
+    "ScanMask",
+    "ScanSchedule",
     "chain",
     "convolve",
     "fold",
@@ -333,7 +333,7 @@ _F1, _F2, _F3, _F4 = types.float32[::1], types.float32[:, ::1], types.float32[:,
 _B1, _B3 = types.boolean[::1], types.boolean[:, :, ::1]
 
 
-class Sight(NamedTuple):
+class ScanMask(NamedTuple):
     """Where the nodes of a forward stand in the tail and what they see of it.
 
     seen: [R, n, T] bool, ancestors and the node itself. at: [R, n] place, T where a node is absent. depths: [R, T] of
@@ -376,10 +376,10 @@ def _sight(mask, slots, slot_positions, base, width, trash):
 def sight(
     mask: NDArray[np.bool_], slots: NDArray[np.int64], slot_positions: NDArray[np.int64], base: NDArray[np.int64],
     width: int, trash: int,
-) -> Sight:  # fmt: skip
-    """Return the Sight of a ForestInput with mask [R, n, S], slots [R, n] and slot_positions [R, S], after trunks of
+) -> ScanMask:  # fmt: skip
+    """Return the ScanMask of a ForestInput with mask [R, n, S], slots [R, n] and slot_positions [R, S], after trunks of
     base [R] tokens, in `width` places."""
-    return Sight._make(_sight(mask, slots, slot_positions, base, width, trash))
+    return ScanMask._make(_sight(mask, slots, slot_positions, base, width, trash))
 
 
 @compiled(types.Tuple((_I1, _I2))(_B3, _I2, _I2, _I2, _I1, _I1, types.int64))
@@ -403,7 +403,7 @@ def taps(seen, at, depths, positions, base, numbers, lead):
     return own, back
 
 
-class Plan(NamedTuple):
+class ScanSchedule(NamedTuple):
     """Which nodes of each row read which state, and which tokens one by one. Places count from the start of a row of
     the planes.
 
@@ -525,12 +525,12 @@ def _forest(seen, at, depths, base, lead):
 
 def forest(
     seen: NDArray[np.bool_], at: NDArray[np.int64], depths: NDArray[np.int64], base: NDArray[np.int64], lead: int
-) -> Plan:
-    """Plan nodes in planes [rows, lead + T + 1, ...]. seen, at, depths: as in Sight. base: [R] tokens of the trunk."""
-    return Plan._make((*_forest(seen, at, depths, base, lead), False))
+) -> ScanSchedule:
+    """Plan nodes in planes [rows, lead + T + 1, ...]. seen, at, depths: as in ScanMask. base: [R], tokens of a trunk."""
+    return ScanSchedule._make((*_forest(seen, at, depths, base, lead), False))
 
 
-def chain(base: NDArray[np.int64], lengths: NDArray[np.int64], count: int, lead: int) -> Plan:
+def chain(base: NDArray[np.int64], lengths: NDArray[np.int64], count: int, lead: int) -> ScanSchedule:
     """Plan tokens that follow the trunk, `lengths` [R] of `count` in each row, in planes [R, lead + count, ...].
 
     They become part of the trunk.
@@ -538,15 +538,15 @@ def chain(base: NDArray[np.int64], lengths: NDArray[np.int64], count: int, lead:
     return _joined(base, lengths, count, np.tile(lead + np.arange(count), (len(base), 1)), lead)
 
 
-def fold(base: NDArray[np.int64], counts: NDArray[np.int64], joined: NDArray[np.int64], lead: int) -> Plan:
-    """Plan a trunk that takes the first `counts` [R] of the places joined [R, m] of the tail, and no node."""
+def fold(base: NDArray[np.int64], counts: NDArray[np.int64], joined: NDArray[np.int64], lead: int) -> ScanSchedule:
+    """ScanSchedule a trunk that takes the first `counts` [R] of the places joined [R, m] of the tail, and no node."""
     return _joined(base, counts, 0, lead + joined, lead)
 
 
 def _joined(
     base: NDArray[np.int64], counts: NDArray[np.int64], nodes: int, joined: NDArray[np.int64], lead: int
-) -> Plan:
-    return Plan._make((*_line(base, counts, nodes, joined, lead, lead + joined.shape[1]), True))
+) -> ScanSchedule:
+    return ScanSchedule._make((*_line(base, counts, nodes, joined, lead, lead + joined.shape[1]), True))
 
 
 @compiled(
@@ -699,7 +699,8 @@ def _weigh(x, keys, group, decays, plane, h, line, weights):
                      _I2, _I3, _I1, _I2, _I1, types.int64, types.boolean, _F4, types.int64, types.int64))  # fmt: skip
 def walk(state, rows, planes, q, v, step, beta, asked, alike, keys, inputs, decays, lines, counts, order,
          groups, sources, blocks, sizes, used, uses, buffers, keep, y, first, last):  # fmt: skip
-    """y [R, n, H, P] of the nodes of a Plan, from states [., H, N, P] and planes [., places, ...] as `put` leaves them.
+    """y [R, n, H, P] of the nodes of a ScanSchedule, from states [., H, N, P] and planes [., places, ...] as `put`
+    leaves them.
 
     rows, planes: [R] which of them. v, step: as in `put`. beta: [R, n, H], or [R, n, 0] where u is given as it is;
     else u is made of v and stored. asked, alike:
