@@ -2,7 +2,7 @@
 
 A graph repeats kernels on fixed addresses. So the batch's tensors get one buffer per name and shape (`StaticBuffers`).
 Before an iteration they are moved in, and the last graph of the iteration writes its results back there. A shape is
-run plainly before it is captured, which also warms up what libraries set up at their first call. """
+run plainly before it is captured, which also warms up what libraries set up at their first call."""
 
 from __future__ import annotations
 
