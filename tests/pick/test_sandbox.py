@@ -12,7 +12,7 @@ from dsbd_cli.pick import sql_child
 from dsbd_cli.pick.sandbox import Ran, SqlProcess, SqlStoppedError, UnreadableDatabaseError
 from dsbd_cli.pick.sql_child import Digest, open_database
 
-DATABASE = Path(__file__).parent / "data" / "spider" / "database" / "pets" / "pets.sqlite"
+DATABASE = Path(__file__).parents[1] / "lab" / "tasks" / "data" / "spider" / "database" / "pets" / "pets.sqlite"
 NUMBERS = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) "
 DEAF = "SELECT instr(zeroblob(999999), zeroblob(499999) || x'01')"  # one opcode of 10^11 comparisons
 HANG_S = 600.0  # only so that a fault does not hang the suite

@@ -11,6 +11,7 @@ from typing import Any
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.decoding.scheduler import READ_AHEAD, RequestQueue, Scheduler
+from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.request_state import AsDone, RequestState
 from dsbd_cli.errors import InvalidRowError
 from dsbd_cli.requests import Request, Source
@@ -38,7 +39,7 @@ def queue(count: int, held: int = 0) -> tuple[RequestQueue, list[int]]:
 
     results: Any = AsDone()
     results.held = held
-    return RequestQueue(Source(requests()), Encoder(), results), read  # type: ignore[arg-type]
+    return RequestQueue(Source(requests()), Encoder(), results, Observer()), read  # type: ignore[arg-type]
 
 
 def scheduler(rows: int) -> Scheduler:

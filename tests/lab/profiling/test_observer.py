@@ -11,7 +11,7 @@ from dsbd_cli import Engine, MethodConfig, Request, RequestResult, SamplingConfi
 from dsbd_cli.config.variants import MIN_WIDTH
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.drafting.base import DraftContext
-from dsbd_cli.engine.iteration import stepper as step
+from dsbd_cli.engine.iteration import iteration
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 from dsbd_cli.lab.profiling.profile import _acceptance
@@ -82,14 +82,14 @@ def test_watching_changes_no_text(method: MethodConfig) -> None:
 
 def test_no_kernel_works_behind_the_back_of_an_observer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards profiles on a GPU, where kernels would draft and walk, and graphs repeat, without telling anybody."""
-    stepper = engine_of(METHODS[0]).stepper
-    stepper.kernels = frozenset({"walk", "draft", "commit"})
-    monkeypatch.setattr(step, "fits_walk", lambda *_: True)
-    assert stepper._walks(None, None, None)  # type: ignore[arg-type]
-    monkeypatch.setattr(stepper.drafter, "on_sheet", True, raising=False)
-    stepper.observer = Counting()
-    assert not stepper._walks(None, None, None)  # type: ignore[arg-type]
-    assert stepper._sheet(None, None, None) is None  # type: ignore[arg-type]
+    one = object.__new__(iteration.Iteration)
+    vars(one).update(kernels=frozenset({"walk", "draft", "commit"}), observer=Observer(), legal=None)
+    vars(one).update(state=None, forest=None, candidates=None, drafter=SimpleNamespace(on_sheet=True))
+    monkeypatch.setattr(iteration, "fits_walk", lambda *_: True)
+    assert one.kernel_walks()
+    one.observer = Counting()
+    assert not one.kernel_walks()
+    assert one._sheet() is None
     looked_at = engine_of(METHODS[0])
     seen = Counting()
     looked_at.observe(seen)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.recurrent import scans
-from dsbd_cli.models.recurrent.states import Places, Shift, _lines
+from dsbd_cli.models.recurrent.states import Shift, TailBuffer, _lines
 from dsbd_cli.ops.cpu.kernels import scan as walks
 from tests.models.recurrent.test_scans import Tree
 
@@ -219,7 +219,7 @@ def test_sight_and_taps_are_those_of_tensor_code(seed: int) -> None:
     seen.scatter_(2, slots.clamp(max=active - 1)[:, :, None], value=True)
     own = positions.gather(1, slots.clamp(max=active - 1))
     batch = ForestInput(torch.zeros_like(slots), own, slots, seen & (positions[:, None] <= own[:, :, None]), positions)
-    places = Places(batch, base, width, trash)
+    places = TailBuffer(batch, base, width, trash)
     found = places.sight
     assert (found.seen == places.seen.numpy()).all()
     assert (found.depths == places.depths.numpy()).all()

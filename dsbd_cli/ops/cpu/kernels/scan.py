@@ -526,7 +526,7 @@ def _forest(seen, at, depths, base, lead):
 def forest(
     seen: NDArray[np.bool_], at: NDArray[np.int64], depths: NDArray[np.int64], base: NDArray[np.int64], lead: int
 ) -> ScanSchedule:
-    """Plan nodes in planes [rows, lead + T + 1, ...]. seen, at, depths: as in ScanMask. base: [R], tokens of a trunk."""
+    """Plan nodes in planes [rows, lead + T + 1, ...]. seen, at, depths: as in ScanMask. base [R]: tokens of trunks."""
     return ScanSchedule._make((*_forest(seen, at, depths, base, lead), False))
 
 
