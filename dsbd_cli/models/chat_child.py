@@ -1,8 +1,9 @@
 """Renders chat templates for `chat`: a program of its own, because a template is a program of the checkpoint.
 
 A line of standard input is a JSON object {template, messages, opened, variables, seconds}; the line of the answer is
-{text} or {error}. The process ends with its input, or where a template takes more processor time than `seconds`: then
-there is no answer. It imports nothing of dsbd, and transformers without torch.
+{text} or {error}. The lines that a template executes are counted, so that a loop ends at the same one everywhere.
+One operation may still be long: a template that takes more processor time than `seconds` ends the process, and there is
+no answer. The process ends with its input. It imports nothing of dsbd, and transformers without torch.
 """
 
 from __future__ import annotations
@@ -12,10 +13,30 @@ import os
 import resource
 import signal
 import sys
+from types import FrameType
 from typing import Any
 
 MEMORY_BYTES = 2 << 30  # of addresses; the process itself takes a quarter of it
 MAX_CHARACTERS = 64 << 20  # of a rendered conversation: four times the longest line of an input
+MAX_LINES = 4_000_000  # of the compiled template that one conversation executes; 1,000 messages take some 20,000
+
+
+class Lines:
+    """Count of the lines that a template executes. It is given to sys.settrace."""
+
+    def __init__(self) -> None:
+        self.left = MAX_LINES
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
+        """What counts the lines of a frame: itself for a template's, nothing for other code."""
+        return self.line if frame.f_code.co_filename == "<template>" else None
+
+    def line(self, frame: FrameType, event: str, argument: object) -> Any:
+        """Count a line. Raises RuntimeError where none is left."""
+        self.left -= event == "line"
+        if self.left < 0:
+            raise RuntimeError(f"it executes more than {MAX_LINES} lines for them")
+        return self.line
 
 
 def rendered(asked: dict[str, Any]) -> dict[str, str]:
@@ -25,6 +46,7 @@ def rendered(asked: dict[str, Any]) -> dict[str, str]:
     used = resource.getrusage(resource.RUSAGE_SELF)
     until = int(used.ru_utime + used.ru_stime) + 1 + asked["seconds"]
     limit(resource.RLIMIT_CPU, until)
+    sys.settrace(Lines())
     try:
         found: Any = render_jinja_template(
             conversations=[asked["messages"]],
@@ -36,6 +58,8 @@ def rendered(asked: dict[str, Any]) -> dict[str, str]:
         return {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB"}
     except Exception as error:  # templates raise what they like
         return {"error": " ".join(str(error).split())[:200] or type(error).__name__}
+    finally:
+        sys.settrace(None)
     text: str = found[0][0]
     if len(text) > MAX_CHARACTERS:
         return {"error": f"it makes {len(text)} characters of them, but {MAX_CHARACTERS} are the most"}

@@ -42,6 +42,7 @@ class Job:
     folder: Path
     address: str
     rows: list[dict[str, object]]
+    module: str = "tests.helpers.fake"
 
     def __post_init__(self) -> None:
         self.input, self.output = self.folder / "in.jsonl", self.folder / "out.jsonl"
@@ -52,7 +53,7 @@ class Job:
         """The command; without workers in its own process."""
         scale = () if workers is None else ("--workers", f"{workers},ray={self.address}")
         files = ("-i", str(self.input), "-o", str(self.output), "--batch-size", "4", "--existing", "resume")
-        call = [sys.executable, "-m", "tests.helpers.fake", "generate", *files, *scale, *more]
+        call = [sys.executable, "-m", self.module, "generate", *files, *scale, *more]
         extra: dict[str, str] = options.pop("environment", {})  # type: ignore[assignment]
         environment = {**os.environ, **extra, "FAKE_GATE": str(self.folder), "DSBD_TARGET": "builtin:target"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}

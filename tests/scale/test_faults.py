@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.core.test_schemas import chain
 from tests.scale.conftest import Job, kill, prompts, wait_until_ended
 
 pytest.importorskip("ray")
@@ -110,6 +111,27 @@ def test_a_poisonous_row(job: MakeJob) -> None:
     assert [record["index"] for record in records if record.get("error")] == [9]
     assert records[9]["error"]["type"] == "WorkerLostError"
     assert "3 workers died on this row" in records[9]["error"]["message"]
+
+
+def test_schemas_that_would_end_a_worker(cluster: Any, tmp_path: Path) -> None:
+    """Real engines. A chain of 3,000 references exhausted the stack of whoever compiled it, the product of six primes
+    its memory: now each is the error of its row, at first and on resume, and no worker dies."""
+    explosion = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (7, 11, 13, 17, 19, 23)]}
+    rows: list[dict[str, object]] = [{"prompt": "a", "max_new_tokens": 4} for _ in range(6)]
+    for place, schema in ((1, chain("defs", 3_000)), (2, chain("allOf", 3_000)), (4, explosion)):
+        rows[place]["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    made, summary = Job(tmp_path, cluster.address, rows, module="dsbd_cli"), tmp_path / "summary.json"
+    code, _, err = made.finish("--summary", str(summary), workers="1")
+    assert code == 3, err
+    records = [json.loads(line) for line in made.output.read_text().splitlines()]
+    assert [record["index"] for record in records] == list(range(6))
+    assert [record["index"] for record in records if record.get("error")] == [1, 2, 4]
+    assert "its references lead through more than" in records[1]["error"]["message"]
+    assert "to compile it takes more than" in records[4]["error"]["message"]
+    assert [worker["deaths"] for worker in json.loads(summary.read_text())["workers"]] == [0]
+    before = made.records()
+    code, _, err = made.finish(workers="1")
+    assert (code, made.records()) == (3, before), err
 
 
 def test_a_hung_worker(job: MakeJob, undisturbed: Undisturbed) -> None:
