@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,20 +29,24 @@ from dsbd_cli.models.checkpoints.loader import (
     device_of,
     dtype_of,
     eos_ids,
+    import_decoder_code,
     is_plain,
-    load,
     load_config,
+    load_network,
     load_tokenizer,
     quiet,
 )
+from dsbd_cli.models.decoder.forest import DecoderForest
 from dsbd_cli.models.decoder.load import DecoderSource, decoder_forest, differs, pack, sort_of, tensors_of
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.forest import Forest, SelfTestReport
 from dsbd_cli.models.tokenizer import HFCodec
+from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops.triton import available
 
 __all__ = ["load_model"]
 
+LAYERS_CHECKED = 4  # of each kind, for invariance
 LAYER_KERNELS = ("norm", "gated", "rotate", "linear")
 TOLD_BYTES = 64 << 20  # loading less takes no time that needs a line
 
@@ -85,7 +90,7 @@ class _Description:
     Attributes:
         dtype: what it computes in, None where transformers decides.
         plain: the weights are safetensors files that hold what a forward computes with.
-        tokenizer: module and name of its class, where known.
+        config: what transformers read. tokenizer: module and name of its class. Each where it is known.
     """
 
     sort: DecoderSpec
@@ -93,6 +98,7 @@ class _Description:
     plain: bool
     architecture: str
     eos: Any
+    config: Any = None
     tokenizer: tuple[str, str] | None = None
 
 
@@ -110,7 +116,7 @@ def _described(spec: ModelSpec, place: Path) -> _Description | str:
     if sort.wide_rotary and dtype != torch.float32:
         return "its angles stay float32"
     settings = CheckpointSettings.of(config, {})
-    return _Description(sort, dtype, plain, settings.architecture, settings.eos)
+    return _Description(sort, dtype, plain, settings.architecture, settings.eos, config)
 
 
 def _recalled(known: dict[str, Any]) -> _Description:
@@ -119,7 +125,7 @@ def _recalled(known: dict[str, Any]) -> _Description:
     module, name = known["tokenizer"]
     dtype = getattr(torch, known["dtype"])
     named = (str(module), str(name)) if module.partition(".")[0] == "transformers" else None
-    return _Description(sort, dtype, True, known["architecture"], known["eos"], named)
+    return _Description(sort, dtype, True, known["architecture"], known["eos"], tokenizer=named)
 
 
 class _Own:
@@ -136,8 +142,17 @@ class _Own:
         """Return model and codec; why transformers has to run it."""
         if self._known is not None and self._known["decoder"] is not None:
             return str(self._known["decoder"])
-        with quiet():
-            tokenizer = load_tokenizer(self._place, self._spec, self._is.tokenizer)
+        # Python imports beside the kernels that pack. Nothing else may run there: to load a model, transformers sets
+        # the dtype of the whole process.
+        with quiet(), ThreadPoolExecutor(1) as beside:
+            tokenizer = beside.submit(load_tokenizer, self._place, self._spec, self._is.tokenizer)
+            if self._is.config is not None:
+                beside.submit(import_decoder_code, self._is.config)
+            found = self._loaded(tokenizer)
+            return found if isinstance(found, str) else (found, self._codec(found, tokenizer.result()))
+
+    def _loaded(self, tokenizer: Future[Any]) -> Forest | str:
+        """Return the model; why transformers has to run it."""
         theirs, dtype = None, self._is.dtype
         if self._is.plain:
             tensors, generation = tensors_of(self._place, self._spec), read_generation(self._place)
@@ -160,16 +175,19 @@ class _Own:
                 reason = f"a tensor is not where it should be ({error})"
                 break
             try:
-                reason = self._verified(forest, theirs, kernels, type(tokenizer))
+                reason = self._verified(forest, theirs, kernels, tokenizer)
             except Exception as failed:
                 if not kernels:
                     raise
                 reason = f"a kernel fails ({_said(failed)})"  # at a width that was not tried
             if reason is None:
-                return forest, HFCodec(tokenizer, eos_ids(forest.settings, tokenizer))
+                return forest
         assert reason is not None
         verdicts.keep(self._digest, {"decoder": reason})
         return reason
+
+    def _codec(self, forest: Forest, tokenizer: Any) -> HFCodec:
+        return HFCodec(tokenizer, eos_ids(forest.settings, tokenizer))
 
     def _keep(self, found: Mapping[str, object], forest: Forest, tokenizer: type) -> None:
         """Keep what was found, and what the checkpoint is."""
@@ -180,7 +198,7 @@ class _Own:
 
     def _stock(self) -> Any:
         """Return transformers' model of the checkpoint."""
-        return load(replace(self._spec, quantize=None))[0]
+        return load_network(replace(self._spec, quantize=None))
 
     def _attempts(self) -> list[frozenset[str]]:
         """Sets of kernels of a GPU, the best one first; one without any elsewhere."""
@@ -194,40 +212,51 @@ class _Own:
         without = allowed - {"linear"}
         return [*dict.fromkeys((allowed, without, frozenset[str]()) if self._wanted else (without, frozenset[str]()))]
 
-    def _verified(self, forest: Any, theirs: Any, kernels: frozenset[str], tokenizer: type) -> str | None:
-        """Compare, pack and check a forest; return why it cannot serve."""
-        known = self._known
-        if known is None:
-            theirs = self._stock() if theirs is None else theirs
-            reason = differs(forest, theirs)
-            del theirs
-            if reason is not None:
-                return reason
+    def _verified(self, forest: Any, theirs: Any, kernels: frozenset[str], tokenizer: Future[Any]) -> str | None:
+        """Pack a forest's weights and check it, or recall what an earlier load has found; return why it cannot
+        serve."""
         if "linear" in kernels:
             forest.attention = _attention(forest, exact=True)
         try:
-            tested = None
-            if known is None and self._spec.quantize is not None:  # its limits are those of the checkpoint's rounding
-                tested = _self_test(forest)
-            outliers = pack(forest, self._spec, None if known is None else known.get("outliers"))
-            if known is None:
-                forest.tested = tested or _self_test(forest)
-                found = _verdict(forest) if self._wanted else (verdicts.UNASKED, None)
-                if found[0] is not None and "linear" in kernels:
-                    return found[0]
-                tested = forest.tested
-                report = [tested.median_error, tested.largest_error, tested.limit]
-                made = {"varies": found[0], "copies": found[1], "outliers": outliers, "tested": report}
-                made["kernels"] = sorted(kernels)
-                self._keep(made, forest, tokenizer)
+            if self._known is None:
+                found = self._checked(forest, theirs, kernels, tokenizer)
+                if isinstance(found, str):
+                    return found
             else:
-                forest.tested, found = SelfTestReport(*known["tested"]), (known["varies"], known["copies"])
+                pack(forest, self._spec, self._known.get("outliers"))
+                forest.tested = SelfTestReport(*self._known["tested"])
+                found = Verdict(self._known["varies"], self._known["copies"])
         except UnsupportedModelError as error:
             return str(error)
-        if self._wanted and found[0] is not None and self._device.type == "cuda" and kernels:
+        if self._wanted and found.varies is not None and self._device.type == "cuda" and kernels:
             _attend_fast(forest)
-        forest.trust(*found)
+        forest.trust(found.varies, found.copies)
         return None
+
+    def _checked(self, forest: Any, theirs: Any, kernels: frozenset[str], tokenizer: Future[Any]) -> Verdict | str:
+        """Pack a forest's weights, check it and keep what was found; return why it cannot serve."""
+        tested = outliers = None
+        quantized = self._spec.quantize is not None
+        if quantized:  # the limits are those of the checkpoint's rounding
+            tested = _self_test(forest)
+        packed = theirs is None and not quantized  # a model in memory is freed before its weights are packed
+        if packed:
+            pack(forest, self._spec, None)
+        theirs = self._stock() if theirs is None else theirs
+        reason = differs(forest, theirs)
+        del theirs
+        if reason is not None:
+            return reason
+        if not packed:
+            outliers = pack(forest, self._spec, None)
+        forest.tested = tested = tested or _self_test(forest)
+        found = _verdict(forest) if self._wanted else Verdict(verdicts.UNASKED)
+        if found.varies is not None and "linear" in kernels:
+            return found.varies
+        report = [tested.median_error, tested.largest_error, tested.limit]
+        made = {"varies": found.varies, "copies": found.copies, "outliers": outliers, "tested": report}
+        self._keep({**made, "kernels": sorted(kernels)}, forest, type(tokenizer.result()))
+        return found
 
 
 def _adapted(spec: ModelSpec) -> tuple[Forest, HFCodec]:
@@ -243,17 +272,19 @@ def _self_test(forest: Forest) -> Any:
     return self_test(forest)
 
 
-def _verdict(forest: Forest) -> tuple[str | None, bool | None]:
-    """Ask whether a node's logits depend on its company; a kernel that fails at the sizes of this model gives none."""
+def _verdict(forest: DecoderForest) -> Verdict:
+    """Ask whether a node's logits depend on its company; a kernel that fails at the sizes of this model gives none.
+
+    On a CPU a few layers of each kind are asked: the others are the same operations on the same shapes.
+    """
     from dsbd_cli.models.checks.invariance import check
 
     try:
-        found = check(forest)
+        return check(forest.shallow(LAYERS_CHECKED) if forest.device.type == "cpu" else forest)
     except Exception as failed:
         if forest.attention is None:
             raise
-        return f"a kernel fails ({_said(failed)})", None
-    return found.varies, found.copies
+        return Verdict(f"a kernel fails ({_said(failed)})")
 
 
 def _attention(forest: Forest, *, exact: bool) -> Callable[..., Tensor] | None:

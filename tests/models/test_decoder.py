@@ -26,6 +26,7 @@ from dsbd_cli.errors import ModelError
 from dsbd_cli.models import load_model as stages
 from dsbd_cli.models import verdicts
 from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.decoder import forest as decoder_forest
 from dsbd_cli.models.decoder import load as decoder_load
@@ -34,12 +35,15 @@ from dsbd_cli.models.decoder.forward import MaskView, PathView
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.forest import Forest
 from dsbd_cli.models.load_model import load_model
+from dsbd_cli.models.verdicts import Verdict
+from dsbd_cli.ops.cpu import attention as tail
 from dsbd_cli.ops.cpu import layer as layer_ops
 from dsbd_cli.ops.cpu.linear import packing_works
 from dsbd_cli.ops.cpu.program import Arena, Program
 from dsbd_cli.requests import Request
 from tests.helpers.checkpoints import numbers, save
 from tests.helpers.toys import NumberCodec
+from tests.models.checks.test_invariance import all_slots_at_once
 from tests.models.decoders import DECODERS, V, build_decoder, first_layers, save_decoder
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="forwards of these tests run on the CPU")
@@ -614,12 +618,32 @@ def test_a_second_load_makes_no_check(name: str, tmp_path: Path, monkeypatch: py
     folder = save_decoder(tmp_path / "model", build_decoder(name))
     first = decoder_of(folder)
     forbid(monkeypatch)
-    monkeypatch.setattr(stages, "load", lambda *_, **__: pytest.fail("transformers' model"))
+    monkeypatch.setattr(stages, "load_network", lambda *_, **__: pytest.fail("transformers' model"))
     again = decoder_of(folder)
     assert torch.equal(first.plain(tokens(2, 30)), again.plain(tokens(2, 30)))
     assert answers(first, [prompt(80)], SEARCH) == answers(again, [prompt(80)], SEARCH)
     for field in ("invariant", "varies", "copies_prefixes", "told", "tested"):
         assert getattr(first, field) == getattr(again, field), field
+
+
+@ON_CPU
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_few_layers_of_each_kind_are_asked_for_invariance(
+    name: str, loaded: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kind is among them, and sums that depend on the company are found by them as by all."""
+    forest, _ = loaded(name)
+    few, whole = forest.shallow(1), forest.shallow(9)
+    kinds = [*dict.fromkeys(zip(forest.decoder.spec.windows, forest.decoder.spec.rotary, strict=True))]
+    assert [*zip(few.decoder.spec.windows, few.decoder.spec.rotary, strict=True)] == kinds
+    assert len(kinds) == {"llama": 1, "gemma3": 2}[name]
+    assert torch.equal(whole.plain(tokens(2, 30)), forest.plain(tokens(2, 30)))
+    assert check(forest) == check(few) == Verdict(None, True)
+    monkeypatch.setattr(tail, "serves", lambda: False)
+    assert check(few).varies is None
+    all_slots_at_once(monkeypatch)
+    assert check(forest).varies is not None
+    assert check(few).varies is not None
 
 
 def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

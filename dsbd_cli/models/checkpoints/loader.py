@@ -31,11 +31,13 @@ __all__ = [
     "device_of",
     "dtype_of",
     "eos_ids",
+    "import_decoder_code",
     "is_gguf",
     "is_plain",
     "load",
     "load_config",
     "load_extractor",
+    "load_network",
     "load_tokenizer",
     "quiet",
 ]
@@ -58,6 +60,13 @@ def load(spec: ModelSpec, config: Any = None, **more: Any) -> Checkpoint:
     ModelNotFoundError, ModelError (unfit files, missing weights), UnsupportedModelError (no causal language model) and
     UsageError (device).
     """
+    with quiet():
+        model = load_network(spec, config, **more)
+        return model, load_tokenizer(locate(spec), spec)
+
+
+def load_network(spec: ModelSpec, config: Any = None, **more: Any) -> Any:
+    """The model of `load` without its tokenizer."""
     placement = more or _placement(spec)
     with quiet():
         folder = locate(spec)
@@ -67,10 +76,17 @@ def load(spec: ModelSpec, config: Any = None, **more: Any) -> Checkpoint:
         barred = is_gguf(folder) or _method_of(config) == COMPRESSED
         with contextlib.redirect_stderr(io.StringIO()) if barred else contextlib.nullcontext():
             model = _model(folder, spec, config, placement)
-        tokenizer = load_tokenizer(folder, spec)
     model.eval()
     model.requires_grad_(False)
-    return model, tokenizer
+    return model
+
+
+def import_decoder_code(config: Any) -> None:
+    """Import the module of transformers that `load_network` will need for a decoder: that takes a second or two."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    with contextlib.suppress(Exception):  # `load_network` says what is wrong
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

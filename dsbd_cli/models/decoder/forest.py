@@ -7,6 +7,7 @@ Letters: R rows, n nodes, S active slots, T tail slots, H hidden width, E head d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,6 +149,23 @@ class DecoderForest(Forest):
             self._stock = self._load_stock()
         module: nn.Module = self._stock
         return module
+
+    def shallow(self, each: int) -> DecoderForest:
+        """Return a forest of the same weights with the first `each` layers of every kind, and a cache of its own."""
+        spec, weights, kinds = self.decoder.spec, self.decoder.weights, Counter[Hashable]()
+        chosen = []
+        for number, kind in enumerate(zip(spec.windows, spec.rotary, strict=True)):
+            kinds[kind] += 1
+            if kinds[kind] <= each:
+                chosen.append(number)
+        few = replace(
+            spec,
+            layers=len(chosen),
+            windows=tuple(spec.windows[number] for number in chosen),
+            rotary=tuple(spec.rotary[number] for number in chosen),
+        )
+        layers = replace(weights, layers=[weights.layers[number] for number in chosen])
+        return DecoderForest(Decoder(few, layers, self.decoder.ops), self.name, self._settings)
 
     def leave_kernels(self) -> bool:
         decoder = self.decoder
