@@ -28,7 +28,7 @@ class Lines:
         self.left = MAX_LINES
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
-        """What counts the lines of a frame: itself for a template's, nothing for other code."""
+        """Return what counts the lines of a frame: a method for a template's, nothing for other code."""
         return self.line if frame.f_code.co_filename == "<template>" else None
 
     def line(self, frame: FrameType, event: str, argument: object) -> Any:

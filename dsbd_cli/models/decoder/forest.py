@@ -165,7 +165,9 @@ class DecoderForest(Forest):
             rotary=tuple(spec.rotary[number] for number in chosen),
         )
         layers = replace(weights, layers=[weights.layers[number] for number in chosen])
-        return DecoderForest(Decoder(few, layers, self.decoder.ops), self.name, self._settings)
+        forest = DecoderForest(Decoder(few, layers, self.decoder.ops), self.name, self._settings)
+        forest.attention = self.attention
+        return forest
 
     def leave_kernels(self) -> bool:
         decoder = self.decoder

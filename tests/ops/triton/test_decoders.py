@@ -156,7 +156,7 @@ def test_a_kernel_of_attention_that_fails_at_the_sizes_of_a_model_serves_nothing
     assert ("off by" if fault == "wrong" else "out of resource") in line
     if fault == "raises":  # nor does it end the load of a target whose bits are asked for
         forest.attention = partial(broken, exact=True)
-        assert "out of resource" in (stages._verdict(forest)[0] or "")
+        assert "out of resource" in (stages._verdict(forest).varies or "")
 
 
 @pytest.mark.parametrize("fault", ["wrong", "raises", "wrong in a forest"])
