@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo real test lint types docs docs-check clean
+.PHONY: help demo real test test-slow lint types docs docs-check clean
 
 # The first Python that is new enough; another one with: make PYTHON=/path/to/python
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -36,8 +36,16 @@ real: $(READY) ## fetch SmolLM2-135M and Gemma-3-270m (350 MB) into models/, ans
 		$(BIN)/python sample_inputs/compare.py sample_inputs/text.jsonl $$model; \
 	done
 
-test: $(READY) ## run the whole suite
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
+
+# Slow tests (Ray, 200 schemas, PTX, ranks) run only if their code has changed since they passed: tests/helpers/slow.py
+# lists the code, tests/slow.json keeps what passed.
+test: $(READY) ## run the suite
+	$(PYTEST)
+
+test-slow: $(READY) ## run all slow tests, and note that they passed
+	$(PYTEST) -m slow --slow
+	$(BIN)/python -m tests.helpers.slow
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check .
