@@ -47,7 +47,7 @@ def _commands(title: str, group) -> list[str]:
 def _section(title: str, command) -> str:
     """One command: its text, then a table of options per panel."""
     panels: dict[str, list[str]] = {}
-    for option in command.params:
+    for option in (one for one in command.params if not getattr(one, "hidden", False)):
         panel = "Arguments" if option.param_type_name == "argument" else option.rich_help_panel or "Options"
         panels.setdefault(panel, []).append(_row(option))
     lines = [f"## {title}", "", *_paragraphs(command.help or ""), ""]

@@ -12,6 +12,7 @@ from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig
 from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
 from dsbd_cli.errors import UsageError, shorten
 from dsbd_cli.models.checkpoints.hub import locate
+from dsbd_cli.requests import EngineInfo
 from dsbd_cli.threads import processors, wait_without_spinning
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def load(
 
     from dsbd_cli.engine.checks.captures import prove_captures
     from dsbd_cli.engine.constraints.catalogues import open_catalogues
-    from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
+    from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.engine.iteration.devices import kernels_for, left_out
     from dsbd_cli.models.pair import load_pair
 

@@ -17,8 +17,9 @@ from typing import TextIO
 import pytest
 
 from dsbd_cli.cli.app import run
-from dsbd_cli.cli.commands import bench as cli_bench
-from dsbd_cli.cli.commands.bench import _Log
+from dsbd_cli.cli.commands.bench import _teller
+from dsbd_cli.cli.run import messages
+from dsbd_cli.cli.run.messages import Talk
 from tests.cli.conftest import Outcome, read, terminal
 
 Call = Callable[..., Outcome]
@@ -90,7 +91,7 @@ def test_a_file_that_exists_is_kept(dsbd: Call, tmp_path: Path) -> None:
 def test_tables_go_to_standard_output_and_files_where_they_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli_bench, "LOG_INTERVAL_S", float("inf"))  # however slow the machine is
+    monkeypatch.setattr(messages, "LOG_INTERVAL_S", float("inf"))  # however slow the machine is
     names = {kind: tmp_path / f"x.{kind}" for kind in ("json", "markdown")}
     files = [word for kind, path in names.items() for word in (f"--{kind}", str(path))]
     picture = tmp_path / "x.png"
@@ -110,7 +111,7 @@ def test_tables_go_to_standard_output_and_files_where_they_are_named(
 
 def test_the_time_left_is_said_early_and_then_every_minute(capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
-    log = _Log(3, lambda: now)
+    log = _teller(Talk(None, lambda: now), 3)
     for done, seconds, left in [(0, 0, None), (0, 1, None), (1, 2, 80.0), (2, 3, 90.0), (3, 4, 3700.4), (4, 5, 60.0)]:
         now = seconds
         log(done, 9, "x", left)

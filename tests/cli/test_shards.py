@@ -328,7 +328,7 @@ REFUSED = [
     (("--shard", "1-3"), "--shard is '1-3', but must be I/N"),
     (("--shard", "auto"), "no scheduler has numbered the tasks"),
     (("--shard", "0/2", "--output-format", "text"), "cannot write --output-format text"),
-    (("--shard", "0/2", "--stats", "x.gz"), "cannot write --stats x.gz, which is compressed"),
+    (("--shard", "0/2", "--set", "stats=x.gz"), "cannot write --set stats x.gz, which is compressed"),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
@@ -17,8 +17,7 @@ from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import MAIN, Decode, DeviceOptions, MethodOptions, PairOptions, SamplingOptions
 from dsbd_cli.cli.options.settings import RunSettings, model_specs, places, run_settings
 from dsbd_cli.cli.run.files import read_prompts
-from dsbd_cli.cli.run.messages import duration, hush, log, say, status_line, warn, whole
-from dsbd_cli.cli.run.progress import LOG_INTERVAL_S
+from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking, warn, whole
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
 from dsbd_cli.config.model import BUILTIN_TARGET, DTYPES, Dtype, ModelSpec
@@ -122,7 +121,7 @@ def distill(options: DistillOptions, arguments: Sequence[str]) -> None:
 
     Ctrl-C keeps what is done, and leaves the draft so far in --output; the same command goes on.
     """
-    hush(options.quiet)
+    set_style(quiet=options.quiet)
     if options.input is None:
         raise UsageError("--input is missing: name a file of prompts")
     if options.output is None:
@@ -131,9 +130,7 @@ def distill(options: DistillOptions, arguments: Sequence[str]) -> None:
     if rate is not None and not 0 < rate < 1:
         raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
     settings = _run_settings(options)
-    quiet = bool(options.quiet)
-    with StopSignals(quiet=quiet) as signals, status_line("loading the target", quiet=quiet) as live:
-        talk = _Talk(live, quiet=quiet)
+    with StopSignals() as signals, talking() as talk:
         _Distilling(options, settings, options.input, options.output, signals, talk).run()
 
 
@@ -151,31 +148,6 @@ def _run_settings(options: DistillOptions) -> RunSettings:
     )
 
 
-class _Talk:
-    """Messages that people see: a live line on a terminal, a log line a minute elsewhere, and lines that stay."""
-
-    def __init__(self, live: Callable[[str], None] | None, *, quiet: bool) -> None:
-        self._live, self._quiet, self._told = live, quiet, 0.0
-
-    def now(self, message: str, fields: Mapping[str, object] | None = None) -> None:
-        """Show what changes all the time."""
-        if self._live is not None:
-            self._live(message)
-        elif not self._quiet and time.monotonic() - self._told >= LOG_INTERVAL_S:
-            self._told = time.monotonic()
-            log(message, fields or {})
-
-    def line(self, message: str) -> None:
-        """Say what is worth a line."""
-        if not self._quiet:
-            say(message)
-
-    def warn(self, message: str) -> None:
-        """Warn of what is worth a warning."""
-        if not self._quiet:
-            warn(message)
-
-
 class _Distilling:
     """One run of the command."""
 
@@ -186,7 +158,7 @@ class _Distilling:
         source: Path,
         folder: Path,
         signals: StopSignals,
-        talk: _Talk,
+        talk: Talk,
     ) -> None:
         self._options, self._settings, self._source = options, settings, source
         self._folder, self._signals, self._talk = folder, signals, talk
@@ -224,9 +196,7 @@ class _Distilling:
                 f"{name} holds {len(found)} prompts, but {HELD_OUT_EVERY} or more are needed: hundreds are better"
             )
         if len(found) < FEW_PROMPTS:
-            self._talk.warn(
-                f"{name} holds {len(found)} prompts: below {FEW_PROMPTS} a draft hardly learns more than these"
-            )
+            warn(f"{name} holds {len(found)} prompts: below {FEW_PROMPTS} a draft hardly learns more than these")
         return found, digest.hexdigest()
 
     def _begin(self, shape: StudentShape, digest: str) -> Record:
@@ -291,13 +261,13 @@ class _Distilling:
         if self._stopped:
             number = self._signals.number
             assert number is not None
-            self._talk.line("stopped; the same command goes on")
+            say("stopped; the same command goes on")
             raise StoppedError(number)
 
     def _load(self) -> Engine:
         from dsbd_cli.loading import load
 
-        self._talk.now("loading the target")
+        self._talk.now("loading the target", {})
         engine = load(self._spec, None, method=self._settings.method, threads=self._options.threads)
         self._check_stopped()
         return engine
@@ -319,13 +289,13 @@ class _Distilling:
         with self._stopping(engine.stop):
             failed = make_answers(engine, todo, writer, told)
         if failed:
-            self._talk.warn(f"{len(failed)} prompts cannot be answered and are left out; the first: {failed[0]}")
+            warn(f"{len(failed)} prompts cannot be answered and are left out; the first: {failed[0]}")
         self._answers = read_answers(path)
         if not self._answers:
             raise DsbdError(f"no prompt of {self._source} could be answered, so there is nothing to learn from")
         self._record.answers = len(self._answers)
         tokens = sum(len(one.tokens) for one in self._answers)
-        self._talk.line(f"{len(self._answers)} answers of {tokens} tokens to learn from, in {path}")
+        say(f"{len(self._answers)} answers of {tokens} tokens to learn from, in {path}")
 
     # The draft
 
@@ -336,9 +306,9 @@ class _Distilling:
         except StoppedError:
             if training.step:
                 self._publish(training)
-                self._talk.line(f"{self._folder} holds the draft of step {training.step}, which --draft takes as it is")
+                say(f"{self._folder} holds the draft of step {training.step}, which --draft takes as it is")
             else:
-                self._talk.line(f"{self._folder} holds no draft yet, because no step was taken")
+                say(f"{self._folder} holds no draft yet, because no step was taken")
             raise
 
     def _publish(self, training: Training) -> None:
@@ -398,11 +368,11 @@ class _Distilling:
         record.milestones.append(milestone)
         record.write(self._folder)
         loss = "" if milestone.loss is None else f"loss {milestone.loss:.3f}, "
-        self._talk.line(f"step {milestone.step} of {record.plan.steps}: {loss}{_said(milestone)}")
+        say(f"step {milestone.step} of {record.plan.steps}: {loss}{_said(milestone)}")
         if milestone.speed is not None:
-            self._talk.line(_speed_said(milestone.speed))
+            say(_speed_said(milestone.speed))
         elif ends and milestone.acceptance is not None:
-            self._talk.line(f"{SPEED_S:.0f} s were too short to measure the speed: dsbd profile --seconds takes longer")
+            say(f"{SPEED_S:.0f} s were too short to measure the speed: dsbd profile --seconds takes longer")
 
     def _training(self, engine: Engine, shape: StudentShape) -> Training:
         """From the checkpoint where there is one."""
@@ -423,7 +393,7 @@ class _Distilling:
             # what was measured later belongs to steps that are taken again
             milestones = self._record.milestones
             self._record.milestones = [one for one in milestones if one.step <= training.step]
-            self._talk.line(f"going on behind step {training.step}")
+            say(f"going on behind step {training.step}")
         return training
 
     def _draft_spec(self, source: str, dtype: str) -> ModelSpec:
@@ -448,7 +418,7 @@ class _Distilling:
         method = MethodConfig(rule=plain.rule, num_beams=plain.num_beams, depth=DEFAULT_DEPTH)
 
         def told(number: int) -> None:
-            self._talk.now(f"acceptance is measured: {number} of {len(held)} held-out prompts")
+            self._talk.now(f"acceptance is measured: {number} of {len(held)} held-out prompts", {})
 
         told(0)
         pair = with_draft(engine, self._draft_spec(str(folder), engine.info.dtype), method)
@@ -457,7 +427,7 @@ class _Distilling:
         if found is None or not speed:
             return found, None
         budget = Budget(SPEED_S)
-        self._talk.now(f"measuring speed for {SPEED_S:.0f} s")
+        self._talk.now(f"measuring speed for {SPEED_S:.0f} s", {})
         with self._stopping(budget.stop):
             return found, measured_speed(pair, held[:HELD_OUT_BETWEEN], budget)
 

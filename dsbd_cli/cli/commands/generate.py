@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from dsbd_cli._version import __version__
-from dsbd_cli.cli.options.declare import grouped, help_texts
+from dsbd_cli.cli.options.declare import grouped
 from dsbd_cli.cli.options.layers import job_text
 from dsbd_cli.cli.options.options import (
     STANDARD,
@@ -95,13 +95,13 @@ def generate(
     )
     groups = (files, failing, pair, method, sampling, answers, devices, scale, talk)
     if job.print_config:
-        typer.echo(job_text(groups, help_texts(groups)))
+        typer.echo(job_text(groups))
         return
     shard = None if scale.shard is None else shard_of(scale.shard)
     if shard is not None:
         files = sharded_files(files, shard)
     check_files(files)
-    demonstrates = pair.target is None and not talk.quiet
+    demonstrates = pair.target is None
     wanted = bool(failing.require_valid)
     run = _Run(
         *(files, settings, devices, scale, shard, talk, arguments), demonstrates=demonstrates, require_valid=wanted
@@ -154,7 +154,7 @@ class _Run:
         if shard is not None:
             assert files.input is not None
             self._fingerprint |= shard.settings(files.input)
-        self._signals = StopSignals(quiet=bool(talk.quiet))
+        self._signals = StopSignals()
         self.reporter = Reporter(talk, files.output, says_why=files.output_format != "text")
 
     def answer(self) -> int:

@@ -13,7 +13,7 @@ import typer
 from dsbd_cli.cli.options.declare import Existing, Output, Quiet
 from dsbd_cli.cli.options.settings import TYPED
 from dsbd_cli.cli.run.files import is_special
-from dsbd_cli.cli.run.messages import say, warn
+from dsbd_cli.cli.run.messages import say, set_style, warn
 from dsbd_cli.cli.run.shard import SHARD_SETTINGS, shard_of
 from dsbd_cli.cli.run.summary import ROWS_FAILED
 from dsbd_cli.errors import DsbdError, UsageError
@@ -47,6 +47,7 @@ def merge(
     OpenAI lines have no row number: the parts stand one after the other. Exit code 3 where a row has failed or, with
     --partial, is missing.
     """
+    set_style(quiet=quiet)
     check_new(output, option="--output", overwrite=existing == "overwrite")
     if is_special(output):
         raise UsageError(f"--output {output} is no ordinary file, which cannot be replaced in one step: name a file")
@@ -66,8 +67,7 @@ def merge(
         common: Settings = {name: value for name, value in settings.items() if name not in SHARD_SETTINGS}
         _write(output, in_order(found) if indexed else one_after_another(found), common, created)
     records, failed = sum(part.records for part in found), sum(part.failed for part in found)
-    if not quiet:
-        say(f"{output}: {records} records of {len(found)} parts" + (f", {failed} failed" if failed else ""))
+    say(f"{output}: {records} records of {len(found)} parts" + (f", {failed} failed" if failed else ""))
     if failed or holes:
         raise typer.Exit(ROWS_FAILED)
 

@@ -235,7 +235,7 @@ class _Run:
                 ("dsbd", __version__),
             )
         }
-        self._signals = StopSignals(quiet=bool(talk.quiet))
+        self._signals = StopSignals()
         self._stopped = False
         self._reporter = Reporter(talk, files.output, says_why=(files.output_format or "native") == "native")
         self._chosen = self._moved = self._none_ran = 0

@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -26,7 +26,7 @@ from dsbd_cli.cli.options.options import (
 )
 from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, model_specs, places, run_settings
 from dsbd_cli.cli.run.files import check_report_files, read_prompts
-from dsbd_cli.cli.run.messages import hush, say, status_line
+from dsbd_cli.cli.run.messages import Talk, say, set_style, talking
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH
 from dsbd_cli.config.spelling import parse, spell
@@ -115,7 +115,7 @@ def profile(
 
     Ctrl-C prints what is measured by then.
     """
-    hush(wanted.quiet)
+    set_style(quiet=wanted.quiet)
     settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, answers=answers)
     if settings.allow is not None:
         raise UsageError(f"--allow {settings.allow} is not profiled, because a profile cuts answers short: drop it")
@@ -133,11 +133,10 @@ def profile(
     groups = (pair, method, sampling, answers, devices)
     command = shlex.join(["dsbd", *(arguments or ["profile"])])
     # libraries turn a KeyboardInterrupt in the middle of an import into errors of their own
-    with StopSignals(quiet=bool(wanted.quiet)) as signals:
-        shown: list[str] = []  # what was measured, as it was told
-        with _talk(quiet=bool(wanted.quiet)) as told:
+    with StopSignals() as signals:
+        with talking() as talk:
             render = _renderer(groups, prompts.input)
-            found = _measure(settings, devices, requests, wanted, command, render, (told, shown), signals)
+            shown, found = _measure(settings, devices, requests, wanted, command, render, talk, signals)
         if found is not None:
             _write(found, wanted)
         if signals.number is not None:
@@ -169,16 +168,6 @@ def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, .
     return tuple(found)
 
 
-@contextmanager
-def _talk(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield what says what is being done: one line on a terminal that is replaced, a line for each part elsewhere."""
-    first = "loading the models"
-    with status_line(first, quiet=quiet) as live:
-        if live is None and not quiet:
-            say(first)
-        yield live or ((lambda message: None) if quiet else say)
-
-
 def _measure(
     settings: RunSettings,
     devices: DeviceOptions,
@@ -186,26 +175,27 @@ def _measure(
     wanted: ProfileOptions,
     command: str,
     render: Callable[[ForestSize], str],
-    talk: tuple[Callable[[str], None], list[str]],
+    talk: Talk,
     signals: StopSignals,
-) -> Profile | None:
-    """Where torch is imported. talk: is told what is being done, and takes what it came to."""
+) -> tuple[bool, Profile | None]:
+    """Whether anything that was measured has been told, and the profile. Where torch is imported."""
+    talk.step("loading the models")
     engine, before = _load(settings, devices)
     from dsbd_cli.lab.profiling.budget import Budget
     from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
     from dsbd_cli.lab.profiling.runs import ProfiledPair
 
     assert engine.info is not None
-    told, shown = talk
+    shown = False
 
-    def found(message: str) -> None:
-        if not wanted.quiet:
-            shown.append(message)
-            say(f"measured: {message}")
+    def told(message: str) -> None:
+        nonlocal shown
+        shown = not wanted.quiet
+        say(f"measured: {message}")
 
-    budget = Budget(wanted.seconds or SECONDS, told, found=found)
+    budget = Budget(wanted.seconds or SECONDS, talk.step, found=told)
     signals.on_stop = budget.stop
-    return take_profile(
+    found = take_profile(
         ProfileSpec(
             bench=ProfiledPair(
                 engine.target,
@@ -226,6 +216,7 @@ def _measure(
             trace=wanted.trace,
         )
     )
+    return shown, found
 
 
 def _load(settings: RunSettings, devices: DeviceOptions) -> tuple[Engine, int | None]:

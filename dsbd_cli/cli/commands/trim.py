@@ -16,7 +16,7 @@ from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import MAIN, Decode, DeviceOptions, MethodOptions, PairOptions, SamplingOptions
 from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, model_specs, run_settings
 from dsbd_cli.cli.run.files import read_prompts
-from dsbd_cli.cli.run.messages import hush, say, warn
+from dsbd_cli.cli.run.messages import say, set_style, warn
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import DTYPES, Dtype, ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
@@ -85,7 +85,7 @@ def trim_draft(
 
     Acceptance and time of both drafts are measured on held-out prompts and shown.
     """
-    hush(trim.quiet)
+    set_style(quiet=trim.quiet)
     if trim.output is None:
         raise UsageError("--output is missing: name a new folder for the trimmed draft")
     if (trim.texts is None) == (trim.input is None):
@@ -122,9 +122,9 @@ class _Trimming:
             held, prompts = hold_out(prompts)
         report = self._write(self._count(prompts))
         measured = self._measure(held) if held else None
-        if measured is None and not self._trim.quiet:
+        if measured is None:
             say("nothing is measured, because no prompts are held out: --held-out FILE names some")
-        if measured is not None and not self._trim.quiet:
+        else:
             _warn_of_loss(*measured)
         if self._trim.json:
             sys.stdout.buffer.write(orjson.dumps(self._record(report, len(held), measured)) + b"\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from dsbd_cli.cli.options.declare import flag, option, switch
+from dsbd_cli.cli.options.layers import read_job
 from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, DEFAULT_DEPTH, MethodConfig, WarpScope
 from dsbd_cli.config.model import (
     BUILTIN_DRAFT,
@@ -90,7 +91,7 @@ class FileOptions(StreamOptions):
     )
     existing: Existing | None = option(
         MAIN,
-        "where --output exists: error; overwrite (also --stats and --summary); resume: answer only the rows "
+        "where --output exists: error; overwrite (also --set stats and --summary); resume: answer only the rows "
         "that it does not hold; retry: resume, and answer its failed rows again",
         default="error",
         metavar="WHAT",
@@ -117,7 +118,7 @@ class JobOptions:
     """Options from a file."""
 
     config: Path | None = option(
-        JOB, "TOML file with any of these options and settings by their long names", metavar="FILE"
+        JOB, "TOML file with any of these options and settings by their long names", metavar="FILE", callback=read_job
     )
     print_config: bool | None = switch(JOB, "print the options as such a file, and answer nothing")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
 from dsbd_cli.cli.options.options import STANDARD, TalkOptions
-from dsbd_cli.cli.run.messages import duration, log, say, set_style, tracebacks_wanted, warn
+from dsbd_cli.cli.run.messages import LOG_INTERVAL_S, duration, log, say, set_style, warn
 from dsbd_cli.cli.run.summary import Totals
 from dsbd_cli.errors import UsageError, plural
 
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-__all__ = ["LOG_INTERVAL_S", "Reporter", "begin_talk", "row_said"]
+__all__ = ["Reporter", "begin_talk", "row_said"]
 
-LOG_INTERVAL_S = 60.0
 MAX_SAME_WARNINGS = 3
 MAX_NAMED_FAILURES = 3
 ROWS_THAT_TELL = 10  # their mean length says something about the rows to come
@@ -31,7 +30,7 @@ ROWS_THAT_TELL = 10  # their mean length says something about the rows to come
 
 def begin_talk(talk: TalkOptions) -> None:
     """From now on messages are as the options want them. Raises UsageError for two that contradict each other."""
-    set_style(json_lines=talk.log == "json", tracebacks=tracebacks_wanted(), quiet=bool(talk.quiet))
+    set_style(json_lines=talk.log == "json", quiet=talk.quiet)
     if talk.quiet and talk.log == "verbose":
         raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
 

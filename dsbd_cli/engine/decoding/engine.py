@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypedDict, TypeVar, Unpack, overload
 
@@ -38,33 +38,11 @@ from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.engine.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.errors import RowError, UsageError
-from dsbd_cli.requests import Piece, Request, RequestResult, Source
+from dsbd_cli.requests import EngineInfo, Piece, Request, RequestResult, Source
 
-__all__ = ["Engine", "EngineInfo"]
+__all__ = ["Engine"]
 
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """Names, dtypes and devices of the models that run, for records and reports.
-
-    Attributes:
-        told: what the user should know of the target.
-        kernels: names of the kernels in use, where the settings fit them.
-        threads: of the processor. chat: the target has a chat template.
-    """
-
-    target: str
-    draft: str | None
-    dtype: str
-    device: str
-    draft_dtype: str | None = None
-    draft_device: str | None = None
-    told: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ()
-    threads: int | None = None
-    chat: bool = False
 
 
 class EngineOptions(TypedDict, total=False):

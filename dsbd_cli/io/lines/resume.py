@@ -283,7 +283,7 @@ def drop_failed(stream: io.FileIO, path: Path) -> tuple[io.FileIO, int]:
 
 
 def cut_unfinished_steps(stream: io.FileIO, done: DoneRows) -> int:
-    """Take the last lines of a --stats file away whose row has no record; they will be written again."""
+    """Take the last lines of a --set stats file away whose row has no record; they will be written again."""
     end = whole_size(stream)
     while end:
         start = _line_start(stream, end)
