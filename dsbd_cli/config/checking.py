@@ -87,6 +87,6 @@ def _expected(hint: object) -> str:
         return f"one of {', '.join(parts)}"
     if kind is tuple:
         return {str: "a list of strings", int: "a list of integers"}.get(parts[0], "a list of objects with strings")
-    words = {int: "an integer", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string", NoneType: "None"}
     assert isinstance(hint, type)
     return words.get(hint, f"a {hint.__name__}")

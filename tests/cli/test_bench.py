@@ -180,7 +180,7 @@ def test_ctrl_c_prints_what_is_measured_and_ends_with_130() -> None:
     said: list[str] = []
 
     def watch(ours: int) -> None:
-        said.append(read(ours, r"[1-9]\d+/\d+"))  # windows done
+        said.append(read(ours, r"[1-9]\d+ of \d+ windows"))
         os.kill(os.getpid(), signal.SIGINT)
         said.append(read(ours))
 

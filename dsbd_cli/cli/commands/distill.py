@@ -14,14 +14,23 @@ from typing import TYPE_CHECKING
 
 from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out
 from dsbd_cli.cli.options.declare import flag, grouped, option
-from dsbd_cli.cli.options.options import MAIN, Decode, DeviceOptions, MethodOptions, PairOptions, SamplingOptions
+from dsbd_cli.cli.options.options import (
+    MAIN,
+    DecodeOptions,
+    DeviceOptions,
+    LoadOptions,
+    MethodOptions,
+    PairOptions,
+    SamplingOptions,
+)
 from dsbd_cli.cli.options.settings import RunSettings, model_specs, places, run_settings
 from dsbd_cli.cli.run.files import read_prompts
 from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking, warn, whole
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
-from dsbd_cli.config.model import BUILTIN_TARGET, DTYPES, Dtype, ModelSpec
+from dsbd_cli.config.model import BUILTIN_TARGET, DTYPES, ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.config.variants import SEARCH
 from dsbd_cli.errors import DsbdError, UsageError, option_name
 from dsbd_cli.requests import Request
 from dsbd_cli.train.record import BATCH, RECORD, Acceptance, Milestone, Record, Speed, TrainingPlan, read_record
@@ -80,40 +89,16 @@ class DistillOptions:
         default=f"{CUT_RATE:g}, with --hidden-size {NEW_RATE:g}",
         metavar="X",
     )
-    decode: Decode | None = option(
-        MAIN,
-        "how the target answers, and how acceptance is measured; search: beam search; sample: beam sampling",
-        default="sample",
-        metavar="HOW",
-    )
-    num_beams: int | None = option(
-        MAIN,
-        "W, live beams at most; all W answers to a prompt are learnt",
-        default=MethodConfig().num_beams,
-        metavar="W",
-    )
     max_new_tokens: int | None = option(
         MAIN, "tokens of an answer at most", default=SamplingConfig().max_new_tokens, metavar="N"
     )
     seed: int | None = option(MAIN, "of answers, batches and new weights", default=0, metavar="N")
-    dtype: Dtype | None = option(
-        DISTILL, f"of the target: {', '.join(DTYPES)}; weights in training are float32", default="auto", metavar="DTYPE"
-    )
-    device: str | None = option(
-        DISTILL, "as of generate; with a comma the target's and the draft's", default="auto", metavar="DEVICE"
-    )
     threads: int | None = option(DISTILL, "processor threads, as of generate", metavar="N", least=1)
-    trust_remote_code: bool | None = flag(DISTILL, "run code that a checkpoint brings with it")
     quiet: bool | None = flag(DISTILL, "nothing but errors", "-q")
-
-    @property
-    def devices(self) -> DeviceOptions:
-        """How the target is loaded."""
-        return DeviceOptions(dtype=self.dtype, device=places(self.device)[0], trust_remote_code=self.trust_remote_code)
 
 
 @grouped
-def distill(options: DistillOptions, arguments: Sequence[str]) -> None:
+def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptions, arguments: Sequence[str]) -> None:
     """Train a draft for a target of your own on the target's answers to your own prompts.
 
     The target answers the prompts, and the draft learns the target's law after every token of the answers. Acceptance
@@ -129,22 +114,25 @@ def distill(options: DistillOptions, arguments: Sequence[str]) -> None:
     rate = options.learning_rate
     if rate is not None and not 0 < rate < 1:
         raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
-    settings = _run_settings(options)
+    draft_device = places(loading.device)[1]
+    devices = DeviceOptions(**vars(loading) | {"device": places(loading.device)[0]})
+    settings = _run_settings(options, decoding, devices)
     with StopSignals() as signals, talking() as talk:
-        _Distilling(options, settings, options.input, options.output, signals, talk).run()
+        spec, _ = model_specs(settings, devices)
+        _Distilling(options, settings, (spec, draft_device), options.input, options.output, signals, talk).run()
 
 
-def _run_settings(options: DistillOptions) -> RunSettings:
+def _run_settings(options: DistillOptions, decoding: DecodeOptions, devices: DeviceOptions) -> RunSettings:
     """The target without a draft, as generate would run it, with all answers."""
-    search = options.decode == "search"
-    beams = MethodConfig().num_beams if options.num_beams is None else options.num_beams
+    search = decoding.decode == "search"
+    beams = MethodConfig().num_beams if decoding.num_beams is None else decoding.num_beams
     return run_settings(
         PairOptions(target=options.target, draft="none"),
-        MethodOptions(num_beams=beams, decode=options.decode),
+        MethodOptions(num_beams=beams, decode=decoding.decode),
         SamplingOptions(
             max_new_tokens=options.max_new_tokens, n_best=max(1, beams), seed=None if search else options.seed
         ),
-        options.devices,
+        devices,
     )
 
 
@@ -155,15 +143,16 @@ class _Distilling:
         self,
         options: DistillOptions,
         settings: RunSettings,
+        models: tuple[ModelSpec, str | None],
         source: Path,
         folder: Path,
         signals: StopSignals,
         talk: Talk,
     ) -> None:
+        """models: the target, and the device of the draft if it has one of its own."""
         self._options, self._settings, self._source = options, settings, source
         self._folder, self._signals, self._talk = folder, signals, talk
-        self._spec, _ = model_specs(settings, options.devices)
-        self._draft_device = places(options.device)[1]
+        self._spec, self._draft_device = models
         self._stopped = False
         self._stop_now: list[Callable[[], None]] = []
 
@@ -209,11 +198,11 @@ class _Distilling:
             hidden_size=shape.hidden_size,
             steps=options.steps or STEPS,
             learning_rate=options.learning_rate or (CUT_RATE if shape.hidden_size is None else NEW_RATE),
-            decode=options.decode or "sample",
+            decode="search" if method.rule == SEARCH else "sample",
             num_beams=method.num_beams,
             max_new_tokens=self._settings.rows.sampling.max_new_tokens,
             seed=options.seed or 0,
-            dtype=options.dtype or "auto",
+            dtype=self._spec.dtype,
         )
         folder = self._folder
         if not (folder / RECORD).is_file():

@@ -13,12 +13,19 @@ from typing import TYPE_CHECKING
 import orjson
 
 from dsbd_cli.cli.options.declare import flag, grouped, option
-from dsbd_cli.cli.options.options import MAIN, Decode, DeviceOptions, MethodOptions, PairOptions, SamplingOptions
+from dsbd_cli.cli.options.options import (
+    MAIN,
+    DecodeOptions,
+    DeviceOptions,
+    LoadOptions,
+    MethodOptions,
+    PairOptions,
+    SamplingOptions,
+)
 from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, model_specs, run_settings
 from dsbd_cli.cli.run.files import read_prompts
 from dsbd_cli.cli.run.messages import say, set_style, warn
-from dsbd_cli.config.method import MethodConfig
-from dsbd_cli.config.model import DTYPES, Dtype, ModelSpec
+from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError, plural, reading
 from dsbd_cli.io.lines.compression import open_input
@@ -36,7 +43,6 @@ __all__ = ["HELD_OUT_EVERY", "HELD_OUT_MOST", "hold_out", "trim_draft"]
 TRIM_SCHEMA = "dsbd.trim/1"
 TRIM = "Trimming"
 COUNTERS = ("steps", "target_calls", "draft_calls", "drafted", "accepted")
-_METHOD = MethodConfig()
 HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
 
 
@@ -56,19 +62,9 @@ class TrimOptions:
     held_out: Path | None = option(TRIM, "prompts to measure on instead of every eighth one", metavar="FILE")
     size: int | None = option(TRIM, "rows to keep, special and end tokens among them", metavar="N")
     coverage: float | None = option(TRIM, "keep as many rows as cover this share of the counted tokens", metavar="X")
-    decode: Decode | None = option(
-        MAIN,
-        "how prompts are answered, and both drafts measured; search: beam search; sample: beam sampling",
-        default="sample",
-        metavar="HOW",
-    )
-    num_beams: int | None = option(MAIN, "W, live beams at most", default=_METHOD.num_beams, metavar="W")
     max_new_tokens: int | None = option(
         MAIN, "generated tokens at most", default=SamplingConfig().max_new_tokens, metavar="N"
     )
-    dtype: Dtype | None = option(TRIM, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
-    device: str | None = option(TRIM, "as of generate; with a comma the target's and the draft's", metavar="DEVICE")
-    trust_remote_code: bool | None = flag(TRIM, "run code that a checkpoint brings with it")
     json: bool | None = flag(TRIM, "one JSON object on standard output, no table")
     quiet: bool | None = flag(TRIM, "no table, nothing but errors", "-q")
 
@@ -77,6 +73,8 @@ class TrimOptions:
 def trim_draft(
     trim: TrimOptions,
     pair: PairOptions,
+    decoding: DecodeOptions,
+    loading: LoadOptions,
     arguments: Sequence[str],
 ) -> None:
     """Write a draft whose LM head has only the rows of frequent tokens (VocabTrim): cheaper to run, the text the same.
@@ -92,9 +90,9 @@ def trim_draft(
         raise UsageError("give either --texts or --input: what shall be counted")
     if trim.json and trim.quiet:
         raise UsageError("--json and --quiet cannot be used together: give one of them")
-    method = MethodOptions(num_beams=trim.num_beams, decode=trim.decode)
+    method = MethodOptions(**vars(decoding))
     sampling = SamplingOptions(max_new_tokens=trim.max_new_tokens)
-    devices = DeviceOptions(dtype=trim.dtype, device=trim.device, trust_remote_code=trim.trust_remote_code)
+    devices = DeviceOptions(**vars(loading))
     settings = run_settings(pair, fixed_depth(pair, method), sampling, devices)
     if settings.draft is None:
         raise UsageError("there is no draft to trim: name one with --draft")

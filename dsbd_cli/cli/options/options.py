@@ -27,10 +27,12 @@ from dsbd_cli.io.records.reader import RowReader
 __all__ = [
     "PIPED",
     "AnswerOptions",
+    "DecodeOptions",
     "DeviceOptions",
     "DrawOptions",
     "FileOptions",
     "JobOptions",
+    "LoadOptions",
     "MethodOptions",
     "PairOptions",
     "RowOptions",
@@ -137,10 +139,17 @@ class PairOptions:
 
 
 @dataclass(frozen=True)
-class MethodOptions:
-    """How beams are drafted and verified."""
+class DecodeOptions:
+    """How the target is decoded."""
 
     num_beams: int | None = option(MAIN, "W, live beams at most", default=_METHOD.num_beams, metavar="W")
+    decode: Decode | None = option(MAIN, "search: beam search; sample: beam sampling", default="sample", metavar="HOW")
+
+
+@dataclass(frozen=True)
+class MethodOptions(DecodeOptions):
+    """How beams are drafted and verified."""
+
     drafts_per_layer: int | None = option(
         METHOD,
         "K, drafted nodes per layer",
@@ -154,7 +163,6 @@ class MethodOptions:
         f"no --set memory-saving), else {DEFAULT_DEPTH}",
         metavar="D",
     )
-    decode: Decode | None = option(MAIN, "search: beam search; sample: beam sampling", default="sample", metavar="HOW")
     verify: str | None = option(
         METHOD,
         f"how drafts are checked when sampling (default: {_METHOD.rule}):{help_lines(sampling_rules().values())}",
@@ -231,13 +239,27 @@ class AnswerOptions:
 
 
 @dataclass(frozen=True)
-class DeviceOptions:
+class LoadOptions:
+    """How models are loaded, in every command that loads some."""
+
+    dtype: Dtype | None = option(DEVICES, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
+    device: str | None = option(
+        DEVICES,
+        "cpu, cuda, cuda:1, ...; with a comma the target's and the draft's; or how the target is spread over "
+        "several: balanced, sequential, or a device map as JSON",
+        default="auto",
+        metavar="DEVICE",
+    )
+    trust_remote_code: bool | None = flag(DEVICES, "run code that a checkpoint brings with it")
+
+
+@dataclass(frozen=True)
+class DeviceOptions(LoadOptions):
     """How the models are loaded and run."""
 
     batch_size: str | None = option(
         DEVICES, "rows decoded together; auto: what fits in memory", default=DEFAULT_BATCH_SIZE, metavar="N"
     )
-    dtype: Dtype | None = option(DEVICES, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
     quantize: Quantize | None = option(
         DEVICES, "int8: the linear layers of both models in 8 bits, on the CPU (docs/hardware.md)", metavar="int8"
     )
@@ -246,13 +268,6 @@ class DeviceOptions:
         "invariant: no text depends on the draft or the batch, to the last bit; fast: without that work",
         default="invariant",
         metavar="HOW",
-    )
-    device: str | None = option(
-        DEVICES,
-        "cpu, cuda, cuda:1, ...; with a comma the target's and the draft's; or how the target is spread over "
-        "several: balanced, sequential, or a device map as JSON",
-        default="auto",
-        metavar="DEVICE",
     )
     tensor_parallel: int | None = option(
         DEVICES,
@@ -275,7 +290,6 @@ class DeviceOptions:
         default="what works there",
         metavar="WHAT",
     )
-    trust_remote_code: bool | None = flag(DEVICES, "run code that a checkpoint brings with it")
 
     @property
     def cuda_graphs(self) -> bool | None:
