@@ -62,9 +62,9 @@ def _settings(root) -> str:
     users: dict[str, list[str]] = {}
     meaning: dict[str, tuple[str, str]] = {}
     for command_name, command in sorted(root.commands.items()):
-        for name, (metavar, text) in getattr(command.callback, "settings", {}).items():
-            users.setdefault(name, []).append(command_name)
-            meaning[name] = (metavar or "true or false", _cell(text))
+        for option in (one for one in command.params if getattr(one, "hidden", False)):
+            users.setdefault(option.name, []).append(command_name)
+            meaning[option.name] = (option.metavar or "true or false", _cell(option.help))
     rows = [
         f"| `{name.replace('_', '-')}` | {meaning[name][0]} | {', '.join(users[name])} | {meaning[name][1]} |"
         for name in sorted(meaning)

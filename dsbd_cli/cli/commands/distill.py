@@ -65,7 +65,6 @@ class DistillOptions:
         f"prompts as generate reads them (required); every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is "
         "held out to measure acceptance on",
         "-i",
-        metavar="FILE",
     )
     output: Path | None = option(
         MAIN,
@@ -77,23 +76,19 @@ class DistillOptions:
         DISTILL,
         "layers of the draft: the target's own first ones",
         default="a quarter of the target's; with --hidden-size 2",
-        metavar="N",
     )
     hidden_size: int | None = option(
         DISTILL, "train a new Llama of this hidden size with the target's tokenizer instead", metavar="H"
     )
-    steps: int | None = option(DISTILL, f"of training, {BATCH} answers each", default=STEPS, metavar="N", least=1)
+    steps: int | None = option(DISTILL, f"of training, {BATCH} answers each", default=STEPS, least=1)
     learning_rate: float | None = option(
         DISTILL,
         "the highest; it rises first, and falls to 0 in the second half",
         default=f"{CUT_RATE:g}, with --hidden-size {NEW_RATE:g}",
-        metavar="X",
     )
-    max_new_tokens: int | None = option(
-        MAIN, "tokens of an answer at most", default=SamplingConfig().max_new_tokens, metavar="N"
-    )
-    seed: int | None = option(MAIN, "of answers, batches and new weights", default=0, metavar="N")
-    threads: int | None = option(DISTILL, "processor threads, as of generate", metavar="N", least=1)
+    max_new_tokens: int | None = option(MAIN, "tokens of an answer at most", default=SamplingConfig().max_new_tokens)
+    seed: int | None = option(MAIN, "of answers, batches and new weights", default=0)
+    threads: int | None = option(DISTILL, "processor threads, as of generate", least=1)
     quiet: bool | None = flag(DISTILL, "nothing but errors", "-q")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +20,7 @@ from dsbd_cli.io.lines.compression import frame_maker
 from dsbd_cli.io.lines.jsonl import LineWriter, check_new
 from dsbd_cli.io.lines.lock import open_locked, open_shared
 from dsbd_cli.io.lines.parts import Part, in_order, one_after_another, scan
-from dsbd_cli.io.lines.resume import Settings, read_run, settings_file, write_settings
+from dsbd_cli.io.lines.resume import Settings, read_run, replacing, settings_file, write_settings
 from dsbd_cli.io.records.output import fingerprint_difference
 
 __all__ = ["merge"]
@@ -75,22 +74,13 @@ def merge(
 def _write(output: Path, lines: Iterable[bytes], settings: Settings, created: int) -> None:
     """The whole file, or the one before. Killed in between it leaves a file without settings, never one with those of
     another: nobody goes on with that."""
-    real = output.resolve()  # a link stays one
-    temporary = real.with_name(f".merging.{real.name}")
-    stream = open_locked(temporary, create_only=False)
-    try:
-        stream.truncate(0)
-        with LineWriter(stream, str(temporary), owned=True, frame=frame_maker(output)) as writer:
+    with replacing(output) as stream:
+        with LineWriter(stream, str(output), owned=False, frame=frame_maker(output)) as writer:
             for line in lines:
                 writer.write(line.removesuffix(b"\n"))
-            writer.flush()
-            os.fsync(stream.fileno())
-            settings_file(output).unlink(missing_ok=True)
-            temporary.replace(real)
-            write_settings(output, settings, created)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        settings_file(output).unlink(missing_ok=True)
+    stream.close()
+    write_settings(output, settings, created)
 
 
 def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[list[Part], Settings, int]:

@@ -101,7 +101,7 @@ class PickOptions:
     )
     metric: str | None = option(CHOICE, f"mbr: {' or '.join(METRICS)}", default="chrf", metavar="NAME")
     model: str | None = option(CHOICE, "model: sequence classifier with one output; folder or hub id", metavar="MODEL")
-    prompts: Path | None = option(CHOICE, "model: the input of dsbd generate, for the prompts by id", metavar="FILE")
+    prompts: Path | None = option(CHOICE, "model: the input of dsbd generate, for the prompts by id")
     device: str | None = option(CHOICE, "model: cpu, cuda, cuda:1, ...", default="auto", metavar="DEVICE")
 
 
@@ -130,8 +130,8 @@ class PickFiles(StreamOptions):
         default="native",
         metavar="FORM",
     )
-    candidates: int | None = option(FILES, "candidates per row, with a format lines", metavar="N", least=1)
-    max_errors: int | None = option(FILES, MAX_ERRORS, metavar="N", least=1)
+    candidates: int | None = option(FILES, "candidates per row, with a format lines", least=1)
+    max_errors: int | None = option(FILES, MAX_ERRORS, least=1)
 
 
 @partial(grouped, elsewhere=PIPED)

@@ -53,11 +53,11 @@ RECORDS, REPEATS, SECONDS = 8, 3, 60.0
 class PromptOptions:
     """Options of the prompts that are decoded to be measured."""
 
-    input: Path | None = option(PROMPTS, "prompts as generate reads them", "-i", metavar="FILE")
+    input: Path | None = option(PROMPTS, "prompts as generate reads them", "-i")
     task: Literal["sql", "qa"] | None = option(
         PROMPTS, "prompts of one built-in task: sql or qa", default="both", metavar="TASK"
     )
-    records: int | None = option(PROMPTS, "prompts at most", default=RECORDS, metavar="N", least=1)
+    records: int | None = option(PROMPTS, "prompts at most", default=RECORDS, least=1)
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,14 @@ class ProfileOptions:
         PROFILE,
         "time for measuring, after the models are loaded; what there is no time for is left out and named",
         default=f"{SECONDS:g}",
-        metavar="X",
         above=0,
     )
-    repeats: int | None = option(
-        PROFILE, "timed runs of each setting, taken in turn", default=REPEATS, metavar="N", least=1
-    )
-    show: int | None = option(
-        PROFILE, "show the draft forest of iteration N of the first prompt as a tree", metavar="N", least=1
-    )
-    json: Path | None = option(PROFILE, "write all numbers here as one JSON document", metavar="FILE")
-    plot: Path | None = option(
-        PROFILE, "draw the phases here: .png, .svg or .pdf (needs the extra plots)", metavar="FILE"
-    )
+    repeats: int | None = option(PROFILE, "timed runs of each setting, taken in turn", default=REPEATS, least=1)
+    show: int | None = option(PROFILE, "show the draft forest of iteration N of the first prompt as a tree", least=1)
+    json: Path | None = option(PROFILE, "write all numbers here as one JSON document")
+    plot: Path | None = option(PROFILE, "draw the phases here: .png, .svg or .pdf (needs the extra plots)")
     trace: Path | None = option(
-        PROFILE, "write a Chrome trace of the first iterations here; compressed if it ends in .gz", metavar="FILE"
+        PROFILE, "write a Chrome trace of the first iterations here; compressed if it ends in .gz"
     )
     existing: Literal["error", "overwrite"] | None = option(
         PROFILE, "where a --json, --plot or --trace file exists: error or overwrite", default="error", metavar="WHAT"

@@ -27,10 +27,10 @@ from dsbd_cli.cli.run.files import read_prompts
 from dsbd_cli.cli.run.messages import say, set_style, warn
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError, plural, reading
+from dsbd_cli.errors import DsbdError, UsageError, plural, reading
 from dsbd_cli.io.lines.compression import open_input
-from dsbd_cli.io.lines.corpus import answer_text
-from dsbd_cli.io.lines.jsonl import read_lines
+from dsbd_cli.io.lines.jsonl import read_lines, read_object
+from dsbd_cli.pick.candidates import record_row
 from dsbd_cli.requests import Request
 
 if TYPE_CHECKING:
@@ -57,14 +57,11 @@ class TrimOptions:
         "answer these prompts now, as generate reads them, and count the answers; "
         f"every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is held out",
         "-i",
-        metavar="FILE",
     )
-    held_out: Path | None = option(TRIM, "prompts to measure on instead of every eighth one", metavar="FILE")
-    size: int | None = option(TRIM, "rows to keep, special and end tokens among them", metavar="N")
-    coverage: float | None = option(TRIM, "keep as many rows as cover this share of the counted tokens", metavar="X")
-    max_new_tokens: int | None = option(
-        MAIN, "generated tokens at most", default=SamplingConfig().max_new_tokens, metavar="N"
-    )
+    held_out: Path | None = option(TRIM, "prompts to measure on instead of every eighth one")
+    size: int | None = option(TRIM, "rows to keep, special and end tokens among them")
+    coverage: float | None = option(TRIM, "keep as many rows as cover this share of the counted tokens")
+    max_new_tokens: int | None = option(MAIN, "generated tokens at most", default=SamplingConfig().max_new_tokens)
     json: bool | None = flag(TRIM, "one JSON object on standard output, no table")
     quiet: bool | None = flag(TRIM, "no table, nothing but errors", "-q")
 
@@ -152,12 +149,12 @@ class _Trimming:
             with reading(f"--texts {name}"), open_input(Path(name)) as stream:
                 assert isinstance(stream, io.BufferedReader), "open_input gives no other"
                 for number, line in read_lines(stream):
-                    try:
-                        text = answer_text(line if isinstance(line, bytes) else b"")
-                    except InvalidRowError as error:
-                        raise UsageError(f"--texts {name}, line {number}: {error}") from None
-                    if text is not None:
-                        yield text
+                    if isinstance(line, bytes) and (read_object(line) or {}).get("error") is not None:
+                        continue  # a row that failed has no text
+                    row = record_row(line, index=number - 1, number=number)
+                    if row.error is not None:
+                        raise UsageError(f"--texts {name}, {row.error}")
+                    yield row.candidates[0].text
 
     def _write(self, counts: Counter[int]) -> TrimReport:
         from dsbd_cli.models.checkpoints.catalog import end_tokens

@@ -19,6 +19,7 @@ from dsbd_cli.errors import KINDS, SETTINGS, UsageError, option_name
 __all__ = ["Command", "Existing", "Group", "Output", "Quiet", "flag", "grouped", "option", "switch"]
 
 T = TypeVar("T")
+METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}  # where an option names no other
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 # options of commands that take nothing from a job file or the environment
@@ -72,7 +73,7 @@ class _Declared:
             help=self.help,
             rich_help_panel=self.panel,
             show_default=False,
-            metavar=self.metavar,
+            metavar=self.metavar or next((METAVARS[one] for one in kinds if one in METAVARS), None),
             parser=parser,
             hidden=name in SETTINGS,
             is_eager=self.callback is not None,
@@ -147,9 +148,9 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
         item.name: item.metadata["declared"] for group in hints.values() for item in dataclasses.fields(group)
     }
     known = {*table, *(item.name for group in elsewhere for item in dataclasses.fields(group))}
-    settings = {name: declared for name, declared in table.items() if name in SETTINGS}
+    settings = sorted(name for name in table if name in SETTINGS)
     parameters = [declared.parameter(name, types[name]) for name, declared in table.items()]
-    parameters += [_set_parameter(sorted(settings))] if settings else []
+    parameters += [_set_parameter(settings)] if settings else []
 
     def command(ctx: typer.Context, **given: object) -> None:
         check_variables(known, ctx.command_path)
@@ -170,7 +171,6 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
     command.__annotations__ = {item.name: item.annotation for item in (context, *parameters)}
     command.__dict__["__signature__"] = inspect.Signature([context, *parameters])
     command.__dict__["groups"] = tuple(hints.values())
-    command.__dict__["settings"] = {name: (one.metavar, one.help) for name, one in settings.items()}
     return command
 
 

@@ -59,18 +59,10 @@ class StreamOptions:
     """Options of what is read and what is written."""
 
     input: Path | None = option(
-        MAIN,
-        "file to read, compressed if it ends in .gz or .zst; - is standard input",
-        "-i",
-        default="-",
-        metavar="FILE",
+        MAIN, "file to read, compressed if it ends in .gz or .zst; - is standard input", "-i", default="-"
     )
     output: Path | None = option(
-        MAIN,
-        "file to write, compressed if it ends in .gz or .zst; - is standard output",
-        "-o",
-        default="-",
-        metavar="FILE",
+        MAIN, "file to write, compressed if it ends in .gz or .zst; - is standard output", "-o", default="-"
     )
 
 
@@ -98,8 +90,8 @@ class FileOptions(StreamOptions):
         default="error",
         metavar="WHAT",
     )
-    stats: Path | None = option(FILES, "write one line per iteration to this file", metavar="FILE")
-    summary: Path | None = option(FILES, "write counts, times, versions and settings as JSON here", metavar="FILE")
+    stats: Path | None = option(FILES, "write one line per iteration to this file")
+    summary: Path | None = option(FILES, "write counts, times, versions and settings as JSON here")
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,7 @@ class RowOptions:
     on_too_long: OnTooLong | None = option(
         ROWS, f"a prompt that does not fit the models: {' or '.join(ON_TOO_LONG)}", default="error", metavar="WHAT"
     )
-    max_errors: int | None = option(ROWS, MAX_ERRORS, metavar="N", least=1)
+    max_errors: int | None = option(ROWS, MAX_ERRORS, least=1)
     require_valid: bool | None = switch(
         ROWS, "a row whose best text was cut before it matched its grammar is an error; without, it is counted"
     )
@@ -120,7 +112,7 @@ class JobOptions:
     """Options from a file."""
 
     config: Path | None = option(
-        JOB, "TOML file with any of these options and settings by their long names", metavar="FILE", callback=read_job
+        JOB, "TOML file with any of these options and settings by their long names", callback=read_job
     )
     print_config: bool | None = switch(JOB, "print the options as such a file, and answer nothing")
 
@@ -192,18 +184,14 @@ class MethodOptions(DecodeOptions):
 class DrawOptions:
     """How one text is drawn, ended and ranked."""
 
-    temperature: float | None = option(MAIN, "0: the likeliest, no noise", default=_SAMPLING.temperature, metavar="X")
-    top_k: int | None = option(SAMPLING, "keep the N likeliest; 0: all", default=_SAMPLING.top_k, metavar="N")
-    top_p: float | None = option(SAMPLING, "keep the likeliest of this mass", default=_SAMPLING.top_p, metavar="X")
-    min_p: float | None = option(SAMPLING, "drop below X times the likeliest", default=_SAMPLING.min_p, metavar="X")
-    seed: int | None = option(
-        MAIN, "a row's seed comes from this one and its id", default=RowReader().seed, metavar="N"
-    )
-    max_new_tokens: int | None = option(MAIN, "generated tokens at most", default=_SAMPLING.max_new_tokens, metavar="N")
+    temperature: float | None = option(MAIN, "0: the likeliest, no noise", default=_SAMPLING.temperature)
+    top_k: int | None = option(SAMPLING, "keep the N likeliest; 0: all", default=_SAMPLING.top_k)
+    top_p: float | None = option(SAMPLING, "keep the likeliest of this mass", default=_SAMPLING.top_p)
+    min_p: float | None = option(SAMPLING, "drop below X times the likeliest", default=_SAMPLING.min_p)
+    seed: int | None = option(MAIN, "a row's seed comes from this one and its id", default=RowReader().seed)
+    max_new_tokens: int | None = option(MAIN, "generated tokens at most", default=_SAMPLING.max_new_tokens)
     stop: list[str] | None = option(ENDING, "end a text before this string; may be repeated", metavar="TEXT")
-    length_penalty: float | None = option(
-        ENDING, "score = logprob / num_tokens ** X", default=_SAMPLING.length_penalty, metavar="X"
-    )
+    length_penalty: float | None = option(ENDING, "score = logprob / num_tokens ** X", default=_SAMPLING.length_penalty)
     early_stopping: bool | None = flag(ENDING, "end a row as soon as W hypotheses are finished")
     source_lang: str | None = option(SOURCES, "language of the rows, as the tokenizer names it", metavar="NAME")
     target_lang: str | None = option(SOURCES, "language to translate into", metavar="NAME")
@@ -221,7 +209,7 @@ class DrawOptions:
 class SamplingOptions(DrawOptions):
     """Options of sampling that each row asks for, unless the row says otherwise."""
 
-    n_best: int | None = option(ENDING, "hypotheses to report per row", default=_SAMPLING.n_best, metavar="N")
+    n_best: int | None = option(ENDING, "hypotheses to report per row", default=_SAMPLING.n_best)
     token_logprobs: bool | None = flag(ENDING, "report the id and log-probability of every token of every beam")
 
 
@@ -280,7 +268,6 @@ class DeviceOptions(LoadOptions):
         DEVICES,
         "processor threads of each process",
         default="OMP_NUM_THREADS, else torch's choice within the container's quota of processors",
-        metavar="N",
         least=1,
     )
     gpu: Literal["graphs,kernels", "graphs", "kernels", "plain"] | None = option(

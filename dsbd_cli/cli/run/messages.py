@@ -9,15 +9,20 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
 
 __all__ = [
     "LOG_INTERVAL_S",
     "Talk",
     "duration",
     "error_line",
+    "live_line",
     "log",
     "say",
     "set_style",
@@ -32,6 +37,7 @@ Level = Literal["info", "warning", "error"]
 
 NO_BREAK = "\u00a0"
 LOG_INTERVAL_S = 60.0
+SPINNER, REDRAWS_PER_S = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", 10
 
 _json = _quiet = False
 
@@ -117,11 +123,53 @@ def talking() -> Iterator[Talk]:
     if _quiet or sys.stderr is None or not sys.stderr.isatty():
         yield Talk(None)
         return
+    shown = ""
+
+    def show(message: str) -> None:
+        nonlocal shown
+        shown = message
+
+    with live_line(lambda: shown):
+        yield Talk(show)
+
+
+def live_line(told: Callable[[], str], console: Console | None = None) -> Live:
+    """One line on standard error that is drawn again ten times a second; rich looks after NO_COLOR and the width."""
     from rich.console import Console
+    from rich.live import Live
     from rich.text import Text
 
-    with Console(stderr=True).status("") as status:
-        yield Talk(lambda message: status.update(Text(message)))
+    began = time.monotonic()
+
+    def line() -> Text:
+        seconds = time.monotonic() - began
+        turn = SPINNER[int(REDRAWS_PER_S * seconds) % len(SPINNER)]
+        # where the terminal is narrow the end gives way
+        return Text(f"{turn} {duration(seconds)} {told()}", no_wrap=True, overflow="ellipsis")
+
+    console = console or Console(file=cast("TextIO", _Lasting(sys.stderr)), stderr=True)
+    return Live(
+        console=console, transient=True, redirect_stdout=False, refresh_per_second=REDRAWS_PER_S, get_renderable=line
+    )
+
+
+class _Lasting:
+    """A stream to a terminal, for rich: what is written after the terminal has gone goes nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 def write_from_signal(message: str) -> None:
