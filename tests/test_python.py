@@ -255,7 +255,10 @@ def test_the_defaults_are_those_of_the_command(options: MethodOptions, draft: st
     given = {name: value for name, value in vars(options).items() if value is not None}
     name, fields = parse("--verify", given.pop("verify", "coupled"), RULES)
     rule = given.pop("decode", name)
-    assert MethodConfig.of({"rule": rule, **fields, **given}).fit_draft(settings.draft) == settings.method
+    assert (
+        MethodConfig.of({"rule": rule, **fields, **given}).fit_draft(settings.draft and settings.draft.source)
+        == settings.method
+    )
 
 
 def test_the_text_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

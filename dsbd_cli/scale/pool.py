@@ -161,7 +161,7 @@ class RayEngine:
 
     @property
     def _loaded(self) -> WorkerInfo:
-        """What the first worker has loaded."""
+        """Facts of the first worker."""
         assert self._info is not None
         return self._info
 

@@ -101,7 +101,7 @@ class WorkerInfo:
         return None
 
     def _compared(self) -> dict[str, object]:
-        """What must be the same at all workers."""
+        """Return what must be the same at all workers."""
         found = {name: getattr(self, name) for name in ("dsbd", "checkpoints", "exactness", "allowed")}
         found |= {name: getattr(self.engine, name, None) for name in ("dtype", "draft_dtype", "chat")}
         return {**found, "device": None if self.engine is None else self.engine.device.split(":")[0]}

@@ -26,7 +26,7 @@ from dsbd_cli.cli.options.options import (
     PairOptions,
     SamplingOptions,
 )
-from dsbd_cli.cli.options.settings import RunSettings, drafts, model_specs, run_settings
+from dsbd_cli.cli.options.settings import RunSettings, drafts, run_settings
 from dsbd_cli.cli.run.files import check_report_files
 from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
@@ -109,7 +109,7 @@ def bench(
             grammar=settings.rows.grammar,
             tolerance=DEFAULT_TOLERANCE if choice.fuzzy_tolerance is None else choice.fuzzy_tolerance,
         )
-        engine = _load(settings, devices, planned.settings)
+        engine = _load(settings, planned.settings)
         running = Bench(engine, spec, command=[str(word) for word in arguments] or ["bench"])
         signals.on_stop = running.stop
         _run(running, outputs)
@@ -224,17 +224,17 @@ def _datasets(data: DataOptions, choice: ChoiceOptions, shots: int, *, chosen: b
     return found, notes
 
 
-def _load(settings: RunSettings, devices: DeviceOptions, planned: Sequence[Setting]) -> Engine:
+def _load(settings: RunSettings, planned: Sequence[Setting]) -> Engine:
     """Where torch is imported. A draft that no method needs is not loaded."""
     from dsbd_cli import loading
 
-    draft = settings.draft if any(one.drafts for one in planned) else None
     return loading.load(
-        *model_specs(dataclasses.replace(settings, draft=draft), devices),
+        settings.target,
+        settings.draft if any(one.drafts for one in planned) else None,
         batch_size=settings.batch_size,
         log_steps=False,
         allow=settings.allow,
-        threads=devices.threads,
+        threads=settings.threads,
     )
 
 
@@ -269,7 +269,7 @@ def _write(report: BenchReport, outputs: BenchOutputs) -> None:
 
 
 def _teller(talk: Talk, settings: int) -> Progress:
-    """What tells of the windows: in a log at the beginning, after the first window and after the first of every method.
+    """Return what tells of the windows: in a log at the beginning, after the first and after the first of every method.
     settings: how many are measured in turn."""
     wanted = [0, 1, settings]
 

@@ -23,7 +23,7 @@ from dsbd_cli.cli.options.options import (
     PairOptions,
     SamplingOptions,
 )
-from dsbd_cli.cli.options.settings import RunSettings, model_specs, places, run_settings
+from dsbd_cli.cli.options.settings import RunSettings, places, run_settings
 from dsbd_cli.cli.run.files import read_prompts
 from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking, warn, whole
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
@@ -113,8 +113,7 @@ def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptio
     devices = DeviceOptions(**vars(loading) | {"device": places(loading.device)[0]})
     settings = _run_settings(options, decoding, devices)
     with StopSignals() as signals, talking() as talk:
-        spec, _ = model_specs(settings, devices)
-        _Distilling(options, settings, (spec, draft_device), options.input, options.output, signals, talk).run()
+        _Distilling(options, settings, draft_device, options.input, options.output, signals, talk).run()
 
 
 def _run_settings(options: DistillOptions, decoding: DecodeOptions, devices: DeviceOptions) -> RunSettings:
@@ -138,16 +137,16 @@ class _Distilling:
         self,
         options: DistillOptions,
         settings: RunSettings,
-        models: tuple[ModelSpec, str | None],
+        draft_device: str | None,
         source: Path,
         folder: Path,
         signals: StopSignals,
         talk: Talk,
     ) -> None:
-        """models: the target, and the device of the draft if it has one of its own."""
+        """draft_device: None where the draft has none of its own."""
         self._options, self._settings, self._source = options, settings, source
         self._folder, self._signals, self._talk = folder, signals, talk
-        self._spec, self._draft_device = models
+        self._spec, self._draft_device = settings.target, draft_device
         self._stopped = False
         self._stop_now: list[Callable[[], None]] = []
 
@@ -187,7 +186,7 @@ class _Distilling:
         """A new folder, or the record of one that this command has left unfinished."""
         options, method = self._options, self._settings.method
         plan = TrainingPlan(
-            target=self._settings.target,
+            target=self._spec.source,
             input=digest,
             layers=shape.layers,
             hidden_size=shape.hidden_size,
@@ -367,7 +366,7 @@ class _Distilling:
         assert engine.info is not None
         plan, folder = self._record.plan, self._folder / CHECKPOINT
         recipe = Recipe(plan.steps, plan.learning_rate, plan.seed, autocast=engine.info.dtype == "bfloat16")
-        spec = self._draft_spec(self._settings.target, "float32")
+        spec = self._draft_spec(self._spec.source, "float32")
         recover(folder)
         going_on = (folder / "config.json").is_file()
         student = load_student(folder, spec) if going_on else new_student(spec, shape, recipe.seed)

@@ -22,7 +22,7 @@ from dsbd_cli.cli.options.options import (
     PairOptions,
     SamplingOptions,
 )
-from dsbd_cli.cli.options.settings import model_specs, run_settings
+from dsbd_cli.cli.options.settings import run_settings
 from dsbd_cli.cli.run.messages import utc_now
 
 if TYPE_CHECKING:
@@ -51,14 +51,13 @@ def doctor(pair: PairOptions, loading: LoadOptions, wanted: DoctorOptions, argum
 
     Exit codes: 0 nothing is broken, 1 something is.
     """
-    devices = DeviceOptions(**vars(loading))
-    target, draft = model_specs(run_settings(pair, MethodOptions(), SamplingOptions(), devices), devices)
+    settings = run_settings(pair, MethodOptions(), SamplingOptions(), DeviceOptions(**vars(loading)))
     from dsbd_cli.lab.profiling.checkup import check_up
 
     if not wanted.json:
         typer.echo(f"dsbd doctor, {utc_now()}\n")
     found = []
-    for check in check_up(target, draft, SECONDS):
+    for check in check_up(settings.target, settings.draft, SECONDS):
         found.append(check)
         if not wanted.json:
             typer.echo(_shown(check))

@@ -24,7 +24,7 @@ from dsbd_cli.cli.options.options import (
     PairOptions,
     SamplingOptions,
 )
-from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, model_specs, places, run_settings
+from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, places, run_settings
 from dsbd_cli.cli.run.files import check_report_files, read_prompts
 from dsbd_cli.cli.run.messages import Talk, say, set_style, talking
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
@@ -129,7 +129,7 @@ def profile(
     with StopSignals() as signals:
         with talking() as talk:
             render = _renderer(groups, prompts.input)
-            shown, found = _measure(settings, devices, requests, wanted, command, render, talk, signals)
+            shown, found = _measure(settings, requests, wanted, command, render, talk, signals)
         if found is not None:
             _write(found, wanted)
         if signals.number is not None:
@@ -163,7 +163,6 @@ def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, .
 
 def _measure(
     settings: RunSettings,
-    devices: DeviceOptions,
     requests: tuple[Request, ...],
     wanted: ProfileOptions,
     command: str,
@@ -173,7 +172,7 @@ def _measure(
 ) -> tuple[bool, Profile | None]:
     """Whether anything that was measured has been told, and the profile. Where torch is imported."""
     talk.step("loading the models")
-    engine, before = _load(settings, devices)
+    engine, before = _load(settings)
     from dsbd_cli.lab.profiling.budget import Budget
     from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
     from dsbd_cli.lab.profiling.runs import ProfiledPair
@@ -196,7 +195,7 @@ def _measure(
                 engine.codec,
                 requests,
                 settings.batch_size or len(requests),
-                (settings.target, settings.draft),
+                (settings.target.source, None if settings.draft is None else settings.draft.source),
                 budget,
             ),
             method=settings.method,
@@ -212,7 +211,7 @@ def _measure(
     return shown, found
 
 
-def _load(settings: RunSettings, devices: DeviceOptions) -> tuple[Engine, int | None]:
+def _load(settings: RunSettings) -> tuple[Engine, int | None]:
     """The models, and the bytes that this process held before them."""
     from dsbd_cli import loading
 
@@ -221,10 +220,11 @@ def _load(settings: RunSettings, devices: DeviceOptions) -> tuple[Engine, int | 
 
     before = resident_bytes()
     engine = loading.load(
-        *model_specs(settings, devices),
+        settings.target,
+        settings.draft,
         method=settings.method,
         batch_size=settings.batch_size,
-        threads=devices.threads,
+        threads=settings.threads,
     )
     return engine, before
 
@@ -301,25 +301,14 @@ def _with(group: object, changed: dict[str, object]) -> object:
     return dataclasses.replace(group, **{k: v for k, v in changed.items() if k in names})  # type: ignore[type-var]
 
 
-def _settled(groups: list[object]) -> tuple[object, ...]:
+def _settled(groups: list[object]) -> RunSettings:
     """All that `dsbd generate` would do with these options."""
 
     def group(kind: type[T]) -> T:
         return next((one for one in groups if isinstance(one, kind)), kind())
 
-    devices = group(DeviceOptions)
-    settings = run_settings(
-        group(PairOptions),
-        group(MethodOptions),
-        group(SamplingOptions),
-        devices,
-        answers=group(AnswerOptions),
-    )
-    # what run_settings hands on unread
-    idle = {"dtype": "auto", "device": "auto", "trust_remote_code": False}
-    loading = dataclasses.asdict(devices) | {name: getattr(devices, name) or default for name, default in idle.items()}
-    loading.pop("batch_size")
-    return settings, loading
+    method, sampling = group(MethodOptions), group(SamplingOptions)
+    return run_settings(group(PairOptions), method, sampling, group(DeviceOptions), answers=group(AnswerOptions))
 
 
 def _write(found: Profile, wanted: ProfileOptions) -> None:

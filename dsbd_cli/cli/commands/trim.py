@@ -22,7 +22,7 @@ from dsbd_cli.cli.options.options import (
     PairOptions,
     SamplingOptions,
 )
-from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, model_specs, run_settings
+from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, run_settings
 from dsbd_cli.cli.run.files import read_prompts
 from dsbd_cli.cli.run.messages import say, set_style, warn
 from dsbd_cli.config.model import ModelSpec
@@ -89,21 +89,17 @@ def trim_draft(
         raise UsageError("--json and --quiet cannot be used together: give one of them")
     method = MethodOptions(**vars(decoding))
     sampling = SamplingOptions(max_new_tokens=trim.max_new_tokens)
-    devices = DeviceOptions(**vars(loading))
-    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices)
+    settings = run_settings(pair, fixed_depth(pair, method), sampling, DeviceOptions(**vars(loading)))
     if settings.draft is None:
         raise UsageError("there is no draft to trim: name one with --draft")
-    _Trimming(trim, settings, devices, trim.output).run()
+    _Trimming(trim, settings, settings.draft, trim.output).run()
 
 
 class _Trimming:
     """One run of the command."""
 
-    def __init__(self, trim: TrimOptions, settings: RunSettings, devices: DeviceOptions, output: Path) -> None:
-        self._trim, self._settings, self._devices, self._output = trim, settings, devices, output
-        draft = model_specs(settings, devices)[1]
-        assert draft is not None, "checked by the command"
-        self._draft = draft
+    def __init__(self, trim: TrimOptions, settings: RunSettings, draft: ModelSpec, output: Path) -> None:
+        self._trim, self._settings, self._draft, self._output = trim, settings, draft, output
         self._engine_made: Engine | None = None
 
     def run(self) -> None:
@@ -149,8 +145,12 @@ class _Trimming:
             with reading(f"--texts {name}"), open_input(Path(name)) as stream:
                 assert isinstance(stream, io.BufferedReader), "open_input gives no other"
                 for number, line in read_lines(stream):
-                    if isinstance(line, bytes) and (read_object(line) or {}).get("error") is not None:
-                        continue  # a row that failed has no text
+                    record = (read_object(line) if isinstance(line, bytes) else None) or {}
+                    if record.get("error") is not None:
+                        continue
+                    if isinstance(text := record.get("text"), str):
+                        yield text
+                        continue
                     row = record_row(line, index=number - 1, number=number)
                     if row.error is not None:
                         raise UsageError(f"--texts {name}, {row.error}")
@@ -160,14 +160,13 @@ class _Trimming:
         from dsbd_cli.models.checkpoints.catalog import end_tokens
         from dsbd_cli.train.trim import trim
 
-        target = ModelSpec(self._settings.target, trust_remote_code=bool(self._devices.trust_remote_code))
         return trim(
             self._draft,
             self._output,
             counts,
             size=self._trim.size,
             coverage=self._trim.coverage,
-            end_tokens=end_tokens(target),
+            end_tokens=end_tokens(self._settings.target),
         )
 
     def _measure(self, held: list[Request]) -> tuple[Measure, Measure]:
@@ -183,9 +182,10 @@ class _Trimming:
         if self._engine_made is None:
             from dsbd_cli.loading import load
 
-            devices, settings = self._devices, self._settings
+            settings = self._settings
             self._engine_made = load(
-                *model_specs(settings, devices),
+                settings.target,
+                settings.draft,
                 method=settings.method,
                 batch_size=settings.batch_size,
             )
@@ -194,8 +194,8 @@ class _Trimming:
     def _record(self, report: TrimReport, prompts: int, measured: tuple[Measure, Measure] | None) -> dict[str, object]:
         record: dict[str, object] = {
             "schema": TRIM_SCHEMA,
-            "target": self._settings.target,
-            "draft": self._settings.draft,
+            "target": self._settings.target.source,
+            "draft": self._draft.source,
             "output": str(self._output),
             **asdict(report),
             "held_out_prompts": prompts,

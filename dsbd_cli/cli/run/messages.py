@@ -98,7 +98,7 @@ def error_line(message: str) -> None:
 
 
 class Talk:
-    """What a command says while it works: a line on a terminal that is replaced, elsewhere a log line a minute."""
+    """Lines that a command says while it works: one on a terminal that is replaced, elsewhere a log line a minute."""
 
     def __init__(self, live: Callable[[str], None] | None, clock: Callable[[], float] = time.monotonic) -> None:
         """live: replaces the line; None: there is no terminal, or nothing is to be said."""
