@@ -18,7 +18,7 @@ from dsbd_cli.config.variant import Format
 from dsbd_cli.config.variants import FORMATS
 from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.io.lines.compression import check_whole, open_input
-from dsbd_cli.io.lines.jsonl import check_new, read_blocks
+from dsbd_cli.io.lines.jsonl import check_new, read_lines
 from dsbd_cli.io.lines.source import LineSource
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.requests import Request
@@ -156,7 +156,7 @@ def count_rows(files: FileOptions, size: int | None) -> int | None:
     if files.input is None or size is None or size > MAX_COUNTED_BYTES:
         return None
     with reading(f"--input {files.input}"), files.input.open("rb") as stream:
-        return sum(len(lines) for lines in read_blocks(stream))
+        return sum(1 for _ in read_lines(stream))
 
 
 def check_report_files(files: Mapping[str, Path | None], *, existing: str | None) -> None:
