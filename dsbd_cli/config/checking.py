@@ -7,7 +7,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.errors import KINDS, UsageError, shorten
 
 __all__ = ["check_types", "check_value"]
 
@@ -87,6 +87,5 @@ def _expected(hint: object) -> str:
         return f"one of {', '.join(parts)}"
     if kind in (tuple, Sequence):
         return {str: "a list of strings", int: "a list of integers"}.get(parts[0], "a list of objects with strings")
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string", NoneType: "None"}
     assert isinstance(hint, type)
-    return words.get(hint, f"a {hint.__name__}")
+    return "None" if hint is NoneType else KINDS.get(hint, f"a {hint.__name__}")

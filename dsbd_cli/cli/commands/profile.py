@@ -229,25 +229,20 @@ def _load(settings: RunSettings) -> tuple[Engine, int | None]:
     return engine, before
 
 
-def option_words(group: object, changed: dict[str, object]) -> list[str]:
-    """The options of a group as words of a command line, with some values changed; None leaves one out."""
-    assert dataclasses.is_dataclass(group)
-    words = []
-    for item in dataclasses.fields(group):
-        value = changed.get(item.name, getattr(group, item.name))
-        name = option_name(item.name)
-        if value is not None and item.name in SETTINGS:
+def option_words(group: object) -> list[str]:
+    """The options of a group as words of a command line."""
+    words: list[str] = []
+    for item in dataclasses.fields(group):  # type: ignore[arg-type]
+        value, name = getattr(group, item.name), option_name(item.name)
+        if value is None:
+            continue
+        if item.name in SETTINGS:
             flag, setting = name.split()
-            shown = str(value).lower() if isinstance(value, bool) else value
-            words += [flag, f"{setting}={shown}"]
-        elif value is True:
-            words.append(name)
-        elif value is False:
-            words.append("--no-" + name.removeprefix("--"))
-        elif isinstance(value, list):
-            words += [word for one in value for word in (name, str(one))]
-        elif value is not None:
-            words += [name, str(value)]
+            words += [flag, f"{setting}={str(value).lower() if isinstance(value, bool) else value}"]
+        elif isinstance(value, bool):
+            words.append(name if value else "--no-" + name.removeprefix("--"))
+        else:
+            words += [word for one in (value if isinstance(value, list) else [value]) for word in (name, str(one))]
     return words
 
 
@@ -265,7 +260,7 @@ def _renderer(groups: tuple[object, ...], prompts: Path | None) -> Callable[[For
             if verify is not None and RULES[parse("--verify", verify, RULES)[0]].needs_draft:
                 names.append("verify")  # without a draft it is plain sampling
             changed = {**dict.fromkeys(names), "draft": "none", "device": places(device)[0]}
-        words = [word for group in _needed(groups, changed) for word in option_words(group, {})]
+        words = [word for group in _needed(groups, changed) for word in option_words(group)]
         source = shlex.quote(str(prompts)) if prompts is not None else "prompts.jsonl"
         return f"{shlex.join(['dsbd', 'generate', *words])} --input {source}"
 

@@ -93,14 +93,18 @@ def check_files(files: FileOptions) -> None:
             "--existing overwrite replaces --output, --set stats and --summary, but none is given: drop it"
         )
     _check_resume(files)
-    for place, (option, path) in enumerate(named):
+    for option, path in named:
         if files.input is not None and _same(path, files.input):
             raise UsageError(f"{option} {path} is the input: name another file")
-        for other, taken in named[:place]:
-            if _same(path, taken):
-                raise UsageError(f"{other} and {option} are both {taken}: name two files")
         instead = "name another file" + (", go on with it with --existing resume" if option == "--output" else "")
         check_new(path, option=option, overwrite=files.existing not in (None, "error"), instead=instead)
+    _check_apart(named)
+
+
+def _check_apart(named: Sequence[tuple[str, Path]]) -> None:
+    for (one, path), (other, taken) in itertools.combinations(named, 2):
+        if _same(path, taken):
+            raise UsageError(f"{one} and {other} are both {path}: name two files")
 
 
 def _check_resume(files: FileOptions) -> None:
@@ -165,11 +169,9 @@ def check_report_files(files: Mapping[str, Path | None], *, existing: str | None
     if existing == "overwrite" and not named:
         *first, last = files
         raise UsageError(f"--existing overwrite replaces {', '.join(first)} and {last}, but none is given: drop it")
-    for place, (name, path) in enumerate(named):
+    for name, path in named:
         check_new(path, option=name, overwrite=existing == "overwrite")
-        for other, taken in named[:place]:
-            if path.resolve() == taken.resolve():
-                raise UsageError(f"{other} and {name} are both {path}: name two files")
+    _check_apart(named)
     if (plot := files.get("--plot")) is not None:
         from dsbd_cli.lab.reports.style import require_plots
 

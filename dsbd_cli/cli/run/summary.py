@@ -19,7 +19,7 @@ from dsbd_cli.cli.run.signals import StoppedError
 from dsbd_cli.errors import DsbdError, OutputError, plural
 from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
 from dsbd_cli.io.lines.resume import check_replaceable, write_atomically
-from dsbd_cli.io.records.native import drafter_fields
+from dsbd_cli.io.records.native import drafter_fields, phase_seconds
 from dsbd_cli.lab.metrics.environment import installed
 from dsbd_cli.requests import EngineInfo, RequestResult
 from dsbd_cli.stats import RequestStats
@@ -175,10 +175,5 @@ class Totals:
             "accepted": stats.accepted,
             "acceptance_rate": round(stats.accepted / stats.drafted, 6) if stats.drafted else None,
             **drafter_fields(stats.drafters),
-            "seconds": {
-                "total_s": round(seconds, 6),
-                "draft_s": round(stats.draft_s, 6),
-                "target_s": round(stats.target_s, 6),
-                "verify_s": round(stats.verify_s, 6),
-            },
+            "seconds": {"total_s": round(seconds, 6), **phase_seconds(stats)},
         }

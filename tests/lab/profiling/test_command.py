@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -369,7 +370,7 @@ def test_the_recommended_command_leaves_defaults_out(
 
 def test_words_of_options() -> None:
     given = MethodOptions(num_beams=3, memory_saving=False, decode="search")
-    assert option_words(given, {"depth": 2, "decode": None}) == [
+    assert option_words(replace(given, depth="2", decode=None)) == [
         "--num-beams",
         "3",
         "--depth",
