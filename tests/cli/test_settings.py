@@ -77,7 +77,7 @@ REFUSED = {
     "--existing resume --output x.gz": "--existing resume cannot go on with x.gz",
     "--existing resume --output x --set stats=s.zst": "--existing resume cannot go on with s.zst",
     "--existing append --output x": "Invalid value for '--existing'",
-    "--max-errors 0": "--max-errors is 0",
+    "--max-errors 0": "Invalid value for '--max-errors': 0 is less than 1",
     "--input-format json": "Invalid value for '--input-format'",
     "--output-format csv": "--output-format is 'csv', but must be one of native",
     "--set on-too-long=cut": "Invalid value for '--set on-too-long': 'cut' is not one of 'error'",

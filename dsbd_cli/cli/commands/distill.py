@@ -96,8 +96,8 @@ class DistillOptions:
 def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptions, arguments: Sequence[str]) -> None:
     """Train a draft for a target of your own on the target's answers to your own prompts.
 
-    The target answers the prompts, and the draft learns the target's law after every token of the answers. Acceptance
-    on held-out prompts is measured before, meanwhile and after.
+    The target answers the prompts, and the draft, in float32, learns the target's law after every token of all W
+    answers. Acceptance on held-out prompts is measured before, meanwhile and after.
 
     Ctrl-C keeps what is done, and leaves the draft so far in --output; the same command goes on.
     """

@@ -31,63 +31,6 @@ Existing = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on standard error but errors", metavar="")]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Declared:
-    """Words of the page of --help about an option, beside its name, which is the field's.
-
-    Attributes:
-        short: another name, as `-i`.
-        least: the value, of a number. above: what it must be above.
-        negative: a --no- form takes it back.
-        callback: is called with the context and the value before other options are read.
-    """
-
-    panel: str
-    help: str
-    short: tuple[str, ...]
-    metavar: str | None
-    least: int | None = None
-    above: float | None = None
-    negative: bool = False
-    callback: Callable[..., object] | None = None
-
-    def check(self, name: str, value: object) -> None:
-        """Raises UsageError for a number that is too small."""
-        if not isinstance(value, int | float):
-            return
-        if self.least is not None and value < self.least:
-            raise UsageError(f"{option_name(name)} is {value}, but must be {self.least} or more")
-        if self.above is not None and not value > self.above:
-            raise UsageError(f"{option_name(name)} is {value:g}, but must be above {self.above:g}")
-
-    def parameter(self, name: str, kind: object) -> inspect.Parameter:
-        """Return the parameter as typer reads it. kind: the type of the field."""
-        long, kinds = option_name(name), (*typing.get_args(kind), kind)
-        number = next((one for one in (int, float) if one in kinds), None)
-        parser = None if number is None else _number(number)
-        if name in SETTINGS and bool in kinds:  # it has a value, as no switch has
-            kind, parser = str | None, _yes_or_no
-        declared = typer.Option(
-            f"{long}/--no-{long.removeprefix('--')}" if self.negative and name not in SETTINGS else long,
-            *self.short,
-            help=self.help,
-            rich_help_panel=self.panel,
-            show_default=False,
-            metavar=self.metavar or next((METAVARS[one] for one in kinds if one in METAVARS), None),
-            parser=parser,
-            hidden=name in SETTINGS,
-            is_eager=self.callback is not None,
-            callback=self.callback,
-        )
-        return inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, declared]
-        )
-
-
-def _field(declared: _Declared) -> T:  # type: ignore[type-var] # of the type that is written beside it
-    return typing.cast("T", dataclasses.field(default=None, metadata={"declared": declared}))
-
-
 def option(
     panel: str,
     text: str,
@@ -99,30 +42,67 @@ def option(
     callback: Callable[..., object] | None = None,
 ) -> T:  # type: ignore[type-var]
     """A field of a group, and the option of its name. It is None where nobody gives it; `default` is only shown,
-    because the library fills it in. least, above: bounds of a number, checked wherever it comes from. callback: see
-    _Declared."""
+    because the library fills it in. short: another name, as `-i`. least, above: bounds of a number. callback: is called
+    with the context and the value before other options are read."""
     shown = text if default is None else f"{text} (default: {default})"
-    return _field(_Declared(panel, shown, short, metavar, least, above, callback=callback))
+    return _field(panel, shown, short, metavar=metavar, least=least, above=above, callback=callback)
 
 
 def flag(panel: str, text: str, *short: str) -> T:  # type: ignore[type-var]
     """A switch; its --no- form takes back what a job file or the environment has switched on."""
-    return _field(_Declared(panel, text, short, "", negative=True))
+    return _field(panel, text, short, metavar="", negative=True)
 
 
 def switch(panel: str, text: str) -> T:  # type: ignore[type-var]
     """A switch that stands for a single use, so that nothing needs to take it back."""
-    return _field(_Declared(panel, text, (), ""))
+    return _field(panel, text, (), metavar="")
 
 
-def _number(kind: type) -> Callable[[str], object]:
+def _field(panel: str, text: str, short: tuple[str, ...], **more: object) -> T:  # type: ignore[type-var]
+    """A field that says how its option is declared; its type is the one that is written beside it."""
+    declared = {"panel": panel, "help": text, "short": short, **more}
+    return typing.cast("T", dataclasses.field(default=None, metadata=declared))
+
+
+def _parameter(item: dataclasses.Field[object], kind: object) -> inspect.Parameter:
+    """The parameter of a field, as typer reads it. kind: the type of the field."""
+    given, long, setting = item.metadata, option_name(item.name), item.name in SETTINGS
+    kinds, parser = (*typing.get_args(kind), kind), None
+    if number := next((one for one in (int, float) if one in kinds), None):
+        parser = _number(number, given["least"], given["above"])
+    elif setting and bool in kinds:  # it has a value, as no switch has
+        kind, parser = str | None, _yes_or_no
+    callback = given.get("callback")
+    declared = typer.Option(
+        f"{long}/--no-{long.removeprefix('--')}" if given.get("negative") and not setting else long,
+        *given["short"],
+        help=given["help"],
+        rich_help_panel=given["panel"],
+        show_default=False,
+        metavar=given["metavar"] or next((METAVARS[one] for one in kinds if one in METAVARS), None),
+        parser=parser,
+        hidden=setting,
+        is_eager=callback is not None,
+        callback=callback,
+    )
+    return inspect.Parameter(
+        item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, declared]
+    )
+
+
+def _number(kind: type, least: float | None, above: float | None) -> Callable[[str], object]:
     """How a number is read, so that what is none is refused in our words."""
 
     def read(text: str) -> object:
         try:
-            return kind(text)
+            value = kind(text)
         except ValueError:
             raise ValueError(f"{text!r} is not {KINDS[kind]}") from None
+        if least is not None and value < least:
+            raise ValueError(f"{text} is less than {least}")
+        if above is not None and not value > above:
+            raise ValueError(f"{text} is not above {above:g}")
+        return value
 
     return read
 
@@ -144,18 +124,14 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
     every = typing.get_type_hints(function)
     hints = {name: kind for name, kind in every.items() if name not in ("return", "arguments")}
     types = {name: kind for group in hints.values() for name, kind in typing.get_type_hints(group).items()}
-    table: dict[str, _Declared] = {
-        item.name: item.metadata["declared"] for group in hints.values() for item in dataclasses.fields(group)
-    }
+    table = {item.name: item for group in hints.values() for item in dataclasses.fields(group)}
     known = {*table, *(item.name for group in elsewhere for item in dataclasses.fields(group))}
     settings = sorted(name for name in table if name in SETTINGS)
-    parameters = [declared.parameter(name, types[name]) for name, declared in table.items()]
+    parameters = [_parameter(item, types[name]) for name, item in table.items()]
     parameters += [_set_parameter(settings)] if settings else []
 
     def command(ctx: typer.Context, **given: object) -> None:
         check_variables(known, ctx.command_path)
-        for name, declared in table.items():
-            declared.check(name, given[name])
         groups = {
             name: kind(**{item.name: given[item.name] for item in dataclasses.fields(kind)})
             for name, kind in hints.items()

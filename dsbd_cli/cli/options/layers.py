@@ -105,10 +105,9 @@ def job_text(groups: Sequence[object]) -> str:
     lines = ["# dsbd generate --config FILE; the command line wins over it, it wins over DSBD_ variables"]
     panels: dict[str, list[str]] = {}
     for item, value in ((item, getattr(group, item.name)) for group in groups for item in dataclasses.fields(group)):  # type: ignore[arg-type]
-        declared = item.metadata["declared"]
-        comment = declared.help.replace("\n\n", "\n#   ")
+        comment = item.metadata["help"].replace("\n\n", "\n#   ")
         line = f"# {item.name}: {comment}" if value in (None, []) else f"{item.name} = {_toml(value)}"
-        panels.setdefault(declared.panel, []).append(line)
+        panels.setdefault(item.metadata["panel"], []).append(line)
     for panel, options in panels.items():
         lines += ["", f"# {panel}", *options]
     return "\n".join(lines)
