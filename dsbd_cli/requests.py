@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dsbd_cli.config.checking import check_types
 from dsbd_cli.config.grammars import Grammar
@@ -69,15 +69,31 @@ class Request:
     """
 
     prompt: str | None = None
-    messages: Sequence[dict[str, str]] | None = field(default=None, kw_only=True)
-    prompt_ids: Sequence[int] | None = field(default=None, kw_only=True)
+    messages: tuple[dict[str, str], ...] | None = field(default=None, kw_only=True)
+    prompt_ids: tuple[int, ...] | None = field(default=None, kw_only=True)
     audio: str | None = field(default=None, kw_only=True)
     # None until `settled`, which an engine calls when it reads the request
     id: str = field(default=None, kw_only=True)  # type: ignore[assignment]
     seed: int = field(default=None, kw_only=True)  # type: ignore[assignment]
     sampling: SamplingConfig = field(default_factory=SamplingConfig, kw_only=True)
-    allow: str | Sequence[str] | None = field(default=None, kw_only=True)
+    allow: str | tuple[str, ...] | None = field(default=None, kw_only=True)
     grammar: Grammar | None = field(default=None, kw_only=True)
+
+    if TYPE_CHECKING:  # what may be given, where that is more than what is then held
+
+        def __init__(
+            self,
+            prompt: str | None = ...,
+            *,
+            messages: list[dict[str, str]] | tuple[dict[str, str], ...] | None = ...,
+            prompt_ids: list[int] | tuple[int, ...] | None = ...,
+            audio: str | None = ...,
+            id: str | None = ...,
+            seed: int | None = ...,
+            sampling: SamplingConfig = ...,
+            allow: str | list[str] | tuple[str, ...] | None = ...,
+            grammar: Grammar | None = ...,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         for name in ("messages", "prompt_ids", "allow"):

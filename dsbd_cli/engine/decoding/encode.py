@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -73,8 +73,8 @@ class Encoder:
             )
         return catalogue
 
-    def _catalogue(self, allow: str | Sequence[str] | None) -> Catalogue | None:
-        if allow is not None and not isinstance(allow, str):
+    def _catalogue(self, allow: str | tuple[str, ...] | None) -> Catalogue | None:
+        if isinstance(allow, tuple):
             answers = [Answer(f"allow[{place}]", text=text) for place, text in enumerate(allow)]
             try:
                 return Compiler(self.codec, self.target.vocab_size).compile(answers)
