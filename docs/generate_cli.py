@@ -16,7 +16,8 @@ Made by `make docs` from the commands themselves; do not edit. Jobs and pipes: [
 
 Every option of `dsbd generate` may also stand in a file (`--config job.toml`, by its long name with - or _) or in a
 variable (`DSBD_NUM_BEAMS=6`; a switch takes 1 or 0). The command line wins over the file, the file over the
-environment, the environment over the default. A switch `--x` has a `--no-x` that takes it back.
+environment, the environment over the default. A value means the same wherever it stands. A switch `--x` has a `--no-x`
+that takes it back.
 """
 
 SETTINGS = """## Settings

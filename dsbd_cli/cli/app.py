@@ -34,15 +34,8 @@ INTERRUPTED = 130
 STOPPED = "stopped before there was a result"
 
 app = typer.Typer(name="dsbd", cls=Group, pretty_exceptions_enable=False)
-app.command("generate", cls=Command)(generate)
-app.command("pick", cls=Command)(pick)
-app.command("merge", cls=Command)(merge)
-app.command("bench", cls=Command)(bench)
-app.command("profile", cls=Command)(profile)
-app.command("doctor", cls=Command)(doctor)
-app.command("index", cls=Command)(index)
-app.command("distill", cls=Command)(distill)
-app.command("trim-draft", cls=Command)(trim_draft)
+for command in (generate, pick, merge, bench, profile, doctor, index, distill, trim_draft):
+    app.command(command.__name__.replace("_", "-"), cls=Command)(command)
 app.add_typer(models_app, name="models")
 
 

@@ -6,8 +6,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,14 +78,9 @@ class Reporter:
         elif not self._quiet:
             threading.Thread(target=self._log, name="dsbd-log", daemon=True).start()
 
-    @contextmanager
-    def waiting(self, told: Callable[[], str]) -> Iterator[None]:
+    def waiting(self, told: Callable[[], str]) -> AbstractContextManager[object]:
         """A live line with what is waited for, where there is a terminal."""
-        if not self._live:
-            yield
-            return
-        with live_line(told):
-            yield
+        return live_line(told) if self._live else nullcontext()
 
     def warn(self, message: str, *, kind: str | None = None) -> None:
         """A warning; of one kind only the first few are told."""
