@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dsbd_cli.cli.options.options import (
+    PIPED,
     AnswerOptions,
     DeviceOptions,
     FileOptions,
@@ -34,19 +35,7 @@ SPREADS = ("balanced", "balanced_low_0", "sequential")  # names of device maps t
 
 # what a setting of a run is called where it is typed
 TYPED = {
-    **typed_names(
-        item.name
-        for group in (
-            FileOptions,
-            PairOptions,
-            MethodOptions,
-            SamplingOptions,
-            AnswerOptions,
-            DeviceOptions,
-            RowOptions,
-        )
-        for item in fields(group)
-    ),
+    **typed_names(item.name for group in (*PIPED, FileOptions, AnswerOptions) for item in fields(group)),
     "rule": "--decode or --verify",
 }
 
