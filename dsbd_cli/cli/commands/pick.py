@@ -30,7 +30,7 @@ from dsbd_cli.io.records.output import dump_line
 from dsbd_cli.io.records.row import LongLine
 from dsbd_cli.pick.candidates import CandidateRow, group_of_lines, record_row
 from dsbd_cli.pick.choosers import METRICS, ByRisk, ByScore, ByVote, Choice, Chooser, Equal, Weights
-from dsbd_cli.pick.execution import DEFAULT_TIMEOUT_S, ByExecution, Databases, Otherwise
+from dsbd_cli.pick.execution import DEFAULT_TIMEOUT_S, ByExecution, Otherwise
 from dsbd_cli.pick.prompts import ByReward, Prompts
 from dsbd_cli.pick.sandbox import SqlStoppedError
 
@@ -206,8 +206,8 @@ def _chooser(how: PickOptions) -> Chooser | None:
             return ByVote(answer, how.weights or "uniform", how.equal or "text")
         case "exec":
             agree: Literal["first", "majority"] = "majority" if how.majority else "first"
-            databases, timeout_s = Databases(how.database or ""), how.timeout or DEFAULT_TIMEOUT_S
-            chooser = ByExecution(databases, agree, timeout_s, how.else_ or "first")
+            timeout_s = how.timeout or DEFAULT_TIMEOUT_S
+            chooser = ByExecution(how.database or "", agree, timeout_s, how.else_ or "first")
             chooser.check("--database")
             return chooser
         case "mbr":
