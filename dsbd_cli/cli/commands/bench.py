@@ -170,17 +170,13 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
     if idle and not any(one.samples for one in planned.settings):
         names = ", ".join(option_name(name) for name in idle)
         raise UsageError(f"{names} would do nothing, because no method of --methods samples: drop it")
-    hot = [one.name for one in planned.settings if one.samples and not _takes_cold(one)]
+    samplers = [one for one in planned.settings if one.samples]
+    hot = [one.name for one in samplers if not (isinstance(one.config, MethodConfig) and one.config.takes_cold)]
     if drawing.temperature == 0 and hot:
         raise UsageError(
             f"--temperature is 0, which {hot[0]} does not take: drop it, or take the method from --methods"
         )
     return SamplingOptions(**given)
-
-
-def _takes_cold(setting: Setting) -> bool:
-    """It can be run at temperature 0."""
-    return isinstance(setting.config, MethodConfig) and setting.config.takes_cold
 
 
 def _of_input(data: DataOptions) -> DataOptions:

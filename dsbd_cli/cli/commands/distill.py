@@ -353,7 +353,9 @@ class _Distilling:
         loss = "" if milestone.loss is None else f"loss {milestone.loss:.3f}, "
         say(f"step {milestone.step} of {record.plan.steps}: {loss}{_said(milestone)}")
         if milestone.speed is not None:
-            say(_speed_said(milestone.speed))
+            plain, drafted = milestone.speed.plain, milestone.speed.drafted
+            told = f"{plain:.1f} tokens/s without a draft, {drafted:.1f} with it ({milestone.speed.label})"
+            say(f"measured here: {told}")
         elif ends and milestone.acceptance is not None:
             say(f"{SPEED_S:.0f} s were too short to measure the speed: dsbd profile --seconds takes longer")
 
@@ -433,11 +435,6 @@ def _said(one: Milestone) -> str:
 
 def _shares(found: Acceptance) -> str:
     return " ".join(f"{share:.0%}" for share in found.by_depth)
-
-
-def _speed_said(speed: Speed) -> str:
-    """Say what drafting does for the target on this machine, in tokens/s."""
-    return f"measured here: {speed.plain:.1f} tokens/s without a draft, {speed.drafted:.1f} with it ({speed.label})"
 
 
 EXPLAINED = (

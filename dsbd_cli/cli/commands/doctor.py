@@ -65,8 +65,10 @@ def doctor(pair: PairOptions, loading: LoadOptions, wanted: DoctorOptions, argum
     if wanted.json:
         checks = {check.name: dataclasses.asdict(check) for check in found}
         typer.echo(json.dumps({"date": utc_now(), "broken": broken, "checks": checks}, indent=2, ensure_ascii=False))
+    elif broken:
+        typer.echo(f"\n{len(broken)} of {len(found)} parts broken: {', '.join(broken)}")
     else:
-        typer.echo(f"\n{_verdict(found, broken)}")
+        typer.echo(f"\nnothing broken in {len(found)} parts")
     if broken:
         raise typer.Exit(1)
 
@@ -81,9 +83,3 @@ def _shown(check: Check) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _verdict(found: Sequence[Check], broken: Sequence[str]) -> str:
-    if broken:
-        return f"{len(broken)} of {len(found)} parts broken: {', '.join(broken)}"
-    return f"nothing broken in {len(found)} parts"

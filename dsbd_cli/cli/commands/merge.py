@@ -116,7 +116,8 @@ def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[l
     assert first is not None
     count = next(iter(found.values())).count
     if missing := [part for part in range(count) if part not in found]:
-        told = f"{_shown(missing)} of {count} {'is' if len(missing) == 1 else 'are'} missing"
+        shown = ", ".join(map(str, missing[:SHOWN])) + (", ..." if len(missing) > SHOWN else "")
+        told = f"{shown} of {count} {'is' if len(missing) == 1 else 'are'} missing"
         if not partial:
             raise UsageError(f"part {told}: give all parts, or take --partial")
         warn(f"part {told}")
@@ -159,7 +160,3 @@ def _holes(parts: Sequence[Part], *, indexed: bool, partial: bool) -> int:
                 raise DsbdError(f"{told}: go on with that part first, or take --partial")
             warn(told)
     return missing
-
-
-def _shown(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")

@@ -116,7 +116,11 @@ class _Trimming:
         if measured is None:
             say("nothing is measured, because no prompts are held out: --held-out FILE names some")
         else:
-            _warn_of_loss(*measured)
+            from dsbd_cli.train.compare import worse
+
+            if loss := worse(*measured):
+                more = "a larger --size or --coverage keeps more rows"
+                warn(f"the trimmed draft is worse than the full one: {loss}: {more}")
         if self._trim.json:
             sys.stdout.buffer.write(orjson.dumps(self._record(report, len(held), measured)) + b"\n")
         elif not self._trim.quiet:
@@ -231,13 +235,6 @@ def _rates(measured: Measure) -> dict[str, float | None]:
         "draft_ms_per_token": per(1e3 * stats.draft_s, measured.tokens),
         "target_ms_per_token": per(1e3 * stats.target_s, measured.tokens),
     }
-
-
-def _warn_of_loss(before: Measure, after: Measure) -> None:
-    from dsbd_cli.train.compare import worse
-
-    if loss := worse(before, after):
-        warn(f"the trimmed draft is worse than the full one: {loss}: a larger --size or --coverage keeps more rows")
 
 
 def _show(report: TrimReport, measured: tuple[Measure, Measure] | None, prompts: int, output: str) -> None:
