@@ -34,7 +34,7 @@ from dsbd_cli.config.variants import MIN_WIDTH, RULES, WIDTHS
 from dsbd_cli.errors import SETTINGS, UsageError, option_name
 from dsbd_cli.io.lines.resume import write_atomically
 from dsbd_cli.lab.reports.style import picture_bytes
-from dsbd_cli.lab.tasks.table import TASKS
+from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.requests import Request, derive_seed
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, .
     count = prompts.records or RECORDS
     if prompts.input is None:
         reader, tasks = settings.rows, [TASKS[prompts.task]] if prompts.task else list(TASKS.values())
-        streams = [task.records("test") for task in tasks]
+        streams = [task.records() for task in tasks]
         records = itertools.islice(itertools.chain.from_iterable(zip(*streams, strict=True)), count)
         return tuple(
             Request(

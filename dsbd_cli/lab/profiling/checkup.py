@@ -17,7 +17,7 @@ from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import DsbdError, ModelNotFoundError, plural
 from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, installed, versions
-from dsbd_cli.lab.tasks.table import TASKS
+from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.models.checkpoints.catalog import fit, local_folder
 from dsbd_cli.requests import Request
 from dsbd_cli.threads import processors
@@ -341,7 +341,7 @@ def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:
 def _prompts(target: ModelSpec) -> tuple[str, ...]:
     if target.source != BUILTIN_TARGET:
         return PROMPTS
-    return tuple(one.prompt for one in itertools.islice(TASKS["sql"].records("test"), len(PROMPTS)))
+    return tuple(one.prompt for one in itertools.islice(TASKS["sql"].records(), len(PROMPTS)))
 
 
 def _engine(pair: LoadedPair, *, depth: int | None, captured: bool | None = None) -> Engine:
