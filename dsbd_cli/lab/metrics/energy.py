@@ -11,13 +11,25 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 __all__ = ["EnergyMeter", "EnergyWindow", "NvmlReader", "RaplReader", "find_meter"]
 
 POWERCAP = Path("/sys/class/powercap")
 UNAVAILABLE = "unavailable"
-NVML: Callable[[], Any] = partial(import_module, "pynvml")
+
+
+class _Nvml(Protocol):
+    """The functions of nvidia-ml-py (module pynvml) that are used."""
+
+    def nvmlInit(self) -> None: ...  # noqa: N802
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> object: ...  # noqa: N802
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object) -> int: ...  # noqa: N802
+
+
+NVML: Callable[[], _Nvml] = partial(import_module, "pynvml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +52,8 @@ class NvmlReader:
     source = "nvml"  # for records
     min_window_s = 0.5  # the counter moves every 20 to 100 ms
 
-    def __init__(self, nvml: Any, uuid: str) -> None:
-        """nvml: the module of nvidia-ml-py. uuid: `GPU-...` or `MIG-...` as the driver writes it; indexes of CUDA and
-        NVML may differ.
+    def __init__(self, nvml: _Nvml, uuid: str) -> None:
+        """uuid: `GPU-...` or `MIG-...` as the driver writes it; indexes of CUDA and NVML may differ.
 
         Raises whatever NVML raises where the driver or the counter is missing.
         """
@@ -52,8 +63,7 @@ class NvmlReader:
 
     def joules(self) -> float:
         """Joules since the driver was loaded."""
-        millijoules: int = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
-        return millijoules / 1e3
+        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3
 
 
 class RaplReader:
@@ -176,7 +186,7 @@ def _cuda_uuid(device: str) -> str | None:
 def find_meter(
     device: str,
     *,
-    load_nvml: Callable[[], Any] = NVML,
+    load_nvml: Callable[[], _Nvml] = NVML,
     find_uuid: Callable[[str], str | None] = _cuda_uuid,
     powercap: Path = POWERCAP,
     synchronize: Callable[[], None] = lambda: None,
