@@ -68,7 +68,7 @@ class RuleTable:
         self.last[row] = NO_TOKEN if rules.forced_eos_token_id is None else rules.forced_eos_token_id
         self.last_at[row] = max_new - 1
         self.size[row], self.penalty[row] = rules.no_repeat_ngram_size, rules.repetition_penalty
-        if self._looks_back(rules):
+        if rules.no_repeat_ngram_size or rules.repetition_penalty != 1:  # they look back at the prompt
             if (more := len(prompt) - self.prompt.shape[1]) > 0:
                 self.prompt = torch.nn.functional.pad(self.prompt, (0, more))
                 self.version += 1
@@ -93,10 +93,6 @@ class RuleTable:
             setattr(self, name, getattr(self, name)[index])
         if len(self.banned):
             self.banned, self.begin_banned = self.banned[index], self.begin_banned[index]
-
-    @staticmethod
-    def _looks_back(rules: TokenRules) -> bool:
-        return bool(rules.no_repeat_ngram_size) or rules.repetition_penalty != 1
 
     def acting(self, starts: Sequence[int | None], generated: int) -> _Rules | None:
         """Return what the rules do in an iteration; None where no running row has any. generated: tokens that every

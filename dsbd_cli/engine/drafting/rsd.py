@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.variants import BRANCHING
-from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import log_normalise, row_law
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import DraftLaw, LayerNodes
@@ -52,9 +51,10 @@ class RowDraws:
 
     def drafts(self, index: Tensor, valid: Tensor, sampled: bool = True) -> tuple[LayerDrafts, DraftLaw | None]:
         """Pairs by flat index [R, m] in draw order, and the law of their rows."""
-        candidates, nodes = self.candidates, self.nodes
-        weight = nodes.weight.unsqueeze(-1) + _step_weight(self._context, candidates, self.log_q)
-        sampled = sampled and self._context.sampler.random
+        candidates, nodes, context = self.candidates, self.nodes, self._context
+        warped = context.sampler.random and context.warp.scope == "beam"  # weights are sums of warped logs
+        weight = nodes.weight.unsqueeze(-1) + (self.log_q if warped else candidates.logprobs)
+        sampled = sampled and context.sampler.random
         drafts = LayerDrafts(
             above=index // candidates.tokens.shape[2],
             token=candidates.tokens.flatten(1).gather(1, index),
@@ -62,13 +62,8 @@ class RowDraws:
             sampled=valid & sampled,
             weight=weight.flatten(1).gather(1, index),
         )
-        recorded = sampled and self._context.record_law
+        recorded = sampled and context.record_law
         return drafts, record_law(candidates, self.log_q, index, valid, "parent") if recorded else None
-
-
-def _step_weight(context: DraftContext, candidates: Candidates, log_q: Tensor) -> Tensor:
-    """Return what a token adds to the running weight: with warp scope `beam` weights are sums of warped logs."""
-    return log_q if context.sampler.random and context.warp.scope == "beam" else candidates.logprobs
 
 
 def root_law(context: DraftContext, nodes: LayerNodes) -> Tensor:

@@ -6,9 +6,8 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
-
-import torch
 
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.protocols import SourceModel
@@ -20,7 +19,7 @@ from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.bench.tally import Tally, ratios_of
 from dsbd_cli.lab.metrics.energy import EnergyMeter, find_meter
 from dsbd_cli.lab.metrics.environment import environment
-from dsbd_cli.lab.metrics.memory import PeakMemory
+from dsbd_cli.lab.metrics.memory import PeakMemory, synchronise
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
 
 __all__ = ["Bench"]
@@ -63,7 +62,7 @@ class Bench:
         if named := sorted(filter(None, pair.catalogues)):
             raise UsageError(f"--allow has catalogues with names ({named[0]}, ...): bench holds all records to one")
         device = pair.target.device
-        self._meter = meter or find_meter(str(device), synchronize=lambda: _wait(device))
+        self._meter = meter or find_meter(str(device), synchronize=partial(synchronise, device))
         self._memory = PeakMemory(device)
         self._stopping = False
         size, room = window_size(spec.batch_size), self._room()
@@ -73,7 +72,9 @@ class Bench:
         longest = max(map(len, ids))
         self._runners = {setting: self._runner(setting, longest) for setting in spec.settings}
         self._tallies = {
-            (part, setting): Tally(part.task, setting, self._batch_size(setting))
+            (part, setting): Tally(
+                part.task, setting, min(spec.batch_size, getattr(setting.config, "max_batch", None) or spec.batch_size)
+            )
             for part in self._parts
             for setting in part.settings
         }
@@ -143,7 +144,7 @@ class Bench:
             (part.task, curve, {row.name: row for row in dev_rows if row.task == part.task}, self._spec.tolerance)
             for part in self._parts
             for curve in self._curves
-            if part.dev and self._is_measured(part)
+            if part.dev and all(len(self._tallies[part, one].speeds) == len(part.data.windows) for one in part.settings)
         ]
         choices = [choose(*one) for one in chosen_from]
         doubted = [note for one in chosen_from for note in doubts(*one)]
@@ -174,10 +175,6 @@ class Bench:
         return [
             tally.row(ratios_of(tally, tallies), self._meter, self._memory.source) for tally in tallies if tally.speeds
         ]
-
-    def _is_measured(self, part: Part) -> bool:
-        """Whether every setting has answered all records."""
-        return all(len(self._tallies[part, one].speeds) == len(part.data.windows) for one in part.settings)
 
     def _window(self, part: Part, number: int, window: int, done: int, progress: Progress) -> int:
         """One window by every method; who begins goes round."""
@@ -227,10 +224,6 @@ class Bench:
             longest=longest,
         )
 
-    def _batch_size(self, setting: Setting) -> int:
-        limit = getattr(setting.config, "max_batch", None)
-        return min(self._spec.batch_size, limit or self._spec.batch_size)
-
     def _room(self) -> int | None:
         """Tokens that a prompt may have in every model that some setting uses."""
         drafts = any(setting.drafts for setting in self._spec.settings)
@@ -258,8 +251,3 @@ class Bench:
             "grammar": None if spec.grammar is None else spec.grammar.name,
             **dataclasses.asdict(spec.sampling),
         }
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

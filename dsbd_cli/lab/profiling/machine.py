@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, versions
-from dsbd_cli.lab.profiling.timers import synchronise
+from dsbd_cli.lab.metrics.memory import synchronise
 from dsbd_cli.lab.reports.profile_data import Machine
 
 __all__ = ["MachineRates", "describe_machine", "machine_rates"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,15 +12,16 @@ import torch
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import TREE
 from dsbd_cli.engine.decoding.encode import Encoder
+from dsbd_cli.engine.planning.timing import Line
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.errors import RowError, UsageError, plural
+from dsbd_cli.lab.metrics.memory import synchronise
 from dsbd_cli.lab.profiling import advice
-from dsbd_cli.lab.profiling.budget import CutOffError, Expected, Line
+from dsbd_cli.lab.profiling.budget import CutOffError, Expected
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
 from dsbd_cli.lab.profiling.probe import owners, peak_bytes, reset_peak
 from dsbd_cli.lab.profiling.runs import ProfiledPair, Run, drafts_nodes, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.snapshot import Snapshot
-from dsbd_cli.lab.profiling.timers import synchronise
 from dsbd_cli.lab.profiling.trace import write_trace
 from dsbd_cli.lab.reports.profile_data import (
     NO_DRAFT,
@@ -138,21 +138,21 @@ class _Session:
         lengths = [_prompt_tokens(encoder, one) for one in bench.requests]
         beams, drafts = method.num_beams, method.drafts_per_layer
         nodes = sorted({beams, self._now.nodes(beams) if method.depth else 4 * beams})
-        slots = _up(max(lengths) + max(*nodes, drafts) + 1, SLOT_STEP)
+        slots = -(-(max(lengths) + max(*nodes, drafts) + 1) // SLOT_STEP) * SLOT_STEP
 
-        def line(model: ForestModel, counts: list[int]) -> Line:
-            return Line(tuple((count, _one_forward(model, slots, count, budget.clock)) for count in counts))
+        def line(role: str, model: ForestModel, counts: list[int]) -> Line:
+            found, shown = Line(), []
+            for count in counts:
+                seconds = _one_forward(model, slots, count, budget.clock)
+                found.add(count, seconds)
+                shown.append(f"{1000 * seconds:.3g} ms for {plural(count, 'node')}")
+            budget.found(f"one forward of the {role}: {', '.join(shown)}")
+            return found
 
-        draft = None
+        target, draft = line("target", bench.target, nodes), None
         if bench.draft_model is not None and method.depth:
-            draft = line(bench.draft_model, sorted({1, max(drafts, 2)}))
-        expected = Expected(line(bench.target, nodes), draft, beams, self._now)
-        for role, timed in (("target", expected.target), ("draft", expected.draft)):
-            if timed is not None:
-                shown = ", ".join(
-                    f"{1000 * seconds:.3g} ms for {plural(count, 'node')}" for count, seconds in timed.points
-                )
-                budget.found(f"one forward of the {role}: {shown}")
+            draft = line("draft", bench.draft_model, sorted({1, max(drafts, 2)}))
+        expected = Expected(target, draft, nodes[-1], beams, self._now)
         requests = _fitting(expected, bench.requests, lengths, budget.left * RUN_SHARE)
         if requests != bench.requests:
             self._bench = replace(bench, requests=requests, batch_size=min(bench.batch_size, len(requests)))
@@ -227,7 +227,9 @@ class _Session:
             notes=tuple(told),
             recommended_command=job.render(best),
             forest=self._forest,
-            drafters=_drafter_rates(self._first),
+            drafters=tuple(
+                DrafterRate(name, part.drafted, part.accepted) for name, part in self._first.stats.drafters.items()
+            ),
             tree=method.value(TREE) if method.depth and TREE.field in method.settled else None,
         )
 
@@ -376,10 +378,6 @@ def _one_forward(model: ForestModel, slots: int, nodes: int, clock: Callable[[],
     return seconds
 
 
-def _up(value: float, step: int) -> int:
-    return math.ceil(value / step) * step
-
-
 def _measured(setting: ForestSize, runs: list[Run], roofline: Roofline | None) -> MeasuredSetting:
     last, middle = runs[-1], sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
     return MeasuredSetting(
@@ -413,8 +411,3 @@ def _acceptance(run: Run) -> tuple[DepthRate, ...]:
             reached[place] += 1
             passed[place] += layer.passed
     return tuple(DepthRate(depth, *counts) for depth, counts in enumerate(zip(reached, passed, strict=True), 1))
-
-
-def _drafter_rates(run: Run) -> tuple[DrafterRate, ...]:
-    """Return the rates of a run with two drafters, the first one first."""
-    return tuple(DrafterRate(name, part.drafted, part.accepted) for name, part in run.stats.drafters.items())
