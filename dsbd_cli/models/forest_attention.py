@@ -413,10 +413,6 @@ def _by_parts(
     return out.div_(total).flatten(1, 2).to(query.dtype)
 
 
-def _capped(scores: Tensor, scale: float, softcap: float | None) -> Tensor:
-    return scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
-
-
 def settled_attention(
     settled: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor, head: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -470,7 +466,8 @@ def _written_out(
     rows, heads, count, dim = query.shape
     groups = heads // key.shape[1]
     grouped = query.reshape(rows, key.shape[1], groups, count, dim).to(torch.float32)
-    scores = _capped(grouped @ key.unsqueeze(2).transpose(3, 4).to(torch.float32), scale, softcap)
+    scores = grouped @ key.unsqueeze(2).transpose(3, 4).to(torch.float32)
+    scores = scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
     if mask is None and count > 1:  # how transformers asks for the plain causal one
         mask = torch.ones(count, key.shape[2], dtype=torch.bool, device=key.device).tril()[None, None]
     if mask is not None and mask.dtype == torch.bool:

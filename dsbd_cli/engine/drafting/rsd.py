@@ -14,7 +14,7 @@ from dsbd_cli.engine.core.distribution import log_normalise, row_law
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import DraftLaw, LayerNodes
 from dsbd_cli.engine.core.noise import DRAFT
-from dsbd_cli.engine.core.pool import DraftRequest
+from dsbd_cli.engine.core.pool import DraftRequest, live_draws
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, record_law
 from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_candidates
@@ -148,12 +148,9 @@ class StochasticBeams(BeamDrafter):
         if context.sampler.random:
             key = _conditioned(key, above.unsqueeze(-1))
         flat = torch.where(rows.allowed & ~torch.isnan(key), key, NEG_INF).flatten(1)
-        best, index = flat.topk(min(count, flat.shape[1]), dim=1)
-        more = count - index.shape[1]
-        best = torch.nn.functional.pad(best, (0, more), value=NEG_INF)
-        index = torch.nn.functional.pad(index, (0, more))
-        self._phi, self._perturbed = below.flatten(1).gather(1, index), best
-        return rows.drafts(index, best > NEG_INF)
+        best = live_draws(flat, None, count)
+        self._phi, self._perturbed = below.flatten(1).gather(1, best.index), best.key
+        return rows.drafts(best.index, best.valid)
 
 
 def _conditioned(key: Tensor, above: Tensor) -> Tensor:

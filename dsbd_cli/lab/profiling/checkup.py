@@ -171,9 +171,9 @@ def _pair(target: ModelSpec, draft: ModelSpec) -> tuple[State, str, Facts]:
 
 
 def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]) -> tuple[State, str, Facts]:
-    from dsbd_cli.models.adapted.sizes import size_of
     from dsbd_cli.models.checkpoints.hub import has_weights
     from dsbd_cli.models.checkpoints.loader import is_gguf
+    from dsbd_cli.models.forest import size_of
     from dsbd_cli.models.pair import load_pair
 
     for spec in (target, draft):
@@ -379,7 +379,7 @@ def _texts(pair: LoadedPair, prompts: Sequence[str], captured: bool | None) -> t
 
 
 def _speed(pair: LoadedPair, prompts: Sequence[str], seconds: float, captured: bool | None) -> tuple[State, str, Facts]:
-    from dsbd_cli.models.adapted.sizes import size_of
+    from dsbd_cli.models.forest import size_of
 
     plain, call_s = _steps_per_second(_engine(pair, depth=0, captured=captured), prompts, seconds)
     size = size_of(pair.target)

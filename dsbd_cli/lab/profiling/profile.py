@@ -36,7 +36,7 @@ from dsbd_cli.lab.reports.profile_data import (
     TargetForward,
     spread_of,
 )
-from dsbd_cli.models.adapted.sizes import size_of
+from dsbd_cli.models.forest import size_of
 from dsbd_cli.requests import Request
 
 __all__ = ["ProfileSpec", "take_profile"]
@@ -164,7 +164,9 @@ class _Session:
 
     def _take_rounds(self, expected: Expected) -> None:
         """Runs in turn of the setting in use, the fastest of those that were run, and no draft."""
-        settings = list(dict.fromkeys([self._now, self._best(self._once), NO_DRAFT]))
+        found = [(setting, run.tokens / run.seconds) for setting, run in self._once.items()]
+        fastest = advice.choose(found, self._method.num_beams)
+        settings = list(dict.fromkeys([self._now, fastest, NO_DRAFT]))
         seconds = sum(expected.run(setting) for setting in settings)
         for number in range(1, self._job.repeats + 1):
             rest = f"round {number}" + (f" to {self._job.repeats}" if number < self._job.repeats else "")
@@ -179,10 +181,6 @@ class _Session:
             for setting, run in runs.items():
                 self._rounds.setdefault(setting, []).append(run)
             self._repeats = number
-
-    def _best(self, runs: dict[ForestSize, Run]) -> ForestSize:
-        found = [(setting, run.tokens / run.seconds) for setting, run in runs.items()]
-        return advice.choose(found, self._method.num_beams)
 
     def profile(self) -> Profile | None:
         """From what is measured; None where no run was."""

@@ -14,7 +14,7 @@ from dsbd_cli.lab.profiling.timers import PHASES, RunLog
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.patching import pack, plain_linears
-from dsbd_cli.models.adapted.sizes import size_of
+from dsbd_cli.models.forest import size_of
 from dsbd_cli.ops.cpu import linear as packing
 from dsbd_cli.ops.cpu.linear import packing_works
 from tests.helpers.tiny import build
