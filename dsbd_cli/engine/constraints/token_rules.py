@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.token_rules import Timestamps, TokenRules
-from dsbd_cli.engine.constraints.legal import NodePaths
+from dsbd_cli.engine.constraints.legal import NO_TOKEN, NodePaths, joined
 from dsbd_cli.engine.core.topk import NEG_INF
 
 __all__ = ["RuleTable"]
 
-NO_TOKEN, NO_MATCH = -1, -2
+NO_MATCH = -2
 
 
 class RuleTable:
@@ -149,12 +149,7 @@ class _Rules:
         row = torch.arange(rows, device=length.device).unsqueeze(1).expand(-1, count)
         text = None
         if self.acts.penalty or self.acts.longest:
-            prompt = table.lengths.view(-1, 1, 1)
-            at = torch.arange(table.prompt.shape[1] + generated.shape[2], device=length.device)
-            own = (at - prompt).expand(-1, count, -1)  # [R, n, X] place among the generated tokens
-            before = torch.nn.functional.pad(table.prompt, (0, generated.shape[2])).unsqueeze(1)
-            text = torch.where(own < 0, before, generated.gather(2, own.clamp(0, generated.shape[2] - 1)))
-            text = text.masked_fill(own >= length.unsqueeze(2), NO_TOKEN).flatten(0, 1)
+            text = joined(table.prompt, table.lengths, generated, length).flatten(0, 1)
         spoken = None
         if self.acts.timed and table.times is not None:
             spoken = _spoken(generated.flatten(0, 1), length.flatten(), table.times.first)

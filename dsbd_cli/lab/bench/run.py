@@ -22,8 +22,9 @@ from dsbd_cli.lab.metrics.environment import environment
 from dsbd_cli.lab.metrics.memory import PeakMemory, synchronise
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
 
-__all__ = ["Bench"]
+__all__ = ["Bench", "Progress"]
 
+# called with windows done, windows in all, what is measured next, and the seconds left where that is known
 Progress = Callable[[int, int, str, float | None], None]
 
 
