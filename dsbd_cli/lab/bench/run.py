@@ -14,7 +14,7 @@ from dsbd_cli.engine.protocols import SourceModel
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.bench.choice import choose, curves, doubts
 from dsbd_cli.lab.bench.prepare import BenchSpec, Prepared, prepare, window_size
-from dsbd_cli.lab.bench.runners import Runner, make_runner
+from dsbd_cli.lab.bench.runners import make_runner
 from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.bench.tally import Tally, ratios_of
 from dsbd_cli.lab.metrics.energy import EnergyMeter, find_meter
@@ -71,7 +71,7 @@ class Bench:
         self._parts = list(self._divided(size, room))
         ids = [prompt.ids for part in self._parts for window in part.data.windows for prompt in window]
         longest = max(map(len, ids))
-        self._runners = {setting: self._runner(setting, longest) for setting in spec.settings}
+        self._runners = {setting: make_runner(pair, setting, spec, longest) for setting in spec.settings}
         self._tallies = {
             (part, setting): Tally(
                 part.task, setting, min(spec.batch_size, getattr(setting.config, "max_batch", None) or spec.batch_size)
@@ -211,19 +211,6 @@ class Bench:
             else:
                 scores = [score(prompt.record, answer.text) for prompt, answer in pairs]
             tally.add_answers(answers, scores, runner.with_logprobs(prompts, answers))
-
-    def _runner(self, setting: Setting, longest: int) -> Runner:
-        spec = self._spec
-        return make_runner(
-            self._pair,
-            setting,
-            spec.sampling,
-            spec.seed,
-            spec.batch_size,
-            ranked=any(dataset.ranks is not None for dataset in spec.datasets),
-            grammar=spec.grammar,
-            longest=longest,
-        )
 
     def _room(self) -> int | None:
         """Tokens that a prompt may have in every model that some setting uses."""

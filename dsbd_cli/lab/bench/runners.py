@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.variant import Exactness
@@ -13,7 +12,7 @@ from dsbd_cli.engine.constraints.answers import Catalogue
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import ModelError, UsageError
 from dsbd_cli.lab.bench.methods import METHODS
-from dsbd_cli.lab.bench.prepare import Prompt
+from dsbd_cli.lab.bench.prepare import BenchSpec, Prompt
 from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.peers.base import Asked, Delivered, Peer
 from dsbd_cli.pick.candidates import Candidate, CandidateRow
@@ -53,18 +52,10 @@ class EngineRunner:
     its own.
     """
 
-    def __init__(
-        self,
-        pair: Engine,
-        setting: Setting,
-        sampling: SamplingConfig,
-        seed: int,
-        batch_size: int,
-        grammar: Grammar | None = None,
-    ) -> None:
+    def __init__(self, pair: Engine, setting: Setting, spec: BenchSpec, sampling: SamplingConfig) -> None:
         method, how = setting.config, METHODS[setting.method]
         assert isinstance(method, MethodConfig)
-        self._pick, self._seed, self._grammar = how.pick, seed, grammar
+        self._pick, self._seed, self._grammar = how.pick, spec.seed, spec.grammar
         self._samples = method.num_beams if how.independent else None
         if how.independent:
             # a sample ends with the first end token that it draws
@@ -77,8 +68,9 @@ class EngineRunner:
         choosers: dict[str | None, Chooser] = {"vote": ByVote(weights=weights), "mbr": ByRisk(weights=weights)}
         self._chooser = choosers.get(how.pick, ByScore())
         draft = pair.draft if method.needs_draft else None
+        rows, catalogues = spec.batch_size, pair.catalogues
         self._engine = Engine(
-            pair.target, draft, pair.codec, method, batch_size=batch_size, log_steps=True, catalogues=pair.catalogues
+            pair.target, draft, pair.codec, method, batch_size=rows, log_steps=True, catalogues=catalogues
         )
         self._slot_bytes = sum(model.kv_bytes_per_slot() for model in self._engine.models)
         self._stopped = False
@@ -199,26 +191,17 @@ def _named(answer_id: str | int | None, text: str) -> str:
 Runner = EngineRunner | PeerRunner
 
 
-def make_runner(
-    pair: Engine,
-    setting: Setting,
-    sampling: SamplingConfig,
-    seed: int,
-    batch_size: int,
-    *,
-    ranked: bool = False,
-    grammar: Grammar | None = None,
-    longest: int = 0,
-) -> Runner:
-    """The runner of a setting. ranked: all hypotheses are asked for. grammar: of every answer, of our engine only.
-    longest: tokens of a prompt, at most. Raises ModelError where another code does not take the target."""
-    config = setting.config
-    sampling = replace(sampling, n_best=setting.num_beams) if ranked else sampling
+def make_runner(pair: Engine, setting: Setting, spec: BenchSpec, longest: int = 0) -> Runner:
+    """The runner of a setting. longest: tokens of a prompt, at most. Raises ModelError where another code does not take
+    the target."""
+    config, sampling = setting.config, spec.sampling
+    if any(dataset.ranks is not None for dataset in spec.datasets):  # all hypotheses are asked for
+        sampling = replace(sampling, n_best=setting.num_beams)
     if isinstance(config, MethodConfig):
-        return EngineRunner(pair, setting, sampling, seed, batch_size, grammar)
-    assert grammar is None, "checked by the command"
+        return EngineRunner(pair, setting, spec, sampling)
+    assert spec.grammar is None, "checked by the command"
     try:
-        peer = config.peer(pair, sampling, batch_size, longest)
+        peer = config.peer(pair, sampling, spec.batch_size, longest)
     except ModelError as error:
         raise ModelError(f"{setting.method}: {error}") from None
-    return PeerRunner(setting.name, peer, seed, pair.catalogues.get(""))
+    return PeerRunner(setting.name, peer, spec.seed, pair.catalogues.get(""))
