@@ -25,44 +25,13 @@ from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDraf
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.text import NO_TOKEN, contexts, suffix
 
-__all__ = ["KEPT", "NgramDrafter", "NgramSource", "Recall", "make"]
+__all__ = ["KEPT", "NgramDrafter", "Recall", "make"]
 
 PLACES = 4  # of each beam that are followed
 FOUND, OTHER = -0.02, 3.0  # guessed log-probability of what stands at the best place, and how much less at each other
 KEPT = 64  # tokens of each node that are remembered, the best ones: the same in every batch, so that proposals are
 ABSENT = torch.iinfo(torch.int64).max
 UNIT, DECAY = 1000, 0.85  # worth of the last token where it is equal, and of each token before it, of the next
-
-
-class NgramSource:
-    """Paths behind earlier places that end much as the beam does: the most alike first, of equal ones the latest."""
-
-    def __init__(self, longest: int) -> None:
-        """longest: n, last tokens that are compared."""
-        self.longest = longest
-
-    def paths(self, context: DraftContext) -> Paths:
-        """K places of every beam, the best one of each beam before any beam's second: a layer passes where every beam
-        goes on as drafted. Of places of one rank those of likelier beams weigh more.
-
-        A path that reaches the end of the text goes on from its own beginning: the text has repeated itself so far.
-        """
-        assert context.prompts is not None
-        tokens, length = contexts(context.prompts, context.beams)
-        rank, start = _alike(tokens, length, self.longest).topk(min(context.drafts_per_layer, tokens.shape[2]), 2)
-        rows, beams, places = start.shape
-        steps = torch.arange(context.depth, device=tokens.device)
-        period = (length.view(-1, 1, 1) - start).clamp(min=1).unsqueeze(-1)
-        at = start.unsqueeze(-1) + steps % period  # [R, W, c, D]
-        found = tokens.gather(2, at.flatten(2)).view(rows, beams, places, context.depth)
-        weight = (1 + beam_share(context.beams)).unsqueeze(-1) * 0.25 ** torch.arange(places, device=tokens.device)
-        real = (rank >= 0) & context.beams.valid.unsqueeze(-1)
-        return Paths(
-            root=torch.arange(beams, device=tokens.device).view(1, -1, 1).expand_as(start).flatten(1),
-            tokens=found.flatten(1, 2).clamp(min=0),
-            length=torch.where(real, context.depth, 0).flatten(1),
-            weight=weight.flatten(1),
-        )
 
 
 def _alike(tokens: Tensor, length: Tensor, longest: int) -> Tensor:
@@ -138,11 +107,34 @@ class NgramDrafter(PathDrafter):
     Every node follows a place of the text, so that a beam which leaves the copy by a token goes on behind it.
     """
 
-    def __init__(self, source: NgramSource, *, recalls: bool) -> None:
-        """recalls: what the target says is kept from one iteration to the next."""
-        super().__init__(source)
-        self._longest, self._recalls = source.longest, recalls
+    def __init__(self, longest: int, *, recalls: bool) -> None:
+        """longest: n, last tokens that are compared. recalls: what the target says is kept from one iteration to the
+        next."""
+        self._longest, self._recalls = longest, recalls
         self._recall: Recall | None = None
+
+    def paths(self, context: DraftContext) -> Paths:
+        """K places of every beam, the best one of each beam before any beam's second: a layer passes where every beam
+        goes on as drafted. Of places of one rank those of likelier beams weigh more.
+
+        A path that reaches the end of the text goes on from its own beginning: the text has repeated itself so far.
+        """
+        assert context.prompts is not None
+        tokens, length = contexts(context.prompts, context.beams)
+        rank, start = _alike(tokens, length, self._longest).topk(min(context.drafts_per_layer, tokens.shape[2]), 2)
+        rows, beams, places = start.shape
+        steps = torch.arange(context.depth, device=tokens.device)
+        period = (length.view(-1, 1, 1) - start).clamp(min=1).unsqueeze(-1)
+        at = start.unsqueeze(-1) + steps % period  # [R, W, c, D]
+        found = tokens.gather(2, at.flatten(2)).view(rows, beams, places, context.depth)
+        weight = (1 + beam_share(context.beams)).unsqueeze(-1) * 0.25 ** torch.arange(places, device=tokens.device)
+        real = (rank >= 0) & context.beams.valid.unsqueeze(-1)
+        return Paths(
+            root=torch.arange(beams, device=tokens.device).view(1, -1, 1).expand_as(start).flatten(1),
+            tokens=found.flatten(1, 2).clamp(min=0),
+            length=torch.where(real, context.depth, 0).flatten(1),
+            weight=weight.flatten(1),
+        )
 
     def propose(self, context: DraftContext) -> Forest:
         """The K best pairs of every layer."""
@@ -234,4 +226,4 @@ class NgramDrafter(PathDrafter):
 
 def make(of: DrafterInputs) -> PathDrafter:
     """Drafter `ngram`. A captured iteration finds its inputs where they were, so nothing is kept on a GPU."""
-    return NgramDrafter(NgramSource(of.method.value(NGRAM)), recalls=of.device.type == "cpu")
+    return NgramDrafter(of.method.value(NGRAM), recalls=of.device.type == "cpu")
