@@ -93,11 +93,6 @@ class Bench:
         """Settings that are measured in turn."""
         return len(self._spec.settings)
 
-    @property
-    def stopped(self) -> bool:
-        """Whether stop was called."""
-        return self._stopping
-
     def stop(self) -> None:
         """End soon; windows that are done stay. May be called from a signal handler."""
         self._stopping = True
