@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.variants import NGRAM
-from dsbd_cli.engine.constraints.legal import DEAD
+from dsbd_cli.engine.constraints.legal import DEAD, NO_TOKEN
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import pool_law
 from dsbd_cli.engine.core.forest import Forest
@@ -23,7 +23,7 @@ from dsbd_cli.engine.core.sampler import largest
 from dsbd_cli.engine.core.topk import NEG_INF, best_tokens
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, children, following, roots
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
-from dsbd_cli.engine.drafting.text import NO_TOKEN, contexts, suffix
+from dsbd_cli.engine.drafting.text import contexts, suffix
 
 __all__ = ["KEPT", "NgramDrafter", "Recall", "make"]
 

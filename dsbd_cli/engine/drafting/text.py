@@ -12,7 +12,7 @@ from torch import Tensor
 from dsbd_cli.engine.constraints.legal import NO_TOKEN, joined
 from dsbd_cli.engine.core.beams import Beams
 
-__all__ = ["NO_TOKEN", "Prompts", "contexts", "suffix"]
+__all__ = ["Prompts", "contexts", "suffix"]
 
 
 @dataclass(slots=True)
