@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -33,16 +33,7 @@ from dsbd_cli.ops.cpu import attention as tail
 from dsbd_cli.ops.cpu.attention import Paths
 from dsbd_cli.ops.cpu.runtime import on_amd
 
-__all__ = [
-    "LEAST_DIM",
-    "MASKED",
-    "Attended",
-    "AttentionMetadata",
-    "Blocks",
-    "attention",
-    "filled_queries",
-    "settled_attention",
-]
+__all__ = ["LEAST_DIM", "MASKED", "AttentionMetadata", "Blocks", "attention", "filled_queries", "settled_attention"]
 
 SETTLED_STEP = 32  # settled slots are counted in such steps: an odd remainder takes another kernel
 SETTLED_LEAST = 64  # a shorter prompt is all tail
@@ -57,26 +48,6 @@ Kernel = Callable[..., Tensor]
 """kernels.attention.attention, or its twin."""
 # exp2 of anything is equally fast, exp of what gives zero or a subnormal number is not
 MASKED = torch.finfo(torch.float32).min
-
-
-@dataclass(frozen=True, slots=True)
-class Attended:
-    """One attention over the slots of a forest.
-
-    Attributes:
-        query: [R, H * G, n, E]. key, value: [R, H, S, E]. mask: [R, 1, n, S], added to the scores.
-        softcap: scores become softcap * tanh(score / softcap). sinks: [H * G], a score per head that takes weight and
-            gives nothing. bias: [R or 1, H * G, n, S], added to the scores (T5).
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    scale: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    bias: Tensor | None = None
 
 
 class AttentionMetadata:
@@ -154,15 +125,14 @@ class AttentionMetadata:
         """The mask was given to `add`; a model may make one of its own."""
         return mask is not None and self._key(mask) in self._seen
 
-    def served(self, one: Attended, mask: Tensor) -> Tensor | None:
+    def served(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor | None:
         """Return the attention that the kernel gives; None where there is none for this kind of layer."""
         from dsbd_cli.ops.triton.attention import attention_fits
 
-        key = self._key(mask)
-        if self._heads[key] is not None or not attention_fits(one.query, one.key, one.value):
+        if self._heads[self._key(mask)] is not None or not attention_fits(query, key, value):
             return None
         assert self.kernel is not None
-        return self.kernel(one.query, one.key, one.value, self._seen[key][1], self.prompt, one.scale)
+        return self.kernel(query, key, value, self._seen[self._key(mask)][1], self.prompt, scale)
 
     def paths(self, mask: Tensor) -> Paths:
         """The tail slots that each node sees, by depth."""
@@ -211,13 +181,10 @@ class AttentionMetadata:
             self._wide[key, queries] = head
         return self._wide[key, queries]
 
-    def settled_part(self, one: Attended, mask: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return `settled_attention`; None where no row has a settled slot."""
-        if not max(self.settled):
-            return None
-        _, heads, count, dim = one.query.shape
-        queries = filled_queries(heads, one.key.shape[1], count, dim, one.query.dtype)
-        return settled_attention(self.settled, one.query, one.key, one.value, self.head(mask, queries), one.scale)
+    def head_for(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
+        """Return `head` for queries [R, H * G, n, E] and keys [R, H, S, E]."""
+        _, heads, count, dim = query.shape
+        return self.head(mask, filled_queries(heads, key.shape[1], count, dim, query.dtype))
 
     def pick(self, states: Tensor, dtype: torch.dtype) -> Tensor:
         """Keys or values [R, H, S, E] of the tail: [R, H, T, E]. What lies past the last slot is 0."""
@@ -254,15 +221,23 @@ class Blocks:
             return None
         return cls(batch.settled[0])
 
-    def attend(self, one: Attended, mask: Tensor) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         """Do what `attention` does, block by block."""
         parts = []
-        count = one.query.shape[2]
-        for start in range(0, count, PREFIX_STEP):
-            end = min(start + PREFIX_STEP, count)
+        for start in range(0, query.shape[2], PREFIX_STEP):
+            end = min(start + PREFIX_STEP, query.shape[2])
             seen = slice(self.first + end)
-            states = one.query[:, :, start:end], one.key[:, :, seen], one.value[:, :, seen], mask[:, :, start:end, seen]
-            part = attention(None, *states, one.scale, one.softcap, one.sinks)
+            states = query[:, :, start:end], key[:, :, seen], value[:, :, seen], mask[:, :, start:end, seen]
+            part = attention(None, *states, scale, softcap, sinks)
             assert part is not None, "a mask that all heads share"
             parts.append(part)
         return torch.cat(parts, 1)
@@ -281,45 +256,55 @@ def attention(
 ) -> Tensor | None:
     """Return attention of query [R, H * G, n, E] over key and value [R, H, S, E]: [R, n, H * G, E].
 
-    The arguments are those of `Attended`. None where the mask is missing, differs from head to head or comes with a
-    bias: torch's own function serves then.
+    mask [R, 1, n, S] is added to the scores. softcap: scores become softcap * tanh(score / softcap). sinks [H * G]: a
+    score per head that takes weight and gives nothing. bias [R or 1, H * G, n, S] is added to the scores (T5).
+    None where the mask is missing, differs from head to head or comes with a bias: torch's own function serves then.
     """
-    one = Attended(query, key, value, mask, scale, softcap, sinks, bias)
     if isinstance(sight, Blocks):
         if mask is not None and bias is None:
-            return sight.attend(one, mask)
+            return sight.attend(query, key, value, mask, scale, softcap, sinks)
         sight = None
-    out = None if sight is None else _by_sight(sight, one)
+    out = None if sight is None else _by_sight(sight, query, key, value, mask, scale, softcap, sinks, bias)
     if out is not None:
         return out
     if softcap is not None or sinks is not None:
-        return _written_out(one).transpose(1, 2).contiguous()
+        return _written_out(query, key, value, mask, scale, softcap, sinks).transpose(1, 2).contiguous()
     if mask is None or mask.shape[1] != 1 or bias is not None:
         return None
     return _over_all_slots(query, key, value, mask, scale)
 
 
-def _by_sight(sight: AttentionMetadata, one: Attended) -> Tensor | None:
+def _by_sight(
+    sight: AttentionMetadata,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor | None:
     """[R, n, H * G, E] of a forward whose slots are split, by a kernel or by parts; None where torch's attention over
     all slots serves."""
-    known = sight.of(one.mask)
+    known = sight.of(mask)
     if known is None:
         return None
     part, mask = known
-    if part is sight.across and one.bias is not None:
-        one = replace(one, bias=None)  # T5 gives zeros here: a source has no distance to an answer
-    odd, dim = one.softcap is not None or one.bias is not None, one.key.shape[-1]
+    if part is sight.across:
+        bias = None  # T5 gives zeros here: a source has no distance to an answer
     found = None
-    if part.kernel is not None and one.sinks is None and not odd:
-        found = part.served(one, mask)
+    if part.kernel is not None and softcap is None and sinks is None and bias is None:
+        found = part.served(query, key, value, mask, scale)
     if found is None and part.fast:
         return None
     sight.used += 1
-    if found is None and (odd or dim != one.value.shape[-1] or dim < LEAST_DIM or part.kernel is not None):
+    odd = softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None
+    if found is None and (odd or part.kernel is not None):
         part = part.all_tail()
-    if found is None and part.width and tail.fits(one.query, one.key, one.value):
-        return _by_paths(part, one, mask)
-    out = _by_parts(part, one, mask) if found is None else found
+    if found is None and part.width and tail.fits(query, key, value):
+        return _by_paths(part, query, key, value, mask, scale, softcap, sinks, bias)
+    out = _by_parts(part, query, key, value, mask, scale, softcap, sinks, bias) if found is None else found
     return out.transpose(1, 2).contiguous()
 
 
@@ -341,11 +326,23 @@ def _over_all_slots(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
     return out.reshape(rows, heads, count, value.shape[-1]).transpose(1, 2).contiguous()
 
 
-def _by_paths(sight: AttentionMetadata, one: Attended, mask: Tensor) -> Tensor:
+def _by_paths(
+    sight: AttentionMetadata,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """[R, n, H * G, E]: settled slots by torch's kernel, the tail by ours, which joins them."""
-    settled, paths = sight.settled_part(one, mask), sight.paths(mask)
-    states = one.query, one.key, one.value
-    return tail.attend(paths, *states, one.scale, settled=settled, softcap=one.softcap, sinks=one.sinks, bias=one.bias)
+    settled = None
+    if max(sight.settled):
+        settled = settled_attention(sight.settled, query, key, value, sight.head_for(mask, query, key), scale)
+    paths = sight.paths(mask)
+    return tail.attend(paths, query, key, value, scale, settled=settled, softcap=softcap, sinks=sinks, bias=bias)
 
 
 def filled_queries(heads: int, kv_heads: int, count: int, dim: int, dtype: torch.dtype) -> int:
@@ -367,13 +364,25 @@ def _grouped(query: Tensor, kv_heads: int) -> Tensor:
     return nn.functional.pad(grouped, (0, 0, 0, missing)) if missing else grouped
 
 
-def _by_parts(sight: AttentionMetadata, one: Attended, mask: Tensor) -> Tensor:
+def _by_parts(
+    sight: AttentionMetadata,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """[R, H * G, n, E]: settled slots by the fused kernel, the tail in float64, joined by their log-sums."""
-    query, key, scale, softcap = one.query, one.key, one.scale, one.softcap
     rows, heads, count, _ = query.shape
     groups = heads // key.shape[1]
     queries = groups * count
-    grouped, head = _grouped(query, key.shape[1]), sight.settled_part(one, mask)
+    grouped = _grouped(query, key.shape[1])
+    head = None
+    if max(sight.settled):
+        head = settled_attention(sight.settled, query, key, value, sight.head_for(mask, query, key), scale)
     if not sight.width:
         assert head is not None
         return head[0][:, :, :queries].reshape(rows, heads, count, -1)
@@ -382,8 +391,8 @@ def _by_parts(sight: AttentionMetadata, one: Attended, mask: Tensor) -> Tensor:
     if softcap is not None:
         scores, scale = torch.tanh(scores.to(torch.float64) * (scale / softcap)).to(torch.float32), softcap
     scores = torch.add(sight.tail(mask), scores, alpha=scale * LOG2_E)  # to base 2
-    if one.bias is not None:  # of all slots, which are all tail then
-        scores.add_(one.bias.to(torch.float32).unflatten(1, (-1, groups)), alpha=LOG2_E)
+    if bias is not None:  # of all slots, which are all tail then
+        scores.add_(bias.to(torch.float32).unflatten(1, (-1, groups)), alpha=LOG2_E)
     highest = scores.amax(-1, keepdim=True)
     if head is not None:
         settled, log_sum = (part[:, :, :queries].unflatten(2, (groups, count)) for part in head)
@@ -392,16 +401,20 @@ def _by_parts(sight: AttentionMetadata, one: Attended, mask: Tensor) -> Tensor:
     # in float64 too: in float32 the last few numbers of a tensor may take another exp2 than the others
     weights = scores.sub_(highest).to(torch.float64).exp2_()
     total = weights.sum(-1, keepdim=True)
-    values = sight.pick(one.value, torch.float64)
+    values = sight.pick(value, torch.float64)
     out = torch.matmul(weights.flatten(2, 3), values).unflatten(2, (groups, count))
     if head is not None:
         share = (log_sum - highest).to(torch.float64).exp2_()
         out.addcmul_(settled.to(torch.float64), share)
         total.add_(share)
-    if one.sinks is not None:
-        sink = one.sinks.to(torch.float32).view(-1, groups, 1, 1) * LOG2_E
+    if sinks is not None:
+        sink = sinks.to(torch.float32).view(-1, groups, 1, 1) * LOG2_E
         total.add_((sink - highest).to(torch.float64).exp2_())
     return out.div_(total).flatten(1, 2).to(query.dtype)
+
+
+def _capped(scores: Tensor, scale: float, softcap: float | None) -> Tensor:
+    return scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
 
 
 def settled_attention(
@@ -441,27 +454,33 @@ def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], len(numbers)], strict=True))
 
 
-def _written_out(one: Attended) -> Tensor:
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """Compute attention that the fused kernel does not offer, in float32.
 
     Returns [R, H * G, n, E] in the dtype of the query.
     """
-    query, key, mask, scale, softcap = one.query, one.key, one.mask, one.scale, one.softcap
     rows, heads, count, dim = query.shape
     groups = heads // key.shape[1]
     grouped = query.reshape(rows, key.shape[1], groups, count, dim).to(torch.float32)
-    scores = grouped @ key.unsqueeze(2).transpose(3, 4).to(torch.float32)
-    scores = scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
+    scores = _capped(grouped @ key.unsqueeze(2).transpose(3, 4).to(torch.float32), scale, softcap)
     if mask is None and count > 1:  # how transformers asks for the plain causal one
         mask = torch.ones(count, key.shape[2], dtype=torch.bool, device=key.device).tril()[None, None]
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask.unsqueeze(1), MASKED)
     elif mask is not None:
         scores = scores + mask.unsqueeze(1)
-    if one.sinks is not None:
-        sink = one.sinks.to(torch.float32).view(1, -1, groups, 1, 1).expand(rows, -1, -1, count, 1)
+    if sinks is not None:
+        sink = sinks.to(torch.float32).view(1, -1, groups, 1, 1).expand(rows, -1, -1, count, 1)
         scores = torch.cat((scores, sink), -1)
     weights = torch.softmax(scores, -1)
-    if one.sinks is not None:
+    if sinks is not None:
         weights = weights[..., :-1]
-    return (weights @ one.value.unsqueeze(2).to(torch.float32)).flatten(1, 2).to(query.dtype)
+    return (weights @ value.unsqueeze(2).to(torch.float32)).flatten(1, 2).to(query.dtype)

@@ -42,10 +42,16 @@ from dsbd_cli.lab.tasks.dataset import Dataset, with_dev, with_shots
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
-    from dsbd_cli.lab.bench.run import Bench, Progress
+    from dsbd_cli.lab.bench.run import Bench
     from dsbd_cli.lab.reports.bench_data import BenchReport
 
 __all__ = ["bench"]
+
+
+class Progress(Protocol):
+    """Called with windows done, windows in all, what is measured next, and the seconds left where that is known."""
+
+    def __call__(self, done: int, total: int, name: str, left_s: float | None) -> None: ...
 
 
 @grouped

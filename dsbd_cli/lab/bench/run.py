@@ -22,9 +22,8 @@ from dsbd_cli.lab.metrics.environment import environment
 from dsbd_cli.lab.metrics.memory import PeakMemory, synchronise
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
 
-__all__ = ["Bench", "Progress"]
+__all__ = ["Bench"]
 
-# called with windows done, windows in all, what is measured next, and the seconds left where that is known
 Progress = Callable[[int, int, str, float | None], None]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import ModelSpec
@@ -157,10 +156,10 @@ def test_a_model_with_attention_of_its_own_is_not_trusted(name: str) -> None:
 def all_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused kernel over all slots, gaps included."""
 
-    def fused(sight: object, one: forest_attention.Attended, mask: Tensor) -> Tensor:
-        groups = one.query.shape[1] // one.key.shape[1]
-        key, value = one.key.repeat_interleave(groups, 1), one.value.repeat_interleave(groups, 1)
-        return torch.nn.functional.scaled_dot_product_attention(one.query, key, value, attn_mask=mask, scale=one.scale)
+    def fused(sight, query, key, value, mask, scale, *more):  # type: ignore[no-untyped-def]
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
     monkeypatch.setattr(forest_attention, "_by_parts", fused)
     in_torch(monkeypatch)
