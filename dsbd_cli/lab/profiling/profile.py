@@ -15,11 +15,11 @@ from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.planning.timing import Line
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.errors import RowError, UsageError, plural
-from dsbd_cli.lab.metrics.memory import synchronise
+from dsbd_cli.lab.metrics.memory import PeakMemory, peak_rss_bytes, synchronise
 from dsbd_cli.lab.profiling import advice
 from dsbd_cli.lab.profiling.budget import CutOffError, Expected
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
-from dsbd_cli.lab.profiling.probe import owners, peak_bytes, reset_peak
+from dsbd_cli.lab.profiling.probe import owners
 from dsbd_cli.lab.profiling.runs import ProfiledPair, Run, drafts_nodes, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.snapshot import Snapshot
 from dsbd_cli.lab.profiling.trace import write_trace
@@ -320,8 +320,12 @@ def _forest(job: ProfileSpec, bench: ProfiledPair) -> ShownForest:
 
 def _memory(job: ProfileSpec, bench: ProfiledPair) -> tuple[tuple[Owner, ...], Run]:
     """A first run, which warms everything up, with an eye on memory."""
-    reset_peak(bench.devices)
+    on_gpu = [device for device in bench.devices if device.type == "cuda"]
+    memories = [PeakMemory(device) for device in on_gpu or bench.devices]
+    for one in memories:
+        one.start()
     run = bench.timed(job.method, log_steps=True)
+    peaks = [peak for one in memories if (peak := one.peak()) is not None]
     models = [("target", bench.target)]
     if bench.draft_model is not None and job.method.depth:
         models.append(("draft", bench.draft_model))
@@ -329,9 +333,9 @@ def _memory(job: ProfileSpec, bench: ProfiledPair) -> tuple[tuple[Owner, ...], R
     # a draft with tokens of its own shares no slots with the target
     shared = models if drafts_nodes(job.method) else models[:1]
     slot_bytes = sum(model.kv_bytes_per_slot() for _, model in shared)
-    peak, on_gpu = peak_bytes(bench.devices), any(device.type == "cuda" for device in bench.devices)
     before = 0 if on_gpu else job.resident_before
     reserved = run.log.room * slot_bytes
+    peak = sum(peaks) if peaks else peak_rss_bytes()  # where no peak can begin anew: since the process began
     return owners(sizes, run.log.peak, slot_bytes, reserved, job.method.num_beams, peak, before), run
 
 
@@ -344,13 +348,7 @@ def _roofline(job: ProfileSpec, bench: ProfiledPair) -> Roofline | None:
     bench.budget.tell("timing a copy and a matrix product")
     dtype = getattr(torch, job.dtype) if hasattr(torch, job.dtype) else torch.float32
     rates = machine_rates(model.device, dtype, size.read_bytes)
-    return Roofline(
-        size.read_bytes,
-        size.flops_per_node,
-        model.kv_bytes_per_slot(),
-        rates.copy_bytes_per_s,
-        rates.matmul_flops_per_s,
-    )
+    return Roofline(size.read_bytes, size.flops_per_node, model.kv_bytes_per_slot(), *rates)
 
 
 @torch.inference_mode()
