@@ -16,7 +16,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import ray
     from ray.actor import ActorHandle
 
-__all__ = ["PoolConfig", "RayEngine", "WorkerReport"]
+__all__ = ["PoolConfig", "RayEngine", "WorkerReport", "cpus_each"]
 
 HELD_BATCHES = 2  # rows at a worker, in batches: one that runs, one that waits in its inbox
 AHEAD = 8  # rows that are read ahead to keep the input's order, in rows that all workers hold
@@ -409,11 +409,11 @@ class RayEngine:
                 raise DsbdError(f"{where}: {shorten(_last_line(error))}{token}") from error
         if local and (node := context.address_info["node_ip_address"]) not in LOOPBACK:  # type: ignore[attr-defined]
             raise DsbdError(f"Ray listens on {node}, where others reach it; ray 2.60 listens on 127.0.0.1 alone")
-        self._settle(ray.cluster_resources(), cores)  # type: ignore[no-untyped-call]
+        self._settle([node["Resources"] for node in ray.nodes() if node["Alive"]])  # type: ignore[no-untyped-call]
 
-    def _settle(self, resources: dict[str, float], cores: int) -> None:
-        """Workers, and what each gets, from what Ray has. Raises UsageError."""
-        gpus = int(resources.get("GPU", 0))
+    def _settle(self, nodes: list[dict[str, float]]) -> None:
+        """Workers, and what each gets, from what Ray's nodes have. Raises UsageError."""
+        gpus = sum(int(node.get("GPU", 0)) for node in nodes)
         processes = self._config.processes
         self._gpus = min(1, gpus) * processes if self._config.gpus is None else self._config.gpus
         most = self._config.most
@@ -426,8 +426,8 @@ class RayEngine:
                 f"--workers is {most} with {plural(self._gpus, 'GPU')} each, "
                 f"but there {'is' if gpus == 1 else 'are'} {gpus}: take fewer"
             )
-        total = int(resources.get("CPU", cores))
-        self._cpus = processes if self._gpus else max(processes, total // most)
+        cpus = [int(node.get("CPU", 0)) for node in nodes]
+        self._cpus = processes if self._gpus else max(processes, cpus_each(cpus, most))
         self._places = [_Place(WorkerReport(number)) for number in range(most)]
 
     def _wait_for_workers(self) -> None:
@@ -449,6 +449,14 @@ class RayEngine:
                     f"each needs {self._cpus} CPU and {self._gpus} GPU, Ray has {free.get('CPU', 0):.0f} CPU and "
                     f"{free.get('GPU', 0):.0f} GPU free"
                 )
+
+
+def cpus_each(nodes: Sequence[int], workers: int) -> int:
+    """Return the most processors that each of so many workers can get; 1 where there are fewer processors than workers.
+
+    nodes: processors of each node. A worker lies on one node.
+    """
+    return next((cpus for cpus in range(max(nodes), 1, -1) if sum(node // cpus for node in nodes) >= workers), 1)
 
 
 def _closed_doors() -> dict[str, str]:

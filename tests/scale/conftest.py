@@ -79,6 +79,21 @@ class Job:
         """Until so many records are written."""
         wait_until(lambda: self.written() >= rows, process)
 
+    def reach(self, process: subprocess.Popen[str], rows: int, below: int) -> None:
+        """Until so many records are written, with two workers below a process. Rows from there on wait, and more of
+        them go on where both workers wait: a row that is sent again may stand behind one that waits."""
+        first = rows
+        self.gate.hold(first)
+
+        def reached() -> bool:
+            nonlocal first
+            if len(self.gate.holders() & set(workers_below(below))) == 2 and self.written() < rows:
+                first += 8
+                self.gate.hold(first)
+            return self.written() >= rows
+
+        wait_until(reached, process)
+
     def holders(self, process: subprocess.Popen[str], below: int) -> list[int]:
         """Workers below a process, once there are any, that hold rows which wait at the gate."""
         wait_until(lambda: bool(self.gate.holders() & set(workers_below(below))), process)

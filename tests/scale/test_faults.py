@@ -53,10 +53,9 @@ def test_killed_workers(job: MakeJob, undisturbed: Undisturbed) -> None:
     made.gate.hold(5)
     process = made.start("--summary", str(summary))
     for number in range(5):
-        made.wait_for(process, 5 + 40 * number)
+        made.reach(process, 5 + 40 * number, os.getpid())
         workers = made.holders(process, os.getpid())
         kill(workers[number % len(workers)])
-        made.gate.hold(5 + 40 * (number + 1))
     made.gate.release()
     code, out, err = made.end(process)
     assert (code, out) == (3, ""), err

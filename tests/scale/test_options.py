@@ -10,6 +10,7 @@ import pytest
 
 from dsbd_cli.cli.options.options import TalkOptions
 from dsbd_cli.cli.run.progress import Reporter
+from dsbd_cli.scale.pool import cpus_each
 from tests.cli.conftest import Outcome, dsbd
 
 __all__ = ["dsbd"]
@@ -59,3 +60,13 @@ def test_the_line_of_progress_has_the_workers() -> None:
     made = Reporter(TalkOptions(quiet=True), Path("out.jsonl"))
     made.note = lambda: "2 of 2 workers, 1 death"
     assert made._line().endswith(", 2 of 2 workers, 1 death")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "each"),
+    [([8], 2, 4), ([8], 3, 2), ([2, 1], 1, 2), ([6, 2], 2, 3), ([6, 2], 4, 2), ([4, 4, 4], 3, 4), ([1], 4, 1)],
+)
+def test_a_worker_asks_for_no_more_than_a_node_has(nodes: list[int], workers: int, each: int) -> None:
+    """Guards runs on several nodes: a worker that asked for its share of all of them waited for ever."""
+    assert cpus_each(nodes, workers) == each
+    assert sum(node // each for node in nodes) >= workers or each == 1
