@@ -49,10 +49,10 @@ def pytest_collection_finish() -> None:
 
     kept = Path(tail.__file__).parent / "kernels" / "__pycache__"
     loads: tuple[tuple[str, Callable[[], object]], ...] = (
-        ("attention.attend", tail._kernels),
-        ("linear.multiply", packing._kernels),
-        ("layer.norm", layer_ops._kernels),
-        ("logsumexp.totals", totals._kernel),
+        ("attention.attend", tail.compiled),
+        ("linear.multiply", packing.compiled),
+        ("layer.norm", layer_ops.compiled),
+        ("logsumexp.totals", totals.compiled),
     )
     for kernel, load in loads:
         if not any(kept.glob(f"{kernel}*.nbc")):

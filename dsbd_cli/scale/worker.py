@@ -56,7 +56,7 @@ class EngineNames(Protocol):
     @property
     def draft_device(self) -> str | None: ...
     @property
-    def kernels(self) -> tuple[str, ...]: ...
+    def ops(self) -> tuple[tuple[str, str, str], ...]: ...
     @property
     def told(self) -> tuple[str, ...]: ...
     @property
@@ -105,8 +105,8 @@ class WorkerSetup:
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """Facts of what a worker has loaded, and where. checkpoints: hashes of the models' files, see `checkpoint_hash`.
-    kernels: those that its engine runs. told: what the user should know of how it does. threads: of its processor.
-    chat: the target has a chat template."""
+    ops: operation, backend and reason of each. told: what the user should know of how it does. threads: of its
+    processor. chat: the target has a chat template."""
 
     dsbd: str
     checkpoints: tuple[str, ...]
@@ -117,7 +117,7 @@ class WorkerInfo:
     draft_device: str | None
     allowed: str | None
     host: str
-    kernels: tuple[str, ...] = ()
+    ops: tuple[tuple[str, str, str], ...] = ()
     told: tuple[str, ...] = ()
     threads: int | None = None
     chat: bool = False
@@ -125,7 +125,7 @@ class WorkerInfo:
     def difference(self, other: WorkerInfo) -> str | None:
         """Tell what keeps another from giving the same texts: `dsbd is 0.1.0 there and 0.2.0 here`; None: nothing."""
         for item in fields(self):
-            if item.name in ("host", "draft_device", "kernels", "told", "threads"):
+            if item.name in ("host", "draft_device", "ops", "told", "threads"):
                 continue
             ours, theirs = getattr(self, item.name), getattr(other, item.name)
             if item.name == "device":
@@ -250,7 +250,7 @@ class Worker:
             draft_device=None if info is None else info.draft_device,
             allowed=engine.allowed,
             host=socket.gethostname(),
-            kernels=() if info is None else info.kernels,
+            ops=() if info is None else tuple((op, backend, reason) for op, backend, reason in info.ops),
             told=() if info is None else info.told,
             threads=None if info is None else info.threads,
             chat=info is not None and info.chat,

@@ -15,6 +15,7 @@ import pytest
 import dsbd_cli
 from dsbd_cli import MethodConfig, Request, SamplingConfig, UsageError, loading
 from dsbd_cli.engine.decoding.engine import EngineInfo
+from dsbd_cli.ops.interface import Choice
 from dsbd_cli.scale import Answer
 from dsbd_cli.scale.worker import SENT, Exchange, Failure, Worker, WorkerInfo, WorkerSetup, checkpoint_hash
 from tests.helpers.fake import FakeEngine
@@ -171,12 +172,14 @@ def test_what_an_engine_tells_goes_to_the_driver() -> None:
 
     def load() -> FakeEngine:
         made = fake()
-        made.info = EngineInfo("target", None, "float32", "cpu", told=("a", "b"), kernels=("walk",))
+        made.info = EngineInfo(
+            "target", None, "float32", "cpu", told=("a", "b"), ops=(Choice("walk", "torch", "it fails"),)
+        )
         return made
 
     told = greeted(worker(load))
     assert isinstance(told, WorkerInfo)
-    assert (told.told, told.kernels) == (("a", "b"), ("walk",))
+    assert (told.told, told.ops) == (("a", "b"), (("walk", "torch", "it fails"),))
 
 
 def test_workers_that_differ_are_told_apart() -> None:

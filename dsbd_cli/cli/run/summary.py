@@ -85,7 +85,7 @@ class Summary:
                 "dtype": info.dtype,
                 "draft_device": info.draft_device,
                 "draft_dtype": info.draft_dtype,
-                "kernels": list(info.kernels),
+                "ops": [dict(zip(("op", "backend", "reason"), one, strict=True)) for one in info.ops],
                 "threads": info.threads,
             },
             **({} if self.workers is None else {"workers": [asdict(report) for report in self.workers()]}),

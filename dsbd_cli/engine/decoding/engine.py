@@ -28,16 +28,18 @@ from dsbd_cli.engine.decoding.tables import RequestTables
 from dsbd_cli.engine.drafting.base import DrafterInputs, Stopped
 from dsbd_cli.engine.drafting.bridge.draft import AnyDraft, BridgedDraft
 from dsbd_cli.engine.drafting.drafters import make_drafter
-from dsbd_cli.engine.iteration.devices import captures, current, events, kernels_for
+from dsbd_cli.engine.iteration.devices import captures, current, events, iteration_ops
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.request_state import AsDone, ResultOrder, Results
 from dsbd_cli.engine.iteration.stepper import Stepper
 from dsbd_cli.engine.planning.memory import check_memory, footprint
 from dsbd_cli.engine.planning.planner import Shape, planner_for
 from dsbd_cli.engine.planning.timing import PhaseTimer
-from dsbd_cli.engine.protocols import ForestModel, TextCodec
+from dsbd_cli.engine.protocols import ForestModel, KernelModel, TextCodec
 from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.errors import RowError, UsageError
+from dsbd_cli.ops.interface import Choice, Ops
+from dsbd_cli.ops.select import ITERATION
 from dsbd_cli.requests import Piece, Request, RequestResult, Source
 
 __all__ = ["Engine", "EngineInfo"]
@@ -51,7 +53,7 @@ class EngineInfo:
 
     Attributes:
         told: what the user should know of the target.
-        kernels: names of the kernels in use, where the settings fit them.
+        ops: what serves each operation of the target and of iterations.
         threads: of the processor. chat: the target has a chat template.
     """
 
@@ -62,7 +64,7 @@ class EngineInfo:
     draft_dtype: str | None = None
     draft_device: str | None = None
     told: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ()
+    ops: tuple[Choice, ...] = ()
     threads: int | None = None
     chat: bool = False
 
@@ -146,7 +148,7 @@ class Engine:
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
         if graphs is not None:
             graphs.tell = self._tell
-        used = kernels_for(device, kernels)
+        ops = iteration_ops(device, kernels)
         self._caches = Caches(target, shared, large_steps=graphs is not None, moving=self._forget_graphs)
         self._stepper = Stepper(
             self._caches,
@@ -158,7 +160,7 @@ class Engine:
             lambda: self._stopping,
             self._tables.constraints,
         )
-        self._use_kernels(used)
+        self._use(ops)
         self._planner = planner_for(self.method)
         self._names = self.method.drafter_names if "+" in self.method.drafter else ()
         self._scheduler = Scheduler(self._caches, self.method, batch_size)
@@ -397,22 +399,25 @@ class Engine:
             results.put(jobs[row].number, result)
         batch.remove(rows)
 
-    def _use_kernels(self, names: frozenset[str]) -> None:
-        self._stepper.kernels = names
+    def _use(self, ops: Ops) -> None:
+        """Run iterations by these operations from now on."""
+        self._stepper.ops = ops
         if self.info is not None:
-            self.info = replace(self.info, kernels=tuple(sorted(names)))
-        for model in (self.target, self._drafter.model):
-            if model is not None and hasattr(model, "use_kernels"):
-                model.use_kernels(names)
+            of_models = tuple(one for one in self.info.ops if one.op not in {own.op for own in ops.report})
+            self.info = replace(self.info, ops=(*of_models, *ops.report))
+        for model in self.models:
+            if isinstance(model, KernelModel):
+                model.use_ops(ops)
 
     def _leave_kernels(self) -> bool:
         """Tensor code from now on, in layers as in iterations: a kernel that passed its trial cannot be compiled or
         launched at this shape. False where none was in use."""
-        used = bool(self._stepper.kernels)
-        self._use_kernels(frozenset())
+        ops = self._stepper.ops
+        used = bool(ops.by("triton"))
+        self._use(ops.without(*ITERATION, reason="a kernel failed"))
         draft = self.draft.model if isinstance(self.draft, BridgedDraft) else self.draft
         for model in {id(model): model for model in (self.target, draft)}.values():
-            if model is not None and hasattr(model, "leave_kernels"):
+            if isinstance(model, KernelModel):
                 used = model.leave_kernels() or used
         return used
 

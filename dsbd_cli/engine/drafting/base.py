@@ -28,6 +28,7 @@ from dsbd_cli.engine.drafting.bridge.draft import AnyDraft
 from dsbd_cli.engine.drafting.text import Prompts
 from dsbd_cli.engine.protocols import ForestModel, TextCodec
 from dsbd_cli.errors import UsageError
+from dsbd_cli.ops.interface import Ops
 
 __all__ = [
     "DraftContext",
@@ -101,7 +102,7 @@ class DraftContext:
         keys: [R, L, STREAMS] int64, stream keys, L > D. lag: most used slots of a row that the draft has not run, or
             more. record_law: the layer laws Q are needed. prompts: only where the drafter reads the text (needs_text).
         stopping: the engine was asked to stop. legal: the constraints that act, None where there are none.
-        kernels: names of those in use. sheet: where they write the forest, for a drafter that says `on_sheet`; there is
+        ops: what serves. sheet: where kernels write the forest, for a drafter that says `on_sheet`; there is
             no layout then.
     """
 
@@ -124,7 +125,7 @@ class DraftContext:
     prompts: Prompts | None = None
     stopping: Callable[[], bool] = lambda: False
     legal: Legal | None = None
-    kernels: frozenset[str] = frozenset()
+    ops: Ops | None = None
     sheet: ForestBuffer | None = None
 
     @property

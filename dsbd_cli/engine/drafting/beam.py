@@ -150,7 +150,7 @@ def draft_candidates(context: DraftContext, forest: Forest, layer: int, logits: 
     room = context.sampler.candidates(forest.num_beams, 1, context.warp, logits.width)
     room = room.at_least(min(context.drafts_per_layer + 8, logits.width))
     legal = None if context.legal is None else context.legal.of(NodePaths.of(forest, context.beams, layer))
-    candidates = logits.candidates(room, legal, kernel="candidates" in context.kernels)
+    candidates = logits.candidates(room, legal, context.ops)
     if context.sheet is None:  # `extend` takes NaN for impossible by itself
         candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEG_INF, neginf=NEG_INF)
     return candidates

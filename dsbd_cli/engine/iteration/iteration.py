@@ -21,12 +21,13 @@ from dsbd_cli.engine.drafting.base import DraftContext, Drafter, Endings
 from dsbd_cli.engine.drafting.beam import MERGED_LAG, run
 from dsbd_cli.engine.iteration.commit_beams import best_only, commit_beams, pack_counters
 from dsbd_cli.engine.iteration.finished import Live
-from dsbd_cli.engine.iteration.iteration_kernels import committed, fits_commit, fits_sheet, fits_walk, walked
+from dsbd_cli.engine.iteration.iteration_kernels import committed, walk_kernel, walked
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.verify_forest import VerifiedForest, walk
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.engine.verify.base import Rule
+from dsbd_cli.ops.interface import Ops
 
 __all__ = ["DeviceReport", "Iteration", "IterationShape"]
 
@@ -74,7 +75,7 @@ class Iteration:
 
     Attributes:
         state: the batch; the commit rebinds its tensors. shape: its sizes. legal: the constraints that act, if any.
-        caches, drafter, rule, endings: of the engine. kernels: names of those in use.
+        caches, drafter, rule, endings: of the engine. ops: what serves its steps.
         last_position: the largest that both models have. stopping: the engine was asked to stop.
         observer: is told what happens.
         report: what stays.
@@ -89,7 +90,7 @@ class Iteration:
     drafter: Drafter
     rule: Rule
     endings: Endings
-    kernels: frozenset[str]
+    ops: Ops
     last_position: int
     stopping: Callable[[], bool]
     observer: Observer
@@ -124,17 +125,20 @@ class Iteration:
         self.candidates = self.best_tokens()
         self.drafter.learn(forest, self.candidates)
         given = state, forest, self.candidates, self.rule, self.endings, self.context.keys
-        looking = self.observer if self.observer.looks else None
-        self.outcome = walked(*given) if self.kernel_walks() else walk(*given, looking)
+        kernel = None if self.observer.looks else walk_kernel(self.ops, state, forest, self.candidates)
+        if kernel is not None:
+            self.outcome = walked(kernel, *given)
+        else:
+            self.outcome = walk(*given, self.observer if self.observer.looks else None)
 
     def commit(self) -> None:
         """4. Commit: the final beams become the live ones, and both caches keep only their ancestors."""
         state, forest, outcome, table = self.state, self.forest, self.outcome, self.state.table
         live = best_only(outcome.live) if state.method.memory_saving else outcome.live
         self._trace(live)
-        if "commit" in self.kernels and fits_commit(state):
+        if (kernel := self.ops.commit(state.finished.score.shape[1], state.beams.ancestors.shape[2])) is not None:
             counters = pack_counters(state, outcome) if outcome.report is None else outcome.report
-            source, target = committed(state, forest, live, counters, self.endings)
+            source, target = committed(kernel, state, forest, live, counters, self.endings)
         else:
             source, target = commit_beams(state, forest, outcome, live, self.endings)
             counters = pack_counters(state, outcome)
@@ -155,13 +159,7 @@ class Iteration:
             # any number of tokens may complete a stop string, but only of the rows that have one
             own = torch.where(self.forest.flat.stop_state == NO_STOPS, room.count, vocabulary)
             room = CandidateCount(vocabulary, own, room.count)
-        return top_candidates(self.logits, room, self.legal_tokens, kernel="candidates" in self.kernels)
-
-    def kernel_walks(self) -> bool:
-        """Whether the kernel verifies."""
-        return (
-            "walk" in self.kernels and not self.observer.looks and fits_walk(self.state, self.forest, self.candidates)
-        )
+        return top_candidates(self.logits, room, self.legal_tokens, self.ops)
 
     def _context(self) -> DraftContext:
         """Where the nodes will stand and which noise they are drawn with, for the drafter."""
@@ -189,7 +187,7 @@ class Iteration:
             prompts=state.prompts,
             stopping=self.stopping,
             legal=self.legal,
-            kernels=self.kernels,
+            ops=self.ops,
             sheet=sheet,
         )
 
@@ -207,7 +205,7 @@ class Iteration:
 
     def _sheet(self) -> ForestBuffer | None:
         """Where kernels write this iteration's forest, with its roots; None where tensor code makes it."""
-        if "draft" not in self.kernels or self.legal is not None or not self.drafter.on_sheet or self.observer.looks:
+        if self.legal is not None or not self.drafter.on_sheet or self.observer.looks:
             return None
         state, shape, method = self.state, self.shape, self.state.method
         model = self.drafter.model
@@ -215,13 +213,9 @@ class Iteration:
         room = self.rule.sampler.candidates(method.num_beams, 1, state.warp, width).at_least(
             min(shape.drafts_per_layer + 8, width)
         )
-        late = shape.lag if shape.depth else 0
-        if late > MERGED_LAG or (
-            shape.depth
-            and not fits_sheet(
-                method.rule, max(shape.beams, shape.drafts_per_layer), shape.drafts_per_layer, min(room.count, width)
-            )
-        ):
+        late, drafts = shape.lag if shape.depth else 0, shape.drafts_per_layer
+        sizes = (method.rule, max(shape.beams, drafts), drafts, min(room.count, width)) if shape.depth else ()
+        if late > MERGED_LAG or self.ops.draft(*sizes) is None:
             return None
         return ForestBuffer.begin(
             method.rule,

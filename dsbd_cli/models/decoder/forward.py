@@ -21,7 +21,7 @@ from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, attentio
 from dsbd_cli.ops.cpu import attention as tail
 from dsbd_cli.ops.cpu.attention import Paths
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
-from dsbd_cli.ops.select import LayerOps
+from dsbd_cli.ops.interface import Ops
 
 __all__ = ["Decoder", "LayerInputs", "MaskView", "PathView", "View"]
 
@@ -109,7 +109,7 @@ class LayerInputs:
 class Decoder:
     """A decoder with its weights. `embed`, `layers`, `finish` and `logits` are its forward."""
 
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: LayerOps) -> None:
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops) -> None:
         self.spec, self.weights, self.ops = spec, weights, ops
         # rounded to the dtype, as the families that scale their embeddings do
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype, device=weights.table.device)
