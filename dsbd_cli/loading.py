@@ -90,7 +90,8 @@ def load(
 
     from dsbd_cli.engine.checks.captures import prove_captures
     from dsbd_cli.engine.constraints.catalogues import open_catalogues
-    from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
+    from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.engine.decoding.options import EngineInfo
     from dsbd_cli.engine.iteration.devices import iteration_ops
     from dsbd_cli.models.pair import load_pair
     from dsbd_cli.ops.select import left_out

@@ -13,7 +13,8 @@ from dsbd_cli.config.checking import check_value
 from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig
 from dsbd_cli.config.model import Numerics, OnTooLong
 from dsbd_cli.engine.checks.captures import prove_captures
-from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.decoding.options import EngineInfo
 from dsbd_cli.errors import UnsupportedModelError, UsageError
 from dsbd_cli.models.adapted.attention import NAME as GROUPED
 from dsbd_cli.models.adapted.causal import CausalForestModel

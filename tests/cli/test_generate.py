@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.engine.decoding.engine import EngineInfo
+from dsbd_cli.engine.decoding.options import EngineInfo
 from dsbd_cli.requests import Request
 from tests.cli.conftest import Outcome
 from tests.helpers import fake

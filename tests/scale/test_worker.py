@@ -14,7 +14,7 @@ import pytest
 
 import dsbd_cli
 from dsbd_cli import MethodConfig, Request, SamplingConfig, UsageError, loading
-from dsbd_cli.engine.decoding.engine import EngineInfo
+from dsbd_cli.engine.decoding.options import EngineInfo
 from dsbd_cli.ops.interface import Choice
 from dsbd_cli.scale import Answer
 from dsbd_cli.scale.worker import SENT, Exchange, Failure, Worker, WorkerInfo, WorkerSetup, checkpoint_hash

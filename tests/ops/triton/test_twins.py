@@ -67,10 +67,10 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
     def kept(*arguments: Any, **named: Any) -> IterationCase:
         return made.setdefault(tuple(named.items()), random(*arguments, **named))
 
-    def ran(self: IterationCase, used: frozenset[str]) -> tuple[torch.Tensor, ...]:
-        key = (id(self), used)
+    def ran(self: IterationCase, *used: str) -> tuple[torch.Tensor, ...]:
+        key = (id(self), frozenset(used))
         if key not in left:
-            left[key] = run(self, used)
+            left[key] = run(self, *used)
         return left[key]
 
     monkeypatch.setattr(IterationCase, "random", kept)
