@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -14,9 +15,7 @@ from dsbd_cli.engine.constraints.legal import FREE, Legal, NodePaths
 from dsbd_cli.engine.constraints.stops import NO_STOPS
 from dsbd_cli.engine.core.candidates import CandidateCount, Candidates, LegalTokens, top_candidates
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.forest_buffer import ForestBuffer
-from dsbd_cli.engine.core.noise import stream_keys
-from dsbd_cli.engine.core.slots import Layout
+from dsbd_cli.engine.core.forest_buffer import ForestBuffer, ForestSizes
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, Endings
 from dsbd_cli.engine.drafting.beam import MERGED_LAG, run
 from dsbd_cli.engine.iteration.commit_beams import best_only, commit_beams, pack_counters
@@ -164,92 +163,61 @@ class Iteration:
     def _context(self) -> DraftContext:
         """Where the nodes will stand and which noise they are drawn with, for the drafter."""
         state, shape, table = self.state, self.shape, self.state.table
-        sheet = self._sheet()
-        layout = self._layout() if sheet is None else None
-        keys = stream_keys(state.row_key, state.iteration, shape.depth + 1) if sheet is None else sheet.keys
         return DraftContext(
             beams=state.beams,
             table=table,
-            placed=layout,
+            buffer=self._buffer(),
             sampler=self.rule.sampler,
             drafts_end=self.rule.drafts_end,
             warp=state.warp,
             endings=self.endings,
             depth=shape.depth,
             drafts_per_layer=shape.drafts_per_layer,
-            slots=shape.slots,
-            trash=table.positions.shape[1] - 1,
             row_key=state.row_key,
             iteration=state.iteration,
-            keys=keys,
             lag=shape.lag,
             record_law=self.rule.needs_law or state.method.dynamic or self.observer.looks,
             prompts=state.prompts,
             stopping=self.stopping,
             legal=self.legal,
             ops=self.ops,
-            sheet=sheet,
         )
 
-    def _layout(self) -> Layout:
-        """Slots of the nodes, whose positions are written into the table."""
-        beams, shape, table = self.state.beams, self.shape, self.state.table
-        layer_of = torch.arange(shape.nodes, device=table.used.device) - shape.beams
-        layer_of = torch.div(layer_of, shape.drafts_per_layer, rounding_mode="floor") + 1
-        layer_of[: shape.beams] = 0
-        # drafts past the last position can never be taken, but must be embeddable
-        positions = (beams.depth.unsqueeze(1) + layer_of).clamp(max=self.last_position)
-        layout = Layout.of(table, shape.nodes, beams.ancestors.shape[-1], shape.slots)
-        table.positions.scatter_(1, layout.slots, positions)
-        return layout
-
-    def _sheet(self) -> ForestBuffer | None:
-        """Where kernels write this iteration's forest, with its roots; None where tensor code makes it."""
-        if self.legal is not None or not self.drafter.on_sheet or self.observer.looks:
-            return None
-        state, shape, method = self.state, self.shape, self.state.method
-        model = self.drafter.model
-        width = 0 if model is None else min(model.vocab_size, self.caches.target.vocab_size)
-        room = self.rule.sampler.candidates(method.num_beams, 1, state.warp, width).at_least(
-            min(shape.drafts_per_layer + 8, width)
-        )
-        late, drafts = shape.lag if shape.depth else 0, shape.drafts_per_layer
-        sizes = (method.rule, max(shape.beams, drafts), drafts, min(room.count, width)) if shape.depth else ()
-        if late > MERGED_LAG or self.ops.draft(*sizes) is None:
-            return None
-        return ForestBuffer.begin(
-            method.rule,
-            state.beams,
-            state.table,
-            (state.row_key, state.iteration),
-            layers=shape.depth,
-            drafts=shape.drafts_per_layer,
-            slots=shape.slots,
-            late=late,
+    def _buffer(self) -> ForestBuffer:
+        """Memory of this iteration's nodes, with the roots in it."""
+        state, shape = self.state, self.shape
+        sizes = ForestSizes(
+            shape.beams,
+            shape.drafts_per_layer,
+            shape.depth,
+            shape.slots,
+            late=shape.lag if shape.depth else 0,
             last_position=self.last_position,
         )
+        noise, kernel = (state.row_key, state.iteration), self._draft_kernel(sizes)
+        legal = self.legal is not None
+        return ForestBuffer.begin(state.method.rule, sizes, state.beams, state.table, noise, kernel=kernel, legal=legal)
+
+    def _draft_kernel(self, sizes: ForestSizes) -> ModuleType | None:
+        """Return the kernels that write the forest; None where tensor code does."""
+        if self.legal is not None or not self.drafter.by_kernel or self.observer.looks or sizes.late > MERGED_LAG:
+            return None
+        if not sizes.layers:
+            return self.ops.draft()
+        method, model, drafts = self.state.method, self.drafter.model, sizes.drafts
+        width = 0 if model is None else min(model.vocab_size, self.caches.target.vocab_size)
+        room = self.rule.sampler.candidates(method.num_beams, 1, self.state.warp, width)
+        room = room.at_least(min(drafts + 8, width))
+        return self.ops.draft(method.rule, max(sizes.roots, drafts), drafts, min(room.count, width))
 
     def _target_input(self) -> ForestInput:
         """All nodes, as the target reads them."""
-        state, shape, context, prompt = self.state, self.shape, self.context, None
+        state, shape, prompt = self.state, self.shape, None
         if self.caches.target.device.type != "cpu":
             # the trunk, which is there; where bits are promised the prompt without its last token, which is the root
             prompt = state.table.trunk if shape.settled is None else state.beams.depth - state.beams.length
-        if context.sheet is not None:
-            batch = context.sheet.input(0, shape.nodes)
-            return replace(batch, settled=shape.settled, tail=shape.tail, prompt=prompt)
-        table, nodes, at = state.table, self.forest.flat, context.layout.slots
-        table.tokens.scatter_(1, at, nodes.token)
-        return ForestInput(
-            tokens=nodes.token,
-            positions=table.positions.gather(1, at),
-            slots=at,
-            mask=context.layout.mask(nodes.ancestors),
-            slot_positions=table.positions[:, : context.slots],
-            settled=shape.settled,
-            tail=shape.tail,
-            prompt=prompt,
-        )
+        batch = self.forest.buffer.input()
+        return replace(batch, settled=shape.settled, tail=shape.tail, prompt=prompt)
 
     def _trace(self, live: Live) -> None:
         """Keep the log-probabilities of this iteration's tokens, for rows that ask for them."""

@@ -26,7 +26,7 @@ def walk_kernel(ops: Ops, state: BatchState, forest: Forest, candidates: Candida
     """Return the kernel that verifies such a forest, None where tensor code does. It has the rules coupled, search and
     rejection at a fixed width; rejection compares with laws that `extend` recorded."""
     method = state.method
-    if method.dynamic or (method.rule == "rejection" and forest.depth and not (forest.sheet and forest.sheet.law)):
+    if method.dynamic or (method.rule == "rejection" and forest.depth and not forest.buffer.law):
         return None
     drafts, roots, width = forest.drafts_per_layer, forest.num_beams, candidates.tokens.shape[2]
     return ops.walk(method.num_beams, roots, width, drafts, method.rule)
@@ -55,7 +55,6 @@ def walked(
         logprob=new(width, dtype=real),
     )
     before, report = new(depth + 1, width), new(kernel.FIRST + depth * kernel.COLUMNS)
-    sheet = forest.sheet
     kernel.walk(
         [candidates.tokens.contiguous(), candidates.logprobs.contiguous()],
         [flat.path, flat.stop_state, flat.parent, flat.token, flat.valid, flat.source, flat.sampled],
@@ -68,7 +67,7 @@ def walked(
         warp_tensors(state.warp),
         [state.active, limits.max_new, limits.length_penalty, limits.early],
         keys,
-        sheet.law if sheet is not None and state.method.rule == "rejection" else [],
+        forest.buffer.law if state.method.rule == "rejection" else [],
         [live.parent, live.token, live.node, live.valid, live.weight, live.logprob, before, report],
         forest.drafts_per_layer,
         state.method.rule,

@@ -10,6 +10,7 @@ import pytest
 from dsbd_cli import Engine, MethodConfig, Request, RequestResult, SamplingConfig
 from dsbd_cli.config.variants import MIN_WIDTH
 from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.forest_buffer import ForestSizes
 from dsbd_cli.engine.drafting.base import DraftContext
 from dsbd_cli.engine.iteration import iteration
 from dsbd_cli.engine.iteration.observer import Observer
@@ -86,7 +87,7 @@ def test_no_kernel_works_behind_the_back_of_an_observer(monkeypatch: pytest.Monk
     one = object.__new__(iteration.Iteration)
     vars(one).update(ops=Ops(), observer=Observer(), legal=None, state=None, forest=None, rule=None, endings=None)
     vars(one).update(best_tokens=lambda: None, context=SimpleNamespace(keys=None))
-    vars(one).update(drafter=SimpleNamespace(on_sheet=True, learn=lambda *_: None))
+    vars(one).update(drafter=SimpleNamespace(by_kernel=True, learn=lambda *_: None))
     monkeypatch.setattr(iteration, "walk_kernel", lambda *_: "kernel")
     monkeypatch.setattr(iteration, "walked", lambda *_: "by the kernel")
     monkeypatch.setattr(iteration, "walk", lambda *_: "by tensor code")
@@ -95,7 +96,7 @@ def test_no_kernel_works_behind_the_back_of_an_observer(monkeypatch: pytest.Monk
     one.observer = Counting()
     one.verify()
     assert one.outcome == "by tensor code"
-    assert one._sheet() is None
+    assert one._draft_kernel(ForestSizes(3, 8, 2, 64)) is None
     monkeypatch.undo()
     looked_at = engine_of(METHODS[0])
     seen = Counting()

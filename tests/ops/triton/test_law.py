@@ -129,7 +129,7 @@ def iteration(rule: str, drafts: int) -> Iteration:
 def drafted(rule: str, drafts: int) -> Iteration:
     made = iteration(rule, drafts)
     made.draft()
-    assert made.context.sheet is not None, "the kernel drafts"
+    assert made.context.buffer.kernel is not None, "the kernel drafts"
     return made
 
 
