@@ -49,6 +49,12 @@ APART = (
     ("ops", ("config", "engine", "models", "io", "errors", "requests", "stats")),
     ("engine", ("models", "io", "cli", "lab", "train", "loading")),
     ("io", ("engine", "models", "lab", "ops")),
+    # only ops/select.py says where kernels of a GPU serve; engine.checks compares them with tensor code
+    *(
+        (floor, ("ops.triton",))
+        for floor in ("models", "engine.core", "engine.drafting", "engine.iteration", "loading")
+    ),
+    *((floor, ("ops.triton",)) for floor in ("engine.decoding", "engine.protocols", "loading", "lab", "cli", "scale")),
     ("models", ("engine.decoding", "engine.iteration", "engine.planning", "engine.verify", "engine.checks")),
 )
 TORCH = ("torch",)

@@ -303,7 +303,9 @@ class DecoderForest(Forest):
         spec, most = self.decoder.spec, max(sight.settled)
         queries = filled_queries(spec.heads, spec.kv_heads, batch.tokens.shape[1], spec.head_dim, self._dtype)
         head = sight.head(mask, queries) if most else None
-        return PathView(sight.settled if most else (), sight.paths(mask), None if head is None else head[..., :most])
+        assert self.ops.path_attention is not None
+        head = None if head is None else head[..., :most]
+        return PathView(sight.settled if most else (), sight.paths(mask), head, self.ops.path_attention)
 
 
 def _seen(batch: ForestInput, window: int | None) -> Tensor:
@@ -342,7 +344,7 @@ def _place_of(view: View) -> View:
     place = Paths(slots, paths.counts.clone(), paths.bounds.clone(), _room(paths.span), 0)
     slots[:, :, : paths.slots.shape[2]].copy_(paths.slots)
     head = None if view.head is None else view.head.clone(memory_format=torch.contiguous_format)
-    return PathView(view.settled, place, head)
+    return PathView(view.settled, place, head, view.kernel)
 
 
 def _load_view(place: View, view: View) -> None:

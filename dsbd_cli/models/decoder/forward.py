@@ -18,7 +18,6 @@ from torch import Tensor
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights
 from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, attention, settled_attention
-from dsbd_cli.ops.cpu import attention as tail
 from dsbd_cli.ops.cpu.attention import Paths
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
 from dsbd_cli.ops.interface import Ops
@@ -46,12 +45,14 @@ class PathView:
     """Slots that each node sees, listed: for a kernel of the CPU, which joins them with the settled slots.
 
     settled: leading slots of each row that torch's attention serves, none or one number per row. paths: the others.
-    head: [R, 1, m, S or fewer], added to the scores of settled slots; None where all nodes see all of them.
+    head: [R, 1, m, S or fewer], added to the scores of settled slots; None where all nodes see all of them. kernel:
+    Ops.path_attention.
     """
 
     settled: tuple[int, ...]
     paths: Paths
     head: Tensor | None
+    kernel: Callable[..., Tensor]
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, run: Eager
@@ -60,7 +61,7 @@ class PathView:
         known: tuple[Tensor, Tensor] | None = None
         if max(self.settled, default=0):
             known = run.compute(lambda: settled_attention(self.settled, query, key, value, self.head, scale))
-        return tail.attend(self.paths, query, key, value, scale, settled=known, softcap=softcap, run=run)
+        return self.kernel(self.paths, query, key, value, scale, settled=known, softcap=softcap, run=run)
 
 
 @dataclass(slots=True)
