@@ -224,6 +224,7 @@ def children(
         source=torch.zeros_like(token),
         legal_state=legal_state,
     )
+    assert layer + 1 == len(forest.buffer.written), "a buffer holds one forest"
     forest.buffer.written.append(made)
     return forest.add(law)
 

@@ -47,7 +47,7 @@ def make_context(texts: Sequence[Sequence[Sequence[int]]], prompt: int, count: i
             beams.valid[row, beam] = True
             beams.token[row, beam] = tokens[-1]
             beams.history[row, beam, : new[row]] = torch.tensor(tokens[prompt:])
-    table = SlotTable.empty(rows, 128, CPU)
+    table = SlotTable.empty(rows, 128 + depth * count, CPU)
     eos = torch.zeros(50, dtype=torch.bool)
     eos[EOS] = True
     noise = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
@@ -338,8 +338,7 @@ def test_the_tree_of_paths_is_its_scalar_twin(seed: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_depth_is_read_from_the_context(depth: int) -> None:
-    context = make_context([[[1, 2, 1, 2, 1]]], 3, 4, depth)
     for source in (NgramSource(4), TrigramSource(), source_of(make_corpus(0))):
-        forest = PathDrafter(source).propose(context)
+        forest = PathDrafter(source).propose(make_context([[[1, 2, 1, 2, 1]]], 3, 4, depth))
         assert forest.depth == depth
         assert [layer.token.shape[1] for layer in forest.layers] == [1, *[4] * depth]
