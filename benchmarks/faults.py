@@ -94,7 +94,7 @@ class Folder:
 
     def start(self, *more: str, row_s: float = 0.0, **options: object) -> subprocess.Popen[bytes]:
         """The command over this folder's files."""
-        files = ("-i", str(self.input), "-o", str(self.output), "--stats", str(self.stats))
+        files = ("-i", str(self.input), "-o", str(self.output), "--set", f"stats={self.stats}")
         extra = options.pop("environment", {})
         environment = {**os.environ, "FAKE_ROW_S": str(row_s), "PYTHONPATH": str(ROOT), **extra}  # type: ignore[dict-item]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, **options}

@@ -17,8 +17,8 @@ import dsbd_cli
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from benchmarks.invariance import signature
 from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig
-from dsbd_cli.lab.tasks.dataset import builtin_dataset, with_shots
-from dsbd_cli.lab.tasks.table import TASKS
+from dsbd_cli.lab.tasks.choose import TASKS
+from dsbd_cli.lab.tasks.dataset import with_shots
 
 WAYS = {"read whole": False, "shared": True}
 
@@ -40,7 +40,7 @@ def main() -> None:
     draft = None if options.draft == "none" else options.draft
     method = MethodConfig.of({"rule": "search", "num_beams": options.num_beams, **({} if draft else {"depth": 0})})
     first = dsbd_cli.load(ModelSpec(options.target, dtype=options.dtype), draft, method=method)
-    data = with_shots(builtin_dataset(TASKS["sql"]), options.shots)
+    data = with_shots(TASKS["sql"], options.shots)
     records = itertools.islice(data.records(), options.records)
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, n_best=options.num_beams)
     requests = [Request(record.prompt, id=str(place), sampling=sampling) for place, record in enumerate(records)]

@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from dsbd_cli import Engine, MethodConfig, Request, RequestResult, SamplingConfig, load
+from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.lab.tasks.record import TaskRecord
-from dsbd_cli.lab.tasks.table import TASKS
 from dsbd_cli.requests import derive_seed
 from training.tasks import GENERATORS
 
@@ -45,7 +45,7 @@ def measure(engine: Engine, task: str, records: list[TaskRecord], seed: int) -> 
     """Quality and counters of one method on one task."""
     results = list(engine.run(requests_of(records, seed)))
     scorer = TASKS[task]
-    right = [scorer.score(r, _text(result)) for r, result in zip(records, results, strict=True)]
+    right = [scorer.score(r, _text(result))[scorer.metrics[0]] for r, result in zip(records, results, strict=True)]
     stats = [result.stats for result in results]
     best = [result.hypotheses[0] for result in results]
     tokens = sum(hypothesis.num_tokens for hypothesis in best)

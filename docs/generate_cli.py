@@ -16,7 +16,8 @@ Made by `make docs` from the commands themselves; do not edit. Jobs and pipes: [
 
 Every option of `dsbd generate` may also stand in a file (`--config job.toml`, by its long name with - or _) or in a
 variable (`DSBD_NUM_BEAMS=6`; a switch takes 1 or 0). The command line wins over the file, the file over the
-environment, the environment over the default. A switch `--x` has a `--no-x` that takes it back.
+environment, the environment over the default. A value means the same wherever it stands. A switch `--x` has a `--no-x`
+that takes it back.
 """
 
 SETTINGS = """## Settings
@@ -47,7 +48,7 @@ def _commands(title: str, group) -> list[str]:
 def _section(title: str, command) -> str:
     """One command: its text, then a table of options per panel."""
     panels: dict[str, list[str]] = {}
-    for option in command.params:
+    for option in (one for one in command.params if not getattr(one, "hidden", False)):
         panel = "Arguments" if option.param_type_name == "argument" else option.rich_help_panel or "Options"
         panels.setdefault(panel, []).append(_row(option))
     lines = [f"## {title}", "", *_paragraphs(command.help or ""), ""]
@@ -62,9 +63,9 @@ def _settings(root) -> str:
     users: dict[str, list[str]] = {}
     meaning: dict[str, tuple[str, str]] = {}
     for command_name, command in sorted(root.commands.items()):
-        for name, (metavar, text) in getattr(command.callback, "settings", {}).items():
-            users.setdefault(name, []).append(command_name)
-            meaning[name] = (metavar or "true or false", _cell(text))
+        for option in (one for one in command.params if getattr(one, "hidden", False)):
+            users.setdefault(option.name, []).append(command_name)
+            meaning[option.name] = (option.metavar or "true or false", _cell(option.help))
     rows = [
         f"| `{name.replace('_', '-')}` | {meaning[name][0]} | {', '.join(users[name])} | {meaning[name][1]} |"
         for name in sorted(meaning)

@@ -12,6 +12,7 @@ from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig
 from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
 from dsbd_cli.errors import UsageError, shorten
 from dsbd_cli.models.checkpoints.hub import locate
+from dsbd_cli.requests import EngineInfo
 from dsbd_cli.threads import processors, wait_without_spinning
 
 if TYPE_CHECKING:
@@ -91,7 +92,6 @@ def load(
     from dsbd_cli.engine.checks.captures import prove_captures
     from dsbd_cli.engine.constraints.catalogues import open_catalogues
     from dsbd_cli.engine.decoding.engine import Engine
-    from dsbd_cli.engine.decoding.options import EngineInfo
     from dsbd_cli.engine.iteration.devices import iteration_ops
     from dsbd_cli.models.pair import load_pair
     from dsbd_cli.ops.select import left_out
@@ -113,7 +113,7 @@ def load(
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
         chat=pair.codec.has_template,
         told=(*pair.told, *left_out(pair.target.device, kernels), *lines),
-        ops=pair.target.ops.report,
+        ops=pair.target.ops.facts,
         threads=torch.get_num_threads(),
     )
     engine = Engine(

@@ -14,6 +14,7 @@ from dsbd_cli.errors import RowError, UsageError, shorten
 from dsbd_cli.stats import RequestStats
 
 __all__ = [
+    "EngineInfo",
     "FinishReason",
     "Hypothesis",
     "Piece",
@@ -217,6 +218,28 @@ class Piece:
     request: Request
     text: str
     result: RequestResult | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Names, dtypes and devices of the models that run, for records and reports.
+
+    Attributes:
+        told: what the user should know of the target.
+        ops: operation, backend and reason, of the target and of iterations.
+        threads: of the processor. chat: the target has a chat template.
+    """
+
+    target: str
+    draft: str | None
+    dtype: str
+    device: str
+    draft_dtype: str | None = None
+    draft_device: str | None = None
+    told: tuple[str, ...] = ()
+    ops: tuple[tuple[str, str, str], ...] = ()
+    threads: int | None = None
+    chat: bool = False
 
 
 class Source:

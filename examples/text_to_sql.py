@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 
 from dsbd_cli.lab.tasks.record import TaskRecord
-from dsbd_cli.lab.tasks.sql import SqlTask
+from dsbd_cli.lab.tasks.sql import SQL
 
 DSBD = [sys.executable, "-m", "dsbd_cli"]
 
@@ -45,7 +45,7 @@ def main() -> None:
     options.add_argument("--draft", default="builtin:draft")
     options.add_argument("--records", type=int, default=20)
     given = options.parse_args()
-    records = list(islice(SqlTask().records("test"), given.records))
+    records = list(islice(SQL.records(), given.records))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder, records)
@@ -56,7 +56,8 @@ def main() -> None:
         with subprocess.Popen(generate, stdout=subprocess.PIPE) as beaming:
             chosen = subprocess.run(pick, stdin=beaming.stdout, stdout=subprocess.PIPE, check=True).stdout
     answers = [json.loads(line) for line in chosen.splitlines()]
-    right = sum(SqlTask().score(record, one["text"]) for record, one in zip(records, answers, strict=True))
+    scores = [SQL.score(record, one["text"]) for record, one in zip(records, answers, strict=True)]
+    right = sum(one["execution accuracy"] == 1 for one in scores)
     moved = sum(one["pick"]["beam"] > 0 for one in answers)
     print(f"{right} of {len(records)} right; for {moved} another beam than the best was the first to run")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.lab.tasks.sql import SqlTask
+from dsbd_cli.lab.tasks.sql import SQL
 
 ROOT = Path(__file__).parents[1]
 Example = Callable[..., str]
@@ -50,7 +50,7 @@ def test_text_to_sql(example: Example) -> None:
 
 def test_more_beams_for_the_rows_that_need_them(example: Example, tmp_path: Path) -> None:
     """Rows whose tables are there run with one beam; those whose tables are missing are answered again with three."""
-    record = next(iter(SqlTask().records("test")))
+    record = next(iter(SQL.records()))
     tables = record.meta["tables"]
     assert isinstance(tables, dict)
     for name, held in (("good", tables), ("bad", {})):

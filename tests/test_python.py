@@ -40,7 +40,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "top_k is 2.5, but must be an integer": lambda: SamplingConfig(top_k=2.5),
     "n_best is true, but must be an integer": lambda: SamplingConfig(n_best=True),
     "temperature is 'hot', but must be a number": lambda: SamplingConfig(temperature="hot"),
-    "early_stopping is 1, but must be True or False": lambda: SamplingConfig(early_stopping=1),
+    "early_stopping is 1, but must be true or false": lambda: SamplingConfig(early_stopping=1),
     "id is 5, but must be a string": lambda: Request("p", id=5, seed=1),
     "seed is 'z', but must be an integer": lambda: Request("p", seed="z"),
     f"seed is {2**63}, but must be an integer from 0 to 2**63 - 1": lambda: Request("p", seed=2**63),
@@ -255,7 +255,10 @@ def test_the_defaults_are_those_of_the_command(options: MethodOptions, draft: st
     given = {name: value for name, value in vars(options).items() if value is not None}
     name, fields = parse("--verify", given.pop("verify", "coupled"), RULES)
     rule = given.pop("decode", name)
-    assert MethodConfig.of({"rule": rule, **fields, **given}).fit_draft(settings.draft) == settings.method
+    assert (
+        MethodConfig.of({"rule": rule, **fields, **given}).fit_draft(settings.draft and settings.draft.source)
+        == settings.method
+    )
 
 
 def test_the_text_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from dsbd_cli.lab.tasks.record import Task, TaskRecord
-from dsbd_cli.lab.tasks.table import TASKS
+from dsbd_cli.lab.tasks.choose import TASKS
+from dsbd_cli.lab.tasks.dataset import Dataset
+from dsbd_cli.lab.tasks.record import TaskRecord
 from training.tasks import GENERATORS
 
 MAX_NEW_TOKENS = 64
@@ -56,12 +57,12 @@ def answered(
 
 
 def score(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, task: Task, records: list[TaskRecord], shown: int = 0
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, task: Dataset, records: list[TaskRecord], shown: int = 0
 ) -> float:
     """The share of records answered right; prints the first `shown` wrong answers."""
     right = 0
     for record, text in answered(model, tokenizer, records):
-        good = task.score(record, text)
+        good = bool(task.score(record, text)[task.metrics[0]])
         right += good
         if not good and shown > 0:
             shown -= 1

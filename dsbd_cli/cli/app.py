@@ -23,7 +23,7 @@ from dsbd_cli.cli.commands.pick import pick
 from dsbd_cli.cli.commands.profile import profile
 from dsbd_cli.cli.commands.trim import trim_draft
 from dsbd_cli.cli.options.declare import Command, Group
-from dsbd_cli.cli.run.messages import error_line, say, set_style, tracebacks_wanted
+from dsbd_cli.cli.run.messages import error_line, say, set_style
 from dsbd_cli.cli.run.signals import StoppedError
 from dsbd_cli.errors import DsbdError, OutputError
 from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
@@ -34,15 +34,8 @@ INTERRUPTED = 130
 STOPPED = "stopped before there was a result"
 
 app = typer.Typer(name="dsbd", cls=Group, pretty_exceptions_enable=False)
-app.command("generate", cls=Command)(generate)
-app.command("pick", cls=Command)(pick)
-app.command("merge", cls=Command)(merge)
-app.command("bench", cls=Command)(bench)
-app.command("profile", cls=Command)(profile)
-app.command("doctor", cls=Command)(doctor)
-app.command("index", cls=Command)(index)
-app.command("distill", cls=Command)(distill)
-app.command("trim-draft", cls=Command)(trim_draft)
+for command in (generate, pick, merge, bench, profile, doctor, index, distill, trim_draft):
+    app.command(command.__name__.replace("_", "-"), cls=Command)(command)
 app.add_typer(models_app, name="models")
 
 
@@ -75,13 +68,13 @@ def _root(
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code. Errors end here."""
-    set_style(json_lines=False, tracebacks="--debug" in arguments or os.environ.get("DSBD_DEBUG", "") not in ("", "0"))
+    set_style()
     try:
         code = typer.main.get_command(app).main(
             list(arguments), prog_name="dsbd", standalone_mode=False, obj=list(arguments)
         )
         if code == INTERRUPTED:  # the parser has caught a KeyboardInterrupt
-            say(STOPPED)
+            say(STOPPED, level="error")
         return code if isinstance(code, int) else 0
     except ClosedOutputError:
         _drop_output()
@@ -98,21 +91,21 @@ def run(arguments: Sequence[str]) -> int:
     except DsbdError as error:
         if isinstance(error, OutputError):
             _drop_output()
-        return _report(str(error), error.exit_code)
+        return _report(str(error), error.exit_code, arguments)
     except typer.TyperException as error:
         hint = f" ({_help(error, arguments)})" if error.exit_code == 2 else ""
         message = error.format_message().replace("Value error, ", "")
-        return _report(f"{message}{hint}", error.exit_code)
+        return _report(f"{message}{hint}", error.exit_code, arguments)
     except StoppedError as stopped:
         if stopped.early:
-            say(STOPPED)
+            say(STOPPED, level="error")
         return stopped.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        say(STOPPED)
+        say(STOPPED, level="error")
         return INTERRUPTED
     except Exception as error:
         detail = f"{type(error).__name__}: {error}".rstrip(": ")
-        return _report(f"{detail} (unexpected; dsbd --debug shows the traceback)", 1)
+        return _report(f"{detail} (unexpected; dsbd --debug shows the traceback)", 1, arguments)
 
 
 def _help(error: typer.TyperException, arguments: Sequence[str]) -> str:
@@ -125,8 +118,8 @@ def _help(error: typer.TyperException, arguments: Sequence[str]) -> str:
     return f"dsbd {given} --help lists the options" if given in names else "dsbd --help lists the commands"
 
 
-def _report(message: str, code: int) -> int:
-    if tracebacks_wanted():
+def _report(message: str, code: int, arguments: Sequence[str]) -> int:
+    if "--debug" in arguments or os.environ.get("DSBD_DEBUG", "") not in ("", "0"):
         traceback.print_exc()
     error_line(message)
     return code

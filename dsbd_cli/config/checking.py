@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import NoneType, UnionType
 from typing import Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.errors import KINDS, UsageError, shorten
 
 __all__ = ["check_types", "check_value"]
 
@@ -66,9 +66,9 @@ def _test(hint: object) -> Test:
             and len(value) == len(tests)
             and all(test(item) for test, item in zip(tests, value, strict=True))
         )
-    if kind in (tuple, dict):
+    if kind in (tuple, dict, Sequence):
         one = _test(parts[0])
-        if kind is tuple:
+        if kind is not dict:
             return lambda value: isinstance(value, tuple) and all(one(item) for item in value)
         assert parts[0] is parts[1]
         return lambda value: isinstance(value, dict) and all(one(item) for pair in value.items() for item in pair)
@@ -85,8 +85,7 @@ def _expected(hint: object) -> str:
         return " or ".join(map(_expected, parts))
     if kind is Literal:
         return f"one of {', '.join(parts)}"
-    if kind is tuple:
+    if kind in (tuple, Sequence):
         return {str: "a list of strings", int: "a list of integers"}.get(parts[0], "a list of objects with strings")
-    words = {int: "an integer", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
     assert isinstance(hint, type)
-    return words.get(hint, f"a {hint.__name__}")
+    return "None" if hint is NoneType else KINDS.get(hint, f"a {hint.__name__}")

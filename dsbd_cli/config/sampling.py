@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dsbd_cli.config.checking import check_types, refuse, require
 from dsbd_cli.config.token_rules import TokenRules, asked_rules
@@ -25,7 +25,8 @@ class SamplingConfig:
         top_p: keep the smallest set of most probable pairs whose mass reaches top_p; 1 keeps all.
         min_p: drop pairs less probable than min_p times the most probable; 0 keeps all.
         max_new_tokens: generated tokens at most, the end token included.
-        stop: strings that end a text; the text is cut before the string. One string, or a list of them, may be given.
+        stop: strings that end a text; the text is cut before the string. One string, or a list
+            of them, may be given; a tuple is held.
         length_penalty: score = logprob / num_tokens ** length_penalty.
         early_stopping: end as soon as num_beams hypotheses are finished.
         n_best: hypotheses reported, best first.
@@ -43,7 +44,7 @@ class SamplingConfig:
     top_p: float = 1.0
     min_p: float = 0.0
     max_new_tokens: int = 128
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     length_penalty: float = 1.0
     early_stopping: bool = False
     n_best: int = 1
@@ -53,27 +54,6 @@ class SamplingConfig:
     target_lang: str | None = None
     prefix: str | None = None
     token_rules: str | None = None
-
-    if TYPE_CHECKING:  # what may be given, where that is more than what is then held
-
-        def __init__(
-            self,
-            temperature: float = ...,
-            top_k: int = ...,
-            top_p: float = ...,
-            min_p: float = ...,
-            max_new_tokens: int = ...,
-            stop: str | list[str] | tuple[str, ...] = ...,
-            length_penalty: float = ...,
-            early_stopping: bool = ...,
-            n_best: int = ...,
-            token_logprobs: bool = ...,
-            top_logprobs: int = ...,
-            source_lang: str | None = ...,
-            target_lang: str | None = ...,
-            prefix: str | None = ...,
-            token_rules: str | None = ...,
-        ) -> None: ...
 
     def __post_init__(self) -> None:
         stop: object = self.stop

@@ -37,7 +37,7 @@ class Setting(Generic[T_co]):
     """
 
     field: str
-    kind: type[int] | type[float] | type[str]
+    kind: type[int] | type[float] | type[str] = str
     default: T_co
     text: str
     name: str = ""

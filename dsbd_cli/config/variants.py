@@ -55,14 +55,12 @@ FUZZY_THRESHOLD: Setting[float | None] = Setting(
 )
 DIVERGENCE: Setting[DivergenceName] = Setting(
     field="divergence",
-    kind=str,
     default="kl",
     text="how the difference is measured",
     choices=("kl", "kl_reversed", "js", "js_authors", "tv"),
 )
 FALLBACK: Setting[FallbackName] = Setting(
     field="fallback",
-    kind=str,
     default="target",
     text="above the threshold draw from the target, or test the drafts as rejection does",
     choices=("target", "strict"),
@@ -70,7 +68,6 @@ FALLBACK: Setting[FallbackName] = Setting(
 FUZZY_LAW: Setting[FuzzyLawName] = Setting(
     field="fuzzy_law",
     name="law",
-    kind=str,
     default="raw",
     text="compare the laws before or after temperature and cuts",
     choices=("raw", "warped"),
@@ -183,7 +180,6 @@ NGRAM: Setting[int] = Setting(
 )
 INDEX: Setting[str | None] = Setting(
     field="index",
-    kind=str,
     default=None,
     text="a file that dsbd index made",
     required=True,
@@ -199,7 +195,6 @@ BRANCHING: Setting[int] = Setting(
 )
 TREE: Setting[TreeName] = Setting(
     field="tree",
-    kind=str,
     default="greedy",
     text="how nodes are chosen (top-k is deterministic)",
     choices=("greedy", "threshold", "top-k"),

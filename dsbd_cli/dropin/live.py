@@ -14,7 +14,6 @@ from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig
 from dsbd_cli.config.model import Numerics, OnTooLong
 from dsbd_cli.engine.checks.captures import prove_captures
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.decoding.options import EngineInfo
 from dsbd_cli.errors import UnsupportedModelError, UsageError
 from dsbd_cli.models.adapted.attention import NAME as GROUPED
 from dsbd_cli.models.adapted.causal import CausalForestModel
@@ -24,6 +23,7 @@ from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.verdicts import Verdict
+from dsbd_cli.requests import EngineInfo
 
 __all__ = ["forest_of", "from_models", "lent"]
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from dsbd_cli.config.token_rules import TokenRules
-from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.errors import ModelError, UnsupportedModelError
 from dsbd_cli.models.forest_attention import AttentionMetadata
 from dsbd_cli.models.kv_cache import KVCache
 from dsbd_cli.ops.interface import Ops
 
-__all__ = ["Forest", "ModelSize", "SelfTestReport", "repeated", "unsupported"]
+__all__ = ["Forest", "ModelSize", "SelfTestReport", "repeated", "size_of", "unsupported"]
 
 CALIBRATION = 2, 64  # sequences and their tokens; more of them find no better outliers
 NOT_COPIED = "prompts that begin alike are each read whole: a copied beginning would change bits here"
@@ -51,6 +51,11 @@ class SelfTestReport:
     median_error: float
     largest_error: float
     limit: float
+
+
+def size_of(model: ForestModel) -> ModelSize | None:
+    """Return the sizes of a loaded model; None of any other."""
+    return model.size if isinstance(model, Forest) else None
 
 
 class Forest:

@@ -195,14 +195,9 @@ class KVCache:
         """Return keys and values [R', S', H, E] of a layer."""
         return self._planes[layer, 0], self._planes[layer, 1]
 
-    def seen(self, plane: Tensor) -> Tensor:
-        """All active slots of a plane [R, H, S, E], not copied unless rows are chosen."""
-        step = self._write
-        assert step is not None, "begin() comes before a forward"
-        return self._seen(plane, step, step.on(plane.device)[1])
-
     @staticmethod
     def _seen(plane: Tensor, step: Write, rows: Tensor | None) -> Tensor:
+        """All active slots of a plane [R, H, S, E], not copied unless rows are chosen."""
         seen = plane[:, : step.active]
         seen = seen[: step.count] if rows is None else seen.index_select(0, rows)
         return seen.transpose(1, 2)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import UnsupportedModelError, UsageError
+from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 from dsbd_cli.models import verdicts
 from dsbd_cli.models.adapted.causal import CausalForestModel
-from dsbd_cli.models.adapted.codecs import make_source_codec
 from dsbd_cli.models.adapted.patching import pack, quantize
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, encoder_digest
+from dsbd_cli.models.adapted.sources import Seq2SeqCodec
 from dsbd_cli.models.checkpoints.head import installed, trimmed_target
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import eos_ids, load, load_config, load_extractor
@@ -61,8 +61,22 @@ def load_adapted(spec: ModelSpec) -> tuple[Forest, HFCodec]:
     ends = eos_ids(model, tokenizer)
     if isinstance(forest, Seq2SeqForestModel):
         forest.encoder_digest = digest
-        return forest, make_source_codec(model, tokenizer, ends, lambda: load_extractor(locate(spec), spec))
+        return forest, _source_codec(spec, model, tokenizer, ends)
     return forest, HFCodec(tokenizer, ends)
+
+
+def _source_codec(spec: ModelSpec, model: Any, tokenizer: Any, ends: tuple[int, ...]) -> Seq2SeqCodec:
+    """Return the codec of an encoder-decoder model: of text, or of speech. Raises ModelError."""
+    sources = (model.generation_config, model.config)
+    found = [getattr(one, name, None) for one in sources for name in ("decoder_start_token_id", "bos_token_id")]
+    start = next((token for token in found if isinstance(token, int)), None)
+    if start is None:
+        raise ModelError("the checkpoint names no decoder_start_token_id: its answers have no first token")
+    if model.config.model_type != "whisper":
+        return Seq2SeqCodec(tokenizer, ends, start, model)
+    from dsbd_cli.models.adapted.speech import WhisperCodec
+
+    return WhisperCodec(tokenizer, ends, start, model, load_extractor(locate(spec), spec))
 
 
 def _on_cpu(model: Any) -> bool:

@@ -92,6 +92,11 @@ class Ops:
     commit: Callable[..., ModuleType | None] = _no_size
     report: tuple[Choice, ...] = ()
 
+    @property
+    def facts(self) -> tuple[tuple[str, str, str], ...]:
+        """Return the report as plain tuples, for processes without torch."""
+        return tuple((one.op, one.backend, one.reason) for one in self.report)
+
     def by(self, backend: Backend) -> tuple[str, ...]:
         """Return the names of the operations that this backend serves, in order of the alphabet."""
         return tuple(sorted(choice.op for choice in self.report if choice.backend == backend))

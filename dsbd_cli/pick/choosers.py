@@ -49,7 +49,7 @@ class ByScore:
 
     def choose(self, row: CandidateRow) -> Choice:
         """Raises InvalidRowError where a record holds no scores."""
-        scores = _scores(row.candidates)
+        scores = _values(row.candidates, "score")
         best = max(range(len(scores)), key=lambda place: scores[place])
         return Choice(best, {"score": scores[best]})
 
@@ -204,21 +204,12 @@ def _weights_of(candidates: Sequence[Candidate], weights: Weights) -> list[float
     """
     if weights == "uniform":
         return [1.0] * len(candidates)
-    scores = _scores(candidates) if weights == "score" else _logprobs(candidates)
+    scores = _values(candidates, "score" if weights == "score" else "logprob")
     return [math.exp(score - max(scores)) for score in scores]
 
 
-def _logprobs(candidates: Sequence[Candidate]) -> list[float]:
-    found = [candidate.logprob for candidate in candidates if candidate.logprob is not None]
+def _values(candidates: Sequence[Candidate], name: Literal["score", "logprob"]) -> list[float]:
+    found: list[float] = [value for one in candidates if (value := getattr(one, name)) is not None]
     if len(found) < len(candidates):
-        raise InvalidRowError("logprob is missing: only native records hold it (dsbd generate --output-format native)")
+        raise InvalidRowError(f"{name} is missing: only native records hold it (dsbd generate --output-format native)")
     return found
-
-
-def _scores(candidates: Sequence[Candidate]) -> list[float]:
-    scores = [candidate.score for candidate in candidates if candidate.score is not None]
-    if len(scores) < len(candidates):
-        raise InvalidRowError(
-            "score is missing: only native records hold scores (dsbd generate --output-format native)"
-        )
-    return scores

@@ -13,7 +13,7 @@ from dsbd_cli.pick.candidates import CandidateRow
 from dsbd_cli.pick.choosers import Choice
 from dsbd_cli.pick.sandbox import Ran, SqlProcess, UnreadableDatabaseError, is_ordered
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Agree", "ByExecution", "Databases", "Otherwise"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Agree", "ByExecution", "Otherwise", "database_path"]
 
 Agree = Literal["first", "majority"]
 Otherwise = Literal["first", "error"]
@@ -22,35 +22,30 @@ DEFAULT_TIMEOUT_S = 30.0
 FIELD = re.compile(r"\{([^{}]*)\}")
 
 
-@dataclass(frozen=True, slots=True)
-class Databases:
-    """Which database a row is about: a path, in which `{field}` stands for a field of the row's metadata."""
+def database_path(template: str, metadata: object) -> Path:
+    """The database that a row is about: a path, in which `{field}` stands for a field of the row's metadata. Raises
+    InvalidRowError where the metadata lacks a field, or the file does not exist."""
+    known = metadata if isinstance(metadata, Mapping) else {}
 
-    template: str
+    def value(found: re.Match[str]) -> str:
+        held = known.get(found[1])
+        if isinstance(held, bool) or not isinstance(held, str | int) or held == "":
+            raise InvalidRowError(
+                f"metadata.{found[1]} is {shorten(held)}, but --database {template} needs a string there"
+            )
+        text = str(held)
+        if text in (".", "..") or "/" in text or "\\" in text or "\0" in text:
+            raise InvalidRowError(f"metadata.{found[1]} is {shorten(text)}, but must be a name without folders")
+        return text
 
-    def path(self, metadata: object) -> Path:
-        """Raises InvalidRowError where the metadata lacks a field, or the file does not exist."""
-        known = metadata if isinstance(metadata, Mapping) else {}
-
-        def value(found: re.Match[str]) -> str:
-            held = known.get(found[1])
-            if isinstance(held, bool) or not isinstance(held, str | int) or held == "":
-                raise InvalidRowError(
-                    f"metadata.{found[1]} is {shorten(held)}, but --database {self.template} needs a string there"
-                )
-            text = str(held)
-            if text in (".", "..") or "/" in text or "\\" in text or "\0" in text:
-                raise InvalidRowError(f"metadata.{found[1]} is {shorten(text)}, but must be a name without folders")
-            return text
-
-        path = Path(FIELD.sub(value, self.template))
-        try:
-            if path.is_file():
-                return path
-        except (OSError, ValueError) as error:
-            said = getattr(error, "strerror", None) or error
-            raise InvalidRowError(f"the database {shorten(str(path))} cannot be opened: {said}") from None
-        raise InvalidRowError(f"the database {path} does not exist")
+    path = Path(FIELD.sub(value, template))
+    try:
+        if path.is_file():
+            return path
+    except (OSError, ValueError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise InvalidRowError(f"the database {shorten(str(path))} cannot be opened: {said}") from None
+    raise InvalidRowError(f"the database {path} does not exist")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +53,13 @@ class ByExecution:
     """The first candidate that runs (the rule of CodeS), or the first of those whose results most candidates agree on.
 
     Attributes:
+        database: see database_path.
         agree: `first` or `majority`.
         timeout_s: of one candidate.
         otherwise: where none runs, the `first` candidate is chosen, and the record says so, or it is an `error`.
     """
 
-    databases: Databases
+    database: str
     agree: Agree = "first"
     timeout_s: float = DEFAULT_TIMEOUT_S
     otherwise: Otherwise = "first"
@@ -71,16 +67,16 @@ class ByExecution:
 
     def check(self, option: str) -> None:
         """Open a database that is the same for all rows. option: that names it. Raises UsageError."""
-        if FIELD.search(self.databases.template):
+        if FIELD.search(self.database):
             return
         try:
-            self._run(self.databases.path(None), "SELECT 1")
+            self._run(database_path(self.database, None), "SELECT 1")
         except InvalidRowError as error:
             raise UsageError(f"{option}: {error}") from None
 
     def choose(self, row: CandidateRow) -> Choice:
         """Raises InvalidRowError where there is no database to run on, SqlStoppedError once `stop` was called."""
-        path, texts = self.databases.path(row.metadata), [candidate.text for candidate in row.candidates]
+        path, texts = database_path(self.database, row.metadata), [candidate.text for candidate in row.candidates]
         results: list[Ran | str] = []
         for text in texts:
             results.append(self._run(path, text))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from dsbd_cli.errors import InvalidRowError
-from dsbd_cli.io.lines.jsonl import Readable, read_lines
+from dsbd_cli.io.lines.jsonl import read_lines
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.io.records.row import Row
 from dsbd_cli.pick.candidates import CandidateRow
@@ -20,7 +20,7 @@ Asked = str | Sequence[Mapping[str, str]]
 class Prompts:
     """Prompts by id. Read as far as the rows need: those of rows that are passed over stay in memory."""
 
-    def __init__(self, stream: Readable, name: str) -> None:
+    def __init__(self, stream: BinaryIO, name: str) -> None:
         self._name = name
         self._rows = self._read(stream)
         self._seen: dict[str, Asked] = {}
@@ -36,7 +36,7 @@ class Prompts:
         return self._seen.pop(row_id)
 
     @staticmethod
-    def _read(stream: Readable) -> Iterator[Row]:
+    def _read(stream: BinaryIO) -> Iterator[Row]:
         reader = RowReader()
         for index, (number, line) in enumerate(read_lines(stream)):
             yield reader.read(line, index=index, number=number)

@@ -8,7 +8,6 @@ import os
 import re
 import select
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -19,18 +18,16 @@ from pathlib import Path
 
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.pick import sql_child
-from dsbd_cli.pick.sql_child import MAX_SQL_BYTES, Cell, TableData
+from dsbd_cli.pick.sql_child import MAX_SQL_BYTES, TableData
 
-__all__ = ["Ran", "SqlProcess", "SqlStoppedError", "UnreadableDatabaseError", "is_ordered", "read_rows"]
+__all__ = ["Ran", "SqlProcess", "SqlStoppedError", "UnreadableDatabaseError", "is_ordered"]
 
-STEPS = 2_000_000
+STEPS = 2_000_000  # of SQLite's virtual machine, where a statement of a record is run
 MAX_ROWS = 1_000_000
 START_S = 60.0
 GRACE_S = 1.0  # in which a statement may end by itself, behind its time
 WAIT_S = 60.0
 MAX_ANSWER_BYTES = 1 << 16
-
-Rows = list[tuple[Cell, ...]]
 
 # comments, quoted texts and names, each ended by its end or by that of the statement; parentheses; words; anything else
 TOKEN = re.compile(
@@ -196,18 +193,6 @@ def _ended(process: subprocess.Popen[bytes]) -> None:
 def _died(process: subprocess.Popen[bytes]) -> str:
     code = process.returncode
     return f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
-
-
-def read_rows(database: sqlite3.Connection, sql: str) -> Rows | None:
-    """The rows of a statement of our own, in this process, floats to six decimals; None where it fails or takes more
-    than STEPS steps."""
-    over = sql_child.budget(float("inf"), STEPS)
-    database.set_progress_handler(lambda: over() is not None, sql_child.STEPS_PER_CALL)
-    try:
-        rows: Rows = database.execute(sql).fetchall()
-    except sqlite3.Error:
-        return None
-    return [tuple(round(cell, 6) if isinstance(cell, float) else cell for cell in row) for row in rows]
 
 
 def is_ordered(sql: str) -> bool:

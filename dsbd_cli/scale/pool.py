@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from dsbd_cli.config.variant import Exactness
 from dsbd_cli.errors import DsbdError, RowError, UsageError, WorkerLostError, plural, shorten
 from dsbd_cli.models.checkpoints.hub import locate
-from dsbd_cli.requests import Request, RequestResult, Source
+from dsbd_cli.requests import EngineInfo, Request, RequestResult, Source
 from dsbd_cli.scale.quiet import quiet
 from dsbd_cli.scale.window import MAX_DEATHS, Window
 from dsbd_cli.scale.worker import Exchange, Failure, Worker, WorkerInfo, WorkerSetup
@@ -142,10 +142,9 @@ class RayEngine:
         self._wait_for_workers()
 
     @property
-    def info(self) -> WorkerInfo:
+    def info(self) -> EngineInfo | None:
         """Return the info of the first worker; the others have the same models, dtypes and kind of device."""
-        assert self._info is not None
-        return self._info
+        return self._loaded.engine
 
     @property
     def exactness(self) -> Exactness:
@@ -153,12 +152,18 @@ class RayEngine:
 
         That is as the workers were loaded, or as one says in whose engine a kernel has failed since.
         """
-        return self._weaker or self.info.exactness
+        return self._weaker or self._loaded.exactness
 
     @property
     def allowed(self) -> str | None:
         """Return what the catalogues hold."""
-        return self.info.allowed
+        return self._loaded.allowed
+
+    @property
+    def _loaded(self) -> WorkerInfo:
+        """Facts of the first worker."""
+        assert self._info is not None
+        return self._info
 
     @property
     def steps(self) -> int:
@@ -285,7 +290,7 @@ class RayEngine:
                     self._died(place, window, f"it gave no sign of life for {silence:.0f} s")
 
     def _answered(self, place: _Place, window: RowWindow, exchange: Exchange) -> None:
-        if exchange.exactness not in (None, self.info.exactness):
+        if exchange.exactness not in (None, self._loaded.exactness):
             self._weaker = exchange.exactness
         for number, answer in exchange.answers:
             if not window.is_out(place.number, number):
@@ -312,7 +317,8 @@ class RayEngine:
                 "install the same dsbd, and the same models, on all nodes"
             )
         place.joined = True
-        place.report.host, place.report.device = info.host, info.device
+        place.report.host = info.host
+        place.report.device = None if info.engine is None else info.engine.device
         if window is not None:
             window.join(place.number)
 

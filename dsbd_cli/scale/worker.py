@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,13 +22,12 @@ from dsbd_cli._version import __version__
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.variant import Exactness
 from dsbd_cli.errors import DsbdError, RowError
-from dsbd_cli.requests import Request, RequestResult
+from dsbd_cli.requests import EngineInfo, Request, RequestResult
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
 
 __all__ = [
-    "EngineNames",
     "Exchange",
     "Failure",
     "LoadEngine",
@@ -44,32 +43,11 @@ IDLE_S = 0.02  # an engine with nothing to do looks into the inbox so often
 BUSY_S = 0.005  # an engine that comes back for rows after this time has computed, and is not kept waiting
 
 
-class EngineNames(Protocol):
-    """Fields that are asked of an engine's info."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def draft_dtype(self) -> str | None: ...
-    @property
-    def draft_device(self) -> str | None: ...
-    @property
-    def ops(self) -> tuple[tuple[str, str, str], ...]: ...
-    @property
-    def told(self) -> tuple[str, ...]: ...
-    @property
-    def threads(self) -> int | None: ...
-    @property
-    def chat(self) -> bool: ...
-
-
 class RunsRequests(Protocol):
     """Methods that are asked of an engine: `Engine`, or the workers together."""
 
     @property
-    def info(self) -> EngineNames | None: ...
+    def info(self) -> EngineInfo | None: ...
     @property
     def exactness(self) -> Exactness: ...
     @property
@@ -105,34 +83,28 @@ class WorkerSetup:
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """Facts of what a worker has loaded, and where. checkpoints: hashes of the models' files, see `checkpoint_hash`.
-    ops: operation, backend and reason of each. told: what the user should know of how it does. threads: of its
-    processor. chat: the target has a chat template."""
+    allowed: what its catalogues hold."""
 
     dsbd: str
     checkpoints: tuple[str, ...]
     exactness: Exactness
-    dtype: str
-    device: str
-    draft_dtype: str | None
-    draft_device: str | None
     allowed: str | None
     host: str
-    ops: tuple[tuple[str, str, str], ...] = ()
-    told: tuple[str, ...] = ()
-    threads: int | None = None
-    chat: bool = False
+    engine: EngineInfo | None = None
 
     def difference(self, other: WorkerInfo) -> str | None:
         """Tell what keeps another from giving the same texts: `dsbd is 0.1.0 there and 0.2.0 here`; None: nothing."""
-        for item in fields(self):
-            if item.name in ("host", "draft_device", "ops", "told", "threads"):
-                continue
-            ours, theirs = getattr(self, item.name), getattr(other, item.name)
-            if item.name == "device":
-                ours, theirs = ours.split(":")[0], theirs.split(":")[0]
-            if ours != theirs:
-                return f"{item.name} is {theirs} there and {ours} here"
+        theirs = other._compared()
+        for name, value in self._compared().items():
+            if value != theirs[name]:
+                return f"{name} is {theirs[name]} there and {value} here"
         return None
+
+    def _compared(self) -> dict[str, object]:
+        """Return what must be the same at all workers."""
+        found = {name: getattr(self, name) for name in ("dsbd", "checkpoints", "exactness", "allowed")}
+        found |= {name: getattr(self.engine, name, None) for name in ("dtype", "draft_dtype", "chat")}
+        return {**found, "device": None if self.engine is None else self.engine.device.split(":")[0]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,21 +211,13 @@ class Worker:
     def _described(self, engine: RunsRequests) -> WorkerInfo:
         from dsbd_cli.models.checkpoints.hub import locate
 
-        info = engine.info
         return WorkerInfo(
             dsbd=__version__,
             checkpoints=tuple([checkpoint_hash(locate(model)) for model in self._setup.models]),
             exactness=engine.exactness,
-            dtype="unknown" if info is None else info.dtype,
-            device="unknown" if info is None else info.device,
-            draft_dtype=None if info is None else info.draft_dtype,
-            draft_device=None if info is None else info.draft_device,
             allowed=engine.allowed,
             host=socket.gethostname(),
-            ops=() if info is None else tuple((op, backend, reason) for op, backend, reason in info.ops),
-            told=() if info is None else info.told,
-            threads=None if info is None else info.threads,
-            chat=info is not None and info.chat,
+            engine=engine.info,
         )
 
     def _requests(self) -> Iterator[Request | None]:

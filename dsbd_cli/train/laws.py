@@ -6,7 +6,6 @@ Shape letters: n tokens of an answer, T tokens of a law, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,9 +14,7 @@ from dsbd_cli.engine.cache.prefill import prefill
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.train.answers import Answer
 
-__all__ = ["TOP", "Law", "Objective", "Teacher", "divergence"]
-
-Objective = Literal["forward", "reverse", "variation"]
+__all__ = ["TOP", "Law", "Teacher", "divergence"]
 
 TOP = 64
 CHUNK = 256  # answer tokens whose logits are held at once
@@ -90,19 +87,14 @@ def _chain(text: list[int], start: int, end: int, device: torch.device) -> Fores
     return ForestInput(tokens, places, places, seen, index, rows=rows, chain=True)
 
 
-def divergence(logits: Tensor, ids: Tensor, logs: Tensor, objective: Objective) -> Tensor:
-    """[n] float32: how far the draft's laws are from the target's, with all tokens beyond the T of the target's in one.
+def divergence(logits: Tensor, ids: Tensor, logs: Tensor) -> Tensor:
+    """[n] float32: KL(target, draft), with all tokens beyond the T of the target's law in one.
 
-    logits [n, V] of the draft; ids, logs [n, T] of the target. forward: KL(target, draft); reverse: KL(draft, target);
-    variation: half the sum of differences, what speculative sampling rejects.
+    logits [n, V] of the draft; ids, logs [n, T] of the target. Reverse KL and total variation were no better
+    (benchmarks/README.md).
     """
     found = logits.float()
     q_logs = found.gather(1, ids.long()) - found.logsumexp(-1, keepdim=True)
-    q, p = q_logs.exp(), logs.exp()
-    p_rest = (1 - p.sum(1)).clamp(min=LEAST)
-    q_rest = (1 - q.sum(1)).clamp(min=LEAST)
-    if objective == "variation":
-        return ((p - q).abs().sum(1) + (p_rest - q_rest).abs()) / 2
-    if objective == "reverse":
-        return (q * (q_logs - logs)).sum(1) + q_rest * (q_rest / p_rest).log()
+    p = logs.exp()
+    p_rest, q_rest = ((1 - law.sum(1)).clamp(min=LEAST) for law in (p, q_logs.exp()))
     return (p * (logs - q_logs)).sum(1) + p_rest * (p_rest / q_rest).log()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.train.answers import Answer
-from dsbd_cli.train.laws import Objective, Teacher, divergence
+from dsbd_cli.train.laws import Teacher, divergence
 from dsbd_cli.train.record import BATCH
 
 __all__ = ["Recipe", "Training"]
@@ -36,7 +36,6 @@ class Recipe:
     learning_rate: float
     seed: int
     autocast: bool
-    objective: Objective = "forward"
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, from 0: it rises, is constant until half of the steps, and falls to 0."""
@@ -133,10 +132,7 @@ class Training:
         for row, one in enumerate(part):
             law, begin = self._teacher.law(one), len(one.prompt) - 1 - start
             mine = logits[row, begin : begin + len(one.tokens)]
-            total = (
-                total
-                + divergence(mine, law.ids.to(self._device), law.logs.to(self._device), self._recipe.objective).sum()
-            )
+            total = total + divergence(mine, law.ids.to(self._device), law.logs.to(self._device)).sum()
         return total
 
 

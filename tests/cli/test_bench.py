@@ -17,8 +17,9 @@ from typing import TextIO
 import pytest
 
 from dsbd_cli.cli.app import run
-from dsbd_cli.cli.commands import bench as cli_bench
-from dsbd_cli.cli.commands.bench import _Log
+from dsbd_cli.cli.commands.bench import _teller
+from dsbd_cli.cli.run import messages
+from dsbd_cli.cli.run.messages import Talk
 from tests.cli.conftest import Outcome, read, terminal
 
 Call = Callable[..., Outcome]
@@ -51,8 +52,8 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
         (("--input", "x", "--task", "sql"), "--input and --task cannot be used together"),
         (("--input", "x", "--data", "y"), "--input and --data cannot be used together"),
         (("--task", "jsonl", "--data", "x"), "--task jsonl is no task: name the prompts with --input"),
-        (("--records", "0"), "--records is 0"),
-        (("--rounds", "0"), "--rounds is 0"),
+        (("--records", "0"), "'--records': 0 is less than 1"),
+        (("--rounds", "0"), "'--rounds': 0 is less than 1"),
         (("--batch-size", "0"), "--batch-size is 0"),
         (("--json", "no/such/folder/x.jsonl"), "the folder no/such/folder does not exist"),
         (("--plot", "x.jpeg"), "must end in .png"),
@@ -62,7 +63,7 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
         (("--dev-records", "3"), "no two values of --fuzzy-threshold are run"),
         (("--fuzzy-threshold", "0.1", "--set", "fuzzy-tolerance=0.1"), "no two values of --fuzzy-threshold are run"),
         (("--fuzzy-threshold", "0.1,0.2", "--set", "fuzzy-tolerance=2"), "must be from 0 to 1"),
-        (("--fuzzy-threshold", "0.1,0.2", "--dev-records", "-1"), "--dev-records is -1"),
+        (("--fuzzy-threshold", "0.1,0.2", "--dev-records", "-1"), "'--dev-records': -1 is less than 0"),
         (
             ("--fuzzy-threshold", "0.1,0.2", "--dev-records", "0", "--set", "fuzzy-tolerance=0.1"),
             "because --dev-records is 0",
@@ -90,7 +91,7 @@ def test_a_file_that_exists_is_kept(dsbd: Call, tmp_path: Path) -> None:
 def test_tables_go_to_standard_output_and_files_where_they_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli_bench, "LOG_INTERVAL_S", float("inf"))  # however slow the machine is
+    monkeypatch.setattr(messages, "LOG_INTERVAL_S", float("inf"))  # however slow the machine is
     names = {kind: tmp_path / f"x.{kind}" for kind in ("json", "markdown")}
     files = [word for kind, path in names.items() for word in (f"--{kind}", str(path))]
     picture = tmp_path / "x.png"
@@ -110,7 +111,7 @@ def test_tables_go_to_standard_output_and_files_where_they_are_named(
 
 def test_the_time_left_is_said_early_and_then_every_minute(capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
-    log = _Log(3, lambda: now)
+    log = _teller(Talk(None, lambda: now), 3)
     for done, seconds, left in [(0, 0, None), (0, 1, None), (1, 2, 80.0), (2, 3, 90.0), (3, 4, 3700.4), (4, 5, 60.0)]:
         now = seconds
         log(done, 9, "x", left)
@@ -179,7 +180,7 @@ def test_ctrl_c_prints_what_is_measured_and_ends_with_130() -> None:
     said: list[str] = []
 
     def watch(ours: int) -> None:
-        said.append(read(ours, r"[1-9]\d+/\d+"))  # windows done
+        said.append(read(ours, r"[1-9]\d+ of \d+ windows"))
         os.kill(os.getpid(), signal.SIGINT)
         said.append(read(ours))
 

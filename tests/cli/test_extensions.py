@@ -55,7 +55,7 @@ import torch
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths
 
 
-class Echo:
+class Echo(PathDrafter):
     def __init__(self, token):
         self.token = token
 
@@ -68,7 +68,7 @@ class Echo:
 
 
 def make(of):
-    return PathDrafter(Echo(of.method.value(TOKEN)))
+    return Echo(of.method.value(TOKEN))
 """
 
 FORMAT = '''

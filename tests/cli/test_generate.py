@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.engine.decoding.options import EngineInfo
-from dsbd_cli.requests import Request
+from dsbd_cli.requests import EngineInfo, Request
 from tests.cli.conftest import Outcome
 from tests.helpers import fake
 
@@ -209,7 +208,7 @@ def test_sampling_options_and_row_overrides_reach_the_request(dsbd: Dsbd) -> Non
 def test_files_are_written_and_never_replaced_by_accident(dsbd: Dsbd, tmp_path: Path) -> None:
     source, output, stats = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "steps.jsonl"))
     source.write_text('{"prompt": "a"}\n{"prompt": "fail"}\n')
-    arguments = ("generate", "-i", str(source), "-o", str(output), "--stats", str(stats))
+    arguments = ("generate", "-i", str(source), "-o", str(output), "--set", f"stats={stats}")
     assert dsbd(*arguments).code == 3
     assert [json.loads(line)["index"] for line in output.read_text().splitlines()] == [0, 1]
     [step] = [json.loads(line) for line in stats.read_text().splitlines()]

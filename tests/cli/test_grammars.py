@@ -97,7 +97,7 @@ def test_rows_that_were_cut_are_counted_and_fail_on_demand(files: Path, capsys: 
     (files / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = ["--allow", "regex:SELECTED AND ORDERED", "--draft", "none", "--num-beams", "1"]
     options += ["-i", str(files / "in.jsonl")]
-    for more, code, failed in (([], 0, 0), (["--require-valid"], 3, 1)):
+    for more, code, failed in (([], 0, 0), (["--set", "require-valid=true"], 3, 1)):
         out = files / f"out{code}.jsonl"
         told = files / f"summary{code}.json"
         assert run(["generate", *options, *more, "-o", str(out), "--quiet", "--summary", str(told)]) == code

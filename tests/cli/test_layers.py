@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -82,8 +84,8 @@ def test_settings_are_words_of_the_command_line(
 
 def test_every_setting_is_declared_by_some_command(dsbd: Dsbd) -> None:
     """Guards a name that is no longer declared, and one that is still an option of its own beside --set."""
-    declared = {name for command in (generate, bench) for name in command.__dict__["settings"]}
-    assert declared == set(SETTINGS)
+    groups = [group for command in (generate, bench) for group in command.__dict__["groups"]]
+    assert set(SETTINGS) <= {item.name for group in groups for item in fields(group)}
     assert "No such option: --warp-scope" in dsbd("generate", "--warp-scope", "beam").err
 
 
@@ -94,14 +96,15 @@ def test_every_setting_is_declared_by_some_command(dsbd: Dsbd) -> None:
         ("zzz = 3", "zzz is no option of a job: dsbd generate --print-config lists them"),
         ("[models]\na = 1", "models is no option"),
         ("config = 'x'", "config is no option"),
-        ("num_beams = '3'", "num_beams is '3', but must be an integer"),
-        ("num_beams = true", "num_beams is true, but must be an integer"),
-        ("num_beams = 3.5", "num_beams is 3.5, but must be an integer"),
-        ("top_p = 'x'", "top_p is 'x', but must be a number"),
-        ("memory_saving = 1", "memory_saving is 1, but must be true or false"),
-        ("decode = 'fast'", "decode is 'fast', but must be one of search, sample"),
+        ("num_beams = 'three'", "num_beams: 'three' is not an integer"),
+        ("num_beams = true", "num_beams: 'true' is not an integer"),
+        ("num_beams = 3.5", "num_beams: '3.5' is not an integer"),
+        ("top_p = 'x'", "top_p: 'x' is not a number"),
+        ("memory_saving = 2", "memory_saving: '2' is not true or false"),
+        ("chat = 2", "chat: Input should be a valid boolean"),
+        ("decode = 'fast'", "decode: 'fast' is not one of 'search', 'sample'"),
         ("verify = 'fast'", "--verify is 'fast', but must be one of coupled, "),
-        ("target = 3", "target is 3, but must be a string"),
+        ("target = [3]", "target is [3], but must be a string, a number, true or false"),
         ("stop = [1]", "stop is [1], but must be a list of strings"),
         ("num_beams = 3\nnum-beams = 3", "is given twice"),
         ("num_beams = ", "is not TOML"),
@@ -118,9 +121,9 @@ def test_a_wrong_file_is_refused_with_one_line(dsbd: Dsbd, job: Callable[[str], 
 
 def test_wrong_variables(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value, message in (
-        ("DSBD_TOP_P", "much", "DSBD_TOP_P is 'much', but must be a number"),
-        ("DSBD_MEMORY_SAVING", "maybe", "DSBD_MEMORY_SAVING is 'maybe', but must be true or false"),
-        ("DSBD_DECODE", "fast", "DSBD_DECODE is 'fast', but must be one of"),
+        ("DSBD_TOP_P", "much", "DSBD_TOP_P: 'much' is not a number"),
+        ("DSBD_MEMORY_SAVING", "maybe", "DSBD_MEMORY_SAVING: 'maybe' is not true or false"),
+        ("DSBD_DECODE", "fast", "DSBD_DECODE: 'fast' is not one of"),
     ):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
@@ -180,17 +183,17 @@ def test_print_config_refuses_what_a_run_would_refuse(dsbd: Dsbd) -> None:
     assert dsbd("generate", "--print-config", "--top-p", "2").code == 2
 
 
-def test_every_option_can_stand_in_a_file(dsbd: Dsbd) -> None:
+def test_every_option_can_stand_in_a_file(dsbd: Dsbd, job: Callable[[str], str]) -> None:
     """Guards against an option of a type that the file cannot hold."""
-    import dataclasses
-
-    from dsbd_cli.cli.options import options
-    from dsbd_cli.cli.options.layers import _fields
-
-    groups = tuple(getattr(options, name) for name in options.__all__ if name != "PIPED")
-    table = _fields(groups)
-    assert {item.name for group in groups for item in dataclasses.fields(group)} == set(table)
-    assert {field.kind.__name__ for field in table.values()} == {"Path", "str", "int", "float", "bool", "list"}
+    groups = generate.__dict__["groups"]
+    types = {name: kind for group in groups for name, kind in typing.get_type_hints(group).items()}
+    values: dict[object, object] = {int: 1, float: 0.5, bool: True, str: "'x'", Path: "'x'", list[str]: ["x"]}
     printed = dsbd("generate", "--print-config").out
-    for name in set(table) - {"config", "print_config", "target"}:
+    for name, kind in types.items():
+        if name in ("config", "print_config", "target"):
+            continue
+        [plain] = [one for one in typing.get_args(kind) if one is not type(None)]
+        value = f"'{typing.get_args(plain)[0]}'" if typing.get_origin(plain) is typing.Literal else values[plain]
+        read = dsbd("generate", "--print-config", "--config", job(f"{name} = {str(value).lower()}"))
+        assert read.code == 0 or not read.err.startswith("dsbd: error: --config"), (name, read.err)
         assert f"# {name}: " in printed

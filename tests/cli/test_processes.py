@@ -238,7 +238,7 @@ def test_an_interrupt_during_start_is_one_line(module: str) -> None:
 def test_an_interrupt_that_a_library_turns_into_an_error_is_still_one() -> None:
 
     def load() -> None:
-        with StopSignals(quiet=True):
+        with StopSignals():
             try:
                 signal.raise_signal(signal.SIGINT)
             except StoppedError:

@@ -101,7 +101,7 @@ def test_the_text_does_not_depend_on_the_drafter(generate: Call, rule: str) -> N
 )
 def test_every_method_answers(generate: Call, options: str, tmp_path: Path) -> None:
     stats = tmp_path / "steps.jsonl"
-    records = generate(*options.split(), "--stats", str(stats))
+    records = generate(*options.split(), "--set", f"stats={stats}")
     assert [record["index"] for record in records] == list(range(6))
     assert [record["id"] for record in records if "error" in record] == ["1", "too long", "chat"]
     errors = [record["error"]["type"] for record in records if "error" in record]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dsbd_cli import __version__
-from dsbd_cli.cli.run import progress
+from dsbd_cli.cli.run import messages, progress
 from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]
@@ -60,7 +60,7 @@ def test_the_live_line_of_two_drafters_keeps_its_clock() -> None:
     screen = io.StringIO()
     rates = "24% accepted (dynamic-tree 30%, retrieval 1%)"
     said = f"24% done, 0:01:00 left, 8 rows, 400 tokens, 2.09 steps per call, {rates}"
-    with progress._live_line(lambda: said, Console(file=screen, width=100, force_terminal=True)) as line:
+    with messages.live_line(lambda: said, Console(file=screen, width=100, force_terminal=True)) as line:
         line.refresh()
     shown = Text.from_ansi(screen.getvalue()).plain
     assert "0:00:00" in shown

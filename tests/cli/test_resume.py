@@ -95,7 +95,7 @@ def test_other_settings_are_refused_by_name(job: Callable[..., Outcome], tmp_pat
 
 def test_a_file_without_records_may_be_begun_with_other_settings(job: Callable[..., Outcome], tmp_path: Path) -> None:
     """Nothing was made with the old settings, so nothing of them may stay: no record, no step, no settings."""
-    stats = ("--stats", str(tmp_path / "steps"))
+    stats = ("--set", f"stats={tmp_path / 'steps'}")
     job("--seed", "1", *stats, lines=ROWS)
     old = (tmp_path / "steps").read_text()
     (tmp_path / "out").write_bytes(b"")  # killed before the first record, steps first
@@ -171,7 +171,7 @@ def test_openai_output_can_be_resumed_and_keeps_its_date(job: Callable[..., Outc
 
 def test_stats_are_appended(job: Callable[..., Outcome], tmp_path: Path) -> None:
     stats = tmp_path / "steps"
-    options = ("--stats", str(stats))
+    options = ("--set", f"stats={stats}")
     job(*options, lines=ROWS)
     steps, lines = stats.read_text(), (tmp_path / "out").read_text().splitlines(keepends=True)
     (tmp_path / "out").write_text("".join(lines[:2]))
@@ -206,7 +206,7 @@ def test_a_run_that_was_killed_anywhere_is_gone_on_with(job: Callable[..., Outco
     """Records are only ever appended, so a kill leaves a beginning of them: in the middle of a line, of a character, at
     its end. All rows are there once in the end, and lines that were whole are not touched."""
     rows: list[object] = [{"id": f"r{n}", "prompt": "fail" if n == 1 else "ä€𝄞" * (n + 1)} for n in range(4)]
-    assert job("--stats", str(tmp_path / "steps"), lines=rows).code == 3
+    assert job("--set", f"stats={tmp_path / 'steps'}", lines=rows).code == 3
     whole, steps = (tmp_path / "out").read_bytes(), (tmp_path / "steps").read_bytes()
     ends = [n + 1 for n, byte in enumerate(whole) if byte == ord("\n")]
     cuts = {*range(0, len(whole), 101), *(end + more for end in (0, *ends) for more in (-1, 0, 1))}
@@ -214,7 +214,7 @@ def test_a_run_that_was_killed_anywhere_is_gone_on_with(job: Callable[..., Outco
         (tmp_path / "out").write_bytes(whole[:cut])
         (tmp_path / "steps").write_bytes(steps)  # a row's stand there before its record
         (tmp_path / ".out.tmp").write_bytes(b"what a kill left\n")
-        outcome = job("--stats", str(tmp_path / "steps"), "--existing", "retry" if cut % 2 else "resume")
+        outcome = job("--set", f"stats={tmp_path / 'steps'}", "--existing", "retry" if cut % 2 else "resume")
         assert outcome.code == 3, outcome.err
         found = records(tmp_path)
         assert sorted(str(record["id"]) for record in found) == ["r0", "r1", "r2", "r3"], cut

@@ -88,10 +88,14 @@ def test_the_model_is_loaded_at_the_first_row_that_needs_it(dsbd: Dsbd) -> None:
 
 
 def test_what_cannot_be_written_is_told_before_a_model_is_loaded(dsbd: Dsbd) -> None:
-    for options in (("-o", "/proc/out.jsonl"), ("--stats", "/proc/steps.jsonl"), ("--summary", "/proc/summary.json")):
+    for options in (
+        ("-o", "/proc/out.jsonl"),
+        ("--set", "stats=/proc/steps.jsonl"),
+        ("--summary", "/proc/summary.json"),
+    ):
         outcome = dsbd("generate", *options)
         assert (outcome.code, outcome.out, outcome.loads) == (1, "", [])
-        assert f"cannot write {options[1]}: " in outcome.err
+        assert f"cannot write {options[1].removeprefix('stats=')}: " in outcome.err
 
 
 def test_an_unknown_field_is_warned_of_once_or_refused(dsbd: Dsbd) -> None:

@@ -189,7 +189,7 @@ def test_what_does_not_belong_together_is_told(
     assert (done.code, done.err.count("\n")) == (code, 1), done.err
     assert message in done.err
     assert not (folder.path / "all.jsonl").exists()
-    assert not list(folder.path.glob(".merging*"))
+    assert not list(folder.path.glob(".*.tmp"))
 
 
 def test_a_row_that_the_input_cannot_have(folder: Folder) -> None:
@@ -300,7 +300,7 @@ def test_what_is_being_written_is_not_merged(folder: Folder) -> None:
         assert (done.code, done.err.count("\n")) == (1, 1), done.err
         assert f"{held} is being written by another process" in done.err
     (folder.path / "all.jsonl").unlink()
-    temporary = folder.path / ".merging.all.jsonl"
+    temporary = folder.path / ".all.jsonl.tmp"
     with open_locked(temporary, create_only=False):
         assert folder.merge(*names).code == 1
     assert temporary.exists(), "it is the other merge's"
@@ -328,7 +328,7 @@ REFUSED = [
     (("--shard", "1-3"), "--shard is '1-3', but must be I/N"),
     (("--shard", "auto"), "no scheduler has numbered the tasks"),
     (("--shard", "0/2", "--output-format", "text"), "cannot write --output-format text"),
-    (("--shard", "0/2", "--stats", "x.gz"), "cannot write --stats x.gz, which is compressed"),
+    (("--shard", "0/2", "--set", "stats=x.gz"), "cannot write --set stats x.gz, which is compressed"),
 ]
 
 

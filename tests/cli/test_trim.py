@@ -12,7 +12,6 @@ import pytest
 from dsbd_cli import Engine, Request
 from dsbd_cli.cli.app import run
 from dsbd_cli.errors import UnsupportedModelError
-from dsbd_cli.io.lines.corpus import answer_text
 from dsbd_cli.models.checkpoints.catalog import fit
 from dsbd_cli.stats import RequestStats
 from dsbd_cli.train import compare
@@ -160,7 +159,7 @@ def test_what_is_called_worse() -> None:
             "--size and --coverage say the same in two ways: give one of them",
         ),
         ("-o {o} --input {p} --size 4000", "--size is 4000, but the draft has only 380 logits"),
-        ("-o {o} --texts {p} --size 50", "prompts.jsonl, line 1: it holds no text"),
+        ("-o {o} --texts {p} --size 50", "prompts.jsonl, line 1: beams is missing"),
         ("-o {o} --texts {o}.none --size 50", "error: --texts {o}.none cannot be read: No such file"),
         ("-o {o} --input {o}.none --size 50", "error: --input {o}.none cannot be read: No such file"),
         ("-o {o} --input {p} --held-out {o}.none --size 50", "--held-out {o}.none cannot be read: No such file"),
@@ -197,10 +196,3 @@ def test_no_draft_to_trim(
     ]
     assert run(["trim-draft", *arguments]) == 2
     assert "there is no draft to trim: name one with --draft" in capfd.readouterr().err
-
-
-def test_texts_of_records() -> None:
-    assert answer_text(b'{"text": "a"}') == "a"
-    assert answer_text(b'{"error": {"type": "InvalidRowError"}}') is None
-    chat = {"response": {"body": {"choices": [{"message": {"content": "b"}}]}}, "error": None}
-    assert answer_text(json.dumps(chat).encode()) == "b"

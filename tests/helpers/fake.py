@@ -28,7 +28,7 @@ from dsbd_cli.requests import Hypothesis, Request, RequestResult
 from dsbd_cli.stats import LayerStats, RequestStats, StepStats
 
 if TYPE_CHECKING:
-    from dsbd_cli.engine.decoding.options import EngineInfo
+    from dsbd_cli.requests import EngineInfo
 
 MODULE = "dsbd_cli.loading"
 FAILING = "fail"

@@ -38,20 +38,32 @@ def test_a_very_long_line() -> None:
     assert list(read_lines(io.BytesIO(line + b"\n"))) == [(1, line)]
 
 
-class Chunks:
+class Chunks(io.RawIOBase):
     """Gives one chunk per read, as a pipe does, and notes how many were asked for."""
 
     def __init__(self, *chunks: bytes) -> None:
         self.chunks, self.reads = list(chunks), 0
 
-    def read1(self, _: int) -> bytes:
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray) -> int:
         self.reads += 1
-        return self.chunks.pop(0) if self.chunks else b""
+        chunk = self.chunks.pop(0) if self.chunks else b""
+        given = min(len(chunk), len(buffer))
+        buffer[:given] = chunk[:given]
+        if given < len(chunk):
+            self.chunks.insert(0, chunk[given:])
+        return given
+
+
+def chunked(*chunks: bytes) -> io.BufferedReader:
+    return io.BufferedReader(Chunks(*chunks))
 
 
 def test_a_line_is_given_as_soon_as_it_has_come() -> None:
     chunks = Chunks(b"a\nb", b"", b"never read")
-    lines = read_lines(chunks)
+    lines = read_lines(io.BufferedReader(chunks))
     assert next(lines) == (1, b"a")
     assert chunks.reads == 1
     assert list(lines) == [(2, b"b")]
@@ -64,7 +76,7 @@ def test_chunks_do_not_matter(text: bytes, sizes: list[int]) -> None:
         chunks.append(left[:size])
         left = left[size:]
     parts = [chunk for chunk in [*chunks, left] if chunk]
-    got = list(read_lines(Chunks(*parts)))
+    got = list(read_lines(chunked(*parts)))
     assert got == list(read_lines(io.BytesIO(text)))
     expected = enumerate(text.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1)
     assert got == [(number, line.removesuffix(b"\r")) for number, line in expected if line.strip()]
@@ -73,7 +85,7 @@ def test_chunks_do_not_matter(text: bytes, sizes: list[int]) -> None:
 def test_too_long_a_line_is_passed_over_without_being_held() -> None:
     line = b"y" * 1_000
     lines = [b"x" * 100, b"x" * 101, line * 90_000, b"short", b"z" * 101]
-    stream = Chunks(*[line] * 3, b"\n", *(lines[0] + b"\n" + lines[1] + b"\nend", b"\n", lines[4]))
+    stream = chunked(*[line] * 3, b"\n", *(lines[0] + b"\n" + lines[1] + b"\nend", b"\n", lines[4]))
     assert list(read_lines(stream, limit=100)) == [
         (1, LongLine(3_000, b"y" * 256)),
         (2, lines[0]),
@@ -82,7 +94,7 @@ def test_too_long_a_line_is_passed_over_without_being_held() -> None:
         (5, LongLine(101, lines[4])),
     ]
     tracemalloc.start()
-    got = list(read_lines(Chunks(*[line * 10] * 3_000, b"\nshort"), limit=1 << 20))
+    got = list(read_lines(chunked(*[line * 10] * 3_000, b"\nshort"), limit=1 << 20))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert got == [(1, LongLine(30_000_000, b"y" * 256)), (2, b"short")]

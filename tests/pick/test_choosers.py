@@ -16,7 +16,7 @@ from sacrebleu.metrics.chrf import CHRF
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.pick.candidates import Candidate, CandidateRow, record_row
 from dsbd_cli.pick.choosers import NUMBER, ByRisk, ByScore, ByVote, Choice, normalised
-from dsbd_cli.pick.execution import ByExecution, Databases
+from dsbd_cli.pick.execution import ByExecution
 
 SPIDER = Path(__file__).parents[1] / "lab" / "tasks" / "data" / "spider" / "database"
 TEMPLATE = f"{SPIDER}/{{db_id}}/{{db_id}}.sqlite"
@@ -184,7 +184,7 @@ RUNS = [
 
 @pytest.mark.parametrize("texts", RUNS)
 def test_execution_is_the_rule_of_codes(texts: tuple[str, ...]) -> None:
-    chooser = ByExecution(Databases(TEMPLATE))
+    chooser = ByExecution(TEMPLATE)
     found = chooser.choose(row(*texts, metadata={"db_id": "concert"}))
     assert found.beam == codes_rule(texts, SPIDER / "concert" / "concert.sqlite")
 
@@ -197,7 +197,7 @@ def test_most_equal_results() -> None:
         "SELECT name FROM singer",  # the same rows; their order counts only where both are ordered
         "SELECT name FROM singer ORDER BY name DESC",
     )
-    choice = ByExecution(Databases(TEMPLATE), "majority").choose(row(*texts, metadata={"db_id": "concert"}))
+    choice = ByExecution(TEMPLATE, "majority").choose(row(*texts, metadata={"db_id": "concert"}))
     assert choice.beam == 2
     assert (choice.why["ran"], choice.why["failed"], choice.why["votes"]) == (4, 1, 2)
 
@@ -207,7 +207,7 @@ def test_what_cannot_run() -> None:
     path = SPIDER / "pets" / "pets.sqlite"
     before = path.read_bytes()
     texts = (ENDLESS, "DELETE FROM pet", "ATTACH '/tmp/x' AS x", "PRAGMA writable_schema = 1", "SELECT kind FROM pet")
-    choice = ByExecution(Databases(TEMPLATE), timeout_s=0.2).choose(row(*texts, metadata={"db_id": "pets"}))
+    choice = ByExecution(TEMPLATE, timeout_s=0.2).choose(row(*texts, metadata={"db_id": "pets"}))
     assert (choice.beam, choice.why["failed"], choice.why["first_error"]) == (4, 4, "it ran longer than 0.2 s")
     assert path.read_bytes() == before
 
@@ -225,12 +225,12 @@ def test_what_cannot_run() -> None:
 )
 def test_a_row_without_a_database(metadata: object, message: str) -> None:
     with pytest.raises(InvalidRowError, match=message):
-        ByExecution(Databases(TEMPLATE)).choose(row("SELECT 1", metadata=metadata))
+        ByExecution(TEMPLATE).choose(row("SELECT 1", metadata=metadata))
 
 
 def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     (tmp_path / "x.sqlite").write_text("no database" * 100)
-    chooser = ByExecution(Databases(str(tmp_path / "x.sqlite")))
+    chooser = ByExecution(str(tmp_path / "x.sqlite"))
     with pytest.raises(InvalidRowError, match="cannot be read: file is not a database"):
         chooser.choose(row("SELECT 1"))
     with pytest.raises(UsageError, match=r"--database: the database .*x.sqlite cannot be read: file is not a database"):
@@ -238,7 +238,7 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
 
 
 def test_nothing_runs_as_an_error() -> None:
-    chooser = ByExecution(Databases(TEMPLATE), otherwise="error")
+    chooser = ByExecution(TEMPLATE, otherwise="error")
     with pytest.raises(InvalidRowError, match="none of 2 candidates runs; the first: no such column: nme"):
         chooser.choose(row("SELECT nme FROM singer", "nothing", metadata={"db_id": "concert"}))
 
@@ -246,5 +246,5 @@ def test_nothing_runs_as_an_error() -> None:
 def test_an_order_in_a_comment_is_none() -> None:
     """Guards a wrong answer: equal rows in another order were two results."""
     texts = ("SELECT age FROM singer ORDER BY age", "SELECT age FROM singer -- order by age", "SELECT 1", "SELECT 1")
-    choice = ByExecution(Databases(TEMPLATE), "majority").choose(row(*texts, metadata={"db_id": "concert"}))
+    choice = ByExecution(TEMPLATE, "majority").choose(row(*texts, metadata={"db_id": "concert"}))
     assert (choice.beam, choice.why["votes"], choice.why["results"]) == (0, 2, 2)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import pytest
 
 import dsbd_cli
 from dsbd_cli import MethodConfig, Request, SamplingConfig, UsageError, loading
-from dsbd_cli.engine.decoding.options import EngineInfo
 from dsbd_cli.ops.interface import Choice
+from dsbd_cli.requests import EngineInfo
 from dsbd_cli.scale import Answer
 from dsbd_cli.scale.worker import SENT, Exchange, Failure, Worker, WorkerInfo, WorkerSetup, checkpoint_hash
 from tests.helpers.fake import FakeEngine
@@ -179,20 +180,19 @@ def test_what_an_engine_tells_goes_to_the_driver() -> None:
 
     told = greeted(worker(load))
     assert isinstance(told, WorkerInfo)
-    assert (told.told, told.ops) == (("a", "b"), (("walk", "torch", "it fails"),))
+    assert told.engine == load().info
 
 
 def test_workers_that_differ_are_told_apart() -> None:
-    one = WorkerInfo("1.0", ("a", "b"), "same-text", "float32", "cuda:0", None, None, None, "host")
-    assert (
-        one.difference(WorkerInfo("1.0", ("a", "b"), "same-text", "float32", "cuda:3", None, None, None, "other"))
-        is None
-    )
-    other = WorkerInfo("1.1", ("a", "b"), "same-text", "float32", "cuda:0", None, None, None, "host")
-    assert one.difference(other) == "dsbd is 1.1 there and 1.0 here"
-    assert (
-        one.difference(WorkerInfo("1.0", ("a", "c"), "same-text", "float32", "cpu", None, None, None, "h")) is not None
-    )
+    info = EngineInfo("target", None, "float32", "cuda:0", threads=1)
+    one = WorkerInfo("1.0", ("a", "b"), "same-text", None, "host", info)
+    alike = replace(one, host="other", engine=replace(info, device="cuda:3", draft_device="cuda:4", threads=2))
+    assert one.difference(alike) is None
+    assert one.difference(replace(one, dsbd="1.1")) == "dsbd is 1.1 there and 1.0 here"
+    assert one.difference(replace(one, checkpoints=("a", "c"))) is not None
+    assert one.difference(replace(one, engine=replace(info, device="cpu"))) == "device is cpu there and cuda here"
+    for change in ({"dtype": "bfloat16"}, {"draft_dtype": "float32"}, {"chat": True}):
+        assert one.difference(replace(one, engine=replace(info, **change))) is not None
 
 
 def test_a_checkpoint_that_changed_has_another_hash(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import random
 import sqlite3
 from contextlib import closing
 
-from dsbd_cli.pick.sandbox import read_rows
-from dsbd_cli.pick.sql_child import TableData, connect
+from dsbd_cli.pick import sql_child
+from dsbd_cli.pick.sandbox import STEPS
+from dsbd_cli.pick.sql_child import Cell, TableData, connect
 from training.tasks.generator import Drawn, Generator
 from training.tasks.schema import Schema, make_schema
 from training.tasks.sql_forms import Clause, ask
@@ -27,9 +28,20 @@ def _draw_schema(split: str, rng: random.Random, level: int) -> Schema:
     return make_schema(split, rng, rng.choice((1, 2, 2, 2, 3)), 3)
 
 
+def _rows(database: sqlite3.Connection, sql: str) -> list[tuple[Cell, ...]] | None:
+    """The rows of a statement, floats to six decimals; None where it fails or takes more than STEPS steps."""
+    over = sql_child.budget(float("inf"), STEPS)
+    database.set_progress_handler(lambda: over() is not None, sql_child.STEPS_PER_CALL)
+    try:
+        rows: list[tuple[Cell, ...]] = database.execute(sql).fetchall()
+    except sqlite3.Error:
+        return None
+    return [tuple(round(cell, 6) if isinstance(cell, float) else cell for cell in row) for row in rows]
+
+
 def telling(database: sqlite3.Connection, sql: str) -> bool:
     """Whether the gold result has rows and some value that is neither 0 nor NULL."""
-    rows = read_rows(database, sql)
+    rows = _rows(database, sql)
     return bool(rows) and any(value not in (0, None) for value in (rows or [()])[0])
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from dsbd_cli.cli.options.bench_options import (
@@ -28,9 +26,9 @@ from dsbd_cli.cli.options.options import (
     PairOptions,
     SamplingOptions,
 )
-from dsbd_cli.cli.options.settings import RunSettings, drafts, model_specs, run_settings
+from dsbd_cli.cli.options.settings import RunSettings, drafts, run_settings
 from dsbd_cli.cli.run.files import check_report_files
-from dsbd_cli.cli.run.messages import duration, hush, log, say
+from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import MethodConfig
@@ -48,8 +46,6 @@ if TYPE_CHECKING:
     from dsbd_cli.lab.reports.bench_data import BenchReport
 
 __all__ = ["bench"]
-
-LOG_INTERVAL_S = 60.0
 
 
 class Progress(Protocol):
@@ -76,7 +72,7 @@ def bench(
 
     Without options: the built-in pair on its two tasks, in under two minutes. Ctrl-C prints what is measured by then.
     """
-    hush(outputs.quiet)
+    set_style(quiet=outputs.quiet)
     data = _of_input(data)
     draft_wanted = drafts(pair)
     records, shots = data.records or DEFAULT_RECORDS, data.shots or 0
@@ -95,7 +91,7 @@ def bench(
     )
     datasets, notes = _datasets(data, choice, shots, chosen=chosen)
     planned = _runnable(planned, sweep.methods, settings.rows.grammar, datasets)
-    with StopSignals(quiet=bool(outputs.quiet)) as signals:
+    with StopSignals() as signals:
         from dsbd_cli.lab.bench.prepare import BenchSpec
         from dsbd_cli.lab.bench.run import Bench
 
@@ -113,7 +109,7 @@ def bench(
             grammar=settings.rows.grammar,
             tolerance=DEFAULT_TOLERANCE if choice.fuzzy_tolerance is None else choice.fuzzy_tolerance,
         )
-        engine = _load(settings, devices, planned.settings)
+        engine = _load(settings, planned.settings)
         running = Bench(engine, spec, command=[str(word) for word in arguments] or ["bench"])
         signals.on_stop = running.stop
         _run(running, outputs)
@@ -174,17 +170,13 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
     if idle and not any(one.samples for one in planned.settings):
         names = ", ".join(option_name(name) for name in idle)
         raise UsageError(f"{names} would do nothing, because no method of --methods samples: drop it")
-    hot = [one.name for one in planned.settings if one.samples and not _takes_cold(one)]
+    samplers = [one for one in planned.settings if one.samples]
+    hot = [one.name for one in samplers if not (isinstance(one.config, MethodConfig) and one.config.takes_cold)]
     if drawing.temperature == 0 and hot:
         raise UsageError(
             f"--temperature is 0, which {hot[0]} does not take: drop it, or take the method from --methods"
         )
     return SamplingOptions(**given)
-
-
-def _takes_cold(setting: Setting) -> bool:
-    """It can be run at temperature 0."""
-    return isinstance(setting.config, MethodConfig) and setting.config.takes_cold
 
 
 def _of_input(data: DataOptions) -> DataOptions:
@@ -228,24 +220,24 @@ def _datasets(data: DataOptions, choice: ChoiceOptions, shots: int, *, chosen: b
     return found, notes
 
 
-def _load(settings: RunSettings, devices: DeviceOptions, planned: Sequence[Setting]) -> Engine:
+def _load(settings: RunSettings, planned: Sequence[Setting]) -> Engine:
     """Where torch is imported. A draft that no method needs is not loaded."""
     from dsbd_cli import loading
 
-    draft = settings.draft if any(one.drafts for one in planned) else None
     return loading.load(
-        *model_specs(dataclasses.replace(settings, draft=draft), devices),
+        settings.target,
+        settings.draft if any(one.drafts for one in planned) else None,
         batch_size=settings.batch_size,
         log_steps=False,
         allow=settings.allow,
-        threads=devices.threads,
+        threads=settings.threads,
     )
 
 
 def _run(running: Bench, outputs: BenchOutputs) -> None:
     """Measure, then print and write, also what was measured until a signal came."""
-    with _progress(running.settings, quiet=bool(outputs.quiet)) as progress:
-        report = running.run(progress)
+    with talking() as talk:
+        report = running.run(_teller(talk, running.settings))
     if not report.rows:
         say("stopped before anything was measured")
         return
@@ -272,57 +264,15 @@ def _write(report: BenchReport, outputs: BenchOutputs) -> None:
         write_atomically(outputs.plot, picture_bytes(bench_figure(report), outputs.plot.suffix))
 
 
-@contextmanager
-def _progress(settings: int, *, quiet: bool) -> Iterator[Progress]:
-    """A bar on a terminal, log lines elsewhere. settings: how many are measured in turn."""
-    if quiet or sys.stderr is None:
-        yield lambda done, total, name, left_s: None
-    elif sys.stderr.isatty():
-        with _bar() as told:
-            yield told
-    else:
-        yield _Log(settings)
+def _teller(talk: Talk, settings: int) -> Progress:
+    """Return what tells of the windows: in a log at the beginning, after the first and after the first of every method.
+    settings: how many are measured in turn."""
+    wanted = [0, 1, settings]
 
-
-@contextmanager
-def _bar() -> Iterator[Progress]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-    from rich.table import Column
-
-    # the name of the method alone gives way where the terminal is narrow
-    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-    columns = (
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False, table_column=rest),
-    )
-    with Bar(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False, expand=True) as bar:
-        task = bar.add_task("warming up", total=None)
-
-        def told(done: int, total: int, name: str, left_s: float | None) -> None:
-            left = "" if left_s is None else f"about {duration(left_s)} left, "
-            bar.update(task, completed=done, total=total, description=left + name)
-
-        yield told
-
-
-class _Log:
-    """A line at the beginning, one with the time left after the first window and after the first of every method, then
-    one a minute."""
-
-    def __init__(self, settings: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._wanted = [0, 1, settings]
-        self._last = clock()
-
-    def __call__(self, done: int, total: int, name: str, left_s: float | None) -> None:
-        due = done in self._wanted and done < total
-        if not due and self._clock() - self._last < LOG_INTERVAL_S:
-            return
-        self._wanted = [wanted for wanted in self._wanted if wanted > done]
-        self._last = self._clock()
+    def told(done: int, total: int, name: str, left_s: float | None) -> None:
+        due = done in wanted and done < total
+        wanted[:] = [one for one in wanted if one > done]
         left = "" if left_s is None else f", about {duration(left_s)} left"
-        log(f"{done} of {total} windows{left}, {name}", {"done": done, "total": total, "left_s": left_s})
+        talk.now(f"{done} of {total} windows{left}, {name}", {"done": done, "total": total, "left_s": left_s}, due=due)
+
+    return told

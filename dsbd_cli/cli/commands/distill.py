@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
@@ -14,15 +14,23 @@ from typing import TYPE_CHECKING
 
 from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out
 from dsbd_cli.cli.options.declare import flag, grouped, option
-from dsbd_cli.cli.options.options import MAIN, Decode, DeviceOptions, MethodOptions, PairOptions, SamplingOptions
-from dsbd_cli.cli.options.settings import RunSettings, model_specs, places, run_settings
+from dsbd_cli.cli.options.options import (
+    MAIN,
+    DecodeOptions,
+    DeviceOptions,
+    LoadOptions,
+    MethodOptions,
+    PairOptions,
+    SamplingOptions,
+)
+from dsbd_cli.cli.options.settings import RunSettings, places, run_settings
 from dsbd_cli.cli.run.files import read_prompts
-from dsbd_cli.cli.run.messages import duration, hush, log, say, status_line, warn, whole
-from dsbd_cli.cli.run.progress import LOG_INTERVAL_S
+from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking, warn, whole
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
-from dsbd_cli.config.model import BUILTIN_TARGET, DTYPES, Dtype, ModelSpec
+from dsbd_cli.config.model import BUILTIN_TARGET, DTYPES, ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.config.variants import SEARCH
 from dsbd_cli.errors import DsbdError, UsageError, option_name
 from dsbd_cli.requests import Request
 from dsbd_cli.train.record import BATCH, RECORD, Acceptance, Milestone, Record, Speed, TrainingPlan, read_record
@@ -57,7 +65,6 @@ class DistillOptions:
         f"prompts as generate reads them (required); every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is "
         "held out to measure acceptance on",
         "-i",
-        metavar="FILE",
     )
     output: Path | None = option(
         MAIN,
@@ -69,60 +76,32 @@ class DistillOptions:
         DISTILL,
         "layers of the draft: the target's own first ones",
         default="a quarter of the target's; with --hidden-size 2",
-        metavar="N",
     )
     hidden_size: int | None = option(
         DISTILL, "train a new Llama of this hidden size with the target's tokenizer instead", metavar="H"
     )
-    steps: int | None = option(DISTILL, f"of training, {BATCH} answers each", default=STEPS, metavar="N", least=1)
+    steps: int | None = option(DISTILL, f"of training, {BATCH} answers each", default=STEPS, least=1)
     learning_rate: float | None = option(
         DISTILL,
         "the highest; it rises first, and falls to 0 in the second half",
         default=f"{CUT_RATE:g}, with --hidden-size {NEW_RATE:g}",
-        metavar="X",
     )
-    decode: Decode | None = option(
-        MAIN,
-        "how the target answers, and how acceptance is measured; search: beam search; sample: beam sampling",
-        default="sample",
-        metavar="HOW",
-    )
-    num_beams: int | None = option(
-        MAIN,
-        "W, live beams at most; all W answers to a prompt are learnt",
-        default=MethodConfig().num_beams,
-        metavar="W",
-    )
-    max_new_tokens: int | None = option(
-        MAIN, "tokens of an answer at most", default=SamplingConfig().max_new_tokens, metavar="N"
-    )
-    seed: int | None = option(MAIN, "of answers, batches and new weights", default=0, metavar="N")
-    dtype: Dtype | None = option(
-        DISTILL, f"of the target: {', '.join(DTYPES)}; weights in training are float32", default="auto", metavar="DTYPE"
-    )
-    device: str | None = option(
-        DISTILL, "as of generate; with a comma the target's and the draft's", default="auto", metavar="DEVICE"
-    )
-    threads: int | None = option(DISTILL, "processor threads, as of generate", metavar="N", least=1)
-    trust_remote_code: bool | None = flag(DISTILL, "run code that a checkpoint brings with it")
+    max_new_tokens: int | None = option(MAIN, "tokens of an answer at most", default=SamplingConfig().max_new_tokens)
+    seed: int | None = option(MAIN, "of answers, batches and new weights", default=0)
+    threads: int | None = option(DISTILL, "processor threads, as of generate", least=1)
     quiet: bool | None = flag(DISTILL, "nothing but errors", "-q")
-
-    @property
-    def devices(self) -> DeviceOptions:
-        """How the target is loaded."""
-        return DeviceOptions(dtype=self.dtype, device=places(self.device)[0], trust_remote_code=self.trust_remote_code)
 
 
 @grouped
-def distill(options: DistillOptions, arguments: Sequence[str]) -> None:
+def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptions, arguments: Sequence[str]) -> None:
     """Train a draft for a target of your own on the target's answers to your own prompts.
 
-    The target answers the prompts, and the draft learns the target's law after every token of the answers. Acceptance
-    on held-out prompts is measured before, meanwhile and after.
+    The target answers the prompts, and the draft, in float32, learns the target's law after every token of all W
+    answers. Acceptance on held-out prompts is measured before, meanwhile and after.
 
     Ctrl-C keeps what is done, and leaves the draft so far in --output; the same command goes on.
     """
-    hush(options.quiet)
+    set_style(quiet=options.quiet)
     if options.input is None:
         raise UsageError("--input is missing: name a file of prompts")
     if options.output is None:
@@ -130,50 +109,25 @@ def distill(options: DistillOptions, arguments: Sequence[str]) -> None:
     rate = options.learning_rate
     if rate is not None and not 0 < rate < 1:
         raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
-    settings = _run_settings(options)
-    quiet = bool(options.quiet)
-    with StopSignals(quiet=quiet) as signals, status_line("loading the target", quiet=quiet) as live:
-        talk = _Talk(live, quiet=quiet)
-        _Distilling(options, settings, options.input, options.output, signals, talk).run()
+    draft_device = places(loading.device)[1]
+    devices = DeviceOptions(**vars(loading) | {"device": places(loading.device)[0]})
+    settings = _run_settings(options, decoding, devices)
+    with StopSignals() as signals, talking() as talk:
+        _Distilling(options, settings, draft_device, options.input, options.output, signals, talk).run()
 
 
-def _run_settings(options: DistillOptions) -> RunSettings:
+def _run_settings(options: DistillOptions, decoding: DecodeOptions, devices: DeviceOptions) -> RunSettings:
     """The target without a draft, as generate would run it, with all answers."""
-    search = options.decode == "search"
-    beams = MethodConfig().num_beams if options.num_beams is None else options.num_beams
+    search = decoding.decode == "search"
+    beams = MethodConfig().num_beams if decoding.num_beams is None else decoding.num_beams
     return run_settings(
         PairOptions(target=options.target, draft="none"),
-        MethodOptions(num_beams=beams, decode=options.decode),
+        MethodOptions(num_beams=beams, decode=decoding.decode),
         SamplingOptions(
             max_new_tokens=options.max_new_tokens, n_best=max(1, beams), seed=None if search else options.seed
         ),
-        options.devices,
+        devices,
     )
-
-
-class _Talk:
-    """Messages that people see: a live line on a terminal, a log line a minute elsewhere, and lines that stay."""
-
-    def __init__(self, live: Callable[[str], None] | None, *, quiet: bool) -> None:
-        self._live, self._quiet, self._told = live, quiet, 0.0
-
-    def now(self, message: str, fields: Mapping[str, object] | None = None) -> None:
-        """Show what changes all the time."""
-        if self._live is not None:
-            self._live(message)
-        elif not self._quiet and time.monotonic() - self._told >= LOG_INTERVAL_S:
-            self._told = time.monotonic()
-            log(message, fields or {})
-
-    def line(self, message: str) -> None:
-        """Say what is worth a line."""
-        if not self._quiet:
-            say(message)
-
-    def warn(self, message: str) -> None:
-        """Warn of what is worth a warning."""
-        if not self._quiet:
-            warn(message)
 
 
 class _Distilling:
@@ -183,15 +137,16 @@ class _Distilling:
         self,
         options: DistillOptions,
         settings: RunSettings,
+        draft_device: str | None,
         source: Path,
         folder: Path,
         signals: StopSignals,
-        talk: _Talk,
+        talk: Talk,
     ) -> None:
+        """draft_device: None where the draft has none of its own."""
         self._options, self._settings, self._source = options, settings, source
         self._folder, self._signals, self._talk = folder, signals, talk
-        self._spec, _ = model_specs(settings, options.devices)
-        self._draft_device = places(options.device)[1]
+        self._spec, self._draft_device = settings.target, draft_device
         self._stopped = False
         self._stop_now: list[Callable[[], None]] = []
 
@@ -224,26 +179,24 @@ class _Distilling:
                 f"{name} holds {len(found)} prompts, but {HELD_OUT_EVERY} or more are needed: hundreds are better"
             )
         if len(found) < FEW_PROMPTS:
-            self._talk.warn(
-                f"{name} holds {len(found)} prompts: below {FEW_PROMPTS} a draft hardly learns more than these"
-            )
+            warn(f"{name} holds {len(found)} prompts: below {FEW_PROMPTS} a draft hardly learns more than these")
         return found, digest.hexdigest()
 
     def _begin(self, shape: StudentShape, digest: str) -> Record:
         """A new folder, or the record of one that this command has left unfinished."""
         options, method = self._options, self._settings.method
         plan = TrainingPlan(
-            target=self._settings.target,
+            target=self._spec.source,
             input=digest,
             layers=shape.layers,
             hidden_size=shape.hidden_size,
             steps=options.steps or STEPS,
             learning_rate=options.learning_rate or (CUT_RATE if shape.hidden_size is None else NEW_RATE),
-            decode=options.decode or "sample",
+            decode="search" if method.rule == SEARCH else "sample",
             num_beams=method.num_beams,
             max_new_tokens=self._settings.rows.sampling.max_new_tokens,
             seed=options.seed or 0,
-            dtype=options.dtype or "auto",
+            dtype=self._spec.dtype,
         )
         folder = self._folder
         if not (folder / RECORD).is_file():
@@ -291,13 +244,13 @@ class _Distilling:
         if self._stopped:
             number = self._signals.number
             assert number is not None
-            self._talk.line("stopped; the same command goes on")
+            say("stopped; the same command goes on")
             raise StoppedError(number)
 
     def _load(self) -> Engine:
         from dsbd_cli.loading import load
 
-        self._talk.now("loading the target")
+        self._talk.now("loading the target", {})
         engine = load(self._spec, None, method=self._settings.method, threads=self._options.threads)
         self._check_stopped()
         return engine
@@ -319,13 +272,13 @@ class _Distilling:
         with self._stopping(engine.stop):
             failed = make_answers(engine, todo, writer, told)
         if failed:
-            self._talk.warn(f"{len(failed)} prompts cannot be answered and are left out; the first: {failed[0]}")
+            warn(f"{len(failed)} prompts cannot be answered and are left out; the first: {failed[0]}")
         self._answers = read_answers(path)
         if not self._answers:
             raise DsbdError(f"no prompt of {self._source} could be answered, so there is nothing to learn from")
         self._record.answers = len(self._answers)
         tokens = sum(len(one.tokens) for one in self._answers)
-        self._talk.line(f"{len(self._answers)} answers of {tokens} tokens to learn from, in {path}")
+        say(f"{len(self._answers)} answers of {tokens} tokens to learn from, in {path}")
 
     # The draft
 
@@ -336,9 +289,9 @@ class _Distilling:
         except StoppedError:
             if training.step:
                 self._publish(training)
-                self._talk.line(f"{self._folder} holds the draft of step {training.step}, which --draft takes as it is")
+                say(f"{self._folder} holds the draft of step {training.step}, which --draft takes as it is")
             else:
-                self._talk.line(f"{self._folder} holds no draft yet, because no step was taken")
+                say(f"{self._folder} holds no draft yet, because no step was taken")
             raise
 
     def _publish(self, training: Training) -> None:
@@ -398,11 +351,13 @@ class _Distilling:
         record.milestones.append(milestone)
         record.write(self._folder)
         loss = "" if milestone.loss is None else f"loss {milestone.loss:.3f}, "
-        self._talk.line(f"step {milestone.step} of {record.plan.steps}: {loss}{_said(milestone)}")
+        say(f"step {milestone.step} of {record.plan.steps}: {loss}{_said(milestone)}")
         if milestone.speed is not None:
-            self._talk.line(_speed_said(milestone.speed))
+            plain, drafted = milestone.speed.plain, milestone.speed.drafted
+            told = f"{plain:.1f} tokens/s without a draft, {drafted:.1f} with it ({milestone.speed.label})"
+            say(f"measured here: {told}")
         elif ends and milestone.acceptance is not None:
-            self._talk.line(f"{SPEED_S:.0f} s were too short to measure the speed: dsbd profile --seconds takes longer")
+            say(f"{SPEED_S:.0f} s were too short to measure the speed: dsbd profile --seconds takes longer")
 
     def _training(self, engine: Engine, shape: StudentShape) -> Training:
         """From the checkpoint where there is one."""
@@ -413,7 +368,7 @@ class _Distilling:
         assert engine.info is not None
         plan, folder = self._record.plan, self._folder / CHECKPOINT
         recipe = Recipe(plan.steps, plan.learning_rate, plan.seed, autocast=engine.info.dtype == "bfloat16")
-        spec = self._draft_spec(self._settings.target, "float32")
+        spec = self._draft_spec(self._spec.source, "float32")
         recover(folder)
         going_on = (folder / "config.json").is_file()
         student = load_student(folder, spec) if going_on else new_student(spec, shape, recipe.seed)
@@ -423,7 +378,7 @@ class _Distilling:
             # what was measured later belongs to steps that are taken again
             milestones = self._record.milestones
             self._record.milestones = [one for one in milestones if one.step <= training.step]
-            self._talk.line(f"going on behind step {training.step}")
+            say(f"going on behind step {training.step}")
         return training
 
     def _draft_spec(self, source: str, dtype: str) -> ModelSpec:
@@ -448,7 +403,7 @@ class _Distilling:
         method = MethodConfig(rule=plain.rule, num_beams=plain.num_beams, depth=DEFAULT_DEPTH)
 
         def told(number: int) -> None:
-            self._talk.now(f"acceptance is measured: {number} of {len(held)} held-out prompts")
+            self._talk.now(f"acceptance is measured: {number} of {len(held)} held-out prompts", {})
 
         told(0)
         pair = with_draft(engine, self._draft_spec(str(folder), engine.info.dtype), method)
@@ -457,7 +412,7 @@ class _Distilling:
         if found is None or not speed:
             return found, None
         budget = Budget(SPEED_S)
-        self._talk.now(f"measuring speed for {SPEED_S:.0f} s")
+        self._talk.now(f"measuring speed for {SPEED_S:.0f} s", {})
         with self._stopping(budget.stop):
             return found, measured_speed(pair, held[:HELD_OUT_BETWEEN], budget)
 
@@ -480,11 +435,6 @@ def _said(one: Milestone) -> str:
 
 def _shares(found: Acceptance) -> str:
     return " ".join(f"{share:.0%}" for share in found.by_depth)
-
-
-def _speed_said(speed: Speed) -> str:
-    """Say what drafting does for the target on this machine, in tokens/s."""
-    return f"measured here: {speed.plain:.1f} tokens/s without a draft, {speed.drafted:.1f} with it ({speed.label})"
 
 
 EXPLAINED = (

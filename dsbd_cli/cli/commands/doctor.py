@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from dsbd_cli.cli.options.declare import flag, grouped, option, switch
-from dsbd_cli.cli.options.options import MAIN, PIPED
-from dsbd_cli.cli.options.settings import places
+from dsbd_cli.cli.options.declare import grouped, switch
+from dsbd_cli.cli.options.options import (
+    MAIN,
+    PIPED,
+    DeviceOptions,
+    LoadOptions,
+    MethodOptions,
+    PairOptions,
+    SamplingOptions,
+)
+from dsbd_cli.cli.options.settings import run_settings
 from dsbd_cli.cli.run.messages import utc_now
-from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, DTYPES, Dtype, ModelSpec
 
 if TYPE_CHECKING:
     from dsbd_cli.lab.profiling.checkup import Check
@@ -30,23 +37,13 @@ STATES = {"ok": "ok", "note": "note", "off": "off", "broken": "BROKEN"}
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Options of `dsbd doctor`: what is tried, and how the result is printed."""
+    """How the result is printed."""
 
-    target: str | None = option(MAIN, "alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL")
-    draft: str | None = option(
-        MAIN,
-        "alias, folder or hub id; none: no draft",
-        default=f"{BUILTIN_DRAFT} with the built-in target, else none",
-        metavar="MODEL",
-    )
-    dtype: Dtype | None = option(MAIN, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
-    device: str | None = option(MAIN, "cpu, cuda, cuda:1, ...", default="auto", metavar="DEVICE")
-    trust_remote_code: bool | None = flag(MAIN, "run code that a checkpoint brings with it")
     json: bool = switch(MAIN, "print one JSON document in place of the lines")
 
 
 @partial(grouped, elsewhere=PIPED)
-def doctor(wanted: DoctorOptions, arguments: Sequence[str]) -> None:
+def doctor(pair: PairOptions, loading: LoadOptions, wanted: DoctorOptions, arguments: Sequence[str]) -> None:
     """Try every part on this machine and say what runs how: versions, devices, models, exactness, memory, speed.
 
     Half a minute with the built-in pair. Nothing is fetched: for a pair that is not on this machine yet, the tokenizers
@@ -54,13 +51,13 @@ def doctor(wanted: DoctorOptions, arguments: Sequence[str]) -> None:
 
     Exit codes: 0 nothing is broken, 1 something is.
     """
-    target, draft = _specs(wanted)
+    settings = run_settings(pair, MethodOptions(), SamplingOptions(), DeviceOptions(**vars(loading)))
     from dsbd_cli.lab.profiling.checkup import check_up
 
     if not wanted.json:
         typer.echo(f"dsbd doctor, {utc_now()}\n")
     found = []
-    for check in check_up(target, draft, SECONDS):
+    for check in check_up(settings.target, settings.draft, SECONDS):
         found.append(check)
         if not wanted.json:
             typer.echo(_shown(check))
@@ -68,22 +65,12 @@ def doctor(wanted: DoctorOptions, arguments: Sequence[str]) -> None:
     if wanted.json:
         checks = {check.name: dataclasses.asdict(check) for check in found}
         typer.echo(json.dumps({"date": utc_now(), "broken": broken, "checks": checks}, indent=2, ensure_ascii=False))
+    elif broken:
+        typer.echo(f"\n{len(broken)} of {len(found)} parts broken: {', '.join(broken)}")
     else:
-        typer.echo(f"\n{_verdict(found, broken)}")
+        typer.echo(f"\nnothing broken in {len(found)} parts")
     if broken:
         raise typer.Exit(1)
-
-
-def _specs(wanted: DoctorOptions) -> tuple[ModelSpec, ModelSpec | None]:
-    names = ("dtype", "trust_remote_code")
-    given = {name: value for name in names if (value := getattr(wanted, name)) is not None}
-    place, draft_place = places(wanted.device)
-    if place is not None:
-        given["device"] = place
-    source = BUILTIN_TARGET if wanted.target is None else wanted.target
-    draft = wanted.draft if wanted.draft is not None else BUILTIN_DRAFT if source == BUILTIN_TARGET else "none"
-    target = ModelSpec(source, **given)
-    return target, None if draft == "none" else target.of_draft(draft, draft_place)
 
 
 def _shown(check: Check) -> str:
@@ -96,9 +83,3 @@ def _shown(check: Check) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _verdict(found: Sequence[Check], broken: Sequence[str]) -> str:
-    if broken:
-        return f"{len(broken)} of {len(found)} parts broken: {', '.join(broken)}"
-    return f"nothing broken in {len(found)} parts"

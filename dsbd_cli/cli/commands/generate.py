@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from dsbd_cli._version import __version__
-from dsbd_cli.cli.options.declare import grouped, help_texts
+from dsbd_cli.cli.options.declare import grouped
 from dsbd_cli.cli.options.layers import job_text
 from dsbd_cli.cli.options.options import (
     STANDARD,
@@ -26,7 +26,7 @@ from dsbd_cli.cli.options.options import (
     TalkOptions,
 )
 from dsbd_cli.cli.options.scale_options import ScaleOptions, pool_config
-from dsbd_cli.cli.options.settings import RunSettings, model_specs, run_settings
+from dsbd_cli.cli.options.settings import RunSettings, run_settings
 from dsbd_cli.cli.run.files import can_resume, check_files, count_rows, file_hash, open_source, resuming, writes
 from dsbd_cli.cli.run.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
 from dsbd_cli.cli.run.messages import say
@@ -36,7 +36,6 @@ from dsbd_cli.cli.run.shard import Shard, shard_of, sharded_files
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import Summary, rows_exit_code
 from dsbd_cli.config.method import MethodConfig
-from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import UsageError, plural
 from dsbd_cli.io.lines.source import LineSource
 from dsbd_cli.io.records.output import MethodRecord, run_fingerprint
@@ -95,16 +94,22 @@ def generate(
     )
     groups = (files, failing, pair, method, sampling, answers, devices, scale, talk)
     if job.print_config:
-        typer.echo(job_text(groups, help_texts(groups)))
+        typer.echo(job_text(groups))
         return
     shard = None if scale.shard is None else shard_of(scale.shard)
     if shard is not None:
         files = sharded_files(files, shard)
     check_files(files)
-    demonstrates = pair.target is None and not talk.quiet
-    wanted = bool(failing.require_valid)
     run = _Run(
-        *(files, settings, devices, scale, shard, talk, arguments), demonstrates=demonstrates, require_valid=wanted
+        files,
+        settings,
+        pool_config(scale, devices),
+        shard,
+        talk,
+        arguments,
+        ordered=scale.order != "done",
+        demonstrates=pair.target is None,
+        require_valid=bool(failing.require_valid),
     )
     if code := run.answer():
         raise typer.Exit(code)
@@ -117,12 +122,12 @@ class _Run:
         self,
         files: FileOptions,
         settings: RunSettings,
-        devices: DeviceOptions,
-        scale: ScaleOptions,
+        pool: PoolConfig | None,
         shard: Shard | None,
         talk: TalkOptions,
         arguments: Sequence[str],
         *,
+        ordered: bool,
         demonstrates: bool,
         require_valid: bool,
     ) -> None:
@@ -131,15 +136,20 @@ class _Run:
         self._demonstrates, self._require_valid = demonstrates, require_valid
         self._plain = False  # a row with a plain prompt has come
         self._templated = False  # the target has been loaded, and has a chat template
-        self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
-        self._ordered, self._pool = scale.order != "done", pool_config(scale, devices)
+        self._files, self._settings, self._arguments = files, settings, arguments
+        self._ordered, self._pool = ordered, pool
         self._workers_open = ExitStack()
-        self._method = MethodRecord(settings.method, settings.target, settings.draft, quantize=devices.quantize)
+        self._method = MethodRecord(
+            settings.method,
+            settings.target.source,
+            None if settings.draft is None else settings.draft.source,
+            quantize=settings.target.quantize,
+        )
         self._fingerprint = run_fingerprint(
             self._method,
             settings.rows,
-            dtype=devices.dtype or "auto",
-            numerics=devices.numerics or "invariant",
+            dtype=settings.target.dtype,
+            numerics=settings.target.numerics,
             on_too_long=settings.on_too_long,
             strict=settings.rows.strict,
             chat=settings.rows.chat or None,
@@ -154,7 +164,7 @@ class _Run:
         if shard is not None:
             assert files.input is not None
             self._fingerprint |= shard.settings(files.input)
-        self._signals = StopSignals(quiet=bool(talk.quiet))
+        self._signals = StopSignals()
         self.reporter = Reporter(talk, files.output, says_why=files.output_format != "text")
 
     def answer(self) -> int:
@@ -251,11 +261,11 @@ class _Run:
             self._method = replace(self._method, threads=engine.info.threads)
             self._templated = engine.info.chat
             if self._files.chat and not engine.info.chat:
-                raise UsageError(f"--chat: target {self._settings.target} has no chat template: drop it")
+                raise UsageError(f"--chat: target {self._settings.target.source} has no chat template: drop it")
         self._tell_plain()
         if engine.exactness != self._method.method.exactness:
             self._method = replace(self._method, exactness=engine.exactness)
-            if self._devices.numerics != "fast":
+            if self._settings.target.numerics != "fast":
                 self.reporter.warn(NOT_INVARIANT)
         outputs.begin()
         self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
@@ -286,23 +296,23 @@ class _Run:
         """Where torch is imported, by this process or by its workers."""
         from dsbd_cli.scale.worker import load_engine
 
-        settings, devices = self._settings, self._devices
-        models = model_specs(settings, devices)
+        settings = self._settings
         load = partial(
             load_engine,
-            *models,
+            settings.target,
+            settings.draft,
             method=settings.method,
             batch_size=settings.batch_size,
             log_steps=self._files.stats is not None,
             on_too_long=settings.on_too_long,
-            cuda_graphs=devices.cuda_graphs,
-            kernels=devices.wanted_kernels,
+            cuda_graphs=settings.cuda_graphs,
+            kernels=settings.kernels,
             allow=settings.allow,
-            threads=devices.threads,
+            threads=settings.threads,
         )
         answering: RunsRequests
         if self._pool is not None:
-            answering = self._workers(load, models, self._pool, summary)
+            answering = self._workers(load, self._pool, summary)
         else:
             answering = engine = load()
             engine.tell = self.reporter.warn
@@ -310,16 +320,15 @@ class _Run:
             say(DEMONSTRATION)
         return answering
 
-    def _workers(
-        self, load: LoadEngine, models: Sequence[ModelSpec | None], pool: PoolConfig, summary: Summary
-    ) -> RunsRequests:
+    def _workers(self, load: LoadEngine, pool: PoolConfig, summary: Summary) -> RunsRequests:
         """Workers in the place of an engine of this process."""
         from dsbd_cli.scale.pool import RayEngine
         from dsbd_cli.scale.worker import WorkerSetup
 
-        assert self._settings.batch_size is not None
-        specs = tuple([model for model in models if model is not None])
-        setup = WorkerSetup(load, specs, self._settings.batch_size)
+        settings = self._settings
+        assert settings.batch_size is not None
+        models = (settings.target,) if settings.draft is None else (settings.target, settings.draft)
+        setup = WorkerSetup(load, models, settings.batch_size)
         engine = RayEngine(setup, pool, self.reporter.warn)
         self._workers_open.callback(engine.close)
         with self.reporter.waiting(lambda: f"loading, {engine.describe()}"):
@@ -337,7 +346,7 @@ def _describe(settings: RunSettings, engine: RunsRequests) -> str:
     allowed = f"; {engine.allowed}" if engine.allowed else ""
     footprint = getattr(engine, "footprint", None)  # an engine of this process says it, workers do not
     allowed += f"; {footprint}" if footprint and method.num_beams >= WIDE else ""
-    models = f"target {settings.target}" + (f", draft {settings.draft}" if settings.draft else "")
+    models = f"target {settings.target.source}" + (f", draft {settings.draft.source}" if settings.draft else "")
     if info is not None:
         threads = "" if info.threads is None else f", {plural(info.threads, 'thread')}"
         models += f" ({info.dtype}, {info.device}{threads})"

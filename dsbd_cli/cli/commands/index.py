@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dsbd_cli.cli.options.declare import Existing, Output, Quiet
-from dsbd_cli.cli.run.messages import say
+from dsbd_cli.cli.run.messages import say, set_style
 from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.io.lines.corpus import read_documents
@@ -49,7 +49,7 @@ def index(
     from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
     from dsbd_cli.models.checkpoints.catalog import tokenizer_of
 
-    news = _silent if quiet else say
+    set_style(quiet=quiet)
     codec = tokenizer_of(ModelSpec(target, trust_remote_code=trust_remote_code))
     tokens, told = CorpusTokens(), 0
     for piece in _pieces(corpus, field):
@@ -59,9 +59,9 @@ def index(
             tokens.extend(codec.encode_pieces([piece])[0])
         if len(tokens.ids) - told >= NEWS_EVERY:
             told = len(tokens.ids)
-            news(f"{told} tokens read")
-    write_index(output, tokens, codec.token_bytes(), news)
-    news(f"{output}: {tokens.documents} documents, {len(tokens.ids) - tokens.documents} tokens")
+            say(f"{told} tokens read")
+    write_index(output, tokens, codec.token_bytes(), say)
+    say(f"{output}: {tokens.documents} documents, {len(tokens.ids) - tokens.documents} tokens")
 
 
 def _pieces(corpus: list[Path], field: str) -> Iterator[str | None]:
@@ -70,7 +70,3 @@ def _pieces(corpus: list[Path], field: str) -> Iterator[str | None]:
         for document in read_documents(path, field):
             yield from document
             yield None
-
-
-def _silent(line: str) -> None:
-    """For --quiet."""

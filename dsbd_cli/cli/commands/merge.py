@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 from dsbd_cli.cli.options.declare import Existing, Output, Quiet
 from dsbd_cli.cli.options.settings import TYPED
 from dsbd_cli.cli.run.files import is_special
-from dsbd_cli.cli.run.messages import say, warn
+from dsbd_cli.cli.run.messages import say, set_style, warn
 from dsbd_cli.cli.run.shard import SHARD_SETTINGS, shard_of
 from dsbd_cli.cli.run.summary import ROWS_FAILED
 from dsbd_cli.errors import DsbdError, UsageError
@@ -21,7 +20,7 @@ from dsbd_cli.io.lines.compression import frame_maker
 from dsbd_cli.io.lines.jsonl import LineWriter, check_new
 from dsbd_cli.io.lines.lock import open_locked, open_shared
 from dsbd_cli.io.lines.parts import Part, in_order, one_after_another, scan
-from dsbd_cli.io.lines.resume import Settings, read_run, settings_file, write_settings
+from dsbd_cli.io.lines.resume import Settings, read_run, replacing, settings_file, write_settings
 from dsbd_cli.io.records.output import fingerprint_difference
 
 __all__ = ["merge"]
@@ -47,6 +46,7 @@ def merge(
     OpenAI lines have no row number: the parts stand one after the other. Exit code 3 where a row has failed or, with
     --partial, is missing.
     """
+    set_style(quiet=quiet)
     check_new(output, option="--output", overwrite=existing == "overwrite")
     if is_special(output):
         raise UsageError(f"--output {output} is no ordinary file, which cannot be replaced in one step: name a file")
@@ -66,8 +66,7 @@ def merge(
         common: Settings = {name: value for name, value in settings.items() if name not in SHARD_SETTINGS}
         _write(output, in_order(found) if indexed else one_after_another(found), common, created)
     records, failed = sum(part.records for part in found), sum(part.failed for part in found)
-    if not quiet:
-        say(f"{output}: {records} records of {len(found)} parts" + (f", {failed} failed" if failed else ""))
+    say(f"{output}: {records} records of {len(found)} parts" + (f", {failed} failed" if failed else ""))
     if failed or holes:
         raise typer.Exit(ROWS_FAILED)
 
@@ -75,22 +74,13 @@ def merge(
 def _write(output: Path, lines: Iterable[bytes], settings: Settings, created: int) -> None:
     """The whole file, or the one before. Killed in between it leaves a file without settings, never one with those of
     another: nobody goes on with that."""
-    real = output.resolve()  # a link stays one
-    temporary = real.with_name(f".merging.{real.name}")
-    stream = open_locked(temporary, create_only=False)
-    try:
-        stream.truncate(0)
-        with LineWriter(stream, str(temporary), owned=True, frame=frame_maker(output)) as writer:
+    with replacing(output) as stream:
+        with LineWriter(stream, str(output), owned=False, frame=frame_maker(output)) as writer:
             for line in lines:
                 writer.write(line.removesuffix(b"\n"))
-            writer.flush()
-            os.fsync(stream.fileno())
-            settings_file(output).unlink(missing_ok=True)
-            temporary.replace(real)
-            write_settings(output, settings, created)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        settings_file(output).unlink(missing_ok=True)
+    stream.close()
+    write_settings(output, settings, created)
 
 
 def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[list[Part], Settings, int]:
@@ -126,7 +116,8 @@ def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[l
     assert first is not None
     count = next(iter(found.values())).count
     if missing := [part for part in range(count) if part not in found]:
-        told = f"{_shown(missing)} of {count} {'is' if len(missing) == 1 else 'are'} missing"
+        shown = ", ".join(map(str, missing[:SHOWN])) + (", ..." if len(missing) > SHOWN else "")
+        told = f"{shown} of {count} {'is' if len(missing) == 1 else 'are'} missing"
         if not partial:
             raise UsageError(f"part {told}: give all parts, or take --partial")
         warn(f"part {told}")
@@ -169,7 +160,3 @@ def _holes(parts: Sequence[Part], *, indexed: bool, partial: bool) -> int:
                 raise DsbdError(f"{told}: go on with that part first, or take --partial")
             warn(told)
     return missing
-
-
-def _shown(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")

@@ -30,7 +30,7 @@ from dsbd_cli.io.records.output import dump_line
 from dsbd_cli.io.records.row import LongLine
 from dsbd_cli.pick.candidates import CandidateRow, group_of_lines, record_row
 from dsbd_cli.pick.choosers import METRICS, ByRisk, ByScore, ByVote, Choice, Chooser, Equal, Weights
-from dsbd_cli.pick.execution import DEFAULT_TIMEOUT_S, ByExecution, Databases, Otherwise
+from dsbd_cli.pick.execution import DEFAULT_TIMEOUT_S, ByExecution, Otherwise
 from dsbd_cli.pick.prompts import ByReward, Prompts
 from dsbd_cli.pick.sandbox import SqlStoppedError
 
@@ -101,7 +101,7 @@ class PickOptions:
     )
     metric: str | None = option(CHOICE, f"mbr: {' or '.join(METRICS)}", default="chrf", metavar="NAME")
     model: str | None = option(CHOICE, "model: sequence classifier with one output; folder or hub id", metavar="MODEL")
-    prompts: Path | None = option(CHOICE, "model: the input of dsbd generate, for the prompts by id", metavar="FILE")
+    prompts: Path | None = option(CHOICE, "model: the input of dsbd generate, for the prompts by id")
     device: str | None = option(CHOICE, "model: cpu, cuda, cuda:1, ...", default="auto", metavar="DEVICE")
 
 
@@ -130,8 +130,8 @@ class PickFiles(StreamOptions):
         default="native",
         metavar="FORM",
     )
-    candidates: int | None = option(FILES, "candidates per row, with a format lines", metavar="N", least=1)
-    max_errors: int | None = option(FILES, MAX_ERRORS, metavar="N", least=1)
+    candidates: int | None = option(FILES, "candidates per row, with a format lines", least=1)
+    max_errors: int | None = option(FILES, MAX_ERRORS, least=1)
 
 
 @partial(grouped, elsewhere=PIPED)
@@ -206,8 +206,8 @@ def _chooser(how: PickOptions) -> Chooser | None:
             return ByVote(answer, how.weights or "uniform", how.equal or "text")
         case "exec":
             agree: Literal["first", "majority"] = "majority" if how.majority else "first"
-            databases, timeout_s = Databases(how.database or ""), how.timeout or DEFAULT_TIMEOUT_S
-            chooser = ByExecution(databases, agree, timeout_s, how.else_ or "first")
+            timeout_s = how.timeout or DEFAULT_TIMEOUT_S
+            chooser = ByExecution(how.database or "", agree, timeout_s, how.else_ or "first")
             chooser.check("--database")
             return chooser
         case "mbr":
@@ -235,7 +235,7 @@ class _Run:
                 ("dsbd", __version__),
             )
         }
-        self._signals = StopSignals(quiet=bool(talk.quiet))
+        self._signals = StopSignals()
         self._stopped = False
         self._reporter = Reporter(talk, files.output, says_why=(files.output_format or "native") == "native")
         self._chosen = self._moved = self._none_ran = 0

@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -24,9 +24,9 @@ from dsbd_cli.cli.options.options import (
     PairOptions,
     SamplingOptions,
 )
-from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, model_specs, places, run_settings
+from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, places, run_settings
 from dsbd_cli.cli.run.files import check_report_files, read_prompts
-from dsbd_cli.cli.run.messages import hush, say, status_line
+from dsbd_cli.cli.run.messages import Talk, say, set_style, talking
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH
 from dsbd_cli.config.spelling import parse, spell
@@ -34,7 +34,7 @@ from dsbd_cli.config.variants import MIN_WIDTH, RULES, WIDTHS
 from dsbd_cli.errors import SETTINGS, UsageError, option_name
 from dsbd_cli.io.lines.resume import write_atomically
 from dsbd_cli.lab.reports.style import picture_bytes
-from dsbd_cli.lab.tasks.table import TASKS
+from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.requests import Request, derive_seed
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ RECORDS, REPEATS, SECONDS = 8, 3, 60.0
 class PromptOptions:
     """Options of the prompts that are decoded to be measured."""
 
-    input: Path | None = option(PROMPTS, "prompts as generate reads them", "-i", metavar="FILE")
+    input: Path | None = option(PROMPTS, "prompts as generate reads them", "-i")
     task: Literal["sql", "qa"] | None = option(
         PROMPTS, "prompts of one built-in task: sql or qa", default="both", metavar="TASK"
     )
-    records: int | None = option(PROMPTS, "prompts at most", default=RECORDS, metavar="N", least=1)
+    records: int | None = option(PROMPTS, "prompts at most", default=RECORDS, least=1)
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,14 @@ class ProfileOptions:
         PROFILE,
         "time for measuring, after the models are loaded; what there is no time for is left out and named",
         default=f"{SECONDS:g}",
-        metavar="X",
         above=0,
     )
-    repeats: int | None = option(
-        PROFILE, "timed runs of each setting, taken in turn", default=REPEATS, metavar="N", least=1
-    )
-    show: int | None = option(
-        PROFILE, "show the draft forest of iteration N of the first prompt as a tree", metavar="N", least=1
-    )
-    json: Path | None = option(PROFILE, "write all numbers here as one JSON document", metavar="FILE")
-    plot: Path | None = option(
-        PROFILE, "draw the phases here: .png, .svg or .pdf (needs the extra plots)", metavar="FILE"
-    )
+    repeats: int | None = option(PROFILE, "timed runs of each setting, taken in turn", default=REPEATS, least=1)
+    show: int | None = option(PROFILE, "show the draft forest of iteration N of the first prompt as a tree", least=1)
+    json: Path | None = option(PROFILE, "write all numbers here as one JSON document")
+    plot: Path | None = option(PROFILE, "draw the phases here: .png, .svg or .pdf (needs the extra plots)")
     trace: Path | None = option(
-        PROFILE, "write a Chrome trace of the first iterations here; compressed if it ends in .gz", metavar="FILE"
+        PROFILE, "write a Chrome trace of the first iterations here; compressed if it ends in .gz"
     )
     existing: Literal["error", "overwrite"] | None = option(
         PROFILE, "where a --json, --plot or --trace file exists: error or overwrite", default="error", metavar="WHAT"
@@ -115,7 +108,7 @@ def profile(
 
     Ctrl-C prints what is measured by then.
     """
-    hush(wanted.quiet)
+    set_style(quiet=wanted.quiet)
     settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, answers=answers)
     if settings.allow is not None:
         raise UsageError(f"--allow {settings.allow} is not profiled, because a profile cuts answers short: drop it")
@@ -133,11 +126,10 @@ def profile(
     groups = (pair, method, sampling, answers, devices)
     command = shlex.join(["dsbd", *(arguments or ["profile"])])
     # libraries turn a KeyboardInterrupt in the middle of an import into errors of their own
-    with StopSignals(quiet=bool(wanted.quiet)) as signals:
-        shown: list[str] = []  # what was measured, as it was told
-        with _talk(quiet=bool(wanted.quiet)) as told:
+    with StopSignals() as signals:
+        with talking() as talk:
             render = _renderer(groups, prompts.input)
-            found = _measure(settings, devices, requests, wanted, command, render, (told, shown), signals)
+            shown, found = _measure(settings, requests, wanted, command, render, talk, signals)
         if found is not None:
             _write(found, wanted)
         if signals.number is not None:
@@ -149,7 +141,7 @@ def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, .
     count = prompts.records or RECORDS
     if prompts.input is None:
         reader, tasks = settings.rows, [TASKS[prompts.task]] if prompts.task else list(TASKS.values())
-        streams = [task.records("test") for task in tasks]
+        streams = [task.records() for task in tasks]
         records = itertools.islice(itertools.chain.from_iterable(zip(*streams, strict=True)), count)
         return tuple(
             Request(
@@ -169,43 +161,33 @@ def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, .
     return tuple(found)
 
 
-@contextmanager
-def _talk(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield what says what is being done: one line on a terminal that is replaced, a line for each part elsewhere."""
-    first = "loading the models"
-    with status_line(first, quiet=quiet) as live:
-        if live is None and not quiet:
-            say(first)
-        yield live or ((lambda message: None) if quiet else say)
-
-
 def _measure(
     settings: RunSettings,
-    devices: DeviceOptions,
     requests: tuple[Request, ...],
     wanted: ProfileOptions,
     command: str,
     render: Callable[[ForestSize], str],
-    talk: tuple[Callable[[str], None], list[str]],
+    talk: Talk,
     signals: StopSignals,
-) -> Profile | None:
-    """Where torch is imported. talk: is told what is being done, and takes what it came to."""
-    engine, before = _load(settings, devices)
+) -> tuple[bool, Profile | None]:
+    """Whether anything that was measured has been told, and the profile. Where torch is imported."""
+    talk.step("loading the models")
+    engine, before = _load(settings)
     from dsbd_cli.lab.profiling.budget import Budget
     from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
     from dsbd_cli.lab.profiling.runs import ProfiledPair
 
     assert engine.info is not None
-    told, shown = talk
+    shown = False
 
-    def found(message: str) -> None:
-        if not wanted.quiet:
-            shown.append(message)
-            say(f"measured: {message}")
+    def told(message: str) -> None:
+        nonlocal shown
+        shown = not wanted.quiet
+        say(f"measured: {message}")
 
-    budget = Budget(wanted.seconds or SECONDS, told, found=found)
+    budget = Budget(wanted.seconds or SECONDS, talk.step, found=told)
     signals.on_stop = budget.stop
-    return take_profile(
+    found = take_profile(
         ProfileSpec(
             bench=ProfiledPair(
                 engine.target,
@@ -213,7 +195,7 @@ def _measure(
                 engine.codec,
                 requests,
                 settings.batch_size or len(requests),
-                (settings.target, settings.draft),
+                (settings.target.source, None if settings.draft is None else settings.draft.source),
                 budget,
             ),
             method=settings.method,
@@ -226,9 +208,10 @@ def _measure(
             trace=wanted.trace,
         )
     )
+    return shown, found
 
 
-def _load(settings: RunSettings, devices: DeviceOptions) -> tuple[Engine, int | None]:
+def _load(settings: RunSettings) -> tuple[Engine, int | None]:
     """The models, and the bytes that this process held before them."""
     from dsbd_cli import loading
 
@@ -237,33 +220,29 @@ def _load(settings: RunSettings, devices: DeviceOptions) -> tuple[Engine, int | 
 
     before = resident_bytes()
     engine = loading.load(
-        *model_specs(settings, devices),
+        settings.target,
+        settings.draft,
         method=settings.method,
         batch_size=settings.batch_size,
-        threads=devices.threads,
+        threads=settings.threads,
     )
     return engine, before
 
 
-def option_words(group: object, changed: dict[str, object]) -> list[str]:
-    """The options of a group as words of a command line, with some values changed; None leaves one out."""
-    assert dataclasses.is_dataclass(group)
-    words = []
-    for item in dataclasses.fields(group):
-        value = changed.get(item.name, getattr(group, item.name))
-        name = option_name(item.name)
-        if value is not None and item.name in SETTINGS:
+def option_words(group: object) -> list[str]:
+    """The options of a group as words of a command line."""
+    words: list[str] = []
+    for item in dataclasses.fields(group):  # type: ignore[arg-type]
+        value, name = getattr(group, item.name), option_name(item.name)
+        if value is None:
+            continue
+        if item.name in SETTINGS:
             flag, setting = name.split()
-            shown = str(value).lower() if isinstance(value, bool) else value
-            words += [flag, f"{setting}={shown}"]
-        elif value is True:
-            words.append(name)
-        elif value is False:
-            words.append("--no-" + name.removeprefix("--"))
-        elif isinstance(value, list):
-            words += [word for one in value for word in (name, str(one))]
-        elif value is not None:
-            words += [name, str(value)]
+            words += [flag, f"{setting}={str(value).lower() if isinstance(value, bool) else value}"]
+        elif isinstance(value, bool):
+            words.append(name if value else "--no-" + name.removeprefix("--"))
+        else:
+            words += [word for one in (value if isinstance(value, list) else [value]) for word in (name, str(one))]
     return words
 
 
@@ -281,7 +260,7 @@ def _renderer(groups: tuple[object, ...], prompts: Path | None) -> Callable[[For
             if verify is not None and RULES[parse("--verify", verify, RULES)[0]].needs_draft:
                 names.append("verify")  # without a draft it is plain sampling
             changed = {**dict.fromkeys(names), "draft": "none", "device": places(device)[0]}
-        words = [word for group in _needed(groups, changed) for word in option_words(group, {})]
+        words = [word for group in _needed(groups, changed) for word in option_words(group)]
         source = shlex.quote(str(prompts)) if prompts is not None else "prompts.jsonl"
         return f"{shlex.join(['dsbd', 'generate', *words])} --input {source}"
 
@@ -317,25 +296,14 @@ def _with(group: object, changed: dict[str, object]) -> object:
     return dataclasses.replace(group, **{k: v for k, v in changed.items() if k in names})  # type: ignore[type-var]
 
 
-def _settled(groups: list[object]) -> tuple[object, ...]:
+def _settled(groups: list[object]) -> RunSettings:
     """All that `dsbd generate` would do with these options."""
 
     def group(kind: type[T]) -> T:
         return next((one for one in groups if isinstance(one, kind)), kind())
 
-    devices = group(DeviceOptions)
-    settings = run_settings(
-        group(PairOptions),
-        group(MethodOptions),
-        group(SamplingOptions),
-        devices,
-        answers=group(AnswerOptions),
-    )
-    # what run_settings hands on unread
-    idle = {"dtype": "auto", "device": "auto", "trust_remote_code": False}
-    loading = dataclasses.asdict(devices) | {name: getattr(devices, name) or default for name, default in idle.items()}
-    loading.pop("batch_size")
-    return settings, loading
+    method, sampling = group(MethodOptions), group(SamplingOptions)
+    return run_settings(group(PairOptions), method, sampling, group(DeviceOptions), answers=group(AnswerOptions))
 
 
 def _write(found: Profile, wanted: ProfileOptions) -> None:

@@ -13,17 +13,24 @@ from typing import TYPE_CHECKING
 import orjson
 
 from dsbd_cli.cli.options.declare import flag, grouped, option
-from dsbd_cli.cli.options.options import MAIN, Decode, DeviceOptions, MethodOptions, PairOptions, SamplingOptions
-from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, model_specs, run_settings
+from dsbd_cli.cli.options.options import (
+    MAIN,
+    DecodeOptions,
+    DeviceOptions,
+    LoadOptions,
+    MethodOptions,
+    PairOptions,
+    SamplingOptions,
+)
+from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, run_settings
 from dsbd_cli.cli.run.files import read_prompts
-from dsbd_cli.cli.run.messages import hush, say, warn
-from dsbd_cli.config.method import MethodConfig
-from dsbd_cli.config.model import DTYPES, Dtype, ModelSpec
+from dsbd_cli.cli.run.messages import say, set_style, warn
+from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError, plural, reading
+from dsbd_cli.errors import DsbdError, UsageError, plural, reading
 from dsbd_cli.io.lines.compression import open_input
-from dsbd_cli.io.lines.corpus import answer_text
-from dsbd_cli.io.lines.jsonl import read_lines
+from dsbd_cli.io.lines.jsonl import read_lines, read_object
+from dsbd_cli.pick.candidates import record_row
 from dsbd_cli.requests import Request
 
 if TYPE_CHECKING:
@@ -36,7 +43,6 @@ __all__ = ["HELD_OUT_EVERY", "HELD_OUT_MOST", "hold_out", "trim_draft"]
 TRIM_SCHEMA = "dsbd.trim/1"
 TRIM = "Trimming"
 COUNTERS = ("steps", "target_calls", "draft_calls", "drafted", "accepted")
-_METHOD = MethodConfig()
 HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
 
 
@@ -51,24 +57,11 @@ class TrimOptions:
         "answer these prompts now, as generate reads them, and count the answers; "
         f"every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is held out",
         "-i",
-        metavar="FILE",
     )
-    held_out: Path | None = option(TRIM, "prompts to measure on instead of every eighth one", metavar="FILE")
-    size: int | None = option(TRIM, "rows to keep, special and end tokens among them", metavar="N")
-    coverage: float | None = option(TRIM, "keep as many rows as cover this share of the counted tokens", metavar="X")
-    decode: Decode | None = option(
-        MAIN,
-        "how prompts are answered, and both drafts measured; search: beam search; sample: beam sampling",
-        default="sample",
-        metavar="HOW",
-    )
-    num_beams: int | None = option(MAIN, "W, live beams at most", default=_METHOD.num_beams, metavar="W")
-    max_new_tokens: int | None = option(
-        MAIN, "generated tokens at most", default=SamplingConfig().max_new_tokens, metavar="N"
-    )
-    dtype: Dtype | None = option(TRIM, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
-    device: str | None = option(TRIM, "as of generate; with a comma the target's and the draft's", metavar="DEVICE")
-    trust_remote_code: bool | None = flag(TRIM, "run code that a checkpoint brings with it")
+    held_out: Path | None = option(TRIM, "prompts to measure on instead of every eighth one")
+    size: int | None = option(TRIM, "rows to keep, special and end tokens among them")
+    coverage: float | None = option(TRIM, "keep as many rows as cover this share of the counted tokens")
+    max_new_tokens: int | None = option(MAIN, "generated tokens at most", default=SamplingConfig().max_new_tokens)
     json: bool | None = flag(TRIM, "one JSON object on standard output, no table")
     quiet: bool | None = flag(TRIM, "no table, nothing but errors", "-q")
 
@@ -77,6 +70,8 @@ class TrimOptions:
 def trim_draft(
     trim: TrimOptions,
     pair: PairOptions,
+    decoding: DecodeOptions,
+    loading: LoadOptions,
     arguments: Sequence[str],
 ) -> None:
     """Write a draft whose LM head has only the rows of frequent tokens (VocabTrim): cheaper to run, the text the same.
@@ -85,30 +80,26 @@ def trim_draft(
 
     Acceptance and time of both drafts are measured on held-out prompts and shown.
     """
-    hush(trim.quiet)
+    set_style(quiet=trim.quiet)
     if trim.output is None:
         raise UsageError("--output is missing: name a new folder for the trimmed draft")
     if (trim.texts is None) == (trim.input is None):
         raise UsageError("give either --texts or --input: what shall be counted")
     if trim.json and trim.quiet:
         raise UsageError("--json and --quiet cannot be used together: give one of them")
-    method = MethodOptions(num_beams=trim.num_beams, decode=trim.decode)
+    method = MethodOptions(**vars(decoding))
     sampling = SamplingOptions(max_new_tokens=trim.max_new_tokens)
-    devices = DeviceOptions(dtype=trim.dtype, device=trim.device, trust_remote_code=trim.trust_remote_code)
-    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices)
+    settings = run_settings(pair, fixed_depth(pair, method), sampling, DeviceOptions(**vars(loading)))
     if settings.draft is None:
         raise UsageError("there is no draft to trim: name one with --draft")
-    _Trimming(trim, settings, devices, trim.output).run()
+    _Trimming(trim, settings, settings.draft, trim.output).run()
 
 
 class _Trimming:
     """One run of the command."""
 
-    def __init__(self, trim: TrimOptions, settings: RunSettings, devices: DeviceOptions, output: Path) -> None:
-        self._trim, self._settings, self._devices, self._output = trim, settings, devices, output
-        draft = model_specs(settings, devices)[1]
-        assert draft is not None, "checked by the command"
-        self._draft = draft
+    def __init__(self, trim: TrimOptions, settings: RunSettings, draft: ModelSpec, output: Path) -> None:
+        self._trim, self._settings, self._draft, self._output = trim, settings, draft, output
         self._engine_made: Engine | None = None
 
     def run(self) -> None:
@@ -122,10 +113,14 @@ class _Trimming:
             held, prompts = hold_out(prompts)
         report = self._write(self._count(prompts))
         measured = self._measure(held) if held else None
-        if measured is None and not self._trim.quiet:
+        if measured is None:
             say("nothing is measured, because no prompts are held out: --held-out FILE names some")
-        if measured is not None and not self._trim.quiet:
-            _warn_of_loss(*measured)
+        else:
+            from dsbd_cli.train.compare import worse
+
+            if loss := worse(*measured):
+                more = "a larger --size or --coverage keeps more rows"
+                warn(f"the trimmed draft is worse than the full one: {loss}: {more}")
         if self._trim.json:
             sys.stdout.buffer.write(orjson.dumps(self._record(report, len(held), measured)) + b"\n")
         elif not self._trim.quiet:
@@ -154,25 +149,28 @@ class _Trimming:
             with reading(f"--texts {name}"), open_input(Path(name)) as stream:
                 assert isinstance(stream, io.BufferedReader), "open_input gives no other"
                 for number, line in read_lines(stream):
-                    try:
-                        text = answer_text(line if isinstance(line, bytes) else b"")
-                    except InvalidRowError as error:
-                        raise UsageError(f"--texts {name}, line {number}: {error}") from None
-                    if text is not None:
+                    record = (read_object(line) if isinstance(line, bytes) else None) or {}
+                    if record.get("error") is not None:
+                        continue
+                    if isinstance(text := record.get("text"), str):
                         yield text
+                        continue
+                    row = record_row(line, index=number - 1, number=number)
+                    if row.error is not None:
+                        raise UsageError(f"--texts {name}, {row.error}")
+                    yield row.candidates[0].text
 
     def _write(self, counts: Counter[int]) -> TrimReport:
         from dsbd_cli.models.checkpoints.catalog import end_tokens
         from dsbd_cli.train.trim import trim
 
-        target = ModelSpec(self._settings.target, trust_remote_code=bool(self._devices.trust_remote_code))
         return trim(
             self._draft,
             self._output,
             counts,
             size=self._trim.size,
             coverage=self._trim.coverage,
-            end_tokens=end_tokens(target),
+            end_tokens=end_tokens(self._settings.target),
         )
 
     def _measure(self, held: list[Request]) -> tuple[Measure, Measure]:
@@ -188,9 +186,10 @@ class _Trimming:
         if self._engine_made is None:
             from dsbd_cli.loading import load
 
-            devices, settings = self._devices, self._settings
+            settings = self._settings
             self._engine_made = load(
-                *model_specs(settings, devices),
+                settings.target,
+                settings.draft,
                 method=settings.method,
                 batch_size=settings.batch_size,
             )
@@ -199,8 +198,8 @@ class _Trimming:
     def _record(self, report: TrimReport, prompts: int, measured: tuple[Measure, Measure] | None) -> dict[str, object]:
         record: dict[str, object] = {
             "schema": TRIM_SCHEMA,
-            "target": self._settings.target,
-            "draft": self._settings.draft,
+            "target": self._settings.target.source,
+            "draft": self._draft.source,
             "output": str(self._output),
             **asdict(report),
             "held_out_prompts": prompts,
@@ -236,13 +235,6 @@ def _rates(measured: Measure) -> dict[str, float | None]:
         "draft_ms_per_token": per(1e3 * stats.draft_s, measured.tokens),
         "target_ms_per_token": per(1e3 * stats.target_s, measured.tokens),
     }
-
-
-def _warn_of_loss(before: Measure, after: Measure) -> None:
-    from dsbd_cli.train.compare import worse
-
-    if loss := worse(before, after):
-        warn(f"the trimmed draft is worse than the full one: {loss}: a larger --size or --coverage keeps more rows")
 
 
 def _show(report: TrimReport, measured: tuple[Measure, Measure] | None, prompts: int, output: str) -> None:

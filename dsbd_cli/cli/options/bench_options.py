@@ -40,7 +40,6 @@ class DataOptions:
         DATA,
         "prompts of your own, as generate reads them, with reference or relevant where answers are to be scored",
         "-i",
-        metavar="FILE",
     )
     task: str | None = option(
         DATA,
@@ -60,15 +59,14 @@ class DataOptions:
         default=DEFAULT_METRICS,
         metavar="NAME,...",
     )
-    records: int | None = option(DATA, "records of each task", default=DEFAULT_RECORDS, metavar="N", least=1)
+    records: int | None = option(DATA, "records of each task", default=DEFAULT_RECORDS, least=1)
     shots: int | None = option(
         METHODS_PANEL,
         "solved dev records in front of every prompt, as a conversation where the target has a chat template",
         default=0,
-        metavar="N",
         least=0,
     )
-    rounds: int | None = option(DATA, "times that every record is timed", default=DEFAULT_ROUNDS, metavar="N", least=1)
+    rounds: int | None = option(DATA, "times that every record is timed", default=DEFAULT_ROUNDS, least=1)
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class SweepOptions:
         default=_METHOD.drafter,
         metavar="NAME,...",
     )
-    index: Path | None = option(METHODS_PANEL, "corpus of drafter retrieval, from dsbd index", metavar="FILE")
+    index: Path | None = option(METHODS_PANEL, "corpus of drafter retrieval, from dsbd index")
     fuzzy_threshold: str | None = option(
         METHODS_PANEL,
         "divergence up to which method dsbd-fuzzy takes a layer as drafted; of several one is chosen on dev records",
@@ -118,7 +116,6 @@ class ChoiceOptions:
         CHOICE,
         "dev records of each task, on which one of several --fuzzy-threshold is chosen; 0 chooses nothing",
         default="as many as --records",
-        metavar="N",
         least=0,
     )
     dev_data: Path | None = option(
@@ -131,7 +128,6 @@ class ChoiceOptions:
         CHOICE,
         "by how much the dev score of the chosen threshold may be below that of rejection, from 0 to 1",
         default=DEFAULT_TOLERANCE,
-        metavar="X",
     )
 
 
@@ -139,12 +135,10 @@ class ChoiceOptions:
 class BenchOutputs:
     """Where results go besides the tables."""
 
-    json: Path | None = option(OUTPUT, "write one JSON line per task, method and setting here", metavar="FILE")
-    markdown: Path | None = option(OUTPUT, "write a page here", metavar="FILE")
+    json: Path | None = option(OUTPUT, "write one JSON line per task, method and setting here")
+    markdown: Path | None = option(OUTPUT, "write a page here")
     plot: Path | None = option(
-        OUTPUT,
-        "draw speed, quality and acceptance by depth here: .png, .svg or .pdf (needs the extra plots)",
-        metavar="FILE",
+        OUTPUT, "draw speed, quality and acceptance by depth here: .png, .svg or .pdf (needs the extra plots)"
     )
     existing: Literal["error", "overwrite"] | None = option(
         OUTPUT, "where a --json, --markdown or --plot file exists: error or overwrite", default="error", metavar="WHAT"

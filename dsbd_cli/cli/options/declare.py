@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dsbd_cli.cli.options.layers import Values, settle
+from dsbd_cli.cli.options.layers import check_variables, place_of, read_environment
 from dsbd_cli.config.spelling import typed_names
 from dsbd_cli.errors import KINDS, SETTINGS, UsageError, option_name
 
-__all__ = ["Command", "Existing", "Group", "Output", "Quiet", "flag", "grouped", "help_texts", "option", "switch"]
+__all__ = ["Command", "Existing", "Group", "Output", "Quiet", "flag", "grouped", "option", "switch"]
 
 T = TypeVar("T")
+METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}  # where an option names no other
+YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 # options of commands that take nothing from a job file or the environment
 Output = Annotated[Path, typer.Option("--output", "-o", help="file to write", metavar="FILE", show_default=False)]
@@ -29,54 +31,6 @@ Existing = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on standard error but errors", metavar="")]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Declared:
-    """Words of the page of --help about an option, beside its name, which is the field's.
-
-    Attributes:
-        short: another name, as `-i`.
-        least: the value, of a number. above: what it must be above.
-        negative: a --no- form takes it back.
-    """
-
-    panel: str
-    help: str
-    short: tuple[str, ...]
-    metavar: str | None
-    least: int | None = None
-    above: float | None = None
-    negative: bool = False
-
-    def check(self, name: str, value: object) -> None:
-        """Raises UsageError for a number that is too small."""
-        if not isinstance(value, int | float):
-            return
-        if self.least is not None and value < self.least:
-            raise UsageError(f"{option_name(name)} is {value}, but must be {self.least} or more")
-        if self.above is not None and not value > self.above:
-            raise UsageError(f"{option_name(name)} is {value:g}, but must be above {self.above:g}")
-
-    def parameter(self, name: str, kind: object) -> inspect.Parameter:
-        """Return the parameter as typer reads it. kind: the type of the field."""
-        long = option_name(name)
-        declared = typer.Option(
-            f"{long}/--no-{long.removeprefix('--')}" if self.negative else long,
-            *self.short,
-            help=self.help,
-            rich_help_panel=self.panel,
-            show_default=False,
-            metavar=self.metavar,
-            parser=next((_number(number) for number in (int, float) if number in typing.get_args(kind)), None),
-        )
-        return inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, declared]
-        )
-
-
-def _field(declared: _Declared) -> T:  # type: ignore[type-var] # of the type that is written beside it
-    return typing.cast("T", dataclasses.field(default=None, metadata={"declared": declared}))
-
-
 def option(
     panel: str,
     text: str,
@@ -85,33 +39,79 @@ def option(
     metavar: str | None = None,
     least: int | None = None,
     above: float | None = None,
+    callback: Callable[..., object] | None = None,
 ) -> T:  # type: ignore[type-var]
     """A field of a group, and the option of its name. It is None where nobody gives it; `default` is only shown,
-    because the library fills it in. least, above: bounds of a number, checked wherever it comes from."""
+    because the library fills it in. short: another name, as `-i`. least, above: bounds of a number. callback: is called
+    with the context and the value before other options are read."""
     shown = text if default is None else f"{text} (default: {default})"
-    return _field(_Declared(panel, shown, short, metavar, least, above))
+    return _field(panel, shown, short, metavar=metavar, least=least, above=above, callback=callback)
 
 
 def flag(panel: str, text: str, *short: str) -> T:  # type: ignore[type-var]
     """A switch; its --no- form takes back what a job file or the environment has switched on."""
-    return _field(_Declared(panel, text, short, "", negative=True))
+    return _field(panel, text, short, metavar="", negative=True)
 
 
 def switch(panel: str, text: str) -> T:  # type: ignore[type-var]
     """A switch that stands for a single use, so that nothing needs to take it back."""
-    return _field(_Declared(panel, text, (), ""))
+    return _field(panel, text, (), metavar="")
 
 
-def _number(kind: type) -> Callable[[str], object]:
+def _field(panel: str, text: str, short: tuple[str, ...], **more: object) -> T:  # type: ignore[type-var]
+    """A field that says how its option is declared; its type is the one that is written beside it."""
+    declared = {"panel": panel, "help": text, "short": short, **more}
+    return typing.cast("T", dataclasses.field(default=None, metadata=declared))
+
+
+def _parameter(item: dataclasses.Field[object], kind: object) -> inspect.Parameter:
+    """The parameter of a field, as typer reads it. kind: the type of the field."""
+    given, long, setting = item.metadata, option_name(item.name), item.name in SETTINGS
+    kinds, parser = (*typing.get_args(kind), kind), None
+    if number := next((one for one in (int, float) if one in kinds), None):
+        parser = _number(number, given["least"], given["above"])
+    elif setting and bool in kinds:  # it has a value, as no switch has
+        kind, parser = str | None, _yes_or_no
+    callback = given.get("callback")
+    declared = typer.Option(
+        f"{long}/--no-{long.removeprefix('--')}" if given.get("negative") and not setting else long,
+        *given["short"],
+        help=given["help"],
+        rich_help_panel=given["panel"],
+        show_default=False,
+        metavar=given["metavar"] or next((METAVARS[one] for one in kinds if one in METAVARS), None),
+        parser=parser,
+        hidden=setting,
+        is_eager=callback is not None,
+        callback=callback,
+    )
+    return inspect.Parameter(
+        item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, declared]
+    )
+
+
+def _number(kind: type, least: float | None, above: float | None) -> Callable[[str], object]:
     """How a number is read, so that what is none is refused in our words."""
 
     def read(text: str) -> object:
         try:
-            return kind(text)
+            value = kind(text)
         except ValueError:
             raise ValueError(f"{text!r} is not {KINDS[kind]}") from None
+        if least is not None and value < least:
+            raise ValueError(f"{text} is less than {least}")
+        if above is not None and not value > above:
+            raise ValueError(f"{text} is not above {above:g}")
+        return value
 
     return read
+
+
+def _yes_or_no(text: str) -> bool:
+    """How a switch without an option of its own is read."""
+    if text.lower() not in (*YES, *NO):
+        raise ValueError(f"{text!r} is not {KINDS[bool]}")
+    return text.lower() in YES
 
 
 def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) -> Callable[..., None]:
@@ -124,19 +124,20 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
     every = typing.get_type_hints(function)
     hints = {name: kind for name, kind in every.items() if name not in ("return", "arguments")}
     types = {name: kind for group in hints.values() for name, kind in typing.get_type_hints(group).items()}
-    table: dict[str, _Declared] = {
-        item.name: item.metadata["declared"] for group in hints.values() for item in dataclasses.fields(group)
-    }
-    settings = {name: declared for name, declared in table.items() if name in SETTINGS}
-    parameters = [declared.parameter(name, types[name]) for name, declared in table.items() if name not in SETTINGS]
-    parameters += [_set_parameter(sorted(settings))] if settings else []
+    table = {item.name: item for group in hints.values() for item in dataclasses.fields(group)}
+    known = {*table, *(item.name for group in elsewhere for item in dataclasses.fields(group))}
+    settings = sorted(name for name in table if name in SETTINGS)
+    parameters = [_parameter(item, types[name]) for name, item in table.items()]
+    parameters += [_set_parameter(settings)] if settings else []
 
     def command(ctx: typer.Context, **given: object) -> None:
-        values = settle(tuple(hints.values()), given, ctx.command_path, elsewhere)
-        for name, declared in table.items():
-            declared.check(name, values[name])
+        check_variables(known, ctx.command_path)
+        groups = {
+            name: kind(**{item.name: given[item.name] for item in dataclasses.fields(kind)})
+            for name, kind in hints.items()
+        }
         try:
-            function(**_groups(hints, values), arguments=_arguments(ctx))
+            function(**groups, arguments=ctx.obj if isinstance(ctx.obj, list | tuple) else ())
         except UsageError as error:
             # the library knows the field, only the command knows what was typed
             raise UsageError(error.typed(typed_names(table))) from error
@@ -145,12 +146,12 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__annotations__ = {item.name: item.annotation for item in (context, *parameters)}
     command.__dict__["__signature__"] = inspect.Signature([context, *parameters])
-    command.__dict__["settings"] = {name: (one.metavar, one.help) for name, one in settings.items()}
+    command.__dict__["groups"] = tuple(hints.values())
     return command
 
 
 def _set_parameter(names: Sequence[str]) -> inspect.Parameter:
-    """`--set NAME=VALUE`, as typer reads it."""
+    """`--set NAME=VALUE` on the page of --help. The parser never sees it: see Command.parse_args."""
     shown = ", ".join(name.replace("_", "-") for name in names)
     declared = typer.Option(
         "--set",
@@ -163,24 +164,16 @@ def _set_parameter(names: Sequence[str]) -> inspect.Parameter:
     return inspect.Parameter("set", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 
 
-def help_texts(groups: Sequence[object]) -> dict[str, tuple[str, str]]:
-    """Panel and help of every option of the groups."""
-    return {
-        item.name: (item.metadata["declared"].panel, item.metadata["declared"].help)
-        for group in groups
-        for item in dataclasses.fields(group)  # type: ignore[arg-type]
-    }
-
-
-def _groups(hints: dict[str, type], values: Values) -> dict[str, object]:
-    return {
-        name: kind(**{item.name: values[item.name] for item in dataclasses.fields(kind)})
-        for name, kind in hints.items()
-    }
-
-
-def _arguments(ctx: typer.Context) -> Sequence[str]:
-    return ctx.obj if isinstance(ctx.obj, list | tuple) else ()
+def _settings_as_options(words: Sequence[str]) -> Iterator[str]:
+    """`--set min_p=0.1` as one word, `--set min-p=0.1`, which the parser takes for a long option of that name."""
+    rest = iter(words)
+    for word in rest:
+        setting = next(rest, None) if word == "--set" else word.removeprefix("--set=")
+        if setting is None or setting == word:
+            yield word
+            continue
+        name, equals, value = setting.partition("=")
+        yield f"--set {name.replace('_', '-')}{equals}{value}"
 
 
 class _Plain:
@@ -206,7 +199,19 @@ class _Plain:
 
 
 class Command(_Plain, TyperCommand):  # type: ignore[misc]
-    """A command with such a page."""
+    """A command with such a page. A job file and the environment give defaults of its options."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Raises UsageError for a wrong value of a file or a variable, which it names."""
+        if "groups" in vars(self.callback):
+            read_environment(ctx)
+        try:
+            return super().parse_args(ctx, list(_settings_as_options(args)))
+        except typer.BadParameter as error:
+            place = place_of(ctx, error.param.name) if error.param is not None else None
+            if place is None:
+                raise
+            raise UsageError(f"{place}: {error.message}".replace("Value error, ", "")) from None
 
 
 class Group(_Plain, TyperGroup):  # type: ignore[misc]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from dsbd_cli.cli.options.declare import flag, option, switch
+from dsbd_cli.cli.options.layers import read_job
 from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, DEFAULT_DEPTH, MethodConfig, WarpScope
 from dsbd_cli.config.model import (
     BUILTIN_DRAFT,
@@ -26,10 +27,12 @@ from dsbd_cli.io.records.reader import RowReader
 __all__ = [
     "PIPED",
     "AnswerOptions",
+    "DecodeOptions",
     "DeviceOptions",
     "DrawOptions",
     "FileOptions",
     "JobOptions",
+    "LoadOptions",
     "MethodOptions",
     "PairOptions",
     "RowOptions",
@@ -56,18 +59,10 @@ class StreamOptions:
     """Options of what is read and what is written."""
 
     input: Path | None = option(
-        MAIN,
-        "file to read, compressed if it ends in .gz or .zst; - is standard input",
-        "-i",
-        default="-",
-        metavar="FILE",
+        MAIN, "file to read, compressed if it ends in .gz or .zst; - is standard input", "-i", default="-"
     )
     output: Path | None = option(
-        MAIN,
-        "file to write, compressed if it ends in .gz or .zst; - is standard output",
-        "-o",
-        default="-",
-        metavar="FILE",
+        MAIN, "file to write, compressed if it ends in .gz or .zst; - is standard output", "-o", default="-"
     )
 
 
@@ -90,13 +85,13 @@ class FileOptions(StreamOptions):
     )
     existing: Existing | None = option(
         MAIN,
-        "where --output exists: error; overwrite (also --stats and --summary); resume: answer only the rows "
+        "where --output exists: error; overwrite (also --set stats and --summary); resume: answer only the rows "
         "that it does not hold; retry: resume, and answer its failed rows again",
         default="error",
         metavar="WHAT",
     )
-    stats: Path | None = option(FILES, "write one line per iteration to this file", metavar="FILE")
-    summary: Path | None = option(FILES, "write counts, times, versions and settings as JSON here", metavar="FILE")
+    stats: Path | None = option(FILES, "write one line per iteration to this file")
+    summary: Path | None = option(FILES, "write counts, times, versions and settings as JSON here")
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,7 @@ class RowOptions:
     on_too_long: OnTooLong | None = option(
         ROWS, f"a prompt that does not fit the models: {' or '.join(ON_TOO_LONG)}", default="error", metavar="WHAT"
     )
-    max_errors: int | None = option(ROWS, MAX_ERRORS, metavar="N", least=1)
+    max_errors: int | None = option(ROWS, MAX_ERRORS, least=1)
     require_valid: bool | None = switch(
         ROWS, "a row whose best text was cut before it matched its grammar is an error; without, it is counted"
     )
@@ -117,7 +112,7 @@ class JobOptions:
     """Options from a file."""
 
     config: Path | None = option(
-        JOB, "TOML file with any of these options and settings by their long names", metavar="FILE"
+        JOB, "TOML file with any of these options and settings by their long names", callback=read_job
     )
     print_config: bool | None = switch(JOB, "print the options as such a file, and answer nothing")
 
@@ -136,10 +131,17 @@ class PairOptions:
 
 
 @dataclass(frozen=True)
-class MethodOptions:
-    """How beams are drafted and verified."""
+class DecodeOptions:
+    """How the target is decoded."""
 
     num_beams: int | None = option(MAIN, "W, live beams at most", default=_METHOD.num_beams, metavar="W")
+    decode: Decode | None = option(MAIN, "search: beam search; sample: beam sampling", default="sample", metavar="HOW")
+
+
+@dataclass(frozen=True)
+class MethodOptions(DecodeOptions):
+    """How beams are drafted and verified."""
+
     drafts_per_layer: int | None = option(
         METHOD,
         "K, drafted nodes per layer",
@@ -153,7 +155,6 @@ class MethodOptions:
         f"no --set memory-saving), else {DEFAULT_DEPTH}",
         metavar="D",
     )
-    decode: Decode | None = option(MAIN, "search: beam search; sample: beam sampling", default="sample", metavar="HOW")
     verify: str | None = option(
         METHOD,
         f"how drafts are checked when sampling (default: {_METHOD.rule}):{help_lines(sampling_rules().values())}",
@@ -183,18 +184,14 @@ class MethodOptions:
 class DrawOptions:
     """How one text is drawn, ended and ranked."""
 
-    temperature: float | None = option(MAIN, "0: the likeliest, no noise", default=_SAMPLING.temperature, metavar="X")
-    top_k: int | None = option(SAMPLING, "keep the N likeliest; 0: all", default=_SAMPLING.top_k, metavar="N")
-    top_p: float | None = option(SAMPLING, "keep the likeliest of this mass", default=_SAMPLING.top_p, metavar="X")
-    min_p: float | None = option(SAMPLING, "drop below X times the likeliest", default=_SAMPLING.min_p, metavar="X")
-    seed: int | None = option(
-        MAIN, "a row's seed comes from this one and its id", default=RowReader().seed, metavar="N"
-    )
-    max_new_tokens: int | None = option(MAIN, "generated tokens at most", default=_SAMPLING.max_new_tokens, metavar="N")
+    temperature: float | None = option(MAIN, "0: the likeliest, no noise", default=_SAMPLING.temperature)
+    top_k: int | None = option(SAMPLING, "keep the N likeliest; 0: all", default=_SAMPLING.top_k)
+    top_p: float | None = option(SAMPLING, "keep the likeliest of this mass", default=_SAMPLING.top_p)
+    min_p: float | None = option(SAMPLING, "drop below X times the likeliest", default=_SAMPLING.min_p)
+    seed: int | None = option(MAIN, "a row's seed comes from this one and its id", default=RowReader().seed)
+    max_new_tokens: int | None = option(MAIN, "generated tokens at most", default=_SAMPLING.max_new_tokens)
     stop: list[str] | None = option(ENDING, "end a text before this string; may be repeated", metavar="TEXT")
-    length_penalty: float | None = option(
-        ENDING, "score = logprob / num_tokens ** X", default=_SAMPLING.length_penalty, metavar="X"
-    )
+    length_penalty: float | None = option(ENDING, "score = logprob / num_tokens ** X", default=_SAMPLING.length_penalty)
     early_stopping: bool | None = flag(ENDING, "end a row as soon as W hypotheses are finished")
     source_lang: str | None = option(SOURCES, "language of the rows, as the tokenizer names it", metavar="NAME")
     target_lang: str | None = option(SOURCES, "language to translate into", metavar="NAME")
@@ -212,7 +209,7 @@ class DrawOptions:
 class SamplingOptions(DrawOptions):
     """Options of sampling that each row asks for, unless the row says otherwise."""
 
-    n_best: int | None = option(ENDING, "hypotheses to report per row", default=_SAMPLING.n_best, metavar="N")
+    n_best: int | None = option(ENDING, "hypotheses to report per row", default=_SAMPLING.n_best)
     token_logprobs: bool | None = flag(ENDING, "report the id and log-probability of every token of every beam")
 
 
@@ -230,13 +227,27 @@ class AnswerOptions:
 
 
 @dataclass(frozen=True)
-class DeviceOptions:
+class LoadOptions:
+    """How models are loaded, in every command that loads some."""
+
+    dtype: Dtype | None = option(DEVICES, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
+    device: str | None = option(
+        DEVICES,
+        "cpu, cuda, cuda:1, ...; with a comma the target's and the draft's; or how the target is spread over "
+        "several: balanced, sequential, or a device map as JSON",
+        default="auto",
+        metavar="DEVICE",
+    )
+    trust_remote_code: bool | None = flag(DEVICES, "run code that a checkpoint brings with it")
+
+
+@dataclass(frozen=True)
+class DeviceOptions(LoadOptions):
     """How the models are loaded and run."""
 
     batch_size: str | None = option(
         DEVICES, "rows decoded together; auto: what fits in memory", default=DEFAULT_BATCH_SIZE, metavar="N"
     )
-    dtype: Dtype | None = option(DEVICES, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
     quantize: Quantize | None = option(
         DEVICES, "int8: the linear layers of both models in 8 bits, on the CPU (docs/hardware.md)", metavar="int8"
     )
@@ -245,13 +256,6 @@ class DeviceOptions:
         "invariant: no text depends on the draft or the batch, to the last bit; fast: without that work",
         default="invariant",
         metavar="HOW",
-    )
-    device: str | None = option(
-        DEVICES,
-        "cpu, cuda, cuda:1, ...; with a comma the target's and the draft's; or how the target is spread over "
-        "several: balanced, sequential, or a device map as JSON",
-        default="auto",
-        metavar="DEVICE",
     )
     tensor_parallel: int | None = option(
         DEVICES,
@@ -264,7 +268,6 @@ class DeviceOptions:
         DEVICES,
         "processor threads of each process",
         default="OMP_NUM_THREADS, else torch's choice within the container's quota of processors",
-        metavar="N",
         least=1,
     )
     gpu: Literal["graphs,kernels", "graphs", "kernels", "plain"] | None = option(
@@ -274,7 +277,6 @@ class DeviceOptions:
         default="what works there",
         metavar="WHAT",
     )
-    trust_remote_code: bool | None = flag(DEVICES, "run code that a checkpoint brings with it")
 
     @property
     def cuda_graphs(self) -> bool | None:

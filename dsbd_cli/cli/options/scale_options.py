@@ -20,14 +20,12 @@ __all__ = ["ScaleOptions", "pool_config"]
 SCALE = "Several processes"
 NUMBER: Setting[str | None] = Setting(
     field="number",
-    kind=str,
     default=None,
     text="N; 4..32: begin with 4 and take up to 32 as they come; auto: as many as the GPUs allow",
     required=True,
 )
 RAY: Setting[str | None] = Setting(
     field="ray",
-    kind=str,
     default=None,
     text="auto or HOST:PORT, a Ray that runs",
     shown="start one here, and stop it in the end",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dsbd_cli.cli.options.options import (
+    PIPED,
     AnswerOptions,
     DeviceOptions,
     FileOptions,
@@ -25,7 +26,7 @@ from dsbd_cli.config.variants import GRAMMAR, RULES, SEARCH, WIDTHS, runs_model,
 from dsbd_cli.errors import UsageError, option_name, reading
 from dsbd_cli.io.records.reader import RowReader
 
-__all__ = ["TYPED", "RunSettings", "drafts", "fixed_depth", "model_specs", "places", "run_settings"]
+__all__ = ["TYPED", "RunSettings", "drafts", "fixed_depth", "places", "run_settings"]
 
 T = TypeVar("T")
 
@@ -34,19 +35,7 @@ SPREADS = ("balanced", "balanced_low_0", "sequential")  # names of device maps t
 
 # what a setting of a run is called where it is typed
 TYPED = {
-    **typed_names(
-        item.name
-        for group in (
-            FileOptions,
-            PairOptions,
-            MethodOptions,
-            SamplingOptions,
-            AnswerOptions,
-            DeviceOptions,
-            RowOptions,
-        )
-        for item in fields(group)
-    ),
+    **typed_names(item.name for group in (*PIPED, FileOptions, AnswerOptions) for item in fields(group)),
     "rule": "--decode or --verify",
 }
 
@@ -54,16 +43,19 @@ TYPED = {
 @dataclass(frozen=True, slots=True)
 class RunSettings:
     """All that a run needs to know; `draft` is None where nothing is drafted, `batch_size` where memory decides.
-    allow: a list of answers; a grammar stands in `rows`."""
+    allow: a list of answers; a grammar stands in `rows`. threads, cuda_graphs, kernels: see loading.load."""
 
-    target: str
-    draft: str | None
+    target: ModelSpec
+    draft: ModelSpec | None
     method: MethodConfig
     rows: RowReader
     batch_size: int | None
     on_too_long: OnTooLong
     max_errors: int | None
     allow: Path | None
+    threads: int | None
+    cuda_graphs: bool | None
+    kernels: bool | None
 
 
 def run_settings(
@@ -125,18 +117,30 @@ def run_settings(
         batch_size = _given(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
         if batch_size < 1:
             raise UsageError(f"--batch-size is {batch_size}, but must be 1 or more")
-    on_too_long: OnTooLong = failing.on_too_long or "error"
-    return RunSettings(target, draft, config, rows, batch_size, on_too_long, failing.max_errors, allow)
+    target_spec, draft_spec = _model_specs(target, draft, devices)
+    return RunSettings(
+        target=target_spec,
+        draft=draft_spec,
+        method=config,
+        rows=rows,
+        batch_size=batch_size,
+        on_too_long=failing.on_too_long or "error",
+        max_errors=failing.max_errors,
+        allow=allow,
+        threads=devices.threads,
+        cuda_graphs=devices.cuda_graphs,
+        kernels=devices.wanted_kernels,
+    )
 
 
-def model_specs(settings: RunSettings, devices: DeviceOptions) -> tuple[ModelSpec, ModelSpec | None]:
+def _model_specs(target: str, draft: str | None, devices: DeviceOptions) -> tuple[ModelSpec, ModelSpec | None]:
     """How target and draft are to be loaded."""
     given = {item.name: getattr(devices, item.name) for item in fields(ModelSpec) if hasattr(devices, item.name)}
     place, draft_device = places(devices.device)
     spread = place is not None and (place.startswith("{") or place in SPREADS)
     given |= {"device_map": place, "device": None} if spread else {"device": place}
-    target = ModelSpec(settings.target, **{name: value for name, value in given.items() if value is not None})
-    return target, None if settings.draft is None else target.of_draft(settings.draft, draft_device)
+    spec = ModelSpec(target, **{name: value for name, value in given.items() if value is not None})
+    return spec, None if draft is None else spec.of_draft(draft, draft_device)
 
 
 def places(device: str | None) -> tuple[str | None, str | None]:

@@ -18,7 +18,7 @@ from dsbd_cli.config.variant import Format
 from dsbd_cli.config.variants import FORMATS
 from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.io.lines.compression import check_whole, open_input
-from dsbd_cli.io.lines.jsonl import check_new, read_blocks
+from dsbd_cli.io.lines.jsonl import check_new, read_lines
 from dsbd_cli.io.lines.source import LineSource
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.requests import Request
@@ -82,23 +82,29 @@ def check_files(files: FileOptions) -> None:
     writes(files).load()
     named = [
         (option, path)
-        for option, path in (("--output", files.output), ("--stats", files.stats), ("--summary", files.summary))
+        for option, path in (("--output", files.output), ("--set stats", files.stats), ("--summary", files.summary))
         if path is not None and path != STANDARD
     ]
-    for option, path in (("--stats", files.stats), ("--summary", files.summary)):
+    for option, path in (("--set stats", files.stats), ("--summary", files.summary)):
         if path == STANDARD:
             raise UsageError(f"{option} needs a file: on standard output its lines would mix with the records")
     if files.existing == "overwrite" and not named:
-        raise UsageError("--existing overwrite replaces --output, --stats and --summary, but none is given: drop it")
+        raise UsageError(
+            "--existing overwrite replaces --output, --set stats and --summary, but none is given: drop it"
+        )
     _check_resume(files)
-    for place, (option, path) in enumerate(named):
+    for option, path in named:
         if files.input is not None and _same(path, files.input):
             raise UsageError(f"{option} {path} is the input: name another file")
-        for other, taken in named[:place]:
-            if _same(path, taken):
-                raise UsageError(f"{other} and {option} are both {taken}: name two files")
         instead = "name another file" + (", go on with it with --existing resume" if option == "--output" else "")
         check_new(path, option=option, overwrite=files.existing not in (None, "error"), instead=instead)
+    _check_apart(named)
+
+
+def _check_apart(named: Sequence[tuple[str, Path]]) -> None:
+    for (one, path), (other, taken) in itertools.combinations(named, 2):
+        if _same(path, taken):
+            raise UsageError(f"{one} and {other} are both {path}: name two files")
 
 
 def _check_resume(files: FileOptions) -> None:
@@ -154,7 +160,7 @@ def count_rows(files: FileOptions, size: int | None) -> int | None:
     if files.input is None or size is None or size > MAX_COUNTED_BYTES:
         return None
     with reading(f"--input {files.input}"), files.input.open("rb") as stream:
-        return sum(len(lines) for lines in read_blocks(stream))
+        return sum(1 for _ in read_lines(stream))
 
 
 def check_report_files(files: Mapping[str, Path | None], *, existing: str | None) -> None:
@@ -163,11 +169,9 @@ def check_report_files(files: Mapping[str, Path | None], *, existing: str | None
     if existing == "overwrite" and not named:
         *first, last = files
         raise UsageError(f"--existing overwrite replaces {', '.join(first)} and {last}, but none is given: drop it")
-    for place, (name, path) in enumerate(named):
+    for name, path in named:
         check_new(path, option=name, overwrite=existing == "overwrite")
-        for other, taken in named[:place]:
-            if path.resolve() == taken.resolve():
-                raise UsageError(f"{other} and {name} are both {path}: name two files")
+    _check_apart(named)
     if (plot := files.get("--plot")) is not None:
         from dsbd_cli.lab.reports.style import require_plots
 

@@ -9,19 +9,24 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
 
 __all__ = [
+    "LOG_INTERVAL_S",
+    "Talk",
     "duration",
     "error_line",
-    "hush",
+    "live_line",
     "log",
     "say",
     "set_style",
-    "status_line",
-    "tracebacks_wanted",
+    "talking",
     "utc_now",
     "warn",
     "whole",
@@ -31,35 +36,26 @@ __all__ = [
 Level = Literal["info", "warning", "error"]
 
 NO_BREAK = "\u00a0"
+LOG_INTERVAL_S = 60.0
+SPINNER, REDRAWS_PER_S = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", 10
 
-_json = _tracebacks = False
+_json = _quiet = False
 
 
 class _Lines(logging.Handler):
     """Handler that says what the library logs, as lines of ours."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(record.getMessage())
+        say(record.getMessage(), level="error" if record.levelno >= logging.ERROR else "info")
 
 
-def set_style(*, json_lines: bool, tracebacks: bool, quiet: bool = False) -> None:
-    """From now on every line is a JSON object (--log json), an error comes with its traceback (--debug), and what the
-    library logs is dropped (--quiet)."""
-    global _json, _tracebacks
-    _json, _tracebacks = json_lines, tracebacks
+def set_style(*, json_lines: bool = False, quiet: bool | None = False) -> None:
+    """From now on every line is a JSON object (--log json), and nothing is said but errors (--quiet)."""
+    global _json, _quiet
+    _json, _quiet = json_lines, bool(quiet)
     library = logging.getLogger("dsbd_cli")
     library.handlers, library.propagate = [_Lines()], False
     library.setLevel(logging.ERROR if quiet else logging.INFO)
-
-
-def hush(quiet: bool | None) -> None:
-    """--quiet of a command without --log: what the library logs is dropped, but errors."""
-    set_style(json_lines=_json, tracebacks=_tracebacks, quiet=bool(quiet))
-
-
-def tracebacks_wanted() -> bool:
-    """Whether an error shall come with its traceback."""
-    return _tracebacks
 
 
 def utc_now() -> str:
@@ -82,7 +78,8 @@ def say(
     message: str, *, level: Level = "info", event: str = "message", fields: Mapping[str, object] | None = None
 ) -> None:
     """One line on standard error, even where a message holds line ends. Nobody listening is no error."""
-    _write(_line(message, level, event, fields or {}))
+    if level == "error" or not _quiet:
+        _write(_line(message, level, event, fields or {}))
 
 
 def warn(message: str) -> None:
@@ -100,21 +97,85 @@ def error_line(message: str) -> None:
     say(message if _json else f"error: {message}", level="error", event="error")
 
 
+class Talk:
+    """Lines that a command says while it works: one on a terminal that is replaced, elsewhere a log line a minute."""
+
+    def __init__(self, live: Callable[[str], None] | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """live: replaces the line; None: there is no terminal, or nothing is to be said."""
+        self._live, self._clock, self._told = live, clock, -LOG_INTERVAL_S
+
+    def now(self, message: str, fields: Mapping[str, object], *, due: bool = False) -> None:
+        """Show what changes all the time. due: a log has it at once."""
+        if self._live is not None:
+            self._live(message)
+        elif due or self._clock() - self._told >= LOG_INTERVAL_S:
+            self._told = self._clock()
+            log(message, fields)
+
+    def step(self, message: str) -> None:
+        """Say what is done next."""
+        (self._live or say)(message)
+
+
 @contextmanager
-def status_line(first: str, *, quiet: bool) -> Iterator[Callable[[str], None] | None]:
-    """A line on a terminal, `first` in the beginning, that is replaced by what it is called with; None elsewhere."""
-    if quiet or sys.stderr is None or not sys.stderr.isatty():
-        yield None
+def talking() -> Iterator[Talk]:
+    """While a command works."""
+    if _quiet or sys.stderr is None or not sys.stderr.isatty():
+        yield Talk(None)
         return
+    shown = ""
+
+    def show(message: str) -> None:
+        nonlocal shown
+        shown = message
+
+    with live_line(lambda: shown):
+        yield Talk(show)
+
+
+def live_line(told: Callable[[], str], console: Console | None = None) -> Live:
+    """One line on standard error that is drawn again ten times a second; rich looks after NO_COLOR and the width."""
     from rich.console import Console
+    from rich.live import Live
     from rich.text import Text
 
-    with Console(stderr=True).status(first) as status:
-        yield lambda message: status.update(Text(message))
+    began = time.monotonic()
+
+    def line() -> Text:
+        seconds = time.monotonic() - began
+        turn = SPINNER[int(REDRAWS_PER_S * seconds) % len(SPINNER)]
+        # where the terminal is narrow the end gives way
+        return Text(f"{turn} {duration(seconds)} {told()}", no_wrap=True, overflow="ellipsis")
+
+    console = console or Console(file=cast("TextIO", _Lasting(sys.stderr)), stderr=True)
+    return Live(
+        console=console, transient=True, redirect_stdout=False, refresh_per_second=REDRAWS_PER_S, get_renderable=line
+    )
+
+
+class _Lasting:
+    """A stream to a terminal, for rich: what is written after the terminal has gone goes nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 def write_from_signal(message: str) -> None:
     """A line from a signal handler, which may have interrupted a write of the same stream."""
+    if _quiet:
+        return
     try:
         os.write(sys.stderr.fileno(), _line(message, "info", "signal", {}).encode())
     except (AttributeError, OSError, ValueError):

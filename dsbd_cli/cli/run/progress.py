@@ -6,24 +6,22 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING
 
 from dsbd_cli.cli.options.options import STANDARD, TalkOptions
-from dsbd_cli.cli.run.messages import duration, log, say, set_style, tracebacks_wanted, warn
+from dsbd_cli.cli.run.messages import LOG_INTERVAL_S, duration, live_line, log, say, set_style, warn
 from dsbd_cli.cli.run.summary import Totals
 from dsbd_cli.errors import UsageError, plural
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress
+    from rich.live import Live
 
-__all__ = ["LOG_INTERVAL_S", "Reporter", "begin_talk", "row_said"]
+__all__ = ["Reporter", "begin_talk", "row_said"]
 
-LOG_INTERVAL_S = 60.0
 MAX_SAME_WARNINGS = 3
 MAX_NAMED_FAILURES = 3
 ROWS_THAT_TELL = 10  # their mean length says something about the rows to come
@@ -31,7 +29,7 @@ ROWS_THAT_TELL = 10  # their mean length says something about the rows to come
 
 def begin_talk(talk: TalkOptions) -> None:
     """From now on messages are as the options want them. Raises UsageError for two that contradict each other."""
-    set_style(json_lines=talk.log == "json", tracebacks=tracebacks_wanted(), quiet=bool(talk.quiet))
+    set_style(json_lines=talk.log == "json", quiet=talk.quiet)
     if talk.quiet and talk.log == "verbose":
         raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
 
@@ -58,7 +56,7 @@ class Reporter:
         )
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
         self._live = self._terminal and not self._quiet and not self._json and not shown
-        self._progress: Progress | None = None
+        self._progress: Live | None = None
         self.input_bytes: int | None = None
         self.input_rows: int | None = None  # where they are counted; else bytes stand for them
         self.note: Callable[[], str] = str  # what else stands in the line
@@ -75,19 +73,14 @@ class Reporter:
         if self._verbose:
             say(message, event="start")
         if self._live:
-            self._progress = _live_line(partial(self._line, live=True))
+            self._progress = live_line(partial(self._line, live=True))
             self._progress.start()
         elif not self._quiet:
             threading.Thread(target=self._log, name="dsbd-log", daemon=True).start()
 
-    @contextmanager
-    def waiting(self, told: Callable[[], str]) -> Iterator[None]:
+    def waiting(self, told: Callable[[], str]) -> AbstractContextManager[object]:
         """A live line with what is waited for, where there is a terminal."""
-        if not self._live:
-            yield
-            return
-        with _live_line(told):
-            yield
+        return live_line(told) if self._live else nullcontext()
 
     def warn(self, message: str, *, kind: str | None = None) -> None:
         """A warning; of one kind only the first few are told."""
@@ -180,44 +173,3 @@ class Reporter:
         while not self._over.wait(LOG_INTERVAL_S):
             self._logged = True
             log(self._line(), {**self.totals.numbers(), "unfinished_tokens": self._unfinished})
-
-
-class _Lasting:
-    """A stream to a terminal, for rich: what is written after the terminal has gone goes nowhere."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self._stream.flush()
-
-
-def _live_line(told: Callable[[], str], console: Console | None = None) -> Progress:
-    """One line on standard error that is drawn again ten times a second; rich looks after NO_COLOR and the width."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
-    from rich.table import Column
-    from rich.text import Text
-
-    class Told(TextColumn):
-        """Column of what `told` says as it is drawn."""
-
-        def render(self, task: Task) -> Text:
-            return Text(told())
-
-    # the text alone gives way where the terminal is narrow
-    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-    columns = (SpinnerColumn(), TimeElapsedColumn(), Told("", table_column=rest))
-    console = console or Console(file=cast("TextIO", _Lasting(sys.stderr)), stderr=True)
-    progress = Progress(*columns, console=console, transient=True, redirect_stdout=False, expand=True)
-    progress.add_task("", total=None)
-    return progress

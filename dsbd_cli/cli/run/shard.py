@@ -121,7 +121,7 @@ def sharded_files(files: FileOptions, shard: Shard) -> FileOptions:
         raise UsageError("--shard writes a file of its own: name it with --output, without the part")
     if files.output_format == "text":
         raise UsageError("--shard cannot write --output-format text, whose lines do not say which row they are")
-    for option, path in (("--output", files.output), ("--stats", files.stats)):
+    for option, path in (("--output", files.output), ("--set stats", files.stats)):
         if path is not None and path.suffix in COMPRESSED:
             raise UsageError(f"--shard cannot write {option} {path}, which is compressed: write plain lines")
     own = {

@@ -32,10 +32,9 @@ class StoppedError(BaseException):
 class StopSignals:
     """Catches the first signal. Until `on_stop` is set it raises StoppedError; then it calls that instead."""
 
-    def __init__(self, *, quiet: bool) -> None:
+    def __init__(self) -> None:
         self.number: int | None = None
         self.on_stop: Callable[[], None] | None = None
-        self._quiet = quiet
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -59,6 +58,5 @@ class StopSignals:
         self.number = number
         if self.on_stop is None:
             raise StoppedError(number, early=True)
-        if not self._quiet:
-            write_from_signal("stopping after this iteration; the same once more stops at once")
+        write_from_signal("stopping after this iteration; the same once more stops at once")
         self.on_stop()

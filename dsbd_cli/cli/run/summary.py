@@ -19,20 +19,20 @@ from dsbd_cli.cli.run.signals import StoppedError
 from dsbd_cli.errors import DsbdError, OutputError, plural
 from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
 from dsbd_cli.io.lines.resume import check_replaceable, write_atomically
-from dsbd_cli.io.records.native import drafter_fields
+from dsbd_cli.io.records.native import drafter_fields, phase_seconds
 from dsbd_cli.lab.metrics.environment import installed
-from dsbd_cli.requests import RequestResult
+from dsbd_cli.requests import EngineInfo, RequestResult
 from dsbd_cli.stats import RequestStats
 
 if TYPE_CHECKING:
     from dsbd_cli.scale.pool import WorkerReport
-    from dsbd_cli.scale.worker import EngineNames
 
 __all__ = ["Summary", "Totals", "rows_exit_code"]
 
 SUMMARY_SCHEMA = "dsbd.summary/1"
 PACKAGES = ("torch", "transformers", "tokenizers")
 ROWS_FAILED = 3
+ENGINE_FIELDS = ("device", "dtype", "draft_device", "draft_dtype", "threads")
 
 
 def rows_exit_code(totals: Totals) -> int:
@@ -44,7 +44,7 @@ class Summary:
     """A `with` block around the run; on leaving it, the file is written."""
 
     def __init__(self, path: Path | None, totals: Totals, settings: dict[str, object]) -> None:
-        self.info: EngineNames | None = None
+        self.info: EngineInfo | None = None
         self.workers: Callable[[], Sequence[WorkerReport]] | None = None
         self._path, self._totals, self._settings = path, totals, settings
         self._started = utc_now()
@@ -78,16 +78,7 @@ class Summary:
             "energy_j": None,
             "energy_source": "unavailable",
             "settings": self._settings,
-            "device": None
-            if info is None
-            else {
-                "device": info.device,
-                "dtype": info.dtype,
-                "draft_device": info.draft_device,
-                "draft_dtype": info.draft_dtype,
-                "ops": [dict(zip(("op", "backend", "reason"), one, strict=True)) for one in info.ops],
-                "threads": info.threads,
-            },
+            "device": None if info is None else _engine(info),
             **({} if self.workers is None else {"workers": [asdict(report) for report in self.workers()]}),
             "versions": {
                 "dsbd": __version__,
@@ -95,6 +86,11 @@ class Summary:
                 **{name: installed(name) for name in PACKAGES},
             },
         }
+
+
+def _engine(info: EngineInfo) -> dict[str, object]:
+    ops = [dict(zip(("op", "backend", "reason"), one, strict=True)) for one in info.ops]
+    return {**{name: getattr(info, name) for name in ENGINE_FIELDS}, "ops": ops}
 
 
 def _ending(error: BaseException | None, totals: Totals) -> tuple[str, int]:
@@ -184,10 +180,5 @@ class Totals:
             "accepted": stats.accepted,
             "acceptance_rate": round(stats.accepted / stats.drafted, 6) if stats.drafted else None,
             **drafter_fields(stats.drafters),
-            "seconds": {
-                "total_s": round(seconds, 6),
-                "draft_s": round(stats.draft_s, 6),
-                "target_s": round(stats.target_s, 6),
-                "verify_s": round(stats.verify_s, 6),
-            },
+            "seconds": {"total_s": round(seconds, 6), **phase_seconds(stats)},
         }

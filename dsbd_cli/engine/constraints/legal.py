@@ -22,9 +22,10 @@ from dsbd_cli.engine.core.candidates import LegalTokens
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import LayerNodes, at_nodes
 
-__all__ = ["DEAD", "FREE", "Acting", "Constraint", "Legal", "NodePaths", "acting"]
+__all__ = ["DEAD", "FREE", "NO_TOKEN", "Acting", "Constraint", "Legal", "NodePaths", "acting", "joined"]
 
 FREE, DEAD = 0, 1
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,19 @@ class NodePaths:
         at = beams.length.unsqueeze(1) + torch.arange(path.shape[2], device=path.device)
         at = at.clamp(max=history.shape[2] - 1).unsqueeze(1).expand_as(path)
         return history.scatter(2, at, path), beams.length.unsqueeze(1) + self.layer
+
+
+def joined(prompt: Tensor, lengths: Tensor, generated: Tensor, count: Tensor) -> Tensor:
+    """Lay prompts and what was generated behind them side by side: [R, n, P + L], NO_TOKEN past the end.
+
+    prompt [R, P], of which lengths [R] tokens are there; generated [R, n, L], of which count [R, n] are.
+    """
+    room = generated.shape[2]
+    own = torch.arange(prompt.shape[1] + room, device=prompt.device) - lengths.view(-1, 1, 1)
+    own = own.expand(-1, generated.shape[1], -1)  # place among the generated tokens
+    before = torch.nn.functional.pad(prompt, (0, room)).unsqueeze(1)
+    text = torch.where(own < 0, before, generated.gather(2, own.clamp(0, room - 1)))
+    return text.masked_fill(own >= count.unsqueeze(2), NO_TOKEN)
 
 
 class Acting(Protocol):

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.token_rules import Timestamps, TokenRules
-from dsbd_cli.engine.constraints.legal import NodePaths
+from dsbd_cli.engine.constraints.legal import NO_TOKEN, NodePaths, joined
 from dsbd_cli.engine.core.topk import NEG_INF
 
 __all__ = ["RuleTable"]
 
-NO_TOKEN, NO_MATCH = -1, -2
+NO_MATCH = -2
 
 
 class RuleTable:
@@ -68,7 +68,7 @@ class RuleTable:
         self.last[row] = NO_TOKEN if rules.forced_eos_token_id is None else rules.forced_eos_token_id
         self.last_at[row] = max_new - 1
         self.size[row], self.penalty[row] = rules.no_repeat_ngram_size, rules.repetition_penalty
-        if self._looks_back(rules):
+        if rules.no_repeat_ngram_size or rules.repetition_penalty != 1:  # they look back at the prompt
             if (more := len(prompt) - self.prompt.shape[1]) > 0:
                 self.prompt = torch.nn.functional.pad(self.prompt, (0, more))
                 self.version += 1
@@ -93,10 +93,6 @@ class RuleTable:
             setattr(self, name, getattr(self, name)[index])
         if len(self.banned):
             self.banned, self.begin_banned = self.banned[index], self.begin_banned[index]
-
-    @staticmethod
-    def _looks_back(rules: TokenRules) -> bool:
-        return bool(rules.no_repeat_ngram_size) or rules.repetition_penalty != 1
 
     def acting(self, starts: Sequence[int | None], generated: int) -> _Rules | None:
         """Return what the rules do in an iteration; None where no running row has any. generated: tokens that every
@@ -153,12 +149,7 @@ class _Rules:
         row = torch.arange(rows, device=length.device).unsqueeze(1).expand(-1, count)
         text = None
         if self.acts.penalty or self.acts.longest:
-            prompt = table.lengths.view(-1, 1, 1)
-            at = torch.arange(table.prompt.shape[1] + generated.shape[2], device=length.device)
-            own = (at - prompt).expand(-1, count, -1)  # [R, n, X] place among the generated tokens
-            before = torch.nn.functional.pad(table.prompt, (0, generated.shape[2])).unsqueeze(1)
-            text = torch.where(own < 0, before, generated.gather(2, own.clamp(0, generated.shape[2] - 1)))
-            text = text.masked_fill(own >= length.unsqueeze(2), NO_TOKEN).flatten(0, 1)
+            text = joined(table.prompt, table.lengths, generated, length).flatten(0, 1)
         spoken = None
         if self.acts.timed and table.times is not None:
             spoken = _spoken(generated.flatten(0, 1), length.flatten(), table.times.first)

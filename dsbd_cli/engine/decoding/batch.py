@@ -96,7 +96,7 @@ class Batch:
             sampling = job.request.sampling
             self._legal[row] = self._begin(job)
             self._tables.rules.begin(row, job.rules, job.prompt, sampling.max_new_tokens)
-            stop = self._tables.stops.start(sampling.stop)
+            stop = self._tables.stops.start(tuple(sampling.stop))
             entries[row] = Entry(job.prompt, job.request.seed, sampling, stop, self._legal[row])
         self.state.admit(entries)
         for row, job in new.items():

@@ -17,7 +17,7 @@ from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.constraints.answers import Catalogue
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.decoding.loop import Loop
-from dsbd_cli.engine.decoding.options import EngineChanges, EngineInfo, EngineOptions
+from dsbd_cli.engine.decoding.options import EngineChanges, EngineOptions
 from dsbd_cli.engine.decoding.recovery import Recovery
 from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
 from dsbd_cli.engine.decoding.streaming import Pieces
@@ -37,7 +37,7 @@ from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.errors import RowError, UsageError
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import ITERATION
-from dsbd_cli.requests import Piece, Request, RequestResult, Source
+from dsbd_cli.requests import EngineInfo, Piece, Request, RequestResult, Source
 
 __all__ = ["Engine"]
 
@@ -287,8 +287,8 @@ class Engine:
         """Run iterations by these operations from now on."""
         self._stepper.ops = ops
         if self.info is not None:
-            of_models = tuple(one for one in self.info.ops if one.op not in {own.op for own in ops.report})
-            self.info = replace(self.info, ops=(*of_models, *ops.report))
+            of_target = (one for one in self.info.ops if one[0] not in {own.op for own in ops.report})
+            self.info = replace(self.info, ops=(*of_target, *ops.facts))
         for model in self.models:
             if isinstance(model, KernelModel):
                 model.use_ops(ops)

@@ -18,14 +18,17 @@ from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 
-__all__ = ["GrammarDrafter", "GrammarSource"]
+__all__ = ["GrammarDrafter", "make"]
 
 LEAST_SHARE = 1e-30  # of a beam that the others outweigh: a path's weight is above 0
 Layer = list[tuple[int, int, GrammarState]]  # place of the parent in the layer above, token, state after it
 
 
-class GrammarSource:
-    """Paths that are all there is."""
+class GrammarDrafter(PathDrafter):
+    """The grammar alone: paths that are all there is."""
+
+    on_host = True
+    needs_text = False
 
     def __init__(self, table: GrammarTable) -> None:
         self._table = table
@@ -46,18 +49,10 @@ class GrammarSource:
                 found[-1] += [(beam, path, max(share, LEAST_SHARE) / len(paths)) for path in paths]
         return _padded(found, depth, context.beams.token.device)
 
-
-class GrammarDrafter(PathDrafter):
-    """The grammar alone."""
-
-    on_host = True
-    needs_text = False
-    source: GrammarSource
-
     def certain(self, beams: Beams, depth: int, count: int) -> list[list[int]]:
         """For every row that runs, how many nodes each layer has that is certain to pass, `count` at most in each."""
         found = []
-        for states, runs in zip(self.source.states(beams), beams.valid.any(1).tolist(), strict=True):
+        for states, runs in zip(self.states(beams), beams.valid.any(1).tolist(), strict=True):
             live = [state for state in states if state is not None]
             if runs:
                 found.append([len(layer) for layer in _layers(live, depth, count)] if live else [])
@@ -110,4 +105,4 @@ def _padded(found: Sequence[Sequence[tuple[int, list[int], float]]], depth: int,
 
 def make(of: DrafterInputs) -> GrammarDrafter:
     """Drafter `grammar`."""
-    return GrammarDrafter(GrammarSource(of.grammars))
+    return GrammarDrafter(of.grammars)

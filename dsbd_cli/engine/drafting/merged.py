@@ -43,8 +43,8 @@ class FusionDrafter(Drafter):
         if context.depth == 0:
             return forest
         own = max(1, count - self._share)
-        tree = PathTree(first.source.paths(context)) if isinstance(first, PathDrafter) else None
-        other = PathTree(self._second.source.paths(context))
+        tree = PathTree(first.paths(context)) if isinstance(first, PathDrafter) else None
+        other = PathTree(self._second.paths(context))
         for layer in range(context.depth):
             looked_up = other.drafts(context, forest, layer, 2 * count)
             if isinstance(first, BeamDrafter):

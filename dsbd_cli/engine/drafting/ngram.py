@@ -1,6 +1,6 @@
 """Prompt lookup: what followed the last tokens, or tokens much like them, where they stood before in the prompt or the
 output (the retrieval store of the prompt in RASD, arXiv 2503.03434; prompt lookup decoding). No model; everything is a
-comparison of tensors. What the target said of the last iteration's nodes is the only state (recall.py).
+comparison of tensors. What the target said of the last iteration's nodes is the only state (`Recall`).
 
 Tokens are compared one by one with those behind an earlier place, so a beam that has changed a token of what it copies
 goes on behind the place it came from. Most beams of a search are such: they differ from the best one in a token or two.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.variants import NGRAM
-from dsbd_cli.engine.constraints.legal import DEAD
+from dsbd_cli.engine.constraints.legal import DEAD, NO_TOKEN
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import pool_law
 from dsbd_cli.engine.core.forest import Forest
@@ -20,48 +20,18 @@ from dsbd_cli.engine.core.nodes import LayerNodes
 from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.sampler import largest
-from dsbd_cli.engine.core.topk import NEG_INF
+from dsbd_cli.engine.core.topk import NEG_INF, best_tokens
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, children, following
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
-from dsbd_cli.engine.drafting.recall import KEPT, Recall
-from dsbd_cli.engine.drafting.text import NO_TOKEN, contexts, suffix
+from dsbd_cli.engine.drafting.text import contexts, suffix
 
-__all__ = ["NgramDrafter", "NgramSource", "make"]
+__all__ = ["KEPT", "NgramDrafter", "Recall", "make"]
 
 PLACES = 4  # of each beam that are followed
 FOUND, OTHER = -0.02, 3.0  # guessed log-probability of what stands at the best place, and how much less at each other
+KEPT = 64  # tokens of each node that are remembered, the best ones: the same in every batch, so that proposals are
+ABSENT = torch.iinfo(torch.int64).max
 UNIT, DECAY = 1000, 0.85  # worth of the last token where it is equal, and of each token before it, of the next
-
-
-class NgramSource:
-    """Paths behind earlier places that end much as the beam does: the most alike first, of equal ones the latest."""
-
-    def __init__(self, longest: int) -> None:
-        """longest: n, last tokens that are compared."""
-        self.longest = longest
-
-    def paths(self, context: DraftContext) -> Paths:
-        """K places of every beam, the best one of each beam before any beam's second: a layer passes where every beam
-        goes on as drafted. Of places of one rank those of likelier beams weigh more.
-
-        A path that reaches the end of the text goes on from its own beginning: the text has repeated itself so far.
-        """
-        assert context.prompts is not None
-        tokens, length = contexts(context.prompts, context.beams)
-        rank, start = _alike(tokens, length, self.longest).topk(min(context.drafts_per_layer, tokens.shape[2]), 2)
-        rows, beams, places = start.shape
-        steps = torch.arange(context.depth, device=tokens.device)
-        period = (length.view(-1, 1, 1) - start).clamp(min=1).unsqueeze(-1)
-        at = start.unsqueeze(-1) + steps % period  # [R, W, c, D]
-        found = tokens.gather(2, at.flatten(2)).view(rows, beams, places, context.depth)
-        weight = (1 + beam_share(context.beams)).unsqueeze(-1) * 0.25 ** torch.arange(places, device=tokens.device)
-        real = (rank >= 0) & context.beams.valid.unsqueeze(-1)
-        return Paths(
-            root=torch.arange(beams, device=tokens.device).view(1, -1, 1).expand_as(start).flatten(1),
-            tokens=found.flatten(1, 2).clamp(min=0),
-            length=torch.where(real, context.depth, 0).flatten(1),
-            weight=weight.flatten(1),
-        )
 
 
 def _alike(tokens: Tensor, length: Tensor, longest: int) -> Tensor:
@@ -84,6 +54,52 @@ def _alike(tokens: Tensor, length: Tensor, longest: int) -> Tensor:
     return torch.where(real, worth * width + place, -1)
 
 
+class Recall:
+    """Memory of what the target said of the last iteration's nodes, for the drafts of the next one: the best tokens of
+    the nodes of each row, in order of the nodes' keys.
+
+    Where a layer did not pass, the target has already judged nodes below it. A beam that comes by such a node again has
+    a known law there, alternatives included: which tokens enter the best W beside the copies is then no guess. A node
+    is known by the key of its path, among the nodes of its own row alone.
+    """
+
+    def __init__(self, forest: Forest, candidates: Candidates) -> None:
+        """Remember an iteration: R rows of N nodes."""
+        nodes = forest.flat
+        # an absent node may have the path of one that is there, and what it is said to be followed by means nothing
+        self._keys, order = torch.where(nodes.valid, nodes.path, ABSENT).sort(1)
+        tokens, logprobs = candidates.tokens, candidates.logprobs
+        rows, count, most = tokens.shape
+        if most > KEPT:
+            best, index = best_tokens(logprobs.flatten(0, 1), KEPT)
+            tokens, logprobs = tokens.flatten(0, 1).gather(1, index), best
+        more = max(0, KEPT - most)
+        tokens = torch.nn.functional.pad(tokens.view(rows, count, -1), (0, more))
+        logprobs = torch.nn.functional.pad(logprobs.view(rows, count, -1), (0, more), value=NEG_INF)
+        self._tokens = _in_order(tokens, order)
+        self._logprobs = _in_order(logprobs, order).nan_to_num(nan=NEG_INF, neginf=NEG_INF)
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return len(self._keys)
+
+    def select(self, rows: Tensor) -> None:
+        """Only these rows [n] int64, in this order."""
+        self._keys, self._tokens, self._logprobs = self._keys[rows], self._tokens[rows], self._logprobs[rows]
+
+    def at(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Look up nodes by keys [R, n]: which are known [R, n] bool, tokens and log-probabilities [R, n, KEPT]."""
+        place = torch.searchsorted(self._keys, keys.contiguous()).clamp(max=self._keys.shape[1] - 1)
+        known = self._keys.gather(1, place) == keys
+        return known, _in_order(self._tokens, place), _in_order(self._logprobs, place)
+
+
+def _in_order(values: Tensor, index: Tensor) -> Tensor:
+    """values [R, N, C] of the nodes index [R, n]."""
+    return values.gather(1, index.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
+
+
 class NgramDrafter(PathDrafter):
     """The best K pairs of each layer under a guessed law: what the target said of the node in the iteration before,
     or else, with nearly all of the mass, what follows the places that are most alike.
@@ -91,11 +107,34 @@ class NgramDrafter(PathDrafter):
     Every node follows a place of the text, so that a beam which leaves the copy by a token goes on behind it.
     """
 
-    def __init__(self, source: NgramSource, *, recalls: bool) -> None:
-        """recalls: what the target says is kept from one iteration to the next."""
-        super().__init__(source)
-        self._longest, self._recalls = source.longest, recalls
+    def __init__(self, longest: int, *, recalls: bool) -> None:
+        """longest: n, last tokens that are compared. recalls: what the target says is kept from one iteration to the
+        next."""
+        self._longest, self._recalls = longest, recalls
         self._recall: Recall | None = None
+
+    def paths(self, context: DraftContext) -> Paths:
+        """K places of every beam, the best one of each beam before any beam's second: a layer passes where every beam
+        goes on as drafted. Of places of one rank those of likelier beams weigh more.
+
+        A path that reaches the end of the text goes on from its own beginning: the text has repeated itself so far.
+        """
+        assert context.prompts is not None
+        tokens, length = contexts(context.prompts, context.beams)
+        rank, start = _alike(tokens, length, self._longest).topk(min(context.drafts_per_layer, tokens.shape[2]), 2)
+        rows, beams, places = start.shape
+        steps = torch.arange(context.depth, device=tokens.device)
+        period = (length.view(-1, 1, 1) - start).clamp(min=1).unsqueeze(-1)
+        at = start.unsqueeze(-1) + steps % period  # [R, W, c, D]
+        found = tokens.gather(2, at.flatten(2)).view(rows, beams, places, context.depth)
+        weight = (1 + beam_share(context.beams)).unsqueeze(-1) * 0.25 ** torch.arange(places, device=tokens.device)
+        real = (rank >= 0) & context.beams.valid.unsqueeze(-1)
+        return Paths(
+            root=torch.arange(beams, device=tokens.device).view(1, -1, 1).expand_as(start).flatten(1),
+            tokens=found.flatten(1, 2).clamp(min=0),
+            length=torch.where(real, context.depth, 0).flatten(1),
+            weight=weight.flatten(1),
+        )
 
     def propose(self, context: DraftContext) -> Forest:
         """The K best pairs of every layer."""
@@ -186,4 +225,4 @@ class NgramDrafter(PathDrafter):
 
 def make(of: DrafterInputs) -> PathDrafter:
     """Drafter `ngram`. A captured iteration finds its inputs where they were, so nothing is kept on a GPU."""
-    return NgramDrafter(NgramSource(of.method.value(NGRAM)), recalls=of.device.type == "cpu")
+    return NgramDrafter(of.method.value(NGRAM), recalls=of.device.type == "cpu")

@@ -6,7 +6,6 @@ Letters: R requests, M paths of a request, D layers, K nodes per layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, following
 
-__all__ = ["PathDrafter", "PathSource", "PathTree", "Paths", "beam_share"]
+__all__ = ["PathDrafter", "PathTree", "Paths", "beam_share"]
 
 
 @dataclass(slots=True)
@@ -34,14 +33,6 @@ class Paths:
     tokens: Tensor
     length: Tensor
     weight: Tensor
-
-
-class PathSource(Protocol):
-    """Where paths come from. It reads contexts from context.prompts."""
-
-    def paths(self, context: DraftContext) -> Paths:
-        """Paths of context.depth tokens at most."""
-        ...
 
 
 def beam_share(beams: Beams) -> Tensor:
@@ -95,12 +86,13 @@ class PathTree:
 
 
 class PathDrafter(Drafter):
-    """Drafts that are the paths of one source. Needs no model; nodes are deterministic."""
+    """Drafts that are paths, by which such drafters differ. Needs no model; nodes are deterministic."""
 
     needs_text = True
 
-    def __init__(self, source: PathSource) -> None:
-        self.source = source
+    def paths(self, context: DraftContext) -> Paths:
+        """Paths of context.depth tokens at most. They may be looked up in context.prompts."""
+        raise NotImplementedError
 
     def propose(self, context: DraftContext) -> Forest:
         """The K heaviest nodes of every layer."""
@@ -108,7 +100,7 @@ class PathDrafter(Drafter):
         forest = Forest(context.buffer)
         if context.depth == 0:
             return forest
-        tree = PathTree(self.source.paths(context))
+        tree = PathTree(self.paths(context))
         for layer in range(context.depth):
             drafts = tree.drafts(context, forest, layer, count)
             tree.follow()

@@ -17,13 +17,13 @@ from dsbd_cli.engine.drafting.index import CorpusIndex, open_index
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.text import contexts, suffix
 
-__all__ = ["RetrievalSource", "make"]
+__all__ = ["RetrievalDrafter", "make"]
 
 LONGEST, SHORTEST = 16, 2
 HITS = 64
 
 
-class RetrievalSource:
+class RetrievalDrafter(PathDrafter):
     """Continuations of the longest suffix, 16 to 2 tokens, that the corpus holds.
 
     Of more than HITS places, HITS are taken evenly spread over the sorted range, so shares are right to 1 / HITS (REST
@@ -89,8 +89,8 @@ class RetrievalSource:
         return self._tokens[index.clamp(max=len(self._tokens) - 1)]
 
 
-def make(of: DrafterInputs) -> PathDrafter:
+def make(of: DrafterInputs) -> RetrievalDrafter:
     """Drafter `retrieval`. Raises UsageError where the index cannot be used."""
     index = of.method.value(INDEX)
     assert index is not None, "checked by MethodConfig"
-    return PathDrafter(RetrievalSource(open_index(Path(index), of.codec.token_bytes()), of.device))
+    return RetrievalDrafter(open_index(Path(index), of.codec.token_bytes()), of.device)

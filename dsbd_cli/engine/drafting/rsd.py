@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.variants import BRANCHING
-from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import log_normalise, row_law
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import DraftLaw, LayerNodes
 from dsbd_cli.engine.core.noise import DRAFT
-from dsbd_cli.engine.core.pool import DraftRequest
+from dsbd_cli.engine.core.pool import DraftRequest, live_draws
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, record_law
 from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_candidates
@@ -52,9 +51,10 @@ class RowDraws:
 
     def drafts(self, index: Tensor, valid: Tensor, sampled: bool = True) -> tuple[LayerDrafts, DraftLaw | None]:
         """Pairs by flat index [R, m] in draw order, and the law of their rows."""
-        candidates, nodes = self.candidates, self.nodes
-        weight = nodes.weight.unsqueeze(-1) + _step_weight(self._context, candidates, self.log_q)
-        sampled = sampled and self._context.sampler.random
+        candidates, nodes, context = self.candidates, self.nodes, self._context
+        warped = context.sampler.random and context.warp.scope == "beam"  # weights are sums of warped logs
+        weight = nodes.weight.unsqueeze(-1) + (self.log_q if warped else candidates.logprobs)
+        sampled = sampled and context.sampler.random
         drafts = LayerDrafts(
             above=index // candidates.tokens.shape[2],
             token=candidates.tokens.flatten(1).gather(1, index),
@@ -62,13 +62,8 @@ class RowDraws:
             sampled=valid & sampled,
             weight=weight.flatten(1).gather(1, index),
         )
-        recorded = sampled and self._context.record_law
+        recorded = sampled and context.record_law
         return drafts, record_law(candidates, self.log_q, index, valid, "parent") if recorded else None
-
-
-def _step_weight(context: DraftContext, candidates: Candidates, log_q: Tensor) -> Tensor:
-    """Return what a token adds to the running weight: with warp scope `beam` weights are sums of warped logs."""
-    return log_q if context.sampler.random and context.warp.scope == "beam" else candidates.logprobs
 
 
 def root_law(context: DraftContext, nodes: LayerNodes) -> Tensor:
@@ -153,12 +148,9 @@ class StochasticBeams(BeamDrafter):
         if context.sampler.random:
             key = _conditioned(key, above.unsqueeze(-1))
         flat = torch.where(rows.allowed & ~torch.isnan(key), key, NEG_INF).flatten(1)
-        best, index = flat.topk(min(count, flat.shape[1]), dim=1)
-        more = count - index.shape[1]
-        best = torch.nn.functional.pad(best, (0, more), value=NEG_INF)
-        index = torch.nn.functional.pad(index, (0, more))
-        self._phi, self._perturbed = below.flatten(1).gather(1, index), best
-        return rows.drafts(index, best > NEG_INF)
+        best = live_draws(flat, None, count)
+        self._phi, self._perturbed = below.flatten(1).gather(1, best.index), best.key
+        return rows.drafts(best.index, best.valid)
 
 
 def _conditioned(key: Tensor, above: Tensor) -> Tensor:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsbd_cli.engine.constraints.legal import NO_TOKEN, joined
 from dsbd_cli.engine.core.beams import Beams
 
-__all__ = ["NO_TOKEN", "Prompts", "contexts", "suffix"]
-
-NO_TOKEN = -1
+__all__ = ["Prompts", "contexts", "suffix"]
 
 
 @dataclass(slots=True)
@@ -44,14 +43,8 @@ class Prompts:
 
 def contexts(prompts: Prompts, beams: Beams) -> tuple[Tensor, Tensor]:
     """Each beam's tokens [R, W, X], NO_TOKEN past the end, and their number [R]. The last one is the pending token."""
-    history = beams.history
-    at = torch.arange(prompts.tokens.shape[1] + history.shape[2], device=history.device)
-    own = at - prompts.length.unsqueeze(1)  # [R, X] place in the history
-    index = own.clamp(0, history.shape[2] - 1).unsqueeze(1).expand(-1, history.shape[1], -1)
-    prompt = torch.nn.functional.pad(prompts.tokens, (0, history.shape[2])).unsqueeze(1)
-    tokens = torch.where((own < 0).unsqueeze(1), prompt, history.gather(2, index))
-    length = prompts.length + beams.length
-    return tokens.masked_fill((at >= length.unsqueeze(1)).unsqueeze(1), NO_TOKEN), length
+    tokens = joined(prompts.tokens, prompts.length, beams.history, beams.length.unsqueeze(1))
+    return tokens, prompts.length + beams.length
 
 
 def suffix(tokens: Tensor, length: Tensor, count: int) -> Tensor:

@@ -21,14 +21,14 @@ from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.text import Prompts, contexts, suffix
 
-__all__ = ["TrigramSource", "make"]
+__all__ = ["TrigramDrafter", "make"]
 
 STEP, WINDOW, CAP = 0.04, 16, 3.0
 GAIN = STEP * (WINDOW - 2)
 KEPT = 12
 
 
-class TrigramSource:
+class TrigramDrafter(PathDrafter):
     """The likeliest paths by P(c | a, b) = score(a, b, c) / sum of the KEPT best scores of (a, b)."""
 
     def paths(self, context: DraftContext) -> Paths:
@@ -97,6 +97,6 @@ def _top(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return value, torch.where(value > 0, index, 0)
 
 
-def make(of: DrafterInputs) -> PathDrafter:
+def make(of: DrafterInputs) -> TrigramDrafter:
     """Drafter `trigram`."""
-    return PathDrafter(TrigramSource())
+    return TrigramDrafter()

@@ -39,8 +39,11 @@ def open_input(path: Path) -> BinaryIO:
     """A file to read bytes from, decompressed if its name ends in .gz or .zst. Raises OSError."""
     if path.suffix not in (".gz", ".zst"):
         return path.open("rb")
-    make = _zstd_frame if path.suffix == ".zst" else _gzip_frame
-    return io.BufferedReader(_Decompressing(path.open("rb"), make))
+    if path.suffix == ".gz":
+        return io.BufferedReader(_Decompressing(path.open("rb"), lambda: zlib.decompressobj(GZIP_FORMAT)))
+    import zstandard
+
+    return io.BufferedReader(_Decompressing(path.open("rb"), lambda: zstandard.ZstdDecompressor().decompressobj()))
 
 
 def check_whole(path: Path) -> None:
@@ -63,16 +66,6 @@ def frame_maker(path: Path) -> Callable[[bytes], bytes] | None:
 
         return zstandard.ZstdCompressor(level=3, write_checksum=True).compress
     return None
-
-
-def _gzip_frame() -> _Frame:
-    return zlib.decompressobj(GZIP_FORMAT)
-
-
-def _zstd_frame() -> _Frame:
-    import zstandard
-
-    return zstandard.ZstdDecompressor().decompressobj()
 
 
 class _Decompressing(io.RawIOBase):

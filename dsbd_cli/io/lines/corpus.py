@@ -1,5 +1,4 @@
-"""Texts of a corpus: plain files, or one field of every line of a JSON Lines file; .gz and .zst are unpacked. And the
-texts of an output file."""
+"""Texts of a corpus: plain files, or one field of every line of a JSON Lines file; .gz and .zst are unpacked."""
 
 from __future__ import annotations
 
@@ -10,10 +9,10 @@ from pathlib import Path
 
 import orjson
 
-from dsbd_cli.errors import InvalidRowError, UsageError, reading
+from dsbd_cli.errors import UsageError, reading
 from dsbd_cli.io.lines.compression import open_input
 
-__all__ = ["answer_text", "read_documents"]
+__all__ = ["read_documents"]
 
 PIECE_CHARACTERS = 1 << 18
 
@@ -69,29 +68,3 @@ def _text(line: str, place: str, field: str) -> str:
     if not isinstance(value, str):
         raise UsageError(f"{place} has no text in its field {field!r}: --field names another one")
     return value
-
-
-def answer_text(line: bytes) -> str | None:
-    """The best text of a native or OpenAI record; None for a row that failed. Raises InvalidRowError for a line that
-    is no record."""
-    try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRowError(f"it is not JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise InvalidRowError("it is not a JSON object")
-    if record.get("error") is not None:
-        return None
-    text = record.get("text") if "response" not in record else _openai_text(record["response"])
-    if not isinstance(text, str):
-        raise InvalidRowError("it holds no text: give a file that dsbd generate wrote (native or openai)")
-    return text
-
-
-def _openai_text(response: object) -> object:
-    """choices[0] of a completion or of a chat completion."""
-    try:
-        choice = response["body"]["choices"][0]  # type: ignore[index]
-        return choice["message"]["content"] if "message" in choice else choice["text"]
-    except (KeyError, IndexError, TypeError):
-        return None

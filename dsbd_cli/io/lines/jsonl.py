@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol, Self
+from typing import BinaryIO, Self
 
 import orjson
 
@@ -19,9 +20,7 @@ __all__ = [
     "OUTPUT_CLOSED",
     "ClosedOutputError",
     "LineWriter",
-    "Readable",
     "check_new",
-    "read_blocks",
     "read_lines",
     "read_object",
 ]
@@ -44,76 +43,28 @@ class ClosedOutputError(Exception):
     a row is not written."""
 
 
-class Readable(Protocol):
-    """Needs of a stream: up to so many bytes, as soon as there is one; b"" at the end."""
-
-    def read1(self, size: int, /) -> bytes: ...
-
-
-def read_lines(stream: Readable, *, limit: int = MAX_LINE_BYTES) -> Iterator[NumberedLine]:
+def read_lines(stream: BinaryIO, *, limit: int = MAX_LINE_BYTES) -> Iterator[NumberedLine]:
     """Line numbers from 1 and the lines that are not blank, without their line ends.
 
-    A line is given as soon as it has come whole; a block and a line are held at most. A line of more than `limit`
-    bytes is passed over without being held and given as a LongLine.
+    A line is given as soon as it has come whole. A line of more than `limit` bytes is passed over without being held
+    and given as a LongLine.
     """
-    for lines in read_blocks(stream, limit=limit):
-        yield from lines
-
-
-def read_blocks(stream: Readable, *, limit: int = MAX_LINE_BYTES) -> Iterator[list[NumberedLine]]:
-    """The same, with those lines in one list that came together."""
-    number, rest = 0, _Unended(limit)
-    while block := stream.read1(BLOCK_BYTES):
-        pieces = block.split(b"\n")
-        last = pieces.pop()
-        if pieces:
-            if lines := _numbered([rest.ended_by(pieces[0]), *pieces[1:]], number, limit):
-                yield lines
-            number += len(pieces)
-        rest.add(last)
-    if lines := _numbered([rest.ended_by(b"")], number, limit):
-        yield lines
-
-
-def _numbered(pieces: list[bytes | LongLine], before: int, limit: int) -> list[NumberedLine]:
-    """Lines that are not blank, behind `before` other lines."""
-    lines: list[NumberedLine] = []
-    for number, line in enumerate(pieces, start=before + 1):
-        if isinstance(line, LongLine):
-            lines.append((number, line))
-            continue
-        text = (line.removeprefix(BOM) if number == 1 else line).removesuffix(b"\r")
-        if len(text) > limit:
-            lines.append((number, LongLine(len(line), line[:HEAD_BYTES])))
+    most = max(limit, HEAD_BYTES) + len(BOM) + 2  # with a mark before the first line, and its end
+    for number in itertools.count(1):
+        line = stream.readline(most)
+        whole, ended = line.removesuffix(b"\n"), line.endswith(b"\n") or len(line) < most
+        size = len(whole)
+        while not ended:
+            more = stream.readline(BLOCK_BYTES)
+            size += len(more.removesuffix(b"\n"))
+            line, ended = more, more.endswith(b"\n") or len(more) < BLOCK_BYTES
+        text = (whole.removeprefix(BOM) if number == 1 else whole).removesuffix(b"\r")
+        if len(text) > limit or size > len(whole):
+            yield number, LongLine(size, whole[:HEAD_BYTES])
         elif text and not text.isspace():
-            lines.append((number, text))
-    return lines
-
-
-class _Unended:
-    """The pieces of a line whose end has not come yet; only its size and head once it is too long."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._pieces: list[bytes] = []
-        self._size = 0
-
-    def add(self, piece: bytes) -> None:
-        if not piece:
+            yield number, text
+        if not line.endswith(b"\n"):
             return
-        self._size += len(piece)
-        self._pieces.append(piece)
-        if self._size > self._limit + len(BOM) + 1:
-            self._pieces = [b"".join(self._pieces[:2])[:HEAD_BYTES]]
-
-    def ended_by(self, piece: bytes) -> bytes | LongLine:
-        """The whole line; begins the next one."""
-        self.add(piece)
-        pieces, size = self._pieces, self._size
-        self._pieces, self._size = [], 0
-        if size > self._limit + len(BOM) + 1:
-            return LongLine(size, pieces[0])
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def read_object(line: bytes) -> dict[str, object] | None:

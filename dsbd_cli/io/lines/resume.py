@@ -7,12 +7,12 @@ whole before the first record, and only replaced together with the file.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -21,7 +21,7 @@ import orjson
 
 from dsbd_cli.errors import OutputError, UsageError
 from dsbd_cli.io.lines.jsonl import read_object
-from dsbd_cli.io.lines.lock import lock
+from dsbd_cli.io.lines.lock import open_locked
 
 __all__ = [
     "DoneRows",
@@ -33,6 +33,7 @@ __all__ = [
     "read_done",
     "read_run",
     "read_settings",
+    "replacing",
     "settings_file",
     "whole_size",
     "write_atomically",
@@ -143,11 +144,40 @@ def check_replaceable(path: Path) -> None:
     if path.exists() and not path.is_file():
         return
     temporary = _beside(path)
-    try:
+    with _told(path):
         temporary.open("wb").close()
         temporary.unlink()
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """The whole file or, whatever happens, the one before; a link stays one. What is no file (a device, a pipe) is
+    written to. Raises OutputError."""
+    if path.exists() and not path.is_file():
+        with _told(path):
+            path.write_bytes(data)
+        return
+    with replacing(path) as stream:
+        stream.write(data)
+    stream.close()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[io.FileIO]:
+    """A new file, locked, that takes the place of the one at `path` in one step once all is written and on the disk;
+    it stays open. Whatever is raised meanwhile leaves the one before. Raises OutputError."""
+    temporary = _beside(path)
+    stream = open_locked(temporary, create_only=False)
+    try:
+        with _told(path):
+            stream.truncate(0)
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+            temporary.replace(os.path.realpath(path))
+    except BaseException:
+        stream.close()
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _beside(path: Path) -> Path:
@@ -156,25 +186,11 @@ def _beside(path: Path) -> Path:
     return real.with_name(f".{real.name}.tmp")
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """The whole file or, whatever happens, the one before; a link stays one. What is no file (a device, a pipe) is
-    written to. Raises OutputError."""
-    if path.exists() and not path.is_file():
-        try:
-            path.write_bytes(data)
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror}") from error
-        return
-    real, temporary = Path(os.path.realpath(path)), _beside(path)
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
     try:
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(real)
+        yield
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
 
 
@@ -260,30 +276,20 @@ def drop_failed(stream: io.FileIO, path: Path) -> tuple[io.FileIO, int]:
     bad = {number for number, line in _lines(stream, end) if _identity(line, path, number)[2]}
     if not bad:
         return stream, 0
-    place = path.resolve()
-    temporary = place.with_name(f".{place.name}.tmp")
-    try:
-        fresh = io.FileIO(temporary, "wb+")
-        lock(fresh, temporary)
+    with replacing(path) as fresh:
         out = io.BufferedWriter(fresh, TAIL_BYTES)
         for number, line in _lines(stream, end):
             if number not in bad:
                 out.write(line)
         out.detach()  # flushes
-        os.fsync(fresh.fileno())
-        shutil.copymode(place, temporary)
-        temporary.replace(place)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise OutputError(f"cannot write {temporary}: {error.strerror}") from error
+        shutil.copymode(path.resolve(), _beside(path))
     stream.close()
     fresh.seek(0, os.SEEK_END)
     return fresh, len(bad)
 
 
 def cut_unfinished_steps(stream: io.FileIO, done: DoneRows) -> int:
-    """Take the last lines of a --stats file away whose row has no record; they will be written again."""
+    """Take the last lines of a --set stats file away whose row has no record; they will be written again."""
     end = whole_size(stream)
     while end:
         start = _line_start(stream, end)

@@ -10,11 +10,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, Self
+from typing import TYPE_CHECKING, BinaryIO, Self
 
 from dsbd_cli.errors import DsbdError
-from dsbd_cli.io.lines.jsonl import NumberedLine, read_blocks
+from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, NumberedLine, read_lines
 from dsbd_cli.io.records.row import MAX_LINE_BYTES, LongLine
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 __all__ = ["LineSource"]
 
@@ -34,7 +37,7 @@ class LineSource:
     so that what was read can still be answered; then `check()`, or leaving the `with` block without an exception,
     raises it as a DsbdError.
 
-    Held are 4096 lines or 8 MiB, whatever comes first, and one block (or one long line) more.
+    Held are 4096 lines or 8 MiB, whatever comes first, and one line more.
     """
 
     def __init__(self, stream: BinaryIO, name: str, *, limit: int = MAX_LINE_BYTES) -> None:
@@ -42,8 +45,8 @@ class LineSource:
         `read_lines`."""
         self._name, self._limit = name, limit
         self._changed = threading.Condition()
-        self._blocks: deque[list[NumberedLine]] = deque()
-        self._held_lines = self._held_bytes = 0
+        self._held: deque[NumberedLine] = deque()
+        self._held_bytes = 0
         self._ended = self._closed = False
         self._error: DsbdError | None = None
         self._stream = _Stoppable(stream)
@@ -56,36 +59,31 @@ class LineSource:
         while True:
             # One that computed meanwhile is not kept waiting; one that comes back at once has nothing else to do.
             busy = left is not None and time.monotonic() - left > BUSY_S
-            lines = self._take(0.0 if busy else WAIT_S)
-            if lines:
-                left = None
-                yield from lines
-            elif lines is None:
+            line = self._take(0.0 if busy else WAIT_S)
+            left = time.monotonic() if line is None else None
+            if line is None and self._ended and not self._held:
                 return
-            else:
-                left = time.monotonic()
-                yield None
+            yield line
 
-    def _take(self, wait_s: float) -> list[NumberedLine] | None:
-        """The next lines; none if nothing has come in time, None at the end."""
+    def _take(self, wait_s: float) -> NumberedLine | None:
+        """The next line; None if none has come in time, and at the end."""
         with self._changed:
-            if not self._blocks and not self._ended and wait_s:
-                self._changed.wait_for(lambda: self._blocks or self._ended, wait_s)
-            if self._blocks:
-                lines = self._blocks.popleft()
-                self._held_lines -= len(lines)
-                self._held_bytes -= _size(lines)
-                self._changed.notify_all()
-                return lines
-            return None if self._ended else []
+            if not self._held and not self._ended and wait_s:
+                self._changed.wait_for(lambda: self._held or self._ended, wait_s)
+            if not self._held:
+                return None
+            line = self._held.popleft()
+            self._held_bytes -= _size(line)
+            self._changed.notify_all()
+            return line
 
     def _read(self) -> None:
-        """Read blocks of lines until the end: the work of the thread."""
+        """Read lines until the end: the work of the thread."""
         number = 0
         try:
-            for lines in read_blocks(self._stream, limit=self._limit):
-                number = lines[-1][0]
-                if not self._offer(lines):
+            for line in read_lines(io.BufferedReader(self._stream, BLOCK_BYTES), limit=self._limit):
+                number = line[0]
+                if not self._offer(line):
                     break
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -97,17 +95,16 @@ class LineSource:
                 self._ended = True
                 self._changed.notify_all()
 
-    def _offer(self, lines: list[NumberedLine]) -> bool:
+    def _offer(self, line: NumberedLine) -> bool:
         """Wait for room; False when nobody wants more."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or (self._held_lines < MAX_HELD_LINES and self._held_bytes < MAX_HELD_BYTES)
+                lambda: self._closed or (len(self._held) < MAX_HELD_LINES and self._held_bytes < MAX_HELD_BYTES)
             )
             if self._closed:
                 return False
-            self._blocks.append(lines)
-            self._held_lines += len(lines)
-            self._held_bytes += _size(lines)
+            self._held.append(line)
+            self._held_bytes += _size(line)
             self._changed.notify_all()
             return True
 
@@ -120,7 +117,7 @@ class LineSource:
         """Stop the thread. May be called twice."""
         with self._changed:
             self._closed = self._ended = True
-            self._blocks.clear()
+            self._held.clear()
             self._changed.notify_all()
         self._stream.stop()
         self._thread.join(timeout=WAIT_S if self._stream.may_block else None)
@@ -138,11 +135,12 @@ class LineSource:
             self.close()
 
 
-def _size(lines: list[NumberedLine]) -> int:
-    return sum([len(line.head) if isinstance(line, LongLine) else len(line) for _, line in lines])
+def _size(numbered: NumberedLine) -> int:
+    _, line = numbered
+    return len(line.head if isinstance(line, LongLine) else line)
 
 
-class _Stoppable:
+class _Stoppable(io.RawIOBase):
     """A stream whose reading can be stopped while nothing comes: it is waited for, together with a pipe of our own.
 
     A thread that sat inside a read of standard input would hold its lock, and Python could not end.
@@ -161,13 +159,19 @@ class _Stoppable:
             self._poll.register(self._pipe[0], select.POLLIN)
             self._poll.register(stream.fileno(), select.POLLIN)
 
-    def read1(self, size: int, /) -> bytes:
-        """Read as the stream does, up to `size` bytes; b"" once it is stopped."""
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        """Read as the stream does, as soon as there is a byte; nothing once it is stopped."""
         if self._poll is not None and self._pipe is not None:
             ready = self._poll.poll()
             if any(fd == self._pipe[0] for fd, _ in ready):
-                return b""
-        return self._read1(size)
+                return 0
+        view = memoryview(buffer).cast("B")
+        data = self._read1(len(view))
+        view[: len(data)] = data
+        return len(data)
 
     def stop(self) -> None:
         """Wake up who waits."""

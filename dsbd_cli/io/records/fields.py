@@ -6,44 +6,7 @@ from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.errors import InvalidRowError, shorten
 from dsbd_cli.io.records.row import Fields
 
-__all__ = ["boolean", "integer", "messages", "number", "response_format", "strings", "text"]
-
-LARGEST_INTEGER = 2**63 - 1
-
-
-def number(row: Fields, name: str, default: float) -> float:
-    """A JSON number that is not a boolean."""
-    value = row.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRowError(f"{name} is {shorten(value)}, but must be a number")
-    return float(value)
-
-
-def integer(row: Fields, name: str, default: int) -> int:
-    """A JSON integer that fits 64 bits with sign."""
-    value = row.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRowError(f"{name} is {shorten(value)}, but must be an integer")
-    if value > LARGEST_INTEGER:
-        raise InvalidRowError(f"{name} is {value}, but must be at most 2**63 - 1")
-    return value
-
-
-def boolean(row: Fields, name: str, default: bool) -> bool:
-    """true or false."""
-    value = row.get(name, default)
-    if not isinstance(value, bool):
-        raise InvalidRowError(f"{name} is {shorten(value)}, but must be true or false")
-    return value
-
-
-def strings(row: Fields, name: str, default: tuple[str, ...]) -> tuple[str, ...]:
-    """A non-empty string, or a list of them."""
-    value = row.get(name, default)
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
-        raise InvalidRowError(f"{name} is {shorten(value)}, but must be a non-empty string or a list of them")
-    return tuple(items)
+__all__ = ["messages", "response_format", "text"]
 
 
 def text(row: Fields, name: str) -> str:

@@ -9,7 +9,7 @@ from dsbd_cli.io.records.row import Fields, Row
 from dsbd_cli.requests import Hypothesis, RequestResult
 from dsbd_cli.stats import DrafterStats, RequestStats, StepStats
 
-__all__ = ["drafter_fields", "native_record", "step_records", "text_record"]
+__all__ = ["drafter_fields", "native_record", "phase_seconds", "step_records", "text_record"]
 
 OUTPUT_SCHEMA = "dsbd.output/1"
 STEP_SCHEMA = "dsbd.step/1"
@@ -59,7 +59,7 @@ def step_records(steps: list[StepStats]) -> Iterator[bytes]:
             {name: getattr(layer, name) for name in _LAYER_FIELDS} | drafter_fields(layer.drafters)
             for layer in step.layers
         ]
-        yield dump_line({**record, **_seconds(step)})
+        yield dump_line({**record, **phase_seconds(step)})
 
 
 _OF_TOKENS = ("token_ids", "token_logprobs", "top_logprobs")  # long, so they stand in the beams alone
@@ -116,7 +116,7 @@ def _stats(stats: RequestStats) -> Fields:
         "mean_width": round(stats.mean_width, 6),
         "kv_peak_slots": stats.kv_peak_slots,
         "prompt_tokens_reused": stats.prompt_tokens_reused,
-        **_seconds(stats),
+        **phase_seconds(stats),
         "total_s": round(stats.total_s, 6),
     }
 
@@ -134,7 +134,8 @@ def drafter_fields(drafters: Mapping[str, DrafterStats]) -> Fields:
     return {"drafters": found} if found else {}
 
 
-def _seconds(stats: RequestStats | StepStats) -> Fields:
+def phase_seconds(stats: RequestStats | StepStats) -> Fields:
+    """Seconds of drafting, of target calls and of verifying."""
     return {
         "draft_s": round(stats.draft_s, 6),
         "target_s": round(stats.target_s, 6),

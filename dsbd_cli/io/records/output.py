@@ -71,11 +71,7 @@ class MethodRecord:
         method, values = self.method, self.method.settled
         variants = (*method.drafters, RULES[method.rule])
         names = [one.field for variant in variants for one in variant.settings]
-        return {name: _plain(values[name]) for name in names}
-
-
-def _plain(value: object) -> object:
-    return _unicode(value) if isinstance(value, str) else value
+        return {name: _unicode(value) if isinstance(value := values[name], str) else value for name in names}
 
 
 def _unicode(name: str) -> str:
@@ -105,12 +101,8 @@ def dump_line(record: object) -> bytes:
     """JSON without any raw control character or line end, so that no text can write outside its record."""
     line = orjson.dumps(record)
     if b"\x7f" in line or not (line.isascii() or (b"\xc2" not in line and b"\xe2\x80" not in line)):
-        line = _CONTROLS.sub(_escaped, line)
+        line = _CONTROLS.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), line)
     return line
-
-
-def _escaped(found: re.Match[bytes]) -> bytes:
-    return b"\\u%04x" % ord(found[0].decode())
 
 
 def run_fingerprint(method: MethodRecord, rows: RowReader, **others: str | int | float | bool | None) -> Fields:
@@ -139,14 +131,10 @@ def fingerprint_difference(
     for name in dict.fromkeys([*new, *old]):
         before, now = old.get(name), new.get(name)
         if before != now or isinstance(before, bool) is not isinstance(now, bool):
-            shown = (typed or {}).get(name, _shown(name))
+            shown = (typed or {}).get(name, name if name.isidentifier() else shorten(name))
             told.append(f"{shown} was {_value(before)} and is {_value(now)}")
     return ", ".join(told) or None
 
 
 def _value(value: object) -> str:
     return "not set" if value is None else shorten(value)
-
-
-def _shown(name: str) -> str:
-    return name if name.isidentifier() else shorten(name)

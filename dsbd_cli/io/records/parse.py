@@ -60,7 +60,7 @@ def _survey(row: Fields) -> tuple[int, int, bool]:
 def _check_slowly(line: bytes) -> None:
     """Look at every name and number as it is written."""
     try:
-        json.loads(line, object_pairs_hook=_distinct, parse_int=_exact, parse_float=_ignore)
+        json.loads(line, object_pairs_hook=_distinct, parse_int=_exact, parse_float=lambda _: 0.0)
     except RecursionError:
         raise InvalidRowError(f"nested deeper than {MAX_DEPTH} levels: flatten it") from None
 
@@ -76,16 +76,9 @@ def _distinct(pairs: list[tuple[str, object]]) -> None:
 def _exact(digits: str) -> int:
     """Integers outside 64 bits would come back as rounded floats."""
     if len(digits) > 20 or not -(2**63) <= int(digits) < 2**64:
-        raise InvalidRowError(f"{_cut(digits)} is an integer of more than 64 bits: write it as a string")
+        shown = digits if len(digits) <= MAX_SHOWN else f"{digits[: MAX_SHOWN - 1]}…"
+        raise InvalidRowError(f"{shown} is an integer of more than 64 bits: write it as a string")
     return 0
-
-
-def _ignore(_: str) -> float:
-    return 0.0
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
 def _not_json(line: bytes, error: orjson.JSONDecodeError) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import orjson
 
@@ -12,7 +12,7 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.token_rules import written_rules
 from dsbd_cli.config.variants import RULES
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
-from dsbd_cli.io.records.fields import boolean, integer, messages, number, response_format, strings, text
+from dsbd_cli.io.records.fields import messages, response_format, text
 from dsbd_cli.io.records.forms import ParsedRow, as_written, parsed_row
 from dsbd_cli.io.records.parse import parse_object
 from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key
@@ -22,6 +22,7 @@ __all__ = ["RowReader"]
 
 WARP_FIELDS = {"temperature": None, "top_k": 0, "top_p": 1, "min_p": 0}  # with the value that draws nothing
 SAMPLING_FIELDS = frozenset(SamplingConfig.__dataclass_fields__)
+NUMBERS = ("temperature", "top_p", "min_p", "length_penalty")
 
 # Values that are numbers but would break a batch rather than a row.
 MAX_NEW_TOKENS = 1 << 20
@@ -132,10 +133,9 @@ class RowReader:
         prompt, chat = self._asked(
             text(row, "prompt") if "prompt" in row else None, messages(row["messages"]) if "messages" in row else None
         )
-        seed = integer(row, "seed", 0) if "seed" in row else derive_seed(self.seed, row_id)
         return Request(
             id=row_id,
-            seed=seed,
+            seed=row.get("seed", derive_seed(self.seed, row_id)),  # type: ignore[arg-type] # it checks the type
             prompt=prompt,
             messages=chat,
             audio=audio,
@@ -180,26 +180,14 @@ class RowReader:
         return known
 
     def _checked(self, row: Fields) -> SamplingConfig:
-        run = self.sampling
         if not RULES[self.rule].samples:
             row = _without_warps(row)
-        sampling = SamplingConfig(
-            temperature=number(row, "temperature", run.temperature),
-            top_k=integer(row, "top_k", run.top_k),
-            top_p=number(row, "top_p", run.top_p),
-            min_p=number(row, "min_p", run.min_p),
-            max_new_tokens=integer(row, "max_new_tokens", run.max_new_tokens),
-            stop=strings(row, "stop", run.stop),
-            length_penalty=number(row, "length_penalty", run.length_penalty),
-            early_stopping=boolean(row, "early_stopping", run.early_stopping),
-            n_best=integer(row, "n_best", run.n_best),
-            token_logprobs=boolean(row, "token_logprobs", run.token_logprobs),
-            top_logprobs=integer(row, "top_logprobs", run.top_logprobs),
-            source_lang=text(row, "source_lang") if "source_lang" in row else run.source_lang,
-            target_lang=text(row, "target_lang") if "target_lang" in row else run.target_lang,
-            prefix=text(row, "prefix") if "prefix" in row else run.prefix,
-            token_rules=_rules(row["token_rules"]) if "token_rules" in row else run.token_rules,
-        )
+        given: Fields = {
+            name: float(value) if name in NUMBERS and type(value) is int else value for name, value in row.items()
+        }
+        if "token_rules" in row:
+            given["token_rules"] = _rules(row["token_rules"])
+        sampling = replace(self.sampling, **given)  # type: ignore[arg-type] # it checks their types
         check_request(sampling, self.rule, self.num_beams)
         _check_limits(row, sampling)
         return sampling

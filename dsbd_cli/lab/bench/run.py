@@ -6,21 +6,20 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
-
-import torch
 
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.protocols import SourceModel
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.bench.choice import choose, curves, doubts
 from dsbd_cli.lab.bench.prepare import BenchSpec, Prepared, prepare, window_size
-from dsbd_cli.lab.bench.runners import Runner, make_runner
+from dsbd_cli.lab.bench.runners import make_runner
 from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.bench.tally import Tally, ratios_of
 from dsbd_cli.lab.metrics.energy import EnergyMeter, find_meter
 from dsbd_cli.lab.metrics.environment import environment
-from dsbd_cli.lab.metrics.memory import PeakMemory
+from dsbd_cli.lab.metrics.memory import PeakMemory, synchronise
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
 
 __all__ = ["Bench"]
@@ -63,7 +62,7 @@ class Bench:
         if named := sorted(filter(None, pair.catalogues)):
             raise UsageError(f"--allow has catalogues with names ({named[0]}, ...): bench holds all records to one")
         device = pair.target.device
-        self._meter = meter or find_meter(str(device), synchronize=lambda: _wait(device))
+        self._meter = meter or find_meter(str(device), synchronize=partial(synchronise, device))
         self._memory = PeakMemory(device)
         self._stopping = False
         size, room = window_size(spec.batch_size), self._room()
@@ -71,9 +70,11 @@ class Bench:
         self._parts = list(self._divided(size, room))
         ids = [prompt.ids for part in self._parts for window in part.data.windows for prompt in window]
         longest = max(map(len, ids))
-        self._runners = {setting: self._runner(setting, longest) for setting in spec.settings}
+        self._runners = {setting: make_runner(pair, setting, spec, longest) for setting in spec.settings}
         self._tallies = {
-            (part, setting): Tally(part.task, setting, self._batch_size(setting))
+            (part, setting): Tally(
+                part.task, setting, min(spec.batch_size, getattr(setting.config, "max_batch", None) or spec.batch_size)
+            )
             for part in self._parts
             for setting in part.settings
         }
@@ -90,11 +91,6 @@ class Bench:
     def settings(self) -> int:
         """Settings that are measured in turn."""
         return len(self._spec.settings)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether stop was called."""
-        return self._stopping
 
     def stop(self) -> None:
         """End soon; windows that are done stay. May be called from a signal handler."""
@@ -143,7 +139,7 @@ class Bench:
             (part.task, curve, {row.name: row for row in dev_rows if row.task == part.task}, self._spec.tolerance)
             for part in self._parts
             for curve in self._curves
-            if part.dev and self._is_measured(part)
+            if part.dev and all(len(self._tallies[part, one].speeds) == len(part.data.windows) for one in part.settings)
         ]
         choices = [choose(*one) for one in chosen_from]
         doubted = [note for one in chosen_from for note in doubts(*one)]
@@ -174,10 +170,6 @@ class Bench:
         return [
             tally.row(ratios_of(tally, tallies), self._meter, self._memory.source) for tally in tallies if tally.speeds
         ]
-
-    def _is_measured(self, part: Part) -> bool:
-        """Whether every setting has answered all records."""
-        return all(len(self._tallies[part, one].speeds) == len(part.data.windows) for one in part.settings)
 
     def _window(self, part: Part, number: int, window: int, done: int, progress: Progress) -> int:
         """One window by every method; who begins goes round."""
@@ -214,23 +206,6 @@ class Bench:
                 scores = [score(prompt.record, answer.text) for prompt, answer in pairs]
             tally.add_answers(answers, scores, runner.with_logprobs(prompts, answers))
 
-    def _runner(self, setting: Setting, longest: int) -> Runner:
-        spec = self._spec
-        return make_runner(
-            self._pair,
-            setting,
-            spec.sampling,
-            spec.seed,
-            spec.batch_size,
-            ranked=any(dataset.ranks is not None for dataset in spec.datasets),
-            grammar=spec.grammar,
-            longest=longest,
-        )
-
-    def _batch_size(self, setting: Setting) -> int:
-        limit = getattr(setting.config, "max_batch", None)
-        return min(self._spec.batch_size, limit or self._spec.batch_size)
-
     def _room(self) -> int | None:
         """Tokens that a prompt may have in every model that some setting uses."""
         drafts = any(setting.drafts for setting in self._spec.settings)
@@ -258,8 +233,3 @@ class Bench:
             "grammar": None if spec.grammar is None else spec.grammar.name,
             **dataclasses.asdict(spec.sampling),
         }
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,26 +1,23 @@
-"""One interface over our engine and the code of others: prompts in, answers out, on models that all share."""
+"""Our engine and the code of others: windows of prompts in, answers out, on models that all share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.variant import Exactness
 from dsbd_cli.engine.constraints.answers import Catalogue
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.drafting.bridge.draft import AnyDraft
 from dsbd_cli.errors import ModelError, UsageError
 from dsbd_cli.lab.bench.methods import METHODS
-from dsbd_cli.lab.bench.prepare import Prompt
+from dsbd_cli.lab.bench.prepare import BenchSpec, Prompt
 from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.peers.base import Asked, Delivered, Peer
 from dsbd_cli.pick.candidates import Candidate, CandidateRow
 from dsbd_cli.pick.choosers import ByRisk, ByScore, ByVote, Chooser, Weights
-from dsbd_cli.requests import Request, RequestResult, derive_seed
+from dsbd_cli.requests import RequestResult, derive_seed
 from dsbd_cli.stats import RequestStats
 
 __all__ = ["Answer", "Runner", "make_runner"]
@@ -47,155 +44,94 @@ class Answer:
     ranked: tuple[str, ...] = ()
 
 
-class Runner(Protocol):
-    """A method that answers windows of prompts."""
+class EngineRunner:
+    """Our engine on the pair's models: the best beam, or one of several candidates chosen as by `dsbd pick`, which are
+    beams of one row or samples of several rows.
 
-    @property
-    def exactness(self) -> Exactness | None:
-        """Return what its texts share with plain decoding; None of another code."""
-        ...
+    Counters are those of all rows of a prompt. Caches are given back after each window, so that a method's memory is
+    its own.
+    """
 
-    def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        """Answers in order; fewer after `stop`."""
-        ...
-
-    def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-        """Log-probabilities of the answers; may run the target, so it is not for timing."""
-        ...
-
-    def stop(self) -> None:
-        """End soon, for good."""
-        ...
-
-
-class _OnEngine:
-    """An engine on the pair's models. Its caches are given back after each window, so that a method's memory is its
-    own."""
-
-    def __init__(self, pair: Engine, draft: AnyDraft | None, method: MethodConfig, batch_size: int) -> None:
+    def __init__(self, pair: Engine, setting: Setting, spec: BenchSpec, sampling: SamplingConfig) -> None:
+        method, how = setting.config, METHODS[setting.method]
+        assert isinstance(method, MethodConfig)
+        self._pick, self._seed, self._grammar = how.pick, spec.seed, spec.grammar
+        self._samples = method.num_beams if how.independent else None
+        if how.independent:
+            # a sample ends with the first end token that it draws
+            method = replace(method, num_beams=1)
+            sampling = replace(sampling, n_best=1, early_stopping=True)
+        elif how.pick is not None:
+            sampling = replace(sampling, n_best=method.num_beams)
+        self._sampling = sampling
+        weights: Weights = "uniform" if how.independent else "probability"
+        choosers: dict[str | None, Chooser] = {"vote": ByVote(weights=weights), "mbr": ByRisk(weights=weights)}
+        self._chooser = choosers.get(how.pick, ByScore())
+        draft = pair.draft if method.needs_draft else None
+        rows, catalogues = spec.batch_size, pair.catalogues
         self._engine = Engine(
-            pair.target, draft, pair.codec, method, batch_size=batch_size, log_steps=True, catalogues=pair.catalogues
+            pair.target, draft, pair.codec, method, batch_size=rows, log_steps=True, catalogues=catalogues
         )
-        self._models, self._stopped = self._engine.models, False
-        self._bytes_per_slot = sum(model.kv_bytes_per_slot() for model in self._models)
+        self._slot_bytes = sum(model.kv_bytes_per_slot() for model in self._engine.models)
+        self._stopped = False
 
     @property
     def exactness(self) -> Exactness | None:
         """The engine's."""
         return self._engine.exactness
 
-    def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-        """The engine has summed them up already."""
-        return [answer.logprob or 0.0 for answer in answers]
-
-    def stop(self) -> None:
-        """End after the iteration that is under way."""
-        self._stopped = True
-        self._engine.stop()
-
-    def _results(self, requests: Sequence[Request]) -> Iterator[RequestResult]:
-        """The engine's results; none where a signal has stopped it before it began."""
+    def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        """Answers in order; fewer after `stop`."""
+        each, names = self._samples or 1, [prompt.record.id for prompt in prompts]
+        if self._samples is not None:
+            names = [f"{name}/{place}" for name in names for place in range(each)]
+        requests = [
+            prompts[place // each].request(name, derive_seed(self._seed, name), self._sampling, self._grammar)
+            for place, name in enumerate(names)
+        ]
+        results: list[RequestResult] = []
         try:
-            yield from self._engine.run(requests)
-        except UsageError:
+            results += self._engine.run(requests)
+        except UsageError:  # where a signal has stopped it before it began
             if not self._stopped:
                 raise
-
-    def _release(self) -> None:
-        for model in self._models:
+        for model in self._engine.models:
             model.release()
-
-
-class _EngineRunner(_OnEngine):
-    """Our engine."""
-
-    def __init__(
-        self,
-        pair: Engine,
-        method: MethodConfig,
-        sampling: SamplingConfig,
-        seed: int,
-        batch_size: int,
-        grammar: Grammar | None = None,
-    ) -> None:
-        super().__init__(pair, pair.draft if method.needs_draft else None, method, batch_size)
-        self._sampling, self._seed, self._grammar = sampling, seed, grammar
-
-    def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        """Answers in order; fewer after `stop`."""
-        requests = [
-            p.request(p.record.id, derive_seed(self._seed, p.record.id), self._sampling, self._grammar) for p in prompts
-        ]
-        answers = []
-        for result in self._results(requests):
-            kv_bytes = result.stats.kv_peak_slots * self._bytes_per_slot
-            if result.error is not None or not result.hypotheses:
-                answers.append(Answer("", 0, None, result.stats, kv_bytes, str(result.error)))
-                continue
-            best = result.hypotheses[0]
-            ranked = tuple(_named(one.answer_id, one.text) for one in result.hypotheses)
-            answers.append(Answer(best.text, best.num_tokens, best.logprob, result.stats, kv_bytes, ranked=ranked))
-        self._release()
-        return answers
-
-
-class _PickRunner(_OnEngine):
-    """Our engine, and one of several candidates chosen as by `dsbd pick`: beams of one row, or samples of several.
-
-    Counters are those of all rows of a prompt: what the choice has cost.
-    """
-
-    def __init__(self, pair: Engine, setting: Setting, sampling: SamplingConfig, seed: int, batch_size: int) -> None:
-        method, how = setting.config, METHODS[setting.method]
-        assert isinstance(method, MethodConfig)
-        assert how.pick is not None
-        self._pick, self._seed, self._independent = how.pick, seed, how.independent
-        self._count = method.num_beams
-        if how.independent:
-            # a sample ends with the first end token that it draws
-            method = replace(method, num_beams=1)
-            self._sampling = replace(sampling, n_best=1, early_stopping=True)
-        else:
-            self._sampling = replace(sampling, n_best=method.num_beams)
-        weights: Weights = "uniform" if how.independent else "probability"
-        choosers: dict[str, Chooser] = {"vote": ByVote(weights=weights), "mbr": ByRisk(weights=weights)}
-        self._chooser = choosers.get(how.pick, ByScore())
-        super().__init__(pair, None, method, batch_size)
-
-    def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        """Answers in order; fewer after `stop`."""
-        each = self._count if self._independent else 1
-        requests = [
-            p.request(name, derive_seed(self._seed, name), self._sampling)
-            for p in prompts
-            for name in ([f"{p.record.id}/{place}" for place in range(each)] if self._independent else [p.record.id])
-        ]
-        results = list(self._results(requests))
-        answers = [
+        return [
             self._answer(prompt, results[each * place : each * (place + 1)])
             for place, prompt in enumerate(prompts)
             if len(results) >= each * (place + 1)
         ]
-        self._release()
-        return answers
+
+    def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
+        """Log-probabilities of the answers, which the engine has summed up already."""
+        return [answer.logprob or 0.0 for answer in answers]
+
+    def stop(self) -> None:
+        """End after the iteration that is under way, for good."""
+        self._stopped = True
+        self._engine.stop()
 
     def _answer(self, prompt: Prompt, results: list[RequestResult]) -> Answer:
         stats = RequestStats.total(result.stats for result in results)
-        kv_bytes = sum(result.stats.kv_peak_slots for result in results) * self._bytes_per_slot
+        kv_bytes = sum(result.stats.kv_peak_slots for result in results) * self._slot_bytes
         found = [one for result in results for one in result.hypotheses]
         if not found:
             return Answer("", 0, None, stats, kv_bytes, str(results[0].error))
+        best = found[0]
+        if self._pick is None:
+            ranked = tuple(_named(one.answer_id, one.text) for one in found)
+            return Answer(best.text, best.num_tokens, best.logprob, stats, kv_bytes, ranked=ranked)
         if self._pick == "exec":
             assert prompt.runs is not None, "checked before the run"
-            best = next((one for one in found if prompt.runs(one.text)), found[0])
+            best = next((one for one in found if prompt.runs(one.text)), best)
         else:
             candidates = tuple(Candidate(one.text, one.logprob, one.score, {}) for one in found)
-            row = CandidateRow(0, 0, prompt.record.id, "", candidates)
-            best = found[self._chooser.choose(row).beam]
+            best = found[self._chooser.choose(CandidateRow(0, 0, prompt.record.id, "", candidates)).beam]
         return Answer(best.text, best.num_tokens, best.logprob, stats, kv_bytes)
 
 
-class _PeerRunner:
+class PeerRunner:
     """The code of others."""
 
     def __init__(self, name: str, peer: Peer, seed: int, catalogue: Catalogue | None) -> None:
@@ -252,28 +188,20 @@ def _named(answer_id: str | int | None, text: str) -> str:
     return text.strip() if answer_id is None else str(answer_id)
 
 
-def make_runner(
-    pair: Engine,
-    setting: Setting,
-    sampling: SamplingConfig,
-    seed: int,
-    batch_size: int,
-    *,
-    ranked: bool = False,
-    grammar: Grammar | None = None,
-    longest: int = 0,
-) -> Runner:
-    """The runner of a setting. ranked: all hypotheses are asked for. grammar: of every answer, of our engine only.
-    longest: tokens of a prompt, at most. Raises ModelError where another code does not take the target."""
-    config = setting.config
-    sampling = replace(sampling, n_best=setting.num_beams) if ranked else sampling
-    if isinstance(config, MethodConfig) and METHODS[setting.method].pick is not None:
-        return _PickRunner(pair, setting, sampling, seed, batch_size)
+Runner = EngineRunner | PeerRunner
+
+
+def make_runner(pair: Engine, setting: Setting, spec: BenchSpec, longest: int = 0) -> Runner:
+    """The runner of a setting. longest: tokens of a prompt, at most. Raises ModelError where another code does not take
+    the target."""
+    config, sampling = setting.config, spec.sampling
+    if any(dataset.ranks is not None for dataset in spec.datasets):  # all hypotheses are asked for
+        sampling = replace(sampling, n_best=setting.num_beams)
     if isinstance(config, MethodConfig):
-        return _EngineRunner(pair, config, sampling, seed, batch_size, grammar)
-    assert grammar is None, "checked by the command"
+        return EngineRunner(pair, setting, spec, sampling)
+    assert spec.grammar is None, "checked by the command"
     try:
-        peer = config.peer(pair, sampling, batch_size, longest)
+        peer = config.peer(pair, sampling, spec.batch_size, longest)
     except ModelError as error:
         raise ModelError(f"{setting.method}: {error}") from None
-    return _PeerRunner(setting.name, peer, seed, pair.catalogues.get(""))
+    return PeerRunner(setting.name, peer, spec.seed, pair.catalogues.get(""))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol
@@ -18,24 +19,6 @@ POWERCAP = Path("/sys/class/powercap")
 UNAVAILABLE = "unavailable"
 
 
-class Reader(Protocol):
-    """Counters of one kind."""
-
-    @property
-    def source(self) -> str:
-        """Return what is read, for records: `nvml`, `rapl:package-0`, ..."""
-        ...
-
-    @property
-    def min_window_s(self) -> float:
-        """A shorter window holds too few steps of the counter."""
-        ...
-
-    def joules(self) -> float:
-        """Joules since some moment in the past; grows only."""
-        ...
-
-
 class _Nvml(Protocol):
     """The functions of nvidia-ml-py (module pynvml) that are used."""
 
@@ -44,6 +27,9 @@ class _Nvml(Protocol):
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> object: ...  # noqa: N802
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: object) -> int: ...  # noqa: N802
+
+
+NVML: Callable[[], _Nvml] = partial(import_module, "pynvml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +49,7 @@ class EnergyWindow:
 class NvmlReader:
     """The total-energy counter (millijoules since the driver was loaded) of one GPU, Volta or newer."""
 
-    source = "nvml"
+    source = "nvml"  # for records
     min_window_s = 0.5  # the counter moves every 20 to 100 ms
 
     def __init__(self, nvml: _Nvml, uuid: str) -> None:
@@ -131,7 +117,7 @@ class EnergyMeter:
 
     def __init__(
         self,
-        reader: Reader | None,
+        reader: NvmlReader | RaplReader | None,
         *,
         reason: str = "",
         synchronize: Callable[[], None] = lambda: None,
@@ -182,15 +168,9 @@ class EnergyMeter:
             return None
         try:
             return self._reader.joules()
-        except Exception as error:  # NVML's errors have no common base in the interface above
+        except Exception as error:  # NVML raises classes of its own
             self._reader, self.reason = None, f"the counter failed: {error}"
             return None
-
-
-def _import_nvml() -> _Nvml:
-    """The module of nvidia-ml-py. Raises ImportError."""
-    module: _Nvml = import_module("pynvml")
-    return module
 
 
 def _cuda_uuid(device: str) -> str | None:
@@ -206,7 +186,7 @@ def _cuda_uuid(device: str) -> str | None:
 def find_meter(
     device: str,
     *,
-    load_nvml: Callable[[], _Nvml] = _import_nvml,
+    load_nvml: Callable[[], _Nvml] = NVML,
     find_uuid: Callable[[str], str | None] = _cuda_uuid,
     powercap: Path = POWERCAP,
     synchronize: Callable[[], None] = lambda: None,

@@ -1,4 +1,4 @@
-"""Peak memory: of the process on a CPU, of torch's allocator on a GPU. Bytes everywhere."""
+"""Peak memory, of the process on a CPU, of torch's allocator on a GPU, in bytes; and waiting for a device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PeakMemory", "peak_rss_bytes", "reset_peak_rss", "resident_bytes"]
+__all__ = ["PeakMemory", "peak_rss_bytes", "reset_peak_rss", "resident_bytes", "synchronise"]
 
 PROC = Path("/proc/self")
+
+
+def synchronise(*devices: torch.device) -> None:
+    """Wait until the devices have done what they were asked."""
+    for device in devices:
+        if device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(device)
 
 
 def resident_bytes(name: str = "VmRSS", proc: Path = PROC) -> int | None:

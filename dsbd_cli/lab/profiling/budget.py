@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from dsbd_cli.engine.planning.timing import Line
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.reports.profile_data import ForestSize
 
-__all__ = ["Budget", "CutOffError", "Expected", "Line"]
+__all__ = ["Budget", "CutOffError", "Expected"]
 
 TOLD_FROM_S = 1.0
 
@@ -87,32 +88,19 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """Seconds over nodes, through one or two measured points; it never falls."""
-
-    points: tuple[tuple[int, float], ...]
-
-    def at(self, nodes: float) -> float:
-        """Seconds of a forward of so many nodes."""
-        (n0, t0), (n1, t1) = self.points[0], self.points[-1]
-        if n0 == n1 or nodes <= n0 or t1 <= t0:
-            return t0
-        return t0 + (t1 - t0) * (nodes - n0) / (n1 - n0)
-
-
-@dataclass(frozen=True, slots=True)
 class Expected:
     """Seconds of runs that were not made yet, from single forwards of one row.
 
     Attributes:
-        target, draft: forwards by nodes; draft is None where no draft model runs the nodes.
-        num_beams: W.
+        target, draft: forwards by nodes; draft is None where no draft model runs the nodes. most: nodes of the widest
+            forward of the target that was timed. num_beams: W.
         now, prefill_s, iterations, steps_per_call: of a run that was made; scale: what an iteration of it took over
             what its forwards of one row take.
     """
 
     target: Line
     draft: Line | None
+    most: int
     num_beams: int
     now: ForestSize
     prefill_s: float = 0.0
@@ -127,8 +115,7 @@ class Expected:
 
     def request(self, prompt_tokens: int, new_tokens: int) -> float:
         """One request at most: a prompt costs no more per token than a forest, an iteration yields a token or more."""
-        most = max(nodes for nodes, _ in self.target.points)
-        return prompt_tokens * self.target.at(most) / most + new_tokens * self.iteration(self.now)
+        return prompt_tokens * self.target.at(self.most) / self.most + new_tokens * self.iteration(self.now)
 
     def run(self, setting: ForestSize) -> float:
         """All requests once more with another setting; a smaller forest may yield one step an iteration."""

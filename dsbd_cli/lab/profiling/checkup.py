@@ -17,7 +17,7 @@ from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import DsbdError, ModelNotFoundError, plural
 from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, installed, versions
-from dsbd_cli.lab.tasks.table import TASKS
+from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.models.checkpoints.catalog import fit, local_folder
 from dsbd_cli.requests import Request
 from dsbd_cli.threads import processors
@@ -171,9 +171,9 @@ def _pair(target: ModelSpec, draft: ModelSpec) -> tuple[State, str, Facts]:
 
 
 def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]) -> tuple[State, str, Facts]:
-    from dsbd_cli.models.adapted.sizes import size_of
     from dsbd_cli.models.checkpoints.hub import has_weights
     from dsbd_cli.models.checkpoints.loader import is_gguf
+    from dsbd_cli.models.forest import size_of
     from dsbd_cli.models.pair import load_pair
 
     for spec in (target, draft):
@@ -314,7 +314,7 @@ def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:
 def _prompts(target: ModelSpec) -> tuple[str, ...]:
     if target.source != BUILTIN_TARGET:
         return PROMPTS
-    return tuple(one.prompt for one in itertools.islice(TASKS["sql"].records("test"), len(PROMPTS)))
+    return tuple(one.prompt for one in itertools.islice(TASKS["sql"].records(), len(PROMPTS)))
 
 
 def _engine(pair: LoadedPair, *, depth: int | None, captured: bool | None = None) -> Engine:
@@ -352,7 +352,7 @@ def _texts(pair: LoadedPair, prompts: Sequence[str], captured: bool | None) -> t
 
 
 def _speed(pair: LoadedPair, prompts: Sequence[str], seconds: float, captured: bool | None) -> tuple[State, str, Facts]:
-    from dsbd_cli.models.adapted.sizes import size_of
+    from dsbd_cli.models.forest import size_of
 
     plain, call_s = _steps_per_second(_engine(pair, depth=0, captured=captured), prompts, seconds)
     size = size_of(pair.target)

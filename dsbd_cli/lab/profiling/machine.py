@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, versions
-from dsbd_cli.lab.profiling.timers import synchronise
+from dsbd_cli.lab.metrics.memory import synchronise
 from dsbd_cli.lab.reports.profile_data import Machine
 
-__all__ = ["MachineRates", "describe_machine", "machine_rates"]
+__all__ = ["describe_machine", "machine_rates"]
 
 MIB = 1 << 20
 
@@ -30,14 +29,6 @@ def describe_machine(device: torch.device) -> Machine:
     return Machine(name, torch.get_num_threads(), cores, load, versions(), commit_of(Path(__file__).parents[1]))
 
 
-@dataclass(frozen=True, slots=True)
-class MachineRates:
-    """Rates that were measured of the device. copy: bytes read + written per second; matmul: operations per second."""
-
-    copy_bytes_per_s: float
-    matmul_flops_per_s: float
-
-
 def _fastest(run: Callable[[], object], device: torch.device, rounds: int) -> float:
     """Seconds of the fastest of several rounds, after one to warm up."""
     seconds = []
@@ -50,8 +41,9 @@ def _fastest(run: Callable[[], object], device: torch.device, rounds: int) -> fl
     return min(seconds[1:])
 
 
-def machine_rates(device: torch.device, dtype: torch.dtype, working_bytes: int) -> MachineRates:
-    """Copy bandwidth at the size of the weights (caches count, as they do for the model) and the matmul rate.
+def machine_rates(device: torch.device, dtype: torch.dtype, working_bytes: int) -> tuple[float, float]:
+    """Copy bandwidth at the size of the weights (caches count, as they do for the model), in bytes read + written per
+    second, and the matmul rate, in operations per second.
 
     Sizes: 1 MiB to 1 GiB copied; square matrices of 1024 (CPU) or 4096.
     """
@@ -62,4 +54,4 @@ def machine_rates(device: torch.device, dtype: torch.dtype, working_bytes: int) 
     side = 4096 if device.type == "cuda" else 1024
     left = torch.ones(side, side, dtype=dtype, device=device)
     multiplying = _fastest(lambda: left @ left, device, 5)
-    return MachineRates(2 * size / copying, 2 * side**3 / multiplying)
+    return 2 * size / copying, 2 * side**3 / multiplying

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from dsbd_cli.lab.metrics.memory import peak_rss_bytes, reset_peak_rss
 from dsbd_cli.lab.reports.profile_data import Owner
 
-__all__ = ["SlotPeak", "owners", "peak_bytes", "reset_peak"]
+__all__ = ["SlotPeak", "owners"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +23,6 @@ class SlotPeak:
     def total(self) -> int:
         """Slots in use."""
         return self.trunk + self.tail + self.in_flight
-
-
-def reset_peak(devices: Sequence[torch.device]) -> None:
-    """Forget earlier peaks, as far as the system allows it."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-    reset_peak_rss()
-
-
-def peak_bytes(devices: Sequence[torch.device]) -> int:
-    """Return the peak memory in bytes: of the devices where they are GPUs, summed, else of the process."""
-    cuda = [device for device in devices if device.type == "cuda"]
-    return sum(torch.cuda.max_memory_allocated(device) for device in cuda) if cuda else peak_rss_bytes()
 
 
 def owners(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,15 +12,16 @@ import torch
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import TREE
 from dsbd_cli.engine.decoding.encode import Encoder
+from dsbd_cli.engine.planning.timing import Line
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.errors import RowError, UsageError, plural
+from dsbd_cli.lab.metrics.memory import PeakMemory, peak_rss_bytes, synchronise
 from dsbd_cli.lab.profiling import advice
-from dsbd_cli.lab.profiling.budget import CutOffError, Expected, Line
+from dsbd_cli.lab.profiling.budget import CutOffError, Expected
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
-from dsbd_cli.lab.profiling.probe import owners, peak_bytes, reset_peak
+from dsbd_cli.lab.profiling.probe import owners
 from dsbd_cli.lab.profiling.runs import ProfiledPair, Run, drafts_nodes, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.snapshot import Snapshot
-from dsbd_cli.lab.profiling.timers import synchronise
 from dsbd_cli.lab.profiling.trace import write_trace
 from dsbd_cli.lab.reports.profile_data import (
     NO_DRAFT,
@@ -36,7 +36,7 @@ from dsbd_cli.lab.reports.profile_data import (
     TargetForward,
     spread_of,
 )
-from dsbd_cli.models.adapted.sizes import size_of
+from dsbd_cli.models.forest import size_of
 from dsbd_cli.requests import Request
 
 __all__ = ["ProfileSpec", "take_profile"]
@@ -138,21 +138,21 @@ class _Session:
         lengths = [_prompt_tokens(encoder, one) for one in bench.requests]
         beams, drafts = method.num_beams, method.drafts_per_layer
         nodes = sorted({beams, self._now.nodes(beams) if method.depth else 4 * beams})
-        slots = _up(max(lengths) + max(*nodes, drafts) + 1, SLOT_STEP)
+        slots = -(-(max(lengths) + max(*nodes, drafts) + 1) // SLOT_STEP) * SLOT_STEP
 
-        def line(model: ForestModel, counts: list[int]) -> Line:
-            return Line(tuple((count, _one_forward(model, slots, count, budget.clock)) for count in counts))
+        def line(role: str, model: ForestModel, counts: list[int]) -> Line:
+            found, shown = Line(), []
+            for count in counts:
+                seconds = _one_forward(model, slots, count, budget.clock)
+                found.add(count, seconds)
+                shown.append(f"{1000 * seconds:.3g} ms for {plural(count, 'node')}")
+            budget.found(f"one forward of the {role}: {', '.join(shown)}")
+            return found
 
-        draft = None
+        target, draft = line("target", bench.target, nodes), None
         if bench.draft_model is not None and method.depth:
-            draft = line(bench.draft_model, sorted({1, max(drafts, 2)}))
-        expected = Expected(line(bench.target, nodes), draft, beams, self._now)
-        for role, timed in (("target", expected.target), ("draft", expected.draft)):
-            if timed is not None:
-                shown = ", ".join(
-                    f"{1000 * seconds:.3g} ms for {plural(count, 'node')}" for count, seconds in timed.points
-                )
-                budget.found(f"one forward of the {role}: {shown}")
+            draft = line("draft", bench.draft_model, sorted({1, max(drafts, 2)}))
+        expected = Expected(target, draft, nodes[-1], beams, self._now)
         requests = _fitting(expected, bench.requests, lengths, budget.left * RUN_SHARE)
         if requests != bench.requests:
             self._bench = replace(bench, requests=requests, batch_size=min(bench.batch_size, len(requests)))
@@ -164,7 +164,9 @@ class _Session:
 
     def _take_rounds(self, expected: Expected) -> None:
         """Runs in turn of the setting in use, the fastest of those that were run, and no draft."""
-        settings = list(dict.fromkeys([self._now, self._best(self._once), NO_DRAFT]))
+        found = [(setting, run.tokens / run.seconds) for setting, run in self._once.items()]
+        fastest = advice.choose(found, self._method.num_beams)
+        settings = list(dict.fromkeys([self._now, fastest, NO_DRAFT]))
         seconds = sum(expected.run(setting) for setting in settings)
         for number in range(1, self._job.repeats + 1):
             rest = f"round {number}" + (f" to {self._job.repeats}" if number < self._job.repeats else "")
@@ -179,10 +181,6 @@ class _Session:
             for setting, run in runs.items():
                 self._rounds.setdefault(setting, []).append(run)
             self._repeats = number
-
-    def _best(self, runs: dict[ForestSize, Run]) -> ForestSize:
-        found = [(setting, run.tokens / run.seconds) for setting, run in runs.items()]
-        return advice.choose(found, self._method.num_beams)
 
     def profile(self) -> Profile | None:
         """From what is measured; None where no run was."""
@@ -227,7 +225,9 @@ class _Session:
             notes=tuple(told),
             recommended_command=job.render(best),
             forest=self._forest,
-            drafters=_drafter_rates(self._first),
+            drafters=tuple(
+                DrafterRate(name, part.drafted, part.accepted) for name, part in self._first.stats.drafters.items()
+            ),
             tree=method.value(TREE) if method.depth and TREE.field in method.settled else None,
         )
 
@@ -320,8 +320,12 @@ def _forest(job: ProfileSpec, bench: ProfiledPair) -> ShownForest:
 
 def _memory(job: ProfileSpec, bench: ProfiledPair) -> tuple[tuple[Owner, ...], Run]:
     """A first run, which warms everything up, with an eye on memory."""
-    reset_peak(bench.devices)
+    on_gpu = [device for device in bench.devices if device.type == "cuda"]
+    memories = [PeakMemory(device) for device in on_gpu or bench.devices]
+    for one in memories:
+        one.start()
     run = bench.timed(job.method, log_steps=True)
+    peaks = [peak for one in memories if (peak := one.peak()) is not None]
     models = [("target", bench.target)]
     if bench.draft_model is not None and job.method.depth:
         models.append(("draft", bench.draft_model))
@@ -329,9 +333,9 @@ def _memory(job: ProfileSpec, bench: ProfiledPair) -> tuple[tuple[Owner, ...], R
     # a draft with tokens of its own shares no slots with the target
     shared = models if drafts_nodes(job.method) else models[:1]
     slot_bytes = sum(model.kv_bytes_per_slot() for _, model in shared)
-    peak, on_gpu = peak_bytes(bench.devices), any(device.type == "cuda" for device in bench.devices)
     before = 0 if on_gpu else job.resident_before
     reserved = run.log.room * slot_bytes
+    peak = sum(peaks) if peaks else peak_rss_bytes()  # where no peak can begin anew: since the process began
     return owners(sizes, run.log.peak, slot_bytes, reserved, job.method.num_beams, peak, before), run
 
 
@@ -344,13 +348,7 @@ def _roofline(job: ProfileSpec, bench: ProfiledPair) -> Roofline | None:
     bench.budget.tell("timing a copy and a matrix product")
     dtype = getattr(torch, job.dtype) if hasattr(torch, job.dtype) else torch.float32
     rates = machine_rates(model.device, dtype, size.read_bytes)
-    return Roofline(
-        size.read_bytes,
-        size.flops_per_node,
-        model.kv_bytes_per_slot(),
-        rates.copy_bytes_per_s,
-        rates.matmul_flops_per_s,
-    )
+    return Roofline(size.read_bytes, size.flops_per_node, model.kv_bytes_per_slot(), *rates)
 
 
 @torch.inference_mode()
@@ -374,10 +372,6 @@ def _one_forward(model: ForestModel, slots: int, nodes: int, clock: Callable[[],
     seconds = clock() - start
     model.release()
     return seconds
-
-
-def _up(value: float, step: int) -> int:
-    return math.ceil(value / step) * step
 
 
 def _measured(setting: ForestSize, runs: list[Run], roofline: Roofline | None) -> MeasuredSetting:
@@ -413,8 +407,3 @@ def _acceptance(run: Run) -> tuple[DepthRate, ...]:
             reached[place] += 1
             passed[place] += layer.passed
     return tuple(DepthRate(depth, *counts) for depth, counts in enumerate(zip(reached, passed, strict=True), 1))
-
-
-def _drafter_rates(run: Run) -> tuple[DrafterRate, ...]:
-    """Return the rates of a run with two drafters, the first one first."""
-    return tuple(DrafterRate(name, part.drafted, part.accepted) for name, part in run.stats.drafters.items())

@@ -20,8 +20,9 @@ from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.io.records.native import native_record
 from dsbd_cli.io.records.output import MethodRecord
 from dsbd_cli.io.records.row import Row
+from dsbd_cli.lab.metrics.memory import synchronise
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
-from dsbd_cli.lab.profiling.timers import RunLog, synchronise
+from dsbd_cli.lab.profiling.timers import RunLog
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize, Phase
 from dsbd_cli.requests import Request, RequestResult
 from dsbd_cli.stats import RequestStats

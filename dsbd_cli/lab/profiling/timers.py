@@ -2,54 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 import torch
 
+from dsbd_cli.engine.iteration.devices import current, events
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.request_state import RequestState
+from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.lab.profiling.probe import SlotPeak
 
-__all__ = ["PHASES", "RunLog", "synchronise"]
+__all__ = ["PHASES", "RunLog"]
 
 PHASES = ("draft", "target", "verify")
 HOST, DEVICE = ("tokenise", "detokenise"), ("prefill", "compact")
-
-
-def synchronise(*devices: torch.device) -> None:
-    """Wait until the devices have done what they were asked."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-
-class Stopwatch:
-    """A duration on a device's own time line, from now on, without a synchronisation of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: list[torch.cuda.Event] = []
-        self._seconds = 0.0
-        self._mark()
-
-    def _mark(self) -> None:
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._device))
-            self._events.append(event)
-        else:
-            self._seconds = time.perf_counter() - self._seconds
-
-    def stop(self) -> Callable[[], float]:
-        """End it. What is returned gives the seconds, once the device has come so far."""
-        self._mark()
-        if self._events:
-            first, last = self._events
-            return lambda: first.elapsed_time(last) / 1e3
-        return partial(float, self._seconds)
 
 
 class RunLog(Observer):
@@ -66,7 +33,7 @@ class RunLog(Observer):
         """captured: iterations may be CUDA graphs, so that no clock may run within one. name_scopes: name the spans in
         a profiler's trace."""
         self._devices, self._captured, self._name_scopes = devices, captured, name_scopes
-        self._spans: dict[str, list[list[Callable[[], float]]]] = {name: [] for name in (*HOST, *DEVICE)}
+        self._spans: dict[str, list[list[PhaseTimer]]] = {name: [] for name in (*HOST, *DEVICE)}
         self.phases = dict.fromkeys(PHASES, 0.0)
         self.iterations = self.rows = self.nodes = self.slots = self.room = 0
         self.peak = SlotPeak()
@@ -78,10 +45,16 @@ class RunLog(Observer):
         if name == "compact" and self._captured:
             clocks = []
         with torch.profiler.record_function(name) if self._name_scopes else nullcontext():
-            watches = [Stopwatch(device) for device in clocks]
+            timers = {device: PhaseTimer(events(device)) for device in clocks}
+            for device, timer in timers.items():
+                with current(device):
+                    timer.start()
             yield
-            if watches:
-                self._spans[name].append([watch.stop() for watch in watches])
+            for device, timer in timers.items():
+                with current(device):
+                    timer.lap(name)
+            if timers:
+                self._spans[name].append([*timers.values()])
 
     def reserved(self, rows: int, slots: int) -> None:
         """Keep the most."""
@@ -103,7 +76,7 @@ class RunLog(Observer):
 
     def span_s(self, name: str) -> float:
         """Seconds of all spans of a name; of several devices the longest counts."""
-        return sum(max(seconds() for seconds in one) for one in self._spans[name])
+        return sum(max(timer.seconds()[name] for timer in one) for one in self._spans[name])
 
     def span_count(self, name: str) -> int:
         """How many spans of a name were timed."""

@@ -16,8 +16,9 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.errors import OutputError
 from dsbd_cli.io.lines.resume import write_atomically
+from dsbd_cli.lab.metrics.memory import synchronise
 from dsbd_cli.lab.profiling.runs import ProfiledPair
-from dsbd_cli.lab.profiling.timers import RunLog, synchronise
+from dsbd_cli.lab.profiling.timers import RunLog
 
 __all__ = ["write_trace"]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dsbd_cli.lab.reports.bench_curve import curve_panel
-from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, pareto_front
+from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Interval, pareto_front
 from dsbd_cli.lab.reports.style import COLOURS, INK, MUTED, apart, new_figure, plain_axes, score_limits
 
 if TYPE_CHECKING:
@@ -97,9 +97,7 @@ def _speed(axes: Axes, shown: Sequence[BenchRow], rows: Sequence[BenchRow], task
     some = f" (best {len(shown)} of {len(rows)} settings)" if len(shown) < len(rows) else ""
     plain_axes(axes, f"{task}, {records} records: speed", f"tokens per second{some}", "")
     for place, row in enumerate(shown):
-        speed, colour = row.tokens_per_s, _colour_of(row.method)
-        axes.hlines(place, speed.low, speed.high, color=colour, alpha=0.4, linewidth=3)
-        axes.plot(speed.value, place, "o", color=colour, markersize=6, clip_on=False)
+        _range(axes, place, row, row.tokens_per_s.value, row.tokens_per_s)
     axes.set_yticks(range(len(shown)), [row.name for row in shown])
     front = {row.name for row in _front(rows)}
     for label, row in zip(axes.get_yticklabels(), shown, strict=True):
@@ -115,16 +113,20 @@ def _quality(axes: Axes, shown: Sequence[BenchRow], task: str) -> None:
     label = f"{metric} (%)" if metric else "log-probability per token"
     plain_axes(axes, f"{task}: quality", label, "")
     for place, row in enumerate(shown):
-        level, colour = _level(row), _colour_of(row.method)
-        if level is None:
-            continue
-        if row.quality is not None:
-            axes.hlines(place, 100 * row.quality.low, 100 * row.quality.high, color=colour, alpha=0.4, linewidth=3)
-        axes.plot(level, place, "o", color=colour, markersize=6, clip_on=False)
+        if (level := _level(row)) is not None:
+            _range(axes, place, row, level, row.quality, 100)
     axes.set_yticks(range(len(shown)), [""] * len(shown))
     _rows(axes, len(shown))
     if metric:
         score_limits(axes, "x")
+
+
+def _range(axes: Axes, place: int, row: BenchRow, value: float, around: Interval | None, scale: float = 1) -> None:
+    """Draw a dot in a row, and a bar for the range around it."""
+    colour = _colour_of(row.method)
+    if around is not None:
+        axes.hlines(place, scale * around.low, scale * around.high, color=colour, alpha=0.4, linewidth=3)
+    axes.plot(value, place, "o", color=colour, markersize=6, clip_on=False)
 
 
 def _rows(axes: Axes, count: int) -> None:

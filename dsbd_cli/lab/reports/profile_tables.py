@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsbd_cli.errors import plural
-from dsbd_cli.lab.reports.profile_data import ForestSize, MeasuredSetting, Profile
+from dsbd_cli.lab.reports.profile_data import Profile
 
 __all__ = ["bytes_text", "profile_tables", "seconds_text"]
 
@@ -143,27 +143,20 @@ def _by_drafter(profile: Profile) -> str:
     return f"\naccepted: {', '.join(rates)}; a node that both proposed is the first one's"
 
 
-def _mark(setting: ForestSize, profile: Profile) -> str:
-    return (">" if setting == profile.now.setting else "") + ("*" if setting == profile.best else "")
-
-
 def _settings(profile: Profile) -> RenderableType:
     table = _table("setting", "tokens/s", "range", "steps/call", "width", "runs")
     for one in (profile.now, *profile.tried):
-        table.add_row(*_setting_row(one, _mark(one.setting, profile)))
+        mark = (">" if one is profile.now else "") + ("*" if one.setting == profile.best else "")
+        table.add_row(
+            mark + one.setting.label,
+            f"{one.tokens_per_s.median:.1f}",
+            f"{one.tokens_per_s.low:.1f} - {one.tokens_per_s.high:.1f}",
+            f"{one.steps_per_call:.2f}",
+            f"{one.mean_width:.2f}",
+            str(one.seconds.count),
+        )
     key = ", ".join(f"{sign} {name}" for sign, name in MARKS.items())
     return _part("Settings that were run (measured)", table, key)
-
-
-def _setting_row(one: MeasuredSetting, mark: str) -> Sequence[str]:
-    return (
-        mark + one.setting.label,
-        f"{one.tokens_per_s.median:.1f}",
-        f"{one.tokens_per_s.low:.1f} - {one.tokens_per_s.high:.1f}",
-        f"{one.steps_per_call:.2f}",
-        f"{one.mean_width:.2f}",
-        str(one.seconds.count),
-    )
 
 
 def _forwards(profile: Profile) -> RenderableType:

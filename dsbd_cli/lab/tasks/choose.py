@@ -8,15 +8,17 @@ from functools import partial
 from pathlib import Path
 
 from dsbd_cli.errors import UsageError
-from dsbd_cli.lab.tasks.dataset import Dataset, builtin_dataset
+from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.lines import jsonl_dataset, mt_bench_dataset
 from dsbd_cli.lab.tasks.pairs import summary_dataset, translation_dataset, words_dataset
+from dsbd_cli.lab.tasks.qa import QA
 from dsbd_cli.lab.tasks.spider import spider_dataset
+from dsbd_cli.lab.tasks.sql import SQL
 from dsbd_cli.lab.tasks.squad import squad_dataset
-from dsbd_cli.lab.tasks.table import TASKS
 
-__all__ = ["TASK_NAMES", "open_dataset"]
+__all__ = ["TASKS", "TASK_NAMES", "open_dataset"]
 
+TASKS = {one.name: one for one in (SQL, QA)}
 FROM_DISK: dict[str, Callable[[Path], Dataset]] = {
     "squad": squad_dataset,
     "spider": spider_dataset,
@@ -39,7 +41,7 @@ def open_dataset(name: str, path: Path | None, dev_path: Path | None = None, met
         for given in (path, dev_path):
             if given is not None:
                 raise UsageError(f"task {name} brings its own records: drop the data path {given}")
-        return builtin_dataset(TASKS[name])
+        return TASKS[name]
     if name not in FROM_DISK:
         raise UsageError(f"task is {name!r}, but must be one of {', '.join(TASK_NAMES)}")
     if path is None:

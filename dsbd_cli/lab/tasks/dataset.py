@@ -6,12 +6,16 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dsbd_cli.errors import UsageError
-from dsbd_cli.lab.tasks.record import Task, TaskRecord
+from dsbd_cli.lab.tasks.record import TaskRecord, shipped
 from dsbd_cli.pick.sandbox import Ran
 
-__all__ = ["Dataset", "builtin_dataset", "with_dev", "with_shots"]
+__all__ = ["Dataset", "Score", "builtin_dataset", "with_dev", "with_shots"]
+
+Score = Callable[[TaskRecord, str], Mapping[str, float]]
+Execute = Callable[[TaskRecord, str], Ran | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +37,17 @@ class Dataset:
     name: str
     metrics: tuple[str, ...]
     records: Callable[[], Iterator[TaskRecord]]
-    score: Callable[[TaskRecord, str], Mapping[str, float]]
+    score: Score
     notes: tuple[str, ...] = ()
     dev: Dataset | None = None
-    execute: Callable[[TaskRecord, str], Ran | None] | None = None
+    execute: Execute | None = None
     ranks: Callable[[TaskRecord, Sequence[str]], Mapping[str, float]] | None = None
 
 
-def builtin_dataset(task: Task) -> Dataset:
+def builtin_dataset(name: str, metrics: tuple[str, ...], score: Score, execute: Execute | None = None) -> Dataset:
     """The test records of a built-in task, with its dev records."""
-
-    def score(record: TaskRecord, text: str) -> Mapping[str, float]:
-        found = {task.metric: float(task.score(record, text))}
-        overlap = getattr(task, "f1", None)
-        return found if overlap is None else {**found, "F1": overlap(record, text)}
-
-    metrics = (task.metric, "F1") if hasattr(task, "f1") else (task.metric,)
-    execute = getattr(task, "execute", None)
-    dev = Dataset(f"{task.name} dev", metrics, lambda: task.records("dev"), score, execute=execute)
-    return Dataset(task.name, metrics, lambda: task.records("test"), score, dev=dev, execute=execute)
+    dev = Dataset(f"{name} dev", metrics, partial(shipped, name, "dev"), score, execute=execute)
+    return dataclasses.replace(dev, name=name, records=partial(shipped, name, "test"), dev=dev)
 
 
 def with_dev(dataset: Dataset) -> Dataset:

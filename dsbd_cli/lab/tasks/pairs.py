@@ -6,14 +6,14 @@ Scores are of one answer each, and reports average them. A corpus-wide BLEU or c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 from dsbd_cli.errors import UsageError
-from dsbd_cli.lab.tasks.dataset import Dataset
+from dsbd_cli.lab.tasks.dataset import Dataset, Score
 from dsbd_cli.lab.tasks.lines import jsonl_dataset
 from dsbd_cli.lab.tasks.record import TaskRecord
 
@@ -53,9 +53,6 @@ def words_dataset(path: Path) -> Dataset:
         return {"1 - WER": max(0.0, 1.0 - jiwer.wer(record.reference, text))}
 
     return _scored("words", path, ("1 - WER",), score)
-
-
-Score = Callable[[TaskRecord, str], Mapping[str, float]]
 
 
 def _scored(name: str, path: Path, metrics: tuple[str, ...], score: Score) -> Dataset:

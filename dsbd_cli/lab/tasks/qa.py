@@ -1,12 +1,17 @@
-"""Extractive question answering on short passages, scored by exact match and F1."""
+"""Questions about short passages on made-up people never seen in training; the answer is a span, scored by exact match
+and F1."""
 
 from __future__ import annotations
 
 import re
 import string
 from collections import Counter
+from collections.abc import Mapping
 
-from dsbd_cli.lab.tasks.record import Task, TaskRecord
+from dsbd_cli.lab.tasks.dataset import builtin_dataset
+from dsbd_cli.lab.tasks.record import TaskRecord
+
+__all__ = ["QA", "f1", "normalize"]
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -27,16 +32,10 @@ def f1(gold: str, found: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-class QaTask(Task):
-    """Questions about passages of made-up people never seen in training; the answer is a span."""
+def _score(record: TaskRecord, text: str) -> Mapping[str, float]:
+    """Whether the answers are the same after normalisation, and the F1 of the words that they share."""
+    same = normalize(text) == normalize(record.reference)
+    return {"exact match": float(same), "F1": f1(record.reference, text)}
 
-    name = "qa"
-    metric = "exact match"
 
-    def score(self, record: TaskRecord, text: str) -> bool:
-        """Whether the answers are the same after normalisation."""
-        return normalize(text) == normalize(record.reference)
-
-    def f1(self, record: TaskRecord, text: str) -> float:
-        """The F1 of the words that the answers share."""
-        return f1(record.reference, text)
+QA = builtin_dataset("qa", ("exact match", "F1"), _score)

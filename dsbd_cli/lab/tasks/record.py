@@ -1,14 +1,15 @@
-"""The record of a task, and the built-in tasks' base: records that the package ships, and a scorer."""
+"""The record of a task, and the records that the package ships."""
 
 from __future__ import annotations
 
 import gzip
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
+
+__all__ = ["RECORDS", "TaskRecord", "shipped"]
 
 RECORDS = Path(__file__).parent / "records"  # TASK-SPLIT.jsonl.gz, written by training.tasks.ship
 SPLITS = ("dev", "test")
@@ -24,29 +25,11 @@ class TaskRecord:
     meta: Mapping[str, object]
 
 
-class Task(ABC):
-    """Shipped records and the scorer of answers to them.
-
-    Attributes:
-        name: the first part of its records' ids.
-        metric: what `score` measures, in words.
-    """
-
-    name: str
-    metric: str
-
-    def records(self, split: str) -> Iterator[TaskRecord]:
-        """Read the records of `dev` (200) or `test` (500), whose names occur in no training record. Raises ValueError
-        for another split."""
-        if split not in SPLITS:
-            raise ValueError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")
-        return self._read(RECORDS / f"{self.name}-{split}.jsonl.gz")
-
-    def _read(self, path: Path) -> Iterator[TaskRecord]:
-        with gzip.open(path) as lines:
-            for line in lines:
-                yield TaskRecord(**orjson.loads(line))
-
-    @abstractmethod
-    def score(self, record: TaskRecord, text: str) -> bool:
-        """Whether `text` answers the record."""
+def shipped(task: str, split: str) -> Iterator[TaskRecord]:
+    """Read the records of `dev` (200) or `test` (500), whose names occur in no training record. Raises ValueError for
+    another split."""
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")
+    with gzip.open(RECORDS / f"{task}-{split}.jsonl.gz") as lines:
+        for line in lines:
+            yield TaskRecord(**orjson.loads(line))

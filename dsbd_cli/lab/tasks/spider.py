@@ -19,10 +19,10 @@ METRIC = "execution accuracy"
 PROCESS = SqlProcess()
 
 
-def spider_dataset(folder: Path, timeout_s: float = TIMEOUT_S) -> Dataset:
+def spider_dataset(folder: Path) -> Dataset:
     """The questions of dev.json with the schemas of tables.json and database/<id>/<id>.sqlite.
 
-    A statement may run `timeout_s` seconds. Raises UsageError naming a missing file or a wrong field; a gold
+    A statement may run TIMEOUT_S seconds. Raises UsageError naming a missing file or a wrong field; a gold
     statement that fails on its database is such an error too, when its record is reached.
     """
     if not folder.is_dir():
@@ -34,17 +34,9 @@ def spider_dataset(folder: Path, timeout_s: float = TIMEOUT_S) -> Dataset:
 
     def records() -> Iterator[TaskRecord]:
         for number, (place, asked) in enumerate(questions):
-            yield _record(folder, number, asked, place, schemas, timeout_s)
+            yield _record(folder, number, asked, place, schemas)
 
-    def execute(record: TaskRecord, text: str) -> Ran | None:
-        path = record.meta["database"]
-        assert isinstance(path, Path)
-        return _execute(path, text.strip(), timeout_s)
-
-    def score(record: TaskRecord, text: str) -> Mapping[str, float]:
-        return score_spider(record, text, timeout_s)
-
-    return Dataset("spider", (METRIC,), records, score, execute=execute)
+    return Dataset("spider", (METRIC,), records, score_spider, execute=_execute)
 
 
 def _schemas(path: Path) -> dict[str, str]:
@@ -65,9 +57,7 @@ def _schemas(path: Path) -> dict[str, str]:
     return found
 
 
-def _record(
-    folder: Path, number: int, asked: object, place: str, schemas: Mapping[str, str], timeout_s: float
-) -> TaskRecord:
+def _record(folder: Path, number: int, asked: object, place: str, schemas: Mapping[str, str]) -> TaskRecord:
     name = field(asked, "db_id", str, place)
     question, gold = (" ".join(field(asked, key, str, place).split()) for key in ("question", "query"))
     if name not in schemas:
@@ -75,7 +65,7 @@ def _record(
     path = folder / "database" / name / f"{name}.sqlite"
     if not path.is_file():
         raise UsageError(f"{place}: the database {path} does not exist")
-    found = _execute(path, gold, timeout_s)
+    found = _ran(path, gold)
     if found is None:
         raise UsageError(f"{place}.query fails on {path}: {gold}")
     prompt = f"schema: {schemas[name]}\nquestion: {question}\nsql:"
@@ -83,19 +73,24 @@ def _record(
     return TaskRecord(f"spider-{number}", prompt, gold, meta)
 
 
-def _execute(path: Path, sql: str, timeout_s: float) -> Ran | None:
+def _ran(path: Path, sql: str) -> Ran | None:
     try:
-        found = PROCESS.run(path, sql, seconds=timeout_s)
+        found = PROCESS.run(path, sql, seconds=TIMEOUT_S)
     except UnreadableDatabaseError as error:
         raise UsageError(f"{path} cannot be opened: {error}") from None
     return found if isinstance(found, Ran) else None
 
 
-def score_spider(record: TaskRecord, text: str, timeout_s: float = TIMEOUT_S) -> Mapping[str, float]:
+def _execute(record: TaskRecord, text: str) -> Ran | None:
+    """Return what `text` returns on the record's database; None where it fails."""
+    path = record.meta["database"]
+    assert isinstance(path, Path)
+    return _ran(path, text.strip())
+
+
+def score_spider(record: TaskRecord, text: str) -> Mapping[str, float]:
     """1 where the statement returns what the gold one returns: same columns in order, same rows with repeats, in the
     same order where the gold statement orders them."""
-    path, gold = record.meta["database"], record.meta["result"]
-    assert isinstance(path, Path)
+    gold, found = record.meta["result"], _execute(record, text)
     assert isinstance(gold, Ran)
-    found = _execute(path, text.strip(), timeout_s)
     return {METRIC: float(found is not None and gold.same(found, ordered=bool(record.meta["ordered"])))}

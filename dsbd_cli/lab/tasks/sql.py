@@ -1,31 +1,34 @@
-"""Text-to-SQL on small schemas, scored by execution."""
+"""Text-to-SQL on small schemas never seen in training, scored by execution; the answer is one SELECT."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
-from dsbd_cli.lab.tasks.record import Task, TaskRecord
+from dsbd_cli.lab.tasks.dataset import builtin_dataset
+from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.pick.sandbox import STEPS, Ran, SqlProcess
 from dsbd_cli.pick.sql_child import TableData
+
+__all__ = ["SQL"]
 
 TIMEOUT_S = 30.0  # STEPS are the limit; only a statement that is deaf to them runs so long
 MAX_ROWS = 5000
 PROCESS = SqlProcess()
 
 
-class SqlTask(Task):
-    """Questions about schemas never seen in training; the answer is one SELECT."""
+def _execute(record: TaskRecord, text: str) -> Ran | None:
+    """Return what `text` returns on the record's database; None where it fails."""
+    tables = cast("dict[str, TableData]", record.meta["tables"])
+    found = PROCESS.run(tables, text.strip(), seconds=TIMEOUT_S, steps=STEPS, max_rows=MAX_ROWS)
+    return found if isinstance(found, Ran) else None
 
-    name = "sql"
-    metric = "execution accuracy"
 
-    def execute(self, record: TaskRecord, text: str) -> Ran | None:
-        """Return what `text` returns on the record's database; None where it fails."""
-        tables = cast("dict[str, TableData]", record.meta["tables"])
-        found = PROCESS.run(tables, text.strip(), seconds=TIMEOUT_S, steps=STEPS, max_rows=MAX_ROWS)
-        return found if isinstance(found, Ran) else None
+def _score(record: TaskRecord, text: str) -> Mapping[str, float]:
+    """Whether `text`, run on the record's database, returns what the gold SQL returns."""
+    gold, found = _execute(record, record.reference), _execute(record, text)
+    right = gold is not None and found is not None and gold.same(found, ordered=bool(record.meta["ordered"]))
+    return {"execution accuracy": float(right)}
 
-    def score(self, record: TaskRecord, text: str) -> bool:
-        """Whether `text`, run on the record's database, returns what the gold SQL returns."""
-        gold, found = self.execute(record, record.reference), self.execute(record, text)
-        return gold is not None and found is not None and gold.same(found, ordered=bool(record.meta["ordered"]))
+
+SQL = builtin_dataset("sql", ("execution accuracy",), _score, _execute)

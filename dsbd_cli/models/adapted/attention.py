@@ -86,7 +86,7 @@ def use_grouped_attention(model: Any) -> None:
         model.set_attn_implementation(NAME)
     elif stock == "eager" and (
         (paired and model.main_input_name == "input_ids")
-        or _has_caps(model)
+        or getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
         or any(hasattr(module, "sinks") for module in model.modules())
     ):
         embeddings = model.get_input_embeddings().weight
@@ -105,7 +105,3 @@ def _looks_up(model: Any) -> bool:
     """Whether attention goes by name though the model does not say so, as in most hybrids."""
     forwards = (getattr(inspect.unwrap(type(module).forward), "__code__", None) for module in model.modules())
     return any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in forwards if code is not None)
-
-
-def _has_caps(model: Any) -> bool:
-    return getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None

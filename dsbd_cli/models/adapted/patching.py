@@ -62,9 +62,6 @@ class PackedLinear(nn.Module):
         other.product.set_bias(bias)
         return other
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
 
 def pack(model: nn.Module) -> int:
     """Replace the plain linear layers of a model on the CPU by packed ones, in place; return how many.
@@ -134,9 +131,6 @@ class Int8Linear(nn.Module):
     def compiled(self) -> bool:
         """Whether kernels of our own compute it."""
         return self.product.compiled
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
 @dataclass(slots=True)

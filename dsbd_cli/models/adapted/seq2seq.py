@@ -156,7 +156,9 @@ class Seq2SeqForestModel(TransformersForest):
             hidden = torch.cat([nn.functional.pad(one, (0, 0, 0, width - one.shape[1])) for _, one, _ in parts])
             places = [place for some, _, _ in parts for place in some]
             together = [rows[place] for place in places]
-            lengths = [self._length(sources[place], hidden) for place in places]
+            # the decoder looks at all places of speech
+            heard = sources[0].is_floating_point()
+            lengths = [hidden.shape[1] if heard else len(sources[place]) for place in places]
             self._keep(together, hidden, lengths, parts[0][2])
             follower = self._follower
             if follower is not None and follower._cache.rows > max(together):  # else nobody drafts with it
@@ -218,11 +220,6 @@ class Seq2SeqForestModel(TransformersForest):
         output = self._encoder(**{self.source_name: batch}, **options, return_dict=True)
         return output[0], type(output)
 
-    @staticmethod
-    def _length(source: Tensor, hidden: Tensor) -> int:
-        """Places of a source that the decoder looks at."""
-        return hidden.shape[1] if source.is_floating_point() else len(source)
-
     def _keep(self, rows: list[int], hidden: Tensor, lengths: list[int], kind: Any) -> None:
         """Project hidden states [n, Z, d] to the decoder's keys and values: one forward of a token in the trash slot.
 
@@ -279,7 +276,7 @@ class Seq2SeqForestModel(TransformersForest):
         inputs: dict[str, Any] = {
             "decoder_input_ids": self._inputs(batch),
             "decoder_attention_mask": masks,
-            "encoder_outputs": self._encoded(hidden),
+            "encoder_outputs": self._output(last_hidden_state=hidden),
             "past_key_values": pair,
         }
         if self._places.argument:
@@ -315,10 +312,6 @@ class Seq2SeqForestModel(TransformersForest):
             )
             sight.across.add(additive, seen, whole=not masked)
         return additive
-
-    def _encoded(self, hidden: Tensor) -> Any:
-        """Hidden states [R, Z, d] as this model's encoder gives them."""
-        return self._output(last_hidden_state=hidden)
 
     def _probe(self) -> Tensor:
         """Return logits of one token, as for other models, after a source.

@@ -119,6 +119,7 @@ def tokenizer_of(spec: ModelSpec) -> HFCodec:
 
 def _described(spec: ModelSpec) -> tuple[HFCodec, int, int | None]:
     """Codec, width of the logits and positions of a checkpoint."""
+    from dsbd_cli.models.checkpoints.generation import read_generation
     from dsbd_cli.models.checkpoints.loader import eos_ids, load_config, load_tokenizer
     from dsbd_cli.models.tokenizer import HFCodec
 
@@ -126,7 +127,7 @@ def _described(spec: ModelSpec) -> tuple[HFCodec, int, int | None]:
     config = load_config(folder, spec)
     tokenizer = load_tokenizer(folder, spec)
     text = config.get_text_config(decoder=True)
-    stand_in = SimpleNamespace(config=config, generation_config=_generation_settings(folder))
+    stand_in = SimpleNamespace(config=config, generation_config=SimpleNamespace(**read_generation(folder)))
     positions = getattr(text, "max_position_embeddings", None)
     return HFCodec(tokenizer, eos_ids(stand_in, tokenizer)), text.vocab_size, positions
 
@@ -148,14 +149,6 @@ def local_folder(spec: ModelSpec) -> Path:
             f"`hf download {location.path} --include '*.json' '*.model' '*.txt'`"
         )
     return folder
-
-
-def _generation_settings(folder: Path) -> SimpleNamespace | None:
-    try:
-        settings = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return SimpleNamespace(eos_token_id=settings.get("eos_token_id")) if isinstance(settings, dict) else None
 
 
 def add_name(name: str, source: str) -> Path:

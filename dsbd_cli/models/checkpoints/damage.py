@@ -8,33 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.errors import ModelError, shorten
 
-__all__ = ["Stored", "check_checkpoint", "check_numbers", "read_headers", "stored_bytes", "unsafe_pickle"]
+__all__ = ["check_checkpoint", "check_numbers", "read_headers", "stored_bytes", "unsafe_pickle"]
 
 LONGEST_HEADER = 100_000_000  # bytes; the limit of safetensors
 PARTS = ("text_config", "decoder", "encoder")  # of a config.json
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers",
           "num_decoder_layers")  # fmt: skip
 WIDTHS = ("hidden_size", "d_model", "n_embd", "vocab_size")
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a safetensors file. dtype: as safetensors names it. begin, end: its bytes in the file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 def stored_bytes(place: Path) -> int:
@@ -57,9 +44,9 @@ def check_checkpoint(folder: Path, name: str) -> None:
         _check_config(folder, read_headers(files, name), name)
 
 
-def read_headers(files: Iterable[Path], name: str) -> dict[str, Stored]:
-    """Tensors of safetensors files, by name."""
-    return {tensor: stored for file in files for tensor, stored in _header(file, name)}
+def read_headers(files: Iterable[Path], name: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of safetensors files, by name."""
+    return {tensor: shape for file in files for tensor, shape in _header(file, name)}
 
 
 def check_numbers(tensors: Iterable[tuple[str, Tensor]], name: str) -> None:
@@ -111,32 +98,32 @@ def _check_index(index: Path, name: str) -> None:
                 )
 
 
-def _header(file: Path, name: str) -> Iterator[tuple[str, Stored]]:
-    """Names and places of the tensors in a file."""
+def _header(file: Path, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors in a file, which holds all of their bytes."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > min(LONGEST_HEADER, size - 8):
             raise ModelError(f"{name}: {file.name} is cut short or no safetensors file: get it again")
         text, start = stream.read(length), 8 + length
+    found: list[tuple[str, tuple[int, ...], int, int]] = []
     try:
-        table: dict[str, Any] = json.loads(text)
-        found = [
-            (tensor, Stored(file, str(one["dtype"]), tuple(map(int, one["shape"])), *map(int, one["data_offsets"])))
-            for tensor, one in table.items()
-            if tensor != "__metadata__"
-        ]
+        for tensor, one in json.loads(text).items():
+            if tensor != "__metadata__":
+                _, shape, offsets = (one[field] for field in ("dtype", "shape", "data_offsets"))
+                begin, end = map(int, offsets)
+                found.append((tensor, tuple(map(int, shape)), begin, end))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ModelError(f"{name}: {file.name} is no safetensors file: its header cannot be read") from None
-    for tensor, stored in found:
-        if not 0 <= stored.begin <= stored.end <= size - start:
+    for tensor, shape, begin, end in found:
+        if not 0 <= begin <= end <= size - start:
             raise ModelError(
-                f"{name}: {file.name} is cut short: {tensor} ends at byte {start + stored.end} of {size}: get it again"
+                f"{name}: {file.name} is cut short: {tensor} ends at byte {start + end} of {size}: get it again"
             )
-        yield tensor, Stored(file, stored.dtype, stored.shape, start + stored.begin, start + stored.end)
+        yield tensor, shape
 
 
-def _check_config(folder: Path, tensors: dict[str, Stored], name: str) -> None:
+def _check_config(folder: Path, tensors: dict[str, tuple[int, ...]], name: str) -> None:
     """Every layer has a tensor, and every width is one of a tensor. Config classes are not asked: they list layers."""
     try:
         given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -144,7 +131,7 @@ def _check_config(folder: Path, tensors: dict[str, Stored], name: str) -> None:
         return  # told when the config is read
     if not isinstance(given, dict):
         return
-    widest = max((length for stored in tensors.values() for length in stored.shape), default=0)
+    widest = max((length for shape in tensors.values() for length in shape), default=0)
     for part in ("", *PARTS):
         config = given if not part else given.get(part)
         if not isinstance(config, dict):

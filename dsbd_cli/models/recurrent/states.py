@@ -798,21 +798,6 @@ class StateCache(ForestCache):
     ) -> Tensor:
         return recurrent_states
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [False] * len(self.layers)
-
-    @property
-    def is_linear(self) -> list[bool]:
-        return [False] * len(self.layers)
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        return [False] * len(self.layers)
-
     # what the scans ask
 
     def convolution(self, device: torch.device, taps: int) -> Convolution:

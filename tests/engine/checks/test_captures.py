@@ -15,10 +15,9 @@ from dsbd_cli.engine.checks import captures as trial
 from dsbd_cli.engine.checks.captures import captured_otherwise, prove_captures
 from dsbd_cli.engine.decoding import engine as engine_module
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.decoding.options import EngineInfo
 from dsbd_cli.engine.iteration.cuda_graphs import CaptureError, IterationGraphs, Phase, Recorder, Recording
 from dsbd_cli.errors import UnsupportedModelError
-from dsbd_cli.requests import Request
+from dsbd_cli.requests import EngineInfo, Request
 from tests.engine.iteration.test_cuda_graphs import Again, FakeRecorder
 from tests.helpers.toys import NumberCodec, table_pair
 

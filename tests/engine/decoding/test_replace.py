@@ -7,9 +7,8 @@ import pytest
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.decoding.options import EngineInfo
 from dsbd_cli.errors import UsageError
-from dsbd_cli.requests import Request
+from dsbd_cli.requests import EngineInfo, Request
 from tests.helpers.toys import NumberCodec, table_pair
 
 REQUESTS = [

@@ -19,11 +19,11 @@ from dsbd_cli.engine.core.forest_buffer import ForestBuffer, ForestSizes
 from dsbd_cli.engine.core.slots import SlotTable
 from dsbd_cli.engine.drafting.base import DraftContext, Endings
 from dsbd_cli.engine.drafting.index import CorpusIndex, CorpusTokens, sort_suffixes
-from dsbd_cli.engine.drafting.ngram import FOUND, OTHER, PLACES, NgramDrafter, NgramSource
+from dsbd_cli.engine.drafting.ngram import FOUND, OTHER, PLACES, NgramDrafter
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths
-from dsbd_cli.engine.drafting.retrieval import HITS, LONGEST, RetrievalSource
+from dsbd_cli.engine.drafting.retrieval import HITS, LONGEST, RetrievalDrafter
 from dsbd_cli.engine.drafting.text import Prompts, contexts, suffix
-from dsbd_cli.engine.drafting.trigram import CAP, GAIN, KEPT, TrigramSource
+from dsbd_cli.engine.drafting.trigram import CAP, GAIN, KEPT, TrigramDrafter
 from dsbd_cli.engine.verify.coupled import Coupled
 from dsbd_cli.engine.verify.search import Search
 from tests.helpers.layers import warp_of
@@ -121,7 +121,7 @@ def lookup(text: list[int], longest: int, depth: int) -> list[tuple[int, ...]]:
 def test_ngram_is_its_scalar_twin(longest: int) -> None:
     texts = random_texts(longest)
     context = make_context(texts, 3, 5, 4)
-    paths = NgramSource(longest).paths(context)
+    paths = NgramDrafter(longest, recalls=False).paths(context)
     for row, beams in enumerate(texts):
         expected = [
             (beam, tokens, (1 + 1 / len(beams)) * 0.25**rank)
@@ -137,7 +137,7 @@ def test_ngram_goes_on_behind_a_changed_token() -> None:
     changed = [*source, 1, 2, 3, 4, 15], [*source, 1, 2, 3, 14, 5]
     context = make_context([list(changed)], 2, 2, 4)
     context.sampler = Search.sampler
-    forest = NgramDrafter(NgramSource(12), recalls=True).propose(context)
+    forest = NgramDrafter(12, recalls=True).propose(context)
     found = {
         (int(forest.layers[4].root[0, k]), *forest.layers[4].path_tokens[0, k].tolist())
         for k in range(2)
@@ -174,7 +174,7 @@ def test_the_nodes_of_ngram_are_those_of_its_scalar_twin(longest: int, recalls: 
     texts = [*random_texts(longest), [[1, 2, 3, 4, 2, 3]], [[1, 2, 1, 2, 1, 2], [1, 2, 3, 3, 3, 3]]]
     context = make_context(texts, 3, 6, 7)
     context.sampler = Search.sampler
-    forest = NgramDrafter(NgramSource(longest), recalls=recalls).propose(context)
+    forest = NgramDrafter(longest, recalls=recalls).propose(context)
     for row, beams in enumerate(texts):
         for layer, wanted in enumerate(guessed_tree(beams, longest, 7, 6), 1):
             nodes = forest.layers[layer]
@@ -221,7 +221,7 @@ def trigram_tree(beams: list[list[int]], count: int, depth: int) -> list[tuple[i
 @pytest.mark.parametrize("seed", range(4))
 def test_trigram_is_its_scalar_twin(seed: int) -> None:
     texts = random_texts(seed, letters=5)
-    paths = TrigramSource().paths(make_context(texts, 3, 200, 3))  # no ties at the cut, because there is none
+    paths = TrigramDrafter().paths(make_context(texts, 3, 200, 3))  # no ties at the cut, because there is none
     for row, beams in enumerate(texts):
         assert _same(as_lists(paths, row), trigram_tree(beams, 200, 3))
 
@@ -229,7 +229,7 @@ def test_trigram_is_its_scalar_twin(seed: int) -> None:
 def test_trigram_takes_the_likeliest() -> None:
     """1 2 is followed by 3 twice and by 4 once."""
     text = [1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2]
-    forest = PathDrafter(TrigramSource()).propose(make_context([[text]], 3, 1, 3))
+    forest = TrigramDrafter().propose(make_context([[text]], 3, 1, 3))
     assert forest.flat.token[0, 1:].tolist() == [3, 1, 2]
     assert forest.flat.valid[0].all()
     assert not forest.flat.sampled.any()
@@ -240,9 +240,9 @@ def make_corpus(seed: int) -> CorpusTokens:
     return CorpusTokens([draw.randint(1, 4) for _ in range(draw.randint(0, 60))] for _ in range(12))
 
 
-def source_of(corpus: CorpusTokens) -> RetrievalSource:
+def source_of(corpus: CorpusTokens) -> RetrievalDrafter:
     tokens = torch.tensor(corpus.ids, dtype=torch.int32).numpy()
-    return RetrievalSource(CorpusIndex(tokens, sort_suffixes(tokens), corpus.documents), CPU)
+    return RetrievalDrafter(CorpusIndex(tokens, sort_suffixes(tokens), corpus.documents), CPU)
 
 
 def hits(corpus: list[int], text: list[int], depth: int) -> list[tuple[int, ...]]:
@@ -301,8 +301,8 @@ def tree_of(paths: list[tuple[int, tuple[int, ...], float]], depth: int, count: 
     return layers
 
 
-class Fixed:
-    """A source of given paths."""
+class Fixed(PathDrafter):
+    """Drafts given paths."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -322,7 +322,7 @@ def test_the_tree_of_paths_is_its_scalar_twin(seed: int) -> None:
         weight=torch.rand(rows, number, generator=generator),
     )
     context = make_context([[[5, 6, 7, 8], [5, 6, 7, 9]]] * rows, 3, count, depth)
-    forest = PathDrafter(Fixed(paths)).propose(context)
+    forest = Fixed(paths).propose(context)
     for row in range(rows):
         expected = tree_of(as_lists(paths, row), depth, count)
         for layer, wanted in enumerate(expected, 1):
@@ -338,7 +338,7 @@ def test_the_tree_of_paths_is_its_scalar_twin(seed: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_depth_is_read_from_the_context(depth: int) -> None:
-    for source in (NgramSource(4), TrigramSource(), source_of(make_corpus(0))):
-        forest = PathDrafter(source).propose(make_context([[[1, 2, 1, 2, 1]]], 3, 4, depth))
+    for drafter in (NgramDrafter(4, recalls=False), TrigramDrafter(), source_of(make_corpus(0))):
+        forest = PathDrafter.propose(drafter, make_context([[[1, 2, 1, 2, 1]]], 3, 4, depth))
         assert forest.depth == depth
         assert [layer.token.shape[1] for layer in forest.layers] == [1, *[4] * depth]

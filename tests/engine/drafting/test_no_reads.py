@@ -14,9 +14,9 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.drafting.ngram import NgramDrafter, NgramSource
-from dsbd_cli.engine.drafting.paths import PathDrafter, PathSource
-from dsbd_cli.engine.drafting.trigram import TrigramSource
+from dsbd_cli.engine.drafting.ngram import NgramDrafter
+from dsbd_cli.engine.drafting.paths import PathDrafter
+from dsbd_cli.engine.drafting.trigram import TrigramDrafter
 from dsbd_cli.requests import Request
 from tests.engine.drafting.test_lookup import make_context, make_corpus, source_of
 from tests.engine.drafting.test_trees import Grown, make
@@ -47,17 +47,19 @@ TEXTS = [[[1, 2, 1, 2, 1]], [[3, 4, 3, 4, 3], [3, 4, 3, 4, 4]]]
 
 
 @pytest.mark.parametrize(
-    "source", [NgramSource(4), TrigramSource(), source_of(make_corpus(0))], ids=["ngram", "trigram", "retrieval"]
+    "drafter",
+    [NgramDrafter(4, recalls=False), TrigramDrafter(), source_of(make_corpus(0))],
+    ids=["ngram", "trigram", "retrieval"],
 )
-def test_lookups_read_nothing(source: PathSource) -> None:
+def test_lookups_read_nothing(drafter: PathDrafter) -> None:
     context = make_context(TEXTS, 3, 4, 3)
     with NoReads():
-        forest = PathDrafter(source).propose(context)
+        forest = PathDrafter.propose(drafter, context)
     assert forest.flat.valid.sum() > 3
 
 
 def test_what_ngram_remembers_is_not_read() -> None:
-    contexts, drafter = [make_context(TEXTS, 3, 4, 3) for _ in range(2)], NgramDrafter(NgramSource(4), recalls=True)
+    contexts, drafter = [make_context(TEXTS, 3, 4, 3) for _ in range(2)], NgramDrafter(4, recalls=True)
     for context in contexts:
         context.iteration += 1
     with NoReads():

@@ -49,9 +49,6 @@ def test_logits_are_those_of_the_sequences_alone() -> None:
                 fresh = old[: rng.randrange(len(old) + 1)] + fresh
             cache.reset(row, fresh)
             paths[row] = [fresh]
-        if round_ == 40:
-            cache.select([2, 0])
-            paths, rows = [paths[2], paths[0]], 2
         logits = cache.run(paths)
         for row in range(rows):
             for place, path in enumerate(paths[row]):

@@ -10,8 +10,7 @@ from dsbd_cli.engine.constraints.legal import DEAD
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.drafting.base import DraftContext
-from dsbd_cli.engine.drafting.ngram import NgramDrafter, NgramSource
-from dsbd_cli.engine.drafting.recall import KEPT
+from dsbd_cli.engine.drafting.ngram import KEPT, NgramDrafter
 from dsbd_cli.engine.verify.search import Search
 from tests.engine.drafting.test_lookup import make_context
 
@@ -37,7 +36,7 @@ def first_layer(forest: Forest, row: int = 0) -> list[tuple[int, int]]:
 
 
 def test_what_the_target_said_is_drafted_with_its_alternatives() -> None:
-    drafter = NgramDrafter(NgramSource(12), recalls=True)
+    drafter = NgramDrafter(12, recalls=True)
     forest = drafter.propose(context_of([[TEXT]]))
     assert first_layer(forest)[0] == (0, 4)
     drafter.learn(forest, said(forest, [4, 8, 9], [0.1, 0.2, 0.7]))
@@ -46,7 +45,7 @@ def test_what_the_target_said_is_drafted_with_its_alternatives() -> None:
 
 def test_nothing_is_kept_where_nothing_is_recalled_or_after_a_release() -> None:
     for recalls in (False, True):
-        drafter = NgramDrafter(NgramSource(12), recalls=recalls)
+        drafter = NgramDrafter(12, recalls=recalls)
         forest = drafter.propose(context_of([[TEXT]]))
         drafter.learn(forest, said(forest, [4, 8, 9], [0.1, 0.2, 0.7]))
         drafter.release()
@@ -56,7 +55,7 @@ def test_nothing_is_kept_where_nothing_is_recalled_or_after_a_release() -> None:
 def two_rows() -> NgramDrafter:
     """Has heard of two rows of one seed and one prompt, so that their paths have the same keys: 8 of one, 9 of the
     other."""
-    drafter = NgramDrafter(NgramSource(12), recalls=True)
+    drafter = NgramDrafter(12, recalls=True)
     forest = drafter.propose(context_of([[TEXT], [TEXT]]))
     candidates = said(forest, [8, 9], [0.3, 0.7])
     candidates.logprobs = torch.stack((candidates.logprobs[0].flip(1), candidates.logprobs[1]))
@@ -91,7 +90,7 @@ def test_a_batch_of_another_size_goes_by_nothing() -> None:
 
 def test_of_a_large_vocabulary_the_best_are_kept_whatever_stands_beside() -> None:
     """Guards a limit of numbers for the whole batch, and nodes as wide as the vocabulary."""
-    drafter, vocabulary = NgramDrafter(NgramSource(12), recalls=True), 150_000
+    drafter, vocabulary = NgramDrafter(12, recalls=True), 150_000
     forest = drafter.propose(context_of([[TEXT], [TEXT]]))
     shape = (*forest.flat.token.shape, vocabulary)
     logprobs = torch.full((vocabulary,), -20.0)
@@ -117,13 +116,13 @@ def test_guesses_that_are_illegal_take_no_room() -> None:
     context = context_of([[[1, 2, 3, 4, 1, 2, 5, 6, 1, 2]]], count=1)
     context.legal = No5()  # type: ignore[assignment]
     context.buffer.written[0].legal_state = context.beams.legal_state
-    forest = NgramDrafter(NgramSource(12), recalls=False).propose(context)
+    forest = NgramDrafter(12, recalls=False).propose(context)
     assert forest.flat.token[0].tolist() == [2, 3, 4]
     assert forest.flat.valid.all()
 
 
 def test_what_was_said_of_an_absent_node_is_not_taken_for_another() -> None:
-    drafter = NgramDrafter(NgramSource(12), recalls=True)
+    drafter = NgramDrafter(12, recalls=True)
     forest = drafter.propose(context_of([[TEXT]]))
     forest.flat.valid[:] = False
     drafter.learn(forest, said(forest, [8, 9], [0.3, 0.7]))
@@ -133,7 +132,7 @@ def test_what_was_said_of_an_absent_node_is_not_taken_for_another() -> None:
 def test_a_child_follows_the_place_that_guessed_it() -> None:
     """1 2 stands twice, before 3 and before 5: each child goes on behind its own place."""
     text = [1, 2, 3, 4, 1, 2, 5, 6, 1, 2]
-    forest = NgramDrafter(NgramSource(12), recalls=False).propose(context_of([[text]]))
+    forest = NgramDrafter(12, recalls=False).propose(context_of([[text]]))
     nodes = forest.layers[2]
     found = {tuple(nodes.path_tokens[0, k].tolist()) for k in range(3) if nodes.valid[0, k]}
     assert {(3, 4), (5, 6)} <= found

@@ -9,7 +9,7 @@ import pytest
 from dsbd_cli import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.lab.bench.methods import METHODS
-from dsbd_cli.lab.bench.prepare import Prompt
+from dsbd_cli.lab.bench.prepare import BenchSpec, Prompt
 from dsbd_cli.lab.bench.runners import Answer, make_runner
 from dsbd_cli.lab.bench.sweep import plan
 from dsbd_cli.lab.tasks.record import TaskRecord
@@ -23,7 +23,8 @@ def answers(method: str, beams: int, runs: object = None) -> list[Answer]:
     pair = Engine(target, None, NumberCodec(9, (2,)))
     prompts = [Prompt(TaskRecord(f"r{i}", "", "", {}), (i, 3, 4), runs) for i in range(4)]  # type: ignore[arg-type]
     setting = plan([method], {"num_beams": [beams]}).settings[0]
-    return make_runner(pair, setting, SHORT, 5, 3).run(prompts)
+    spec = BenchSpec((), (setting,), records=4, rounds=1, batch_size=3, sampling=SHORT, seed=5)
+    return make_runner(pair, setting, spec).run(prompts)
 
 
 PICKING = [name for name, method in METHODS.items() if method.pick is not None]

@@ -13,7 +13,7 @@ from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.peers.base import delivered, sequence_logprob
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
-from dsbd_cli.lab.tasks.table import TASKS
+from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.models.adapted.patching import PackedLinear
 from dsbd_cli.models.forest import Forest
 from dsbd_cli.models.tokenizer import HFCodec
@@ -29,7 +29,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def prompts(engine: Engine) -> list[list[int]]:
-    return [engine.codec.encode(record.prompt) for record in islice(TASKS["qa"].records("test"), 4)]
+    return [engine.codec.encode(record.prompt) for record in islice(TASKS["qa"].records(), 4)]
 
 
 def peer(engine: Engine, kind: str, num_beams: int = 1, batch_size: int = 4, **sampling: object) -> TransformersPeer:

@@ -16,9 +16,9 @@ from torch import Tensor
 import dsbd_cli
 from dsbd_cli import Engine, MethodConfig, ModelSpec
 from dsbd_cli.cli.app import run
-from dsbd_cli.engine.decoding.options import EngineInfo
 from dsbd_cli.engine.drafting.bridge.draft import BridgedDraft
 from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.requests import EngineInfo
 from tests.helpers.bridged import TextModel, codec
 from tests.helpers.toys import NumberCodec, TableLM, table_pair
 

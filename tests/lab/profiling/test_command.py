@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,11 +143,11 @@ def unloadable(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--repeats", "0"), "--repeats is 0, but must be 1 or more"),
-        (("--show", "0"), "--show is 0"),
-        (("--seconds", "0"), "--seconds is 0, but must be above 0"),
-        (("--seconds", "nan"), "--seconds is nan, but must be above 0"),
-        (("--records", "0"), "--records is 0"),
+        (("--repeats", "0"), "'--repeats': 0 is less than 1"),
+        (("--show", "0"), "'--show': 0 is less than 1"),
+        (("--seconds", "0"), "'--seconds': 0 is not above 0"),
+        (("--seconds", "nan"), "'--seconds': nan is not above 0"),
+        (("--records", "0"), "'--records': 0 is less than 1"),
         (("--existing", "overwrite"), "--existing overwrite replaces"),
         (("--quiet", "--show", "1"), "drop one, or add --json"),
         (("--json", "{old}"), "exists: name another file, or replace it with --existing overwrite"),
@@ -369,7 +370,7 @@ def test_the_recommended_command_leaves_defaults_out(
 
 def test_words_of_options() -> None:
     given = MethodOptions(num_beams=3, memory_saving=False, decode="search")
-    assert option_words(given, {"depth": 2, "decode": None}) == [
+    assert option_words(replace(given, depth="2", decode=None)) == [
         "--num-beams",
         "3",
         "--depth",

@@ -14,7 +14,7 @@ from dsbd_cli.lab.profiling.timers import PHASES, RunLog
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.patching import pack, plain_linears
-from dsbd_cli.models.adapted.sizes import size_of
+from dsbd_cli.models.forest import size_of
 from dsbd_cli.ops import select
 from dsbd_cli.ops.select import packing_works
 from tests.helpers.tiny import build
@@ -72,9 +72,9 @@ def test_packed_weights_are_counted_as_they_are_stored(way: str, tied: bool, mon
 
 
 def test_what_the_machine_does_is_measured() -> None:
-    rates = machine_rates(CPU, torch.float32, 1 << 20)
-    assert rates.copy_bytes_per_s > 1e6
-    assert rates.matmul_flops_per_s > 1e6
+    copied, multiplied = machine_rates(CPU, torch.float32, 1 << 20)
+    assert copied > 1e6
+    assert multiplied > 1e6
 
 
 def test_one_forward_of_a_real_model_is_measured() -> None:

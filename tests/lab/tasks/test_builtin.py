@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dsbd_cli.models
-from dsbd_cli.lab.tasks.table import TASKS
+from dsbd_cli.lab.tasks.choose import TASKS
 
 BUILTIN = Path(dsbd_cli.models.__path__[0]) / "builtin"
 FOLDERS = [BUILTIN / "target", BUILTIN / "draft"]
@@ -33,7 +33,7 @@ def test_loads_and_answers(folder: Path) -> None:
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.tie_word_embeddings
-    prompt = next(TASKS["sql"].records("test")).prompt
+    prompt = next(TASKS["sql"].records()).prompt
     inputs = tokenizer(prompt, return_tensors="pt")
     assert set(inputs) <= {"input_ids", "attention_mask"}
     with torch.inference_mode():
@@ -62,7 +62,7 @@ def test_tokenizer_round_trip(text: str) -> None:
 def test_tokenizer_round_trip_on_records() -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDERS[0])
     for task in TASKS.values():
-        for record in islice(task.records("test"), 50):
+        for record in islice(task.records(), 50):
             text = f"{record.prompt} {record.reference}"
             assert tokenizer.decode(tokenizer.encode(text)) == text
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from dsbd_cli.errors import UsageError
-from dsbd_cli.lab.tasks.dataset import builtin_dataset, with_shots
+from dsbd_cli.lab.tasks.dataset import with_shots
 from dsbd_cli.lab.tasks.lines import jsonl_dataset
-from dsbd_cli.lab.tasks.sql import SqlTask
+from dsbd_cli.lab.tasks.sql import SQL
 
 
 def test_solved_records_stand_before_the_question() -> None:
     """Shots come from dev, are no test records, and reach models with and without a chat template."""
-    plain, shown = builtin_dataset(SqlTask()), with_shots(builtin_dataset(SqlTask()), 2)
+    plain, shown = SQL, with_shots(SQL, 2)
     own, record = next(plain.records()), next(shown.records())
     assert plain.dev is not None
     assert shown.dev is not None

@@ -17,9 +17,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, M2M100Config, M2M100Tokenizer, MBartTokenizer, NllbTokenizer
 
 from dsbd_cli import Request, SamplingConfig
+from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import InvalidRowError, ModelError
-from dsbd_cli.models.adapted.codecs import make_source_codec
 from dsbd_cli.models.adapted.sources import Seq2SeqCodec
+from dsbd_cli.models.load_adapted import _source_codec
 from tests.helpers.checkpoints import wrap
 
 PIECES = ["<s>", "<pad>", "</s>", "<unk>", "▁a", "▁b", "▁"]
@@ -128,4 +129,4 @@ def test_a_source_is_cut_behind_its_language() -> None:
 def test_a_checkpoint_without_a_first_token_is_refused() -> None:
     model = SimpleNamespace(config=SimpleNamespace(model_type="bart"), generation_config=SimpleNamespace())
     with pytest.raises(ModelError, match="decoder_start_token_id"):
-        make_source_codec(model, nllb(), (2,), lambda: None)
+        _source_codec(ModelSpec("x"), model, nllb(), (2,))

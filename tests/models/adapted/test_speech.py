@@ -383,7 +383,7 @@ def test_bench_hears_files(
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["bench", "--target", str(folder), "--draft", "none", "--task", "words", "--data", str(data)]
     options += ["--methods", "beam-search,hf-beam-search", "--num-beams", "5", "--max-new-tokens", str(NEW)]
-    options += ["--source-lang", language] if language else []
+    options += ["--set", f"source-lang={language}"] if language else []
     options += ["--records", "3", "--rounds", "1", "--json", str(found)]
     assert run(options) == 0
     lines = [line for line in map(json.loads, found.read_text().splitlines()) if "method" in line]

@@ -42,15 +42,9 @@ def refused(folder: Path) -> str:
     return said.removeprefix(f"target model '{folder}': ")
 
 
-def test_headers_say_where_each_tensor_lies(checkpoint: Path) -> None:
+def test_headers_say_how_large_each_tensor_is(checkpoint: Path) -> None:
     file = checkpoint / "model.safetensors"
-    weights, content = load_file(file), file.read_bytes()
-    found = read_headers([file], "m")
-    assert found.keys() == weights.keys()
-    for name, stored in found.items():
-        assert stored.shape == tuple(weights[name].shape)
-        expected = weights[name].view(torch.uint8).flatten().tolist()
-        assert list(content[stored.begin : stored.end]) == expected
+    assert read_headers([file], "m") == {name: tuple(one.shape) for name, one in load_file(file).items()}
 
 
 @pytest.mark.parametrize(

@@ -4,37 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
-from dsbd_cli.engine.protocols import ForestModel
+from dsbd_cli.engine.protocols import ForestModel, TextCodec
 
-__all__ = ["AnyDraft", "BridgedDraft", "TextPieces"]
+__all__ = ["AnyDraft", "BridgedDraft"]
 
 
 AnyDraft: TypeAlias = "ForestModel | BridgedDraft"  # a draft with the target's tokens, or with tokens of its own
-
-
-class TextPieces(Protocol):
-    """Interface that the bridge needs of each tokenizer."""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sequence."""
-        ...
-
-    def encode(self, prompt: str) -> list[int]:
-        """Token ids with the special tokens the tokenizer adds by itself."""
-        ...
-
-    def encode_pieces(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of pieces of text, nothing added."""
-        ...
-
-    def token_bytes(self) -> list[bytes]:
-        """For every token id the bytes it adds to a text; empty for special tokens."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +25,8 @@ class BridgedDraft:
     """
 
     model: ForestModel
-    codec: TextPieces
-    target: TextPieces
+    codec: TextCodec
+    target: TextCodec
     markers: Mapping[int, int] = field(default_factory=dict)
 
     @property

@@ -125,11 +125,6 @@ class PrefixCache:
         self.model.reserve(len(self._rows), self._slots)
         self.model.clear(row, kept)
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
-        self._rows = [self._rows[row] for row in rows]
-        self.model.select_rows(torch.tensor(list(rows), device=self.model.device))
-
     def release(self) -> None:
         """Forget everything and give the memory back."""
         self._rows, self._slots = [], 0
