@@ -27,6 +27,7 @@ from dsbd_cli import Engine, MethodConfig
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.forest_attention import AttentionMetadata
 from dsbd_cli.models.forest_attention import attention as attended
+from dsbd_cli.ops.cpu.attention import attend
 
 
 class InTurn:
@@ -116,7 +117,7 @@ class Layer:
         self.invariant(), self.listed()  # what is made once
 
     def _sight(self) -> AttentionMetadata:
-        sight = AttentionMetadata(self._settled, self._width)
+        sight = AttentionMetadata(self._settled, self._width, path_attention=attend)
         sight.add(self._mask, self._seen, whole=True)
         return sight
 

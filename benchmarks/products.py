@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import device_name, markdown_table, results_folder, write_results
+from dsbd_cli.ops import select
 from dsbd_cli.ops.cpu import linear as packing
 
 COLD_BYTES = 512 << 20  # of weights that take turns: more than a cache holds
-WAYS = {"ours": packing._Compiled, "torch": packing._Torch}
+WAYS = {"ours": packing.Compiled, "torch": packing.Torch}
 
 
-def timed(layers: list[packing._Compiled | packing._Torch], x: Tensor) -> float:
+def timed(layers: list[packing.Compiled | packing.Torch], x: Tensor) -> float:
     """Seconds of one layer."""
     start = time.perf_counter()
     for layer in layers:
@@ -42,7 +43,7 @@ def main() -> None:
     options = parser.parse_args()
     runs, lines = list[dict[str, object]](), list[dict[str, str]]()
     for dtype in (getattr(torch, name) for name in options.dtypes.split(",")):
-        if not packing._works(packing._Compiled, dtype):
+        if not select._works(packing.Compiled, dtype):
             raise SystemExit(f"no kernel of ours serves {dtype} on this processor")
         for shape in options.shapes.split(","):
             outputs, inputs = map(int, shape.split("x"))

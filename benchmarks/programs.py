@@ -37,7 +37,7 @@ def way(name: str, engine: Engine) -> Iterator[None]:
     decoders = [model.decoder for model in (engine.target, engine.draft) if isinstance(model, DecoderForest)]
     before = [decoder.ops for decoder in decoders]
     for decoder in decoders:
-        decoder.ops = replace(decoder.ops, programs=name == PROGRAMS)
+        decoder.ops = replace(decoder.ops, program=decoder.ops.program if name == PROGRAMS else None)
     yield
     for decoder, ops in zip(decoders, before, strict=True):
         decoder.ops = ops
@@ -64,7 +64,7 @@ def main() -> None:
         draft,
         method=MethodConfig.of({"rule": options.rule, **({} if draft else {"depth": 0})}),
     )
-    if not isinstance(first.target, DecoderForest) or not first.target.decoder.ops.programs:
+    if not isinstance(first.target, DecoderForest) or first.target.ops.program is None:
         parser.error(f"{options.target} runs no programs here")
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens)
     runs, lines = list[dict[str, object]](), list[dict[str, str]]()

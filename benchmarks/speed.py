@@ -34,10 +34,8 @@ from dsbd_cli.models.checks.invariance import is_invariant
 from dsbd_cli.models.decoder.forest import DecoderForest
 from dsbd_cli.models.decoder.load import DecoderSource, decoder_forest, pack
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
-from dsbd_cli.models.load_model import LAYER_KERNELS
 from dsbd_cli.models.tokenizer import HFCodec
-from dsbd_cli.ops.triton import available
-from dsbd_cli.ops.triton.trial import faults
+from dsbd_cli.ops.select import ops_for
 from dsbd_cli.requests import derive_seed
 from training.tasks import GENERATORS
 
@@ -125,7 +123,7 @@ def own(model: Any, name: str) -> DecoderForest:
     spec, state, device = spec_of(model.config), model.state_dict(), model.device
     assert isinstance(spec, DecoderSpec), spec
     tensors = {key: partial(state.__getitem__, key) for key in state}
-    kernels = frozenset(LAYER_KERNELS[:3]) - faults(device).keys() if device.type == "cuda" and available() else ()
+    kernels = ops_for(device, model.dtype, ("norm", "gated", "rotate")).by("triton")
     role, settings = ModelSpec(name, device=device.type), CheckpointSettings.of(model.config, {})
     source = DecoderSource(spec, tensors, model.dtype, device)
     forest = decoder_forest(role, source, settings, None, lambda: model, frozenset(kernels))

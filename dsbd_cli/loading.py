@@ -92,14 +92,15 @@ def load(
     from dsbd_cli.engine.checks.captures import prove_captures
     from dsbd_cli.engine.constraints.catalogues import open_catalogues
     from dsbd_cli.engine.decoding.engine import Engine
-    from dsbd_cli.engine.iteration.devices import kernels_for, left_out
+    from dsbd_cli.engine.iteration.devices import iteration_ops
     from dsbd_cli.models.pair import load_pair
+    from dsbd_cli.ops.select import left_out
 
     _take_threads(threads)
     if kernels and spec.device_map is None:  # told before a large model is loaded
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         if (auto if spec.device == "auto" else spec.device) == "cpu":
-            kernels_for(torch.device("cpu"), kernels)
+            iteration_ops(torch.device("cpu"), kernels)
     pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
     width, lines = pair.target.vocab_size, list[str]()
     catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width, lines.append)
@@ -112,6 +113,7 @@ def load(
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
         chat=pair.codec.has_template,
         told=(*pair.told, *left_out(pair.target.device, kernels), *lines),
+        ops=pair.target.ops.facts,
         threads=torch.get_num_threads(),
     )
     engine = Engine(

@@ -226,7 +226,7 @@ class EngineInfo:
 
     Attributes:
         told: what the user should know of the target.
-        kernels: names of the kernels in use, where the settings fit them.
+        ops: operation, backend and reason, of the target and of iterations.
         threads: of the processor. chat: the target has a chat template.
     """
 
@@ -237,7 +237,7 @@ class EngineInfo:
     draft_dtype: str | None = None
     draft_device: str | None = None
     told: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ()
+    ops: tuple[tuple[str, str, str], ...] = ()
     threads: int | None = None
     chat: bool = False
 

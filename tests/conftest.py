@@ -46,13 +46,15 @@ def pytest_collection_finish() -> None:
     from dsbd_cli.ops.cpu import layer as layer_ops
     from dsbd_cli.ops.cpu import linear as packing
     from dsbd_cli.ops.cpu import logsumexp as totals
+    from dsbd_cli.ops.cpu import program
 
     kept = Path(tail.__file__).parent / "kernels" / "__pycache__"
     loads: tuple[tuple[str, Callable[[], object]], ...] = (
-        ("attention.attend", tail._kernels),
-        ("linear.multiply", packing._kernels),
-        ("layer.norm", layer_ops._kernels),
-        ("logsumexp.totals", totals._kernel),
+        ("attention.attend", tail.compiled),
+        ("linear.multiply", packing.compiled),
+        ("layer.norm", layer_ops.compiled),
+        ("logsumexp.totals", totals.compiled),
+        ("program.run", program.compiled),
     )
     for kernel, load in loads:
         if not any(kept.glob(f"{kernel}*.nbc")):

@@ -20,10 +20,10 @@ PACKAGE = ROOT / "dsbd_cli"
 # From the lowest to the highest. A unit is a file or a folder with all that is in it and is no unit of its own. It may
 # import units of lower lines, and nothing of its own line but itself. tests/test_structure.py is the only place of it.
 LAYERS = (
-    ("errors", "_version", "stats", "threads", "models.chat_child", "ops.reference", "ops.cpu"),
-    ("config", "ops.triton", "lab.metrics"),
-    ("requests", "lab.reports", "models.chat", "ops.select"),
-    ("engine.protocols", "io.records"),
+    ("errors", "_version", "stats", "threads", "models.chat_child", "ops.cpu"),
+    ("config", "ops.reference", "lab.metrics"),
+    ("requests", "lab.reports", "models.chat", "ops.interface", "ops.triton"),
+    ("engine.protocols", "io.records", "ops.select"),
     ("io.lines", "engine.core", "models.tokenizer", "models.verdicts"),
     ("engine.planning", "models.kv_cache", "models.forest_attention"),
     ("pick", "engine.constraints", "engine.cache", "engine.verify", "models.cache", "models.forest"),
@@ -49,6 +49,12 @@ APART = (
     ("ops", ("config", "engine", "models", "io", "errors", "requests", "stats")),
     ("engine", ("models", "io", "cli", "lab", "train", "loading")),
     ("io", ("engine", "models", "lab", "ops")),
+    # only ops/select.py says where kernels of a GPU serve; engine.checks compares them with tensor code
+    *(
+        (floor, ("ops.triton",))
+        for floor in ("models", "engine.core", "engine.drafting", "engine.iteration", "loading")
+    ),
+    *((floor, ("ops.triton",)) for floor in ("engine.decoding", "engine.protocols", "loading", "lab", "cli", "scale")),
     ("models", ("engine.decoding", "engine.iteration", "engine.planning", "engine.verify", "engine.checks")),
 )
 TORCH = ("torch",)

@@ -14,9 +14,19 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.token_rules import Timestamps
+from dsbd_cli.ops.interface import Ops
 from dsbd_cli.requests import Request, Segment
 
-__all__ = ["ForestInput", "ForestModel", "SizedCodec", "SourceCodec", "SourceModel", "SourceRequest", "TextCodec"]
+__all__ = [
+    "ForestInput",
+    "ForestModel",
+    "KernelModel",
+    "SizedCodec",
+    "SourceCodec",
+    "SourceModel",
+    "SourceRequest",
+    "TextCodec",
+]
 
 
 @dataclass(slots=True)
@@ -163,6 +173,19 @@ class ForestModel(Protocol):
 
     def state_bytes(self, window: int) -> int:
         """Bytes that a row holds whatever its length, with so many slots past its trunk; 0 without recurrent layers."""
+        ...
+
+
+@runtime_checkable
+class KernelModel(ForestModel, Protocol):
+    """ForestModel that runs kernels, and can do without."""
+
+    def use_ops(self, ops: Ops) -> None:
+        """Move slots by these operations from now on."""
+        ...
+
+    def leave_kernels(self) -> bool:
+        """Run its layers without kernels from now on. False where no kernel ran."""
         ...
 
 

@@ -20,7 +20,7 @@ from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.errors import ModelError, UnsupportedModelError
 from dsbd_cli.models.forest_attention import AttentionMetadata
 from dsbd_cli.models.kv_cache import KVCache
-from dsbd_cli.ops.cpu import logsumexp as totals
+from dsbd_cli.ops.interface import Ops
 
 __all__ = ["Forest", "ModelSize", "SelfTestReport", "repeated", "size_of", "unsupported"]
 
@@ -73,7 +73,7 @@ class Forest:
         self.varies: str | None = None
         self.told: tuple[str, ...] = ()
         self.tested: SelfTestReport | None = None
-        self.attention: Callable[..., Tensor] | None = None
+        self.attention: Callable[..., Tensor | None] | None = None
         self.quantized: str | None = None
         self._device, self._cache = device, cache
         self._sight: AttentionMetadata | None = None
@@ -81,8 +81,6 @@ class Forest:
         self._kept: Tensor | None = None
         self.copies_prefixes = True
         self._fills = True  # forwards of fewer than LEAST_ROWS nodes are filled up
-        if device.type == "cpu":
-            totals.provide()
 
     @property
     def vocab_size(self) -> int:
@@ -132,6 +130,11 @@ class Forest:
     @property
     def size(self) -> ModelSize:
         """How large the model is."""
+        raise NotImplementedError
+
+    @property
+    def ops(self) -> Ops:
+        """Return the operations that serve its layers."""
         raise NotImplementedError
 
     @property
@@ -219,10 +222,10 @@ class Forest:
         """Bytes of a row's recurrent states and of the inputs of `window` slots past its trunk; 0 for attention."""
         return self._cache.bytes_of_states(window)
 
-    def use_kernels(self, names: frozenset[str]) -> None:
-        """Kernels to run from now on, of those that serve a model. What `move` is given must then be what an iteration
-        gives: no target behind its source, and both ascending."""
-        self._cache.kernel = "move" in names
+    def use_ops(self, ops: Ops) -> None:
+        """Move slots by these operations from now on. What `move` is given must then be what an iteration gives: no
+        target behind its source, and both ascending."""
+        self._cache.ops = ops
 
     @torch.no_grad()
     def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
@@ -260,7 +263,13 @@ class Forest:
             None
             if settled is None
             else AttentionMetadata(
-                settled, tail, kernel=kernel, prompt=prompt, positions=batch.slot_positions, fast=fast
+                settled,
+                tail,
+                kernel=kernel,
+                path_attention=self.ops.path_attention,
+                prompt=prompt,
+                positions=batch.slot_positions,
+                fast=fast,
             )
         )
         return self._sight

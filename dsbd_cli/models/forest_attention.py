@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.ops.cpu import attention as tail
-from dsbd_cli.ops.cpu.attention import Paths
+from dsbd_cli.ops.cpu.attention import Paths, takes
 from dsbd_cli.ops.cpu.runtime import on_amd
 
 __all__ = ["LEAST_DIM", "MASKED", "AttentionMetadata", "Blocks", "attention", "filled_queries", "settled_attention"]
@@ -44,8 +43,10 @@ QUERY_BLOCK, LEAST_REST, NARROW_DIM = 32, 12, 64
 LEAST_TAIL = 16  # slots: products of fewer than twelve columns take another kernel
 LEAST_DIM = 32  # smaller heads take other kernels
 LOG2_E = math.log2(math.e)
-Kernel = Callable[..., Tensor]
-"""kernels.attention.attention, or its twin."""
+Kernel = Callable[..., Tensor | None]
+"""Ops.attention, with `exact`."""
+PathKernel = Callable[..., Tensor]
+"""Ops.path_attention."""
 # exp2 of anything is equally fast, exp of what gives zero or a subnormal number is not
 MASKED = torch.finfo(torch.float32).min
 
@@ -65,16 +66,19 @@ class AttentionMetadata:
         *,
         masked: bool = False,
         kernel: Kernel | None = None,
+        path_attention: PathKernel | None = None,
         prompt: Tensor | None = None,
         positions: Tensor | None = None,
         fast: bool = False,
     ) -> None:
         """masked: all slots are settled, rounded up, and those past a row's own number are masked. Else the number is
         rounded down, and the tail begins with the rest. kernel: serves layers that it fits; prompt [R]: so many leading
-        slots of a row it takes as settled. positions [R, S]: depth of the token in each slot; without them depth goes
-        by slot. fast: no bits are promised, and torch serves the other layers."""
+        slots of a row it takes as settled. path_attention: serves tails that are listed. positions [R, S]: depth of the
+        token in each slot; without them depth goes by slot. fast: no bits are promised, and torch serves the other
+        layers."""
         self.fast = fast
         self.kernel = None if prompt is None else kernel
+        self.path_attention = path_attention
         self.prompt = prompt
         if masked:
             self.settled = tuple(-(-count // SETTLED_STEP) * SETTLED_STEP for count in settled)
@@ -107,7 +111,9 @@ class AttentionMetadata:
         """The same with no settled slots, for layers that the fused kernel cannot serve."""
         if self._all_tail is None:
             slots = max(seen.shape[-1] for _, seen in self._seen.values())
-            self._all_tail = AttentionMetadata((0,) * len(self.settled), slots, positions=self._positions)
+            self._all_tail = AttentionMetadata(
+                (0,) * len(self.settled), slots, path_attention=self.path_attention, positions=self._positions
+            )
             for additive, seen in self._seen.values():
                 self._all_tail.add(additive, seen, whole=True)
         return self._all_tail
@@ -127,9 +133,7 @@ class AttentionMetadata:
 
     def served(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor | None:
         """Return the attention that the kernel gives; None where there is none for this kind of layer."""
-        from dsbd_cli.ops.triton.attention import attention_fits
-
-        if self._heads[self._key(mask)] is not None or not attention_fits(query, key, value):
+        if self._heads[self._key(mask)] is not None:
             return None
         assert self.kernel is not None
         return self.kernel(query, key, value, self._seen[self._key(mask)][1], self.prompt, scale)
@@ -302,7 +306,7 @@ def _by_sight(
     odd = softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None
     if found is None and (odd or part.kernel is not None):
         part = part.all_tail()
-    if found is None and part.width and tail.fits(query, key, value):
+    if found is None and part.width and part.path_attention is not None and takes(query, key, value):
         return _by_paths(part, query, key, value, mask, scale, softcap, sinks, bias)
     out = _by_parts(part, query, key, value, mask, scale, softcap, sinks, bias) if found is None else found
     return out.transpose(1, 2).contiguous()
@@ -341,8 +345,11 @@ def _by_paths(
     settled = None
     if max(sight.settled):
         settled = settled_attention(sight.settled, query, key, value, sight.head_for(mask, query, key), scale)
+    assert sight.path_attention is not None
     paths = sight.paths(mask)
-    return tail.attend(paths, query, key, value, scale, settled=settled, softcap=softcap, sinks=sinks, bias=bias)
+    return sight.path_attention(
+        paths, query, key, value, scale, settled=settled, softcap=softcap, sinks=sinks, bias=bias
+    )
 
 
 def filled_queries(heads: int, kv_heads: int, count: int, dim: int, dtype: torch.dtype) -> int:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.slots import moved_by_copy
 from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.ops.interface import Ops
 
 __all__ = ["KVCache", "PlaneSpec", "Write"]
 
@@ -63,7 +63,7 @@ class KVCache:
 
     Attributes:
         generation: changes whenever memory is taken or given back: addresses hold within one generation.
-        kernel: slots are moved by the kernel `move`, where it fits.
+        ops: what moves slots.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class KVCache:
         self._slabs: dict[PlaneSpec, Tensor] = {}  # [P, R, S, H * E]
         self._write: Write | None = None
         self._planes: dict[tuple[int, int], Tensor] = {}  # (layer, side): [R, S, H, E]
-        self.kernel = False
+        self.ops = Ops()
 
     @property
     def active(self) -> int:
@@ -145,14 +145,10 @@ class KVCache:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots within each row: source, target [R, T] int64. All reads happen before any write."""
-        if self.kernel and source.shape[0]:
-            from dsbd_cli.ops.triton import commit
-
-            for spec, slab in self._slabs.items():
-                commit.move(slab, source.to(spec.device), target.to(spec.device))
+        if not source.shape[0]:
             return
         for spec, slab in self._slabs.items():
-            moved_by_copy(slab, source.to(spec.device), target.to(spec.device))
+            self.ops.move(slab, source.to(spec.device), target.to(spec.device))
 
     def select_rows(self, rows: Tensor) -> None:
         """Put these rows [n] int64 first, in this order; plane by plane, so that little memory is needed for it."""

@@ -42,12 +42,11 @@ from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.forest import Forest, SelfTestReport
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.verdicts import Verdict
-from dsbd_cli.ops.triton import available
+from dsbd_cli.ops.select import GPU_LAYERS, ops_for
 
 __all__ = ["load_model"]
 
 LAYERS_CHECKED = 4  # of each kind, for invariance
-LAYER_KERNELS = ("norm", "gated", "rotate", "linear")
 TOLD_BYTES = 64 << 20  # loading less takes no time that needs a line
 
 _logger = logging.getLogger(__name__)
@@ -204,11 +203,8 @@ class _Own:
         """Sets of kernels of a GPU, the best one first; one without any elsewhere."""
         if self._known is not None:
             return [frozenset(self._known["kernels"])]
-        if self._device.type != "cuda" or not self._spec.kernels or not available():
-            return [frozenset()]
-        from dsbd_cli.ops.triton.trial import faults
-
-        allowed = frozenset(LAYER_KERNELS) - faults(self._device).keys()
+        may = None if self._spec.kernels else False
+        allowed = frozenset(ops_for(self._device, torch.float32, GPU_LAYERS, kernels=may).by("triton"))
         without = allowed - {"linear"}
         return [*dict.fromkeys((allowed, without, frozenset[str]()) if self._wanted else (without, frozenset[str]()))]
 
@@ -287,12 +283,10 @@ def _verdict(forest: DecoderForest) -> Verdict:
         return Verdict(f"a kernel fails ({_said(failed)})")
 
 
-def _attention(forest: Forest, *, exact: bool) -> Callable[..., Tensor] | None:
+def _attention(forest: Forest, *, exact: bool) -> Callable[..., Tensor | None] | None:
     """Return the kernel of attention, where it does what it should. exact: its bits do not depend on the drafts."""
-    from dsbd_cli.ops.triton.attention import attention
-    from dsbd_cli.ops.triton.trial import faults
-
-    return None if "attention" in faults(forest.device) else partial(attention, exact=exact)
+    attention = ops_for(forest.device, forest.weights_dtype, ("attention",)).attention
+    return None if attention is None else partial(attention, exact=exact)
 
 
 def _attend_fast(forest: Forest) -> None:

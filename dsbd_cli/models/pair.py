@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.engine.drafting.bridge.draft import AnyDraft, BridgedDraft
-from dsbd_cli.engine.protocols import ForestModel
 from dsbd_cli.errors import PairError
 from dsbd_cli.models.checkpoints.generation import settings_notes
 from dsbd_cli.models.checkpoints.vocabulary import check_pair, markers
@@ -29,7 +28,7 @@ class LoadedPair:
         told: what the user should know: generation settings that are not done, kernels of layers that are left out.
     """
 
-    target: ForestModel
+    target: Forest
     draft: AnyDraft | None
     codec: HFCodec
     target_dtype: str

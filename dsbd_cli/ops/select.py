@@ -1,97 +1,261 @@
-"""Which operations compute what stands between the products of a decoder layer, on a device."""
+"""Which backend computes an operation here: the only place that decides. `Ops.report` says what, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from subprocess import CalledProcessError
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dsbd_cli.ops.cpu import layer as layer_ops
-from dsbd_cli.ops.cpu import program
-from dsbd_cli.ops.cpu.runtime import Eager
-from dsbd_cli.ops.reference import gated_twin, norm_twin, rotate_twin
+from dsbd_cli.ops import reference
+from dsbd_cli.ops.cpu import attention, int8, layer, linear, logsumexp, program, scan
+from dsbd_cli.ops.cpu.runtime import unloadable
+from dsbd_cli.ops.interface import Choice, Linear, Ops
+from dsbd_cli.ops.triton import available
+from dsbd_cli.ops.triton.trial import faults
 
-__all__ = ["LayerOps", "layer_ops_for"]
+__all__ = [
+    "DECODER",
+    "GPU_LAYERS",
+    "ITERATION",
+    "ITERATION_KERNELS",
+    "LAYERS",
+    "MODEL",
+    "int8_linear",
+    "int8_missing",
+    "kernel_failed",
+    "left_out",
+    "ops_for",
+    "packed_linear",
+    "packing_works",
+    "triton_missing",
+    "triton_ops",
+]
+
+LAYERS = ("norm", "gated", "rotate", "program")
+MODEL = ("linear", "path_attention", "log_total")
+DECODER = (*LAYERS, *MODEL)
+ITERATION_KERNELS = ("candidates", "draft", "walk", "commit", "move")
+ITERATION = ("log_total", *ITERATION_KERNELS)
+GPU_LAYERS = ("norm", "gated", "rotate", "linear")
+TRITON = (*GPU_LAYERS, "attention", *ITERATION_KERNELS)
+FLOATS = (torch.float32, torch.bfloat16)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerOps:
-    """The operations, as ops/reference.py says them, each with one argument more: `run`.
-
-    Attributes:
-        linear: x W^T + b by a kernel of a GPU; None: what weights are packed as.
-        programs: all run as kernels of the CPU, so that a forward of few nodes is a program.
-        names: what serves, for people.
-    """
-
-    norm: Callable[..., tuple[Tensor, Tensor]]
-    gated: Callable[..., Tensor]
-    rotate: Callable[..., Tensor]
-    linear: Callable[..., Tensor] | None = None
-    programs: bool = False
-    names: tuple[str, ...] = ()
-
-
-def layer_ops_for(
-    device: torch.device, dtype: torch.dtype, widths: Collection[int], *, kernels: Collection[str] = ()
-) -> LayerOps:
+@functools.lru_cache(256)
+def ops_for(
+    device: torch.device,
+    dtype: torch.dtype,
+    wanted: tuple[str, ...],
+    *,
+    widths: frozenset[int] = frozenset(),
+    kernels: bool | None = None,
+) -> Ops:
     """Return the operations for a device and dtype.
 
-    widths: of rows, gates and half heads, of which the kernels of a CPU take multiples of 16. kernels: names of those
-    that a GPU may run.
+    wanted: those that will be called; the others are plain torch. widths: of a decoder's rows, gates and half heads.
+    kernels: whether triton's may serve; None: on a GPU. True where there is no triton leaves all to torch.
     """
-    if device.type == "cpu":
-        fits = dtype in layer_ops.DTYPES and all(width % layer_ops.STEP == 0 for width in widths)
-        if fits and layer_ops.serves():
-            names = ("norm", "gated", "rotate")
-            return LayerOps(layer_ops.norm, layer_ops.gated, layer_ops.rotate, programs=program.serves(), names=names)
-        return REFERENCE
-    if not kernels:
-        return REFERENCE
-    from dsbd_cli.ops.triton import layers, products
+    found, report = dict[str, Any](), list[Choice]()
+    missing = "not wanted" if kernels is False else triton_missing(device, asked=bool(kernels))
+    names = [name for name in wanted if name in TRITON] if missing is None else []
+    wrong = faults(device) if names and device.type == "cuda" else {}
+    by_triton = triton_ops(names) if names else {}
+    for name in wanted:
+        reason = missing or wrong.get(name) or _triton_unfit(name, dtype, widths)
+        if name in by_triton and reason is None:
+            found[name], choice = by_triton[name], Choice(name, "triton", f"it gives on {device} what torch gives")
+        elif device.type == "cpu" and name == "linear":
+            found[name], choice = packed_linear, _packing(dtype)
+        elif device.type == "cpu" and name in NUMBA and (reason := _numba_missing(name, dtype, widths)) is None:
+            found[name], choice = NUMBA[name].op, Choice(name, "numba", "it runs on this processor")
+        else:
+            choice = Choice(name, "torch", reason or f"no kernel serves {device}")
+        report.append(choice)
+    return Ops(**found, report=tuple(report))
 
-    found: dict[str, Any] = {
-        "norm": layers.norm,
-        "gated": layers.gated,
-        "rotate": layers.rotate,
-        "linear": products.linear,
+
+# numba, on a CPU
+
+
+class _Numba(NamedTuple):
+    """An operation by kernels of a CPU, what loads them, and what happens where they cannot be loaded."""
+
+    op: object
+    load: Callable[[], object]
+    instead: str
+
+
+def _log_total(values: Tensor, highest: Tensor) -> Tensor:
+    total = logsumexp.log_total(values, highest)
+    return reference.log_total(values, highest) if total is None else total
+
+
+_BETWEEN = "torch computes norms, rotations and activations"
+NUMBA = {
+    "norm": _Numba(layer.norm, layer.compiled, _BETWEEN),
+    "gated": _Numba(layer.gated, layer.compiled, _BETWEEN),
+    "rotate": _Numba(layer.rotate, layer.compiled, _BETWEEN),
+    "program": _Numba(program.Program, program.compiled, "layers are called one by one"),
+    "path_attention": _Numba(attention.attend, attention.compiled, "torch computes attention over the tail"),
+    "log_total": _Numba(_log_total, logsumexp.compiled, "torch computes the sums over the vocabulary"),
+    "scan": _Numba(scan.compiled, scan.compiled, "torch computes recurrent layers"),
+}
+_unloadable = functools.cache(unloadable)
+
+
+def _numba_missing(name: str, dtype: torch.dtype, widths: frozenset[int]) -> str | None:
+    """Return why the kernel of an operation does not serve; None where it does."""
+    if name in (*LAYERS, "path_attention") and dtype not in FLOATS:
+        return f"the kernels do not compute in {dtype}"
+    if name in LAYERS and any(width % layer.STEP for width in widths):
+        return f"a width is no multiple of {layer.STEP}"
+    if name == "program" and (reason := _numba_missing("norm", dtype, widths)) is not None:
+        return reason
+    return _unloadable(*NUMBA[name][1:])
+
+
+def packed_linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> linear.PackedProduct | None:
+    """Return weights [o, i] of one dtype on a CPU, and biases [o] or None of each, as one packed product; None where no
+    packed product gives the plain one."""
+    for way in (linear.Compiled, linear.Torch):
+        if way.takes(weights[0]) and _works(way, weights[0].dtype):
+            return linear.PackedProduct(weights, biases, way)
+    return None
+
+
+def packing_works(dtype: torch.dtype) -> bool:
+    """Whether this build of torch on this processor has a packed product that equals the plain one."""
+    return _works(linear.Compiled, dtype) or _works(linear.Torch, dtype)
+
+
+def _packing(dtype: torch.dtype) -> Choice:
+    if _works(linear.Compiled, dtype):
+        return Choice("linear", "numba", "weights lie in the order in which the kernel reads them")
+    return Choice(
+        "linear", "torch", "weights are packed by oneDNN" if packing_works(dtype) else "nothing packs weights"
+    )
+
+
+@functools.cache
+def _works(way: type[linear.Compiled] | type[linear.Torch], dtype: torch.dtype) -> bool:
+    """Whether a packed product serves here, and gives the plain one."""
+    if dtype not in FLOATS or not way.able(dtype):
+        return False
+    if way is linear.Compiled and _unloadable(linear.compiled, "torch computes linear layers") is not None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(96, 64, generator=generator).to(dtype)
+    x, bias = torch.randn(2, 5, 64, generator=generator).to(dtype), torch.randn(96, generator=generator).to(dtype)
+    try:
+        with torch.inference_mode():
+            product = way([weight])
+            ours = product(x, product.bias(bias))
+            plain = nn.functional.linear(x, weight, bias)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    return ours.shape == plain.shape and torch.allclose(ours, plain, rtol=2e-2, atol=2e-2)
+
+
+def int8_linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None], outliers: Tensor) -> int8.Int8Product:
+    """Return weights [o, i] and biases as one product in int8, but for the input channels `outliers` [k]."""
+    return int8.Int8Product(weights, biases, outliers, _int8_way(), packed_linear)
+
+
+@functools.cache
+def _int8_way() -> type[int8.Compiled] | type[int8.Torch]:
+    able = int8.Compiled.able() and _unloadable(int8.compiled, "torch computes products in int8") is None
+    return int8.Compiled if able and int8.fault(int8.Compiled, packed_linear) is None else int8.Torch
+
+
+@functools.cache
+def int8_missing() -> str | None:
+    """Return why this build of torch on this processor has no exact int8 product; None where it has one."""
+    return int8.fault(_int8_way(), packed_linear)
+
+
+# triton, on a GPU
+
+
+def triton_missing(device: torch.device, *, asked: bool = True) -> str | None:
+    """Return why no kernel of triton runs on a device; None where they may. Its interpreter runs them on any device
+    where they are asked for, for tests."""
+    if not available():
+        return "the package triton is missing"
+    if device.type == "cuda" or (asked and os.environ.get("TRITON_INTERPRET") == "1"):
+        return None
+    return f"triton does not run on {device}"
+
+
+def triton_ops(names: Iterable[str]) -> dict[str, Any]:
+    """Return operations by kernels of triton, whether or not they give what torch gives."""
+    from dsbd_cli.ops.triton import attention as masked
+    from dsbd_cli.ops.triton import candidates, commit, draft, law, layers, products, walk
+
+    def product(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear | None:
+        made = reference.DeviceLinear.of(weights, biases)
+        return replace(made, product=products.linear) if products.linear_fits(made.weight, made.bias) else made
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor | None:
+        return masked.attention(query, key, value, *more, **named) if masked.attention_fits(query, key, value) else None
+
+    def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+        return candidates.candidates(logits, count) if candidates.fits(logits, count) else None
+
+    def drafting(rule: str | None = None, *sizes: int) -> ModuleType | None:
+        return draft if rule is None or (rule in law.RULES and draft.fits(*sizes)) else None
+
+    every = {
+        **{name: _at_once(getattr(layers, name)) for name in ("norm", "gated", "rotate")},
+        "linear": product,
+        "attention": attend,
+        "candidates": best,
+        "draft": drafting,
+        "walk": lambda *sizes: walk if walk.fits(*sizes) else None,
+        "commit": lambda *sizes: commit if commit.fits(*sizes) else None,
+        "move": commit.move,
     }
-    if dtype not in layers.DTYPES or max(widths) > layers.WIDEST:
-        return REFERENCE
-    chosen: dict[str, Any] = {name: _at_once(found[name]) for name in kernels if name != "linear"}
-    if "linear" in kernels:
-        chosen["linear"] = found["linear"]
-    return LayerOps(**{"norm": norm, "gated": gated, "rotate": rotate, **chosen}, names=tuple(sorted(kernels)))
+    return {name: every[name] for name in names}
 
 
 def _at_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel of a GPU, which is queued when it is called."""
-
-    def call(*arguments: object) -> Any:
-        return kernel(*arguments[:-1])
-
-    return call
+    """Return a kernel of a GPU without its `run`: it is queued when it is called."""
+    return lambda *arguments: kernel(*arguments[:-1])
 
 
-def norm(
-    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: bool, run: Eager
-) -> tuple[Tensor, Tensor]:
-    """Do what `norm_twin` does, in torch."""
-    return run.compute(lambda: norm_twin(x, more, weight, eps, one_more))
+def _triton_unfit(name: str, dtype: torch.dtype, widths: frozenset[int]) -> str | None:
+    if name not in GPU_LAYERS or not widths:
+        return None
+    from dsbd_cli.ops.triton import layers
+
+    if dtype in layers.DTYPES and max(widths) <= layers.WIDEST:
+        return None
+    return f"the kernels do not serve rows of {max(widths)} in {dtype}"
 
 
-def gated(both: Tensor, gelu: bool, run: Eager) -> Tensor:
-    """Do what `gated_twin` does, in torch."""
-    return run.compute(lambda: gated_twin(both, gelu))
+def kernel_failed(error: Exception) -> bool:
+    """Return whether triton could not compile or launch a kernel, or its C compiler failed."""
+    own = type(error).__module__.partition(".")[0] == "triton"
+    return own or isinstance(error, CalledProcessError) or "Triton Error" in str(error)
 
 
-def rotate(*arguments: Any) -> Tensor:
-    """Do what `rotate_twin` does, in torch."""
-    run: Eager = arguments[-1]
-    return run.compute(lambda: rotate_twin(*arguments[:-1]))
-
-
-REFERENCE = LayerOps(norm, gated, rotate, names=())
+def left_out(device: torch.device, kernels: bool | None) -> tuple[str, ...]:
+    """Return which kernels of triton do not run because they do not give on this device what torch gives; a line per
+    kind of fault."""
+    if device.type != "cuda" or kernels is False:
+        return ()
+    alike: dict[str, list[str]] = {}
+    for name, fault in faults(device).items():
+        alike.setdefault(fault, []).append(name)
+    return tuple(
+        f"the kernel {names[0]} is left out, and tensor code runs in its place: it {fault}"
+        if len(names) == 1
+        else f"the kernels {', '.join(names)} are left out, and tensor code runs in their place: each {fault}"
+        for fault, names in alike.items()
+    )

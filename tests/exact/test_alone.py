@@ -25,7 +25,7 @@ from dsbd_cli.engine.core.beams import Beams, Finished
 from dsbd_cli.engine.core.candidates import Candidates, LegalTokens
 from dsbd_cli.engine.core.distribution import pool_law, row_law
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.nodes import LayerNodes
+from dsbd_cli.engine.core.forest_buffer import ForestBuffer, ForestSizes
 from dsbd_cli.engine.core.noise import extend_path, path_gumbel, stream_keys
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import Endings
@@ -109,7 +109,7 @@ class Trial:
         no_models = cast(Any, SimpleNamespace(models=[]))
         stepper = Stepper(no_models, NoDrafter(), rule, endings, PhaseTimer())
         iteration = stepper.begin(state, IterationShape(slots=0, depth=0, drafts_per_layer=1, lag=0, beams=roots))
-        iteration.forest = forest = _roots(state.beams)
+        iteration.forest = forest = _roots(state)
         iteration.logits, iteration.legal_tokens = logits, legal
         candidates = iteration.best_tokens()
         law = pool_law(candidates, state.beams.weight, state.beams.valid, state.warp)
@@ -193,30 +193,10 @@ def _state(rows: Sequence[Row], method: MethodConfig, stops: StopTable) -> Batch
     return state
 
 
-def _roots(beams: Beams) -> Forest:
-    count = beams.token.shape[1]
-    index = torch.arange(count).expand_as(beams.token)
-    false = torch.zeros_like(beams.valid)
-    return Forest(
-        count,
-        0,
-        [
-            LayerNodes(
-                token=beams.token,
-                parent=index,
-                root=index,
-                path=beams.path,
-                stop_state=beams.stop_state,
-                valid=beams.valid,
-                ends=false,
-                sampled=false,
-                weight=beams.weight,
-                path_tokens=torch.zeros(len(index), count, 0, dtype=torch.int64),
-                ancestors=beams.ancestors,
-                source=torch.zeros_like(index),
-            )
-        ],
-    )
+def _roots(state: BatchState) -> Forest:
+    """The forest of an iteration without drafts."""
+    sizes = ForestSizes(state.beams.token.shape[1], 1, 0, state.table.positions.shape[1])
+    return Forest(ForestBuffer.begin("coupled", sizes, state.beams, state.table, (state.row_key, state.iteration)))
 
 
 def random_row(seed: int, width: int, vocabulary: int, rule: str, kind: str) -> Row:

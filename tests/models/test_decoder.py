@@ -36,18 +36,17 @@ from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.forest import Forest
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.verdicts import Verdict
-from dsbd_cli.ops.cpu import attention as tail
-from dsbd_cli.ops.cpu import layer as layer_ops
-from dsbd_cli.ops.cpu.linear import packing_works
 from dsbd_cli.ops.cpu.program import Arena, Program
+from dsbd_cli.ops.select import packing_works
 from dsbd_cli.requests import Request
 from tests.helpers.checkpoints import numbers, save
+from tests.helpers.kernels import refuse, replaced, serves
 from tests.helpers.toys import NumberCodec
 from tests.models.checks.test_invariance import all_slots_at_once
 from tests.models.decoders import DECODERS, V, build_decoder, first_layers, save_decoder
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="forwards of these tests run on the CPU")
-KERNELS = pytest.mark.skipif(not layer_ops.serves(), reason="kernels of numba do not run here")
+KERNELS = pytest.mark.skipif(not serves("norm"), reason="kernels of numba do not run here")
 NARROW_HEADS = "llama small head"  # kernels take half heads of 16
 FLOAT_ANGLES = ("olmo2", "olmo3")  # in bfloat16 their angles stay float32
 
@@ -105,7 +104,7 @@ def test_every_family_is_transformers(name: str, loaded: Loads) -> None:
     assert forest.told == ()
     assert forest.architecture == type(theirs).__name__
     assert forest.max_positions == (256 if name == "phi3 longrope" else 512)
-    assert bool(forest.decoder.ops.names) == (layer_ops.serves() and name != NARROW_HEADS)
+    assert ("norm" in forest.ops.by("numba")) == (serves("norm") and name != NARROW_HEADS)
 
 
 @pytest.mark.parametrize("name", [name for name in DECODERS if name not in FLOAT_ANGLES])
@@ -326,7 +325,7 @@ def eager(forest: Forest, *, programs: bool = False) -> Iterator[None]:
     """Layers are called one by one inside."""
     assert isinstance(forest, DecoderForest)
     before = forest.decoder.ops
-    forest.decoder.ops = replace(before, programs=before.programs and programs)
+    forest.decoder.ops = replace(before, program=before.program if programs else None)
     yield
     forest.decoder.ops = before
 
@@ -569,10 +568,8 @@ def test_layers_take_turns_in_an_arena() -> None:
 
 @ON_CPU
 def test_where_the_loop_cannot_run_nothing_is_a_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsbd_cli.ops.cpu import program
-
-    monkeypatch.setattr(program, "serves", lambda: False)
-    forest = decoder_of(folder)
+    with replaced(monkeypatch, "program", load=refuse):
+        forest = decoder_of(folder)
     answers(forest, [prompt(9)], SEARCH)
     assert forest.invariant
     assert not forest.programs
@@ -582,9 +579,9 @@ def test_where_the_loop_cannot_run_nothing_is_a_program(folder: Path, monkeypatc
 def test_decoders_that_leave_their_kernels_promise_no_bits(folder: Path) -> None:
     forest = decoder_of(folder)
     wanted = answers(forest, [prompt(20)], SEARCH)
-    assert forest.leave_kernels() == layer_ops.serves()
+    assert forest.leave_kernels() == serves("norm")
     assert not forest.leave_kernels()
-    assert forest.invariant != layer_ops.serves()
+    assert forest.invariant != serves("norm")
     found = answers(forest, [prompt(20)], SEARCH)
     assert [[ids for ids, _ in row] for row in found] == [[ids for ids, _ in row] for row in wanted]
 
@@ -639,7 +636,8 @@ def test_a_few_layers_of_each_kind_are_asked_for_invariance(
     assert len(kinds) == {"llama": 1, "gemma3": 2}[name]
     assert torch.equal(whole.plain(tokens(2, 30)), forest.plain(tokens(2, 30)))
     assert check(forest) == check(few) == Verdict(None, True)
-    monkeypatch.setattr(tail, "serves", lambda: False)
+    for one in (forest, few):
+        one.decoder.ops = replace(one.decoder.ops, path_attention=None)
     assert check(few).varies is None
     all_slots_at_once(monkeypatch)
     assert check(forest).varies is not None

@@ -15,6 +15,7 @@ import pytest
 
 import dsbd_cli
 from dsbd_cli import MethodConfig, Request, SamplingConfig, UsageError, loading
+from dsbd_cli.ops.interface import Choice
 from dsbd_cli.requests import EngineInfo
 from dsbd_cli.scale import Answer
 from dsbd_cli.scale.worker import SENT, Exchange, Failure, Worker, WorkerInfo, WorkerSetup, checkpoint_hash
@@ -172,12 +173,14 @@ def test_what_an_engine_tells_goes_to_the_driver() -> None:
 
     def load() -> FakeEngine:
         made = fake()
-        made.info = EngineInfo("target", None, "float32", "cpu", told=("a", "b"), kernels=("walk",))
+        made.info = EngineInfo(
+            "target", None, "float32", "cpu", told=("a", "b"), ops=(Choice("walk", "torch", "it fails"),)
+        )
         return made
 
     told = greeted(worker(load))
     assert isinstance(told, WorkerInfo)
-    assert told.engine == EngineInfo("target", None, "float32", "cpu", told=("a", "b"), kernels=("walk",))
+    assert told.engine == load().info
 
 
 def test_workers_that_differ_are_told_apart() -> None:

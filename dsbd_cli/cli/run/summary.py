@@ -32,7 +32,7 @@ __all__ = ["Summary", "Totals", "rows_exit_code"]
 SUMMARY_SCHEMA = "dsbd.summary/1"
 PACKAGES = ("torch", "transformers", "tokenizers")
 ROWS_FAILED = 3
-ENGINE_FIELDS = ("device", "dtype", "draft_device", "draft_dtype", "kernels", "threads")
+ENGINE_FIELDS = ("device", "dtype", "draft_device", "draft_dtype", "threads")
 
 
 def rows_exit_code(totals: Totals) -> int:
@@ -78,7 +78,7 @@ class Summary:
             "energy_j": None,
             "energy_source": "unavailable",
             "settings": self._settings,
-            "device": None if info is None else {name: getattr(info, name) for name in ENGINE_FIELDS},
+            "device": None if info is None else _engine(info),
             **({} if self.workers is None else {"workers": [asdict(report) for report in self.workers()]}),
             "versions": {
                 "dsbd": __version__,
@@ -86,6 +86,11 @@ class Summary:
                 **{name: installed(name) for name in PACKAGES},
             },
         }
+
+
+def _engine(info: EngineInfo) -> dict[str, object]:
+    ops = [dict(zip(("op", "backend", "reason"), one, strict=True)) for one in info.ops]
+    return {**{name: getattr(info, name) for name in ENGINE_FIELDS}, "ops": ops}
 
 
 def _ending(error: BaseException | None, totals: Totals) -> tuple[str, int]:

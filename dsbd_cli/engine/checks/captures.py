@@ -47,7 +47,7 @@ def captured_otherwise(engine: Engine) -> str | None:
 
     Two engines of fixed depth are made for it, so that both take the same shapes, and with the kernels of this one.
     """
-    method, kernels = engine.method, bool(engine.stepper.kernels)
+    method, kernels = engine.method, bool(engine.stepper.ops.by("triton"))
     if method.depth:
         method = replace(method, depth=min(method.depth, DEPTH), adaptive_depth=False)
     found: list[list[RequestResult]] = []

@@ -20,7 +20,6 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.constraints.stops import StopTable
 from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
-from dsbd_cli.engine.core.slots import moved_by_copy
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.drafting.beam import BeamDrafter
 from dsbd_cli.engine.iteration.iteration import IterationShape
@@ -30,6 +29,8 @@ from dsbd_cli.engine.planning.planner import Shape
 from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.engine.verify.rules import make_rule
+from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.select import triton_ops
 from dsbd_cli.ops.triton import Arguments, Kernel
 
 __all__ = ["KERNELS", "IterationCase", "kernels"]
@@ -139,18 +140,18 @@ class IterationCase:
         _to(state, device)
         return cls(method, state, sizes, target.to(device), draft.to(device), Endings(eos, 1, stops))
 
-    def stepper(self, used: frozenset[str]) -> Stepper:
+    def stepper(self, *used: str) -> Stepper:
         """Return the object that runs the iteration, with these kernels."""
         target, draft = (cast(ForestModel, _Table(table)) for table in (self.target, self.draft))
         caches = Caches(target, draft, large_steps=False, moving=lambda: None)
         drafter = BeamDrafter(draft, VOCABULARY)
         rule = make_rule(self.method)
-        return Stepper(caches, drafter, rule, self.endings, PhaseTimer(), kernels=used)
+        return Stepper(caches, drafter, rule, self.endings, PhaseTimer(), ops=Ops(**triton_ops(used)))
 
-    def run(self, used: frozenset[str]) -> tuple[Tensor, ...]:
+    def run(self, *used: str) -> tuple[Tensor, ...]:
         """Run an iteration with these kernels on a copy, and return what it leaves: numbers that mean nothing are 0."""
         state = copy.deepcopy(self.state)
-        report = self.stepper(used).step(state, self.shape)
+        report = self.stepper(*used).step(state, self.shape)
         beams, finished, table = state.beams, state.finished, state.table
         at = torch.arange(beams.history.shape[2], device=beams.history.device)
         written = beams.valid.unsqueeze(2) & (at < beams.length.view(-1, 1, 1))
@@ -197,25 +198,25 @@ def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[Ker
                     yield (made,)
 
         def op(iteration: IterationCase) -> tuple[Tensor, ...]:
-            return iteration.run(frozenset({name} | beside(iteration)))
+            return iteration.run(name, *beside(iteration))
 
         def twin(iteration: IterationCase) -> tuple[Tensor, ...]:
-            return iteration.run(frozenset(beside(iteration)))
+            return iteration.run(*beside(iteration))
 
         return Kernel(name, op, twin, cases)
 
     return [
-        Kernel("candidates", _chosen(kernel=True), _chosen(kernel=False), _logits),
+        Kernel("candidates", _chosen("candidates"), _chosen(), _logits),
         one("draft"),
         one("walk"),
         one("commit"),
-        Kernel("move", _moved(kernel=True), _moved(kernel=False), _moves),
+        Kernel("move", _moved("move"), _moved(), _moves),
     ]
 
 
-def _chosen(*, kernel: bool) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
+def _chosen(*used: str) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
     def run(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        found = top_candidates(logits, CandidateCount(count), kernel=kernel)
+        found = top_candidates(logits, CandidateCount(count), ops=Ops(**triton_ops(used)))
         some = found.logprobs > float("-inf")  # of equal ones -inf any may come
         return torch.where(some, found.tokens, 0), found.logprobs
 
@@ -232,15 +233,10 @@ def _logits(generator: torch.Generator, device: torch.device) -> Iterator[Argume
         yield logits.to(dtype).to(device), 24
 
 
-def _moved(*, kernel: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _moved(*used: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     def run(slots: Tensor, source: Tensor, target: Tensor) -> Tensor:
         slots = slots.clone()
-        if kernel:
-            from dsbd_cli.ops.triton import commit
-
-            commit.move(slots, source, target)
-        else:
-            moved_by_copy(slots, source, target)
+        Ops(**triton_ops(used)).move(slots, source, target)
         return slots
 
     return run

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.topk import BLOCKED_FROM, BLOCKS, NEG_INF, best_tokens
-from dsbd_cli.ops.cpu.logsumexp import cpu_kernels
+from dsbd_cli.ops import reference
+from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.select import ops_for
 
 __all__ = ["CandidateCount", "Candidates", "LegalTokens", "top_candidates"]
 
 PART = 1 << 21  # numbers worked on at a time: enough for all threads, few enough for the cache
 SWEPT = 1 << 17  # of a large vocabulary, for each thread: few enough for a cache of its own
-# exp of less is subnormal: ten times slower on processors, and no part of a float32 sum with a 1
-LOWEST = -80.0
 
 
 @dataclass(slots=True)
@@ -77,31 +77,30 @@ class LegalTokens(Protocol):
 
 
 def top_candidates(
-    logits: Tensor, room: CandidateCount, legal: LegalTokens | None = None, *, kernel: bool = False
+    logits: Tensor, room: CandidateCount, legal: LegalTokens | None = None, ops: Ops | None = None
 ) -> Candidates:
     """The most probable tokens of every node, of equal ones those of lower id; all of them where C reaches V.
 
     They stand in order of token id. What a node has does not depend on C: where it has fewer, the rest is impossible.
     logits: [R, n, V]. legal: what may follow the nodes. It acts after the normalisation over all V and before the best
-    are taken, so a node has the best of its legal tokens. kernel: the kernel does it where it fits.
+    are taken, so a node has the best of its legal tokens. ops: None for those of the logits' device, without kernels of
+    a GPU.
     """
+    if ops is None:
+        ops = ops_for(logits.device, torch.float32, ("log_total",))
     if legal is not None:
-        return _legal_candidates(logits, room, legal)
+        return _legal_candidates(logits, room, legal, ops)
     count = min(room.count, logits.shape[-1])
-    if kernel and room.own is None:
-        from dsbd_cli.ops.triton import candidates
-
-        if candidates.fits(logits, count):
-            tokens, logprobs = candidates.candidates(logits, count)
-            return Candidates(tokens, logprobs, full=count == logits.shape[-1])
+    if room.own is None and (found := ops.candidates(logits, count)) is not None:
+        return Candidates(*found, full=count == logits.shape[-1])
     rows = logits.flatten(0, -2)
     size = max(1, PART // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
     if room.own is None:
-        parts = [_candidates(part, count) for part in torch.split(rows, size)]
+        parts = [_candidates(part, count, ops) for part in torch.split(rows, size)]
     else:
         own = room.own.expand(logits.shape[:-1]).reshape(-1, 1)
         pairs = zip(torch.split(rows, size), torch.split(own, size), strict=True)
-        parts = [_candidates(part, count, some, room.most) for part, some in pairs]
+        parts = [_candidates(part, count, ops, some, room.most) for part, some in pairs]
     tokens, best = (
         (part[0] if len(part) == 1 else torch.cat(part)).view(*logits.shape[:-1], count)
         for part in zip(*parts, strict=True)
@@ -109,7 +108,9 @@ def top_candidates(
     return Candidates(tokens, best, full=count == logits.shape[-1])
 
 
-def _candidates(logits: Tensor, count: int, own: Tensor | None = None, most: int = 0) -> tuple[Tensor, Tensor]:
+def _candidates(
+    logits: Tensor, count: int, ops: Ops, own: Tensor | None = None, most: int = 0
+) -> tuple[Tensor, Tensor]:
     """Candidates of a few nodes and their log-probabilities, [n, count] each. logits [n, V]. own: [n, 1], how many each
     node has; most: the largest such number below V.
 
@@ -117,7 +118,7 @@ def _candidates(logits: Tensor, count: int, own: Tensor | None = None, most: int
     """
     vocabulary = logits.shape[-1]
     full = count == vocabulary
-    swept = None if full or vocabulary < BLOCKED_FROM else _sweep(logits)
+    swept = None if full or vocabulary < BLOCKED_FROM else _sweep(logits, ops)
     values = logits.to(torch.float32) if swept is None else logits
     over = None
     if not full:
@@ -135,14 +136,14 @@ def _candidates(logits: Tensor, count: int, own: Tensor | None = None, most: int
         over = ((values < limit) | ((values == limit) & (tokens > token))) & (own < vocabulary)
     if swept is None:
         highest = best.amax(-1, keepdim=True)
-        total = _log_total(values, highest)
+        total = ops.log_total(values, highest)
     else:
         _, highest, total = swept
     best = (best - highest).sub_(total)
     return tokens, best if over is None else best.masked_fill_(over, NEG_INF)
 
 
-def _sweep(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _sweep(logits: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
     """Read logits [n, V] of a large vocabulary once, for what a row is searched and normalised by.
 
     Return the largest logits of its blocks [n, V // BLOCKS[0]] float32, the largest of all [n, 1] and the log of the
@@ -154,30 +155,19 @@ def _sweep(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, vocabulary = logits.shape
     edge = vocabulary // BLOCKS[0] * BLOCKS[0]
     size = max(1, rows)
-    if logits.device.type == "cpu" and (cpu_kernels.log_totals is None or logits.dtype != torch.float32):
+    if logits.device.type == "cpu" and (ops.log_total is reference.log_total or logits.dtype != torch.float32):
         size = max(2, SWEPT * torch.get_num_threads() // vocabulary)  # else nothing is copied
     found = []
     for part in torch.split(logits, size):
         values = part.to(torch.float32)
         maxima = values[:, :edge].view(len(values), -1, BLOCKS[0]).amax(-1)
         highest = torch.cat((maxima, values[:, edge:]), 1).amax(-1, keepdim=True)
-        found.append((maxima, highest, _log_total(values, highest)))
+        found.append((maxima, highest, ops.log_total(values, highest)))
     maxima, highest, total = (part[0] if len(part) == 1 else torch.cat(part) for part in zip(*found, strict=True))
     return maxima, highest, total
 
 
-def _log_total(values: Tensor, highest: Tensor) -> Tensor:
-    """log of the sum of exp of a few rows [n, V], less the largest of each row [n, 1]: [n, 1] float32."""
-    kernel = cpu_kernels.log_totals
-    total = None if kernel is None else kernel(values, highest)
-    if total is not None:
-        return total
-    shares = (values - highest).clamp_(min=LOWEST).exp_()
-    # a row that stands alone would be summed by all threads in parts, in another order than one of several
-    return (shares if len(shares) > 1 else shares.repeat(2, 1)).sum(-1, keepdim=True).log_()[: len(values)]
-
-
-def _legal_candidates(logits: Tensor, room: CandidateCount, legal: LegalTokens) -> Candidates:
+def _legal_candidates(logits: Tensor, room: CandidateCount, legal: LegalTokens, ops: Ops) -> Candidates:
     """top_candidates under a constraint. Where it lists the legal tokens and not all V are wanted, only the listed
     ones are looked at, and C is at most their number."""
     rows, vocabulary = logits.flatten(0, -2), logits.shape[-1]
@@ -188,7 +178,7 @@ def _legal_candidates(logits: Tensor, room: CandidateCount, legal: LegalTokens) 
         part = slice(start, start + size)
         values = rows[part].to(torch.float32)
         highest = values.amax(-1, keepdim=True)
-        total = _log_total(values, highest)
+        total = ops.log_total(values, highest)
         found = legal.listed(part) if room.count < vocabulary else None
         if found is None:
             logprobs = (values - highest).sub_(total)

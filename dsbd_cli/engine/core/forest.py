@@ -1,20 +1,14 @@
-"""The forest of one iteration: flat arrays over nodes, layer after layer.
+"""The forest of one iteration: nodes layer after layer, views of one `ForestBuffer`.
 
 Node order in a target forward is fixed: W roots (the beams' pending tokens), then K nodes for each of D layers; N = W
-+ D*K. Absent nodes
-are invalid, never compacted away. T is the tail window, Vd the candidates of a draft node.
++ D*K nodes. Absent nodes are invalid, never compacted away.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
-import torch
-
-if TYPE_CHECKING:
-    from dsbd_cli.engine.core.forest_buffer import ForestBuffer
-
+from dsbd_cli.engine.core.forest_buffer import ForestBuffer
 from dsbd_cli.engine.core.nodes import DraftLaw, LayerNodes
 
 __all__ = ["Forest"]
@@ -22,36 +16,41 @@ __all__ = ["Forest"]
 
 @dataclass(slots=True)
 class Forest:
-    """Layers 0 (roots) to D, and the law each drafted layer came from (laws[l] is the law of layer l + 1).
+    """Layers 0 (roots) to D, and the law each drafted layer came from (laws[l] is the law of layer l + 1)."""
 
-    sheet: where kernels have written the nodes; None where tensor code made them.
-    """
-
-    num_beams: int
-    drafts_per_layer: int
-    layers: list[LayerNodes]
+    buffer: ForestBuffer
+    layers: list[LayerNodes] = field(init=False)
     laws: list[DraftLaw | None] = field(default_factory=list)
-    sheet: ForestBuffer | None = None
-    _flat: LayerNodes | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.layers = [self.buffer.layer(0)]
+
+    @property
+    def num_beams(self) -> int:
+        """W0, roots."""
+        return self.buffer.sizes.roots
+
+    @property
+    def drafts_per_layer(self) -> int:
+        """K."""
+        return self.buffer.sizes.drafts
 
     @property
     def depth(self) -> int:
-        """D, drafted layers."""
+        """D, layers that are drafted by now."""
         return len(self.layers) - 1
 
     def offset(self, layer: int) -> int:
         """Index of the first node of a layer."""
-        return 0 if layer == 0 else self.num_beams + (layer - 1) * self.drafts_per_layer
+        return self.buffer.sizes.offset(layer)
+
+    def add(self, law: DraftLaw | None) -> LayerNodes:
+        """Take the next layer, which is in the buffer now, and the law that it came from; return its nodes."""
+        self.laws.append(law)
+        self.layers.append(self.buffer.layer(len(self.layers)))
+        return self.layers[-1]
 
     @property
     def flat(self) -> LayerNodes:
-        """The nodes of all layers, n = N. They are joined once, so the forest must be complete."""
-        if self._flat is None and self.sheet is not None:
-            self._flat = self.sheet.nodes
-        elif self._flat is None:
-            names = [item.name for item in fields(LayerNodes) if getattr(self.layers[0], item.name) is not None]
-            self._flat = LayerNodes(
-                **{name: torch.cat([getattr(one, name) for one in self.layers], 1) for name in names}
-            )
-        assert self._flat is not None
-        return self._flat
+        """The nodes of all layers, n = N. The forest must be complete."""
+        return self.buffer.nodes

@@ -1,12 +1,12 @@
-"""The nodes of one iteration in one piece of memory, as the kernels `begin` and `extend` write them.
+"""The nodes of one iteration and where they stand: what drafters write, by tensor code or by kernels, and others read.
 
-Letters: R requests, W0 roots, K drafts per layer, D layers, N = W0 + D*K nodes, T tail window, S slots. A forest over a
-sheet is views of it, so that whatever reads a forest may read this one.
+Letters: R requests, W0 roots, K drafts per layer, D layers, N = W0 + D*K nodes, T tail window, S slots, L late tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -15,11 +15,11 @@ from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import Warp
 from dsbd_cli.engine.core.nodes import DraftLaw, LayerNodes
-from dsbd_cli.engine.core.noise import STREAMS
-from dsbd_cli.engine.core.slots import SlotTable
+from dsbd_cli.engine.core.noise import STREAMS, stream_keys
+from dsbd_cli.engine.core.slots import Layout, SlotTable, lagging
 from dsbd_cli.engine.protocols import ForestInput
 
-__all__ = ["ForestBuffer", "warp_flags", "warp_tensors"]
+__all__ = ["ForestBuffer", "ForestSizes", "warp_flags", "warp_tensors"]
 
 
 def warp_tensors(warp: Warp) -> list[Tensor]:
@@ -34,90 +34,168 @@ def warp_flags(warp: Warp, *, stops: bool, warps: bool) -> list[bool]:
     return [stops, *(warps and one for one in cuts)]
 
 
+@dataclass(frozen=True, slots=True)
+class ForestSizes:
+    """Sizes of a forest. roots, drafts, layers: W0, K and D. slots: S. late: L, slots in use that the draft has not
+    run, or more; 0 for none. last_position: largest position of a model."""
+
+    roots: int
+    drafts: int
+    layers: int
+    slots: int
+    late: int = 0
+    last_position: int = 2**31 - 1
+
+    @property
+    def nodes(self) -> int:
+        """N."""
+        return self.roots + self.layers * self.drafts
+
+    def offset(self, layer: int) -> int:
+        """Index of the first node of a layer."""
+        return 0 if layer == 0 else self.roots + (layer - 1) * self.drafts
+
+
 @dataclass(slots=True)
 class ForestBuffer:
-    """Memory of one iteration, and what kernels need to know of it.
+    """Nodes of one iteration, and where they stand. Roots are in it from the beginning.
+
+    Tensor code puts its layers in one after another, and they are joined once. Kernels write into one piece of memory,
+    of which layers are views: written field by field, tensor code would take a hundred operations more.
 
     Attributes:
-        rule: name of the verification rule. roots, drafts: W0 and K. last_position: largest position of a model.
-        tensors: FIELDS [8, R, N] int64 and FLAGS [3, R, N] bool of ops/triton/draft.py, weight [R, N], path tokens
-            [R, N, D], ancestors [R, N, T], mask [R, N, S].
-        keys: [R, D + 1, STREAMS] int64. joined: input of the forward that runs late tokens before the roots.
-        table: used, trunk, positions, tokens; depth: [R] int64, position of the roots.
+        rule: name of the verification rule. sizes: of the forest. table: slots of the rows. beams: the live ones.
+        keys: [R, D + 1, STREAMS] int64, stream keys.
+        layout: slots in sight, for tensor code; written: its layers so far.
+        kernel: ops/triton/draft.py, which writes the forest; None: tensor code does. tensors: what it writes, FIELDS
+            [8, R, N] int64 and FLAGS [3, R, N] bool of its file, weight [R, N], path tokens [R, N, D], ancestors
+            [R, N, T], mask [R, N, S]. joined: input of the forward that runs late tokens before the roots.
         law: of `extend`, where a rule compares with it; made at the first layer.
     """
 
     rule: str
-    roots: int
-    drafts: int
-    last_position: int
-    tensors: list[Tensor]
+    sizes: ForestSizes
+    beams: Beams
+    table: SlotTable
     keys: Tensor
-    joined: list[Tensor]
-    table: list[Tensor]
-    depth: Tensor
+    layout: Layout | None = None
+    written: list[LayerNodes] = field(default_factory=list)
+    kernel: ModuleType | None = None
+    tensors: list[Tensor] = field(default_factory=list)
+    joined: list[Tensor] = field(default_factory=list)
     law: list[Tensor] = field(default_factory=list)
+    _nodes: LayerNodes | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def begin(
         cls,
         rule: str,
+        sizes: ForestSizes,
         beams: Beams,
         table: SlotTable,
         noise: tuple[Tensor, Tensor],
         *,
-        layers: int,
-        drafts: int,
-        slots: int,
-        late: int,
-        last_position: int,
+        kernel: ModuleType | None = None,
+        legal: bool = False,
     ) -> ForestBuffer:
-        """With the roots in it. noise: row_key, iteration. layers: D. slots: S. late: tokens that the draft has not
-        run, 0 for none."""
-        from dsbd_cli.ops.triton import draft
+        """With the roots in it: the beams' pending tokens, whose weights are the target's.
 
-        (rows, roots), device = beams.token.shape, beams.token.device
-        nodes, window = roots + layers * drafts, beams.ancestors.shape[2]
+        noise: row_key, iteration. kernel: writes the forest; None: tensor code. legal: a constraint acts.
+        """
+        if kernel is not None:
+            return cls._by_kernel(rule, sizes, beams, table, noise, kernel)
+        rows, roots = beams.token.shape
+        device = beams.token.device
+        layout = Layout.of(table, sizes.nodes, beams.ancestors.shape[2], sizes.slots)
+        layer_of = torch.arange(sizes.nodes, device=device) - roots
+        layer_of = torch.div(layer_of, sizes.drafts, rounding_mode="floor") + 1
+        layer_of[:roots] = 0
+        # drafts past the last position can never be taken, but must be embeddable
+        positions = (beams.depth.unsqueeze(1) + layer_of).clamp(max=sizes.last_position)
+        table.positions.scatter_(1, layout.slots, positions)
+        index = torch.arange(roots, device=device).expand(rows, roots)
+        made = cls(rule, sizes, beams, table, stream_keys(*noise, sizes.layers + 1), layout)
+        first = LayerNodes(
+            token=beams.token,
+            parent=index,
+            root=index,
+            path=beams.path,
+            stop_state=beams.stop_state,
+            valid=beams.valid,
+            ends=torch.zeros_like(beams.valid),
+            sampled=torch.zeros_like(beams.valid),
+            weight=beams.weight,
+            path_tokens=torch.zeros(rows, roots, sizes.layers, dtype=torch.int64, device=device),
+            ancestors=beams.ancestors | layout.own[:, :roots],
+            source=torch.zeros_like(index),
+            legal_state=beams.legal_state if legal else None,
+        )
+        made.written.append(first)
+        return made
+
+    @classmethod
+    def _by_kernel(
+        cls,
+        rule: str,
+        sizes: ForestSizes,
+        beams: Beams,
+        table: SlotTable,
+        noise: tuple[Tensor, Tensor],
+        kernel: ModuleType,
+    ) -> ForestBuffer:
+        rows, nodes, device = len(beams.token), sizes.nodes, beams.token.device
 
         def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        self = cls(
-            rule,
-            roots,
-            drafts,
-            last_position,
-            [
-                new(len(draft.FIELDS), rows, nodes),
-                new(len(draft.FLAGS), rows, nodes, dtype=torch.bool),
-                new(rows, nodes, dtype=torch.float32),
-                new(rows, nodes, layers),
-                new(rows, nodes, window, dtype=torch.bool),
-                new(rows, nodes, slots, dtype=torch.bool),
-            ],
-            new(rows, layers + 1, STREAMS),
-            [new(3, rows, late + roots), new(rows, late + roots, slots if late else 0, dtype=torch.bool)],
-            [table.used, table.trunk, table.positions, table.tokens],
-            beams.depth,
-        )
+        tensors = [
+            new(len(kernel.FIELDS), rows, nodes),
+            new(len(kernel.FLAGS), rows, nodes, dtype=torch.bool),
+            new(rows, nodes, dtype=torch.float32),
+            new(rows, nodes, sizes.layers),
+            new(rows, nodes, beams.ancestors.shape[2], dtype=torch.bool),
+            new(rows, nodes, sizes.slots, dtype=torch.bool),
+        ]
+        wide = sizes.late + sizes.roots
+        joined = [new(3, rows, wide), new(rows, wide, sizes.slots if sizes.late else 0, dtype=torch.bool)]
+        keys = new(rows, sizes.layers + 1, STREAMS)
+        made = cls(rule, sizes, beams, table, keys, kernel=kernel, tensors=tensors, joined=joined)
         own = [beams.token, beams.path, beams.stop_state, beams.valid, beams.weight, beams.ancestors, beams.depth]
         own = [value.contiguous() for value in own]  # one root alone may be a part of W beams
         trash = table.positions.shape[1] - 1
-        draft.begin(own, self.table, list(noise), self.tensors, self.keys, self.joined, trash, last_position)
-        return self
+        kernel.begin(own, made._table, list(noise), tensors, keys, joined, trash, sizes.last_position)
+        return made
 
     @property
-    def layers(self) -> int:
-        """D."""
-        return self.keys.shape[1] - 1
+    def _table(self) -> list[Tensor]:
+        """Return the table as kernels take it."""
+        return [self.table.used, self.table.trunk, self.table.positions, self.table.tokens]
 
     @property
     def nodes(self) -> LayerNodes:
-        """All N nodes."""
-        return self.part(0, self.tensors[2].shape[1])
+        """All N nodes. The forest must be complete."""
+        if self._nodes is None:
+            self._nodes = self._part(0, self.sizes.nodes) if self.kernel is not None else _joined(self.written)
+        return self._nodes
 
-    def part(self, first: int, count: int) -> LayerNodes:
-        """The nodes first .. first + count."""
+    def layer(self, number: int) -> LayerNodes:
+        """The nodes of a layer."""
+        return self.written[number] if self.kernel is None else self._part(*self._range(number))
+
+    def own(self, number: int) -> Tensor:
+        """[R, n, T] bool, the slot in the tail window of each node of a layer; for tensor code."""
+        assert self.layout is not None
+        first, count = self._range(number)
+        return self.layout.own[:, first : first + count]
+
+    def _range(self, number: int | None) -> tuple[int, int]:
+        """Return the first node of a layer and how many it has; of all layers for None."""
+        sizes = self.sizes
+        if number is None:
+            return 0, sizes.nodes
+        return sizes.offset(number), sizes.roots if number == 0 else sizes.drafts
+
+    def _part(self, first: int, count: int) -> LayerNodes:
         ints, flags, weight, paths, ancestors, _ = (
             value.narrow(2 if place < 2 else 1, first, count) for place, value in enumerate(self.tensors)
         )
@@ -125,29 +203,48 @@ class ForestBuffer:
         valid, ends, sampled = flags.unbind(0)
         return LayerNodes(token, parent, root, path, stop_state, valid, ends, sampled, weight, paths, ancestors, source)
 
-    def layer(self, number: int) -> LayerNodes:
-        """The nodes of a layer."""
-        if number == 0:
-            return self.part(0, self.roots)
-        return self.part(self.offset(number), self.drafts)
-
-    def offset(self, layer: int) -> int:
-        """Index of the first node of a layer."""
-        return 0 if layer == 0 else self.roots + (layer - 1) * self.drafts
-
-    def input(self, first: int, count: int) -> ForestInput:
-        """Return the input of a forward over the nodes first .. first + count."""
-        ints, mask = self.tensors[0].narrow(2, first, count), self.tensors[5].narrow(1, first, count)
-        return ForestInput(ints[0], ints[7], ints[6], mask, self._positions)
+    def input(self, number: int | None = None) -> ForestInput:
+        """Return the input of a forward over the nodes of a layer; None: of all, whose tokens are in the table then."""
+        first, count = self._range(number)
+        if self.layout is None:
+            ints, mask = self.tensors[0].narrow(2, first, count), self.tensors[5].narrow(1, first, count)
+            return ForestInput(ints[0], ints[7], ints[6], mask, self._positions)
+        nodes = self.nodes if number is None else self.written[number]
+        slots = self.layout.slots[:, first : first + count]
+        if number is None:
+            self.table.tokens.scatter_(1, slots, nodes.token)
+        mask = self.layout.mask(nodes.ancestors)
+        return ForestInput(nodes.token, self.table.positions.gather(1, slots), slots, mask, self._positions)
 
     def late(self) -> ForestInput:
+        """Return the input of a forward over the slots in use that the draft has not run, and a few that it has, to
+        fill the shape."""
+        assert self.layout is not None
+        table = self.table
+        behind, mask = lagging(table, self.layout, self.beams.ancestors, self.sizes.late)
+        known, trash = behind.clamp(min=0), table.positions.shape[1] - 1
+        return ForestInput(
+            tokens=table.tokens.gather(1, known),
+            positions=table.positions.gather(1, known),
+            slots=torch.where(behind >= 0, behind, trash),
+            mask=mask,
+            slot_positions=self._positions,
+        )
+
+    def late_and_roots(self) -> ForestInput:
         """Return the input of a forward over the late tokens and the roots."""
-        (tokens, positions, slots), mask = self.joined[0].unbind(0), self.joined[1]
+        if self.layout is None:
+            (tokens, positions, slots), mask = self.joined[0].unbind(0), self.joined[1]
+            return ForestInput(tokens, positions, slots, mask, self._positions)
+        late, own = self.late(), self.input(0)
+        tokens, positions, slots, mask = (
+            torch.cat((getattr(late, name), getattr(own, name)), 1) for name in ("tokens", "positions", "slots", "mask")
+        )
         return ForestInput(tokens, positions, slots, mask, self._positions)
 
     @property
     def _positions(self) -> Tensor:
-        return self.table[2][:, : self.tensors[5].shape[2]]
+        return self.table.positions[:, : self.sizes.slots]
 
     def extend(
         self,
@@ -158,20 +255,19 @@ class ForestBuffer:
         flags: list[bool],
         law: bool,
     ) -> None:
-        """Draft layer + 1 below `layer`, whose nodes have these candidates. endings: eos and the automaton's table.
-        flags: of warp_flags. law: record what the drafts are drawn from."""
-        from dsbd_cli.ops.triton import draft
-
-        tokens, logprobs = candidates.tokens.contiguous(), candidates.logprobs.contiguous()
+        """Draft layer + 1 below `layer`, whose nodes have these candidates, by the kernel. endings: eos and the
+        automaton's table. flags: of warp_flags. law: record what the drafts are drawn from."""
+        assert self.kernel is not None
+        tokens, logprobs, sizes = candidates.tokens.contiguous(), candidates.logprobs.contiguous(), self.sizes
         rows, above, width = tokens.shape
         if law and not self.law:
-            size = (rows, self.tensors[2].shape[1], width)
-            left = tokens.new_empty((2, rows, self.layers, self.drafts), dtype=torch.float64)
+            size = (rows, sizes.nodes, width)
+            left = tokens.new_empty((2, rows, sizes.layers, sizes.drafts), dtype=torch.float64)
             self.law = [tokens.new_empty(size), logprobs.new_empty(size), left]
-        shape, record = [self.offset(layer), above, layer, self.drafts], self.law if law else []
-        draft.extend(
-            *(tokens, logprobs, self.tensors, self.table, self.depth, self.keys, endings, warp, record, shape),
-            *(self.rule, flags, self.last_position),
+        shape, record = [sizes.offset(layer), above, layer, sizes.drafts], self.law if law else []
+        self.kernel.extend(
+            *(tokens, logprobs, self.tensors, self._table, self.beams.depth, self.keys, endings, warp, record, shape),
+            *(self.rule, flags, sizes.last_position),
         )
 
     def drafted_law(self, layer: int, candidates: Candidates) -> DraftLaw | None:
@@ -179,5 +275,11 @@ class ForestBuffer:
         if not self.law:
             return None
         _, log_q, left = self.law
-        here = log_q.narrow(1, self.offset(layer), candidates.tokens.shape[1])
+        here = log_q.narrow(1, self.sizes.offset(layer), candidates.tokens.shape[1])
         return DraftLaw(candidates, here, left[0, :, layer], left[1, :, layer])
+
+
+def _joined(layers: list[LayerNodes]) -> LayerNodes:
+    """Return the nodes of all layers, one behind the other."""
+    names = [item.name for item in fields(LayerNodes) if getattr(layers[0], item.name) is not None]
+    return LayerNodes(**{name: torch.cat([getattr(one, name) for one in layers], 1) for name in names})

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["PREFIX_STEP", "Compaction", "Layout", "SlotTable", "compact", "lagging", "moved_by_copy", "node_slots"]
+__all__ = ["PREFIX_STEP", "Compaction", "Layout", "SlotTable", "compact", "lagging", "node_slots"]
 
 PREFIX_STEP = 64  # tokens of a prompt that are read against each other; what prompts share is counted in such blocks
 
@@ -151,19 +151,3 @@ def compact(table: SlotTable, ancestors: Tensor, valid: Tensor, drafted: Tensor)
     table.used = table.trunk + count
     table.trunk = table.trunk + common
     return Compaction(source, target, packed)
-
-
-def moved_by_copy(slab: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy slots within each row of each plane of a slab [P, R', S, width]: source, target [R, T], all read first.
-
-    On the CPU only those that move, one in fourteen or so: to look at them takes no transfer there.
-    """
-    base = torch.arange(source.shape[0], device=source.device)[:, None] * slab.shape[2]
-    source, target = (base + source).flatten(), (base + target).flatten()
-    if slab.device.type == "cpu":
-        moving = torch.from_numpy((source != target).numpy().nonzero()[0])
-        if not len(moving):
-            return
-        source, target = source[moving], target[moving]
-    flat = slab.flatten(1, 2)  # [P, R' * S, width], a view
-    flat.index_copy_(1, target, flat.index_select(1, source))

@@ -1,5 +1,4 @@
-"""The engine: requests in, results out, in input order. Rows of one batch run together and are refilled as they
-finish."""
+"""The engine: requests in, results out, in input order. What runs meanwhile is loop.py."""
 
 from __future__ import annotations
 
@@ -7,8 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import TypedDict, TypeVar, Unpack, overload
+from typing import TypeVar, Unpack, overload
 
 import torch
 
@@ -17,53 +15,33 @@ from dsbd_cli.config.model import OnTooLong
 from dsbd_cli.config.variant import Exactness
 from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.constraints.answers import Catalogue
-from dsbd_cli.engine.core.report import Report
-from dsbd_cli.engine.decoding.batch import Batch
 from dsbd_cli.engine.decoding.encode import Encoder
+from dsbd_cli.engine.decoding.loop import Loop
+from dsbd_cli.engine.decoding.options import EngineChanges, EngineOptions
 from dsbd_cli.engine.decoding.recovery import Recovery
-from dsbd_cli.engine.decoding.results import broken, collect, common_tokens, ended, record_iteration
 from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
 from dsbd_cli.engine.decoding.streaming import Pieces
 from dsbd_cli.engine.decoding.tables import RequestTables
-from dsbd_cli.engine.drafting.base import DrafterInputs, Stopped
+from dsbd_cli.engine.drafting.base import DrafterInputs
 from dsbd_cli.engine.drafting.bridge.draft import AnyDraft, BridgedDraft
 from dsbd_cli.engine.drafting.drafters import make_drafter
-from dsbd_cli.engine.iteration.devices import captures, current, events, kernels_for
+from dsbd_cli.engine.iteration.devices import captures, events, iteration_ops
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.request_state import AsDone, ResultOrder, Results
 from dsbd_cli.engine.iteration.stepper import Stepper
 from dsbd_cli.engine.planning.memory import check_memory, footprint
-from dsbd_cli.engine.planning.planner import Shape, planner_for
+from dsbd_cli.engine.planning.planner import planner_for
 from dsbd_cli.engine.planning.timing import PhaseTimer
-from dsbd_cli.engine.protocols import ForestModel, TextCodec
+from dsbd_cli.engine.protocols import ForestModel, KernelModel, TextCodec
 from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.errors import RowError, UsageError
+from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.select import ITERATION
 from dsbd_cli.requests import EngineInfo, Piece, Request, RequestResult, Source
 
 __all__ = ["Engine"]
 
 Item = TypeVar("Item")
-
-
-class EngineOptions(TypedDict, total=False):
-    """Arguments of Engine that nothing changes later."""
-
-    batch_size: int | None
-    on_too_long: OnTooLong
-    cuda_graphs: bool | None
-    kernels: bool | None
-
-
-class EngineChanges(EngineOptions, total=False):
-    """Arguments of Engine, by name."""
-
-    target: ForestModel
-    draft: AnyDraft | None
-    codec: TextCodec
-    method: MethodConfig | None
-    info: EngineInfo | None
-    log_steps: bool
-    catalogues: Mapping[str, Catalogue] | None
 
 
 class Engine:
@@ -111,7 +89,6 @@ class Engine:
             batch_size=batch_size, on_too_long=on_too_long, cuda_graphs=cuda_graphs, kernels=kernels
         )
         self._stopping = self._running = False
-        self._shape: Shape | None = None  # of the iteration under way
         device, vocab_size = target.device, target.vocab_size
         memory, on_logits = check_memory(self.method, target), self.method.num_beams == 1
         self._tables = RequestTables.empty(codec, vocab_size, self.catalogues, device, on_logits=on_logits)
@@ -124,7 +101,7 @@ class Engine:
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
         if graphs is not None:
             graphs.tell = self._tell
-        used = kernels_for(device, kernels)
+        ops = iteration_ops(device, kernels)
         self._caches = Caches(target, shared, large_steps=graphs is not None, moving=self._forget_graphs)
         self._stepper = Stepper(
             self._caches,
@@ -136,9 +113,8 @@ class Engine:
             lambda: self._stopping,
             self._tables.constraints,
         )
-        self._use_kernels(used)
+        self._use(ops)
         self._planner = planner_for(self.method)
-        self._names = self.method.drafter_names if "+" in self.method.drafter else ()
         self._scheduler = Scheduler(self._caches, self.method, batch_size)
         self._recovery = Recovery(self._scheduler, self._caches, self._drafter, self._leave_kernels, self._tell)
         self.observe(Observer())
@@ -205,7 +181,7 @@ class Engine:
 
     def observe(self, observer: Observer) -> None:
         """Tell the observer, and no other, what the engine does from now on."""
-        self._observer = self._stepper.observer = self._caches.observer = observer
+        self._stepper.observer = self._caches.observer = observer
 
     def stop(self) -> None:
         """Ask `run` to end, at the next layer that is drafted or after the iteration it is in, for good; requests that
@@ -281,13 +257,24 @@ class Engine:
         self._running = True
         self._caches.begin(share=self.share_prefixes)
         self._drafter.release()  # what it has read in an earlier run
-        queue = RequestQueue(source, self._encoder, results, self._observer)
+        loop = Loop(
+            self.method,
+            self.codec,
+            self._caches,
+            self._tables,
+            self._drafter,
+            self._stepper,
+            self._planner,
+            self._scheduler,
+            self._recovery,
+            stopping=lambda: self._stopping,
+            one_root=self.one_root,
+            log_steps=self.log_steps,
+            queue=RequestQueue(source, self._encoder, results, self._stepper.observer),
+            results=results,
+        )
         try:
-            while not self._stopping and not queue.finished:
-                self._scheduler.fill(queue)
-                yield from results.ready()
-                if queue.waiting:
-                    yield from self._decode(queue, results)
+            yield from loop.run()
         finally:
             self._running = False
 
@@ -296,101 +283,25 @@ class Engine:
         if self._stopping:
             raise UsageError("this engine was stopped and answers nothing any more: load another one")
 
-    def _decode(self, queue: RequestQueue, results: Results[Item]) -> Iterator[Item]:
-        """One batch, refilled as its rows finish, until it is empty, or has failed and is to begin anew."""
-        rows = min(len(queue.waiting), self._scheduler.rows)
-        batch = Batch(rows, self.method, self._caches, self._tables, keep_text=self._drafter.needs_text)
-        while not self._stopping and (queue.waiting or batch.running):
-            self._shape = None
-            try:
-                batch.admit(queue.waiting)
-                self._iterate(batch, results)
-            except Stopped:
-                return
-            except Exception as error:
-                running = [job for _, job in batch.running]
-                if not self._recovery.after(error, running, queue, self._planner, self._shape):
-                    raise
-                yield from results.ready()
-                return
-            self._scheduler.ran(batch)
-            yield from results.ready()
-            self._scheduler.refill(queue, batch)
-            yield from results.ready()
-            if queue.finished and (kept := batch.shrink()):
-                self._drafter.select(torch.tensor(kept, device=self.target.device))
-
-    def _iterate(self, batch: Batch, results: Results[object]) -> None:
-        """One iteration of all rows: choose the forest, run it, learn from it, hand out what is certain."""
-        running = batch.running
-        requests = [job.acceptance for _, job in running]
-        # D layers of K drafts: what promises most steps per second, and no deeper than what is left to generate
-        left = max(job.max_new - job.stats.steps for _, job in running)
-        reading = batch.reading()
-        shape = self._planner.choose(requests, reading).within(left)
-        certain = self._drafter.certain(batch.state.beams, *shape)
-        self._shape = shape = shape if certain is None else self._planner.cut(shape, certain)
-        read = PhaseTimer(events(self._caches.models[-1].device))
-        if shape.depth:
-            batch.read_prompts(read)
-        # static shapes: slots and a tail window for W + D*K nodes
-        sizes = batch.iteration_shape(shape, batch.reading(), narrow=self.one_root and self._stepper.graphs is None)
-        # draft the forest, one target forward over it, verify layer by layer, commit: Stepper.step
-        with current(self.target.device):
-            report = self._stepper.step(batch.state, sizes)
-            seconds = self._stepper.timer.seconds()
-        self._observer.iterated([job for _, job in running], sizes.nodes, seconds)
-        # how far each walk came, and how long it took, decides on the next forest
-        layers = [report.layers[row] for row, _ in running]
-        self._planner.observe(shape, requests, layers, seconds | read.seconds(), reading, self._stepper.steady)
-        for row, job in running:
-            counters = report.rows[row]
-            record_iteration(
-                job, counters, report.layers[row], seconds, len(running), sizes.nodes, self.log_steps, self._names
-            )
-            self._scheduler.steps += counters.steps
-            job.stats.draft_calls += report.draft_calls
-            job.used, job.trunk, job.drafted = counters.used, counters.trunk, counters.drafted
-        over = [row for row, _ in running if report.rows[row].invalid or report.rows[row].done]
-        if over:
-            self._hand_out(batch, over, report, results)
-        for row, job in batch.running:
-            results.progress(job, partial(common_tokens, batch.state, row))
-
-    def _hand_out(self, batch: Batch, rows: list[int], report: Report, results: Results[object]) -> None:
-        """Results of rows that are done, and errors of those whose model returned NaN. The rows are free then."""
-        jobs, state, grammars = dict(batch.running), batch.state, self._tables.grammars.compiler
-        for row in rows:
-            if report.rows[row].invalid:
-                self._caches.forget(row)
-        over = ended(state.finished, rows)
-        with self._observer.span("detokenise"):
-            found = {
-                row: broken(jobs[row])
-                if report.rows[row].invalid
-                else collect(one, row, jobs[row], self.codec, grammars, state.trace)
-                for row, one in zip(rows, over, strict=True)
-            }
-        for row, result in found.items():
-            results.put(jobs[row].number, result)
-        batch.remove(rows)
-
-    def _use_kernels(self, names: frozenset[str]) -> None:
-        self._stepper.kernels = names
+    def _use(self, ops: Ops) -> None:
+        """Run iterations by these operations from now on."""
+        self._stepper.ops = ops
         if self.info is not None:
-            self.info = replace(self.info, kernels=tuple(sorted(names)))
-        for model in (self.target, self._drafter.model):
-            if model is not None and hasattr(model, "use_kernels"):
-                model.use_kernels(names)
+            of_target = (one for one in self.info.ops if one[0] not in {own.op for own in ops.report})
+            self.info = replace(self.info, ops=(*of_target, *ops.facts))
+        for model in self.models:
+            if isinstance(model, KernelModel):
+                model.use_ops(ops)
 
     def _leave_kernels(self) -> bool:
         """Tensor code from now on, in layers as in iterations: a kernel that passed its trial cannot be compiled or
         launched at this shape. False where none was in use."""
-        used = bool(self._stepper.kernels)
-        self._use_kernels(frozenset())
+        ops = self._stepper.ops
+        used = bool(ops.by("triton"))
+        self._use(ops.without(*ITERATION, reason="a kernel failed"))
         draft = self.draft.model if isinstance(self.draft, BridgedDraft) else self.draft
         for model in {id(model): model for model in (self.target, draft)}.values():
-            if model is not None and hasattr(model, "leave_kernels"):
+            if isinstance(model, KernelModel):
                 used = model.leave_kernels() or used
         return used
 

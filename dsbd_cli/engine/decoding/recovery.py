@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
 from dsbd_cli.engine.drafting.base import Drafter
-from dsbd_cli.engine.iteration.devices import kernel_failed
 from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.planning.memory import out_of_memory
 from dsbd_cli.engine.planning.planner import Planner, Shape
 from dsbd_cli.errors import OutOfMemoryRowError
+from dsbd_cli.ops.select import kernel_failed
 from dsbd_cli.requests import RequestResult
 
 __all__ = ["Recovery"]

@@ -22,12 +22,13 @@ from dsbd_cli.engine.core.nodes import DraftLaw, LawScope, LayerNodes, at_nodes
 from dsbd_cli.engine.core.noise import extend_path
 from dsbd_cli.engine.core.pool import match_pairs
 from dsbd_cli.engine.core.sampler import Sampler
-from dsbd_cli.engine.core.slots import Layout, SlotTable
+from dsbd_cli.engine.core.slots import SlotTable
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.bridge.draft import AnyDraft
 from dsbd_cli.engine.drafting.text import Prompts
 from dsbd_cli.engine.protocols import ForestModel, TextCodec
 from dsbd_cli.errors import UsageError
+from dsbd_cli.ops.interface import Ops
 
 __all__ = [
     "DraftContext",
@@ -40,7 +41,6 @@ __all__ = [
     "following",
     "fuse",
     "record_law",
-    "roots",
 ]
 
 
@@ -94,44 +94,37 @@ class DraftContext:
     """One iteration as a drafter sees it.
 
     Attributes:
-        beams, table: live beams and slots. placed: of this iteration's nodes. sampler: how drafts are
-            drawn. drafts_end: an end token may be drafted.
-        warp, endings: the rows' settings. depth: D. drafts_per_layer: K. slots: S, active cache slots.
-        trash: slot absent nodes write to. row_key, iteration: [R] int64.
-        keys: [R, L, STREAMS] int64, stream keys, L > D. lag: most used slots of a row that the draft has not run, or
+        beams, table: live beams and slots. buffer: of this iteration's nodes, with the roots in it. sampler: how drafts
+            are drawn. drafts_end: an end token may be drafted.
+        warp, endings: the rows' settings. depth: D. drafts_per_layer: K. row_key, iteration: [R] int64.
+        lag: most used slots of a row that the draft has not run, or
             more. record_law: the layer laws Q are needed. prompts: only where the drafter reads the text (needs_text).
         stopping: the engine was asked to stop. legal: the constraints that act, None where there are none.
-        kernels: names of those in use. sheet: where they write the forest, for a drafter that says `on_sheet`; there is
-            no layout then.
+        ops: what serves.
     """
 
     beams: Beams
     table: SlotTable
-    placed: Layout | None
+    buffer: ForestBuffer
     sampler: Sampler
     drafts_end: bool
     warp: Warp
     endings: Endings
     depth: int
     drafts_per_layer: int
-    slots: int
-    trash: int
     row_key: Tensor
     iteration: Tensor
-    keys: Tensor
     lag: int
     record_law: bool
     prompts: Prompts | None = None
     stopping: Callable[[], bool] = lambda: False
     legal: Legal | None = None
-    kernels: frozenset[str] = frozenset()
-    sheet: ForestBuffer | None = None
+    ops: Ops | None = None
 
     @property
-    def layout(self) -> Layout:
-        """Where this iteration's nodes stand."""
-        assert self.placed is not None, "a sheet knows it"
-        return self.placed
+    def keys(self) -> Tensor:
+        """[R, D + 1, STREAMS] int64, stream keys."""
+        return self.buffer.keys
 
 
 class Drafter(Protocol):
@@ -143,14 +136,14 @@ class Drafter(Protocol):
         on_host: the drafter works on the host, so an iteration cannot be captured as a CUDA graph.
         calls: how many draft forwards the last proposal took.
         needs_text: it reads context.prompts.
-        on_sheet: its forest can be written by kernels.
+        by_kernel: its forest can be written by kernels.
     """
 
     model: ForestModel | None = None
     on_host: bool = False
     calls: int = 0
     needs_text: bool = False
-    on_sheet: bool = False
+    by_kernel: bool = False
 
     def propose(self, context: DraftContext) -> Forest:
         """Roots and D layers of K nodes."""
@@ -182,30 +175,6 @@ class Drafter(Protocol):
         return
 
 
-def roots(context: DraftContext) -> LayerNodes:
-    """Layer 0: the beams' pending tokens. Root weights are the target's."""
-    beams = context.beams
-    if context.sheet is not None:
-        return context.sheet.layer(0)
-    rows, width = beams.token.shape
-    index = torch.arange(width, device=beams.token.device).expand(rows, width)
-    return LayerNodes(
-        token=beams.token,
-        parent=index,
-        root=index,
-        path=beams.path,
-        stop_state=beams.stop_state,
-        valid=beams.valid,
-        ends=torch.zeros_like(beams.valid),
-        sampled=torch.zeros_like(beams.valid),
-        weight=beams.weight,
-        path_tokens=torch.zeros(rows, width, context.depth, dtype=torch.int64, device=beams.token.device),
-        ancestors=beams.ancestors | context.layout.own[:, :width],
-        source=torch.zeros_like(index),
-        legal_state=None if context.legal is None else beams.legal_state,
-    )
-
-
 @dataclass(slots=True)
 class LayerDrafts:
     """The nodes proposed for one layer, before they are part of a forest: sampled ones first, in draw order.
@@ -223,11 +192,14 @@ class LayerDrafts:
     weight: Tensor
 
 
-def children(context: DraftContext, forest: Forest, layer: int, drafts: LayerDrafts) -> LayerNodes:
-    """Nodes of layer + 1 below the nodes of `layer`. The drafts must be m = K (context.drafts_per_layer) wide: pad with
-    invalid ones. Invalid drafts may hold any token in 0 .. V-1 and any parent in 0 .. n-1. An illegal draft is invalid.
+def children(
+    context: DraftContext, forest: Forest, layer: int, drafts: LayerDrafts, law: DraftLaw | None = None
+) -> LayerNodes:
+    """Write layer + 1 of the forest, below the nodes of `layer`, and return its nodes. law: that they came from.
 
-    Every layer comes by here, so here the iteration ends where the engine was asked to stop. Raises Stopped.
+    The drafts must be m = K (context.drafts_per_layer) wide: pad with invalid ones. Invalid drafts may hold any token
+    in 0 .. V-1 and any parent in 0 .. n-1. An illegal draft is invalid. Every layer comes by here, so here the
+    iteration ends where the engine was asked to stop. Raises Stopped.
     """
     if context.stopping():
         raise Stopped
@@ -235,10 +207,9 @@ def children(context: DraftContext, forest: Forest, layer: int, drafts: LayerDra
     assert above.shape[1] == forest.drafts_per_layer
     path_tokens = at_nodes(nodes.path_tokens, above)
     path_tokens[:, :, layer] = token
-    first = forest.offset(layer + 1)
     state = nodes.stop_state.gather(1, above)
     legal_state = None if context.legal is None else following(context, nodes, above, token)
-    return LayerNodes(
+    made = LayerNodes(
         token=token,
         parent=above + forest.offset(layer),
         root=nodes.root.gather(1, above),
@@ -249,10 +220,13 @@ def children(context: DraftContext, forest: Forest, layer: int, drafts: LayerDra
         sampled=drafts.sampled,
         weight=drafts.weight,
         path_tokens=path_tokens,
-        ancestors=at_nodes(nodes.ancestors, above) | context.layout.own[:, first : first + above.shape[1]],
+        ancestors=at_nodes(nodes.ancestors, above) | forest.buffer.own(layer + 1),
         source=torch.zeros_like(token),
         legal_state=legal_state,
     )
+    assert layer + 1 == len(forest.buffer.written), "a buffer holds one forest"
+    forest.buffer.written.append(made)
+    return forest.add(law)
 
 
 def following(context: DraftContext, nodes: LayerNodes, above: Tensor, token: Tensor) -> Tensor:

@@ -10,11 +10,10 @@ from dsbd_cli.engine.constraints.legal import NodePaths
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import pool_law
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.forest_buffer import ForestBuffer, warp_flags, warp_tensors
+from dsbd_cli.engine.core.forest_buffer import warp_flags, warp_tensors
 from dsbd_cli.engine.core.nodes import DraftLaw
 from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
-from dsbd_cli.engine.core.slots import lagging
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import (
     DraftContext,
@@ -24,7 +23,6 @@ from dsbd_cli.engine.drafting.base import (
     Stopped,
     children,
     record_law,
-    roots,
 )
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
@@ -37,12 +35,11 @@ MERGED_LAG = 16  # more late tokens than this get a forward of their own, withou
 class NoDrafter(Drafter):
     """No drafts: the forest is the roots alone, and decoding is plain beam sampling or beam search."""
 
-    on_sheet = True
+    by_kernel = True
 
     def propose(self, context: DraftContext) -> Forest:
         """Only layer 0."""
-        beams = context.beams
-        return Forest(beams.token.shape[1], 0, [roots(context)], sheet=context.sheet)
+        return Forest(context.buffer)
 
 
 class BeamDrafter(Drafter):
@@ -55,45 +52,31 @@ class BeamDrafter(Drafter):
         self.model = model
         self.vocab_size = vocab_size
         self._ids = head_ids(model, vocab_size)
-        self.on_sheet = type(self).drafts is BeamDrafter.drafts  # others write their layers themselves
+        self.by_kernel = type(self).drafts is BeamDrafter.drafts  # others write their layers themselves
 
     def propose(self, context: DraftContext) -> Forest:
         """D draft forwards: the first takes the roots (and tokens the draft has not run), each further one a layer."""
-        sheet = context.sheet
-        forest = Forest(context.beams.token.shape[1], context.drafts_per_layer, [roots(context)], sheet=sheet)
+        forest = Forest(context.buffer)
         for layer in range(context.depth):
             logits = self.forward(context, forest, layer)
-            if sheet is not None:
-                forest.laws.append(self._extend(context, sheet, forest, layer, logits))
-                forest.layers.append(sheet.layer(layer + 1))
-                continue
-            drafts, law = self.drafts(context, forest, layer, logits, context.drafts_per_layer)
-            forest.layers.append(children(context, forest, layer, drafts))
-            forest.laws.append(law)
+            if context.buffer.kernel is not None:
+                self._extend(context, forest, layer, logits)
+            else:
+                drafts, law = self.drafts(context, forest, layer, logits, context.drafts_per_layer)
+                children(context, forest, layer, drafts, law)
         self.calls = draft_calls(context)
         return forest
 
     def forward(self, context: DraftContext, forest: Forest, layer: int) -> DraftLogits:
         """Draft logits of one layer's nodes."""
-        nodes, table, first = forest.layers[layer], context.table, forest.offset(layer)
-        count = nodes.token.shape[1]
-        if context.sheet is not None:
-            behind = layer == 0 and context.lag > 0
-            own = context.sheet.late() if behind else context.sheet.input(first, count)
-            logits = run(self.model, own, nodes.token.device)
-            assert logits is not None
-            return DraftLogits.of(logits[:, -count:], self._ids, self.vocab_size)
-        slots = context.layout.slots[:, first : first + count]
-        mask = context.layout.mask(nodes.ancestors)
-        here = table.positions[:, : context.slots]
-        batch = ForestInput(nodes.token, table.positions.gather(1, slots), slots, mask, here)
-        if layer == 0 and context.lag:
-            late = _late(context)
-            if context.lag > MERGED_LAG:
-                run(self.model, late, nodes.token.device, logits=False)
-            else:
-                batch = _joined(late, batch)
-        logits = run(self.model, batch, nodes.token.device)
+        nodes, buffer = forest.layers[layer], context.buffer
+        device, count = nodes.token.device, nodes.token.shape[1]
+        behind = layer == 0 and context.lag > 0
+        if behind and context.lag > MERGED_LAG:
+            run(self.model, buffer.late(), device, logits=False)
+            behind = False
+        batch = buffer.late_and_roots() if behind else buffer.input(layer)
+        logits = run(self.model, batch, device)
         assert logits is not None
         return DraftLogits.of(logits[:, -count:], self._ids, self.vocab_size)
 
@@ -125,9 +108,7 @@ class BeamDrafter(Drafter):
         )
         return drafts, record_law(candidates, log_q, index, valid) if context.record_law else None
 
-    def _extend(
-        self, context: DraftContext, sheet: ForestBuffer, forest: Forest, layer: int, logits: DraftLogits
-    ) -> DraftLaw | None:
+    def _extend(self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits) -> None:
         """`drafts` and `children` by a kernel. Raises Stopped where the engine was asked to stop."""
         if context.stopping():
             raise Stopped
@@ -135,8 +116,9 @@ class BeamDrafter(Drafter):
         endings, warp = context.endings, context.warp
         flags = warp_flags(warp, stops=endings.stops.used, warps=context.sampler.random)
         tables = [endings.eos, endings.stops.table]
-        sheet.extend(layer, candidates, tables, warp_tensors(warp), flags, context.record_law)
-        return sheet.drafted_law(layer, candidates)
+        buffer = context.buffer
+        buffer.extend(layer, candidates, tables, warp_tensors(warp), flags, context.record_law)
+        forest.add(buffer.drafted_law(layer, candidates))
 
 
 def draft_calls(context: DraftContext) -> int:
@@ -150,32 +132,10 @@ def draft_candidates(context: DraftContext, forest: Forest, layer: int, logits: 
     room = context.sampler.candidates(forest.num_beams, 1, context.warp, logits.width)
     room = room.at_least(min(context.drafts_per_layer + 8, logits.width))
     legal = None if context.legal is None else context.legal.of(NodePaths.of(forest, context.beams, layer))
-    candidates = logits.candidates(room, legal, kernel="candidates" in context.kernels)
-    if context.sheet is None:  # `extend` takes NaN for impossible by itself
+    candidates = logits.candidates(room, legal, context.ops)
+    if context.buffer.kernel is None:  # `extend` takes NaN for impossible by itself
         candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEG_INF, neginf=NEG_INF)
     return candidates
-
-
-def _late(context: DraftContext) -> ForestInput:
-    """The slots in use that the draft has not run (and a few that it has, to fill the shape)."""
-    table = context.table
-    behind, mask = lagging(table, context.layout, context.beams.ancestors, context.lag)
-    known = behind.clamp(min=0)
-    return ForestInput(
-        tokens=table.tokens.gather(1, known),
-        positions=table.positions.gather(1, known),
-        slots=torch.where(behind >= 0, behind, context.trash),
-        mask=mask,
-        slot_positions=table.positions[:, : context.slots],
-    )
-
-
-def _joined(first: ForestInput, then: ForestInput) -> ForestInput:
-    """Both in one forward."""
-    tokens, positions, slots, mask = (
-        torch.cat((getattr(first, name), getattr(then, name)), 1) for name in ("tokens", "positions", "slots", "mask")
-    )
-    return ForestInput(tokens, positions, slots, mask, then.slot_positions)
 
 
 def run(model: ForestModel, batch: ForestInput, device: torch.device, *, logits: bool = True) -> Tensor | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from dsbd_cli.engine.core.candidates import CandidateCount, Candidates, LegalTokens, top_candidates
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.protocols import ForestModel
+from dsbd_cli.ops.interface import Ops
 
 __all__ = ["DraftLogits", "head_ids"]
 
@@ -52,9 +53,9 @@ class DraftLogits:
         wide = self.values.new_full((*self.values.shape[:-1], self.vocab_size), NEG_INF)
         return wide.index_copy_(-1, self.ids, self.values)
 
-    def candidates(self, room: CandidateCount, legal: LegalTokens | None = None, *, kernel: bool = False) -> Candidates:
+    def candidates(self, room: CandidateCount, legal: LegalTokens | None = None, ops: Ops | None = None) -> Candidates:
         """Return top_candidates of `wide`, but for the last bits of the logits' sum."""
         if self.ids is None or room.count >= self.values.shape[-1] or legal is not None:
-            return top_candidates(self.wide(), room, legal, kernel=kernel)
-        found = top_candidates(self.values, room, kernel=kernel)
+            return top_candidates(self.wide(), room, legal, ops)
+        found = top_candidates(self.values, room, ops=ops)
         return Candidates(self.ids[found.tokens], found.logprobs, full=False)

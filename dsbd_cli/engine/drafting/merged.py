@@ -14,7 +14,7 @@ from torch import Tensor
 from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.topk import NEG_INF
-from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, fuse, roots
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, fuse
 from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_calls
 from dsbd_cli.engine.drafting.paths import PathDrafter, PathTree
 
@@ -38,7 +38,7 @@ class FusionDrafter(Drafter):
     def propose(self, context: DraftContext) -> Forest:
         """Both forests in one; the first has at least K - share nodes of a layer to itself."""
         first, count = self._first, context.drafts_per_layer
-        forest = Forest(context.beams.token.shape[1], count, [roots(context)])
+        forest = Forest(context.buffer)
         self.calls = draft_calls(context) if isinstance(first, BeamDrafter) else 0
         if context.depth == 0:
             return forest
@@ -57,10 +57,7 @@ class FusionDrafter(Drafter):
                 tree.follow()
             fused, place = fuse(drafts, looked_up, priority, count)
             other.follow(place)
-            nodes = children(context, forest, layer, fused)
-            nodes.source[:, own:] = 1
-            forest.layers.append(nodes)
-            forest.laws.append(law)
+            children(context, forest, layer, fused, law).source[:, own:] = 1
         return forest
 
 

@@ -21,7 +21,7 @@ from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.sampler import largest
 from dsbd_cli.engine.core.topk import NEG_INF, best_tokens
-from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, children, following, roots
+from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, children, following
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.text import contexts, suffix
 
@@ -139,8 +139,8 @@ class NgramDrafter(PathDrafter):
     def propose(self, context: DraftContext) -> Forest:
         """The K best pairs of every layer."""
         assert context.prompts is not None
-        beams, count = context.beams, context.drafts_per_layer
-        forest = Forest(beams.token.shape[1], count, [roots(context)])
+        beams = context.beams
+        forest = Forest(context.buffer)
         if context.depth == 0:
             return forest
         text, length = contexts(context.prompts, beams)
@@ -154,8 +154,7 @@ class NgramDrafter(PathDrafter):
             at = (nodes.root.unsqueeze(-1) * width + place).clamp(min=0).flatten(1)
             guess = torch.where(start >= 0, flat.gather(1, at).view_as(start), NO_TOKEN)
             drafts = self._draws(context, nodes, layer, guess)
-            forest.layers.append(children(context, forest, layer, drafts))
-            forest.laws.append(None)
+            children(context, forest, layer, drafts)
             # a child follows the place that guessed its token, else the best place
             above = drafts.above.unsqueeze(-1).expand(-1, -1, start.shape[2])
             followed = start.gather(1, above)

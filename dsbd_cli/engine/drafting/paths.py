@@ -14,7 +14,7 @@ from dsbd_cli.engine.constraints.legal import DEAD
 from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.topk import NEG_INF
-from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, following, roots
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, following
 
 __all__ = ["PathDrafter", "PathTree", "Paths", "beam_share"]
 
@@ -96,16 +96,15 @@ class PathDrafter(Drafter):
 
     def propose(self, context: DraftContext) -> Forest:
         """The K heaviest nodes of every layer."""
-        beams, count = context.beams, context.drafts_per_layer
-        forest = Forest(beams.token.shape[1], count, [roots(context)])
+        count = context.drafts_per_layer
+        forest = Forest(context.buffer)
         if context.depth == 0:
             return forest
         tree = PathTree(self.paths(context))
         for layer in range(context.depth):
             drafts = tree.drafts(context, forest, layer, count)
             tree.follow()
-            forest.layers.append(children(context, forest, layer, drafts))
-            forest.laws.append(None)
+            children(context, forest, layer, drafts)
         return forest
 
 

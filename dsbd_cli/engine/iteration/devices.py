@@ -1,12 +1,11 @@
-"""Services that an engine takes from the device it runs on: marks of time, the current stream, captured iterations."""
+"""Services that an engine takes from the device it runs on: marks of time, the current stream, captured iterations,
+operations."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from subprocess import CalledProcessError
 
 import torch
 
@@ -15,10 +14,10 @@ from dsbd_cli.engine.iteration.iteration import DeviceReport
 from dsbd_cli.engine.planning.timing import Event
 from dsbd_cli.engine.protocols import ForestModel
 from dsbd_cli.errors import UsageError
-from dsbd_cli.ops.triton import available
-from dsbd_cli.ops.triton.trial import faults
+from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.select import ITERATION, ops_for, triton_missing
 
-__all__ = ["captures", "current", "events", "kernel_failed", "kernels_for", "left_out"]
+__all__ = ["captures", "current", "events", "iteration_ops"]
 
 
 def events(device: torch.device) -> Callable[[], Event] | None:
@@ -56,42 +55,15 @@ def captures(models: Sequence[ForestModel], on_host: bool, wanted: bool | None) 
     )
 
 
-KERNELS = frozenset({"candidates", "commit", "draft", "move", "walk"})
+def iteration_ops(device: torch.device, kernels: bool | None) -> Ops:
+    """Return what serves the iterations of an engine. kernels: of a GPU; None: where there is one.
 
-
-def kernels_for(device: torch.device, wanted: bool | None) -> frozenset[str]:
-    """Names of the kernels that an engine on this device runs; none without triton. wanted: None where there is a GPU.
-
-    Raises UsageError where they are asked for and cannot be. triton's interpreter runs them on any device, for tests.
+    Raises UsageError where they are asked for and cannot be.
     """
-    possible = available() and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
-    if wanted and not possible:
+    if kernels and triton_missing(device) is not None:
         raise UsageError(
             f"kernels cannot be had: they need a GPU and the package triton, and the target is on {device}",
             field="kernels",
-            value=wanted,
+            value=kernels,
         )
-    if not possible or wanted is False or (wanted is None and device.type != "cuda"):
-        return frozenset()
-    return KERNELS - faults(device).keys() if device.type == "cuda" else KERNELS
-
-
-def kernel_failed(error: Exception) -> bool:
-    """triton could not compile or launch a kernel, or its C compiler failed."""
-    own = type(error).__module__.partition(".")[0] == "triton"
-    return own or isinstance(error, CalledProcessError) or "Triton Error" in str(error)
-
-
-def left_out(device: torch.device, wanted: bool | None) -> tuple[str, ...]:
-    """Which kernels do not run because they do not do on this device what their twins do; a line per kind of fault."""
-    if device.type != "cuda" or wanted is False:
-        return ()
-    alike: dict[str, list[str]] = {}
-    for name, fault in faults(device).items():
-        alike.setdefault(fault, []).append(name)
-    return tuple(
-        f"the kernel {names[0]} is left out, and tensor code runs in its place: it {fault}"
-        if len(names) == 1
-        else f"the kernels {', '.join(names)} are left out, and tensor code runs in their place: each {fault}"
-        for fault, names in alike.items()
-    )
+    return ops_for(device, torch.float32, ITERATION, kernels=kernels)

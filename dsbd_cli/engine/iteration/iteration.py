@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -14,19 +15,18 @@ from dsbd_cli.engine.constraints.legal import FREE, Legal, NodePaths
 from dsbd_cli.engine.constraints.stops import NO_STOPS
 from dsbd_cli.engine.core.candidates import CandidateCount, Candidates, LegalTokens, top_candidates
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.forest_buffer import ForestBuffer
-from dsbd_cli.engine.core.noise import stream_keys
-from dsbd_cli.engine.core.slots import Layout
+from dsbd_cli.engine.core.forest_buffer import ForestBuffer, ForestSizes
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, Endings
 from dsbd_cli.engine.drafting.beam import MERGED_LAG, run
 from dsbd_cli.engine.iteration.commit_beams import best_only, commit_beams, pack_counters
 from dsbd_cli.engine.iteration.finished import Live
-from dsbd_cli.engine.iteration.iteration_kernels import committed, fits_commit, fits_sheet, fits_walk, walked
+from dsbd_cli.engine.iteration.iteration_kernels import committed, walk_kernel, walked
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.verify_forest import VerifiedForest, walk
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.engine.verify.base import Rule
+from dsbd_cli.ops.interface import Ops
 
 __all__ = ["DeviceReport", "Iteration", "IterationShape"]
 
@@ -74,7 +74,7 @@ class Iteration:
 
     Attributes:
         state: the batch; the commit rebinds its tensors. shape: its sizes. legal: the constraints that act, if any.
-        caches, drafter, rule, endings: of the engine. kernels: names of those in use.
+        caches, drafter, rule, endings: of the engine. ops: what serves its steps.
         last_position: the largest that both models have. stopping: the engine was asked to stop.
         observer: is told what happens.
         report: what stays.
@@ -89,7 +89,7 @@ class Iteration:
     drafter: Drafter
     rule: Rule
     endings: Endings
-    kernels: frozenset[str]
+    ops: Ops
     last_position: int
     stopping: Callable[[], bool]
     observer: Observer
@@ -124,17 +124,20 @@ class Iteration:
         self.candidates = self.best_tokens()
         self.drafter.learn(forest, self.candidates)
         given = state, forest, self.candidates, self.rule, self.endings, self.context.keys
-        looking = self.observer if self.observer.looks else None
-        self.outcome = walked(*given) if self.kernel_walks() else walk(*given, looking)
+        kernel = None if self.observer.looks else walk_kernel(self.ops, state, forest, self.candidates)
+        if kernel is not None:
+            self.outcome = walked(kernel, *given)
+        else:
+            self.outcome = walk(*given, self.observer if self.observer.looks else None)
 
     def commit(self) -> None:
         """4. Commit: the final beams become the live ones, and both caches keep only their ancestors."""
         state, forest, outcome, table = self.state, self.forest, self.outcome, self.state.table
         live = best_only(outcome.live) if state.method.memory_saving else outcome.live
         self._trace(live)
-        if "commit" in self.kernels and fits_commit(state):
+        if (kernel := self.ops.commit(state.finished.score.shape[1], state.beams.ancestors.shape[2])) is not None:
             counters = pack_counters(state, outcome) if outcome.report is None else outcome.report
-            source, target = committed(state, forest, live, counters, self.endings)
+            source, target = committed(kernel, state, forest, live, counters, self.endings)
         else:
             source, target = commit_beams(state, forest, outcome, live, self.endings)
             counters = pack_counters(state, outcome)
@@ -155,107 +158,66 @@ class Iteration:
             # any number of tokens may complete a stop string, but only of the rows that have one
             own = torch.where(self.forest.flat.stop_state == NO_STOPS, room.count, vocabulary)
             room = CandidateCount(vocabulary, own, room.count)
-        return top_candidates(self.logits, room, self.legal_tokens, kernel="candidates" in self.kernels)
-
-    def kernel_walks(self) -> bool:
-        """Whether the kernel verifies."""
-        return (
-            "walk" in self.kernels and not self.observer.looks and fits_walk(self.state, self.forest, self.candidates)
-        )
+        return top_candidates(self.logits, room, self.legal_tokens, self.ops)
 
     def _context(self) -> DraftContext:
         """Where the nodes will stand and which noise they are drawn with, for the drafter."""
         state, shape, table = self.state, self.shape, self.state.table
-        sheet = self._sheet()
-        layout = self._layout() if sheet is None else None
-        keys = stream_keys(state.row_key, state.iteration, shape.depth + 1) if sheet is None else sheet.keys
         return DraftContext(
             beams=state.beams,
             table=table,
-            placed=layout,
+            buffer=self._buffer(),
             sampler=self.rule.sampler,
             drafts_end=self.rule.drafts_end,
             warp=state.warp,
             endings=self.endings,
             depth=shape.depth,
             drafts_per_layer=shape.drafts_per_layer,
-            slots=shape.slots,
-            trash=table.positions.shape[1] - 1,
             row_key=state.row_key,
             iteration=state.iteration,
-            keys=keys,
             lag=shape.lag,
             record_law=self.rule.needs_law or state.method.dynamic or self.observer.looks,
             prompts=state.prompts,
             stopping=self.stopping,
             legal=self.legal,
-            kernels=self.kernels,
-            sheet=sheet,
+            ops=self.ops,
         )
 
-    def _layout(self) -> Layout:
-        """Slots of the nodes, whose positions are written into the table."""
-        beams, shape, table = self.state.beams, self.shape, self.state.table
-        layer_of = torch.arange(shape.nodes, device=table.used.device) - shape.beams
-        layer_of = torch.div(layer_of, shape.drafts_per_layer, rounding_mode="floor") + 1
-        layer_of[: shape.beams] = 0
-        # drafts past the last position can never be taken, but must be embeddable
-        positions = (beams.depth.unsqueeze(1) + layer_of).clamp(max=self.last_position)
-        layout = Layout.of(table, shape.nodes, beams.ancestors.shape[-1], shape.slots)
-        table.positions.scatter_(1, layout.slots, positions)
-        return layout
-
-    def _sheet(self) -> ForestBuffer | None:
-        """Where kernels write this iteration's forest, with its roots; None where tensor code makes it."""
-        if "draft" not in self.kernels or self.legal is not None or not self.drafter.on_sheet or self.observer.looks:
-            return None
-        state, shape, method = self.state, self.shape, self.state.method
-        model = self.drafter.model
-        width = 0 if model is None else min(model.vocab_size, self.caches.target.vocab_size)
-        room = self.rule.sampler.candidates(method.num_beams, 1, state.warp, width).at_least(
-            min(shape.drafts_per_layer + 8, width)
-        )
-        late = shape.lag if shape.depth else 0
-        if late > MERGED_LAG or (
-            shape.depth
-            and not fits_sheet(
-                method.rule, max(shape.beams, shape.drafts_per_layer), shape.drafts_per_layer, min(room.count, width)
-            )
-        ):
-            return None
-        return ForestBuffer.begin(
-            method.rule,
-            state.beams,
-            state.table,
-            (state.row_key, state.iteration),
-            layers=shape.depth,
-            drafts=shape.drafts_per_layer,
-            slots=shape.slots,
-            late=late,
+    def _buffer(self) -> ForestBuffer:
+        """Memory of this iteration's nodes, with the roots in it."""
+        state, shape = self.state, self.shape
+        sizes = ForestSizes(
+            shape.beams,
+            shape.drafts_per_layer,
+            shape.depth,
+            shape.slots,
+            late=shape.lag if shape.depth else 0,
             last_position=self.last_position,
         )
+        noise, kernel = (state.row_key, state.iteration), self._draft_kernel(sizes)
+        legal = self.legal is not None
+        return ForestBuffer.begin(state.method.rule, sizes, state.beams, state.table, noise, kernel=kernel, legal=legal)
+
+    def _draft_kernel(self, sizes: ForestSizes) -> ModuleType | None:
+        """Return the kernels that write the forest; None where tensor code does."""
+        if self.legal is not None or not self.drafter.by_kernel or self.observer.looks or sizes.late > MERGED_LAG:
+            return None
+        if not sizes.layers:
+            return self.ops.draft()
+        method, model, drafts = self.state.method, self.drafter.model, sizes.drafts
+        width = 0 if model is None else min(model.vocab_size, self.caches.target.vocab_size)
+        room = self.rule.sampler.candidates(method.num_beams, 1, self.state.warp, width)
+        room = room.at_least(min(drafts + 8, width))
+        return self.ops.draft(method.rule, max(sizes.roots, drafts), drafts, min(room.count, width))
 
     def _target_input(self) -> ForestInput:
         """All nodes, as the target reads them."""
-        state, shape, context, prompt = self.state, self.shape, self.context, None
+        state, shape, prompt = self.state, self.shape, None
         if self.caches.target.device.type != "cpu":
             # the trunk, which is there; where bits are promised the prompt without its last token, which is the root
             prompt = state.table.trunk if shape.settled is None else state.beams.depth - state.beams.length
-        if context.sheet is not None:
-            batch = context.sheet.input(0, shape.nodes)
-            return replace(batch, settled=shape.settled, tail=shape.tail, prompt=prompt)
-        table, nodes, at = state.table, self.forest.flat, context.layout.slots
-        table.tokens.scatter_(1, at, nodes.token)
-        return ForestInput(
-            tokens=nodes.token,
-            positions=table.positions.gather(1, at),
-            slots=at,
-            mask=context.layout.mask(nodes.ancestors),
-            slot_positions=table.positions[:, : context.slots],
-            settled=shape.settled,
-            tail=shape.tail,
-            prompt=prompt,
-        )
+        batch = self.forest.buffer.input()
+        return replace(batch, settled=shape.settled, tail=shape.tail, prompt=prompt)
 
     def _trace(self, live: Live) -> None:
         """Keep the log-probabilities of this iteration's tokens, for rows that ask for them."""

@@ -1,9 +1,9 @@
-"""Where the kernels of an iteration stand in for tensor functions: `walked` for walk.walk, `committed` for the commit.
-
-Each has a `fits_...` that says in one place when the kernel serves. The tensor code stays the specification.
-"""
+"""Kernels of an iteration, called on its state: `walked` does what verify_forest.walk does, `committed` what
+commit_beams does. ops/select.py says where they serve; the tensor code stays the specification."""
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -17,36 +17,32 @@ from dsbd_cli.engine.iteration.finished import Live
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.verify_forest import VerifiedForest
 from dsbd_cli.engine.verify.base import Rule
+from dsbd_cli.ops.interface import Ops
 
-__all__ = ["committed", "fits_commit", "fits_sheet", "fits_walk", "walked"]
-
-
-def fits_sheet(rule: str, nodes: int, drafts: int, candidates: int) -> bool:
-    """Whether `begin` and `extend` can write a forest: nodes of a layer, drafts below it, candidates of each node."""
-    from dsbd_cli.ops.triton import draft, law
-
-    return rule in law.RULES and draft.fits(nodes, drafts, candidates)
+__all__ = ["committed", "walk_kernel", "walked"]
 
 
-def fits_walk(state: BatchState, forest: Forest, candidates: Candidates) -> bool:
-    """Whether the kernel can walk. It has the rules coupled, search and rejection at a fixed width; rejection compares
-    with laws that `extend` recorded."""
-    from dsbd_cli.ops.triton import walk as kernel
-
+def walk_kernel(ops: Ops, state: BatchState, forest: Forest, candidates: Candidates) -> ModuleType | None:
+    """Return the kernel that verifies such a forest, None where tensor code does. It has the rules coupled, search and
+    rejection at a fixed width; rejection compares with laws that `extend` recorded."""
     method = state.method
-    if method.dynamic or (method.rule == "rejection" and forest.depth and not (forest.sheet and forest.sheet.law)):
-        return False
+    if method.dynamic or (method.rule == "rejection" and forest.depth and not forest.buffer.law):
+        return None
     drafts, roots, width = forest.drafts_per_layer, forest.num_beams, candidates.tokens.shape[2]
-    return kernel.fits(method.num_beams, roots, width, drafts, method.rule)
+    return ops.walk(method.num_beams, roots, width, drafts, method.rule)
 
 
 def walked(
-    state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, endings: Endings, keys: Tensor
+    kernel: ModuleType,
+    state: BatchState,
+    forest: Forest,
+    candidates: Candidates,
+    rule: Rule,
+    endings: Endings,
+    keys: Tensor,
 ) -> VerifiedForest:
     """Do what verify_forest.walk does, with a kernel. Updates `state.finished` in place; counters of layers that were
     not reached are 0, but for what was drafted."""
-    from dsbd_cli.ops.triton import walk as kernel
-
     beams, finished, limits, flat = state.beams, state.finished, state.limits, forest.flat
     (rows, width), depth = finished.score.shape, forest.depth
 
@@ -59,7 +55,6 @@ def walked(
         logprob=new(width, dtype=real),
     )
     before, report = new(depth + 1, width), new(kernel.FIRST + depth * kernel.COLUMNS)
-    sheet = forest.sheet
     kernel.walk(
         [candidates.tokens.contiguous(), candidates.logprobs.contiguous()],
         [flat.path, flat.stop_state, flat.parent, flat.token, flat.valid, flat.source, flat.sampled],
@@ -72,7 +67,7 @@ def walked(
         warp_tensors(state.warp),
         [state.active, limits.max_new, limits.length_penalty, limits.early],
         keys,
-        sheet.law if sheet is not None and state.method.rule == "rejection" else [],
+        forest.buffer.law if state.method.rule == "rejection" else [],
         [live.parent, live.token, live.node, live.valid, live.weight, live.logprob, before, report],
         forest.drafts_per_layer,
         state.method.rule,
@@ -85,18 +80,11 @@ def walked(
     )
 
 
-def fits_commit(state: BatchState) -> bool:
-    """Whether the kernel can commit."""
-    from dsbd_cli.ops.triton import commit
-
-    return commit.fits(state.finished.score.shape[1], state.beams.ancestors.shape[2])
-
-
-def committed(state: BatchState, forest: Forest, live: Live, report: Tensor, endings: Endings) -> tuple[Tensor, Tensor]:
+def committed(
+    kernel: ModuleType, state: BatchState, forest: Forest, live: Live, report: Tensor, endings: Endings
+) -> tuple[Tensor, Tensor]:
     """Make the final beams the live ones and order their slots, all in place where the number of beams is the same.
     Returns source and target [R, T] of the slots that the caches have to move. report: gets what the table says."""
-    from dsbd_cli.ops.triton import commit as kernel
-
     beams, table, finished, flat = state.beams, state.table, state.finished, forest.flat
     history, window, width = beams.history, beams.ancestors.shape[2], live.token.shape[1]
     if beams.token.shape[1] != width:

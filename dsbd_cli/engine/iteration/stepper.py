@@ -18,6 +18,7 @@ from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.engine.verify.base import Rule
+from dsbd_cli.ops.interface import Ops
 
 __all__ = ["Stepper", "read_report"]
 
@@ -37,11 +38,11 @@ class Stepper:
         graphs: IterationGraphs[DeviceReport] | None = None,
         stopping: Callable[[], bool] = lambda: False,
         constraints: Sequence[Constraint] = (),
-        kernels: frozenset[str] = frozenset(),
+        ops: Ops | None = None,
     ) -> None:
         """graphs: where iterations are captured; None runs them plainly. stopping: an iteration is to end in its
-        middle, by raising Stopped. constraints: of the rows' answers. kernels: names of those in use."""
-        self.caches, self.drafter, self.kernels = caches, drafter, kernels
+        middle, by raising Stopped. constraints: of the rows' answers. ops: what serves; None: plain torch."""
+        self.caches, self.drafter, self.ops = caches, drafter, ops or Ops()
         self.rule, self.endings, self.timer, self.graphs = rule, endings, timer, graphs
         self.stopping, self.constraints = stopping, constraints
         self.steady = True
@@ -80,7 +81,7 @@ class Stepper:
             drafter=self.drafter,
             rule=self.rule,
             endings=self.endings,
-            kernels=self.kernels,
+            ops=self.ops,
             last_position=self.last_position,
             stopping=self.stopping,
             observer=self.observer,

@@ -254,53 +254,26 @@ def _graphs(pair: LoadedPair) -> tuple[State, str, Facts]:
 
 
 def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
-    from dsbd_cli.engine.iteration.devices import kernels_for, left_out
-    from dsbd_cli.ops.triton import available
-    from dsbd_cli.ops.triton.trial import faults, kernels
+    """Tell what serves each operation of the target and of an iteration: state, sentence and facts."""
+    from dsbd_cli.engine.iteration.devices import iteration_ops
+    from dsbd_cli.ops.select import left_out
 
-    device = pair.target.device
-    if device.type != "cuda" or not available():
-        return _processor_kernels(pair) if device.type == "cpu" else ("off", f"triton does not run on {device}", {})
-    tried, wrong = sorted(kernels()), faults(device)
-    layers = _layer_kernels(pair.target)
-    facts: Facts = {"tried": tried, "left_out": wrong, "in_use": sorted(kernels_for(device, None)), "layers": layers}
-    equal = ", ".join(name for name in tried if name not in wrong) or "none"
-    text = f"equal to tensor code on {device}: {equal}; in layers of the target: {', '.join(layers) or 'none'}"
-    text = "; ".join([text, *left_out(device, None)])
-    return ("broken" if wrong else "ok"), text, facts
-
-
-def _processor_kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
-    """Tell what of the target runs as kernels of numba: state, sentence and facts."""
-    from dsbd_cli.models.decoder.forest import DecoderForest
-    from dsbd_cli.ops.cpu import attention as tail
-
-    target = pair.target
-    products, layers = _products(target), _layer_kernels(target)
+    target, alike = pair.target, dict[tuple[str, str], list[str]]()
+    found = {one.op: one for one in (*target.ops.report, *iteration_ops(target.device, None).report)}
+    for one in found.values():
+        alike.setdefault((one.backend, one.reason), []).append(one.op)
+    products, wrong = _products(target), left_out(target.device, None)
     ours = sum(getattr(one, "compiled", False) for one in products)
-    attention = bool(products) and tail.serves()
-    programs = isinstance(target, DecoderForest) and target.decoder.ops.programs
     facts: Facts = {
+        "ops": {name: {"backend": one.backend, "reason": one.reason} for name, one in found.items()},
         "linear_layers": len(products),
         "linear_layers_as_kernels": ours,
-        "attention": attention,
-        "layers": layers,
-        "programs": programs,
     }
-    if not ours and not attention and not layers:
-        return "off", "torch computes linear layers and attention", facts
-    text = f"{ours} of {len(products)} linear layers run as kernels of numba"
-    text += ", and so does attention" if attention else "; torch computes attention"
-    if layers:
-        text += f"; so do {', '.join(layers)}"
-    return "ok", text + (", and layers run as programs" if programs else ""), facts
-
-
-def _layer_kernels(target: ForestModel) -> list[str]:
-    """Names of the kernels between the linear layers of our own decoder."""
-    from dsbd_cli.models.decoder.forest import DecoderForest
-
-    return [*target.decoder.ops.names] if isinstance(target, DecoderForest) else []
+    told = [f"{backend}: {', '.join(names)} ({reason})" for (backend, reason), names in alike.items()]
+    if target.device.type == "cpu":
+        told.append(f"{ours} of {len(products)} linear layers run as kernels of numba")
+    served = any(one.backend != "torch" for one in found.values())
+    return "broken" if wrong else "ok" if served else "off", "; ".join([*told, *wrong]), facts
 
 
 def _products(target: ForestModel) -> list[object]:

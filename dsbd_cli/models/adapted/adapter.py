@@ -24,6 +24,8 @@ from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.checkpoints.generation import checkpoint_rules
 from dsbd_cli.models.forest import CALIBRATION, Forest, ModelSize, unsupported
 from dsbd_cli.models.forest_attention import AttentionMetadata
+from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.select import MODEL, ops_for
 
 __all__ = ["MaskPlan", "TransformersForest"]
 
@@ -94,7 +96,9 @@ class TransformersForest(Forest):
         self._model = model
         self._body = model.base_model if model.base_model is not model else model.get_decoder()
         self._config = model.config.get_text_config(decoder=True)
-        super().__init__(name, _input_device(model), self._new_cache(_input_device(model)))
+        device = _input_device(model)
+        super().__init__(name, device, self._new_cache(device))
+        self._ops = ops_for(device, model.dtype, MODEL)
         self._plan = self._masks_wanted()
         self._embeddings = int(model.get_input_embeddings().weight.shape[0])
         self._mask_dtype = model.dtype
@@ -107,6 +111,10 @@ class TransformersForest(Forest):
         self.copies_prefixes = bool(self.kv_bytes_per_slot()) and not self.state_bytes(0)
         self._dtype = logits.dtype
         self._width = logits.shape[-1]
+
+    @property
+    def ops(self) -> Ops:
+        return self._ops
 
     @property
     def settings(self) -> Any:

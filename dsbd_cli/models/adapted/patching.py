@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS, Int8Product, outlier_channels
-from dsbd_cli.ops.cpu.linear import MIN_FEATURES, PackedProduct, packable
+from dsbd_cli.ops.cpu.linear import MIN_FEATURES, PackedProduct
+from dsbd_cli.ops.select import int8_linear, packed_linear
 
 __all__ = ["Int8Linear", "PackedLinear", "pack", "plain_linears", "quantize", "weight_of"]
 
@@ -27,13 +28,18 @@ class PackedLinear(nn.Module):
     `weight` tells shape and dtype to models that look at it (T5, Mamba) and holds no numbers: it lies on `meta`.
     """
 
-    def __init__(self, linear: nn.Linear | Conv1D) -> None:
+    def __init__(self, linear: nn.Linear | Conv1D, product: PackedProduct) -> None:
         super().__init__()
-        weight = weight_of(linear).detach()
-        self.out_features, self.in_features = weight.shape
+        self.out_features, self.in_features = weight_of(linear).shape
         self.bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
-        self.product = PackedProduct([weight], [self.bias])
+        self.product = product
         self.weight = torch.empty_like(linear.weight, device="meta", requires_grad=False)
+
+    @classmethod
+    def of(cls, linear: nn.Linear | Conv1D) -> PackedLinear | None:
+        """Pack a layer; None where nothing packs such weights."""
+        product = packed_linear([weight_of(linear).detach()], [None if linear.bias is None else linear.bias.detach()])
+        return None if product is None else cls(linear, product)
 
     @property
     def packed(self) -> Tensor:
@@ -63,10 +69,12 @@ def pack(model: nn.Module) -> int:
     Each original weight is freed as soon as it is packed, unless something else shares it (tied embeddings).
     """
     # small ones too: rows of torch's own products depend on each other
-    found = [(parent, name) for parent, name, child in plain_linears(model, 1, 1) if packable(weight_of(child))]
+    made, found = 0, [(parent, name) for parent, name, _ in plain_linears(model, 1, 1)]
     for parent, name in found:
-        setattr(parent, name, PackedLinear(getattr(parent, name)))
-    return len(found)
+        if (packed := PackedLinear.of(getattr(parent, name))) is not None:
+            setattr(parent, name, packed)
+            made += 1
+    return made
 
 
 def plain_linears(
@@ -191,7 +199,7 @@ def quantize(model: nn.Module, calibrate: Callable[[], object], least: int = LEA
             continue
         weights = [weight_of(child).detach() for _, _, child in layers]
         biases = [None if child.bias is None else child.bias.detach() for _, _, child in layers]
-        product = Int8Product(weights, biases, outlier_channels(largest))
+        product = int8_linear(weights, biases, outlier_channels(largest))
         del weights
         for *_, child in layers:
             watch.seen.pop(child)

@@ -307,7 +307,9 @@ class Seq2SeqForestModel(TransformersForest):
             read = range(rows) if batch.rows is None or not by_row else batch.rows.tolist()
             settled = tuple(self._cross.lengths[row] if by_row else 0 for row in read)
             masked = by_row and self._masked  # else there are as many places as the source has
-            sight.across = AttentionMetadata(settled, 1 if by_row else width, masked=masked)
+            sight.across = AttentionMetadata(
+                settled, 1 if by_row else width, masked=masked, path_attention=sight.path_attention
+            )
             sight.across.add(additive, seen, whole=not masked)
         return additive
 

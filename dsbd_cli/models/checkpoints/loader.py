@@ -22,8 +22,7 @@ from dsbd_cli.models.checkpoints.head import head_keys, install, read_head
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.linearised import mark, unread
 from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING, byte_tokenizer, read_config
-from dsbd_cli.ops.cpu.int8 import int8_missing
-from dsbd_cli.ops.cpu.linear import packing_works
+from dsbd_cli.ops.select import int8_missing, packing_works
 
 __all__ = [
     "Checkpoint",

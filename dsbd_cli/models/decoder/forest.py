@@ -23,12 +23,12 @@ from dsbd_cli.models.decoder.weights import PlainLinear
 from dsbd_cli.models.forest import Forest, ModelSize
 from dsbd_cli.models.forest_attention import LEAST_DIM, AttentionMetadata, Blocks, filled_queries
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
-from dsbd_cli.ops.cpu import attention as tail
 from dsbd_cli.ops.cpu.attention import Paths
 from dsbd_cli.ops.cpu.linear import PackedProduct
 from dsbd_cli.ops.cpu.program import Arena, Program
 from dsbd_cli.ops.cpu.runtime import EAGER
-from dsbd_cli.ops.select import REFERENCE
+from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.select import LAYERS
 
 __all__ = ["DecoderForest"]
 
@@ -85,7 +85,7 @@ class DecoderForest(Forest):
         self.hidden_states: dict[int, Tensor] = {}
         plane = PlaneSpec(spec.kv_heads, spec.head_dim, weights.dtype, device)
         self._cache.learn_all([(plane, plane)] * spec.layers)
-        self._fills = not decoder.ops.programs  # kernels of the CPU compute each row by itself
+        self._fills = decoder.ops.program is None  # kernels of the CPU compute each row by itself
         self._dtype, self._width = weights.dtype, sum(weights.head.parts)
         self._angles: list[tuple[Tensor, Tensor]] = []
         self._built_programs = 0
@@ -113,6 +113,10 @@ class DecoderForest(Forest):
     @property
     def architecture(self) -> str:
         return self._settings.architecture
+
+    @property
+    def ops(self) -> Ops:
+        return self.decoder.ops
 
     @property
     def capturable(self) -> bool:
@@ -170,10 +174,10 @@ class DecoderForest(Forest):
         return forest
 
     def leave_kernels(self) -> bool:
-        decoder = self.decoder
-        if self.attention is None and decoder.ops is REFERENCE:
+        plain = self.ops.without(*LAYERS, reason="a kernel failed")
+        if self.attention is None and plain is self.ops:
             return False
-        self.attention, decoder.ops = None, REFERENCE
+        self.attention, self.decoder.ops = None, plain
         if self.invariant:
             self.invariant, self.varies = False, "it was checked with kernels, one of which fails"
         return True
@@ -227,7 +231,7 @@ class DecoderForest(Forest):
     ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
         few = hidden.shape[:2].numel() <= MOST_NODES
         fixed = all(not isinstance(view, MaskView) or view.sight is None for view in inputs.views)
-        if not (self.decoder.ops.programs and few and fixed and batch.rows is None and not batch.chain):
+        if not (self.ops.program is not None and few and fixed and batch.rows is None and not batch.chain):
             return self.decoder.layers(hidden, inputs, EAGER, self._watched)
         if self._programs_of != self.generation:
             self.forget_programs()
@@ -247,7 +251,8 @@ class DecoderForest(Forest):
         """Build the program of a shape. Its places hold the inputs of this forward."""
         # it runs in and outside of inference mode, so its memory must not belong to one
         with torch.inference_mode(False), torch.no_grad():
-            program = Program(self._arena)
+            assert self.ops.program is not None
+            program = self.ops.program(self._arena)
             places = LayerInputs(
                 inputs.slots.clone(),
                 [(cos.clone(), sin.clone()) for cos, sin in inputs.angles],
@@ -279,7 +284,7 @@ class DecoderForest(Forest):
         """Return what the nodes see, one view for each kind of window."""
         sight, spec = self._sees(batch), self.decoder.spec
         self._split = sight is not None
-        by_paths = sight is not None and sight.kernel is None and not sight.fast and self._by_paths()
+        by_paths = sight is not None and sight.kernel is None and not sight.fast and self.ops.path_attention is not None
         seen = [_seen(batch, window) for window in spec.kinds]
         # where all nodes see all settled slots no mask is added to scores: what is seen is its own name then
         plain = [by_paths and window is None for window in spec.kinds]
@@ -294,15 +299,13 @@ class DecoderForest(Forest):
         odd = spec.softcap is not None or spec.head_dim < LEAST_DIM
         return [self._path_view(sight.all_tail() if odd else sight, mask, batch) for mask in masks]
 
-    def _by_paths(self) -> bool:
-        """Whether the kernel of paths serves."""
-        return self._device.type == "cpu" and self._dtype in tail.DTYPES and tail.serves()
-
     def _path_view(self, sight: AttentionMetadata, mask: Tensor, batch: ForestInput) -> PathView:
         spec, most = self.decoder.spec, max(sight.settled)
         queries = filled_queries(spec.heads, spec.kv_heads, batch.tokens.shape[1], spec.head_dim, self._dtype)
         head = sight.head(mask, queries) if most else None
-        return PathView(sight.settled if most else (), sight.paths(mask), None if head is None else head[..., :most])
+        assert self.ops.path_attention is not None
+        head = None if head is None else head[..., :most]
+        return PathView(sight.settled if most else (), sight.paths(mask), head, self.ops.path_attention)
 
 
 def _seen(batch: ForestInput, window: int | None) -> Tensor:
@@ -341,7 +344,7 @@ def _place_of(view: View) -> View:
     place = Paths(slots, paths.counts.clone(), paths.bounds.clone(), _room(paths.span), 0)
     slots[:, :, : paths.slots.shape[2]].copy_(paths.slots)
     head = None if view.head is None else view.head.clone(memory_format=torch.contiguous_format)
-    return PathView(view.settled, place, head)
+    return PathView(view.settled, place, head, view.kernel)
 
 
 def _load_view(place: View, view: View) -> None:

@@ -18,10 +18,9 @@ from torch import Tensor
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights
 from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, attention, settled_attention
-from dsbd_cli.ops.cpu import attention as tail
 from dsbd_cli.ops.cpu.attention import Paths
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
-from dsbd_cli.ops.select import LayerOps
+from dsbd_cli.ops.interface import Ops
 
 __all__ = ["Decoder", "LayerInputs", "MaskView", "PathView", "View"]
 
@@ -46,12 +45,14 @@ class PathView:
     """Slots that each node sees, listed: for a kernel of the CPU, which joins them with the settled slots.
 
     settled: leading slots of each row that torch's attention serves, none or one number per row. paths: the others.
-    head: [R, 1, m, S or fewer], added to the scores of settled slots; None where all nodes see all of them.
+    head: [R, 1, m, S or fewer], added to the scores of settled slots; None where all nodes see all of them. kernel:
+    Ops.path_attention.
     """
 
     settled: tuple[int, ...]
     paths: Paths
     head: Tensor | None
+    kernel: Callable[..., Tensor]
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, run: Eager
@@ -60,7 +61,7 @@ class PathView:
         known: tuple[Tensor, Tensor] | None = None
         if max(self.settled, default=0):
             known = run.compute(lambda: settled_attention(self.settled, query, key, value, self.head, scale))
-        return tail.attend(self.paths, query, key, value, scale, settled=known, softcap=softcap, run=run)
+        return self.kernel(self.paths, query, key, value, scale, settled=known, softcap=softcap, run=run)
 
 
 @dataclass(slots=True)
@@ -109,7 +110,7 @@ class LayerInputs:
 class Decoder:
     """A decoder with its weights. `embed`, `layers`, `finish` and `logits` are its forward."""
 
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: LayerOps) -> None:
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops) -> None:
         self.spec, self.weights, self.ops = spec, weights, ops
         # rounded to the dtype, as the families that scale their embeddings do
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype, device=weights.table.device)

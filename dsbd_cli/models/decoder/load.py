@@ -25,7 +25,8 @@ from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.decoder.weights import Tensors, read_tensors, read_weights
 from dsbd_cli.models.forest import CALIBRATION
 from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
-from dsbd_cli.ops.select import LayerOps, layer_ops_for
+from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.select import DECODER, GPU_LAYERS, ops_for
 
 __all__ = ["DecoderSource", "decoder_forest", "differs", "pack", "sort_of"]
 
@@ -140,11 +141,12 @@ def _calibrate(forest: DecoderForest) -> None:
     forest.plain(torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(19)))
 
 
-def _ops(spec: DecoderSpec, source: DecoderSource, kernels: frozenset[str]) -> LayerOps:
+def _ops(spec: DecoderSpec, source: DecoderSource, kernels: frozenset[str]) -> Ops:
     widths = {spec.hidden, spec.inner, spec.head_dim // 2}
     if spec.wide_norms:
         widths |= {spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim}
-    return layer_ops_for(source.device, source.dtype, widths, kernels=kernels)
+    ops = ops_for(source.device, source.dtype, DECODER, widths=frozenset(widths), kernels=None if kernels else False)
+    return ops if source.device.type == "cpu" else ops.without(*(set(GPU_LAYERS) - kernels))
 
 
 def _name(model: ModelSpec) -> str:

@@ -6,16 +6,16 @@ Letters: o outputs, i inputs of a product.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsbd_cli.models.decoder.forward import Decoder
 from dsbd_cli.models.decoder.weights import Linear, PlainLinear
-from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS, Int8Product, outlier_channels
-from dsbd_cli.ops.cpu.linear import PackedProduct, packable
+from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS, outlier_channels
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
+from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.select import int8_linear
 
 __all__ = ["Outliers", "find_outliers", "pack_decoder", "quantize_decoder"]
 
@@ -23,28 +23,14 @@ Outliers = Mapping[str, Tensor]
 """Input channels [k] of each product that int8 leaves as they are, by the product's name: `3.qkv`, `head`."""
 
 
-@dataclass(slots=True)
-class DeviceLinear:
-    """A product of plain weights [o, i] and biases [o] on a GPU."""
-
-    weight: Tensor
-    bias: Tensor | None
-    parts: list[int]
-    product: Callable[..., Tensor]
-
-    def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        """x [..., i] -> [..., o]."""
-        return self.product(x, self.weight, self.bias)
-
-
 def pack_decoder(decoder: Decoder, device: torch.device) -> None:
     """Pack all products that are still plain, one after another; each plain weight is freed as soon as it is packed."""
     weights = decoder.weights
     for layer in weights.layers:
         for name, linear in [*layer.linears]:
-            setattr(layer, name, _packed(linear, weights.dtype, device, decoder.ops.linear))
+            setattr(layer, name, _packed(linear, weights.dtype, device, decoder.ops))
     if isinstance(weights.head, PlainLinear):
-        weights.head = _packed(weights.head, weights.dtype, device, decoder.ops.linear)
+        weights.head = _packed(weights.head, weights.dtype, device, decoder.ops)
 
 
 def quantize_decoder(decoder: Decoder, outliers: Outliers, least: int = LEAST_WEIGHTS) -> int:
@@ -101,27 +87,12 @@ def _count(linear: PlainLinear) -> int:
     return sum(weight.numel() for weight in linear.weights)
 
 
-def _packed(
-    linear: PlainLinear, dtype: torch.dtype, device: torch.device, product: Callable[..., Tensor] | None
-) -> Linear:
-    if device.type == "cpu":
-        weights = [weight.to(dtype) for weight in linear.weights]
-        return PackedProduct(weights, _converted(linear.biases, dtype)) if packable(weights[0]) else linear
-    weight = torch.cat([one.to(device, dtype) for one in linear.weights])
-    biases = [one for one in _converted(linear.biases, dtype) if one is not None]
-    bias = torch.cat([one.to(device) for one in biases]) if biases else None
-    if product is not None:
-        from dsbd_cli.ops.triton.products import linear_fits
-
-        product = product if linear_fits(weight, bias) else None
-    return DeviceLinear(weight, bias, linear.parts, product or nn.functional.linear)
+def _packed(linear: PlainLinear, dtype: torch.dtype, device: torch.device, ops: Ops) -> Linear:
+    weights = [weight.to(device, dtype) for weight in linear.weights]
+    biases = [None if bias is None else bias.to(device, dtype) for bias in linear.biases]
+    return ops.linear(weights, biases) or linear
 
 
 def _quantized(linear: PlainLinear, dtype: torch.dtype, outliers: Tensor) -> Linear:
     weights = [weight.to(dtype) for weight in linear.weights]
-    return Int8Product(weights, _converted(linear.biases, dtype), outliers)
-
-
-def _converted(biases: object, dtype: torch.dtype) -> list[Tensor | None]:
-    assert isinstance(biases, list)
-    return [None if bias is None else bias.to(dtype) for bias in biases]
+    return int8_linear(weights, [None if bias is None else bias.to(dtype) for bias in linear.biases], outliers)

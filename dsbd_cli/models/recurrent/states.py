@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -47,7 +45,8 @@ from dsbd_cli.models.recurrent.scans import (
     solve,
     weights,
 )
-from dsbd_cli.ops.cpu.runtime import loadable
+from dsbd_cli.ops.cpu.scan import compiled as _kernels
+from dsbd_cli.ops.select import ops_for
 
 if TYPE_CHECKING:
     from dsbd_cli.ops.cpu.kernels.scan import ScanMask, ScanSchedule
@@ -721,18 +720,6 @@ def _masked(values: Tensor, real: Tensor) -> Tensor:
     return values * real.view(*real.shape, *[1] * (values.dim() - 2)).to(values.dtype)
 
 
-def _kernels() -> ModuleType:
-    """numba takes a while to import, and most models need none of it."""
-    from dsbd_cli.ops.cpu.kernels import scan as walks
-
-    return walks
-
-
-@functools.cache
-def _walkable() -> bool:
-    return loadable(_kernels, "torch computes recurrent layers")
-
-
 def _array(tensor: Tensor) -> NDArray[Any]:
     """The same numbers for a kernel, side by side."""
     if tensor.requires_grad:
@@ -780,7 +767,7 @@ class StateCache(ForestCache):
     @staticmethod
     def walks(device: torch.device) -> bool:
         """Whether layers on this device run as kernels of kernels/scan.py."""
-        return device.type == "cpu" and _walkable()
+        return ops_for(device, torch.float32, ("scan",)).scan is not None
 
     @staticmethod
     def current() -> StateCache | None:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import EAGER, SMALL, Eager, Kernel, kernels, loadable, offsets
+from dsbd_cli.ops.cpu.runtime import EAGER, SMALL, Eager, Kernel, kernels, offsets
 
-__all__ = ["Paths", "attend", "fits", "serves"]
+__all__ = ["DTYPES", "Paths", "attend", "compiled", "takes"]
 
 LANES = 16
 DTYPES = (torch.float32, torch.bfloat16)
@@ -90,20 +90,15 @@ class Paths:
             0, 0, rows, nodes, width, total, seen.data_ptr(), seen.stride(0), seen.stride(1), starts.data_ptr(),
             order.data_ptr(), slots.data_ptr(), counts.data_ptr(), bounds.data_ptr(),
         )  # fmt: skip
-        _kernels()[1](arguments, rows * nodes * width, rows)
+        compiled()[1](arguments, rows * nodes * width, rows)
         return Paths(slots, counts, bounds, int((bounds[:, 1] - bounds[:, 0]).max()), total)
 
 
-def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel serves such tensors here. It goes by device, dtype and layout, never by a number of nodes,
-    rows or slots: that would change bits in the middle of a text."""
-    return (
-        query.device.type == "cpu"
-        and query.dtype in DTYPES
-        and query.dtype == key.dtype == value.dtype
-        and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-        and serves()
-    )
+def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel takes such tensors. It goes by dtype and layout, never by a number of nodes, rows or slots:
+    that would change bits in the middle of a text."""
+    same = query.dtype in DTYPES and query.dtype == key.dtype == value.dtype
+    return same and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
 
 
 def attend(
@@ -170,16 +165,11 @@ def attend(
         scratch.data_ptr(), scratch.stride(0) * 4, unit == 2, scale, softcap or 0.0,
     )  # fmt: skip
     kept = [one for one in (sinks, bias) if one is not None]
-    run.launch(_kernels()[0], arguments, work, rows * heads * blocks, *kept)
+    run.launch(compiled()[0], arguments, work, rows * heads * blocks, *kept)
     return out
 
 
 @functools.cache
-def _kernels() -> list[Kernel]:
+def compiled() -> list[Kernel]:
+    """Return the kernels, made at the first call."""
     return kernels("attention", "attend", "list_slots")
-
-
-@functools.cache
-def serves() -> bool:
-    """Whether the kernel can run here."""
-    return loadable(_kernels, "torch computes attention over the tail")

@@ -7,7 +7,7 @@ found once, at load, on random tokens; choosing them anew for every batch would 
 
 Two ways give the same integers. Where the processor has AVX-512 VNNI, a kernel of our own makes a row integers in one
 pass and streams the weights once for the integers and the outliers (kernels/int8.py). Elsewhere operators of torch
-serve, which are not documented. `int8_missing` tries the one that serves against integers.
+serve, which are not documented. ops/select.py tries the one that serves against integers.
 
 Letters: r rows (tokens), i input channels, o output channels, k outlier channels.
 """
@@ -17,14 +17,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from dsbd_cli.ops.cpu.linear import COLUMNS, PackedProduct, Parts, Product, lines, packing_works, row_addresses
+from dsbd_cli.ops.cpu.linear import COLUMNS, Parts, Product, lines, row_addresses
 from dsbd_cli.ops.cpu.runtime import (
     EAGER,
     PRODUCT,
@@ -33,13 +33,12 @@ from dsbd_cli.ops.cpu.runtime import (
     features,
     fields,
     kernels,
-    loadable,
     offsets,
     room,
     team,
 )
 
-__all__ = ["LEAST_WEIGHTS", "Int8Product", "int8_missing", "outlier_channels"]
+__all__ = ["LEAST_WEIGHTS", "Compiled", "Int8Product", "Torch", "compiled", "fault", "outlier_channels"]
 
 OUTLIERS = 32  # channels kept as they are; measured: docs/hardware.md
 # Of a product. Measured: 896 x 896 takes 1.5 times as long as in bfloat16, 1536 x 1536 as long.
@@ -90,6 +89,9 @@ LAYOUT = zlib.crc32(
 )  # fmt: skip
 
 
+Linear = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Product | None]
+
+
 class _Way(Protocol):
     """How a product of int8 layers is computed. weights: as they are stored."""
 
@@ -100,9 +102,9 @@ class _Way(Protocol):
 
     scales: Tensor
 
-    def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor) -> None:
-        """weights: [o, i] each, one below the other; outliers [k]; bias [o]. scales: [o] float32, what an integer of a
-        weight is worth."""
+    def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor, linear: Linear) -> None:
+        """weights: [o, i] each, one below the other; outliers [k]; bias [o]. linear: packs the columns of outliers.
+        scales: [o] float32, what an integer of a weight is worth."""
 
     def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [r, i] -> integers [r, i] in 1 .. 255, what one of them is worth [r, 1], outliers [r, k]."""
@@ -111,10 +113,10 @@ class _Way(Protocol):
         """Multiply what `levels` gave by the weights: levels [r, i], steps [r, 1], few [r, k] -> [r, o]."""
 
 
-class _Torch:
+class Torch:
     """By torch's operators."""
 
-    def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor) -> None:
+    def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor, linear: Linear) -> None:
         weight = torch.cat([*weights])
         few, kept = weight[:, outliers], _kept(weight.shape[1], outliers)
         ordinary = weight.float().mul_(kept)
@@ -122,7 +124,8 @@ class _Torch:
         scales = (ordinary.abs().amax(1) / LEVELS).clamp_min(SMALLEST)
         integers = ordinary.div_(scales.unsqueeze(1)).round_().to(torch.int8)
         del ordinary
-        self._few = PackedProduct([few], [bias]).compute if packing_works(few.dtype) else partial(_linear, few, bias)
+        packed = linear([few], [bias])
+        self._few = partial(_linear, few, bias) if packed is None else packed.compute
         self.scales, self._outliers, self._kept = scales, outliers, kept.to(few.dtype)
         self.weights: Tensor = torch.ops.onednn.qlinear_prepack(integers, None)
         self._zeros = torch.zeros(len(integers), dtype=torch.int32)
@@ -154,10 +157,15 @@ class _Torch:
         return sums.mul_(steps).add_(self._few(few)).to(few.dtype)
 
 
-class _Compiled:
+class Compiled:
     """By the kernels of kernels/int8.py. Outputs are filled up to a multiple of COLUMNS, inputs to one of INPUTS."""
 
-    def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor) -> None:
+    @staticmethod
+    def able() -> bool:
+        """Whether the kernels are fast here. Matrix units are faster for long prompts: they are left to torch."""
+        return {"avx512f", "avx512vnni"} <= features() and "amx-int8" not in features() and team() is not None
+
+    def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor, linear: Linear) -> None:
         self._outputs, self._given = sum(map(len, weights)), weights[0].shape[1]
         self._dtype, pad = weights[0].dtype, nn.functional.pad
         wider = -self._given % INPUTS
@@ -195,7 +203,7 @@ class _Compiled:
             self._inputs, self._kept.data_ptr(), levels.data_ptr(), self._inputs, steps.data_ptr(),
             self._outliers.data_ptr(), few.data_ptr(), few.shape[1],
         )  # fmt: skip
-        run.launch(_kernels()[0], arguments, rows * self._inputs, items)
+        run.launch(compiled()[0], arguments, rows * self._inputs, items)
         return levels, steps, few
 
     def multiply(self, levels: Tensor, steps: Tensor, few: Tensor, run: Eager = EAGER) -> Tensor:
@@ -210,7 +218,7 @@ class _Compiled:
             self._few.data_ptr(), few.shape[1], self._bias.data_ptr(), out.data_ptr(), columns * out.element_size(),
             out.element_size() == 2,
         )  # fmt: skip
-        run.launch(_kernels()[1], arguments, rows * columns * self._inputs, parts.items)
+        run.launch(compiled()[1], arguments, rows * columns * self._inputs, parts.items)
         return out if columns == self._outputs else out[:, : self._outputs]
 
 
@@ -237,7 +245,7 @@ def _converted(weights: Sequence[Tensor], kept: Tensor) -> tuple[Tensor, Tensor,
         0, 0, len(made), rows.data_ptr(), inputs, weights[0].element_size() == 2, kept.data_ptr(), scales.data_ptr(),
         sums.data_ptr(), made.data_ptr(), spare.data_ptr(), spare.stride(0),
     )  # fmt: skip
-    _kernels()[2](arguments, made.numel() * 8, len(made))
+    compiled()[2](arguments, made.numel() * 8, len(made))
     del held
     return made, scales, sums
 
@@ -252,15 +260,23 @@ class Int8Product(Product):
         way: computes the product.
     """
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], outliers: Tensor) -> None:
-        """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. outliers: [k], ascending."""
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        outliers: Tensor,
+        way: type[Compiled] | type[Torch],
+        linear: Linear,
+    ) -> None:
+        """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. outliers: [k], ascending. way:
+        computes the product. linear: packs weights that stay as they are; None for those that it does not take."""
         self.parts = [len(one) for one in weights]
         missing = (weights[0].new_zeros(part) for part in self.parts)
         bias = torch.cat([gap if one is None else one for one, gap in zip(biases, missing, strict=True)])
         self.outliers = outliers
-        self.way = _way()(weights, outliers, bias)
+        self.way = way(weights, outliers, bias, linear)
         self.scales = self.way.scales
-        self.compiled = isinstance(self.way, _Compiled)
+        self.compiled = way is Compiled
 
     def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
         return self.way(x.reshape(-1, x.shape[-1]), run).view(*x.shape[:-1], sum(self.parts))
@@ -272,31 +288,16 @@ def outlier_channels(largest: Tensor) -> Tensor:
 
 
 @functools.cache
-def _kernels() -> list[Kernel]:
+def compiled() -> list[Kernel]:
+    """Return the kernels, made at the first call."""
     return kernels("int8", "levelize", "multiply", "convert")
 
 
-@functools.cache
-def _way() -> type[_Torch] | type[_Compiled]:
-    """Return what serves on this processor. Matrix units are faster for long prompts: they are left to torch."""
-    able = {"avx512f", "avx512vnni"} <= features() and "amx-int8" not in features() and team() is not None
-    if able and loadable(_kernels, "torch computes products in int8") and _fault(_Compiled) is None:
-        return _Compiled
-    return _Torch
-
-
-@functools.cache
-def int8_missing() -> str | None:
-    """Why this build of torch on this processor has no exact int8 product, or None."""
-    operators: Any = torch.ops.onednn
-    way = _way()
-    if way is _Torch and not (hasattr(operators, "qlinear_prepack") and hasattr(operators, "qlinear_pointwise")):
-        return "this build of torch has no int8 linear layers (oneDNN)"
-    return _fault(way)
-
-
-def _fault(way: type[_Torch] | type[_Compiled]) -> str | None:
+def fault(way: type[Torch] | type[Compiled], linear: Linear) -> str | None:
     """Return what is wrong with the sums of integers of a way; None where they are exact."""
+    operators: Any = torch.ops.onednn
+    if way is Torch and not (hasattr(operators, "qlinear_prepack") and hasattr(operators, "qlinear_pointwise")):
+        return "this build of torch has no int8 linear layers (oneDNN)"
     generator = torch.Generator().manual_seed(0)
     # largest values beside each other: processors without exact 8-bit products saturate there
     weight = LEVELS * (2 * torch.randint(0, 2, (96, 128), generator=generator) - 1)
@@ -306,7 +307,7 @@ def _fault(way: type[_Torch] | type[_Compiled]) -> str | None:
     last = torch.tensor([127])  # an outlier of weight 0
     try:
         with torch.inference_mode():
-            made = way([weight.float()], last, torch.zeros(96))
+            made = way([weight.float()], last, torch.zeros(96), linear)
             ours = made.multiply(levels.to(torch.uint8), torch.ones(5, 1), torch.zeros(5, 1))
     except (RuntimeError, NotImplementedError) as error:
         return f"torch's int8 linear layers fail on this processor: {' '.join(str(error).split())[:100]}"

@@ -17,9 +17,9 @@ import zlib
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import EAGER, Eager, Kernel, fields, kernels, loadable, offsets
+from dsbd_cli.ops.cpu.runtime import EAGER, Eager, Kernel, fields, kernels, offsets
 
-__all__ = ["DTYPES", "STEP", "gated", "norm", "rotate", "serves"]
+__all__ = ["DTYPES", "STEP", "compiled", "gated", "norm", "rotate"]
 
 DTYPES = (torch.float32, torch.bfloat16)
 STEP = 16  # widths of rows, of gates and of half heads are multiples of it
@@ -65,7 +65,7 @@ LAYOUT = zlib.crc32(
 def norm(
     x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: bool, run: Eager = EAGER
 ) -> tuple[Tensor, Tensor]:
-    """Do what `norm_twin` does."""
+    """Do what `reference.norm` does."""
     flat, rows, row = _flat(x)
     width, unit = x.shape[-1], x.element_size()
     out = run.empty(*x.shape, dtype=x.dtype)
@@ -81,18 +81,18 @@ def norm(
         0, 0, items, rows, share, width, flat.data_ptr(), row * unit, 0 if given is None else given.data_ptr(),
         given_row * unit, weight.data_ptr(), out.data_ptr(), summed.data_ptr(), one_more, unit == 2, eps,
     )  # fmt: skip
-    run.launch(_kernels()[0], arguments, rows * width * COSTS, items)
+    run.launch(compiled()[0], arguments, rows * width * COSTS, items)
     return out, summed
 
 
 def gated(both: Tensor, gelu: bool, run: Eager = EAGER) -> Tensor:
-    """Do what `gated_twin` does."""
+    """Do what `reference.gated` does."""
     flat, rows, row = _flat(both)
     width, unit = both.shape[-1] // 2, both.element_size()
     out = run.empty(*both.shape[:-1], width, dtype=both.dtype)
     items, share = _shares(rows, torch.get_num_threads())
     arguments = Gated(0, 0, items, rows, share, width, flat.data_ptr(), row * unit, out.data_ptr(), gelu, unit == 2)
-    run.launch(_kernels()[1], arguments, rows * width * COSTS, items)
+    run.launch(compiled()[1], arguments, rows * width * COSTS, items)
     return out
 
 
@@ -109,7 +109,7 @@ def rotate(
     one_more: bool = False,
     run: Eager = EAGER,
 ) -> Tensor:
-    """Do what `rotate_twin` does."""
+    """Do what `reference.rotate` does."""
     flat, count, row = _flat(both)
     rows, nodes, width = both.shape
     kv_heads, dim = keys.shape[-2:]
@@ -129,7 +129,7 @@ def rotate(
         values.data_ptr(), 0 if query_norm is None else query_norm.data_ptr(),
         0 if key_norm is None else key_norm.data_ptr(), one_more, unit == 2, eps,
     )  # fmt: skip
-    run.launch(_kernels()[2], arguments, count * width * COSTS, items)
+    run.launch(compiled()[2], arguments, count * width * COSTS, items)
     return out
 
 
@@ -152,11 +152,6 @@ def _shares(rows: int, threads: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _kernels() -> list[Kernel]:
+def compiled() -> list[Kernel]:
+    """Return the kernels, made at the first call."""
     return kernels("layer", "norm", "gated", "rotate")
-
-
-@functools.cache
-def serves() -> bool:
-    """Whether the kernels can run here."""
-    return loadable(_kernels, "torch computes norms, rotations and activations")

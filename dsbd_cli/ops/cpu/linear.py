@@ -4,8 +4,8 @@ torch hands a plain weight matrix to oneDNN, which copies it into blocks at ever
 as much as the product (benchmarks/LOG.md). Packed once, the same product reads the weights once.
 
 Two ways. Where the processor has AVX-512, a kernel of our own serves (kernels/linear.py). Elsewhere, and for bfloat16
-on processors with matrix units (AMX), operators of torch serve, which are not documented. `packing_works` tries the one
-that serves against a plain product; where neither does, the layers stay as they are.
+on processors with matrix units (AMX), operators of torch serve, which are not documented. ops/select.py tries them
+against a plain product; where neither serves, the layers stay as they are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from dsbd_cli.ops.cpu.runtime import (
     features,
     fields,
     kernels,
-    loadable,
     offsets,
     on_amd,
     room,
@@ -40,9 +39,8 @@ __all__ = [
     "Parts",
     "Product",
     "bfloat16_tile",
+    "compiled",
     "lines",
-    "packable",
-    "packing_works",
     "row_addresses",
 ]
 
@@ -87,13 +85,9 @@ def bfloat16_tile() -> str | None:
 
 
 @functools.cache
-def _kernels() -> list[Kernel]:
+def compiled() -> list[Kernel]:
+    """Return the kernels, made at the first call."""
     return kernels("linear", "multiply", "pack_rows")
-
-
-@functools.cache
-def _loads() -> bool:
-    return team() is not None and loadable(_kernels, "torch computes linear layers")
 
 
 class Parts(NamedTuple):
@@ -142,7 +136,7 @@ def lines(weights: Sequence[Tensor]) -> Tensor:
     rows, held = row_addresses(weights)
     steps = weights[0].shape[1] * weights[0].element_size() // 4
     made = room(len(rows) * steps * 4).view(torch.int32).view(-1, steps, COLUMNS)
-    _kernels()[1](Pack(0, 0, len(made), rows.data_ptr(), steps, made.data_ptr()), made.numel(), len(made))
+    compiled()[1](Pack(0, 0, len(made), rows.data_ptr(), steps, made.data_ptr()), made.numel(), len(made))
     del held
     return made
 
@@ -158,8 +152,19 @@ def row_addresses(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     return _filled(torch.cat(found), COLUMNS), held
 
 
-class _Compiled:
+class Compiled:
     """Weights for our kernel."""
+
+    @staticmethod
+    def able(dtype: torch.dtype) -> bool:
+        """Whether the processor has the instructions that the kernel is fast with."""
+        known = bool(bfloat16_tile()) if dtype == torch.bfloat16 else "avx512f" in features()
+        return known and team() is not None
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether a row of weights [o, i] fills whole words."""
+        return weight.shape[1] * weight.element_size() % 4 == 0
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.outputs, self.dtype = sum(map(len, weights)), weights[0].dtype
@@ -189,14 +194,27 @@ class _Compiled:
             *parts.arguments(sums), flat.data_ptr(), row * unit, self.weights.data_ptr(), steps, parts.piece,
             0 if bias is None else bias.data_ptr(), out.data_ptr(), columns * unit, unit == 2,
         )  # fmt: skip
-        run.launch(_kernels()[0], arguments, rows * columns * steps, parts.items)
+        run.launch(compiled()[0], arguments, rows * columns * steps, parts.items)
         # rows stay as far apart as they are: torch's functions give numbers by place (vector or rest) other bits
         return out if columns == self.outputs else out[..., : self.outputs]
 
 
-class _Torch:
+class Torch:
     """Weights for torch's operators. Fewer outputs than MIN_FEATURES are filled up with zeros, which the result leaves
     out: in a product of few columns the bits of a row depend on the other rows."""
+
+    @staticmethod
+    def able(dtype: torch.dtype) -> bool:
+        """Whether torch has such products, and the processor multiplies bfloat16 itself where they are of that."""
+        if not torch.backends.mkldnn.is_available():
+            return False
+        check: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+        return dtype == torch.float32 or bool(check is not None and check())
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether weights [o, i] can be packed: all can."""
+        return True
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         weight = weights[0] if len(weights) == 1 else torch.cat([*weights])
@@ -251,13 +269,13 @@ class Product:
 class PackedProduct(Product):
     """Product of packed weights."""
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-        """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each."""
+    def __init__(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], way: type[Compiled] | type[Torch]
+    ) -> None:
+        """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. way: computes the product."""
         self.parts = [len(weight) for weight in weights]
-        way = _way(weights[0])
-        assert way is not None
         self._way = way(weights)
-        self.compiled = way is _Compiled
+        self.compiled = way is Compiled
         self._bias: Tensor | None = None
         if any(bias is not None for bias in biases):
             missing = (weights[0].new_zeros(part) for part in self.parts)
@@ -280,53 +298,3 @@ def _filled(weight: Tensor, multiple: int) -> Tensor:
     """Zeros after the last output, up to a multiple of so many."""
     missing = -weight.shape[0] % multiple
     return nn.functional.pad(weight, (*[0] * (2 * weight.dim() - 1), missing)) if missing else weight
-
-
-def _way(weight: Tensor) -> type[_Compiled] | type[_Torch] | None:
-    """Return the way that serves for such a weight [o, i] here; None where nothing does."""
-    dtype = weight.dtype
-    if weight.shape[1] * weight.element_size() % 4 == 0 and _works(_Compiled, dtype):
-        return _Compiled
-    return _Torch if _works(_Torch, dtype) else None
-
-
-def packable(weight: Tensor) -> bool:
-    """Whether such a weight [o, i] can be packed here."""
-    return _way(weight) is not None
-
-
-def packing_works(dtype: torch.dtype) -> bool:
-    """Whether this build of torch on this processor has a packed product that equals the plain one."""
-    return _works(_Compiled, dtype) or _works(_Torch, dtype)
-
-
-def _able(way: type[_Compiled] | type[_Torch], dtype: torch.dtype) -> bool:
-    if dtype not in (torch.float32, torch.bfloat16):
-        return False
-    if way is _Torch:
-        return torch.backends.mkldnn.is_available() and (dtype == torch.float32 or _fast_bfloat16())
-    return (bool(bfloat16_tile()) if dtype == torch.bfloat16 else "avx512f" in features()) and _loads()
-
-
-@functools.cache
-def _works(way: type[_Compiled] | type[_Torch], dtype: torch.dtype) -> bool:
-    """Whether it serves here, and gives the plain product."""
-    if not _able(way, dtype):
-        return False
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(96, 64, generator=generator).to(dtype)
-    x, bias = torch.randn(2, 5, 64, generator=generator).to(dtype), torch.randn(96, generator=generator).to(dtype)
-    try:
-        with torch.inference_mode():
-            product = way([weight])
-            ours = product(x, product.bias(bias))
-            plain = nn.functional.linear(x, weight, bias)
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return False
-    return ours.shape == plain.shape and torch.allclose(ours, plain, rtol=2e-2, atol=2e-2)
-
-
-def _fast_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 itself."""
-    check: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return bool(check is not None and check())

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import Eager, Kernel, Results, fields, kernels, loadable, offsets, team_address
+from dsbd_cli.ops.cpu.runtime import Eager, Kernel, Results, fields, kernels, offsets, team_address
 
-__all__ = ["Arena", "Program", "serves"]
+__all__ = ["Arena", "Program", "compiled"]
 
 Step = Callable[[], object]
 
@@ -111,7 +111,9 @@ class Program(Eager):
         if self._calls:
             calls = torch.tensor(self._calls)
             self._kept.append(calls)
-            self._steps.append(functools.partial(_loop().run_here, Run(len(calls), calls.data_ptr(), team_address())))
+            self._steps.append(
+                functools.partial(compiled().run_here, Run(len(calls), calls.data_ptr(), team_address()))
+            )
             self._calls = []
 
     def run(self) -> None:
@@ -128,12 +130,7 @@ def _several(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 @functools.cache
-def _loop() -> Kernel:
+def compiled() -> Kernel:
+    """Return the loop, made at the first call."""
     (found,) = kernels("program", "run")
     return found
-
-
-@functools.cache
-def serves() -> bool:
-    """Whether programs can run here."""
-    return loadable(_loop, "layers are called one by one")

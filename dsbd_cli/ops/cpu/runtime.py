@@ -27,13 +27,13 @@ __all__ = [
     "features",
     "fields",
     "kernels",
-    "loadable",
     "offsets",
     "on_amd",
     "processor",
     "room",
     "team",
     "team_address",
+    "unloadable",
 ]
 
 SMALL = 2**18  # multiplications that are not worth waking another thread for
@@ -171,18 +171,21 @@ def room(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
-def loadable(load: Callable[[], object], instead: str) -> bool:
-    """Whether kernels of numba serve here: the processor can run them fast, and they can be loaded. A line says what
-    happens `instead` where they cannot: numba refuses to be imported beside a numpy that is newer than it knows."""
+def unloadable(load: Callable[[], object], instead: str) -> str | None:
+    """Return why kernels of numba do not serve here; None where the processor can run them fast and they are loaded.
+
+    A line says what happens `instead` where they cannot be loaded: numba refuses to be imported beside a numpy that is
+    newer than it knows.
+    """
     if not _fused_multiply():
-        return False
+        return "the processor does not multiply and add in one step"
     try:
         load()
     except Exception as error:  # of numba, llvmlite or the system
         said = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         _logger.warning("%s, because the kernels cannot be loaded (%s)", instead, said)
-        return False
-    return True
+        return f"the kernels cannot be loaded ({said})"
+    return None
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.ops.reference import gated_twin, norm_twin, rotate_twin
+from dsbd_cli.ops import reference
 from dsbd_cli.ops.triton import Arguments, Kernel
 
 __all__ = ["DTYPES", "KERNELS", "WIDEST", "gated", "norm", "rotate"]
@@ -54,7 +54,7 @@ def norm_kernel(x, more, weight, out, summed, width, eps, ADDS: tl.constexpr, ON
 
 @torch.library.custom_op("dsbd::norm", mutates_args=())
 def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: bool) -> tuple[Tensor, Tensor]:
-    """Compute norm_twin by a kernel."""
+    """Compute reference.norm by a kernel."""
     width = x.shape[-1]
     x = x.contiguous()
     more = None if more is None else more.contiguous()
@@ -98,7 +98,7 @@ def gated_kernel(both, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 @torch.library.custom_op("dsbd::gated", mutates_args=())
 def gated(both: Tensor, gelu: bool) -> Tensor:
-    """Compute gated_twin by a kernel."""
+    """Compute reference.gated by a kernel."""
     both = both.contiguous()
     width = both.shape[-1] // 2
     out = both.new_empty(*both.shape[:-1], width)
@@ -183,7 +183,7 @@ def rotate(
     eps: float = 0.0,
     one_more: bool = False,
 ) -> Tensor:
-    """Compute rotate_twin by a kernel."""
+    """Compute reference.rotate by a kernel."""
     rows, nodes, width = both.shape
     kv_heads, dim = keys.shape[-2:]
     heads = width // dim - 2 * kv_heads
@@ -268,7 +268,7 @@ def _rotated(
 
 
 KERNELS = (
-    Kernel("norm", norm, norm_twin, _norm_cases),
-    Kernel("gated", gated, gated_twin, _gated_cases),
-    Kernel("rotate", partial(_rotated, rotate), partial(_rotated, rotate_twin), _rotate_cases),
+    Kernel("norm", norm, reference.norm, _norm_cases),
+    Kernel("gated", gated, reference.gated, _gated_cases),
+    Kernel("rotate", partial(_rotated, rotate), partial(_rotated, reference.rotate), _rotate_cases),
 )

@@ -24,6 +24,7 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.iteration import iteration as iteration_module
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.ops.interface import Ops
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.decoding.test_law import excess, run_engine
 from tests.engine.decoding.test_same_text import path_noise
@@ -230,9 +231,7 @@ def test_law_of_the_answers(rule: str, depth: int) -> None:
 def test_a_late_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: the best tokens of all first, then the legal ones of them."""
 
-    def late(
-        logits: torch.Tensor, room: CandidateCount, legal: LegalTokens | None = None, *, kernel: bool
-    ) -> Candidates:
+    def late(logits: torch.Tensor, room: CandidateCount, legal: LegalTokens | None, ops: Ops) -> Candidates:
         found = top_candidates(logits, CandidateCount(min(room.count, 4)))
         assert legal is not None
         whole = torch.zeros_like(logits).flatten(0, -2)

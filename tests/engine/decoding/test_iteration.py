@@ -27,7 +27,7 @@ def test_the_phases_in_turn_are_a_step(rule: str) -> None:
     """Guards a beam that changes before the commit, and a phase that reads what a later one makes."""
     made = case(rule)
     state = copy.deepcopy(made.state)
-    iteration = made.stepper(frozenset()).begin(state, made.shape)
+    iteration = made.stepper().begin(state, made.shape)
     before = [getattr(state.beams, name) for name in ("token", "valid", "length", "history", "ancestors")]
     iteration.draft()
     assert iteration.forest.depth == made.shape.depth
@@ -40,7 +40,7 @@ def test_the_phases_in_turn_are_a_step(rule: str) -> None:
     iteration.commit()
     found = read_report(iteration.report.counters, iteration.report.draft_calls)
     other = copy.deepcopy(made.state)
-    assert made.stepper(frozenset()).step(other, made.shape) == found
+    assert made.stepper().step(other, made.shape) == found
     assert shapes(other) == shapes(state)
     assert torch.equal(other.beams.token, state.beams.token)
     assert torch.equal(other.table.used, state.table.used)
@@ -48,7 +48,7 @@ def test_the_phases_in_turn_are_a_step(rule: str) -> None:
 
 def test_the_report_has_a_line_per_row_and_layer() -> None:
     made = case("coupled", roots=1)
-    report = made.stepper(frozenset()).step(copy.deepcopy(made.state), made.shape)
+    report = made.stepper().step(copy.deepcopy(made.state), made.shape)
     assert len(report.rows) == made.state.rows
     assert {len(layers) for layers in report.layers} == {made.shape.depth}
     assert report.draft_calls == made.shape.depth

@@ -19,6 +19,7 @@ from dsbd_cli.engine.drafting.bridge.drafter import BridgeDrafter
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UsageError
 from dsbd_cli.models.checkpoints.vocabulary import markers
+from dsbd_cli.ops.interface import Ops
 from dsbd_cli.requests import Request, RequestResult
 from tests.helpers.bridged import EMOJI, TextModel, codec
 from tests.helpers.checkpoints import CHAT, byte_level, wrap
@@ -166,6 +167,9 @@ class Failing(TextModel):
 
 class WithKernels(TextModel):
     left = 0
+
+    def use_ops(self, ops: Ops) -> None:
+        """Slots are moved as ever."""
 
     def leave_kernels(self) -> bool:
         self.left += 1

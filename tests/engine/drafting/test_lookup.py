@@ -15,8 +15,8 @@ import torch
 
 from dsbd_cli.engine.constraints.stops import StopTable
 from dsbd_cli.engine.core.beams import Beams
-from dsbd_cli.engine.core.noise import stream_keys
-from dsbd_cli.engine.core.slots import Layout, SlotTable
+from dsbd_cli.engine.core.forest_buffer import ForestBuffer, ForestSizes
+from dsbd_cli.engine.core.slots import SlotTable
 from dsbd_cli.engine.drafting.base import DraftContext, Endings
 from dsbd_cli.engine.drafting.index import CorpusIndex, CorpusTokens, sort_suffixes
 from dsbd_cli.engine.drafting.ngram import FOUND, OTHER, PLACES, NgramDrafter
@@ -47,9 +47,10 @@ def make_context(texts: Sequence[Sequence[Sequence[int]]], prompt: int, count: i
             beams.valid[row, beam] = True
             beams.token[row, beam] = tokens[-1]
             beams.history[row, beam, : new[row]] = torch.tensor(tokens[prompt:])
-    table = SlotTable.empty(rows, 128, CPU)
+    table = SlotTable.empty(rows, 128 + depth * count, CPU)
     eos = torch.zeros(50, dtype=torch.bool)
     eos[EOS] = True
+    noise = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
     return DraftContext(
         beams=beams,
         table=table,
@@ -59,12 +60,9 @@ def make_context(texts: Sequence[Sequence[Sequence[int]]], prompt: int, count: i
         endings=Endings(eos, 1, StopTable([b"x"] * 50, 50, CPU)),
         depth=depth,
         drafts_per_layer=count,
-        slots=64,
-        trash=127,
-        placed=Layout.of(table, width + depth * count, 64, 64),
-        row_key=torch.arange(rows),
-        iteration=torch.zeros(rows, dtype=torch.int64),
-        keys=stream_keys(torch.arange(rows), torch.zeros(rows, dtype=torch.int64), depth + 1),
+        buffer=ForestBuffer.begin("coupled", ForestSizes(width, count, depth, 64), beams, table, noise),
+        row_key=noise[0],
+        iteration=noise[1],
         lag=0,
         record_law=False,
         prompts=prompts,
@@ -340,8 +338,7 @@ def test_the_tree_of_paths_is_its_scalar_twin(seed: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_depth_is_read_from_the_context(depth: int) -> None:
-    context = make_context([[[1, 2, 1, 2, 1]]], 3, 4, depth)
     for drafter in (NgramDrafter(4, recalls=False), TrigramDrafter(), source_of(make_corpus(0))):
-        forest = PathDrafter.propose(drafter, context)
+        forest = PathDrafter.propose(drafter, make_context([[[1, 2, 1, 2, 1]]], 3, 4, depth))
         assert forest.depth == depth
         assert [layer.token.shape[1] for layer in forest.layers] == [1, *[4] * depth]

@@ -59,15 +59,16 @@ def test_lookups_read_nothing(drafter: PathDrafter) -> None:
 
 
 def test_what_ngram_remembers_is_not_read() -> None:
-    context, drafter = make_context(TEXTS, 3, 4, 3), NgramDrafter(4, recalls=True)
-    context.iteration += 1
+    contexts, drafter = [make_context(TEXTS, 3, 4, 3) for _ in range(2)], NgramDrafter(4, recalls=True)
+    for context in contexts:
+        context.iteration += 1
     with NoReads():
-        forest = drafter.propose(context)
+        forest = drafter.propose(contexts[0])
         logprobs = torch.zeros(*forest.flat.token.shape, 40).log_softmax(-1)
         drafter.learn(forest, Candidates(torch.arange(40).expand(logprobs.shape), logprobs, full=True))
         drafter.select(torch.tensor([1, 0]))
         drafter.select(torch.tensor([1, 0]))
-        again = drafter.propose(context)
+        again = drafter.propose(contexts[1])
     assert again.flat.valid.sum() > forest.flat.valid.sum()  # known laws have more tokens than places
 
 

@@ -115,6 +115,7 @@ def test_guesses_that_are_illegal_take_no_room() -> None:
     """1 2 stands twice, before 3 and, nearer to the end, before 5."""
     context = context_of([[[1, 2, 3, 4, 1, 2, 5, 6, 1, 2]]], count=1)
     context.legal = No5()  # type: ignore[assignment]
+    context.buffer.written[0].legal_state = context.beams.legal_state
     forest = NgramDrafter(12, recalls=False).propose(context)
     assert forest.flat.token[0].tolist() == [2, 3, 4]
     assert forest.flat.valid.all()

@@ -13,7 +13,7 @@ import torch
 
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.noise import gumbel, stream_keys
-from dsbd_cli.engine.drafting.base import DraftContext, children, roots
+from dsbd_cli.engine.drafting.base import DraftContext, children
 from dsbd_cli.engine.drafting.beam import BeamDrafter
 from dsbd_cli.engine.drafting.dynamic_tree import DynamicTree
 from dsbd_cli.engine.drafting.logits import DraftLogits
@@ -36,16 +36,14 @@ class Grown:
         self.context: DraftContext = make_context(TEXTS, 3, count, depth)
         rule = rule or Rejection()
         self.context.sampler, self.context.drafts_end, self.context.record_law = rule.sampler, rule.drafts_end, True
-        beams = self.context.beams
-        self.forest = Forest(beams.token.shape[1], count, [roots(self.context)])
+        self.forest = Forest(self.context.buffer)
         self.rows: list[RowDraws] = []
         for layer in range(depth):
             values = MODEL.table[self.forest.layers[layer].token]
             logits = DraftLogits(values, None, values.shape[-1])
             self.rows.append(RowDraws(self.context, self.forest, layer, logits))
             drafts, law = drafter.drafts(self.context, self.forest, layer, logits, count)
-            self.forest.layers.append(children(self.context, self.forest, layer, drafts))
-            self.forest.laws.append(law)
+            children(self.context, self.forest, layer, drafts, law)
 
     def below(self, row: int, layer: int) -> dict[int, list[int]]:
         """Parent (place in its layer) -> tokens of its children, in order."""
@@ -113,12 +111,12 @@ def test_stochastic_beams_draw_paths_without_replacement() -> None:
     rows = 4000
     context = make_context([[[1, 1, 1, 2]]] * rows, 3, 2, 2)
     context.sampler, context.drafts_end = Rejection.sampler, True
-    context.keys = stream_keys(torch.arange(rows) * 7919, context.iteration, 3)
-    drafter, forest = StochasticBeams(TableModel(table), 3), Forest(1, 2, [roots(context)])
+    context.buffer.keys = stream_keys(torch.arange(rows) * 7919, context.iteration, 3)
+    drafter, forest = StochasticBeams(TableModel(table), 3), Forest(context.buffer)
     for layer in range(2):
         logits = DraftLogits(table[forest.layers[layer].token], None, 3)
         drafts, _ = drafter.drafts(context, forest, layer, logits, 2)
-        forest.layers.append(children(context, forest, layer, drafts))
+        children(context, forest, layer, drafts)
     path = forest.layers[2].path_tokens[:, 0]
     share = torch.bincount(path[:, 0] * 3 + path[:, 1], minlength=9).view(3, 3) / rows
     law = table[2].exp().unsqueeze(1) * table.exp()

@@ -19,7 +19,7 @@ from torch import Tensor
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.core.report import Report
-from dsbd_cli.engine.decoding import engine as engine_module
+from dsbd_cli.engine.decoding import loop as loop_module
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.iteration import stepper as step_module
 from dsbd_cli.engine.iteration.cuda_graphs import IterationGraphs
@@ -106,8 +106,8 @@ def decode(
             return step(*arguments)
 
     patch.setattr(step_module, "read_report", told)
-    patch.setattr(engine_module, "ended", ended)
-    patch.setattr(engine_module, "collect", collected)
+    patch.setattr(loop_module, "ended", ended)
+    patch.setattr(loop_module, "collect", collected)
     patch.setattr(engine.stepper, "step", watched)
     return len(list(engine.run(requests(method))))
 

@@ -17,7 +17,7 @@ from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.models.adapted.patching import PackedLinear
 from dsbd_cli.models.forest import Forest
 from dsbd_cli.models.tokenizer import HFCodec
-from dsbd_cli.ops.cpu.linear import packing_works
+from dsbd_cli.ops.select import packing_works
 
 SAMPLING = SamplingConfig(max_new_tokens=24)
 

@@ -15,8 +15,8 @@ from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.patching import pack, plain_linears
 from dsbd_cli.models.forest import size_of
-from dsbd_cli.ops.cpu import linear as packing
-from dsbd_cli.ops.cpu.linear import packing_works
+from dsbd_cli.ops import select
+from dsbd_cli.ops.select import packing_works
 from tests.helpers.tiny import build
 from tests.helpers.toys import NumberCodec, TableLM, table_pair
 
@@ -47,17 +47,17 @@ def test_the_size_of_a_model_counts_shared_weights_once(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("way", ["_Compiled", "_Torch"])
+@pytest.mark.parametrize("way", ["Compiled", "Torch"])
 def test_packed_weights_are_counted_as_they_are_stored(way: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the outputs that they are filled up with."""
-    works = packing._works
-    monkeypatch.setattr(packing, "_works", lambda one, dtype: one.__name__ == way and works(one, dtype))
+    works = select._works
+    monkeypatch.setattr(select, "_works", lambda one, dtype: one.__name__ == way and works(one, dtype))
     if not packing_works(torch.float32):
         pytest.skip("does not serve on this processor")
     module = build("llama", tie_word_embeddings=tied, hidden_size=64, intermediate_size=96)
     size = size_of(CausalForestModel(module, "tiny"))
     linears = [(one.out_features, one.in_features) for _, _, one in plain_linears(module, least=1)]
-    more = [-outputs % 64 if way == "_Compiled" else max(0, 64 - outputs) for outputs, _ in linears]
+    more = [-outputs % 64 if way == "Compiled" else max(0, 64 - outputs) for outputs, _ in linears]
     filled = sum(outputs * inputs for outputs, (_, inputs) in zip(more, linears, strict=True))
     assert filled
     assert pack(module) == len(linears)

@@ -10,6 +10,7 @@ import pytest
 from dsbd_cli import Engine, MethodConfig, Request, RequestResult, SamplingConfig
 from dsbd_cli.config.variants import MIN_WIDTH
 from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.forest_buffer import ForestSizes
 from dsbd_cli.engine.drafting.base import DraftContext
 from dsbd_cli.engine.iteration import iteration
 from dsbd_cli.engine.iteration.observer import Observer
@@ -17,6 +18,7 @@ from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 from dsbd_cli.lab.profiling.profile import _acceptance
 from dsbd_cli.lab.profiling.runs import ProfiledPair
 from dsbd_cli.lab.profiling.timers import RunLog
+from dsbd_cli.ops.interface import Ops
 from tests.helpers.toys import NumberCodec, table_pair
 
 VOCABULARY = 12
@@ -83,13 +85,19 @@ def test_watching_changes_no_text(method: MethodConfig) -> None:
 def test_no_kernel_works_behind_the_back_of_an_observer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards profiles on a GPU, where kernels would draft and walk, and graphs repeat, without telling anybody."""
     one = object.__new__(iteration.Iteration)
-    vars(one).update(kernels=frozenset({"walk", "draft", "commit"}), observer=Observer(), legal=None)
-    vars(one).update(state=None, forest=None, candidates=None, drafter=SimpleNamespace(on_sheet=True))
-    monkeypatch.setattr(iteration, "fits_walk", lambda *_: True)
-    assert one.kernel_walks()
+    vars(one).update(ops=Ops(), observer=Observer(), legal=None, state=None, forest=None, rule=None, endings=None)
+    vars(one).update(best_tokens=lambda: None, context=SimpleNamespace(keys=None))
+    vars(one).update(drafter=SimpleNamespace(by_kernel=True, learn=lambda *_: None))
+    monkeypatch.setattr(iteration, "walk_kernel", lambda *_: "kernel")
+    monkeypatch.setattr(iteration, "walked", lambda *_: "by the kernel")
+    monkeypatch.setattr(iteration, "walk", lambda *_: "by tensor code")
+    one.verify()
+    assert one.outcome == "by the kernel"
     one.observer = Counting()
-    assert not one.kernel_walks()
-    assert one._sheet() is None
+    one.verify()
+    assert one.outcome == "by tensor code"
+    assert one._draft_kernel(ForestSizes(3, 8, 2, 64)) is None
+    monkeypatch.undo()
     looked_at = engine_of(METHODS[0])
     seen = Counting()
     looked_at.observe(seen)

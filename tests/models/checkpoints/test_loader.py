@@ -19,7 +19,7 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, ModelNotFoundError, UnsupportedModelError, UsageError
 from dsbd_cli.models.checkpoints import hub, loader
 from dsbd_cli.models.checkpoints.loader import eos_ids, load
-from dsbd_cli.ops.cpu.linear import packing_works
+from dsbd_cli.ops.select import packing_works
 from tests.helpers.checkpoints import save
 
 DEAD = "http://127.0.0.1:9"  # nothing listens there

@@ -25,7 +25,7 @@ from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import LoadedPair, load_pair
 from dsbd_cli.models.recurrent import mixers
 from dsbd_cli.models.recurrent.states import LinearState, StateCache
-from dsbd_cli.ops.cpu import attention as tail
+from dsbd_cli.ops.cpu.attention import attend
 from dsbd_cli.ops.cpu.runtime import features, on_amd
 from dsbd_cli.requests import Request
 from tests.helpers.tiny import FIT, build
@@ -55,7 +55,7 @@ def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tail, "fits", lambda *_: False)
+    monkeypatch.setattr(forest_attention, "takes", lambda *_: False)
 
 
 @pytest.mark.usefixtures("code")
@@ -193,7 +193,7 @@ def attended(tail: int) -> torch.Tensor:
     seen[..., :64] = True
     seen[..., 64:70] = torch.ones(6, 6).tril().bool()
     additive = torch.zeros(1, 1, 6, 128).masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
-    sight = forest_attention.AttentionMetadata((64,), tail)
+    sight = forest_attention.AttentionMetadata((64,), tail, path_attention=attend)
     sight.add(additive, seen, whole=True)
     with attention.seeing(sight):
         return attention.grouped_attention(torch.nn.Module(), query[:, :, :6], key, value, additive)[0]
@@ -224,7 +224,7 @@ def of_queries(count: int, dim: int) -> torch.Tensor:
     seen = torch.zeros(1, count, 128, dtype=torch.bool)
     seen[..., :97] = True
     additive = torch.zeros(1, 1, count, 128).masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
-    sight = forest_attention.AttentionMetadata((96,), 32)
+    sight = forest_attention.AttentionMetadata((96,), 32, path_attention=attend)
     sight.add(additive, seen, whole=True)
     with attention.seeing(sight):
         return attention.grouped_attention(torch.nn.Module(), query[:, :, :count], key, value, additive)[0][:, 0]

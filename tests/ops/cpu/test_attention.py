@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Callable
@@ -18,6 +17,8 @@ from dsbd_cli.models import forest_attention
 from dsbd_cli.models.adapted import attention
 from dsbd_cli.models.recurrent import states
 from dsbd_cli.ops.cpu import attention as tail
+from dsbd_cli.ops.select import ops_for
+from tests.helpers.kernels import CPU, refuse, replaced
 
 DTYPES = [torch.float32, torch.bfloat16]
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # relative to numbers of about 1
@@ -48,7 +49,12 @@ class Case:
         """[R, n, H * G, E] by the attention function of the models, with the whole range of slots as tail."""
         additive = torch.zeros(self.seen.shape, dtype=self.query.dtype)
         additive = additive.masked_fill_(~self.seen, torch.finfo(self.query.dtype).min)[:, None]
-        sight = forest_attention.AttentionMetadata(self.settled, self.seen.shape[-1], positions=self.positions)
+        sight = forest_attention.AttentionMetadata(
+            self.settled,
+            self.seen.shape[-1],
+            path_attention=ops_for(CPU, self.query.dtype, ("path_attention",)).path_attention,
+            positions=self.positions,
+        )
         sight.add(additive, self.seen, whole=bool(self.seen[..., : min(self.settled)].all()))
         more: dict[str, Any] = {} if self.bias is None else {"position_bias": self.bias}
         with attention.seeing(sight):
@@ -154,7 +160,7 @@ def test_it_gives_what_the_torch_code_gives(name: str, dtype: torch.dtype, monke
     case = CASES[name](dtype)
     ours, wanted = case.run(), case.reference()
     assert (ours.double() - wanted).abs().max() <= LIMIT[dtype] * max(1.0, float(wanted.abs().max()))
-    monkeypatch.setattr(tail, "fits", lambda *_: False)
+    monkeypatch.setattr(forest_attention, "takes", lambda *_: False)
     torch.testing.assert_close(ours, case.run(), rtol=LIMIT[dtype], atol=LIMIT[dtype])
 
 
@@ -162,11 +168,11 @@ def test_the_kernel_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the test above against comparing the torch code with itself."""
     calls = []
     attend = tail.attend
-    monkeypatch.setattr(tail, "attend", lambda *a, **k: calls.append(1) or attend(*a, **k))
-    draw(1, torch.bfloat16).run()
+    with replaced(monkeypatch, "path_attention", op=lambda *a, **k: calls.append(1) or attend(*a, **k)):
+        draw(1, torch.bfloat16).run()
     assert calls
-    assert not tail.fits(*(torch.zeros(1, 1, 1, 64, dtype=torch.float16),) * 3)
-    assert not tail.fits(*(torch.zeros(1, 1, 64, 1).transpose(2, 3)[..., ::2],) * 3)
+    assert not tail.takes(*(torch.zeros(1, 1, 1, 64, dtype=torch.float16),) * 3)
+    assert not tail.takes(*(torch.zeros(1, 1, 64, 1).transpose(2, 3)[..., ::2],) * 3)
 
 
 def scattered(case: Case, seed: int) -> Case:
@@ -238,9 +244,8 @@ def test_mutants_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
     narrow = draw(10, torch.float32, window=4)
     for mutant, of in ((unweighed, case), (unbounded, narrow)):
-        monkeypatch.setattr(tail, "attend", mutant)
-        assert (of.run().double() - of.reference()).abs().max() > 1e-2
-    monkeypatch.setattr(tail, "attend", attend)
+        with replaced(monkeypatch, "path_attention", op=mutant):
+            assert (of.run().double() - of.reference()).abs().max() > 1e-2
     assert (case.run().double() - wanted).abs().max() < 1e-5
 
 
@@ -287,16 +292,8 @@ def test_torch_serves_where_numba_cannot_be_loaded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Guards a numpy that is newer than numba knows: one line, for attention and for recurrent layers, and no crash."""
-
-    def refuse() -> None:
-        raise ImportError("Numba needs NumPy 2.4 or less")
-
-    monkeypatch.setattr(tail, "_kernels", refuse)
-    monkeypatch.setattr(states, "_kernels", refuse)
-    for function in (tail.serves, states._walkable):
-        monkeypatch.setattr(f"{function.__module__}.{function.__name__}", functools.cache(function.__wrapped__))
     case = draw(1, torch.float32)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), replaced(monkeypatch, "path_attention", "scan", load=refuse):
         assert (case.run().double() - case.reference()).abs().max() < 1e-5
         assert not any(states.StateCache.walks(torch.device("cpu")) for _ in range(2))
         case.run()

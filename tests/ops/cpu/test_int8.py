@@ -20,7 +20,9 @@ from dsbd_cli.models.decoder.forest import DecoderForest
 from dsbd_cli.models.decoder.pack import quantize_decoder
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
-from dsbd_cli.ops.cpu.int8 import Int8Product, int8_missing
+from dsbd_cli.ops import select
+from dsbd_cli.ops.cpu.int8 import Int8Product
+from dsbd_cli.ops.select import int8_missing
 from tests.helpers.checkpoints import numbers, save
 from tests.helpers.pairs import DISTANT
 from tests.helpers.tiny import V
@@ -44,13 +46,15 @@ class Attention(nn.Module):
 
 
 # torch's is exact where the processor adds products of 8 bits in 32
-WAYS = [way for way in dict.fromkeys((module._Torch, module._way())) if module._fault(way) is None]
+WAYS = [
+    way for way in dict.fromkeys((module.Torch, select._int8_way())) if module.fault(way, select.packed_linear) is None
+]
 
 
 @pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """torch's operators, and our kernel where the processor has its instructions."""
-    monkeypatch.setattr(module, "_way", lambda: request.param)
+    monkeypatch.setattr(select, "_int8_way", lambda: request.param)
     return request.param
 
 
@@ -113,7 +117,7 @@ def test_the_sums_are_those_of_the_integers_exactly(way: Any, shape: tuple[int, 
     ordinary = x.clone()
     ordinary[:, 0] = 0
     with torch.inference_mode():
-        made = way([weight.float()], torch.tensor([0]), torch.zeros(outputs))
+        made = way([weight.float()], torch.tensor([0]), torch.zeros(outputs), select.packed_linear)
         assert torch.equal(made.scales, torch.ones(outputs))
         levels, steps, few = made.levels(x)
         sums = made.multiply(levels, torch.ones(rows, 1), few)
@@ -166,7 +170,7 @@ def test_many_rows_and_threads_change_no_bits(way: Any, threads: int) -> None:
     before = torch.get_num_threads()
     try:
         with torch.inference_mode():
-            made = way([weight], torch.arange(32), bias)
+            made = way([weight], torch.arange(32), bias, select.packed_linear)
             torch.set_num_threads(1)
             alone = torch.cat([made(x[i : i + 1]) for i in range(130)])
             torch.set_num_threads(threads)
@@ -360,8 +364,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
 
 def test_a_processor_that_saturates_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards processors whose 8-bit products stop at 16 bits, and builds without the operators."""
-    monkeypatch.setattr(module, "_way", lambda: module._Torch)
-    monkeypatch.setattr(module._Torch, "multiply", lambda *_: torch.full((5, 96), 32767.0))
+    monkeypatch.setattr(select, "_int8_way", lambda: module.Torch)
+    monkeypatch.setattr(module.Torch, "multiply", lambda *_: torch.full((5, 96), 32767.0))
     int8_missing.cache_clear()
     try:
         assert int8_missing() == "this processor's int8 products are not exact"

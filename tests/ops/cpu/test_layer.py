@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from torch import Tensor
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.load_model import load_model
+from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu import layer as layer_ops
 from dsbd_cli.ops.cpu import program
-from dsbd_cli.ops.reference import gated_twin, norm_twin, rotate_twin
-from dsbd_cli.ops.select import REFERENCE, layer_ops_for
+from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.select import LAYERS, ops_for
+from tests.helpers.kernels import replaced, serves
 from tests.models.decoders import build_decoder, save_decoder
 
 pytestmark = [
-    pytest.mark.skipif(not layer_ops.serves(), reason="kernels of numba do not run here"),
+    pytest.mark.skipif(not serves("norm"), reason="kernels of numba do not run here"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="models of these tests are on the CPU"),
 ]
 DTYPES = pytest.mark.parametrize("dtype", layer_ops.DTYPES, ids=["float32", "bfloat16"])
@@ -50,7 +53,7 @@ def test_norm(dtype: torch.dtype, one_more: bool, adds: bool) -> None:
     for x in (wide[..., :96], wide[:1, :1, 16:112], wide.transpose(0, 1)[..., :32]):
         more = normal(dtype, *x.shape, seed=1) if adds else None
         weight = normal(dtype, x.shape[-1], seed=2)
-        found, wanted = (how(x, more, weight, 1e-5, one_more) for how in (layer_ops.norm, norm_twin))
+        found, wanted = (how(x, more, weight, 1e-5, one_more) for how in (layer_ops.norm, reference.norm))
         torch.testing.assert_close(found[0], wanted[0], **CLOSE[dtype])
         assert torch.equal(found[1], wanted[1])
 
@@ -61,7 +64,7 @@ def test_gated(dtype: torch.dtype, gelu: bool) -> None:
     both = normal(dtype, 2, 3, 200) * 8
     both[0, 0, :4] = torch.tensor([-400.0, 400.0, 0.0, -90.0])
     found = layer_ops.gated(both[..., 8:168], gelu)
-    torch.testing.assert_close(found, gated_twin(both[..., 8:168], gelu), **CLOSE[dtype])
+    torch.testing.assert_close(found, reference.gated(both[..., 8:168], gelu), **CLOSE[dtype])
 
 
 @DTYPES
@@ -76,7 +79,7 @@ def test_rotate(dtype: torch.dtype, norms: bool | None, angles: int) -> None:
     more = () if norms is None else (normal(dtype, dim, seed=3), normal(dtype, dim, seed=4), 1e-5, norms)
     planes = []
     cos, sin = turns.cos().to(dtype), turns.sin().to(dtype)
-    for how in (layer_ops.rotate, rotate_twin):
+    for how in (layer_ops.rotate, reference.rotate):
         keys, values = normal(dtype, rows, 9, kv_heads, dim, seed=5), normal(dtype, rows, 9, kv_heads, dim, seed=6)
         planes.append((how(both, cos, sin, slots, keys, values, *more), keys, values))
     for found, wanted in zip(*planes, strict=True):
@@ -127,22 +130,23 @@ def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype) -> None:
 def test_what_the_kernels_do_not_take_is_left_to_torch() -> None:
     """Heads of 8 numbers, gates of 50, half precision."""
     cpu = torch.device("cpu")
-    found = layer_ops_for(cpu, torch.float32, {64, 96, 16})
-    assert found.names == ("norm", "gated", "rotate")
-    assert found.programs == program.serves()
+    found = ops_for(cpu, torch.float32, LAYERS, widths=frozenset({64, 96, 16}))
+    assert found.by("numba") == ("gated", "norm", "program", "rotate")
     for dtype, widths in ((torch.float32, {64, 96, 4}), (torch.float32, {64, 50, 16}), (torch.float16, {64, 96, 16})):
-        assert layer_ops_for(cpu, dtype, widths) is REFERENCE
+        left = ops_for(cpu, dtype, LAYERS, widths=frozenset(widths))
+        assert left.by("torch") == found.by("numba")
+        assert replace(left, report=()) == Ops()
 
 
 def test_kernels_of_the_cpu_need_no_triton() -> None:
     """Guards machines without a GPU, where torch brings none."""
     code = (
         "import sys; sys.modules['triton'] = None; import torch; "
-        "from dsbd_cli.ops.select import layer_ops_for; "
-        "print(layer_ops_for(torch.device('cpu'), torch.float32, {64}).names)"
+        "from dsbd_cli.ops.select import LAYERS, ops_for; "
+        "print(ops_for(torch.device('cpu'), torch.float32, LAYERS).by('numba'))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (out.returncode, out.stdout) == (0, "('norm', 'gated', 'rotate')\n"), out.stderr
+    assert (out.returncode, out.stdout) == (0, "('gated', 'norm', 'program', 'rotate')\n"), out.stderr
 
 
 @pytest.mark.parametrize("broken", ["norm", "gated", "rotate"])
@@ -154,9 +158,9 @@ def test_a_wrong_kernel_serves_no_model(broken: str, tmp_path: Path, monkeypatch
         result = right(*arguments)
         return (result[0] * 1.5, result[1]) if isinstance(result, tuple) else result * 1.5
 
-    monkeypatch.setattr(layer_ops, broken, wrong)
     folder = save_decoder(tmp_path / "model", build_decoder("gemma3" if broken == "norm" else "llama"))
-    forest, _ = load_model(ModelSpec(str(folder), dtype="float32", device="cpu"))
+    with replaced(monkeypatch, broken, op=wrong):
+        forest, _ = load_model(ModelSpec(str(folder), dtype="float32", device="cpu"))
     assert isinstance(forest, CausalForestModel)
     (line,) = forest.told
     assert "in our own decoder its logits are off by" in line

@@ -10,19 +10,20 @@ import torch
 from torch import nn
 
 from dsbd_cli.models.adapted.patching import PackedLinear, pack
+from dsbd_cli.ops import select
 from dsbd_cli.ops.cpu import linear as packing
 from dsbd_cli.ops.cpu import runtime as native
-from dsbd_cli.ops.cpu.linear import PackedProduct, packing_works
 from dsbd_cli.ops.cpu.runtime import EAGER
+from dsbd_cli.ops.select import packed_linear, packing_works
 
 needs_packing = pytest.mark.skipif(not packing_works(torch.float32), reason="this torch build cannot pack weights")
 
 
-@pytest.fixture(params=["_Compiled", "_Torch"])
+@pytest.fixture(params=["Compiled", "Torch"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Our kernel alone, or torch's operators alone."""
-    works = packing._works
-    monkeypatch.setattr(packing, "_works", lambda way, dtype: way.__name__ == request.param and works(way, dtype))
+    works = select._works
+    monkeypatch.setattr(select, "_works", lambda way, dtype: way.__name__ == request.param and works(way, dtype))
     return str(request.param)
 
 
@@ -42,7 +43,7 @@ def test_equals_the_plain_product(dtype: torch.dtype, bias: bool, shape: tuple[i
     x = torch.randn(*shape, 160, dtype=dtype)
     plain = linear(x)
     with torch.inference_mode():
-        packed = PackedLinear(linear)(x)
+        packed = PackedLinear.of(linear)(x)
     assert packed.shape == plain.shape
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(packed, plain, rtol=tolerance, atol=tolerance)
@@ -70,7 +71,7 @@ def test_a_few_outputs_keep_the_bits_of_a_row(bias: bool) -> None:
 def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None:
     serves(dtype)
     torch.manual_seed(4)
-    linear = PackedLinear(nn.Linear(128, 96, bias=False, dtype=dtype).requires_grad_(False))
+    linear = PackedLinear.of(nn.Linear(128, 96, bias=False, dtype=dtype).requires_grad_(False))
     x = torch.randn(1, 9, 128, dtype=dtype)
     with torch.inference_mode():
         alone = torch.cat([linear(x[:, i : i + 1]) for i in range(9)], 1)
@@ -78,7 +79,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize(("dtype", "inputs"), [(torch.float32, 2600), (torch.bfloat16, 4500)])
-@pytest.mark.parametrize("way", ["_Compiled"], indirect=True)
+@pytest.mark.parametrize("way", ["Compiled"], indirect=True)
 def test_parts_of_rows_inputs_and_outputs_change_no_bits(way: str, dtype: torch.dtype, inputs: int) -> None:
     """Guards what our kernel shares out: inputs beyond a piece, rows beyond a chunk, outputs to threads."""
     serves(dtype)
@@ -88,7 +89,7 @@ def test_parts_of_rows_inputs_and_outputs_change_no_bits(way: str, dtype: torch.
     before = torch.get_num_threads()
     try:
         with torch.inference_mode():
-            packed = PackedLinear(linear)
+            packed = PackedLinear.of(linear)
             torch.set_num_threads(1)
             alone = torch.cat([packed(row) for row in x.split(1)])
             exact = x.double() @ linear.weight.double().t() + linear.bias.double()
@@ -106,19 +107,19 @@ def test_parts_of_rows_inputs_and_outputs_change_no_bits(way: str, dtype: torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inputs_may_be_views(dtype: torch.dtype) -> None:
     serves(dtype)
-    linear = PackedLinear(nn.Linear(160, 72, dtype=dtype).requires_grad_(False))
+    linear = PackedLinear.of(nn.Linear(160, 72, dtype=dtype).requires_grad_(False))
     wide = torch.randn(7, 400, generator=torch.Generator().manual_seed(6)).to(dtype)
     with torch.inference_mode():
         for x in (wide[:, 200:360], wide[::2, 3:163], wide.t()[:160].t(), wide[:1, :160].expand(5, 160)):
             assert torch.equal(linear(x), linear(x.contiguous()))
 
 
-@pytest.mark.parametrize("way", ["_Compiled"], indirect=True)
+@pytest.mark.parametrize("way", ["Compiled"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_no_number_stays_in_its_row(way: str, dtype: torch.dtype) -> None:
     """Guards failed rows, which are found by their logits."""
     serves(dtype)
-    linear = PackedLinear(nn.Linear(160, 72, dtype=dtype).requires_grad_(False))
+    linear = PackedLinear.of(nn.Linear(160, 72, dtype=dtype).requires_grad_(False))
     x = torch.randn(9, 160, dtype=dtype)
     bad = x.clone()
     bad[4, 7] = float("nan")
@@ -128,7 +129,7 @@ def test_what_is_no_number_stays_in_its_row(way: str, dtype: torch.dtype) -> Non
     assert torch.equal(found[[0, 3, 5, 8]], wanted[[0, 3, 5, 8]])
 
 
-@pytest.mark.parametrize("way", ["_Compiled"], indirect=True)
+@pytest.mark.parametrize("way", ["Compiled"], indirect=True)
 def test_the_default_dtype_of_torch_is_not_the_kernels(way: str) -> None:
     """Guards the kernel's room for sums, which half as many bytes would not hold."""
     serves(torch.float32)
@@ -141,13 +142,13 @@ def test_the_default_dtype_of_torch_is_not_the_kernels(way: str) -> None:
 
 @needs_packing
 def test_a_width_that_fills_no_words_takes_torchs_way() -> None:
-    if not packing._works(packing._Torch, torch.bfloat16):
+    if not select._works(packing.Torch, torch.bfloat16):
         pytest.skip("torch's way does not serve bfloat16 on this processor, so such a layer stays as it is")
     torch.manual_seed(7)
     linear = nn.Linear(161, 72, dtype=torch.bfloat16).requires_grad_(False)
     x = torch.randn(3, 161, dtype=torch.bfloat16)
     with torch.inference_mode():
-        torch.testing.assert_close(PackedLinear(linear)(x), linear(x), rtol=3e-2, atol=3e-2)
+        torch.testing.assert_close(PackedLinear.of(linear)(x), linear(x), rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.usefixtures("way")
@@ -156,7 +157,7 @@ def test_another_bias_and_a_copy_leave_the_original_alone() -> None:
     linear = nn.Linear(160, 72).requires_grad_(False)
     x, bias = torch.randn(3, 160), torch.randn(72)
     with torch.inference_mode():
-        packed = PackedLinear(linear)
+        packed = PackedLinear.of(linear)
         before = packed(x)
         torch.testing.assert_close(packed.with_bias(bias)(x), before - linear.bias + bias, rtol=1e-5, atol=1e-5)
         copied: Any = copy.deepcopy(packed) if packed.compiled else packed
@@ -177,9 +178,9 @@ def test_layers_of_one_input_become_one_product(dtype: torch.dtype) -> None:
     ]
     x, other = torch.randn(2, 5, 160).to(dtype), torch.randn(1, 160).to(dtype)
     with torch.inference_mode():
-        product = PackedProduct([layer.weight for layer in layers], [layer.bias for layer in layers])
+        product = packed_linear([layer.weight for layer in layers], [layer.bias for layer in layers])
         assert product.parts == [96, 72, 64]
-        alone = [PackedLinear(layer) for layer in layers]
+        alone = [PackedLinear.of(layer) for layer in layers]
         for given in (x, other, x):
             assert torch.equal(product.compute(given), torch.cat([layer(given) for layer in alone], -1))
 

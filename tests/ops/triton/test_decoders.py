@@ -3,7 +3,6 @@ fails is left out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +25,11 @@ from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.decoder import load as decoder_load
 from dsbd_cli.models.decoder.forest import DecoderForest
 from dsbd_cli.models.decoder.forward import Decoder
-from dsbd_cli.models.decoder.pack import DeviceLinear
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.decoder.weights import PlainLinear, read_weights
-from dsbd_cli.ops.select import REFERENCE, LayerOps, layer_ops_for
+from dsbd_cli.ops import reference
+from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.select import triton_ops
 from dsbd_cli.ops.triton import attention as kernels_attention
 from dsbd_cli.ops.triton.attention import attention
 from tests.models.decoders import build_decoder, save_decoder
@@ -45,21 +45,15 @@ def forest_of(family: str, *kernels: str, **changes: Any) -> DecoderForest:
     spec, state = spec_of(model.config), model.state_dict()
     assert isinstance(spec, DecoderSpec)
     tensors = {name: partial(state.__getitem__, name) for name in state}
-    widths = {spec.hidden, spec.inner, spec.head_dim // 2}
-    ops = layer_ops_for(torch.device("cuda"), torch.float32, widths, kernels=kernels) if kernels else REFERENCE
+    ops = Ops(**triton_ops(kernels))
     weights = read_weights(spec, tensors, torch.float32)
-    if ops.linear is not None:
+    if "linear" in kernels:
         for layer in weights.layers:
             for name, linear in [*layer.linears]:
-                setattr(layer, name, on_device(linear, ops.linear))
+                setattr(layer, name, ops.linear(linear.weights, linear.biases))
         assert isinstance(weights.head, PlainLinear)
-        weights.head = on_device(weights.head, ops.linear)
+        weights.head = ops.linear(weights.head.weights, weights.head.biases)
     return DecoderForest(Decoder(spec, weights, ops), family, CheckpointSettings.of(model.config, {}))
-
-
-def on_device(linear: PlainLinear, product: Callable[..., Any]) -> DeviceLinear:
-    biases = [bias for bias in linear.biases if bias is not None]
-    return DeviceLinear(torch.cat(linear.weights), torch.cat(biases) if biases else None, linear.parts, product)
 
 
 def chain() -> ForestInput:
@@ -84,7 +78,7 @@ def test_kernels_give_the_logits_of_plain_torch(family: str) -> None:
         forest = forest_of(
             family, *kernels, num_hidden_layers=1, **({"layer_types": None} if "gemma" in family else {})
         )
-        assert forest.decoder.ops.names == tuple(sorted(kernels))
+        assert all(getattr(forest.ops, name) is not getattr(Ops(), name) for name in kernels)
         forest.reserve(1, 64)
         logits.append(forest.forward(chain()))
     for found in logits[1:]:
@@ -143,7 +137,7 @@ def test_a_kernel_of_attention_that_fails_at_the_sizes_of_a_model_serves_nothing
             raise RuntimeError("out of resource: shared memory")
         return attention(*arguments, exact) * (1.5 if fault == "wrong" else 1)
 
-    monkeypatch.setattr("dsbd_cli.ops.triton.trial.faults", lambda device: {})
+    monkeypatch.setattr(stages, "ops_for", lambda *_: Ops(**triton_ops(["attention"])))
     monkeypatch.setattr(kernels_attention, "attention", broken)
     forest = forest_of("llama", num_hidden_layers=1)
     stages._attend_fast(forest)
@@ -166,24 +160,24 @@ def test_kernels_of_layers_that_fail_are_left_out(fault: str, tmp_path: Path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder, asked = save_decoder(tmp_path / "model", build_decoder("llama")), list[frozenset[str]]()
 
-    def ops_for(*_: Any, kernels: frozenset[str]) -> LayerOps:
+    def ops_for(spec: DecoderSpec, source: Any, kernels: frozenset[str]) -> Ops:
         asked.append(kernels)
-        return replace(REFERENCE, norm=norm, rotate=rotate) if "gated" in kernels else REFERENCE
+        return Ops(norm=norm, rotate=rotate) if "gated" in kernels else Ops()
 
     def norm(*given: Any) -> Any:
         if fault == "raises":
             raise RuntimeError("out of resource: shared memory")
-        out, summed = REFERENCE.norm(*given)
+        out, summed = reference.norm(*given)
         return out * (1.5 if fault == "wrong" else 1), summed
 
     def rotate(*given: Any) -> Any:
         slots, keys = given[3], given[4]
-        out = REFERENCE.rotate(*given)
+        out = reference.rotate(*given)
         if fault == "wrong in a forest" and len(slots) < 24:  # plain forwards have more tokens
             keys.flatten(0, 1)[slots] *= 1.5
         return out
 
-    monkeypatch.setattr(decoder_load, "layer_ops_for", ops_for)
+    monkeypatch.setattr(decoder_load, "_ops", ops_for)
     monkeypatch.setattr(
         stages._Own, "_attempts", lambda own: [frozenset({"gated"}), frozenset()] if own._known is None else real(own)
     )

@@ -3,7 +3,6 @@ leaves otherwise than the next iteration, an admission or the reading of results
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,8 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.models import pair
 from dsbd_cli.models.decoder.forest import DecoderForest
-from dsbd_cli.ops.select import REFERENCE
+from dsbd_cli.ops import reference
+from dsbd_cli.ops.interface import Choice, Ops
 from dsbd_cli.ops.triton import walk
 from tests.helpers.toys import NumberCodec, table_pair
 from tests.models.decoders import V
@@ -31,7 +31,7 @@ def answers(rule: str, kernels: bool, told: list[str] | None = None) -> list[obj
     method = MethodConfig.of({"rule": rule, "num_beams": 2, "drafts_per_layer": 3, "depth": 2, "width": "fixed"})
     target, draft = table_pair(1, VOCABULARY, 0.5, {2: 1.0})
     engine = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), method, batch_size=2, kernels=kernels)
-    assert bool(engine.stepper.kernels) == kernels
+    assert bool(engine.stepper.ops.by("triton")) == kernels
     engine.tell = pytest.fail if told is None else told.append
     cut = {} if rule == "search" else {"top_k": 5}
     stops = [(), ("7 7",), ()]
@@ -82,7 +82,7 @@ def test_a_kernel_of_a_layer_that_fails_is_left_out_in_mid_run() -> None:
         calls[0] += 1
         if calls == last:
             raise OutOfResources(300_000, 232_448, "shared memory")
-        return REFERENCE.norm(*arguments)
+        return reference.norm(*arguments)
 
     def texts(target: DecoderForest, told: list[str]) -> tuple[list[tuple[int, ...]], str]:
         engine = Engine(target, None, NumberCodec(V, (2,)), MethodConfig(rule="search", num_beams=2), batch_size=2)
@@ -93,7 +93,7 @@ def test_a_kernel_of_a_layer_that_fails_is_left_out_in_mid_run() -> None:
         return [result.hypotheses[0].token_ids for result in engine.run(rows)], engine.exactness
 
     plain, target = (forest_of("llama") for _ in range(2))
-    target.decoder.ops = replace(REFERENCE, norm=fails, names=("norm",))
+    target.decoder.ops = Ops(norm=fails, report=(Choice("norm", "triton", "for this test"),))
     for model in (plain, target):
         model.trust(None, True)
     last = [calls[0] + 30]
@@ -105,7 +105,7 @@ def test_a_kernel_of_a_layer_that_fails_is_left_out_in_mid_run() -> None:
     (line,) = told
     assert line.startswith("the run goes on without kernels")
     assert calls == last
-    assert target.decoder.ops is REFERENCE
+    assert target.ops.norm is reference.norm
 
 
 def test_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

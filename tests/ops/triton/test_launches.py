@@ -23,8 +23,8 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.checks import kernels as twins
 from dsbd_cli.engine.checks.kernels import HISTORY, VOCABULARY, IterationCase
 from dsbd_cli.engine.iteration import stepper as step_module
-from dsbd_cli.engine.iteration.devices import KERNELS
 from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.ops.select import ITERATION_KERNELS
 
 LAYERS = 4
 LAUNCHES = 2 * LAYERS + 4
@@ -63,7 +63,7 @@ def test_an_iteration_launches_so_little(
     sampling = SamplingConfig(max_new_tokens=HISTORY, top_k=0 if rule == "search" else 5)
     generator = torch.Generator().manual_seed(1)
     iteration = IterationCase.random(method, sampling, generator, torch.device("meta"), roots=4, lag=2)
-    launches, stepper, state = Launches(), iteration.stepper(KERNELS), iteration.state
+    launches, stepper, state = Launches(), iteration.stepper(*ITERATION_KERNELS), iteration.state
     trunk = state.table.trunk
 
     class Counted(Exception):  # noqa: N818

@@ -28,6 +28,7 @@ from dsbd_cli.engine.constraints.stops import StopTable
 from dsbd_cli.engine.core.noise import COMPLETION, DRAFT, RESIDUAL
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.iteration.iteration import Iteration, IterationShape
+from dsbd_cli.engine.iteration.iteration_kernels import walk_kernel
 from dsbd_cli.engine.iteration.state import BatchState, Entry
 from dsbd_cli.ops.triton import draft, walk
 from tests.exact.trees import ROOT, Beam, Model, Path, child
@@ -122,13 +123,13 @@ def iteration(rule: str, drafts: int) -> Iteration:
     endings = Endings(torch.arange(VOCABULARY) == END, 1, stops)
     shape = IterationShape(15, STEPS - 1, drafts, 0, beams=1)
     case = IterationCase(method, state, shape, TARGET.table(), PROPOSER.table(), endings)
-    return case.stepper(frozenset({"draft", "walk"})).begin(state, shape)
+    return case.stepper("draft", "walk").begin(state, shape)
 
 
 def drafted(rule: str, drafts: int) -> Iteration:
     made = iteration(rule, drafts)
     made.draft()
-    assert made.context.sheet is not None, "the kernel drafts"
+    assert made.context.buffer.kernel is not None, "the kernel drafts"
     return made
 
 
@@ -141,7 +142,7 @@ def verified(drafted: Iteration) -> tuple[tuple[Beam, ...], frozenset[Path]]:
         setattr(state.finished, name, getattr(drafted.state.finished, name).clone())
     made.target()
     made.verify()
-    assert made.kernel_walks(), "the kernel walks"
+    assert walk_kernel(made.ops, made.state, made.forest, made.candidates) is not None, "the kernel walks"
     outcome = made.outcome
     live, ended, steps = outcome.live, state.finished, int(outcome.steps)
 

@@ -13,6 +13,8 @@ import torch
 
 from dsbd_cli.cli.run import messages
 from dsbd_cli.engine.iteration import devices
+from dsbd_cli.ops import select
+from dsbd_cli.ops.select import ITERATION_KERNELS as NAMES
 from dsbd_cli.ops.triton import Kernel, attention, layers, products, trial
 from tests.ops.triton import DEVICE
 
@@ -181,20 +183,26 @@ def test_the_process_itself_says_what_it_finds(capfd: pytest.CaptureFixture[str]
 
 
 def test_a_kernel_with_a_fault_is_not_in_use_and_a_line_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "faults", lambda device: {"walk": "differs from the tensor code: case 0"})
-    assert "walk" in devices.KERNELS
-    assert devices.kernels_for(GPU, None) == devices.KERNELS - {"walk"}
-    (line,) = devices.left_out(GPU, None)
+    def by_triton(kernels: bool | None) -> set[str]:
+        select.ops_for.cache_clear()
+        return set(devices.iteration_ops(GPU, kernels).by("triton"))
+
+    monkeypatch.setattr(select, "faults", lambda device: {"walk": "differs from the tensor code: case 0"})
+    assert by_triton(None) == set(NAMES) - {"walk"}
+    reasons = {one.op: one.reason for one in devices.iteration_ops(GPU, None).report}
+    assert reasons["walk"] == "differs from the tensor code: case 0"
+    (line,) = select.left_out(GPU, None)
     assert "the kernel walk is left out" in line
-    assert devices.left_out(GPU, False) == devices.left_out(CPU, None) == ()
-    monkeypatch.setattr(devices, "faults", lambda device: dict.fromkeys(("walk", "move"), "fails: no C compiler"))
-    assert devices.left_out(GPU, None) == (
+    assert select.left_out(GPU, False) == select.left_out(CPU, None) == ()
+    monkeypatch.setattr(select, "faults", lambda device: dict.fromkeys(("walk", "move"), "fails: no C compiler"))
+    assert select.left_out(GPU, None) == (
         "the kernels walk, move are left out, and tensor code runs in their place: each fails: no C compiler",
     )
-    assert devices.kernels_for(GPU, False) == frozenset()
+    assert by_triton(False) == set()
+    select.ops_for.cache_clear()
 
 
 def test_names_are_one_kernel_each() -> None:
     """Guards a kernel that an engine uses and nobody tries."""
-    assert set(TRIED) == {*ALL, *devices.KERNELS}
+    assert set(TRIED) == {*ALL, *NAMES}
     assert all(isinstance(kernel, Kernel) for kernel in trial.kernels().values())

@@ -16,6 +16,7 @@ import torch
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.checks.kernels import HISTORY, KERNELS, IterationCase, kernels
+from dsbd_cli.ops.select import ITERATION_KERNELS
 from dsbd_cli.ops.triton import Kernel, commit, differences, draft, walk
 from tests.ops.triton import DEVICE
 
@@ -66,10 +67,10 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
     def kept(*arguments: Any, **named: Any) -> IterationCase:
         return made.setdefault(tuple(named.items()), random(*arguments, **named))
 
-    def ran(self: IterationCase, used: frozenset[str]) -> tuple[torch.Tensor, ...]:
-        key = (id(self), used)
+    def ran(self: IterationCase, *used: str) -> tuple[torch.Tensor, ...]:
+        key = (id(self), frozenset(used))
         if key not in left:
-            left[key] = run(self, used)
+            left[key] = run(self, *used)
         return left[key]
 
     monkeypatch.setattr(IterationCase, "random", kept)
@@ -98,9 +99,7 @@ def test_others_are_those_of_tensor_code(name: str) -> None:
 
 
 def test_every_kernel_in_use_has_a_twin() -> None:
-    from dsbd_cli.engine.iteration.devices import KERNELS as NAMES
-
-    assert {kernel.name for kernel in KERNELS} == NAMES
+    assert {kernel.name for kernel in KERNELS} == {*ITERATION_KERNELS}
 
 
 @pytest.mark.parametrize("place", ["token", "valid"])

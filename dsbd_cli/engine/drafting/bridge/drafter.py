@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.topk import NEG_INF
-from dsbd_cli.engine.drafting.base import DraftContext, Drafter, DrafterInputs, LayerDrafts, children, roots
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, DrafterInputs, LayerDrafts, children
 from dsbd_cli.engine.drafting.bridge.draft import BridgedDraft
 from dsbd_cli.engine.drafting.bridge.prefixes import PrefixCache
 from dsbd_cli.engine.drafting.bridge.spelling import Spelling, split_word, standing_tail, valid_prefix
@@ -312,7 +312,7 @@ def _forest(context: DraftContext, found: list[_Found]) -> Forest:
             parents = {key: place for place, key in enumerate(best)}
     device = beams.token.device
     tensors = [torch.from_numpy(item).to(device) for item in (above, token, valid, weight)]
-    forest = Forest(beams.token.shape[1], count, [roots(context)])
+    forest = Forest(context.buffer)
     for layer in range(depth):
         over, tokens, real, score = (item[layer] for item in tensors)
         nodes = forest.layers[-1]
@@ -321,8 +321,6 @@ def _forest(context: DraftContext, found: list[_Found]) -> Forest:
         made = children(context, forest, layer, drafts)
         if not context.drafts_end:
             made.valid = made.valid & ~made.ends
-        forest.layers.append(made)
-        forest.laws.append(None)
     return forest
 
 

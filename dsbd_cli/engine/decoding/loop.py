@@ -1,0 +1,147 @@
+"""The decoding loop of a run: batches of requests, refilled as their rows finish, iteration after iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, TypeVar
+
+import torch
+
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.engine.cache.caches import Caches
+from dsbd_cli.engine.core.report import Report
+from dsbd_cli.engine.decoding.batch import Batch
+from dsbd_cli.engine.decoding.recovery import Recovery
+from dsbd_cli.engine.decoding.results import broken, collect, common_tokens, ended, record_iteration
+from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
+from dsbd_cli.engine.decoding.tables import RequestTables
+from dsbd_cli.engine.drafting.base import Drafter, Stopped
+from dsbd_cli.engine.iteration.devices import current, events
+from dsbd_cli.engine.iteration.request_state import Results
+from dsbd_cli.engine.iteration.stepper import Stepper
+from dsbd_cli.engine.planning.planner import Planner, Shape
+from dsbd_cli.engine.planning.timing import PhaseTimer
+from dsbd_cli.engine.protocols import TextCodec
+
+__all__ = ["Loop"]
+
+Item = TypeVar("Item")
+
+
+@dataclass(slots=True)
+class Loop(Generic[Item]):
+    """One run of an engine.
+
+    Attributes:
+        method, codec, caches, tables, drafter, stepper, planner, scheduler, recovery: of the engine.
+        stopping: the engine was asked to stop.
+        one_root: a row's first iteration may have one root. log_steps: results hold a StepStats per iteration.
+        queue: requests of the run. results: where their results go, and what is given out meanwhile.
+    """
+
+    method: MethodConfig
+    codec: TextCodec
+    caches: Caches
+    tables: RequestTables
+    drafter: Drafter
+    stepper: Stepper
+    planner: Planner
+    scheduler: Scheduler
+    recovery: Recovery
+    stopping: Callable[[], bool]
+    one_root: bool
+    log_steps: bool
+    queue: RequestQueue
+    results: Results[Item]
+    _shape: Shape | None = field(default=None, init=False)  # of the iteration under way
+
+    def run(self) -> Iterator[Item]:
+        """Decode all requests of the queue; yield what the results give out."""
+        while not self.stopping() and not self.queue.finished:
+            self.scheduler.fill(self.queue)
+            yield from self.results.ready()
+            if self.queue.waiting:
+                yield from self._decode()
+
+    def _decode(self) -> Iterator[Item]:
+        """One batch, refilled as its rows finish, until it is empty, or has failed and is to begin anew."""
+        queue, results = self.queue, self.results
+        rows = min(len(queue.waiting), self.scheduler.rows)
+        batch = Batch(rows, self.method, self.caches, self.tables, keep_text=self.drafter.needs_text)
+        while not self.stopping() and (queue.waiting or batch.running):
+            self._shape = None
+            try:
+                batch.admit(queue.waiting)
+                self._iterate(batch)
+            except Stopped:
+                return
+            except Exception as error:
+                running = [job for _, job in batch.running]
+                if not self.recovery.after(error, running, queue, self.planner, self._shape):
+                    raise
+                yield from results.ready()
+                return
+            self.scheduler.ran(batch)
+            yield from results.ready()
+            self.scheduler.refill(queue, batch)
+            yield from results.ready()
+            if queue.finished and (kept := batch.shrink()):
+                self.drafter.select(torch.tensor(kept, device=self.caches.target.device))
+
+    def _iterate(self, batch: Batch) -> None:
+        """One iteration of all rows: choose the forest, run it, learn from it, hand out what is certain."""
+        running = batch.running
+        requests = [job.acceptance for _, job in running]
+        # D layers of K drafts: what promises most steps per second, and no deeper than what is left to generate
+        left = max(job.max_new - job.stats.steps for _, job in running)
+        reading = batch.reading()
+        shape = self.planner.choose(requests, reading).within(left)
+        certain = self.drafter.certain(batch.state.beams, *shape)
+        self._shape = shape = shape if certain is None else self.planner.cut(shape, certain)
+        read = PhaseTimer(events(self.caches.models[-1].device))
+        if shape.depth:
+            batch.read_prompts(read)
+        # static shapes: slots and a tail window for W + D*K nodes
+        sizes = batch.iteration_shape(shape, batch.reading(), narrow=self.one_root and self.stepper.graphs is None)
+        # draft the forest, one target forward over it, verify layer by layer, commit: Stepper.step
+        with current(self.caches.target.device):
+            report = self.stepper.step(batch.state, sizes)
+            seconds = self.stepper.timer.seconds()
+        self.stepper.observer.iterated([job for _, job in running], sizes.nodes, seconds)
+        # how far each walk came, and how long it took, decides on the next forest
+        layers = [report.layers[row] for row, _ in running]
+        self.planner.observe(shape, requests, layers, seconds | read.seconds(), reading, self.stepper.steady)
+        names = self.method.drafter_names if "+" in self.method.drafter else ()
+        for row, job in running:
+            counters = report.rows[row]
+            record_iteration(
+                job, counters, report.layers[row], seconds, len(running), sizes.nodes, self.log_steps, names
+            )
+            self.scheduler.steps += counters.steps
+            job.stats.draft_calls += report.draft_calls
+            job.used, job.trunk, job.drafted = counters.used, counters.trunk, counters.drafted
+        over = [row for row, _ in running if report.rows[row].invalid or report.rows[row].done]
+        if over:
+            self._hand_out(batch, over, report)
+        for row, job in batch.running:
+            self.results.progress(job, partial(common_tokens, batch.state, row))
+
+    def _hand_out(self, batch: Batch, rows: list[int], report: Report) -> None:
+        """Results of rows that are done, and errors of those whose model returned NaN. The rows are free then."""
+        jobs, state, grammars = dict(batch.running), batch.state, self.tables.grammars.compiler
+        for row in rows:
+            if report.rows[row].invalid:
+                self.caches.forget(row)
+        over = ended(state.finished, rows)
+        with self.stepper.observer.span("detokenise"):
+            found = {
+                row: broken(jobs[row])
+                if report.rows[row].invalid
+                else collect(one, row, jobs[row], self.codec, grammars, state.trace)
+                for row, one in zip(rows, over, strict=True)
+            }
+        for row, result in found.items():
+            self.results.put(jobs[row].number, result)
+        batch.remove(rows)

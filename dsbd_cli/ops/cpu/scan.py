@@ -1,0 +1,14 @@
+"""Recurrent layers by kernels for the CPU. numba, which compiles kernels/scan.py, is imported when they are needed."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+__all__ = ["compiled"]
+
+
+def compiled() -> ModuleType:
+    """Return the kernels, made at the first call."""
+    from dsbd_cli.ops.cpu.kernels import scan
+
+    return scan
