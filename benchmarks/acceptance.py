@@ -16,8 +16,8 @@ from pathlib import Path
 from dsbd_cli import MethodConfig, Request, SamplingConfig, load
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.io.records.reader import RowReader
-from dsbd_cli.train.acceptance import measure_acceptance
 from dsbd_cli.train.compare import with_draft
+from dsbd_cli.train.draft_acceptance import measure_acceptance
 
 
 def requests_of(path: Path, skip: int, count: int, tokens: int) -> list[Request]:

@@ -30,7 +30,7 @@ from benchmarks.common import environment, markdown_table, results_folder, write
 from benchmarks.inflate import SHAPES
 from benchmarks.speed import Bench, prepare
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
-from dsbd_cli.engine.drafting.bridge.draft import BridgedDraft
+from dsbd_cli.engine.drafting.bridge.bridged import BridgedDraft
 from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
 from dsbd_cli.models.checkpoints.vocabulary import markers
 from dsbd_cli.models.tokenizer import HFCodec

@@ -32,7 +32,7 @@ from dsbd_cli.errors import InvalidRowError
 from dsbd_cli.lab.peers.base import sequence_logprob
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
-from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.tokenizer import HFCodec
 
 SETTINGS = ("num_beams", "max_new_tokens")  # that all lines of a file share
@@ -51,7 +51,7 @@ def compared(target: str, todo: Sequence[tuple[int, str]], options: argparse.Nam
     method = MethodConfig(rule="search", num_beams=options.num_beams)
     engine = dsbd_cli.load(ModelSpec(target, dtype="float32"), None, method=method, batch_size=options.batch_size)
     model, codec = engine.target, engine.codec
-    assert isinstance(model, Forest)
+    assert isinstance(model, BaseForestModel)
     assert isinstance(codec, HFCodec)
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, n_best=options.num_beams)
     config = PeerConfig("beam-search", options.num_beams)

@@ -8,13 +8,13 @@ import time
 import torch
 
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.forest_model import BaseForestModel
 
 __all__ = ["forward_times"]
 
 
 @torch.inference_mode()
-def forward_times(model: Forest, rows: int, nodes: int, slots: int, repeats: int = 7) -> float:
+def forward_times(model: BaseForestModel, rows: int, nodes: int, slots: int, repeats: int = 7) -> float:
     """Median seconds of a forward over `nodes` nodes in each of `rows` rows that see `slots` slots; captured as a CUDA
     graph on a GPU."""
     device = model.device

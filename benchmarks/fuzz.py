@@ -42,10 +42,10 @@ from dsbd_cli.models.adapted.patching import pack, quantize
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checks.invariance import check
-from dsbd_cli.models.decoder.load import DecoderSource, decoder_forest
+from dsbd_cli.models.decoder.load import DecoderCheckpoint, decoder_forest
 from dsbd_cli.models.decoder.pack import find_outliers, quantize_decoder
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
-from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.pair import load_pair
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.requests import RequestResult
@@ -319,7 +319,7 @@ class Fuzzer:
             return _int8(family, size, getattr(torch, dtype), self._tokenizer)
         target, draft = (self._folder(family, size, role) for role in ("target", "draft"))
         pair = load_pair(ModelSpec(str(target), dtype=dtype), ModelSpec(str(draft), role="draft", dtype=dtype))
-        assert isinstance(pair.draft, Forest)
+        assert isinstance(pair.draft, BaseForestModel)
         return Loaded(pair.target, pair.draft, pair.codec)
 
     def _folder(self, family: str, size: int, role: str) -> Path:
@@ -359,13 +359,13 @@ def _pair(family: str, dtype: torch.dtype) -> Loaded:
 def _int8(family: str, size: int, dtype: torch.dtype, tokenizer: PreTrainedTokenizerFast) -> Loaded:
     """Its linear layers are int8, however small."""
     model = build(family, vocab_size=size, **_larger(FIT, family))
-    draft: Forest = CausalForestModel(perturbed(model, NOISE).to(dtype), family)
+    draft: BaseForestModel = CausalForestModel(perturbed(model, NOISE).to(dtype), family)
     model.to(dtype)
-    target: Forest
+    target: BaseForestModel
     if isinstance(spec := spec_of(model.config), DecoderSpec) and not spec.wide_rotary:
         state = model.state_dict()
         tensors = {name: partial(state.__getitem__, name) for name in state}
-        source = DecoderSource(spec, tensors, dtype, torch.device("cpu"))
+        source = DecoderCheckpoint(spec, tensors, dtype, torch.device("cpu"))
         settings = CheckpointSettings.of(model.config, {})
         target = own = decoder_forest(ModelSpec(family), source, settings, None, lambda: model, frozenset())
         outliers = find_outliers(own.decoder, lambda: own.plain(torch.arange(64)[None] % size))
@@ -380,7 +380,7 @@ def _int8(family: str, size: int, dtype: torch.dtype, tokenizer: PreTrainedToken
     return Loaded(target, draft, HFCodec(tokenizer, (tokenizer.eos_token_id,)))
 
 
-def _promise(target: Forest) -> None:
+def _promise(target: BaseForestModel) -> None:
     """As load_model does."""
     target.keep_states_in(torch.float64)
     found = check(target)

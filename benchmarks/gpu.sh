@@ -50,7 +50,7 @@ else
         has xdist && side_by_side=(-n 4)
         part 80 kernels "$PYTHON" -m pytest -q -p no:cacheprovider ${side_by_side[@]+"${side_by_side[@]}"} \
             tests/ops/triton/test_layers.py tests/ops/triton/test_products.py tests/ops/triton/test_attention.py \
-            tests/ops/triton/test_twins.py -k "not cold and not whole and not beam and not stops and not exhausted"
+            tests/ops/triton/test_references.py -k "not cold and not whole and not beam and not stops and not exhausted"
     else
         skip kernels "triton is not installed"
     fi

@@ -25,7 +25,7 @@ from benchmarks.inflate import SHAPES
 from benchmarks.speed import Bench, numbers, prepare, whole
 from dsbd_cli import Engine, MethodConfig, Request
 from dsbd_cli.config.grammars import Grammar
-from dsbd_cli.engine.constraints.grammar import GrammarMasks, GrammarWalk
+from dsbd_cli.engine.constraints.grammar import GrammarMasks, GrammarStep
 
 SCHEMA = Path(__file__).parents[1] / "sample_inputs" / "query.schema.json"
 PLAIN, HELD, FORCED = "no grammar", "grammar", "grammar, forced tokens drafted"
@@ -48,7 +48,7 @@ class Inside:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        for owner, name in ((GrammarWalk, "step"), (GrammarWalk, "of"), (GrammarMasks, "apply")):
+        for owner, name in ((GrammarStep, "step"), (GrammarStep, "of"), (GrammarMasks, "apply")):
             setattr(owner, name, self._timed(getattr(owner, name)))
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,8 +3,8 @@
     python -m benchmarks.numerics --shape tinyllama-1.1b --dtype bfloat16
     python -m benchmarks.numerics --attention --dtype bfloat16 --name attention
 
-Every second forward of the target runs without `settled`, as with `--set numerics=fast`, so that both kinds meet the
-same forests, lengths and disturbances. Compared are neighbours: a forward and the one after it.
+Every second forward of the target runs without `prompt_slots`, as with `--set numerics=fast`, so that both kinds meet
+the same forests, lengths and disturbances. Compared are neighbours: a forward and the one after it.
 
 With --attention: processor time of one layer of attention on one thread, the best of the rounds, in turn.
 """
@@ -43,12 +43,12 @@ class InTurn:
         return getattr(self._model, name)
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        if batch.settled is None or batch.chain:
+        if batch.prompt_slots is None or batch.chain:
             found: Tensor | None = self._model.forward(batch, logits=logits)
             return found
         fast = len(self.seconds) % 2 == 1
         start = time.perf_counter()
-        found = self._model.forward(replace(batch, settled=None) if fast else batch, logits=logits)
+        found = self._model.forward(replace(batch, prompt_slots=None) if fast else batch, logits=logits)
         self.seconds.append((fast, time.perf_counter() - start))
         return found
 
@@ -80,7 +80,7 @@ def measure(bench: Bench, method: MethodConfig, batch_size: int) -> dict[str, fl
     }
 
 
-# heads, heads of keys, nodes, slots of the tail, rows; a head is 64 wide, prompts end near slot 192
+# heads, heads of keys, nodes, slots of the suffix, rows; a head is 64 wide, prompts end near slot 192
 LAYERS = (
     (32, 4, 4, 68, 1),
     (32, 4, 4, 196, 1),
@@ -90,36 +90,36 @@ LAYERS = (
     (32, 4, 4, 68, 4),
     (32, 4, 36, 164, 4),
 )
-SETTLED = (192, 128, 160, 224)  # leading slots of a row that hold its prompt
+PROMPT_SLOTS = (192, 128, 160, 224)  # leading slots of a row that hold its prompt
 DIM = 64
 CALLS = 20  # of a round
 
 
 class Layer:
-    """Attention of one layer over random keys, in which each node sees its prompt and a chain of the tail's slots."""
+    """Attention of one layer over random keys, in which each node sees its prompt and a chain of the suffix's slots."""
 
-    def __init__(self, heads: int, kv_heads: int, nodes: int, tail: int, rows: int, dtype: torch.dtype) -> None:
+    def __init__(self, heads: int, kv_heads: int, nodes: int, suffix: int, rows: int, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
-        self._settled, self._width = SETTLED[:rows], tail
-        slots = max(self._settled) + tail
+        self._prompt_slots, self._width = PROMPT_SLOTS[:rows], suffix
+        slots = max(self._prompt_slots) + suffix
         self._states = (
             torch.randn(rows, heads, nodes, DIM).to(dtype),
             *torch.randn(2, rows, kv_heads, slots, DIM).to(dtype),
         )
-        index, starts = torch.arange(slots), torch.tensor(self._settled)
+        index, starts = torch.arange(slots), torch.tensor(self._prompt_slots)
         chain = torch.rand(rows, nodes, slots) < 1 / 4  # of four beams, and as much of each chain is shared
-        own = starts[:, None] + tail - nodes + torch.arange(nodes)
+        own = starts[:, None] + suffix - nodes + torch.arange(nodes)
         past = (index < own.unsqueeze(2)) & chain | (index == own.unsqueeze(2))
         self._seen = past | (index < starts[:, None, None])
         additive = torch.zeros(self._seen.shape, dtype=dtype)
         self._mask = additive.masked_fill_(~self._seen, torch.finfo(dtype).min)[:, None]
-        self._known = self._sight()
+        self._known = self._metadata()
         self.invariant(), self.listed()  # what is made once
 
-    def _sight(self) -> AttentionMetadata:
-        sight = AttentionMetadata(self._settled, self._width, path_attention=attend)
-        sight.add(self._mask, self._seen, whole=True)
-        return sight
+    def _metadata(self) -> AttentionMetadata:
+        metadata = AttentionMetadata(self._prompt_slots, self._width, path_attention=attend)
+        metadata.add(self._mask, self._seen, whole=True)
+        return metadata
 
     def invariant(self) -> object:
         """As the invariant target attends."""
@@ -127,7 +127,7 @@ class Layer:
 
     def listed(self) -> object:
         """What each node sees, worked out once a forward."""
-        return self._sight().paths(self._mask)
+        return self._metadata().paths(self._mask)
 
     def fast(self) -> object:
         """As with `--set numerics=fast`."""
@@ -139,8 +139,8 @@ def attention(dtype: torch.dtype, rounds: int) -> tuple[list[dict[str, Any]], li
     """Runs and rows of a table: microseconds of LAYERS."""
     torch.set_num_threads(1)
     runs, table = [], []
-    for heads, kv_heads, nodes, tail, rows in LAYERS:
-        layer = Layer(heads, kv_heads, nodes, tail, rows, dtype)
+    for heads, kv_heads, nodes, suffix, rows in LAYERS:
+        layer = Layer(heads, kv_heads, nodes, suffix, rows, dtype)
         best = dict.fromkeys(("invariant", "fast", "listed"), float("inf"))
         for _ in range(rounds):
             for name in best:
@@ -148,14 +148,14 @@ def attention(dtype: torch.dtype, rounds: int) -> tuple[list[dict[str, Any]], li
                 for _ in range(CALLS):
                     call()
                 best[name] = min(best[name], (time.thread_time() - start) / CALLS * 1e6)
-        runs.append({"heads": heads, "kv_heads": kv_heads, "nodes": nodes, "tail": tail, "rows": rows, **best})
+        runs.append({"heads": heads, "kv_heads": kv_heads, "nodes": nodes, "tail": suffix, "rows": rows, **best})
         table.append(
             {
                 "heads, of keys": f"{heads}, {kv_heads}",
                 "nodes": str(nodes),
-                "tail slots": str(tail),
+                "tail slots": str(suffix),
                 "rows": str(rows),
-                "kernel of the tail": f"{best['invariant']:,.0f} us",
+                "kernel of the suffix": f"{best['invariant']:,.0f} us",
                 "torch's fused kernel over all slots": f"{best['fast']:,.0f} us",
                 "listing, once per forward": f"{best['listed']:,.0f} us",
             }

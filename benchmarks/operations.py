@@ -24,7 +24,7 @@ from dsbd_cli.config.model import BUILTIN_TARGET
 from training.tasks import GENERATORS
 
 SKIPPED = 2  # first iterations, which set things up
-FORWARD = "models/forest.py"  # whose `forward` is every model's
+FORWARD = "models/forest_model.py"  # whose `forward` is every model's
 VIEWS = frozenset(
     "alias as_strided detach empty empty_like empty_strided expand flatten permute reshape select slice split "
     "split_with_sizes squeeze t transpose unbind unflatten unsqueeze view _unsafe_view _reshape_alias".split()

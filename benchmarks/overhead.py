@@ -6,7 +6,7 @@ An iteration's floor is T_target(N) + D * T_draft(K), each forward timed alone a
 (captured where the engine captures); overhead is what the engine's iterations take above it. On the CPU, where a
 forward is over when its call returns, the share outside is also measured directly: what the calls of the iteration
 leave of it. Reads of the host: the one of the counters, with which an iteration ends, and those that the profiler sees
-within it. On a CPU that is one more: the kernel of attention lists the slots of the tail and asks how many they are.
+within it. On a CPU that is one more: the kernel of attention lists the slots of the suffix and asks how many they are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.forwards import forward_times
 from benchmarks.inflate import SHAPES
 from benchmarks.speed import Bench, numbers, prepare, whole
 from dsbd_cli import Engine, MethodConfig
-from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.forest_model import BaseForestModel
 
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "Memcpy DtoH (Device -> Pageable)")
 
@@ -33,7 +33,7 @@ READS = ("aten::_local_scalar_dense", "aten::nonzero", "Memcpy DtoH (Device -> P
 class Stopwatch:
     """A model whose forward calls are timed; everything else is the model's."""
 
-    def __init__(self, model: Forest) -> None:
+    def __init__(self, model: BaseForestModel) -> None:
         self._model, self.seconds = model, 0.0
 
     def __getattr__(self, name: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Protocol
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.planning.acceptance import Acceptance
-from dsbd_cli.engine.planning.planner import AdaptivePlanner, Reading, Shape
+from dsbd_cli.engine.planning.planner import AdaptivePlanner, DraftWork, Shape
 
 __all__ = ["WORLDS", "World", "best_fixed", "serve", "serve_fixed"]
 
@@ -90,7 +90,7 @@ class _Request:
     rate: float
     left: int
     acceptance: Acceptance = field(default_factory=Acceptance)
-    lag: int = 0
+    draft_backlog: int = 0
     has_read: bool = False
 
 
@@ -115,7 +115,7 @@ def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
         rows = len(running)
         shown = [one.acceptance for one in running]
         unread = world.prompt * [one.has_read for one in running].count(False)
-        reading = Reading(_padded(max([one.lag for one in running])), unread, world.prompt * rows)
+        reading = DraftWork(_padded(max([one.draft_backlog for one in running])), unread, world.prompt * rows)
         shape = planner.choose(shown, reading)
         if shape.depth and rows * shape.nodes(BEAMS) > world.room:
             planner.out_of_memory(shape, rows)
@@ -125,7 +125,7 @@ def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
             running = []
             continue
         number = seen[shape, rows] = seen.get((shape, rows), 0) + 1
-        key = shape, rows, reading.lag
+        key = shape, rows, reading.draft_backlog
         times = timed[key] = timed.get(key) or _times(world, *key)
         times = _slow(world, shape, number, times)
         if shape.depth and unread:
@@ -137,14 +137,14 @@ def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
             shown,
             layers,
             times,
-            reading if shape.depth or not reading.lag else replace(reading, lag=0),
+            reading if shape.depth or not reading.draft_backlog else replace(reading, draft_backlog=0),
             not world.captured or number > 3,
         )
         seconds, iterations, drafted = seconds + sum(times.values()), iterations + 1, drafted + (shape.depth > 0)
         for one, found in zip(running, layers, strict=True):
             taken = 1 + sum([layer.passed for layer in found])
             one.left, steps = one.left - taken, steps + taken
-            one.lag = 0 if shape.depth else one.lag + BEAMS
+            one.draft_backlog = 0 if shape.depth else one.draft_backlog + BEAMS
             one.has_read |= shape.depth > 0
         running = [one for one in running if one.left > 0]
     return Served(steps / seconds, drafted / iterations)
@@ -197,17 +197,17 @@ def _rates(world: World) -> list[float]:
     return [(world.rates if i < half else later)[i % len(world.rates)] for i in range(world.requests)]
 
 
-def _padded(lag: int) -> int:
+def _padded(draft_backlog: int) -> int:
     size = BEAMS
-    while size < lag:
+    while size < draft_backlog:
         size *= 2
-    return size if lag else 0
+    return size if draft_backlog else 0
 
 
-def _times(world: World, shape: Shape, rows: int, lag: int) -> dict[str, float]:
+def _times(world: World, shape: Shape, rows: int, draft_backlog: int) -> dict[str, float]:
     drafting = shape.depth * world.draft[0]
     if shape.depth:
-        drafting += world.draft[1] * rows * (BEAMS + (shape.depth - 1) * shape.drafts_per_layer + lag)
+        drafting += world.draft[1] * rows * (BEAMS + (shape.depth - 1) * shape.drafts_per_layer + draft_backlog)
     target = world.target[0] + world.target[1] * rows * shape.nodes(BEAMS)
     return {"draft": drafting, "target": target, "verify": world.verify * (1 + shape.depth)}
 

@@ -26,7 +26,7 @@ from benchmarks.equal import encoded
 from benchmarks.instruct_prompts import prompts
 from benchmarks.invariance import signature
 from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig
-from dsbd_cli.models.decoder.forest import DecoderForest
+from dsbd_cli.models.decoder.decoder_forest import DecoderForest
 
 PROGRAMS, CALLED = "programs", "layer by layer"
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.records [--rows 100000] [--repeats 5]
 
-The way is that of a run without its models: LineSource -> RowReader -> a result -> record -> LineWriter (a file, one
+The way is that of a run without its models: LineReader -> RowReader -> a result -> record -> LineWriter (a file, one
 write per record). MB/s counts bytes in plus bytes out, by the clock (median, least and most of the passes) and per
 second of processor time, which other work on the machine disturbs less. Each pass is a process of its own; the peak is
 its resident memory. A pass over a tenth of the rows shows whether memory grows with the file.
@@ -26,7 +26,7 @@ import orjson
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.jsonl import LineWriter
-from dsbd_cli.io.lines.source import LineSource
+from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.records.native import native_record
 from dsbd_cli.io.records.openai import openai_record
 from dsbd_cli.io.records.output import MethodRecord
@@ -91,7 +91,7 @@ def run_once(case: str, source_path: Path, output_path: Path) -> dict[str, float
     begin, cpu = time.perf_counter(), time.process_time()
     with (
         open_input(source_path) as stream,
-        LineSource(stream, "bench") as source,
+        LineReader(stream, "bench") as source,
         LineWriter.create(output_path, overwrite=True) as writer,
     ):
         for item in source:

@@ -31,8 +31,8 @@ from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checkpoints.loader import eos_ids, load_tokenizer
 from dsbd_cli.models.checkpoints.registry import resolve
 from dsbd_cli.models.checks.invariance import is_invariant
-from dsbd_cli.models.decoder.forest import DecoderForest
-from dsbd_cli.models.decoder.load import DecoderSource, decoder_forest, pack
+from dsbd_cli.models.decoder.decoder_forest import DecoderForest
+from dsbd_cli.models.decoder.load import DecoderCheckpoint, decoder_forest, pack
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.ops.select import ops_for
@@ -125,7 +125,7 @@ def own(model: Any, name: str) -> DecoderForest:
     tensors = {key: partial(state.__getitem__, key) for key in state}
     kernels = ops_for(device, model.dtype, ("norm", "gated", "rotate")).by("triton")
     role, settings = ModelSpec(name, device=device.type), CheckpointSettings.of(model.config, {})
-    source = DecoderSource(spec, tensors, model.dtype, device)
+    source = DecoderCheckpoint(spec, tensors, model.dtype, device)
     forest = decoder_forest(role, source, settings, None, lambda: model, frozenset(kernels))
     pack(forest, role, None)
     return forest

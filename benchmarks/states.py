@@ -6,7 +6,8 @@
     python -m benchmarks.states --shapes mamba2-tiny --nodes 4,12 --repeats 2 --tokens 4 --rounds 1    # a trial
 
 Random weights; time depends on shapes alone. `cost`: `share` is the time of convolution, read, solve and fold (a
-forward, and a move after which the trunk is JOINED tokens longer) over that of the linear layers in the same forward.
+forward, and a move after which the common prefix is JOINED tokens longer) over that of the linear layers in the same
+forward.
 
 `speed`: transformers' beam search, ours without a draft and ours with one take turns on the same prompts. A few layers
 of each full shape, so that three copies fit. The draft is the target's first quarter: the target's other layers add
@@ -60,8 +61,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
          "expand": 2, "n_groups": 1, "conv_kernel": 4, "vocab_size": 128},
     ),
 }  # fmt: skip
-TAIL = 24  # slots past the trunk before a forward
-JOINED = 3  # of them join the trunk after it
+SUFFIX = 24  # slots past the common prefix before a forward
+JOINED = 3  # of them join the common prefix after it
 PROMPT = 32  # for speed
 WIDTH = 4  # beams
 PRECISIONS = {"invariant": torch.float64, "fast": torch.float32}  # of states and sums, by --set numerics
@@ -109,14 +110,17 @@ def build(name: str, layers: int) -> Any:
     return made
 
 
-def forward_of(tokens: torch.Tensor, branches: int, trunk: int, first: int) -> ForestInput:
-    """Nodes [1, n] in slots from trunk + first on, dealt to branches; each hangs on the last one of its branch."""
+def forward_of(tokens: torch.Tensor, branches: int, common_prefix: int, first: int) -> ForestInput:
+    """Nodes [1, n] in slots from common prefix + first on, dealt to branches; each hangs on the last one of its
+    branch."""
     count = tokens.shape[1]
-    slots = torch.arange(trunk + first + count)
-    at = slots[trunk + first :]
-    same = (slots[trunk:] - at.unsqueeze(1)) % branches == 0
-    mask = torch.cat((torch.ones(count, trunk, dtype=torch.bool), same & (slots[trunk:] <= at.unsqueeze(1))), 1)
-    positions = torch.where(slots < trunk, slots, trunk + (slots - trunk) // branches)
+    slots = torch.arange(common_prefix + first + count)
+    at = slots[common_prefix + first :]
+    same = (slots[common_prefix:] - at.unsqueeze(1)) % branches == 0
+    mask = torch.cat(
+        (torch.ones(count, common_prefix, dtype=torch.bool), same & (slots[common_prefix:] <= at.unsqueeze(1))), 1
+    )
+    positions = torch.where(slots < common_prefix, slots, common_prefix + (slots - common_prefix) // branches)
     return ForestInput(tokens, positions[at][None], at[None], mask[None], positions[None])
 
 
@@ -131,21 +135,21 @@ def costs(name: str, precision: str, length: int, nodes: list[int], repeats: int
     for path, module in made.named_modules():
         if isinstance(module, torch.nn.Linear | PackedLinear) and "lm_head" not in path:
             module.forward = clock.timed("products", module.forward)  # type: ignore[method-assign]
-    prompt, tail = torch.randint(3, model.vocab_size, (1, length)), torch.randint(3, model.vocab_size, (1, TAIL))
+    prompt, suffix = torch.randint(3, model.vocab_size, (1, length)), torch.randint(3, model.vocab_size, (1, SUFFIX))
     places = torch.arange(length)[None]
     seen = torch.ones(1, length, length, dtype=torch.bool).tril()
     chain = ForestInput(prompt, places, places, seen, places, torch.tensor([0]), chain=True)
-    same = torch.arange(length, length + TAIL)[None]
+    same = torch.arange(length, length + SUFFIX)[None]
     lines = []
     with torch.inference_mode():
         for count in nodes:
-            batch = forward_of(torch.randint(3, model.vocab_size, (1, count)), WIDTH, length, TAIL)
-            model.reserve(1, length + TAIL + count + 1, TAIL + count)
+            batch = forward_of(torch.randint(3, model.vocab_size, (1, count)), WIDTH, length, SUFFIX)
+            model.reserve(1, length + SUFFIX + count + 1, SUFFIX + count)
             found: list[dict[str, float]] = []
             for _ in range(repeats + 1):
                 model.clear(0)
                 model.forward(chain, logits=False)
-                model.forward(forward_of(tail, 1, length, 0), logits=False)
+                model.forward(forward_of(suffix, 1, length, 0), logits=False)
                 clock.spent.clear()
                 clock.timed("forward", model.forward)(batch)
                 clock.timed("scans", model.move)(same, same, torch.tensor([length + JOINED]))
@@ -161,7 +165,7 @@ def costs(name: str, precision: str, length: int, nodes: list[int], repeats: int
                     "share": statistics.median(run["scans"] / run["products"] for run in found[1:]),
                     # one state whatever W; transformers holds W
                     "state_bytes": model.state_bytes(0),
-                    "tail_bytes": model.state_bytes(TAIL + count) - model.state_bytes(0),
+                    "suffix_bytes": model.state_bytes(SUFFIX + count) - model.state_bytes(0),
                 }
             )
             model.release()

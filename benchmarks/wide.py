@@ -30,7 +30,7 @@ from benchmarks.invariance import PROMPTS
 from benchmarks.speed import numbers
 from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig
 from dsbd_cli.engine.constraints import trie
-from dsbd_cli.engine.constraints.answers import Answer, Catalogue, Compiler
+from dsbd_cli.engine.constraints.answers import Catalogue, CatalogueAnswer, CatalogueCompiler
 from dsbd_cli.lab.peers.transformers_generate import stock_attention
 
 Catalogues = dict[str, Catalogue]
@@ -51,8 +51,8 @@ def catalogue_of(loaded: Engine, count: int, tokens: int) -> tuple[Catalogues, f
     while len(found) < count:
         found[tuple(rng.choices(free, k=tokens))] = None
     start = time.perf_counter()
-    answers = (Answer(f"answer {at}", tokens=one, id=b"%d" % at) for at, one in enumerate(found))
-    compiled = Compiler(loaded.codec, loaded.target.vocab_size).compile(answers)
+    answers = (CatalogueAnswer(f"answer {at}", tokens=one, id=b"%d" % at) for at, one in enumerate(found))
+    compiled = CatalogueCompiler(loaded.codec, loaded.target.vocab_size).compile(answers)
     return {"": compiled}, time.perf_counter() - start
 
 
@@ -60,7 +60,7 @@ def catalogue_of(loaded: Engine, count: int, tokens: int) -> tuple[Catalogues, f
 def masks_timed() -> Iterator[list[float]]:
     """Seconds that the mask takes, one entry per call, while this is open. Of the CPU only: nothing waits for a GPU."""
     spent: list[float] = []
-    places = ((trie._Walk, "step"), (trie._Walk, "of"), (trie._Children, "_tokens"))
+    places = ((trie.TrieStep, "step"), (trie.TrieStep, "of"), (trie._Children, "_tokens"))
     kept = [(owner, name, getattr(owner, name)) for owner, name in places]
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,29 +23,6 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = [
-    "KINDS",
-    "MAX_SHOWN",
-    "SETTINGS",
-    "DsbdError",
-    "InvalidRowError",
-    "ModelError",
-    "ModelNotFoundError",
-    "NumericalError",
-    "OutOfMemoryRowError",
-    "OutputError",
-    "PairError",
-    "PromptTooLongError",
-    "RowError",
-    "UnsupportedModelError",
-    "UsageError",
-    "WorkerLostError",
-    "option_name",
-    "plural",
-    "reading",
-    "shorten",
-]
-
 MAX_SHOWN = 60
 KINDS: dict[type, str] = {int: "an integer", float: "a number", bool: "true or false"}
 KINDS |= {str: "a string", list: "a list", dict: "an object"}

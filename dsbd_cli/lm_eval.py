@@ -15,8 +15,6 @@ from lm_eval.models.huggingface import HFLM
 
 from dsbd_cli.dropin.generate import generate
 
-__all__ = ["DsbdLM"]
-
 
 @register_model("dsbd")
 class DsbdLM(HFLM):  # type: ignore[misc]

@@ -18,14 +18,12 @@ from dsbd_cli.threads import processors, wait_without_spinning
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
 
-__all__ = ["load"]
-
-Source = str | os.PathLike[str] | ModelSpec
+ModelRef = str | os.PathLike[str] | ModelSpec
 
 
 def load(
-    target: Source = BUILTIN_TARGET,
-    draft: Source | None = "auto",
+    target: ModelRef = BUILTIN_TARGET,
+    draft: ModelRef | None = "auto",
     *,
     method: MethodConfig | None = None,
     batch_size: int | None = DEFAULT_BATCH_SIZE,
@@ -112,7 +110,7 @@ def load(
         draft_dtype=pair.draft_dtype,
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
         chat=pair.codec.has_template,
-        told=(*pair.told, *left_out(pair.target.device, kernels), *lines),
+        notes=(*pair.notes, *left_out(pair.target.device, kernels), *lines),
         ops=pair.target.ops.facts,
         threads=torch.get_num_threads(),
     )

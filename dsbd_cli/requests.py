@@ -13,20 +13,6 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import RowError, UsageError, shorten
 from dsbd_cli.stats import RequestStats
 
-__all__ = [
-    "EngineInfo",
-    "FinishReason",
-    "Hypothesis",
-    "Piece",
-    "Request",
-    "RequestResult",
-    "Source",
-    "TokenDetail",
-    "check_ends",
-    "check_seed",
-    "derive_seed",
-]
-
 FinishReason = Literal["stop", "length"]
 
 
@@ -72,7 +58,7 @@ class Request:
     messages: tuple[dict[str, str], ...] | None = field(default=None, kw_only=True)
     prompt_ids: tuple[int, ...] | None = field(default=None, kw_only=True)
     audio: str | None = field(default=None, kw_only=True)
-    # None until `settled`, which an engine calls when it reads the request
+    # None until `with_defaults`, which an engine calls when it reads the request
     id: str = field(default=None, kw_only=True)  # type: ignore[assignment]
     seed: int = field(default=None, kw_only=True)  # type: ignore[assignment]
     sampling: SamplingConfig = field(default_factory=SamplingConfig, kw_only=True)
@@ -112,7 +98,7 @@ class Request:
         if self.allow is not None and self.grammar is not None:
             raise UsageError("allow and grammar both say what may be answered: give one of them")
 
-    def settled(self, number: int, run_seed: int) -> Request:
+    def with_defaults(self, number: int, run_seed: int) -> Request:
         """The request with an id and a seed. number: its place among the requests of its run."""
         missing = [name for name in ("id", "seed") if getattr(self, name) is None]
         if not missing:
@@ -225,7 +211,7 @@ class EngineInfo:
     """Names, dtypes and devices of the models that run, for records and reports.
 
     Attributes:
-        told: what the user should know of the target.
+        notes: what the user should know of the target.
         ops: operation, backend and reason, of the target and of iterations.
         threads: of the processor. chat: the target has a chat template.
     """
@@ -236,13 +222,13 @@ class EngineInfo:
     device: str
     draft_dtype: str | None = None
     draft_device: str | None = None
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     ops: tuple[tuple[str, str, str], ...] = ()
     threads: int | None = None
     chat: bool = False
 
 
-class Source:
+class NumberedRequests:
     """Numbered requests with an id and a seed, read one at a time. An item None says that nothing is ready yet."""
 
     def __init__(self, requests: Iterable[Request | str | RowError | None], seed: int = 0) -> None:
@@ -282,4 +268,4 @@ class Source:
             request = Request(request)
         if not isinstance(request, Request):
             raise UsageError(f"requests[{number}] is {shorten(request)}, but must be a Request or a prompt")
-        return number, request.settled(number, self._seed)
+        return number, request.with_defaults(number, self._seed)

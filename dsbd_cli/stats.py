@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["DrafterStats", "LayerStats", "RequestStats", "StepStats"]
-
 SUMMED = (
     *("prompt_tokens_reused", "target_calls", "draft_calls", "steps", "drafted", "accepted", "width_sum"),
     *("draft_s", "target_s", "verify_s", "total_s"),

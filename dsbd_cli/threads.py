@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
-__all__ = ["processors", "wait_without_spinning"]
-
 # Looks at a lock before a thread of OpenMP sleeps. libgomp's own 300,000 take longer than what lies between two
 # products, so that no thread slept; beside other work that was three to four times the processor time
 # (benchmarks/LOG.md).

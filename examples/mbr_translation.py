@@ -16,7 +16,7 @@ import sys
 
 import dsbd_cli
 from dsbd_cli import MethodConfig, Request, SamplingConfig
-from dsbd_cli.pick.candidates import Candidate, CandidateRow
+from dsbd_cli.pick.candidate_rows import Candidate, CandidateRow
 from dsbd_cli.pick.choosers import ByRisk
 
 

@@ -42,15 +42,15 @@ def cache_folder_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Itera
 def pytest_collection_finish() -> None:
     """What is imported by now stays, so the collector need not look at it again and again. In a fresh checkout the
     kernels of attention, layers and sums are compiled before any test runs: a command that compiles them says so."""
-    from dsbd_cli.ops.cpu import attention as tail
+    from dsbd_cli.ops.cpu import attention as cpu_attention
     from dsbd_cli.ops.cpu import layer as layer_ops
     from dsbd_cli.ops.cpu import linear as packing
     from dsbd_cli.ops.cpu import logsumexp as totals
     from dsbd_cli.ops.cpu import program
 
-    kept = Path(tail.__file__).parent / "kernels" / "__pycache__"
+    kept = Path(cpu_attention.__file__).parent / "kernels" / "__pycache__"
     loads: tuple[tuple[str, Callable[[], object]], ...] = (
-        ("attention.attend", tail.compiled),
+        ("attention.attend", cpu_attention.compiled),
         ("linear.multiply", packing.compiled),
         ("layer.norm", layer_ops.compiled),
         ("logsumexp.totals", totals.compiled),

@@ -26,7 +26,7 @@ LAYERS = (
     ("engine.protocols", "io.records", "ops.select"),
     ("io.lines", "engine.core", "models.tokenizer", "models.verdicts"),
     ("engine.planning", "models.kv_cache", "models.forest_attention"),
-    ("pick", "engine.constraints", "engine.cache", "engine.verify", "models.cache", "models.forest"),
+    ("pick", "engine.constraints", "engine.cache", "engine.verify", "models.cache", "models.forest_model"),
     ("models.recurrent",),
     ("engine.drafting", "models.checkpoints", "lab.tasks"),
     ("engine.iteration", "models.adapted", "models.decoder", "models.reward"),

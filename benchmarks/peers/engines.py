@@ -27,7 +27,7 @@ from dsbd_cli.lab.peers.base import Asked, Delivered, Peer, delivered
 from dsbd_cli.lab.peers.config import PeerConfig, PeerName
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
 from dsbd_cli.models.checkpoints.registry import resolve
-from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.tokenizer import HFCodec
 
 __all__ = ["METHODS", "CTranslateConfig", "CTranslatePeer", "LlamaConfig", "LlamaPeer", "SeparatePeer", "convert"]
@@ -61,7 +61,7 @@ class SeparatePeer(Peer):
     """A comparator that loads the weights a second time, in a form of its own."""
 
     def __init__(
-        self, config: PeerConfig, target: Forest, codec: HFCodec, sampling: SamplingConfig, batch_size: int
+        self, config: PeerConfig, target: BaseForestModel, codec: HFCodec, sampling: SamplingConfig, batch_size: int
     ) -> None:
         """Raises ModelError for what neither can do."""
         super().__init__(config, target, codec, sampling, batch_size)
@@ -86,7 +86,7 @@ class CTranslatePeer(SeparatePeer):
         self,
         config: CTranslateConfig,
         place: Path,
-        target: Forest,
+        target: BaseForestModel,
         codec: HFCodec,
         sampling: SamplingConfig,
         batch_size: int,
@@ -148,7 +148,7 @@ class LlamaPeer(SeparatePeer):
         self,
         config: PeerConfig,
         place: Path,
-        target: Forest,
+        target: BaseForestModel,
         codec: HFCodec,
         sampling: SamplingConfig,
         room: int,
@@ -225,13 +225,13 @@ class LlamaConfig(PeerConfig):
 FORMS = {"folder": "a folder of safetensors", "file": "a GGUF file"}
 
 
-def _taken(pair: Engine, kind: str, package: str) -> tuple[Path, Forest, HFCodec]:
+def _taken(pair: Engine, kind: str, package: str) -> tuple[Path, BaseForestModel, HFCodec]:
     """Where the target's file or folder lies, and the loaded target. Raises ModelError where it is none that the other
     engine takes, or where its package is not installed."""
     if importlib.util.find_spec(package) is None:
         raise ModelError(f"it needs a package: pip install {package}")
     target, codec = pair.target, pair.codec
-    if not isinstance(target, Forest) or not isinstance(codec, HFCodec):
+    if not isinstance(target, BaseForestModel) or not isinstance(codec, HFCodec):
         raise ModelError("the target is no transformers model; leave it out of --methods")
     if pair.catalogues or isinstance(target, Seq2SeqForestModel) or target.device.type != "cpu":
         why = "--allow" if pair.catalogues else "a target with an encoder, or on a GPU"

@@ -28,8 +28,6 @@ from dsbd_cli.cli.run.signals import StoppedError
 from dsbd_cli.errors import DsbdError, OutputError
 from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
 
-__all__ = ["app", "main", "run"]
-
 INTERRUPTED = 130
 STOPPED = "stopped before there was a result"
 

@@ -9,9 +9,6 @@ from typing import Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_
 
 from dsbd_cli.errors import KINDS, UsageError, shorten
 
-__all__ = ["check_types", "check_value"]
-
-
 T = TypeVar("T")
 Test = Callable[[object], bool]
 

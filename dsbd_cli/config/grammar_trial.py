@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-__all__ = ["BYTES_END", "byte_tokenizer", "parser_limits", "trial_fault"]
-
 CPU_SECONDS, WALL_SECONDS = 3, 30  # a machine under load gives a child its seconds late
 ADDRESS_SPACE = 2 << 30  # bytes
 STACK = 4 << 20  # bytes; half of a main thread's, so that what fits into it fits into any thread
@@ -59,8 +57,8 @@ def _tried(source: str) -> str | None:
         return f"to compile it takes more than {CPU_SECONDS} s of processor time, or more memory than there is"
     if done.returncode in (-6, -11):  # SIGABRT, SIGSEGV: no memory, no stack
         return f"to compile it takes more than {ADDRESS_SPACE >> 30} GiB of memory, or more than the stack holds"
-    told = done.stderr.decode(errors="replace").strip().splitlines()
-    return f"the process that tried to compile it ended with {done.returncode}: {told[-1][:200] if told else ''}"
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    return f"the process that tried to compile it ended with {done.returncode}: {lines[-1][:200] if lines else ''}"
 
 
 def parser_limits() -> LLParserLimits:

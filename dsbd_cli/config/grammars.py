@@ -18,8 +18,6 @@ from dsbd_cli.config.grammar_trial import parser_limits, trial_fault
 from dsbd_cli.config.schemas import Extent, close_objects, extent
 from dsbd_cli.errors import UsageError, shorten
 
-__all__ = ["Grammar"]
-
 GrammarKind = Literal["json_schema", "regex", "lark"]
 
 # How JSON is written: in one line, as Python's json.dumps does. A schema's own "x-guidance" object wins over this.
@@ -88,7 +86,7 @@ class Grammar:
             source = _schema_source(schema if isinstance(schema, bool) else close_objects(schema))
             self._try(source, cheap=len(self.text) <= CHEAP_SCHEMA and _is_cheap(size))
             if (fault := _fault(source)) is not None:
-                raise UsageError(f"{_told(fault)} (at {_place(schema, fault)})")
+                raise UsageError(f"{_message(fault)} (at {_place(schema, fault)})")
             return source
         from llguidance import LLMatcher
 
@@ -96,7 +94,7 @@ class Grammar:
         source = make(self.text)
         self._try(source, cheap=_is_cheap_pattern(self.text) if self.kind == "regex" else _is_cheap_lark(self.text))
         if (fault := _fault(source)) is not None:
-            raise UsageError(_told(fault))
+            raise UsageError(_message(fault))
         return source
 
     def _try(self, source: str, *, cheap: bool) -> None:
@@ -186,7 +184,7 @@ def _subschemas(schema: Schema) -> Iterator[tuple[str, Schema]]:
             yield f"/{name}", value
 
 
-def _told(fault: str) -> str:
+def _message(fault: str) -> str:
     """A message of llguidance on one line."""
     if "Unimplemented keys:" in fault:
         return f"unsupported keywords {fault.partition(':')[2].strip()}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from dsbd_cli.config.checking import T, check_types, check_value, refuse, require
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.spelling import parse, parse_drafter
-from dsbd_cli.config.variant import Exactness, Rule, Setting, Value, Variant, Width
+from dsbd_cli.config.variant import Exactness, RuleSpec, Setting, Value, Variant, Width
 from dsbd_cli.config.variants import (
     DRAFTERS,
     FUSION,
@@ -25,9 +25,7 @@ from dsbd_cli.config.variants import (
 )
 from dsbd_cli.errors import UsageError, shorten
 
-__all__ = ["MethodConfig", "check_request"]
-
-_KINDS: dict[type[Variant], str] = {Rule: "rule", Width: "width"}
+_KINDS: dict[type[Variant], str] = {RuleSpec: "rule", Width: "width"}
 WarpScope = Literal["pool", "beam"]
 DEFAULT_BATCH_SIZE = 8
 DEFAULT_DEPTH = 4  # where every iteration drafts as deep
@@ -46,7 +44,7 @@ def _check(setting: Setting[object], value: object) -> None:
 
 def check_request(sampling: SamplingConfig, rule: str, num_beams: int) -> None:
     """Check that what a request asks for goes together with the rule and the number of beams. Raises UsageError."""
-    if sampling.temperature == 0 and not RULES[rule].cold:
+    if sampling.temperature == 0 and not RULES[rule].greedy:
         value = sampling.temperature
         message = f"temperature is 0, which {rule} does not take: use coupled, or search"
         raise UsageError(message, field="temperature", value=value)
@@ -72,7 +70,7 @@ class MethodConfig:
             coupled and search at fixed width, without memory_saving.
         width: width policy of a layer, fixed (always W) or threshold. Default: threshold for rejection and
             with-replacement where drafter beam drafts, else fixed.
-        warp_scope: `pool` warps the joint law over (beam, token); `beam` warps each beam's row.
+        warp_scope: `pool` warps the joint distribution over (beam, token); `beam` warps each beam's row.
         memory_saving: keep only the best beam between iterations.
         drafter: who proposes the nodes, one of variants.DRAFTERS; or two joined by +, the second of them one that reads
             text.
@@ -113,7 +111,7 @@ class MethodConfig:
         find_extensions()
         self._read_spelled()
         check_types(self, open_=FOLLOWING)
-        self._settle()
+        self._resolve()
         self._check_variants()
         require(self.num_beams >= 1, "num_beams", self.num_beams, "1 or more")
         require(self.depth >= 0, "depth", self.depth, "0 (no draft) or more")
@@ -143,29 +141,30 @@ class MethodConfig:
         settings = sorted((name, value) for name, value in given.items() if value is not None)
         object.__setattr__(self, "settings", tuple(settings))
 
-    def _settle(self) -> None:
+    def _resolve(self) -> None:
         """Defaults that follow from other settings."""
         given = {name: getattr(self, name) for name in FOLLOWING}
         width, adaptive, depth = given["width"], given["adaptive_depth"], given["depth"]
         if width is None:
             first = DRAFTERS.get(self.drafter_names[0])
-            pool = depth != 0 and first is not None and first.pool_law  # the only law that tells a width
+            # the only distribution that tells a width
+            pool = depth != 0 and first is not None and first.pool_distribution
             width = RULES[self.rule].width if pool else "fixed"
         if adaptive is None:
             same_text = RULES[self.rule].exactness == "same-text"
             adaptive = depth is None and same_text and not WIDTHS[width].dynamic and not self.memory_saving
-        settled = {"width": width, "adaptive_depth": adaptive}
+        resolved = {"width": width, "adaptive_depth": adaptive}
         drafts = given["drafts_per_layer"]
         if drafts is None:
             drafts = max(DEFAULT_DRAFTS, self.num_beams + min(self.num_beams, SPARE_DRAFTS))
-        settled["drafts_per_layer"] = drafts
+        resolved["drafts_per_layer"] = drafts
         most = max(1, MOST_DRAFTED // max(1, drafts))
         usual = MAX_AUTO_DEPTH if adaptive else DEFAULT_DEPTH
         usual = MAX_CERTAIN_DEPTH if self.drafter == GRAMMAR else usual
-        settled["depth"] = min(usual, most) if depth is None else depth
+        resolved["depth"] = min(usual, most) if depth is None else depth
         asking = [name for name, value in given.items() if value and value != "fixed"]
-        settled["_asks"] = asking[0] if asking else None
-        for name, value in settled.items():
+        resolved["_asks"] = asking[0] if asking else None
+        for name, value in resolved.items():
             object.__setattr__(self, name, value)
 
     def _check_variants(self) -> None:
@@ -185,10 +184,10 @@ class MethodConfig:
             value = getattr(self, limit.field)
             if value not in limit.values:
                 refuse(limit.field, value, limit.reason)
-        if self.depth and width.needs_pool_law and not drafters[0].pool_law:
+        if self.depth and width.needs_pool_distribution and not drafters[0].pool_distribution:
             reason = (
-                f"it estimates acceptance from the pool law that drafter beam records, and {self.drafter} has none: "
-                "use width fixed"
+                f"it estimates acceptance from the pool distribution that drafter beam records, and {self.drafter} has "
+                "none: use width fixed"
             )
             refuse("width", self.width, reason)
 
@@ -263,7 +262,7 @@ class MethodConfig:
         return (*[DRAFTERS[name] for name in names], *([FUSION] if len(names) == 2 else []))
 
     @property
-    def settled(self) -> dict[str, object]:
+    def resolved(self) -> dict[str, object]:
         """Values of all variants' settings by field, also where they follow from others; None for one that does not
         act."""
         values: dict[str, object] = {one.field: None for some in self.drafters for one in some.settings}
@@ -282,9 +281,9 @@ class MethodConfig:
         return RULES[self.rule].samples
 
     @property
-    def takes_cold(self) -> bool:
+    def takes_greedy(self) -> bool:
         """The rule takes temperature 0."""
-        return RULES[self.rule].cold
+        return RULES[self.rule].greedy
 
     @property
     def dynamic(self) -> bool:

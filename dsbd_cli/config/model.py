@@ -8,8 +8,6 @@ from typing import Literal, get_args
 from dsbd_cli.config.checking import check_types, refuse, require
 from dsbd_cli.errors import UsageError
 
-__all__ = ["ModelSpec"]
-
 OnTooLong = Literal["error", "truncate-left"]
 Numerics = Literal["invariant", "fast"]
 Quantize = Literal["int8"]

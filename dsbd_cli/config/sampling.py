@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from dsbd_cli.config.checking import check_types, refuse, require
 from dsbd_cli.config.token_rules import TokenRules, asked_rules
 
-__all__ = ["SamplingConfig"]
-
 MAX_TOP_LOGPROBS = 20  # as in the OpenAI API
 
 

@@ -11,8 +11,6 @@ from urllib.parse import unquote
 
 from dsbd_cli.errors import UsageError
 
-__all__ = ["Extent", "close_objects", "extent"]
-
 MOST_NESTING = 128  # containers in containers; llguidance reads no more
 MOST_LEVELS = 500  # containers and references below one another
 Node = dict[str, object] | list[object]

@@ -9,9 +9,6 @@ from dsbd_cli.config.variant import Setting, Value, Variant, spelling
 from dsbd_cli.config.variants import DRAFTERS, FUSION, RULES, WIDTHS, active, check_drafter_name
 from dsbd_cli.errors import KINDS, UsageError, option_name, shorten
 
-__all__ = ["parse", "parse_drafter", "parse_settings", "spell", "typed_names"]
-
-
 # Spelling
 
 

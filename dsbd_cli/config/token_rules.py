@@ -12,8 +12,6 @@ from dataclasses import dataclass, fields, replace
 
 from dsbd_cli.errors import UsageError, shorten
 
-__all__ = ["Timestamps", "TokenRules", "asked_rules", "written_rules"]
-
 BASES = ("checkpoint", "none")
 OFF = "none"
 FLAGS = {"0": False, "1": True}

@@ -10,8 +10,6 @@ from typing import Generic, Literal, TypeVar
 
 from dsbd_cli.errors import UsageError
 
-__all__ = ["Drafter", "Format", "Rule", "Setting", "Variant", "Width", "spelling"]
-
 Exactness = Literal["same-text", "same-law", "dynamic-width", "lossy"]
 
 Value = int | float | str
@@ -112,8 +110,8 @@ class Variant:
         try:
             return getattr(import_module(module), name)
         except Exception as error:  # a module of somebody else raises what it likes
-            said = f"{self.make or 'nothing'} cannot be imported ({type(error).__name__}: {error})"
-            raise UsageError(f"{self.name} cannot be used: {said}") from error
+            reason = f"{self.make or 'nothing'} cannot be imported ({type(error).__name__}: {error})"
+            raise UsageError(f"{self.name} cannot be used: {reason}") from error
 
     @property
     def usage(self) -> str:
@@ -152,13 +150,13 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule(Variant):
+class RuleSpec(Variant):
     """How drafts are verified.
 
     Attributes:
         exactness: what the output shares with plain decoding at fixed width.
         samples: it draws at random.
-        cold: it takes temperature 0.
+        greedy: it takes temperature 0.
         width: the width policy by default, where drafter beam drafts.
         needs_draft: it has nothing to do without a draft model.
         limits: what it fits with.
@@ -166,7 +164,7 @@ class Rule(Variant):
 
     exactness: Exactness
     samples: bool = True
-    cold: bool = False
+    greedy: bool = False
     width: str = "fixed"
     needs_draft: bool = False
     limits: tuple[Limit, ...] = ()
@@ -178,26 +176,26 @@ class Width(Variant):
 
     Attributes:
         dynamic: fewer than W may be enough.
-        needs_pool_law: it works only with a drafter whose law is one of the whole pool.
+        needs_pool_distribution: it works only with a drafter whose distribution is one of the whole pool.
     """
 
     dynamic: bool = False
-    needs_pool_law: bool = False
+    needs_pool_distribution: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drafter(Variant):
+class DrafterSpec(Variant):
     """Who proposes the nodes.
 
     Attributes:
         runs_model: it runs the draft model; others read text.
-        pool_law: its nodes are draws from a law of the whole pool.
+        pool_distribution: its nodes are draws from a distribution of the whole pool.
         fuses: it can be the first of two.
         bridges: the draft model has a tokenizer of its own.
     """
 
     runs_model: bool = False
-    pool_law: bool = False
+    pool_distribution: bool = False
     fuses: bool = True
     bridges: bool = False
 

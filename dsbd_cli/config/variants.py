@@ -13,23 +13,8 @@ import re
 from importlib.metadata import entry_points
 from typing import Literal, TypeVar
 
-from dsbd_cli.config.variant import Drafter, Format, Limit, Rule, Setting, Variant, Width
+from dsbd_cli.config.variant import DrafterSpec, Format, Limit, RuleSpec, Setting, Variant, Width
 from dsbd_cli.errors import UsageError, shorten
-
-__all__ = [
-    "DRAFTERS",
-    "FORMATS",
-    "FUSION",
-    "RULES",
-    "WIDTHS",
-    "active",
-    "check_drafter_name",
-    "find_extensions",
-    "register",
-    "runs_model",
-    "sampling_rules",
-]
-
 
 TreeName = Literal["greedy", "threshold", "top-k"]
 DivergenceName = Literal["kl", "kl_reversed", "js", "js_authors", "tv"]
@@ -69,29 +54,29 @@ FUZZY_LAW: Setting[FuzzyLawName] = Setting(
     field="fuzzy_law",
     name="law",
     default="raw",
-    text="compare the laws before or after temperature and cuts",
+    text="compare the distributions before or after temperature and cuts",
     choices=("raw", "warped"),
 )
 
-RULES: dict[str, Rule] = _table(
-    Rule(
+RULES: dict[str, RuleSpec] = _table(
+    RuleSpec(
         name="coupled",
         make="dsbd_cli.engine.verify.coupled:Coupled",
         text="for a seed the same text with any draft, or with none",
         exactness="same-text",
-        cold=True,
+        greedy=True,
     ),
-    Rule(
+    RuleSpec(
         name="rejection",
         make="dsbd_cli.engine.verify.rejection:Rejection",
-        text="sequential tests; the same joint law",
+        text="sequential tests; the same joint distribution",
         exactness="same-law",
         width="threshold",
     ),
-    Rule(
+    RuleSpec(
         name="with-replacement",
         make="dsbd_cli.engine.verify.rejection:WithReplacement",
-        text="the paper's law of independent draws, duplicates kept",
+        text="the paper's distribution of independent draws, duplicates kept",
         exactness="same-law",
         width="threshold",
         limits=(
@@ -103,13 +88,13 @@ RULES: dict[str, Rule] = _table(
             ),
         ),
     ),
-    Rule(
+    RuleSpec(
         name="search",
         make="dsbd_cli.engine.verify.search:Search",
         text="deterministic beam search",
         exactness="same-text",
         samples=False,
-        cold=True,
+        greedy=True,
         limits=(
             Limit(
                 field="width",
@@ -119,7 +104,7 @@ RULES: dict[str, Rule] = _table(
             Limit(field="warp_scope", values=("pool",), reason="rule search takes no warping: use pool"),
         ),
     ),
-    Rule(
+    RuleSpec(
         name="fuzzy",
         make="dsbd_cli.engine.verify.fuzzy:Fuzzy",
         text="lossy on purpose",
@@ -130,7 +115,7 @@ RULES: dict[str, Rule] = _table(
             Limit(
                 field="drafter",
                 values=("beam",),
-                reason="rule fuzzy compares the target with the pool law that only drafter beam records: use beam",
+                reason="rule fuzzy compares the target with the pool distribution of drafter beam alone: use beam",
             ),
             Limit(
                 field="width",
@@ -169,7 +154,7 @@ WIDTHS: dict[str, Width] = _table(
         text="as many as are likely",
         settings=(WIDTH_THRESHOLD, MIN_WIDTH),
         dynamic=True,
-        needs_pool_law=True,
+        needs_pool_distribution=True,
     ),
 )
 
@@ -229,35 +214,35 @@ FUSION_TOP_K: Setting[int] = Setting(
 )
 
 GRAMMAR = "grammar"  # the drafter that knows which layers will pass
-DRAFTERS: dict[str, Drafter] = _table(
-    Drafter(
+DRAFTERS: dict[str, DrafterSpec] = _table(
+    DrafterSpec(
         name="beam",
         make="dsbd_cli.engine.drafting.beam:make",
         text="draws of the draft model's pool",
         runs_model=True,
-        pool_law=True,
+        pool_distribution=True,
     ),
-    Drafter(
+    DrafterSpec(
         name="rsd-c",
         make="dsbd_cli.engine.drafting.rsd:constant_branching",
         text="as many children for every node",
         settings=(BRANCHING,),
         runs_model=True,
     ),
-    Drafter(
+    DrafterSpec(
         name="rsd-s",
         make="dsbd_cli.engine.drafting.rsd:stochastic_beams",
         text="stochastic beam search",
         runs_model=True,
     ),
-    Drafter(
+    DrafterSpec(
         name="dynamic-tree",
         make="dsbd_cli.engine.drafting.dynamic_tree:make",
         text="nodes where an acceptance is likeliest",
         settings=(TREE, TREE_THRESHOLD),
         runs_model=True,
     ),
-    Drafter(
+    DrafterSpec(
         name="bridge",
         make="dsbd_cli.engine.drafting.bridge.drafter:make",
         text="a draft model with another tokenizer",
@@ -265,22 +250,22 @@ DRAFTERS: dict[str, Drafter] = _table(
         fuses=False,
         bridges=True,
     ),
-    Drafter(
+    DrafterSpec(
         name="ngram",
         make="dsbd_cli.engine.drafting.ngram:make",
         text="looked up in the text itself",
         settings=(NGRAM,),
     ),
-    Drafter(
+    DrafterSpec(
         name="retrieval",
         make="dsbd_cli.engine.drafting.retrieval:make",
         text="looked up in your own corpus",
         settings=(INDEX,),
     ),
-    Drafter(name="trigram", make="dsbd_cli.engine.drafting.trigram:make", text="counts of the text itself"),
-    Drafter(
+    DrafterSpec(name="trigram", make="dsbd_cli.engine.drafting.trigram:make", text="counts of the text itself"),
+    DrafterSpec(
         name=GRAMMAR,
-        make="dsbd_cli.engine.drafting.grammar:make",
+        make="dsbd_cli.engine.drafting.forced:make",
         text="all that a grammar lets follow, where that is few tokens",
     ),
 )
@@ -315,7 +300,7 @@ FORMATS: dict[str, Format] = _table(
 
 # Extensions
 
-_TABLES: dict[type[Variant], dict[str, Variant]] = {Rule: RULES, Drafter: DRAFTERS, Format: FORMATS}  # type: ignore[dict-item]
+_TABLES: dict[type[Variant], dict[str, Variant]] = {RuleSpec: RULES, DrafterSpec: DRAFTERS, Format: FORMATS}  # type: ignore[dict-item]
 _SPELLED = re.compile(r"[a-z][a-z0-9-]*")
 _COLUMNS = frozenset(  # what stands beside settings in a record's `method`
     (
@@ -333,7 +318,7 @@ def register(variant: Variant) -> None:
     if not _SPELLED.fullmatch(variant.name) or variant.name in {"auto", "none"}:
         raise UsageError(f"the name {shorten(variant.name)} must be lower-case letters, digits and hyphens")
     if variant.name in table:
-        raise UsageError(f"there is a {type(variant).__name__.lower()} {variant.name} already")
+        raise UsageError(f"there is a {type(variant).__name__.removesuffix('Spec').lower()} {variant.name} already")
     others: list[Variant] = [*RULES.values(), *DRAFTERS.values(), *FORMATS.values(), *WIDTHS.values(), FUSION]
     known = {one.field for other in others for one in other.settings}
     for setting in variant.settings:
@@ -368,7 +353,7 @@ def find_extensions() -> None:
 # Names
 
 
-def sampling_rules() -> dict[str, Rule]:
+def sampling_rules() -> dict[str, RuleSpec]:
     """The rules of --verify: those that sample."""
     return {name: rule for name, rule in RULES.items() if rule.samples}
 

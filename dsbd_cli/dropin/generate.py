@@ -27,15 +27,13 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, Generat
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.dropin.live import forest_of, lent
+from dsbd_cli.dropin.live import borrow_models, forest_of
 from dsbd_cli.dropin.prefixes import compiled, sequences_of
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.protocols import TextCodec
 from dsbd_cli.errors import NumericalError, UsageError, shorten
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.requests import Hypothesis, Request, derive_seed
-
-__all__ = ["generate"]
 
 # logits processors that are settings of ours, with the attribute that holds the value
 WARPERS = {
@@ -113,8 +111,8 @@ def generate(
     return_dict_in_generate. Padding is no text: n-grams do not count it, as they do in transformers.
 
     Without sampling the sequences are transformers' own, token for token, but for rounding. With it, one beam has
-    transformers' law; several draw without replacement, see docs/algorithm.md, with warp_scope beam. Torch's global
-    generator seeds the run.
+    transformers' distribution; several draw without replacement, see docs/algorithm.md, with warp_scope beam. Torch's
+    global generator seeds the run.
 
     Returns sequences [B * n, T + L], or with return_dict_in_generate transformers' output with `sequences` and, with
     output_scores, of beams `sequences_scores` [B * n] and `beam_indices` [B * n, L], of one beam `scores`, L times
@@ -123,8 +121,8 @@ def generate(
     Weights are read as they stand. Afterwards the model is as it was: mode, attention, buffers. Raises UsageError for
     what is not supported, UnsupportedModelError for models that cannot hold a tree.
     """
-    settled = hasattr(generation_config, "_eos_token_tensor") and isinstance(stopping_criteria, StoppingCriteriaList)
-    if settled:  # transformers calls us, as its custom_generate
+    prepared = hasattr(generation_config, "_eos_token_tensor") and isinstance(stopping_criteria, StoppingCriteriaList)
+    if prepared:  # transformers calls us, as its custom_generate
         assert inputs is not None
         left = sys._getframe(1).f_locals  # what its generate keeps to itself: a callable is not handed the assistant
         if left.get("streamer") is not None:
@@ -186,7 +184,7 @@ def _decode(
         sequences, end = sequences_of(prefixes._prefix_allowed_tokens_fn, ids, eos, new)
         eos = (end, *(token for token in eos if token != end))
     seed = int(torch.randint(2**62, (1,)))
-    with lent(*([model] if assistant is None else [model, assistant])):
+    with borrow_models(*([model] if assistant is None else [model, assistant])):
         target = forest_of(model, "model")
         draft = None
         if assistant is not None:
@@ -341,7 +339,7 @@ def _scores(model: Any, sequences: Tensor, mask: Tensor | None, processors: Any,
     given: dict[str, Any] = {"attention_mask": held}
     if "position_ids" in inspect.signature(model.forward).parameters:
         given["position_ids"] = (held.cumsum(1) - 1).clamp(min=0)
-    with lent(model), torch.no_grad():
+    with borrow_models(model), torch.no_grad():
         logits = model(sequences, use_cache=False, **given).logits
     return tuple(
         processors(sequences[:, :end], logits[:, end - 1].to(torch.float32, copy=True))

@@ -25,8 +25,6 @@ from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.requests import EngineInfo
 
-__all__ = ["forest_of", "from_models", "lent"]
-
 # what was found out of a model: (dtype, device, attention) -> whether it is invariant, None where nobody asked
 _checked: WeakKeyDictionary[object, dict[tuple[str, str, str], Verdict | None]] = WeakKeyDictionary()
 
@@ -111,7 +109,7 @@ def _name(model: Any) -> str:
 
 
 @contextlib.contextmanager
-def lent(*models: Any) -> Iterator[None]:
+def borrow_models(*models: Any) -> Iterator[None]:
     """Models in evaluation mode, with an attention that takes trees; afterwards they are as they were, whatever came.
 
     Buffers that a forward replaced under inference mode (rotary frequencies that follow the length) are put back too,
@@ -119,12 +117,12 @@ def lent(*models: Any) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for model in models:
-            stack.enter_context(_lent(model))
+            stack.enter_context(_borrow_model(model))
         yield
 
 
 @contextlib.contextmanager
-def _lent(model: Any) -> Iterator[None]:
+def _borrow_model(model: Any) -> Iterator[None]:
     modules = list(model.modules())
     modes = [module.training for module in modules]
     buffers = [(module, name, value) for module in modules for name, value in module._buffers.items()]

@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.constraints.answers import Answer, Catalogue, Compiler
+from dsbd_cli.engine.constraints.answers import Catalogue, CatalogueAnswer, CatalogueCompiler
 from dsbd_cli.engine.protocols import TextCodec
 from dsbd_cli.errors import UsageError
-
-__all__ = ["MOST_NODES", "compiled", "sequences_of"]
 
 MOST_NODES = 100_000  # of one prompt's trie
 
@@ -57,14 +55,16 @@ def compiled(
     sequences: list[list[tuple[int, ...]]], codec: TextCodec, vocabulary: int
 ) -> tuple[list[str], dict[str, Catalogue]]:
     """The name of each prompt's catalogue, and the catalogues by name; equal ones are one."""
-    compiler = Compiler(codec, vocabulary)
+    compiler = CatalogueCompiler(codec, vocabulary)
     names: dict[frozenset[tuple[int, ...]], str] = {}
     made: dict[str, Catalogue] = {}
     chosen = []
     for some in sequences:
         name = names.setdefault(frozenset(some), f"prompt {len(names)}")
         if name not in made:
-            made[name] = compiler.compile(Answer(f"sequence {place}", tokens=one) for place, one in enumerate(some))
+            made[name] = compiler.compile(
+                CatalogueAnswer(f"sequence {place}", tokens=one) for place, one in enumerate(some)
+            )
         chosen.append(name)
     return chosen, made
 

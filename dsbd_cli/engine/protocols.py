@@ -17,17 +17,6 @@ from dsbd_cli.config.token_rules import Timestamps
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.requests import Request, Segment
 
-__all__ = [
-    "ForestInput",
-    "ForestModel",
-    "KernelModel",
-    "SizedCodec",
-    "SourceCodec",
-    "SourceModel",
-    "SourceRequest",
-    "TextCodec",
-]
-
 
 @dataclass(slots=True)
 class ForestInput:
@@ -43,15 +32,16 @@ class ForestInput:
         mask: [R, n, S] bool, True where the node sees the slot (a real node sees itself). No row is all False.
         slot_positions: [R, S] int64, depth of the token in each slot; sliding windows go by it.
         rows: [R] int64 cache rows when this forward covers only some rows (prefill); None for all rows in order.
-        settled: how many leading slots of each row hold its prompt, R numbers. They never move, and every node sees
-            all of them, windows aside. Where given, the logits of a node must not depend on anything but its path: not
-            on the other nodes, the slots, the other rows or how many there are. None: speed comes first. Of a chain,
-            the slots before its first node, as many in all rows.
-        tail: T, how many slots from there on a row may use at most; of use with `settled` only.
-        prompt: [R] int64 on the device, leading slots that every node sees. Where `settled` holds zeros, so that its
-            shapes stay the same, those of the prompts; without `settled` as many as there are. None: nobody counted.
-        chain: a prefill. The real nodes of a row stand first, follow one another from the row's trunk on, and each sees
-            all before it; they join the trunk.
+        prompt_slots: how many leading slots of each row hold its prompt, R numbers. They never move, and every node
+            sees all of them, windows aside. Where given, the logits of a node must not depend on anything but its path:
+            not on the other nodes, the slots, the other rows or how many there are. None: speed comes first. Of a
+            chain, the slots before its first node, as many in all rows.
+        suffix: T, how many slots from there on a row may use at most; of use with `prompt_slots` only.
+        prompt: [R] int64 on the device, leading slots that every node sees. Where `prompt_slots` holds zeros, so that
+            its shapes stay the same, those of the prompts; without `prompt_slots` as many as there are. None: nobody
+            counted.
+        chain: a prefill. The real nodes of a row stand first, follow one another from the row's common prefix on, and
+            each sees all before it; they join the common prefix.
     """
 
     tokens: Tensor
@@ -60,8 +50,8 @@ class ForestInput:
     mask: Tensor
     slot_positions: Tensor
     rows: Tensor | None = None
-    settled: tuple[int, ...] | None = None
-    tail: int = 0
+    prompt_slots: tuple[int, ...] | None = None
+    suffix: int = 0
     chain: bool = False
     prompt: Tensor | None = None
 
@@ -74,8 +64,8 @@ class ForestInput:
             self.mask.to(device),
             self.slot_positions.to(device),
             None if self.rows is None else self.rows.to(device),
-            self.settled,
-            self.tail,
+            self.prompt_slots,
+            self.suffix,
             self.chain,
             None if self.prompt is None else self.prompt.to(device),
         )
@@ -101,8 +91,8 @@ class ForestModel(Protocol):
 
     @property
     def invariant(self) -> bool:
-        """Whether forwards with `settled` keep its promise on this machine: a node's logits are the same to the last
-        bit in any company."""
+        """Whether forwards with `prompt_slots` keep its promise on this machine: a node's logits are the same to the
+        last bit in any company."""
         ...
 
     @property
@@ -125,8 +115,8 @@ class ForestModel(Protocol):
         """Own cache memory for `rows` x `slots` (the last slot is the trash slot). Called again with more, it keeps the
         contents of all slots except the old trash slot.
 
-        window: most slots that a row holds past its trunk, nodes of a forward included; None: any. Recurrent layers go
-        by it.
+        window: most slots that a row holds past its common prefix, nodes of a forward included; None: any. Recurrent
+        layers go by it.
         """
         ...
 
@@ -135,12 +125,12 @@ class ForestModel(Protocol):
         [R, n, m]. None with logits=False, when the output head must not be run."""
         ...
 
-    def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
-        """Copy cache contents slot by slot within each row: source, target [R, T] int64. All reads happen before any
-        write. Pairs with source == target are no-ops; several padding pairs may aim at the trash slot.
+    def move(self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor) -> None:
+        """Copy cache contents slot by slot within each row: src_slots, dst_slots [R, T] int64. All reads happen before
+        any write. Pairs with source == target are no-ops; several padding pairs may aim at the trash slot.
 
-        trunk: [R] int64, leading slots that all live beams share from now on, of those that this model has run. They
-        never move again, so that recurrent layers may take them into one state.
+        common_prefix: [R] int64, leading slots that all live beams share from now on, of those that this model has run.
+        They never move again, so that recurrent layers may take them into one state.
         """
         ...
 
@@ -172,7 +162,8 @@ class ForestModel(Protocol):
         ...
 
     def state_bytes(self, window: int) -> int:
-        """Bytes that a row holds whatever its length, with so many slots past its trunk; 0 without recurrent layers."""
+        """Bytes that a row holds whatever its length, with so many slots past its common prefix; 0 without recurrent
+        layers."""
         ...
 
 
@@ -190,25 +181,25 @@ class KernelModel(ForestModel, Protocol):
 
 
 @runtime_checkable
-class SourceModel(ForestModel, Protocol):
+class EncoderDecoderModel(ForestModel, Protocol):
     """ForestModel of an encoder and a decoder: it reads a source once, and the forest answers it."""
 
     @property
-    def max_source(self) -> int | None:
+    def max_encoder_input(self) -> int | None:
         """Tokens of a source at most; None when unbounded."""
         ...
 
     @property
-    def source_vocab_size(self) -> int:
+    def encoder_vocab_size(self) -> int:
         """Token ids that a source may hold are below this."""
         ...
 
-    def encode(self, rows: Sequence[int], sources: Sequence[Tensor]) -> None:
+    def encode(self, rows: Sequence[int], encoder_inputs: Sequence[Tensor]) -> None:
         """Read the sources of cache rows: token ids [Z] int64, or features [bins, frames]. It comes before the first
         forward of a row; select_rows and clear move and forget a source with its row."""
         ...
 
-    def source_bytes(self, source: Tensor) -> int:
+    def encoder_bytes(self, encoder_input: Tensor) -> int:
         """Bytes of memory that a row holds for this source."""
         ...
 
@@ -274,18 +265,18 @@ class SizedCodec(TextCodec, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SourceRequest:
+class EncoderRequest:
     """A request to a model with an encoder.
 
     Attributes:
-        source: token ids [Z] int64, or features [bins, frames] float32.
+        encoder_input: token ids [Z] int64, or features [bins, frames] float32.
         prompt: tokens that the decoder begins with. prefix: how many of the last of them are text of the answer.
         forced: token that has to follow the prompt, in place of the checkpoint's own; None: no other.
         listen: where the request names no language of its speech, what makes the prompt, which is as long, and the name
             of the language from the target's logits [V] behind the prompt's first token; else None.
     """
 
-    source: Tensor
+    encoder_input: Tensor
     prompt: list[int]
     prefix: int = 0
     forced: int | None = None
@@ -293,7 +284,7 @@ class SourceRequest:
 
 
 @runtime_checkable
-class SourceCodec(TextCodec, Protocol):
+class EncoderDecoderCodec(TextCodec, Protocol):
     """TextCodec of a model with an encoder."""
 
     @property
@@ -305,10 +296,10 @@ class SourceCodec(TextCodec, Protocol):
         """Generated tokens that hold times, as text with times."""
         ...
 
-    def source(self, request: Request) -> SourceRequest:
+    def encoder_input(self, request: Request) -> EncoderRequest:
         """Return what a request is to encoder and decoder. Raises RowError where it cannot be answered."""
         ...
 
-    def cut(self, source: Tensor, room: int) -> Tensor | None:
+    def cut(self, encoder_input: Tensor, room: int) -> Tensor | None:
         """A source of at most `room` tokens, cut on its left; None where that cannot be."""
         ...

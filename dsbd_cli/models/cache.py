@@ -9,8 +9,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 
-__all__ = ["ForestCache"]
-
 
 class ForestLayer(CacheLayerMixin):
     """One model layer's view of the cache, in the form that transformers asks for."""

@@ -21,8 +21,6 @@ from typing import Any
 
 from dsbd_cli.errors import InvalidRowError
 
-__all__ = ["Renderer", "render"]
-
 SECONDS = 10  # of processor time for one conversation; the templates of known models take less than a millisecond
 CHILD = Path(__file__).with_name("chat_child.py")
 

@@ -4,9 +4,9 @@ A node sees its prompt and its own ancestors, but the slots between its ancestor
 depends on the drafts and on the neighbours. A masked slot adds an exact zero, yet it moves the others to other places
 of a vectorised sum, and so changes the last bits. Here the keys of a row are split in two:
 
-- its *settled* slots hold the first tokens of its prompt, always the same ones in the same places. They go through
+- its *prompt* slots hold the first tokens of its prompt, always the same ones in the same places. They go through
   torch's fused kernel, row by row, so that their number is the row's own.
-- its *tail* holds everything else. On a CPU a kernel visits, node by node, the slots that are seen, by depth
+- its *suffix* holds everything else. On a CPU a kernel visits, node by node, the slots that are seen, by depth
 (attention.py).
   Where it does not fit, torch takes all slots: a score is a product of two short vectors, in float32; sums over the
   slots are in float64, whose rounding error is some 2^-29 of a float32's last bit, so that their order does not reach
@@ -15,7 +15,7 @@ of a vectorised sum, and so changes the last bits. Here the keys of a row are sp
 The two parts are joined by their log-sums, as blocks are in FlashAttention (Dao et al. 2022). docs/hardware.md says
 what this guarantees and what it costs.
 
-Shape letters: R rows, H kv heads, G query heads per kv head, n queries, m = G * n, S slots, T tail slots, E head dim.
+Shape letters: R rows, H kv heads, G query heads per kv head, n queries, m = G * n, S slots, T suffix slots, E head dim.
 """
 
 from __future__ import annotations
@@ -29,21 +29,19 @@ from torch import Tensor, nn
 
 from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.ops.cpu.attention import Paths, takes
+from dsbd_cli.ops.cpu.attention import SlotPaths, takes
 from dsbd_cli.ops.cpu.runtime import on_amd
 
-__all__ = ["LEAST_DIM", "MASKED", "AttentionMetadata", "Blocks", "attention", "filled_queries", "settled_attention"]
-
-SETTLED_STEP = 32  # settled slots are counted in such steps: an odd remainder takes another kernel
-SETTLED_LEAST = 64  # a shorter prompt is all tail
+PROMPT_SLOTS_STEP = 32  # prompt slots are counted in such steps: an odd remainder takes another kernel
+LEAST_PROMPT_SLOTS = 64  # a shorter prompt is all suffix
 QUERY_STEP = 4  # queries too: a rest of fewer than four rows takes another kernel
 # Elsewhere than on AMD's processors a rest of fewer than 12 rows does, too, where numbers are float32 and heads wider
 # than 64. Torch takes queries in blocks of a multiple of 32.
 QUERY_BLOCK, LEAST_REST, NARROW_DIM = 32, 12, 64
-LEAST_TAIL = 16  # slots: products of fewer than twelve columns take another kernel
+LEAST_SUFFIX = 16  # slots: products of fewer than twelve columns take another kernel
 LEAST_DIM = 32  # smaller heads take other kernels
 LOG2_E = math.log2(math.e)
-Kernel = Callable[..., Tensor | None]
+AttentionFunction = Callable[..., Tensor | None]
 """Ops.attention, with `exact`."""
 PathKernel = Callable[..., Tensor]
 """Ops.path_attention."""
@@ -52,45 +50,51 @@ MASKED = torch.finfo(torch.float32).min
 
 
 class AttentionMetadata:
-    """Which slots the nodes of the forward that is under way see, split into settled ones and tail. Made once, used by
-    every layer.
+    """Which slots the nodes of the forward that is under way see, split into prompt slots and suffix. Made once, used
+    by every layer.
 
-    settled: leading slots of each row that hold its prompt. tail: T, slots from there on that hold anything.
+    prompt_slots: leading slots of each row that hold its prompt. suffix: T, slots from there on that hold anything.
     `used` counts the attentions that went by it, and by the one across: a model with functions of its own does not.
     """
 
     def __init__(
         self,
-        settled: tuple[int, ...],
-        tail: int,
+        prompt_slots: tuple[int, ...],
+        suffix: int,
         *,
         masked: bool = False,
-        kernel: Kernel | None = None,
+        kernel: AttentionFunction | None = None,
         path_attention: PathKernel | None = None,
         prompt: Tensor | None = None,
         positions: Tensor | None = None,
         fast: bool = False,
     ) -> None:
-        """masked: all slots are settled, rounded up, and those past a row's own number are masked. Else the number is
-        rounded down, and the tail begins with the rest. kernel: serves layers that it fits; prompt [R]: so many leading
-        slots of a row it takes as settled. path_attention: serves tails that are listed. positions [R, S]: depth of the
-        token in each slot; without them depth goes by slot. fast: no bits are promised, and torch serves the other
-        layers."""
+        """masked: all slots are prompt slots, rounded up, and those past a row's own number are masked. Else the number
+        is rounded down, and the suffix begins with the rest. kernel: serves layers that it fits; prompt [R]: so many
+        leading slots of a row it takes as prompt slots. path_attention: serves suffixes that are listed. positions [R,
+        S]: depth of the token in each slot; without them depth goes by slot. fast: no bits are promised, and torch
+        serves the other layers."""
         self.fast = fast
         self.kernel = None if prompt is None else kernel
         self.path_attention = path_attention
         self.prompt = prompt
         if masked:
-            self.settled = tuple(-(-count // SETTLED_STEP) * SETTLED_STEP for count in settled)
+            self.prompt_slots = tuple(-(-count // PROMPT_SLOTS_STEP) * PROMPT_SLOTS_STEP for count in prompt_slots)
         else:
-            self.settled = tuple(0 if count < SETTLED_LEAST else count - count % SETTLED_STEP for count in settled)
+            self.prompt_slots = tuple(
+                0 if count < LEAST_PROMPT_SLOTS else count - count % PROMPT_SLOTS_STEP for count in prompt_slots
+            )
         self.used = 0  # by so many layers
-        self.width = 0 if masked else tail + max(count - own for count, own in zip(settled, self.settled, strict=True))
+        self.width = (
+            0
+            if masked
+            else suffix + max(count - own for count, own in zip(prompt_slots, self.prompt_slots, strict=True))
+        )
         self._seen: dict[object, tuple[Tensor, Tensor]] = {}
-        self._all_tail: AttentionMetadata | None = None
+        self._all_suffix: AttentionMetadata | None = None
         self._positions = positions
-        self._tails: dict[object, Tensor] = {}
-        self._paths: dict[object, Paths] = {}
+        self._suffix_masks: dict[object, Tensor] = {}
+        self._paths: dict[object, SlotPaths] = {}
         self._heads: dict[object, Tensor | None] = {}
         self._wide: dict[tuple[object, int], Tensor | None] = {}
         self._at: Tensor | None = None
@@ -101,22 +105,22 @@ class AttentionMetadata:
     def add(self, additive: Tensor, seen: Tensor, whole: bool) -> None:
         """Take the mask of one kind of layers: seen [R, n, S] bool and the tensor [R, 1, n, S] that the model is given.
 
-        whole: all nodes see all settled slots.
+        whole: all nodes see all prompt slots.
         """
         key = self._key(additive)
         self._seen[key] = additive, seen
         self._heads[key] = None if whole else additive
 
-    def all_tail(self) -> AttentionMetadata:
-        """The same with no settled slots, for layers that the fused kernel cannot serve."""
-        if self._all_tail is None:
+    def all_suffix(self) -> AttentionMetadata:
+        """The same with no prompt slots, for layers that the fused kernel cannot serve."""
+        if self._all_suffix is None:
             slots = max(seen.shape[-1] for _, seen in self._seen.values())
-            self._all_tail = AttentionMetadata(
-                (0,) * len(self.settled), slots, path_attention=self.path_attention, positions=self._positions
+            self._all_suffix = AttentionMetadata(
+                (0,) * len(self.prompt_slots), slots, path_attention=self.path_attention, positions=self._positions
             )
             for additive, seen in self._seen.values():
-                self._all_tail.add(additive, seen, whole=True)
-        return self._all_tail
+                self._all_suffix.add(additive, seen, whole=True)
+        return self._all_suffix
 
     def of(self, mask: Tensor | None) -> tuple[AttentionMetadata, Tensor] | None:
         """This one or the one across, whichever was given the mask, and the mask; None where it is one of the model's
@@ -138,43 +142,44 @@ class AttentionMetadata:
         assert self.kernel is not None
         return self.kernel(query, key, value, self._seen[self._key(mask)][1], self.prompt, scale)
 
-    def paths(self, mask: Tensor) -> Paths:
-        """The tail slots that each node sees, by depth."""
+    def paths(self, mask: Tensor) -> SlotPaths:
+        """The suffix slots that each node sees, by depth."""
         key = self._key(mask)
         if key not in self._paths:
             seen = self._seen[key][1]
             slots = seen.shape[-1]
-            at = self._tail_slots(slots, seen.device)
+            at = self._suffix_slots(slots, seen.device)
             depth = at if self._positions is None else self._positions.gather(1, at.clamp(max=slots - 1))
-            self._paths[key] = Paths.of(seen, at[:, 0].contiguous(), depth.argsort(dim=1, stable=True))
+            self._paths[key] = SlotPaths.of(seen, at[:, 0].contiguous(), depth.argsort(dim=1, stable=True))
         return self._paths[key]
 
-    def tail(self, mask: Tensor) -> Tensor:
-        """[R, 1, 1, n, T] float32, to be added to the scores of the tail."""
+    def suffix(self, mask: Tensor) -> Tensor:
+        """[R, 1, 1, n, T] float32, to be added to the scores of the suffix."""
         key = self._key(mask)
-        if key not in self._tails:
+        if key not in self._suffix_masks:
             seen = self._seen[key][1]
             rows, nodes, slots = seen.shape
-            places = self._tail_slots(slots, seen.device)
+            places = self._suffix_slots(slots, seen.device)
             at = places.unsqueeze(1).expand(-1, nodes, -1)
             found = seen.gather(2, at.clamp(max=slots - 1)) & (at < slots)
             fresh = torch.full((rows, 1, 1, nodes, at.shape[2]), MASKED, device=seen.device)
-            self._tails[key] = fresh.masked_fill_(found[:, None, None], 0.0)
-        return self._tails[key]
+            self._suffix_masks[key] = fresh.masked_fill_(found[:, None, None], 0.0)
+        return self._suffix_masks[key]
 
-    def _tail_slots(self, slots: int, device: torch.device) -> Tensor:
+    def _suffix_slots(self, slots: int, device: torch.device) -> Tensor:
         """[R, T] int64, of which those past the last slot are not there."""
         if self._at is None:
-            width = max(LEAST_TAIL, min(self.width, slots - min(self.settled)))  # a source may be all settled
+            # a source may be all prompt slots
+            width = max(LEAST_SUFFIX, min(self.width, slots - min(self.prompt_slots)))
             at = torch.arange(width, device=device)
-            if len(set(self.settled)) == 1:  # always on a GPU, where a capture takes nothing from the host
-                self._at = (at + self.settled[0]).expand(len(self.settled), -1)
+            if len(set(self.prompt_slots)) == 1:  # always on a GPU, where a capture takes nothing from the host
+                self._at = (at + self.prompt_slots[0]).expand(len(self.prompt_slots), -1)
             else:
-                self._at = torch.tensor(self.settled, device=device).unsqueeze(1) + at
+                self._at = torch.tensor(self.prompt_slots, device=device).unsqueeze(1) + at
         return self._at
 
     def head(self, mask: Tensor, queries: int) -> Tensor | None:
-        """[R, 1, m, S], of which the settled slots are added to their scores; None where nothing is masked. The nodes
+        """[R, 1, m, S], of which the prompt slots are added to their scores; None where nothing is masked. The nodes
         are repeated to fill m queries."""
         key = self._key(mask)
         if (key, queries) not in self._wide:
@@ -193,13 +198,13 @@ class AttentionMetadata:
     def pick(self, states: Tensor, dtype: torch.dtype) -> Tensor:
         """Keys or values [R, H, S, E] of the tail: [R, H, T, E]. What lies past the last slot is 0."""
         rows, heads, slots, dim = states.shape
-        width = self._tail_slots(slots, states.device).shape[1]
-        if len(set(self.settled)) == 1 and self.settled[0] + width <= slots:
+        width = self._suffix_slots(slots, states.device).shape[1]
+        if len(set(self.prompt_slots)) == 1 and self.prompt_slots[0] + width <= slots:
             # heads apart: a product would else copy them number by number
-            part = states[:, :, self.settled[0] : self.settled[0] + width]
+            part = states[:, :, self.prompt_slots[0] : self.prompt_slots[0] + width]
             return part.to(dtype, memory_format=torch.contiguous_format).contiguous()
         found = states.new_empty((rows, heads, width, dim), dtype=dtype)
-        for row, start in enumerate(self.settled):  # an index over rows and slots is copied number by number
+        for row, start in enumerate(self.prompt_slots):  # an index over rows and slots is copied number by number
             part = states[row, :, start : start + width]
             found[row, :, : part.shape[1]] = part
             found[row, :, part.shape[1] :] = 0
@@ -221,9 +226,9 @@ class Blocks:
     @classmethod
     def of(cls, batch: ForestInput) -> Blocks | None:
         """None where the bits may depend on it, or where torch's kernels of another device are asked at load."""
-        if not batch.chain or batch.settled is None or batch.tokens.device.type != "cpu":
+        if not batch.chain or batch.prompt_slots is None or batch.tokens.device.type != "cpu":
             return None
-        return cls(batch.settled[0])
+        return cls(batch.prompt_slots[0])
 
     def attend(
         self,
@@ -248,7 +253,7 @@ class Blocks:
 
 
 def attention(
-    sight: AttentionMetadata | Blocks | None,
+    metadata: AttentionMetadata | Blocks | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -264,11 +269,11 @@ def attention(
     score per head that takes weight and gives nothing. bias [R or 1, H * G, n, S] is added to the scores (T5).
     None where the mask is missing, differs from head to head or comes with a bias: torch's own function serves then.
     """
-    if isinstance(sight, Blocks):
+    if isinstance(metadata, Blocks):
         if mask is not None and bias is None:
-            return sight.attend(query, key, value, mask, scale, softcap, sinks)
-        sight = None
-    out = None if sight is None else _by_sight(sight, query, key, value, mask, scale, softcap, sinks, bias)
+            return metadata.attend(query, key, value, mask, scale, softcap, sinks)
+        metadata = None
+    out = None if metadata is None else _by_metadata(metadata, query, key, value, mask, scale, softcap, sinks, bias)
     if out is not None:
         return out
     if softcap is not None or sinks is not None:
@@ -278,8 +283,8 @@ def attention(
     return _over_all_slots(query, key, value, mask, scale)
 
 
-def _by_sight(
-    sight: AttentionMetadata,
+def _by_metadata(
+    metadata: AttentionMetadata,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -291,21 +296,21 @@ def _by_sight(
 ) -> Tensor | None:
     """[R, n, H * G, E] of a forward whose slots are split, by a kernel or by parts; None where torch's attention over
     all slots serves."""
-    known = sight.of(mask)
+    known = metadata.of(mask)
     if known is None:
         return None
     part, mask = known
-    if part is sight.across:
+    if part is metadata.across:
         bias = None  # T5 gives zeros here: a source has no distance to an answer
     found = None
     if part.kernel is not None and softcap is None and sinks is None and bias is None:
         found = part.served(query, key, value, mask, scale)
     if found is None and part.fast:
         return None
-    sight.used += 1
+    metadata.used += 1
     odd = softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None
     if found is None and (odd or part.kernel is not None):
-        part = part.all_tail()
+        part = part.all_suffix()
     if found is None and part.width and part.path_attention is not None and takes(query, key, value):
         return _by_paths(part, query, key, value, mask, scale, softcap, sinks, bias)
     out = _by_parts(part, query, key, value, mask, scale, softcap, sinks, bias) if found is None else found
@@ -331,7 +336,7 @@ def _over_all_slots(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
 
 
 def _by_paths(
-    sight: AttentionMetadata,
+    metadata: AttentionMetadata,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -341,14 +346,16 @@ def _by_paths(
     sinks: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """[R, n, H * G, E]: settled slots by torch's kernel, the tail by ours, which joins them."""
-    settled = None
-    if max(sight.settled):
-        settled = settled_attention(sight.settled, query, key, value, sight.head_for(mask, query, key), scale)
-    assert sight.path_attention is not None
-    paths = sight.paths(mask)
-    return sight.path_attention(
-        paths, query, key, value, scale, settled=settled, softcap=softcap, sinks=sinks, bias=bias
+    """[R, n, H * G, E]: prompt slots by torch's kernel, the suffix by ours, which joins them."""
+    prompt_part = None
+    if max(metadata.prompt_slots):
+        prompt_part = prompt_attention(
+            metadata.prompt_slots, query, key, value, metadata.head_for(mask, query, key), scale
+        )
+    assert metadata.path_attention is not None
+    paths = metadata.paths(mask)
+    return metadata.path_attention(
+        paths, query, key, value, scale, prompt_part=prompt_part, softcap=softcap, sinks=sinks, bias=bias
     )
 
 
@@ -372,7 +379,7 @@ def _grouped(query: Tensor, kv_heads: int) -> Tensor:
 
 
 def _by_parts(
-    sight: AttentionMetadata,
+    metadata: AttentionMetadata,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -382,37 +389,37 @@ def _by_parts(
     sinks: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """[R, H * G, n, E]: settled slots by the fused kernel, the tail in float64, joined by their log-sums."""
+    """[R, H * G, n, E]: prompt slots by the fused kernel, the suffix in float64, joined by their log-sums."""
     rows, heads, count, _ = query.shape
     groups = heads // key.shape[1]
     queries = groups * count
     grouped = _grouped(query, key.shape[1])
     head = None
-    if max(sight.settled):
-        head = settled_attention(sight.settled, query, key, value, sight.head_for(mask, query, key), scale)
-    if not sight.width:
+    if max(metadata.prompt_slots):
+        head = prompt_attention(metadata.prompt_slots, query, key, value, metadata.head_for(mask, query, key), scale)
+    if not metadata.width:
         assert head is not None
         return head[0][:, :, :queries].reshape(rows, heads, count, -1)
-    scores = torch.matmul(grouped.to(torch.float32), sight.pick(key, torch.float32).transpose(2, 3))
+    scores = torch.matmul(grouped.to(torch.float32), metadata.pick(key, torch.float32).transpose(2, 3))
     scores = scores[:, :, :queries].unflatten(2, (groups, count))  # [R, H, G, n, T]
     if softcap is not None:
         scores, scale = torch.tanh(scores.to(torch.float64) * (scale / softcap)).to(torch.float32), softcap
-    scores = torch.add(sight.tail(mask), scores, alpha=scale * LOG2_E)  # to base 2
-    if bias is not None:  # of all slots, which are all tail then
+    scores = torch.add(metadata.suffix(mask), scores, alpha=scale * LOG2_E)  # to base 2
+    if bias is not None:  # of all slots, which are all suffix then
         scores.add_(bias.to(torch.float32).unflatten(1, (-1, groups)), alpha=LOG2_E)
     highest = scores.amax(-1, keepdim=True)
     if head is not None:
-        settled, log_sum = (part[:, :, :queries].unflatten(2, (groups, count)) for part in head)
+        prompt_slots, log_sum = (part[:, :, :queries].unflatten(2, (groups, count)) for part in head)
         log_sum = log_sum.unsqueeze(-1) * LOG2_E
         highest = torch.maximum(highest, log_sum)
     # in float64 too: in float32 the last few numbers of a tensor may take another exp2 than the others
     weights = scores.sub_(highest).to(torch.float64).exp2_()
     total = weights.sum(-1, keepdim=True)
-    values = sight.pick(value, torch.float64)
+    values = metadata.pick(value, torch.float64)
     out = torch.matmul(weights.flatten(2, 3), values).unflatten(2, (groups, count))
     if head is not None:
         share = (log_sum - highest).to(torch.float64).exp2_()
-        out.addcmul_(settled.to(torch.float64), share)
+        out.addcmul_(prompt_slots.to(torch.float64), share)
         total.add_(share)
     if sinks is not None:
         sink = sinks.to(torch.float32).view(-1, groups, 1, 1) * LOG2_E
@@ -424,19 +431,20 @@ def _capped(scores: Tensor, scale: float, softcap: float | None) -> Tensor:
     return scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
 
 
-def settled_attention(
-    settled: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor, head: Tensor | None, scale: float
+def prompt_attention(
+    prompt_slots: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor, head: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over the settled slots alone, [R, H, m, E], and its natural log-sums [R, H, m] float32 (tiny
+    """Return attention over the prompt slots alone, [R, H, m, E], and its natural log-sums [R, H, m] float32 (tiny
     where a row has none).
 
-    settled: leading slots of each row. head: [R, 1, m, S or fewer], added to the scores; None where nothing is masked.
+    prompt_slots: leading slots of each row. head: [R, 1, m, S or fewer], added to the scores; None where nothing is
+    masked.
     """
     grouped = _grouped(query, key.shape[1])
     _, heads, queries, _ = grouped.shape
     outs, sums = [], []
-    for first, last in _runs(settled):
-        part, slots = slice(first, last), settled[first]
+    for first, last in _runs(prompt_slots):
+        part, slots = slice(first, last), prompt_slots[first]
         if not slots:
             outs.append(grouped.new_zeros(last - first, heads, queries, value.shape[-1]))
             sums.append(grouped.new_full((last - first, heads, queries), MASKED, dtype=torch.float32))

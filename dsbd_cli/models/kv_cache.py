@@ -17,8 +17,6 @@ from torch import Tensor
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.ops.interface import Ops
 
-__all__ = ["KVCache", "PlaneSpec", "Write"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlaneSpec:
@@ -35,7 +33,7 @@ class PlaneSpec:
         return self.heads * self.dim * self.dtype.itemsize
 
 
-class Write:
+class WritePositions:
     """Where the nodes of the forward that is under way go; made once, used by every layer on its own device."""
 
     def __init__(self, slots: Tensor, rows: Tensor | None, active: int, capacity: int) -> None:
@@ -72,7 +70,7 @@ class KVCache:
         self.generation = 0
         self._plane_specs: dict[tuple[int, int], PlaneSpec] = {}  # (layer, 0 keys / 1 values)
         self._slabs: dict[PlaneSpec, Tensor] = {}  # [P, R, S, H * E]
-        self._write: Write | None = None
+        self._write: WritePositions | None = None
         self._planes: dict[tuple[int, int], Tensor] = {}  # (layer, side): [R, S, H, E]
         self.ops = Ops()
 
@@ -82,7 +80,7 @@ class KVCache:
         return self._write.active if self._write else 0
 
     @property
-    def under_way(self) -> Write | None:
+    def under_way(self) -> WritePositions | None:
         """Where the forward that is under way, or the last one, writes."""
         return self._write
 
@@ -108,7 +106,7 @@ class KVCache:
     def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
         """Own at least rows x slots; grows only, keeps contents. Shapes not known yet follow in the first forward.
 
-        window: slots past its trunk that a row may hold at most, None for all; keys and values do not go by it.
+        window: slots past its common prefix that a row may hold at most, None for all; keys and values do not go by it.
         """
         rows, slots = max(rows, self.rows), max(slots, self.slots)
         if (rows, slots) == (self.rows, self.slots):
@@ -130,7 +128,7 @@ class KVCache:
         """Say where the next forward writes: slots [R, n], rows [R] or None, and how many slots its mask covers."""
         assert slots.shape[0] <= self.rows, "more rows than reserved"
         assert active <= self.slots, "more slots than reserved"
-        self._write = Write(slots, rows, active, self.slots)
+        self._write = WritePositions(slots, rows, active, self.slots)
 
     @contextlib.contextmanager
     def running(self, batch: ForestInput) -> Iterator[None]:
@@ -138,17 +136,17 @@ class KVCache:
         self.begin(batch.slots, batch.rows, batch.mask.shape[-1])
         yield
 
-    def advance(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
-        """Move slots as `move` does. trunk [R]: leading slots that never move again; keys and values do not go by
-        it."""
-        self.move(source, target)
+    def advance(self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor) -> None:
+        """Move slots as `move` does. common_prefix [R]: leading slots that never move again; keys and values do not go
+        by it."""
+        self.move(src_slots, dst_slots)
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots within each row: source, target [R, T] int64. All reads happen before any write."""
-        if not source.shape[0]:
+    def move(self, src_slots: Tensor, dst_slots: Tensor) -> None:
+        """Copy slots within each row: src_slots, dst_slots [R, T] int64. All reads happen before any write."""
+        if not src_slots.shape[0]:
             return
         for spec, slab in self._slabs.items():
-            self.ops.move(slab, source.to(spec.device), target.to(spec.device))
+            self.ops.move(slab, src_slots.to(spec.device), dst_slots.to(spec.device))
 
     def select_rows(self, rows: Tensor) -> None:
         """Put these rows [n] int64 first, in this order; plane by plane, so that little memory is needed for it."""
@@ -167,9 +165,9 @@ class KVCache:
         plane, so that little memory is needed for it."""
         for slab in self._slabs.values():
             for plane in slab:
-                read = [plane[source, :count].clone() for source, _, count in copies]
-                for part, (_, target, count) in zip(read, copies, strict=True):
-                    plane[target, :count] = part
+                read = [plane[src_row, :count].clone() for src_row, _, count in copies]
+                for part, (_, dst_row, count) in zip(read, copies, strict=True):
+                    plane[dst_row, :count] = part
 
     def learn(self, layer: int, keys: PlaneSpec, values: PlaneSpec) -> None:
         """Remember what keys and values of a layer look like, and take its memory."""
@@ -196,7 +194,7 @@ class KVCache:
         return self._planes[layer, 0], self._planes[layer, 1]
 
     @staticmethod
-    def _seen(plane: Tensor, step: Write, rows: Tensor | None) -> Tensor:
+    def _seen(plane: Tensor, step: WritePositions, rows: Tensor | None) -> Tensor:
         """All active slots of a plane [R, H, S, E], not copied unless rows are chosen."""
         seen = plane[:, : step.active]
         seen = seen[: step.count] if rows is None else seen.index_select(0, rows)

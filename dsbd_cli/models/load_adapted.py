@@ -10,24 +10,22 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 from dsbd_cli.models import verdicts
 from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
 from dsbd_cli.models.adapted.patching import pack, quantize
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, encoder_digest
-from dsbd_cli.models.adapted.sources import Seq2SeqCodec
 from dsbd_cli.models.checkpoints.head import installed, trimmed_target
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import eos_ids, load, load_config, load_extractor
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
-from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.tensor_parallel import Ranks, ShardedForestModel, check_ranks, load_slice
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
 
-__all__ = ["load_adapted"]
 
-
-def load_adapted(spec: ModelSpec) -> tuple[Forest, HFCodec]:
+def load_adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
     """Return a model through transformers and its codec. A target that is to be `invariant` is asked whether it is.
 
     Raises ModelError, UnsupportedModelError and UsageError.

@@ -36,30 +36,28 @@ from dsbd_cli.models.checkpoints.loader import (
     load_tokenizer,
     quiet,
 )
-from dsbd_cli.models.decoder.forest import DecoderForest
-from dsbd_cli.models.decoder.load import DecoderSource, decoder_forest, differs, pack, sort_of, tensors_of
+from dsbd_cli.models.decoder.decoder_forest import DecoderForest
+from dsbd_cli.models.decoder.load import DecoderCheckpoint, decoder_forest, differs, pack, spec_or_reason, tensors_of
 from dsbd_cli.models.decoder.spec import DecoderSpec
-from dsbd_cli.models.forest import Forest, SelfTestReport
+from dsbd_cli.models.forest_model import BaseForestModel, SelfTestReport
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops.select import GPU_LAYERS, ops_for
 
-__all__ = ["load_model"]
-
 LAYERS_CHECKED = 4  # of each kind, for invariance
-TOLD_BYTES = 64 << 20  # loading less takes no time that needs a line
+LARGE_BYTES = 64 << 20  # loading less takes no time that needs a line
 
 _logger = logging.getLogger(__name__)
 
 
-def load_model(spec: ModelSpec, *, anew: bool = False) -> tuple[Forest, HFCodec]:
+def load_model(spec: ModelSpec, *, anew: bool = False) -> tuple[BaseForestModel, HFCodec]:
     """Return one model, checked, and its codec. A target that is to be `invariant` is asked whether it is.
 
     Of a large one a line is logged before and after. anew: make all checks, whatever an earlier load has found. Raises
     ModelNotFoundError, ModelError, UnsupportedModelError and UsageError.
     """
     size, began = stored_bytes(locate(spec)), time.monotonic()
-    if size < TOLD_BYTES:
+    if size < LARGE_BYTES:
         return _loaded(spec, anew=anew)
     _logger.info("loading %s (%s)", spec.source, f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB")
     loaded = _loaded(spec, anew=anew)
@@ -67,17 +65,17 @@ def load_model(spec: ModelSpec, *, anew: bool = False) -> tuple[Forest, HFCodec]
     return loaded
 
 
-def _loaded(spec: ModelSpec, *, anew: bool) -> tuple[Forest, HFCodec]:
+def _loaded(spec: ModelSpec, *, anew: bool) -> tuple[BaseForestModel, HFCodec]:
     place = locate(spec)
     digest = verdicts.fingerprint(spec, place)
-    known = None if anew else verdicts.kept(digest)
+    known = None if anew else verdicts.read_verdict(digest)
     found = _described(spec, place) if known is None or not known.get("plain") else _recalled(known)
     if isinstance(found, str):
         return _adapted(spec)
-    loaded = _Own(spec, place, found, digest, known).load()
+    loaded = _DecoderLoad(spec, place, found, digest, known).load()
     if isinstance(loaded, str):
         forest, codec = _adapted(spec)
-        forest.told = (*forest.told, f"the {spec.role} runs through transformers: in our own decoder {loaded}")
+        forest.notes = (*forest.notes, f"the {spec.role} runs through transformers: in our own decoder {loaded}")
         return forest, codec
     return loaded
 
@@ -105,7 +103,7 @@ def _described(spec: ModelSpec, place: Path) -> _Description | str:
     """Read a checkpoint's config by transformers' classes, or say why transformers has to run it."""
     with quiet():
         config = load_config(place, spec)
-    sort = sort_of(spec, config)
+    sort = spec_or_reason(spec, config)
     if isinstance(sort, str):
         return sort
     check_quantize(spec, config)
@@ -127,7 +125,7 @@ def _recalled(known: dict[str, Any]) -> _Description:
     return _Description(sort, dtype, True, known["architecture"], known["eos"], tokenizer=named)
 
 
-class _Own:
+class _DecoderLoad:
     """A checkpoint on its way into our own decoder."""
 
     def __init__(
@@ -137,7 +135,7 @@ class _Own:
         self._device = device_of(spec)
         self._wanted = spec.role == "target" and spec.numerics == "invariant"
 
-    def load(self) -> tuple[Forest, HFCodec] | str:
+    def load(self) -> tuple[BaseForestModel, HFCodec] | str:
         """Return model and codec; why transformers has to run it."""
         if self._known is not None and self._known["decoder"] is not None:
             return str(self._known["decoder"])
@@ -150,7 +148,7 @@ class _Own:
             found = self._loaded(tokenizer)
             return found if isinstance(found, str) else (found, self._codec(found, tokenizer.result()))
 
-    def _loaded(self, tokenizer: Future[Any]) -> Forest | str:
+    def _loaded(self, tokenizer: Future[Any]) -> BaseForestModel | str:
         """Return the model; why transformers has to run it."""
         theirs, dtype = None, self._is.dtype
         if self._is.plain:
@@ -162,7 +160,7 @@ class _Own:
             generation, dtype = theirs.generation_config.to_dict(), theirs.dtype
         assert dtype is not None
         settings = CheckpointSettings(self._is.architecture, self._is.eos, generation)
-        source, reason = DecoderSource(self._is.sort, tensors, dtype, self._device), None
+        source, reason = DecoderCheckpoint(self._is.sort, tensors, dtype, self._device), None
         head = read_head(self._place) if self._place.is_dir() else None
         if head is not None and self._spec.role == "target":
             raise trimmed_target(self._spec)
@@ -178,22 +176,22 @@ class _Own:
             except Exception as failed:
                 if not kernels:
                     raise
-                reason = f"a kernel fails ({_said(failed)})"  # at a width that was not tried
+                reason = f"a kernel fails ({_one_line(failed)})"  # at a width that was not tried
             if reason is None:
                 return forest
         assert reason is not None
-        verdicts.keep(self._digest, {"decoder": reason})
+        verdicts.write_verdict(self._digest, {"decoder": reason})
         return reason
 
-    def _codec(self, forest: Forest, tokenizer: Any) -> HFCodec:
+    def _codec(self, forest: BaseForestModel, tokenizer: Any) -> HFCodec:
         return HFCodec(tokenizer, eos_ids(forest.settings, tokenizer))
 
-    def _keep(self, found: Mapping[str, object], forest: Forest, tokenizer: type) -> None:
+    def _keep(self, found: Mapping[str, object], forest: BaseForestModel, tokenizer: type) -> None:
         """Keep what was found, and what the checkpoint is."""
         name = str(forest.weights_dtype).removeprefix("torch.")
         what = {"spec": asdict(self._is.sort), "dtype": name, "plain": self._is.plain, "eos": self._is.eos}
         classes = {"architecture": self._is.architecture, "tokenizer": (tokenizer.__module__, tokenizer.__name__)}
-        verdicts.keep(self._digest, {"decoder": None, **found, **what, **classes})
+        verdicts.write_verdict(self._digest, {"decoder": None, **found, **what, **classes})
 
     def _stock(self) -> Any:
         """Return transformers' model of the checkpoint."""
@@ -255,14 +253,14 @@ class _Own:
         return found
 
 
-def _adapted(spec: ModelSpec) -> tuple[Forest, HFCodec]:
+def _adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
     """Return a model that transformers runs."""
     from dsbd_cli.models.load_adapted import load_adapted
 
     return load_adapted(spec)
 
 
-def _self_test(forest: Forest) -> Any:
+def _self_test(forest: BaseForestModel) -> Any:
     from dsbd_cli.models.checks.selftest import self_test
 
     return self_test(forest)
@@ -280,16 +278,16 @@ def _verdict(forest: DecoderForest) -> Verdict:
     except Exception as failed:
         if forest.attention is None:
             raise
-        return Verdict(f"a kernel fails ({_said(failed)})")
+        return Verdict(f"a kernel fails ({_one_line(failed)})")
 
 
-def _attention(forest: Forest, *, exact: bool) -> Callable[..., Tensor | None] | None:
+def _attention(forest: BaseForestModel, *, exact: bool) -> Callable[..., Tensor | None] | None:
     """Return the kernel of attention, where it does what it should. exact: its bits do not depend on the drafts."""
     attention = ops_for(forest.device, forest.weights_dtype, ("attention",)).attention
     return None if attention is None else partial(attention, exact=exact)
 
 
-def _attend_fast(forest: Forest) -> None:
+def _attend_fast(forest: BaseForestModel) -> None:
     """Have the kernel of attention serve long prompts, where the logits of a text stay what they are with it."""
     from dsbd_cli.models.checks.invariance import parting
     from dsbd_cli.models.verdicts import LIMITS
@@ -301,11 +299,11 @@ def _attend_fast(forest: Forest) -> None:
         error = parting(forest)
         fault = None if error <= LIMITS[forest.weights_dtype] else f"its logits are off by {error:.1g} of their spread"
     except Exception as failed:
-        fault = f"the kernel fails ({_said(failed)})"
+        fault = f"the kernel fails ({_one_line(failed)})"
     if fault is not None:
         forest.attention = None
-        forest.told = (*forest.told, f"torch's attention serves long prompts, too: with the kernel {fault}")
+        forest.notes = (*forest.notes, f"torch's attention serves long prompts, too: with the kernel {fault}")
 
 
-def _said(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:160]

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.engine.drafting.bridge.draft import AnyDraft, BridgedDraft
+from dsbd_cli.engine.drafting.bridge.bridged import AnyDraft, BridgedDraft
 from dsbd_cli.errors import PairError
 from dsbd_cli.models.checkpoints.generation import settings_notes
 from dsbd_cli.models.checkpoints.vocabulary import check_pair, markers
-from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.tokenizer import HFCodec
-
-__all__ = ["LoadedPair", "load_pair"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +22,17 @@ class LoadedPair:
         target_dtype: torch's name without prefix: float32, bfloat16, float16; `int8+bfloat16` where linear layers are
             int8 and the rest is bfloat16.
         draft_dtype: the same, None without a draft.
-        notes: differences that do not matter for the result, for the user to read.
-        told: what the user should know: generation settings that are not done, kernels of layers that are left out.
+        differences: differences that do not matter for the result, for the user to read.
+        notes: what the user should know: generation settings that are not done, kernels of layers that are left out.
     """
 
-    target: Forest
+    target: BaseForestModel
     draft: AnyDraft | None
     codec: HFCodec
     target_dtype: str
     draft_dtype: str | None
+    differences: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    told: tuple[str, ...] = ()
 
 
 def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = False, anew: bool = False) -> LoadedPair:
@@ -45,33 +43,36 @@ def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = Fal
     Raises the ModelError family and UsageError of loader, selftest and check_pair.
     """
     model, codec = load_model(target, anew=anew)
-    told = (*settings_notes(model.settings), *model.told)
+    notes = (*settings_notes(model.settings), *model.notes)
     if draft is None:
-        return LoadedPair(model, None, codec, _dtype_name(model), None, told=told)
+        return LoadedPair(model, None, codec, _dtype_name(model), None, notes=notes)
     small, small_codec = load_model(draft, anew=anew)
-    told = (*told, *(f"draft: {line}" for line in small.told))
+    notes = (*notes, *(f"draft: {line}" for line in small.notes))
     dtypes = _dtype_name(model), _dtype_name(small)
     _check_kinds(model, small, bridged=bridged)
     if bridged:
         return LoadedPair(
-            model, BridgedDraft(small, small_codec, codec, markers(codec, small_codec)), codec, *dtypes, told=told
+            model, BridgedDraft(small, small_codec, codec, markers(codec, small_codec)), codec, *dtypes, notes=notes
         )
-    notes = check_pair(codec, small_codec, model.vocab_size, small.vocab_size)
+    differences = check_pair(codec, small_codec, model.vocab_size, small.vocab_size)
     small.fit_width(model.vocab_size)
     if model.paired and small.paired:
         from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
 
         assert isinstance(model, Seq2SeqForestModel)
         assert isinstance(small, Seq2SeqForestModel)
-        if model.source_name != small.source_name or model.source_shape != small.source_shape:
+        if (
+            model.encoder_input_name != small.encoder_input_name
+            or model.encoder_input_shape != small.encoder_input_shape
+        ):
             raise PairError("target and draft read sources of different forms: choose a draft of its family")
         if model.encoder_digest == small.encoder_digest:
             model.lead(small)
-            notes += ("the draft's encoder is the target's: it reads each source once for both",)
-    return LoadedPair(model, small, codec, *dtypes, notes, told)
+            differences += ("the draft's encoder is the target's: it reads each source once for both",)
+    return LoadedPair(model, small, codec, *dtypes, differences, notes)
 
 
-def _check_kinds(target: Forest, draft: Forest, *, bridged: bool) -> None:
+def _check_kinds(target: BaseForestModel, draft: BaseForestModel, *, bridged: bool) -> None:
     """Both have an encoder, or neither has. Raises PairError."""
     paired = [model.paired for model in (target, draft)]
     if paired[0] != paired[1]:
@@ -81,6 +82,6 @@ def _check_kinds(target: Forest, draft: Forest, *, bridged: bool) -> None:
         raise PairError("--drafter bridge takes decoder-only models: choose a draft with the target's vocabulary")
 
 
-def _dtype_name(model: Forest) -> str:
+def _dtype_name(model: BaseForestModel) -> str:
     name = str(model.weights_dtype).removeprefix("torch.")
     return name if model.quantized is None else f"{model.quantized}+{name}"

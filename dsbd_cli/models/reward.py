@@ -13,8 +13,6 @@ from dsbd_cli.models.chat import render
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import load_config, load_tokenizer, quiet
 
-__all__ = ["RewardModel"]
-
 Asked = str | Sequence[Mapping[str, str]]
 
 
@@ -71,5 +69,5 @@ class RewardModel:
             raise InvalidRowError("the row has messages, but the reward model's tokenizer has no chat template")
         messages = [*(dict(message) for message in prompt), {"role": "assistant", "content": text}]
         shown = render(self._tokenizer, messages, opened=False)
-        told: list[int] = self._tokenizer(shown, add_special_tokens=False)["input_ids"]
-        return told
+        prefix_ids: list[int] = self._tokenizer(shown, add_special_tokens=False)["input_ids"]
+        return prefix_ids

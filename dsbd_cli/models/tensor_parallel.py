@@ -38,14 +38,12 @@ from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import load, load_config
 from dsbd_cli.models.recurrent.states import StateCache
 
-__all__ = ["Ranks", "ShardedForestModel", "check_ranks", "serve"]
-
 TIMEOUT = timedelta(hours=2)  # of a collective: weights load at different speeds
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Where a rank belongs. folder: what all ranks of one model share, a file store among it."""
 
     spec: ModelSpec
@@ -96,18 +94,18 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(1, spec.tensor_parallel):
-                self._processes.append(self._start(Place(spec, rank, str(self._folder))))
+                self._processes.append(self._start(RankPlace(spec, rank, str(self._folder))))
             for process in self._processes:
                 assert process.stdout is not None
                 if process.stdout.readline() != b"ready\n":
                     raise self.error("did not start")
             self._joined = True
-            join(Place(spec, 0, str(self._folder)))
+            join(RankPlace(spec, 0, str(self._folder)))
         except BaseException:
             self.close()
             raise
 
-    def _start(self, place: Place) -> subprocess.Popen[bytes]:
+    def _start(self, place: RankPlace) -> subprocess.Popen[bytes]:
         paths = os.pathsep.join(path for path in sys.path if path)  # some are of this process alone, under Ray
         environment = {**os.environ, "PYTHONPATH": paths, **_variables(place)}
         with (self._folder / f"{place.rank}.log").open("wb") as log:
@@ -134,8 +132,10 @@ class Ranks:
                 if code:
                     log = (self._folder / f"{rank}.log").read_text(errors="replace")
                     lines = [line.removeprefix(f"[rank{rank}]:").strip() for line in log.splitlines()]
-                    told = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)] or ["no message"]
-                    return ModelError(f"rank {rank} of the target {what}: {told[-1][:200]}")
+                    messages = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)] or [
+                        "no message"
+                    ]
+                    return ModelError(f"rank {rank} of the target {what}: {messages[-1][:200]}")
         return ModelError(f"the ranks of the target {what}: lower --batch-size if memory was short")
 
     def tell(self, name: str, *arguments: object) -> None:
@@ -232,10 +232,10 @@ class ShardedForestModel(CausalForestModel):
         self._tell("copy_prefixes", copies)
         super().copy_prefixes(copies)
 
-    def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
+    def move(self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor) -> None:
         """On all ranks."""
-        self._tell("move", source, target, trunk)
-        super().move(source, target, trunk)
+        self._tell("move", src_slots, dst_slots, common_prefix)
+        super().move(src_slots, dst_slots, common_prefix)
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         """On all ranks; every rank has the logits, rank 0 gives them back."""
@@ -271,7 +271,7 @@ def load_slice(spec: ModelSpec) -> tuple[Any, Any]:
     return load(spec, distributed_config=DistributedConfig(tp_size=spec.tensor_parallel, tp_plan=plan))
 
 
-def join(place: Place) -> None:
+def join(place: RankPlace) -> None:
     """Enter the group of all ranks: tensors of a processor go by gloo, of a GPU by NCCL."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on one machine
     os.environ |= _variables(place)
@@ -305,7 +305,7 @@ def serve(forest: CausalForestModel) -> NoReturn:
 
 
 @dataclass(frozen=True, slots=True)
-class _At:
+class _TensorStub:
     """Stands for a tensor that is sent apart. place: in the order of sending."""
 
     place: int
@@ -315,14 +315,14 @@ def _packed(argument: object, tensors: list[Tensor]) -> object:
     """The argument without its tensors, which are added to `tensors`."""
     if isinstance(argument, Tensor):
         tensors.append(argument)
-        return _At(len(tensors) - 1)
+        return _TensorStub(len(tensors) - 1)
     if isinstance(argument, ForestInput):
         return {item.name: _packed(getattr(argument, item.name), tensors) for item in fields(argument)}
     return argument
 
 
 def _unpacked(argument: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(argument, _At):
+    if isinstance(argument, _TensorStub):
         return tensors[argument.place]
     if isinstance(argument, dict):
         return ForestInput(**{name: _unpacked(value, tensors) for name, value in argument.items()})
@@ -334,7 +334,7 @@ def _sendable(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def _variables(place: Place) -> dict[str, str]:
+def _variables(place: RankPlace) -> dict[str, str]:
     """Return the environment variables that transformers reads to bind a rank to its device."""
     rank = str(place.rank)
     return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(place.spec.tensor_parallel)}
@@ -349,7 +349,7 @@ def _end_with_rank_0() -> None:
 
 def main() -> NoReturn:
     """A rank above 0, as rank 0 starts it."""
-    place: Place = pickle.load(sys.stdin.buffer)
+    place: RankPlace = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     sys.stdout.write("ready\n")
     sys.stdout.flush()

@@ -14,8 +14,6 @@ from typing import Any, Protocol
 from dsbd_cli.errors import InvalidRowError
 from dsbd_cli.models.chat import render
 
-__all__ = ["HFCodec", "Tokenizer", "byte_alphabet"]
-
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\u2581"
 IDS_ALONE = {"return_attention_mask": False, "return_token_type_ids": False}  # half the time of a long text

@@ -20,8 +20,6 @@ import torch
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.ops.cpu.runtime import processor
 
-__all__ = ["Verdict", "fingerprint", "keep", "kept", "limit_for"]
-
 _logger = logging.getLogger(__name__)
 
 FORMAT = "dsbd.verdict/1"
@@ -52,23 +50,23 @@ def fingerprint(spec: ModelSpec, place: Path) -> str:
 LIBRARIES = ("ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_", "ATEN_", "NUMBA_", "OPENBLAS_")
 
 
-def kept(digest: str) -> dict[str, Any] | None:
+def read_verdict(digest: str) -> dict[str, Any] | None:
     """Return what was kept under this digest; None where nothing was, or it cannot be read."""
     with suppress(OSError, ValueError):
-        found = json.loads(_place(digest).read_text(encoding="utf-8"))
-        if isinstance(found, dict) and found.get("format") == FORMAT and _whole(found):
+        found = json.loads(_path(digest).read_text(encoding="utf-8"))
+        if isinstance(found, dict) and found.get("format") == FORMAT and _is_complete(found):
             return found
     return None
 
 
-def _whole(found: Mapping[str, Any]) -> bool:
+def _is_complete(found: Mapping[str, Any]) -> bool:
     """Whether all is there that a load asks for: a reason, or what was found of a decoder."""
     return isinstance(found.get("decoder"), str) or ("decoder" in found and found.keys() >= KEYS)
 
 
-def keep(digest: str, found: Mapping[str, object]) -> None:
+def write_verdict(digest: str, found: Mapping[str, object]) -> None:
     """Keep what was found, whole or not at all. A folder that cannot be written costs later loads their checks."""
-    place = _place(digest)
+    place = _path(digest)
     part = place.with_name(f"{place.name}.{os.getpid()}")
     try:
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -78,7 +76,7 @@ def keep(digest: str, found: Mapping[str, object]) -> None:
         _logger.warning("every load checks the model anew: %s cannot be written (%s)", place.parent, error.strerror)
 
 
-def _place(digest: str) -> Path:
+def _path(digest: str) -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "dsbd" / "verdicts" / f"{digest}.json"
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from dsbd_cli.ops.cpu.program import Program
     from dsbd_cli.ops.cpu.runtime import Eager
 
-__all__ = ["Backend", "Choice", "Linear", "Ops"]
-
 Backend = Literal["torch", "numba", "triton"]
 
 

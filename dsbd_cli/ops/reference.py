@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
 
-__all__ = ["DeviceLinear", "gated", "linear", "log_total", "move", "norm", "rotate"]
-
 # exp of less is subnormal: ten times slower on processors, and no part of a float32 sum with a 1
 LOWEST = -80.0
 

@@ -20,28 +20,10 @@ from dsbd_cli.ops.interface import Choice, Linear, Ops
 from dsbd_cli.ops.triton import available
 from dsbd_cli.ops.triton.trial import faults
 
-__all__ = [
-    "DECODER",
-    "GPU_LAYERS",
-    "ITERATION",
-    "ITERATION_KERNELS",
-    "LAYERS",
-    "MODEL",
-    "int8_linear",
-    "int8_missing",
-    "kernel_failed",
-    "left_out",
-    "ops_for",
-    "packed_linear",
-    "packing_works",
-    "triton_missing",
-    "triton_ops",
-]
-
 LAYERS = ("norm", "gated", "rotate", "program")
 MODEL = ("linear", "path_attention", "log_total")
 DECODER = (*LAYERS, *MODEL)
-ITERATION_KERNELS = ("candidates", "draft", "walk", "commit", "move")
+ITERATION_KERNELS = ("candidates", "draft", "verify", "commit", "move")
 ITERATION = ("log_total", *ITERATION_KERNELS)
 GPU_LAYERS = ("norm", "gated", "rotate", "linear")
 TRITON = (*GPU_LAYERS, "attention", *ITERATION_KERNELS)
@@ -103,7 +85,7 @@ NUMBA = {
     "gated": _Numba(layer.gated, layer.compiled, _BETWEEN),
     "rotate": _Numba(layer.rotate, layer.compiled, _BETWEEN),
     "program": _Numba(program.Program, program.compiled, "layers are called one by one"),
-    "path_attention": _Numba(attention.attend, attention.compiled, "torch computes attention over the tail"),
+    "path_attention": _Numba(attention.attend, attention.compiled, "torch computes attention over the suffix"),
     "log_total": _Numba(_log_total, logsumexp.compiled, "torch computes the sums over the vocabulary"),
     "scan": _Numba(scan.compiled, scan.compiled, "torch computes recurrent layers"),
 }
@@ -196,7 +178,7 @@ def triton_missing(device: torch.device, *, asked: bool = True) -> str | None:
 def triton_ops(names: Iterable[str]) -> dict[str, Any]:
     """Return operations by kernels of triton, whether or not they give what torch gives."""
     from dsbd_cli.ops.triton import attention as masked
-    from dsbd_cli.ops.triton import candidates, commit, draft, law, layers, products, walk
+    from dsbd_cli.ops.triton import candidates, commit, distribution, draft, layers, products, verify
 
     def product(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear | None:
         made = reference.DeviceLinear.of(weights, biases)
@@ -209,7 +191,7 @@ def triton_ops(names: Iterable[str]) -> dict[str, Any]:
         return candidates.candidates(logits, count) if candidates.fits(logits, count) else None
 
     def drafting(rule: str | None = None, *sizes: int) -> ModuleType | None:
-        return draft if rule is None or (rule in law.RULES and draft.fits(*sizes)) else None
+        return draft if rule is None or (rule in distribution.RULES and draft.fits(*sizes)) else None
 
     every = {
         **{name: _at_once(getattr(layers, name)) for name in ("norm", "gated", "rotate")},
@@ -217,7 +199,7 @@ def triton_ops(names: Iterable[str]) -> dict[str, Any]:
         "attention": attend,
         "candidates": best,
         "draft": drafting,
-        "walk": lambda *sizes: walk if walk.fits(*sizes) else None,
+        "verify": lambda *sizes: verify if verify.fits(*sizes) else None,
         "commit": lambda *sizes: commit if commit.fits(*sizes) else None,
         "move": commit.move,
     }

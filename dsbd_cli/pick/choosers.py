@@ -12,9 +12,7 @@ from typing import Literal, Protocol
 
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.io.records.row import Fields
-from dsbd_cli.pick.candidates import Candidate, CandidateRow
-
-__all__ = ["METRICS", "ByRisk", "ByScore", "ByVote", "Choice", "Chooser", "Equal", "Weights", "normalised"]
+from dsbd_cli.pick.candidate_rows import Candidate, CandidateRow
 
 Weights = Literal["uniform", "score", "probability"]
 Equal = Literal["text", "math"]

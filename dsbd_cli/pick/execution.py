@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
-from dsbd_cli.pick.candidates import CandidateRow
+from dsbd_cli.pick.candidate_rows import CandidateRow
 from dsbd_cli.pick.choosers import Choice
-from dsbd_cli.pick.sandbox import Ran, SqlProcess, UnreadableDatabaseError, is_ordered
-
-__all__ = ["DEFAULT_TIMEOUT_S", "Agree", "ByExecution", "Otherwise", "database_path"]
+from dsbd_cli.pick.sandbox import SqlProcess, StatementResult, UnreadableDatabaseError, is_ordered
 
 Agree = Literal["first", "majority"]
 Otherwise = Literal["first", "error"]
@@ -43,8 +41,8 @@ def database_path(template: str, metadata: object) -> Path:
         if path.is_file():
             return path
     except (OSError, ValueError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise InvalidRowError(f"the database {shorten(str(path))} cannot be opened: {said}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidRowError(f"the database {shorten(str(path))} cannot be opened: {reason}") from None
     raise InvalidRowError(f"the database {path} does not exist")
 
 
@@ -77,12 +75,12 @@ class ByExecution:
     def choose(self, row: CandidateRow) -> Choice:
         """Raises InvalidRowError where there is no database to run on, SqlStoppedError once `stop` was called."""
         path, texts = database_path(self.database, row.metadata), [candidate.text for candidate in row.candidates]
-        results: list[Ran | str] = []
+        results: list[StatementResult | str] = []
         for text in texts:
             results.append(self._run(path, text))
-            if self.agree == "first" and isinstance(results[-1], Ran):
+            if self.agree == "first" and isinstance(results[-1], StatementResult):
                 break
-        ran = {place: found for place, found in enumerate(results) if isinstance(found, Ran)}
+        ran = {place: found for place, found in enumerate(results) if isinstance(found, StatementResult)}
         errors = [found for found in results if isinstance(found, str)]
         why = {"ran": len(ran), "failed": len(errors), **({"first_error": errors[0]} if errors else {})}
         if not ran:
@@ -99,7 +97,7 @@ class ByExecution:
         """End what runs. May be called from a signal handler."""
         self.process.stop()
 
-    def _run(self, path: Path, text: str) -> Ran | str:
+    def _run(self, path: Path, text: str) -> StatementResult | str:
         """Run a candidate: return its result, or why it failed. Raises InvalidRowError for a file that is no
         database."""
         try:
@@ -108,7 +106,7 @@ class ByExecution:
             raise InvalidRowError(f"the database {path} cannot be read: {error}") from None
 
 
-def _groups(ran: Mapping[int, Ran], texts: list[str]) -> list[list[int]]:
+def _groups(ran: Mapping[int, StatementResult], texts: list[str]) -> list[list[int]]:
     """Places of candidates with equal rows; their order counts where both statements order them."""
     ordered = {place: is_ordered(texts[place]) for place in ran}
     groups: list[list[int]] = []

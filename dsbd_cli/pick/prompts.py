@@ -9,15 +9,13 @@ from dsbd_cli.errors import InvalidRowError
 from dsbd_cli.io.lines.jsonl import read_lines
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.io.records.row import Row
-from dsbd_cli.pick.candidates import CandidateRow
+from dsbd_cli.pick.candidate_rows import CandidateRow
 from dsbd_cli.pick.choosers import Choice
-
-__all__ = ["ByReward", "Prompts"]
 
 Asked = str | Sequence[Mapping[str, str]]
 
 
-class Prompts:
+class PromptsById:
     """Prompts by id. Read as far as the rows need: those of rows that are passed over stay in memory."""
 
     def __init__(self, stream: BinaryIO, name: str) -> None:
@@ -53,7 +51,7 @@ class _Rewarding(Protocol):
 class ByReward:
     """The candidate that a reward model gives the highest score; of equal ones the first."""
 
-    def __init__(self, model: _Rewarding, prompts: Prompts) -> None:
+    def __init__(self, model: _Rewarding, prompts: PromptsById) -> None:
         self._model, self._prompts = model, prompts
 
     def choose(self, row: CandidateRow) -> Choice:

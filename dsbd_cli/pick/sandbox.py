@@ -20,8 +20,6 @@ from dsbd_cli.errors import DsbdError
 from dsbd_cli.pick import sql_child
 from dsbd_cli.pick.sql_child import MAX_SQL_BYTES, TableData
 
-__all__ = ["Ran", "SqlProcess", "SqlStoppedError", "UnreadableDatabaseError", "is_ordered"]
-
 STEPS = 2_000_000  # of SQLite's virtual machine, where a statement of a record is run
 MAX_ROWS = 1_000_000
 START_S = 60.0
@@ -46,13 +44,13 @@ class SqlStoppedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class StatementResult:
     """Result of a statement, as digests: equal ones stand for equal rows. Floats count to six decimals."""
 
     ordered: str
     bag: str
 
-    def same(self, other: Ran, *, ordered: bool) -> bool:
+    def same(self, other: StatementResult, *, ordered: bool) -> bool:
         """Whether two results agree: column order and repeats count, row order only where `ordered`."""
         return self.ordered == other.ordered if ordered else self.bag == other.bag
 
@@ -74,7 +72,7 @@ class SqlProcess:
         seconds: float,
         steps: int | None = None,
         max_rows: int = MAX_ROWS,
-    ) -> Ran | str:
+    ) -> StatementResult | str:
         """Run a statement: return its result, or why it has failed. It fails where it is no such statement, writes, or
         goes past a limit.
 
@@ -93,7 +91,7 @@ class SqlProcess:
         }
         process = self._started()
         try:
-            answer = _asked(process, json.dumps(request).encode() + b"\n", seconds + GRACE_S)
+            answer = _ask(process, json.dumps(request).encode() + b"\n", seconds + GRACE_S)
         except TimeoutError:
             self.close()
             return f"it ran longer than {seconds:g} s"
@@ -107,7 +105,7 @@ class SqlProcess:
             return _died(process)
         if "unreadable" in answer:
             raise UnreadableDatabaseError(answer["unreadable"])
-        return answer["error"] if "error" in answer else Ran(answer["ordered"], answer["bag"])
+        return answer["error"] if "error" in answer else StatementResult(answer["ordered"], answer["bag"])
 
     def stop(self) -> None:
         """End the statement that runs, and refuse others. May be called from a signal handler."""
@@ -151,7 +149,7 @@ class SqlProcess:
         return self._process
 
 
-def _asked(process: subprocess.Popen[bytes], request: bytes, seconds: float) -> dict[str, str] | None:
+def _ask(process: subprocess.Popen[bytes], request: bytes, seconds: float) -> dict[str, str] | None:
     """The answer; None where the process has died. Raises TimeoutError where none comes in time."""
     assert process.stdin is not None
     try:

@@ -52,7 +52,7 @@ class TableData(TypedDict):
     rows: list[list[int | str]]
 
 
-class Request(TypedDict):
+class StatementRequest(TypedDict):
     """One statement. Of `path` and `tables` one is None. `steps`: of SQLite's virtual machine at most, None: any."""
 
     path: str | None
@@ -128,14 +128,14 @@ class Digest:
 
     def add(self, row: tuple[Cell, ...]) -> None:
         """One more row."""
-        told = hashlib.blake2b(digest_size=16)
+        row_digest = hashlib.blake2b(digest_size=16)
         for cell in row:
             data = _cell_bytes(cell)
             self.bytes += CELL_BYTES + len(data)
-            told.update(b"%d:" % len(data) + data)
+            row_digest.update(b"%d:" % len(data) + data)
         self.rows += 1
-        self._ordered.update(told.digest())
-        self._bag += int.from_bytes(told.digest(), "big")  # a sum, in which repeats count
+        self._ordered.update(row_digest.digest())
+        self._bag += int.from_bytes(row_digest.digest(), "big")  # a sum, in which repeats count
 
     def answer(self) -> dict[str, str]:
         """Both, in hexadecimal digits."""
@@ -151,14 +151,14 @@ def _cell_bytes(cell: Cell) -> bytes:
     return b"b" + cell if isinstance(cell, bytes) else repr(cell).encode()
 
 
-def run(database: sqlite3.Connection, request: Request) -> dict[str, str]:
+def run(database: sqlite3.Connection, request: StatementRequest) -> dict[str, str]:
     """The digests of what a statement returns, or `error`: why it has failed."""
-    over, said = budget(request["seconds"], request["steps"]), list[str]()
+    over, reasons = budget(request["seconds"], request["steps"]), list[str]()
 
     def ends() -> int:
         if reason := over():
-            said.append(reason)
-        return bool(said)
+            reasons.append(reason)
+        return bool(reasons)
 
     database.set_progress_handler(ends, STEPS_PER_CALL)
     found = Digest()
@@ -175,7 +175,7 @@ def run(database: sqlite3.Connection, request: Request) -> dict[str, str]:
     except MemoryError:
         return {"error": "it needs more memory than a statement may take"}
     except (sqlite3.Error, sqlite3.Warning, ValueError, RecursionError) as error:
-        return {"error": said[0] if said else " ".join(str(error).split())[:MAX_ERROR] or type(error).__name__}
+        return {"error": reasons[0] if reasons else " ".join(str(error).split())[:MAX_ERROR] or type(error).__name__}
     finally:
         database.set_progress_handler(None, 0)
     return found.answer()
@@ -188,15 +188,15 @@ class _Databases:
         self._key: object = None
         self._open: sqlite3.Connection | None = None
 
-    def of(self, request: Request) -> sqlite3.Connection:
+    def of(self, request: StatementRequest) -> sqlite3.Connection:
         """Raises sqlite3.Error or OSError where there is none."""
         path, tables = request["path"], request["tables"]
         if path is None:
             assert tables is not None
             key: object = tables
         else:
-            told = os.stat(path)
-            key = (path, told.st_dev, told.st_ino)
+            status = os.stat(path)
+            key = (path, status.st_dev, status.st_ino)
         if self._open is None or key != self._key:
             if self._open is not None:
                 self._open.close()
@@ -222,7 +222,7 @@ def serve() -> None:
     databases = _Databases()
     _answer({})
     for line in sys.stdin.buffer:
-        request: Request = json.loads(line)
+        request: StatementRequest = json.loads(line)
         used = resource.getrusage(resource.RUSAGE_SELF)
         # for a statement whose parent is gone: else the parent ends it before
         _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + request["seconds"]) + GRACE_S)

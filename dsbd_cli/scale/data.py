@@ -21,8 +21,6 @@ from dsbd_cli.io.records.fields import messages as checked_messages
 from dsbd_cli.requests import Request, RequestResult, derive_seed
 from dsbd_cli.scale.worker import Failure, Worker, WorkerSetup
 
-__all__ = ["Answer"]
-
 Batch = Mapping[str, Sequence[object]]
 NEW_COLUMNS = ("text", "logprob", "score", "finish_reason", "num_tokens", "prompt_tokens", "error")
 
@@ -57,10 +55,10 @@ class Answer:
         check_request(self._sampling, chosen.rule, chosen.num_beams)
         load = partial(loading.load, target, draft, method=method, batch_size=batch_size, on_too_long=on_too_long)
         self._worker = Worker(WorkerSetup(load, (), batch_size), heeds_interrupts=True)
-        while (told := self._worker.hello()) is None:
+        while (greeting := self._worker.hello()) is None:
             continue
-        if isinstance(told, Failure):
-            raise told.error or DsbdError(str(told))
+        if isinstance(greeting, Failure):
+            raise greeting.error or DsbdError(str(greeting))
         self._numbers = itertools.count()
         self._requests: dict[int, Request] = {}
         self._results: dict[int, RequestResult] = {}

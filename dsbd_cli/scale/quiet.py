@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-__all__ = ["quiet"]
-
 
 class _OnlyBytes(io.TextIOBase):
     """A text stream whose text goes nowhere. Records are bytes and go through `buffer`."""

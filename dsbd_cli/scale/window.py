@@ -8,24 +8,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["MAX_DEATHS", "Window"]
-
 MAX_DEATHS = 3  # of workers that held a row: then the row has failed
 ALONE_AFTER = MAX_DEATHS - 1  # deaths after which a row is sent to a worker that holds nothing else
 
-Request = TypeVar("Request")
-Answer = TypeVar("Answer")
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(slots=True)
-class _Row(Generic[Request]):
+class _PendingRow(Generic[RequestT]):
     """A row that has been read and not been answered. deaths: of workers that held it."""
 
-    request: Request
+    request: RequestT
     deaths: int = 0
 
 
-class Window(Generic[Request, Answer]):
+class Window(Generic[RequestT, AnswerT]):
     """The rows between an input and several workers that may die. Rows are numbered from 0 as they are read.
 
     Every number is given out exactly once: with an answer, or as given up. In input order or as it is answered.
@@ -37,12 +35,12 @@ class Window(Generic[Request, Answer]):
         assert capacity >= 1
         assert ahead is None or ahead >= 1
         self.capacity, self._ahead = capacity, ahead
-        self._rows: dict[int, _Row[Request]] = {}
+        self._rows: dict[int, _PendingRow[RequestT]] = {}
         self._waiting: list[int] = []  # a heap: the oldest row goes first
         self._alone: list[int] = []  # the same, of rows to be sent alone
         self._out: dict[int, set[int]] = {}  # by worker
         self._quarantine: int | None = None  # the worker that gets the rows to be sent alone
-        self._answered: dict[int, Answer] = {}
+        self._answered: dict[int, AnswerT] = {}
         self._read = self._given = 0  # numbers
 
     # Input and output
@@ -63,20 +61,20 @@ class Window(Generic[Request, Answer]):
         """A row waits for a worker."""
         return bool(self._waiting or self._alone)
 
-    def read(self, request: Request) -> int:
+    def read(self, request: RequestT) -> int:
         """A row of the input; its number."""
         number = self._number()
-        self._rows[number] = _Row(request)
+        self._rows[number] = _PendingRow(request)
         heapq.heappush(self._waiting, number)
         return number
 
-    def pass_by(self, answer: Answer) -> int:
+    def pass_by(self, answer: AnswerT) -> int:
         """A row of the input that needs no worker, because its answer is known; its number."""
         number = self._number()
         self._answered[number] = answer
         return number
 
-    def ready(self) -> Iterator[tuple[int, Answer]]:
+    def ready(self) -> Iterator[tuple[int, AnswerT]]:
         """Answers whose turn has come, each with its row's number; each once."""
         while self._answered:
             number = next(iter(self._answered)) if self._ahead is None else self._given
@@ -100,7 +98,7 @@ class Window(Generic[Request, Answer]):
         """Rows that are out at this worker."""
         return len(self._out.get(worker, ()))
 
-    def take(self, worker: int) -> list[tuple[int, Request]]:
+    def take(self, worker: int) -> list[tuple[int, RequestT]]:
         """Rows to be sent to this worker now, so that all workers hold about equally many."""
         out = self._out[worker]
         if self._alone and self._quarantine is None:
@@ -116,7 +114,7 @@ class Window(Generic[Request, Answer]):
         count = min(self.capacity, level) - len(out)
         return [self._sent(worker, heapq.heappop(self._waiting)) for _ in range(min(count, len(self._waiting)))]
 
-    def _sent(self, worker: int, number: int) -> tuple[int, Request]:
+    def _sent(self, worker: int, number: int) -> tuple[int, RequestT]:
         self._out[worker].add(number)
         return number, self._rows[number].request
 
@@ -124,13 +122,13 @@ class Window(Generic[Request, Answer]):
         """The row is out at this worker, so that its answer counts."""
         return number in self._out.get(worker, ())
 
-    def answer(self, worker: int, number: int, answer: Answer) -> None:
+    def answer(self, worker: int, number: int, answer: AnswerT) -> None:
         """A worker's answer to a row that is out at it."""
         self._out[worker].remove(number)
         del self._rows[number]
         self._answered[number] = answer
 
-    def request(self, number: int) -> Request:
+    def request(self, number: int) -> RequestT:
         """The request of a row that is not answered."""
         return self._rows[number].request
 
@@ -150,7 +148,7 @@ class Window(Generic[Request, Answer]):
                 heapq.heappush(self._alone if row.deaths >= ALONE_AFTER else self._waiting, number)
         return given_up
 
-    def give_up(self, number: int, answer: Answer) -> None:
+    def give_up(self, number: int, answer: AnswerT) -> None:
         """The answer of a row that `lose` has given up."""
         del self._rows[number]
         self._answered[number] = answer

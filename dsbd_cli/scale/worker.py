@@ -27,17 +27,6 @@ from dsbd_cli.requests import EngineInfo, Request, RequestResult
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
 
-__all__ = [
-    "Exchange",
-    "Failure",
-    "LoadEngine",
-    "RunsRequests",
-    "Worker",
-    "WorkerInfo",
-    "WorkerSetup",
-    "load_engine",
-]
-
 WAIT_S = 0.2  # an exchange answers after this time at the latest
 IDLE_S = 0.02  # an engine with nothing to do looks into the inbox so often
 BUSY_S = 0.005  # an engine that comes back for rows after this time has computed, and is not kept waiting

@@ -15,8 +15,6 @@ from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.requests import Request
 from dsbd_cli.stats import RequestStats
 
-__all__ = ["Measure", "measure", "with_draft", "worse"]
-
 ROUNDS = 2
 LOST = 0.02  # of the steps per target call or of the time: less is what a few prompts vary by
 SLOWER = 0.05
@@ -43,12 +41,12 @@ def worse(before: Measure, after: Measure) -> str | None:
     steps = [one.stats.steps_per_call for one in (before, after)]
     times = [one.token_ms for one in (before, after)]
     fewer, slower = 1 - steps[1] / steps[0] > LOST, times[0] > 0 and times[1] / times[0] - 1 > SLOWER
-    said = []
+    worse = []
     if fewer:
-        said.append(f"{steps[1]:.2f} steps per target call instead of {steps[0]:.2f}")
+        worse.append(f"{steps[1]:.2f} steps per target call instead of {steps[0]:.2f}")
     if fewer or slower:
-        said.append(f"{times[1]:.2f} ms per token in both models instead of {times[0]:.2f}")
-    return ", ".join(said) or None
+        worse.append(f"{times[1]:.2f} ms per token in both models instead of {times[0]:.2f}")
+    return ", ".join(worse) or None
 
 
 def with_draft(engine: Engine, spec: ModelSpec, method: MethodConfig | None = None) -> Engine:

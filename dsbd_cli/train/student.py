@@ -25,19 +25,6 @@ from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import is_gguf, load, load_config, load_tokenizer
 from dsbd_cli.train.trim import copy_beside
 
-__all__ = [
-    "StudentShape",
-    "load_student",
-    "new_student",
-    "publish_student",
-    "read_moments",
-    "recover",
-    "remove",
-    "save_student",
-    "stored_dtype",
-    "student_shape",
-]
-
 SHARE_OF_LAYERS = 4  # the draft has one of so many of the target's layers
 LLAMA_LAYERS = 2
 HEAD_DIMS = (64, 32, 16)
@@ -166,8 +153,8 @@ def read_moments(folder: Path) -> dict[str, Tensor]:
     try:
         return load_file(folder / MOMENTS)
     except (OSError, SafetensorError) as error:
-        said = " ".join(str(error).split())[:120]
-        raise ModelError(f"{folder / MOMENTS} cannot be read ({said}): remove {folder} to begin anew") from None
+        reason = " ".join(str(error).split())[:120]
+        raise ModelError(f"{folder / MOMENTS} cannot be read ({reason}): remove {folder} to begin anew") from None
 
 
 def remove(folder: Path) -> None:

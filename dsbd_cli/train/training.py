@@ -17,11 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from dsbd_cli.errors import DsbdError
-from dsbd_cli.train.answers import Answer
-from dsbd_cli.train.laws import Teacher, divergence
-from dsbd_cli.train.record import BATCH
-
-__all__ = ["Recipe", "Training"]
+from dsbd_cli.train.distributions import Teacher, divergence
+from dsbd_cli.train.run_record import BATCH
+from dsbd_cli.train.target_answers import AnswerTokens
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.98), 0.01, 1.0
 WARM_UP_SHARE, WARM_UP_MOST = 0.05, 100
@@ -59,7 +57,7 @@ def _order(seed: int, epoch: int, count: int) -> list[int]:
 class Training:
     """A student, its optimizer and how many steps it has learnt. `student` is trained in place."""
 
-    def __init__(self, student: nn.Module, teacher: Teacher, answers: Sequence[Answer], recipe: Recipe) -> None:
+    def __init__(self, student: nn.Module, teacher: Teacher, answers: Sequence[AnswerTokens], recipe: Recipe) -> None:
         self.student, self.step = student, 0
         self._teacher, self._answers, self._recipe = teacher, answers, recipe
         parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
@@ -106,11 +104,11 @@ class Training:
         self.step += 1
         return total
 
-    def _parts(self, batch: list[Answer]) -> list[list[Answer]]:
+    def _parts(self, batch: list[AnswerTokens]) -> list[list[AnswerTokens]]:
         """Answers that go through the student together: of like length, and few enough for their logits."""
         width = self.student.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         most = max(1, LOGIT_BYTES // (4 * width))
-        parts: list[list[Answer]] = []
+        parts: list[list[AnswerTokens]] = []
         for one in sorted(batch, key=lambda one: (len(one.prompt), len(one.tokens))):
             wider = [*parts[-1], one] if parts else [one]
             if parts and len(wider) * _span(wider)[1] <= most:
@@ -119,7 +117,7 @@ class Training:
                 parts.append([one])
         return parts
 
-    def _loss(self, part: list[Answer]) -> Tensor:
+    def _loss(self, part: list[AnswerTokens]) -> Tensor:
         """Sum over all tokens of the answers."""
         start, count = _span(part)
         # what stands behind a text is seen by no token of it
@@ -130,13 +128,15 @@ class Training:
             logits: Tensor = self.student(input_ids=ids, use_cache=False, **keep).logits[:, -count:]
         total = logits.new_zeros((), dtype=torch.float32)
         for row, one in enumerate(part):
-            law, begin = self._teacher.law(one), len(one.prompt) - 1 - start
+            distribution, begin = self._teacher.distribution(one), len(one.prompt) - 1 - start
             mine = logits[row, begin : begin + len(one.tokens)]
-            total = total + divergence(mine, law.ids.to(self._device), law.logs.to(self._device)).sum()
+            total = (
+                total + divergence(mine, distribution.ids.to(self._device), distribution.logs.to(self._device)).sum()
+            )
         return total
 
 
-def _span(part: list[Answer]) -> tuple[int, int]:
+def _span(part: list[AnswerTokens]) -> tuple[int, int]:
     """First position whose logits are wanted, and how many from there on."""
     start = min(len(one.prompt) for one in part) - 1
     return start, max(len(one.prompt) - 1 + len(one.tokens) for one in part) - start

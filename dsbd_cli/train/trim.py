@@ -1,7 +1,7 @@
 """VocabTrim (Goel et al. 2025, arXiv 2506.22694): a draft whose LM head has only the rows of frequent tokens.
 
-A draft spends much of its time in the head when its vocabulary is large. The target's law does not depend on the
-draft's, so what is not proposed costs acceptance, never exactness.
+A draft spends much of its time in the head when its vocabulary is large. The target's distribution does not depend on
+the draft's, so what is not proposed costs acceptance, never exactness.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from dsbd_cli.errors import ModelError, OutputError, UsageError
 from dsbd_cli.models.checkpoints.head import HEAD_FILE, TrimmedHead, head_keys, output_head, write_head
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import eos_ids, is_gguf, load, load_config, load_tokenizer
-
-__all__ = ["TrimReport", "check", "choose_ids", "copy_beside", "count_texts", "trim"]
 
 _WRITTEN = ("config.json", "generation_config.json", "dsbd_distill.json")  # of this folder, not of the one made of it
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")

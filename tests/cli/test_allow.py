@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from dsbd_cli.engine.constraints import catalogues
-from dsbd_cli.engine.constraints.answers import Answer, Compiler
+from dsbd_cli.engine.constraints.answers import CatalogueAnswer, CatalogueCompiler
 from dsbd_cli.errors import UsageError
 from dsbd_cli.models.tokenizer import HFCodec
 from tests.cli.conftest import Outcome
@@ -99,7 +99,7 @@ def test_a_text_that_the_tokenizer_cannot_say(tmp_path: Path) -> None:
             return super().encode_pieces([text.lower() for text in texts])
 
     with pytest.raises(Exception, match="line 1 is ' Fox', but the target's tokenizer can only say ' fox'"):
-        Compiler(Lossy(wrap(byte_level()), (0,)), 400).compile([Answer("line 1", text=" Fox")])
+        CatalogueCompiler(Lossy(wrap(byte_level()), (0,)), 400).compile([CatalogueAnswer("line 1", text=" Fox")])
 
 
 def test_a_large_catalogue_is_kept_beside_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,9 +245,9 @@ def test_a_folder_that_cannot_be_written_sends_it_to_the_cache(tmp_path: Path, m
     monkeypatch.setattr(catalogues, "KEPT_FROM", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = lines(tmp_path / "c.txt", " a", " b")
-    keep = catalogues._keep
+    keep = catalogues._write_compiled
     monkeypatch.setattr(
-        catalogues, "_keep", lambda place, *rest: False if place.parent == tmp_path else keep(place, *rest)
+        catalogues, "_write_compiled", lambda place, *rest: False if place.parent == tmp_path else keep(place, *rest)
     )
     assert len(catalogues.open_catalogues(path, codec(), 400)[""]) == 2
     assert len(list((tmp_path / "cache" / "dsbd").glob("*.trie"))) == 1

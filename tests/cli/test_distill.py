@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsbd_cli.cli.app import run
 from dsbd_cli.cli.commands import distill as command
 from dsbd_cli.io.lines.lock import open_locked
-from dsbd_cli.train.record import Acceptance, Speed
+from dsbd_cli.train.run_record import DraftAcceptance, Speed
 from dsbd_cli.train.training import Training
 from tests.helpers.checkpoints import byte_level, save, wrap
 
@@ -158,7 +158,7 @@ def test_a_run_that_is_killed_leaves_the_best_draft_so_far(
 
     def measure(self: Any, *words: Any, **named: Any) -> Any:
         measured(self, *words, **named)
-        return Acceptance(next(rates), (0.5,)), None
+        return DraftAcceptance(next(rates), (0.5,)), None
 
     published: list[int] = []
     step = Training.run_step

@@ -110,8 +110,8 @@ def test_a_drafter_is_spelled_with_its_settings(
         outcome = dsbd("generate", *words)
         assert (outcome.code, outcome.err) == (0, "")
         method = outcome.loads[-1]["method"]
-        settled = {**asdict(method), **method.settled}
-        assert {name: settled[name] for name in fields} == fields
+        resolved = {**asdict(method), **method.resolved}
+        assert {name: resolved[name] for name in fields} == fields
 
 
 LINES = (ROOT / "sample_inputs" / "prompts.jsonl").read_bytes().splitlines(keepends=True)[:2]

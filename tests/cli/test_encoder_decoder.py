@@ -63,8 +63,8 @@ def test_generate(
     records = call(monkeypatch, [*options, "--max-new-tokens", str(NEW)], LINES, code=3)
     stock = AutoModelForSeq2SeqLM.from_pretrained(pair[0])
     stock.generation_config.num_beams = None
-    source = torch.tensor([7, 8, 9, 10, 11, 12])
-    ((ids, score),) = beams(stock, source, 4, [2, 3, 4, 5], NEW)[:1]
+    encoder_input = torch.tensor([7, 8, 9, 10, 11, 12])
+    ((ids, score),) = beams(stock, encoder_input, 4, [2, 3, 4, 5], NEW)[:1]
     assert records[0]["text"].split() == [f"w{token}" for token in ids if token > 5]
     assert records[0]["score"] == pytest.approx(score, abs=1e-4)
     assert records[0]["usage"]["source_tokens"] == 6

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.config.variant import Drafter, Format, Setting
+from dsbd_cli.config.variant import DrafterSpec, Format, Setting
 from dsbd_cli.config.variants import DRAFTERS, register
 from dsbd_cli.errors import UsageError
 
@@ -37,7 +37,9 @@ class Stern(Coupled):
         )
 
 
-OFFER = variant.Rule(name="stern", make="extension:Stern", text="takes no draft", exactness="same-text", cold=True)
+OFFER = variant.RuleSpec(
+    name="stern", make="extension:Stern", text="takes no draft", exactness="same-text", greedy=True
+)
 '''
 
 DRAFTER = '''
@@ -46,7 +48,7 @@ DRAFTER = '''
 from dsbd_cli.config import variant
 
 TOKEN = variant.Setting(field="echo_token", name="token", kind=int, default=3, text="what is drafted")
-OFFER = variant.Drafter(name="echo", make="extension:make", text="one token over and over", settings=(TOKEN,))
+OFFER = variant.DrafterSpec(name="echo", make="extension:make", text="one token over and over", settings=(TOKEN,))
 '''
 
 ECHO = """
@@ -230,5 +232,7 @@ def test_a_name_that_cannot_be_spelled_is_refused() -> None:
     with pytest.raises(UsageError, match="lower-case"):
         register(Format(name="My Format", make="x:y", text=""))
     with pytest.raises(UsageError, match="no identifier"):
-        register(Drafter(name="new", text="", settings=(Setting(field="a b", name="a", kind=int, default=1, text=""),)))
+        register(
+            DrafterSpec(name="new", text="", settings=(Setting(field="a b", name="a", kind=int, default=1, text=""),))
+        )
     assert "new" not in DRAFTERS

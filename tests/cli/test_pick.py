@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsbd_cli.pick.candidates import CandidateRow
+from dsbd_cli.pick.candidate_rows import CandidateRow
 from dsbd_cli.pick.choosers import ByVote, Choice
 from tests.cli.conftest import ROOT, Outcome
 

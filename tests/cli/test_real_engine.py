@@ -171,7 +171,7 @@ def test_loading_a_large_model_is_told(
     quiet: bool, generate: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Guards a minute of silence after Enter."""
-    monkeypatch.setattr("dsbd_cli.models.load_model.TOLD_BYTES", 1)
+    monkeypatch.setattr("dsbd_cli.models.load_model.LARGE_BYTES", 1)
     generate(*(["--quiet"] if quiet else []), lines=['{"id": 1, "prompt": "a"}'], code=0)
     said = [line for line in capsys.readouterr().err.splitlines() if "load" in line]
     assert [line.split()[1] for line in said] == ([] if quiet else ["loading", "loaded"] * 2)

@@ -172,8 +172,8 @@ def test_settled(dsbd: Dsbd, options: str, draft: str | None, fields: dict[str, 
     asked = call["draft"]
     assert (asked.source if isinstance(asked, ModelSpec) else asked) == draft
     method = call["method"]
-    settled = {**asdict(method), **method.settled}
-    assert {name: settled[name] for name in fields} == fields
+    resolved = {**asdict(method), **method.resolved}
+    assert {name: resolved[name] for name in fields} == fields
 
 
 def test_a_named_target_without_a_draft_is_profiled_as_it_is() -> None:

@@ -183,8 +183,8 @@ def test_the_assistant_drafts() -> None:
     hook.remove()
 
 
-def test_samples_of_one_beam_have_transformers_law() -> None:
-    """Two tokens, each against its law; a false alarm at 5 sigma, with some ten classes once in 100,000."""
+def test_samples_of_one_beam_have_transformers_distribution() -> None:
+    """Two tokens, each against its distribution; a false alarm at 5 sigma, with some ten classes once in 100,000."""
     from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     warps = LogitsProcessorList([TemperatureLogitsWarper(1.3), TopKLogitsWarper(9), TopPLogitsWarper(0.95)])
@@ -195,10 +195,12 @@ def test_samples_of_one_beam_have_transformers_law() -> None:
     ours = dsbd_cli.generate(model, ids.expand(count, -1), **options)[:, 3:]
 
     def check(drawn: Any, before: Any) -> None:
-        law = warps(before, model(before).logits[:1, -1].float())[0].softmax(-1)
-        shares = torch.bincount(drawn, minlength=len(law)) / len(drawn)
-        assert (law[drawn] > 0).all()
-        assert ((shares - law).abs() <= 5 * (law * (1 - law) / len(drawn)).sqrt() + 1e-9).all()
+        distribution = warps(before, model(before).logits[:1, -1].float())[0].softmax(-1)
+        shares = torch.bincount(drawn, minlength=len(distribution)) / len(drawn)
+        assert (distribution[drawn] > 0).all()
+        assert (
+            (shares - distribution).abs() <= 5 * (distribution * (1 - distribution) / len(drawn)).sqrt() + 1e-9
+        ).all()
 
     check(ours[:, 0], ids)
     ended = torch.isin(ours[:, 0], torch.tensor(ENDS))

@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from tests.oracles.rules import Pair, pool_law
+from tests.oracles.rules import Pair, pool_distribution
 
 EXACT = 1e-12
 
@@ -26,7 +26,7 @@ class LayerCase:
 
 
 def random_row(rng: random.Random, tokens: int, zeros: int = 0) -> dict[int, float]:
-    """log p(v | x) of a random next-token law with `zeros` impossible tokens."""
+    """log p(v | x) of a random next-token distribution with `zeros` impossible tokens."""
     masses = [rng.expovariate(1.0) + 0.01 for _ in range(tokens)]
     for token in rng.sample(range(tokens), zeros):
         masses[token] = 0.0
@@ -36,7 +36,7 @@ def random_row(rng: random.Random, tokens: int, zeros: int = 0) -> dict[int, flo
 
 def _pool(seed: int, weights: dict[int, float], tokens: int, zeros: int = 0, **warp: object) -> dict[Pair, float]:
     rng = random.Random(seed)
-    return pool_law(weights, {beam: random_row(rng, tokens, zeros) for beam in weights}, **warp).law  # type: ignore[arg-type]
+    return pool_distribution(weights, {beam: random_row(rng, tokens, zeros) for beam in weights}, **warp).distribution  # type: ignore[arg-type]
 
 
 ONE = {0: 0.0}
@@ -102,7 +102,7 @@ def random_case(seed: int) -> LayerCase:
 
 
 def with_replacement_cases() -> list[LayerCase]:
-    """The same situations for the i.i.d. law; with end tokens only a limit makes the draws finite."""
+    """The same situations for the i.i.d. distribution; with end tokens only a limit makes the draws finite."""
     ends = frozenset({0})
     return [
         LayerCase("V=3 K=4 w=3", _pool(1, ONE, 3), _pool(2, ONE, 3), 4, 3, 3),

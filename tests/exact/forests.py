@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tests.oracles.choice import normalise, without
 from tests.oracles.mixed import MixedRule, Node, parent_nodes, pool_nodes
-from tests.oracles.rules import Chooser, Law, Pair, beam_step
+from tests.oracles.rules import Chooser, Distribution, Pair, beam_step
 
 from .trees import ROOT, Beam, Model, Path, child
 
@@ -21,10 +21,12 @@ Propose = Callable[[Model, dict[int, Beam], int, Chooser], Layers]
 
 def rows(model: Model, beams: dict[int, Beam]) -> dict[Pair, float]:
     """q(v | beam) of each beam, as masses over pairs; each row sums to 1."""
-    law = {}
+    distribution = {}
     for index, beam in beams.items():
-        law.update({(index, token): mass for (_, token), mass in model.pool({0: Beam(beam.path, 0.0)}).law.items()})
-    return law
+        distribution.update(
+            {(index, token): mass for (_, token), mass in model.pool({0: Beam(beam.path, 0.0)}).distribution.items()}
+        )
+    return distribution
 
 
 def below(model: Model, beams: dict[int, Beam], nodes: list[Node]) -> dict[int, Beam]:
@@ -33,11 +35,11 @@ def below(model: Model, beams: dict[int, Beam], nodes: list[Node]) -> dict[int, 
     return {index: child(beams, pool, node.pair) for index, node in enumerate(nodes)}
 
 
-def draw(law: Law, count: int, chooser: Chooser) -> list[Pair]:
-    law, pairs = normalise(law), []
-    while law and len(pairs) < count:
-        pairs.append(chooser.draw(law, "draft"))
-        law = without(law, pairs[-1])
+def draw(distribution: Distribution, count: int, chooser: Chooser) -> list[Pair]:
+    distribution, pairs = normalise(distribution), []
+    while distribution and len(pairs) < count:
+        pairs.append(chooser.draw(distribution, "draft"))
+        distribution = without(distribution, pairs[-1])
     return pairs
 
 
@@ -58,8 +60,8 @@ def pool(count: int) -> Propose:
     """The beam drafter: `count` draws from the pool of the layer."""
 
     def extend(model: Model, beams: dict[int, Beam], chooser: Chooser) -> list[Node]:
-        law = model.pool(beams).law
-        return pool_nodes(law, draw(law, count, chooser))
+        distribution = model.pool(beams).distribution
+        return pool_nodes(distribution, draw(distribution, count, chooser))
 
     return layered(extend)
 
@@ -68,13 +70,13 @@ def constant(branches: int) -> Propose:
     """RSD-C: every node gets `branches` children, drawn from its row."""
 
     def extend(model: Model, beams: dict[int, Beam], chooser: Chooser) -> list[Node]:
-        law = rows(model, beams)
+        distribution = rows(model, beams)
         pairs = [
             pair
             for index in beams
-            for pair in draw({pair: mass for pair, mass in law.items() if pair[0] == index}, branches, chooser)
+            for pair in draw({pair: mass for pair, mass in distribution.items() if pair[0] == index}, branches, chooser)
         ]
-        return parent_nodes(law, pairs)
+        return parent_nodes(distribution, pairs)
 
     return layered(extend)
 
@@ -83,8 +85,8 @@ def best(count: int) -> Propose:
     """Deterministic: the `count` likeliest pairs of the draft's pool."""
 
     def extend(model: Model, beams: dict[int, Beam], chooser: Chooser) -> list[Node]:
-        law = model.pool(beams).law
-        return [Node(pair) for pair in sorted(law, key=lambda pair: -law[pair])[:count]]
+        distribution = model.pool(beams).distribution
+        return [Node(pair) for pair in sorted(distribution, key=lambda pair: -distribution[pair])[:count]]
 
     return layered(extend)
 
@@ -96,17 +98,17 @@ def mixed(sampled: int, others: int, drop: bool = True, last: bool = True) -> Pr
     """
 
     def extend(model: Model, beams: dict[int, Beam], chooser: Chooser) -> list[Node]:
-        law = model.pool(beams).law
-        drawn = draw(law, sampled, chooser)
-        ranked = sorted(law, key=lambda pair: -law[pair])[:others]
+        distribution = model.pool(beams).distribution
+        drawn = draw(distribution, sampled, chooser)
+        ranked = sorted(distribution, key=lambda pair: -distribution[pair])[:others]
         fixed = [Node(pair) for pair in ranked if not drop or pair not in drawn]
-        return pool_nodes(law, drawn) + fixed if last else fixed + pool_nodes(law, drawn)
+        return pool_nodes(distribution, drawn) + fixed if last else fixed + pool_nodes(distribution, drawn)
 
     return layered(extend)
 
 
 def stochastic(
-    count: int, order: str = "value", known: Callable[[Law, list[Pair]], list[Node]] = parent_nodes
+    count: int, order: str = "value", known: Callable[[Distribution, list[Pair]], list[Node]] = parent_nodes
 ) -> Propose:
     """RSD-S: stochastic beam search (Kool et al. 2019), the `count` largest perturbed log-probabilities of every layer.
 
@@ -145,16 +147,18 @@ def stochastic(
 
 def _prefix_masses(model: Model, beams: dict[int, Beam], level: int) -> dict[tuple[int, Path], float]:
     """Probability of every path of `level` tokens below the beams, which are as likely as their weights say."""
-    law: dict[tuple[int, Path], float] = {}
-    share = {index: sum(mass for pair, mass in model.pool(beams).law.items() if pair[0] == index) for index in beams}
+    distribution: dict[tuple[int, Path], float] = {}
+    share = {
+        index: sum(mass for pair, mass in model.pool(beams).distribution.items() if pair[0] == index) for index in beams
+    }
     front = {(index, ()): share[index] for index in beams}
     for _ in range(level):
-        law = {}
+        distribution = {}
         for (root, path), mass in front.items():
             row = rows(model, {0: Beam((*beams[root].path, *path), 0.0)})
-            law.update({(root, (*path, token)): mass * chance for (_, token), chance in row.items()})
-        front = law
-    return law
+            distribution.update({(root, (*path, token)): mass * chance for (_, token), chance in row.items()})
+        front = distribution
+    return distribution
 
 
 def dynamic(budget: int) -> Propose:
@@ -169,11 +173,11 @@ def dynamic(budget: int) -> Propose:
         drawn = 0
         while heap and drawn < budget:
             heap.sort(key=lambda entry: -entry[0])
-            value, layer, index, beam, law = heap.pop(0)
-            pair = chooser.draw(law, "draft")
+            value, layer, index, beam, distribution = heap.pop(0)
+            pair = chooser.draw(distribution, "draft")
             drawn += 1
-            layers[layer].append(Node.drawn(pair, law))
-            chance, rest = law[pair], without(law, pair)
+            layers[layer].append(Node.drawn(pair, distribution))
+            chance, rest = distribution[pair], without(distribution, pair)
             if rest:
                 heap.append((value * (1 - chance), layer, index, beam, rest))
             if layer + 1 < depth:
@@ -192,18 +196,18 @@ def by_value(count: int) -> Propose:
         layers: Layers = []
         front = {index: (1.0 / len(beams), beam) for index, beam in beams.items()}
         for _ in range(depth):
-            law = rows(model, {index: beam for index, (_, beam) in front.items()})
-            left = {index: normalise({p: m for p, m in law.items() if p[0] == index}) for index in front}
+            distribution = rows(model, {index: beam for index, (_, beam) in front.items()})
+            left = {index: normalise({p: m for p, m in distribution.items() if p[0] == index}) for index in front}
             worth = {index: value for index, (value, _) in front.items()}
             pairs, values = [], []
             while any(left.values()) and len(pairs) < count:
                 index = max((index for index in left if left[index]), key=lambda index: worth[index])
                 pair = chooser.draw(left[index], "draft")
                 pairs.append(pair)
-                values.append(front[index][0] * law[pair])
+                values.append(front[index][0] * distribution[pair])
                 worth[index] -= values[-1]
                 left[index] = without(left[index], pair)
-            layers.append(parent_nodes(law, pairs))
+            layers.append(parent_nodes(distribution, pairs))
             front = {
                 number: (values[number], Beam((*front[parent][1].path, token), 0.0))
                 for number, (parent, token) in enumerate(pairs)
@@ -220,17 +224,17 @@ def thresholded(least: float, most: int) -> Propose:
         layers: Layers = []
         front = {index: (1.0 / len(beams), beam) for index, beam in beams.items()}
         for _ in range(depth):
-            law = rows(model, {index: beam for index, (_, beam) in front.items()})
+            distribution = rows(model, {index: beam for index, (_, beam) in front.items()})
             pairs, values = [], []
             for index, (start, _) in front.items():
                 value = start
-                rest = normalise({pair: mass for pair, mass in law.items() if pair[0] == index})
+                rest = normalise({pair: mass for pair, mass in distribution.items() if pair[0] == index})
                 while rest and value >= least and len(pairs) < most:
                     pairs.append(chooser.draw(rest, "draft"))
                     values.append(value * rest[pairs[-1]])
                     value *= 1 - rest[pairs[-1]]
                     rest = without(rest, pairs[-1])
-            layers.append(parent_nodes(law, pairs))
+            layers.append(parent_nodes(distribution, pairs))
             front = {
                 number: (values[number], Beam((*front[parent][1].path, token), 0.0))
                 for number, (parent, token) in enumerate(pairs)
@@ -265,12 +269,12 @@ def decode(setting: DraftSetting, chooser: Chooser) -> tuple[Record, int]:
     record: list[tuple[Beam, ...]] = []
     passed = 0
     for nodes in layers:
-        law = setting.target.pool(live)
+        distribution = setting.target.pool(live)
         width = setting.full_width
-        result = setting.rule.verify_nodes(law.law, nodes, setting.ends, width, width, chooser)
-        record.append(tuple(child(live, law, item.pair) for item in result.draws))
+        result = setting.rule.verify_nodes(distribution.distribution, nodes, setting.ends, width, width, chooser)
+        record.append(tuple(child(live, distribution, item.pair) for item in result.draws))
         live = {
-            item.source if result.passed and item.source is not None else number: child(live, law, item.pair)
+            item.source if result.passed and item.source is not None else number: child(live, distribution, item.pair)
             for number, item in enumerate(result.live)
         }
         passed += result.passed
@@ -280,15 +284,18 @@ def decode(setting: DraftSetting, chooser: Chooser) -> tuple[Record, int]:
 
 
 def plain(setting: DraftSetting, chooser: Chooser) -> Record:
-    """The law to reproduce."""
+    """The distribution to reproduce."""
     return _plain(setting, dict(setting.start), setting.steps, chooser)
 
 
 def _plain(setting: DraftSetting, live: dict[int, Beam], steps: int, chooser: Chooser) -> Record:
     record = []
     for _ in range(steps):
-        law = setting.target.pool(live)
-        drawn = [child(live, law, pair) for pair in beam_step(law.law, setting.ends, setting.full_width, chooser)]
+        distribution = setting.target.pool(live)
+        drawn = [
+            child(live, distribution, pair)
+            for pair in beam_step(distribution.distribution, setting.ends, setting.full_width, chooser)
+        ]
         record.append(tuple(drawn))
         live = dict(enumerate(beam for beam in drawn if beam.path[-1] not in setting.ends))
     return tuple(record)

@@ -1,5 +1,5 @@
-"""A row beside neighbours has, to the bit, what it has alone: candidates, cuts, laws, noise, draws, scores and recorded
-tokens, over thousands of random laws.
+"""A row beside neighbours has, to the bit, what it has alone: candidates, cuts, distributions, noise, draws, scores and
+recorded tokens, over thousands of random distributions.
 
 Guards: a sum over the candidates of the batch, whose order or width the neighbours decide; a function that gives the
 last few numbers of a tensor other bits than the others; candidates or cuts that go by another row's settings; what is
@@ -23,7 +23,7 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.constraints.stops import StopTable
 from dsbd_cli.engine.core.beams import Beams, Finished
 from dsbd_cli.engine.core.candidates import Candidates, LegalTokens
-from dsbd_cli.engine.core.distribution import pool_law, row_law
+from dsbd_cli.engine.core.distribution import pool_distribution, row_distribution
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.forest_buffer import ForestBuffer, ForestSizes
 from dsbd_cli.engine.core.noise import extend_path, path_gumbel, stream_keys
@@ -31,10 +31,10 @@ from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.drafting.beam import NoDrafter
 from dsbd_cli.engine.iteration.iteration import IterationShape
-from dsbd_cli.engine.iteration.state import BatchState, Entry
+from dsbd_cli.engine.iteration.state import BatchState, NewRow
 from dsbd_cli.engine.iteration.stepper import Stepper
 from dsbd_cli.engine.iteration.token_logprobs import TokenTrace
-from dsbd_cli.engine.iteration.verify_forest import walk
+from dsbd_cli.engine.iteration.verify_forest import verify_forest
 from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.engine.verify.rules import make_rule
 
@@ -108,14 +108,18 @@ class Trial:
         legal = Only(rows, roots, lists=lists) if any(row.legal is not None for row in rows) else None
         no_models = cast(Any, SimpleNamespace(models=[]))
         stepper = Stepper(no_models, NoDrafter(), rule, endings, PhaseTimer())
-        iteration = stepper.begin(state, IterationShape(slots=0, depth=0, drafts_per_layer=1, lag=0, beams=roots))
+        iteration = stepper.begin(
+            state, IterationShape(slots=0, depth=0, drafts_per_layer=1, draft_backlog=0, beams=roots)
+        )
         iteration.forest = forest = _roots(state)
         iteration.logits, iteration.legal_tokens = logits, legal
         candidates = iteration.best_tokens()
-        law = pool_law(candidates, state.beams.weight, state.beams.valid, state.warp)
-        beam_law = row_law(candidates, state.warp)
-        noise = path_gumbel(state.beams.path, candidates.tokens, state.warp.silent)
-        outcome = walk(state, forest, candidates, rule, endings, stream_keys(state.row_key, state.iteration, 1))
+        distribution = pool_distribution(candidates, state.beams.weight, state.beams.valid, state.warp)
+        beam_distribution = row_distribution(candidates, state.warp)
+        noise = path_gumbel(state.beams.path, candidates.tokens, state.warp.greedy_rows)
+        outcome = verify_forest(
+            state, forest, candidates, rule, endings, stream_keys(state.row_key, state.iteration, 1)
+        )
         assert state.trace is not None
         assert outcome.before is not None
         place = (state.beams, state.finished, forest, candidates, logits, outcome.before)
@@ -124,8 +128,14 @@ class Trial:
         for at, row in enumerate(rows):
             there = row.live[:roots].tolist()
             one: dict[object, object] = {"done": bool(outcome.done[at]), "steps": int(outcome.steps[at])}
-            laws = {"raw": candidates.logprobs, "law": law.log_p, "weight": law.weight, "row": beam_law, "noise": noise}
-            one |= {name: _pairs(candidates, value, at, there) for name, value in laws.items()}
+            distributions = {
+                "raw": candidates.logprobs,
+                "law": distribution.log_p,
+                "weight": distribution.weight,
+                "row": beam_distribution,
+                "noise": noise,
+            }
+            one |= {name: _pairs(candidates, value, at, there) for name, value in distributions.items()}
             live, ended = outcome.live, state.finished
             one["live"] = [
                 (int(live.parent[at, w]), int(live.token[at, w]), _bits(live.weight[at, w]), _bits(live.logprob[at, w]))
@@ -177,7 +187,7 @@ def _state(rows: Sequence[Row], method: MethodConfig, stops: StopTable) -> Batch
     """As an engine has it after some iterations."""
     state = BatchState.empty(method, len(rows), 32, 16, HISTORY, CPU)
     entries = {
-        place: Entry([5, 6], row.seed, row.sampling, stops.start(tuple(row.sampling.stop)))
+        place: NewRow([5, 6], row.seed, row.sampling, stops.start(tuple(row.sampling.stop)))
         for place, row in enumerate(rows)
     }
     state.admit(entries)
@@ -279,7 +289,8 @@ def test_what_was_recorded_stays_where_a_neighbour_asks_for_more() -> None:
 
 
 def test_rows_of_a_batch_are_not_all_alike() -> None:
-    """The laws of the test above reach what they are meant to: several settings, one root beside W, constraints."""
+    """The distributions of the test above reach what they are meant to: several settings, one root beside W,
+    constraints."""
     rows = [random_row(seed, 4, 97, "coupled", "any") for seed in range(200)]
     assert {row.one_root for row in rows} == {True, False} == {row.legal is None for row in rows}
     assert len({row.sampling.top_k for row in rows}) == 4

@@ -1,4 +1,4 @@
-"""Common random numbers: the draft never changes what is drawn. And Gumbel draws have the law of beam_step.
+"""Common random numbers: the draft never changes what is drawn. And Gumbel draws have the distribution of beam_step.
 
 False-alarm odds: the statistical tests are seeded, so they are deterministic; over seeds their alpha is 1e-6.
 """
@@ -20,12 +20,12 @@ from tests.oracles.rules import (
     NoiseChooser,
     Pair,
     beam_step,
-    cold_law,
-    cold_step,
     coupled_layer,
     draft_layer,
-    enumerate_law,
-    pool_law,
+    enumerate_distribution,
+    greedy_distribution,
+    greedy_step,
+    pool_distribution,
     verify_layer_rejection,
 )
 
@@ -57,11 +57,13 @@ def gumbel(rng: random.Random) -> float:
 def choose_nodes(kind: str, draft: Model, nodes: dict[int, Beam], count: int, noise: PathNoise) -> list[Pair]:
     """Drafted pairs: with the target's noise, by rank, or picked blindly; coupled takes them all."""
     pool = draft.pool(nodes)
-    shared = noise.of(nodes, pool.law)
+    shared = noise.of(nodes, pool.distribution)
     if kind == "coupled":
-        return sorted(pool.law, key=lambda pair: math.log(pool.law[pair]) + shared[pair], reverse=True)[:count]
+        return sorted(
+            pool.distribution, key=lambda pair: math.log(pool.distribution[pair]) + shared[pair], reverse=True
+        )[:count]
     if kind == "best":
-        return sorted(pool.law, key=lambda pair: pool.law[pair], reverse=True)[:count]
+        return sorted(pool.distribution, key=lambda pair: pool.distribution[pair], reverse=True)[:count]
     return random.Random(count).sample(sorted(pool.weights), min(count, len(pool.weights)))
 
 
@@ -75,7 +77,9 @@ def decode(
         for layer in range(depth + 1):
             pool = target.pool(live)
             pairs = choose_nodes(kind, draft, nodes, count, noise) if layer < depth else []
-            result: LayerResult = coupled_layer(pool.law, noise.of(live, pool.law), pairs, ends, width, width)
+            result: LayerResult = coupled_layer(
+                pool.distribution, noise.of(live, pool.distribution), pairs, ends, width, width
+            )
             record.append([child(live, pool, draw.pair) for draw in result.draws])
             beams = [child(live, pool, draw.pair) for draw in result.live]
             keys = [draw.source if result.passed else number for number, draw in enumerate(result.live)]
@@ -95,8 +99,8 @@ def plain(target: Model, noise: PathNoise, width: int, ends: frozenset[int]) -> 
     live, record = ROOT, []
     for _ in range(3):
         pool = target.pool(live)
-        chooser = NoiseChooser((), {"completion": noise.of(live, pool.law)})
-        record.append([child(live, pool, pair) for pair in beam_step(pool.law, ends, width, chooser)])
+        chooser = NoiseChooser((), {"completion": noise.of(live, pool.distribution)})
+        record.append([child(live, pool, pair) for pair in beam_step(pool.distribution, ends, width, chooser)])
         live = dict(enumerate(beam for beam in record[-1] if beam.path[-1] not in ends))
     return record
 
@@ -130,7 +134,7 @@ def test_the_same_model_as_its_own_draft_passes_every_layer() -> None:
 
 
 @pytest.mark.parametrize("scope", ["pool", "beam"])
-def test_temperature_0_is_the_limit_of_the_law(scope: Literal["pool", "beam"]) -> None:
+def test_temperature_0_is_the_limit_of_the_distribution(scope: Literal["pool", "beam"]) -> None:
     """Enumerated: at temperature 0.012 nearly all mass is on the draws of the limit, unless two pairs nearly tie.
 
     Two pairs that are 0.1 apart are drawn in the other order with a chance of exp(-0.1 / 0.012) = 2.4e-4.
@@ -141,16 +145,16 @@ def test_temperature_0_is_the_limit_of_the_law(scope: Literal["pool", "beam"]) -
         rows = {beam: random_row(rng, tokens) for beam in range(rng.randint(1, 2))}
         weights = {beam: -rng.random() for beam in rows}
         ends = frozenset(rng.sample(range(tokens), rng.choice([0, 1])))
-        limit = cold_law(weights, rows, scope, top_k)
+        limit = greedy_distribution(weights, rows, scope, top_k)
         joint = sorted(limit.weights.values())
         if min(after - before for before, after in itertools.pairwise(joint)) < 0.1 or joint[-1] - joint[0] > 8:
             continue
         looked_at += 1
         # weights of scope beam are sums of warped logs, which grow as 1 / T
         scaled = {beam: weight / cool for beam, weight in weights.items()} if scope == "beam" else weights
-        law = pool_law(scaled, rows, scope, cool, top_k).law
-        enumerated = enumerate_law(partial(beam_step, law, ends, width))
-        assert enumerated[cold_step(limit.law, ends, width)] > 0.99, case
+        distribution = pool_distribution(scaled, rows, scope, cool, top_k).distribution
+        enumerated = enumerate_distribution(partial(beam_step, distribution, ends, width))
+        assert enumerated[greedy_step(limit.distribution, ends, width)] > 0.99, case
     assert looked_at > 100
 
 
@@ -159,11 +163,11 @@ def quantile_chi2(freedom: int, z: float) -> float:
     return freedom * (1 - 2 / (9 * freedom) + z * math.sqrt(2 / (9 * freedom))) ** 3
 
 
-def chi_square(counts: Mapping[object, int], law: Mapping[object, float]) -> float:
+def chi_square(counts: Mapping[object, int], distribution: Mapping[object, float]) -> float:
     n = sum(counts.values())
-    if any(outcome not in law for outcome in counts):
+    if any(outcome not in distribution for outcome in counts):
         return math.inf
-    return sum((counts.get(outcome, 0) - n * chance) ** 2 / (n * chance) for outcome, chance in law.items())
+    return sum((counts.get(outcome, 0) - n * chance) ** 2 / (n * chance) for outcome, chance in distribution.items())
 
 
 ALPHA_Z = 4.7534  # normal quantile of 1 - 1e-6
@@ -177,10 +181,11 @@ def noise_chooser(rng: random.Random, case: LayerCase) -> NoiseChooser:
 
 
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "rejection"])
-def test_noise_gives_the_enumerated_law(drafted: bool) -> None:
-    """Chi-square, 30 outcomes, alpha 1e-6; power above 0.999 against the law that forgets the beams' weights."""
+def test_noise_gives_the_enumerated_distribution(drafted: bool) -> None:
+    """Chi-square, 30 outcomes, alpha 1e-6; power above 0.999 against the distribution that forgets the beams'
+    weights."""
     case, rng = CASES["two beams, weights"], random.Random(1)
-    law = enumerate_law(lambda chooser: beam_step(case.target, case.ends, case.width, chooser))
+    distribution = enumerate_distribution(lambda chooser: beam_step(case.target, case.ends, case.width, chooser))
     counts: Counter[object] = Counter()
     for _ in range(SAMPLES):
         chooser = noise_chooser(rng, case)
@@ -190,16 +195,18 @@ def test_noise_gives_the_enumerated_law(drafted: bool) -> None:
             counts[result.pairs] += 1
         else:
             counts[beam_step(case.target, case.ends, case.width, chooser)] += 1
-    cut = quantile_chi2(len(law) - 1, ALPHA_Z)
-    assert chi_square(counts, law) < cut
+    cut = quantile_chi2(len(distribution) - 1, ALPHA_Z)
+    assert chi_square(counts, distribution) < cut
     # undoes the weights of the two beams
     other = {pair: mass * math.exp(1.6 * pair[0]) for pair, mass in case.target.items()}
-    wrong = enumerate_law(lambda chooser: beam_step(other, case.ends, case.width, chooser))
-    shift = SAMPLES * sum((wrong[outcome] - law[outcome]) ** 2 / law[outcome] for outcome in law)
-    freedom = len(law) - 1
+    wrong = enumerate_distribution(lambda chooser: beam_step(other, case.ends, case.width, chooser))
+    shift = SAMPLES * sum(
+        (wrong[outcome] - distribution[outcome]) ** 2 / distribution[outcome] for outcome in distribution
+    )
+    freedom = len(distribution) - 1
     assert (freedom + shift - cut) / math.sqrt(2 * (freedom + 2 * shift)) > 3.1  # normal approximation of the power
     wrong_counts = Counter(beam_step(other, case.ends, case.width, noise_chooser(rng, case)) for _ in range(SAMPLES))
-    assert chi_square(wrong_counts, law) > cut
+    assert chi_square(wrong_counts, distribution) > cut
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["same noise", "fresh noise"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.oracles.rules import Chooser, WithReplacementRule, draft_layer, enumerate_law
+from tests.oracles.rules import Chooser, WithReplacementRule, draft_layer, enumerate_distribution
 from tests.oracles.width import acceptance_counts, expected_width
 
 from .cases import EXACT, LayerCase, case_id, with_replacement_cases
@@ -22,18 +22,18 @@ def test_counts_equal_enumeration_for_independent_drafts(case: LayerCase, drafts
             WithReplacementRule().verify(case.target, case.draft, nodes, (), drafts + 1, 0, chooser, drafts).draws
         )
 
-    law = enumerate_law(accepted)
+    distribution = enumerate_distribution(accepted)
     counts = acceptance_counts(case.target, case.draft, drafts)
-    assert max(abs(law.get(k, 0.0) - counts[k]) for k in range(drafts + 1)) < EXACT
+    assert max(abs(distribution.get(k, 0.0) - counts[k]) for k in range(drafts + 1)) < EXACT
 
 
-def test_identical_laws_accept_everything() -> None:
-    law = {(0, 0): 0.5, (0, 1): 0.3, (0, 2): 0.2}
-    assert acceptance_counts(law, law, 3) == pytest.approx([0, 0, 0, 1])
-    assert expected_width(law, law, 3, 0.9, 1, 2) == 2
+def test_identical_distributions_accept_everything() -> None:
+    distribution = {(0, 0): 0.5, (0, 1): 0.3, (0, 2): 0.2}
+    assert acceptance_counts(distribution, distribution, 3) == pytest.approx([0, 0, 0, 1])
+    assert expected_width(distribution, distribution, 3, 0.9, 1, 2) == 2
 
 
-def test_disjoint_laws_accept_nothing() -> None:
+def test_disjoint_distributions_accept_nothing() -> None:
     p, q = {(0, 0): 1.0}, {(0, 1): 1.0}
     assert acceptance_counts(p, q, 2) == [1.0, 0.0, 0.0]
     assert expected_width(p, q, 2, 0.7, 1, 3) == 1

@@ -10,7 +10,7 @@ import pytest
 
 from dsbd_cli.config.variants import DIVERGENCE
 from tests.oracles.fuzzy import divergence, fuzzy_layer
-from tests.oracles.rules import Chooser, enumerate_law, total_variation
+from tests.oracles.rules import Chooser, enumerate_distribution, total_variation
 
 from .cases import EXACT
 from .forests import pool
@@ -21,7 +21,7 @@ STEPS, DEPTH = 3, 2
 
 
 def row(model: Model, path: Path) -> dict[int, float]:
-    return {token: mass for (_, token), mass in model.pool({0: Beam(path, 0.0)}).law.items()}
+    return {token: mass for (_, token), mass in model.pool({0: Beam(path, 0.0)}).distribution.items()}
 
 
 def distance(path: Path) -> float:
@@ -31,20 +31,21 @@ def distance(path: Path) -> float:
 
 
 def published(threshold: float) -> dict[Path, float]:
-    """Law of the text: a position takes the draft's token where Div <= T; else, and as the bonus, one from p."""
+    """Distribution of the text: a position takes the draft's token where Div <= T; else, and as the bonus, one from
+    p."""
 
     @cache
-    def law(path: Path, drafted: int) -> dict[Path, float]:
+    def distribution(path: Path, drafted: int) -> dict[Path, float]:
         if len(path) == STEPS:
             return {path: 1.0}
         take = drafted < DEPTH and distance(path) <= threshold
         found: dict[Path, float] = {}
         for token, mass in row(Q3 if take else P3, path).items():
-            for text, chance in law((*path, token), drafted + 1 if take else 0).items():
+            for text, chance in distribution((*path, token), drafted + 1 if take else 0).items():
                 found[text] = found.get(text, 0.0) + mass * chance
         return found
 
-    return law((), 0)
+    return distribution((), 0)
 
 
 def decode(threshold: float, chooser: Chooser) -> Path:
@@ -53,14 +54,16 @@ def decode(threshold: float, chooser: Chooser) -> Path:
     while len(record) < STEPS:
         for layer in range(DEPTH + 1):
             (beam,) = live.values()
-            law = P3.pool(live)
+            distribution = P3.pool(live)
             nodes = pool(1)(Q3, live, 1, chooser)[0] if layer < DEPTH else []
-            draft_law = dict(nodes[0].law or ()) if nodes else {}
+            draft_distribution = dict(nodes[0].distribution or ()) if nodes else {}
             apart = distance(beam.path) if nodes else math.inf
             pairs = [node.pair for node in nodes]
-            result = fuzzy_layer(law.law, draft_law, pairs, apart, threshold, "target", [0], (), 1, chooser)
+            result = fuzzy_layer(
+                distribution.distribution, draft_distribution, pairs, apart, threshold, "target", [0], (), 1, chooser
+            )
             (draw,) = result.draws
-            live = {0: child(live, law, draw.pair)}
+            live = {0: child(live, distribution, draw.pair)}
             record.append(draw.pair[1])
             if not result.passed or len(record) == STEPS:
                 break
@@ -69,21 +72,21 @@ def decode(threshold: float, chooser: Chooser) -> Path:
 
 @pytest.mark.parametrize("threshold", [0.0, 0.2, 0.5, 100.0])
 def test_one_beam_is_the_published_rule(threshold: float) -> None:
-    law = enumerate_law(lambda chooser: decode(threshold, chooser))
-    assert total_variation(law, published(threshold)) < EXACT
+    distribution = enumerate_distribution(lambda chooser: decode(threshold, chooser))
+    assert total_variation(distribution, published(threshold)) < EXACT
 
 
 def test_the_thresholds_above_say_different_things() -> None:
-    laws = [published(threshold) for threshold in (0.0, 0.2, 0.5, 100.0)]
-    assert all(total_variation(a, b) > 1e-3 for a, b in pairwise(laws))
+    distributions = [published(threshold) for threshold in (0.0, 0.2, 0.5, 100.0)]
+    assert all(total_variation(a, b) > 1e-3 for a, b in pairwise(distributions))
 
 
 def test_zero_is_the_target_and_without_bound_the_draft() -> None:
-    def text_law(model: Model) -> dict[Path, float]:
-        law: dict[Path, float] = {(): 1.0}
+    def text_distribution(model: Model) -> dict[Path, float]:
+        distribution: dict[Path, float] = {(): 1.0}
         for _ in range(DEPTH):
-            law = {(*path, t): m * c for path, m in law.items() for t, c in row(model, path).items()}
-        return law
+            distribution = {(*path, t): m * c for path, m in distribution.items() for t, c in row(model, path).items()}
+        return distribution
 
     def prefix(threshold: float) -> dict[Path, float]:
         found: dict[Path, float] = {}
@@ -91,8 +94,8 @@ def test_zero_is_the_target_and_without_bound_the_draft() -> None:
             found[path[:DEPTH]] = found.get(path[:DEPTH], 0.0) + mass
         return found
 
-    assert total_variation(prefix(0.0), text_law(P3)) < EXACT
-    assert total_variation(prefix(100.0), text_law(Q3)) < EXACT
+    assert total_variation(prefix(0.0), text_distribution(P3)) < EXACT
+    assert total_variation(prefix(100.0), text_distribution(Q3)) < EXACT
 
 
 @pytest.mark.parametrize("name", DIVERGENCE.choices)
@@ -125,11 +128,11 @@ def test_beams_take_the_first_drafts_with_live_parents() -> None:
 
     def records(distance: float, fallback: str) -> set[tuple[object, ...]]:
         def run(chooser: Chooser) -> tuple[object, ...]:
-            draft_law = dict.fromkeys(drafts, 0.25)
-            result = fuzzy_layer(target, draft_law, drafts, distance, 0.3, fallback, [0, 2], {0}, 2, chooser)
+            draft_distribution = dict.fromkeys(drafts, 0.25)
+            result = fuzzy_layer(target, draft_distribution, drafts, distance, 0.3, fallback, [0, 2], {0}, 2, chooser)
             return result.passed, tuple((draw.pair, draw.source) for draw in result.live)
 
-        return set(enumerate_law(run))
+        return set(enumerate_distribution(run))
 
     assert records(0.3, "target") == {(True, (((2, 2), 1), ((0, 1), 2)))}  # (2, 2) is outside the target's support
     assert all(not passed for passed, _ in records(0.31, "target"))

@@ -1,7 +1,8 @@
-"""Under a catalogue speculation still changes nothing: laws of pools over legal pairs, every branch enumerated.
+"""Under a catalogue speculation still changes nothing: distributions of pools over legal pairs, every branch
+enumerated.
 
-The law: what is legal keeps its raw log-probability, what is not has none, and nothing is normalised again before the
-pool is. No randomness, so no false alarms.
+The distribution: what is legal keeps its raw log-probability, what is not has none, and nothing is normalised again
+before the pool is. No randomness, so no false alarms.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.oracles.rules import Pool, beam_step, enumerate_law, pool_law, total_variation
+from tests.oracles.rules import Pool, beam_step, enumerate_distribution, pool_distribution, total_variation
 from tests.oracles.width import expected_width
 
 from .cases import EXACT
 from .test_coupled import PathNoise, decode, plain
 from .test_search import plain_search, speculative_search
-from .test_two_steps import drawn, given_width_error, law_error
+from .test_two_steps import distribution_error, drawn, given_width_error
 from .trees import ROOT, Beam, Model, Path, Setting, Step, plain_steps, speculative_steps
 
 END = 0
@@ -53,49 +54,49 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rejection_has_the_law_of_plain_beam_sampling(name: str) -> None:
-    assert law_error(CASES[name], 2) < EXACT
+def test_rejection_has_the_distribution_of_plain_beam_sampling(name: str) -> None:
+    assert distribution_error(CASES[name], 2) < EXACT
 
 
 def test_three_steps_reach_ends_and_dead_rows() -> None:
     setting = replace(CASES["D=2 K=2 W=2"], full_width=1)
-    assert law_error(setting, 3) < EXACT
+    assert distribution_error(setting, 3) < EXACT
 
 
 @pytest.mark.parametrize("policy", ["w=1", "threshold"])
 def test_dynamic_width_is_exact_given_the_widths(policy: str) -> None:
     widths = {"w=1": lambda p, q: 1, "threshold": lambda p, q: expected_width(p, q, 2, 0.4, 1, 2)}
     setting = replace(CASES["D=2 K=2 W=2"], policy=widths[policy])
-    records = enumerate_law(lambda chooser: speculative_steps(setting, 2, chooser))
+    records = enumerate_distribution(lambda chooser: speculative_steps(setting, 2, chooser))
     groups: defaultdict[tuple[Step, int], dict[Step, float]] = defaultdict(dict)
     firsts: defaultdict[Step, float] = defaultdict(float)
     for (first, second), mass in records.items():
         groups[first, second.width][second] = mass
         firsts[first] += mass
     error = given_width_error(setting, tuple(ROOT.values()), firsts)
-    for (first, _), law in groups.items():
+    for (first, _), distribution in groups.items():
         live = tuple(beam for beam in first.drawn if beam.path[-1] != END)
-        error += given_width_error(setting, live, law) if live else 0.0
+        error += given_width_error(setting, live, distribution) if live else 0.0
     assert error < EXACT
 
 
 def test_one_beam_draws_each_answer_by_its_own_steps() -> None:
-    """The law written down: with one beam every step is p over the legal tokens."""
+    """The distribution written down: with one beam every step is p over the legal tokens."""
     model, _ = pair()
     setting = Setting(model, model, 1, 1, 0, frozenset({END}))
-    law: dict[Path, float] = defaultdict(float)
-    for steps, mass in enumerate_law(lambda chooser: plain_steps(setting, 4, chooser)).items():
+    distribution: dict[Path, float] = defaultdict(float)
+    for steps, mass in enumerate_distribution(lambda chooser: plain_steps(setting, 4, chooser)).items():
         ended = [beam.path for step in steps for beam in step.drawn if beam.path[-1] == END]
         for first in ended[:1]:
-            law[first] += mass
-    # the step that ends a text draws on until one goes on, so its law is that of the first end in each pool
+            distribution[first] += mass
+    # the step that ends a text draws on until one goes on, so its distribution is that of the first end in each pool
     for path in {one[:at] for one in ANSWERS for at in range(len(one))}:
         masses = {token: math.exp(model.row(path)[token]) for token in model.legal(path)}
         pool = model.pool({0: Beam(path, -1.5)})
-        assert total_variation({(0, t): m / sum(masses.values()) for t, m in masses.items()}, pool.law) < EXACT
+        assert total_variation({(0, t): m / sum(masses.values()) for t, m in masses.items()}, pool.distribution) < EXACT
         assert all(abs(pool.weights[0, token] - (model.row(path)[token] - 1.5)) < EXACT for token in model.legal(path))
-    assert set(law) <= set(ANSWERS)
-    assert len(law) > 3
+    assert set(distribution) <= set(ANSWERS)
+    assert len(distribution) > 3
 
 
 @pytest.mark.parametrize("kind", ["coupled", "best", "blind"])
@@ -139,19 +140,19 @@ def test_speculative_search_finds_the_same_answers() -> None:
 class FilteredLate(Model):
     """The best 2W tokens of a beam first, then the legal ones of them: vLLM's way."""
 
-    def law(
+    def distribution(
         self, weights: dict[int, float], rows: dict[int, dict[int, float]], legal: dict[int, set[int]] | None
     ) -> Pool:
         assert legal is not None
         best = {beam: sorted(row, key=row.__getitem__, reverse=True)[:2] for beam, row in rows.items()}
         kept = {beam: legal[beam] & set(best[beam]) for beam in rows}
-        return pool_law(weights, rows, legal=kept, **self.warp)  # type: ignore[arg-type]
+        return pool_distribution(weights, rows, legal=kept, **self.warp)  # type: ignore[arg-type]
 
 
 class NormalisedAgain(Model):
     """Each beam's legal tokens have mass 1."""
 
-    def law(
+    def distribution(
         self, weights: dict[int, float], rows: dict[int, dict[int, float]], legal: dict[int, set[int]] | None
     ) -> Pool:
         assert legal is not None
@@ -159,19 +160,19 @@ class NormalisedAgain(Model):
         for beam, row in rows.items():
             mass = sum(math.exp(row[token]) for token in legal[beam])
             again[beam] = {token: row[token] - math.log(mass) for token in legal[beam]}
-        return pool_law(weights, again, **self.warp)  # type: ignore[arg-type]
+        return pool_distribution(weights, again, **self.warp)  # type: ignore[arg-type]
 
 
 MUTANTS = (FilteredLate, NormalisedAgain)
 
 
 @pytest.mark.parametrize("kind", MUTANTS)
-def test_a_wrong_law_is_told_apart(kind: type[Model]) -> None:
-    """In the law of sampling, and in what beam search finds."""
+def test_a_wrong_distribution_is_told_apart(kind: type[Model]) -> None:
+    """In the distribution of sampling, and in what beam search finds."""
     right, wrong = pair()[0], kind(1, 4, 0, {}, ANSWERS)
     for steps, width in itertools.product((2, 3), (1, 2)):
-        laws = [
-            enumerate_law(
+        distributions = [
+            enumerate_distribution(
                 lambda chooser, model=model, steps=steps, width=width: tuple(
                     tuple(beam.path for beam in one)
                     for one in drawn(plain_steps(Setting(model, model, width, 1, 0, frozenset({END})), steps, chooser))
@@ -179,10 +180,10 @@ def test_a_wrong_law_is_told_apart(kind: type[Model]) -> None:
             )
             for model in (right, wrong)
         ]
-        if total_variation(*laws) > VISIBLE:
+        if total_variation(*distributions) > VISIBLE:
             break
     else:
-        pytest.fail("the mutant has the same law")
+        pytest.fail("the mutant has the same distribution")
     differ = 0
     for seed in range(40):
         models = Model(seed, 4, answers=ANSWERS), kind(seed, 4, answers=ANSWERS)
@@ -205,5 +206,5 @@ def test_what_is_led_is_what_is_legal_and_leaves_an_end() -> None:
 
 
 def test_a_pool_without_a_legal_pair_draws_nothing() -> None:
-    law = pool_law({0: 0.0}, {0: {1: -0.1}}, legal={0: ()}).law
-    assert enumerate_law(lambda chooser: beam_step(law, (), 2, chooser)) == {(): 1.0}
+    distribution = pool_distribution({0: 0.0}, {0: {1: -0.1}}, legal={0: ()}).distribution
+    assert enumerate_distribution(lambda chooser: beam_step(distribution, (), 2, chooser)) == {(): 1.0}

@@ -1,8 +1,8 @@
 """Rule `rejection` over every kind of node, every branch enumerated: drawn from the pool, drawn per parent (RSD,
-DySpec), deterministic, and both in one layer. Two or three steps have exactly the law of plain beam sampling.
+DySpec), deterministic, and both in one layer. Two or three steps have exactly the distribution of plain beam sampling.
 
-Guards: a law recorded in the wrong scope, nodes out of draw order, a deterministic node tested as if it were drawn. No
-randomness, so no false alarms.
+Guards: a distribution recorded in the wrong scope, nodes out of draw order, a deterministic node tested as if it were
+drawn. No randomness, so no false alarms.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from tests.oracles.choice import without
 from tests.oracles.mixed import MixedRule, Node, pool_nodes
-from tests.oracles.rules import Chooser, Law, enumerate_law, total_variation
+from tests.oracles.rules import Chooser, Distribution, enumerate_distribution, total_variation
 
 from .cases import EXACT
 from .forests import (
@@ -43,12 +43,12 @@ END = frozenset({0})
 
 def measure(setting: DraftSetting) -> tuple[float, float]:
     """Total variation from plain beam sampling, and the mean number of layers that passed."""
-    law: dict[Record, float] = {}
+    distribution: dict[Record, float] = {}
     passed = 0.0
-    for (record, layers), mass in enumerate_law(lambda chooser: decode(setting, chooser)).items():
-        law[record] = law.get(record, 0.0) + mass
+    for (record, layers), mass in enumerate_distribution(lambda chooser: decode(setting, chooser)).items():
+        distribution[record] = distribution.get(record, 0.0) + mass
         passed += layers * mass
-    return total_variation(law, enumerate_law(lambda chooser: plain(setting, chooser))), passed
+    return total_variation(distribution, enumerate_distribution(lambda chooser: plain(setting, chooser))), passed
 
 
 DRAFTERS: dict[str, Propose] = {
@@ -73,7 +73,7 @@ SETTINGS: dict[str, Callable[[Propose], DraftSetting]] = {
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_steps_have_the_law_of_plain_beam_sampling(drafter: str, name: str) -> None:
+def test_steps_have_the_distribution_of_plain_beam_sampling(drafter: str, name: str) -> None:
     error, passed = measure(SETTINGS[name](DRAFTERS[drafter]))
     assert error < EXACT
     assert passed > 0.05  # the drafts are really used
@@ -88,7 +88,7 @@ def test_three_steps_of_one_beam(propose: Propose) -> None:
 def test_one_heap_over_all_layers_is_exact_for_one_beam_only(seed: int) -> None:
     """DySpec as published. Whether a node has a second child depends on what was drawn below the first one. With one
     beam the second child is looked at only where the first is dead; with two both are, and then the draws below have
-    another law."""
+    another distribution."""
     one = DraftSetting(Model(seed, 3), Model(100 + seed, 3), 1, 2, dynamic(4))
     assert measure(one)[0] < EXACT
     if seed == 4:
@@ -110,7 +110,7 @@ def ranked_as_drawn(count: int) -> Propose:
 
     def propose(model: Model, beams: dict[int, Beam], depth: int, chooser: Chooser) -> list[list[Node]]:
         (nodes,) = best(count)(model, beams, 1, chooser)
-        return [pool_nodes(model.pool(beams).law, [node.pair for node in nodes])]
+        return [pool_nodes(model.pool(beams).distribution, [node.pair for node in nodes])]
 
     return propose
 
@@ -118,26 +118,31 @@ def ranked_as_drawn(count: int) -> Propose:
 class QWithoutDeterministic(MixedRule):
     """Q' loses the deterministic nodes that stand before a sampled one."""
 
-    def law_of(self, node: Node, before: Sequence[Node]) -> Law | None:
-        law = super().law_of(node, before)
+    def distribution_of(self, node: Node, before: Sequence[Node]) -> Distribution | None:
+        distribution = super().distribution_of(node, before)
         for other in before:
-            law = without(law, other.pair) if law and other.law is None else law
-        return law
+            distribution = (
+                without(distribution, other.pair) if distribution and other.distribution is None else distribution
+            )
+        return distribution
 
 
 class QNotUpdated(MixedRule):
-    """Every node is tested against the law of the first one."""
+    """Every node is tested against the distribution of the first one."""
 
-    def law_of(self, node: Node, before: Sequence[Node]) -> Law | None:
-        return super().law_of(next((item for item in before if item.law is not None), node), ())
+    def distribution_of(self, node: Node, before: Sequence[Node]) -> Distribution | None:
+        return super().distribution_of(next((item for item in before if item.distribution is not None), node), ())
 
 
 class OtherRow(MixedRule):
     """A node drawn below one parent also takes mass from the others."""
 
-    def law_of(self, node: Node, before: Sequence[Node]) -> Law | None:
-        law = super().law_of(node, before)
-        return law and {**{(1 - pair[0], pair[1]): mass for pair, mass in law.items()}, **law}
+    def distribution_of(self, node: Node, before: Sequence[Node]) -> Distribution | None:
+        distribution = super().distribution_of(node, before)
+        return distribution and {
+            **{(1 - pair[0], pair[1]): mass for pair, mass in distribution.items()},
+            **distribution,
+        }
 
 
 MUTANTS = {
@@ -147,8 +152,10 @@ MUTANTS = {
     ),
     "Q' not updated": DraftSetting(P3, Q3, 2, 1, pool(2), steps=1, rule=QNotUpdated()),
     "Q' not updated, per parent": DraftSetting(P3, Q3, 2, 1, constant(2), steps=1, rule=QNotUpdated(), start=TWO),
-    "parent law takes from other rows": DraftSetting(P3, Q3, 2, 1, constant(1), steps=1, rule=OtherRow(), start=TWO),
-    "parent law recorded as pool law": DraftSetting(P3, Q3, 2, 2, stochastic(2, known=pool_nodes)),
+    "parent distribution takes from other rows": DraftSetting(
+        P3, Q3, 2, 1, constant(1), steps=1, rule=OtherRow(), start=TWO
+    ),
+    "parent distribution recorded as pool distribution": DraftSetting(P3, Q3, 2, 2, stochastic(2, known=pool_nodes)),
 }
 
 
@@ -160,12 +167,12 @@ def test_mutant_is_caught(name: str) -> None:
 class NothingTested(MixedRule):
     """All nodes as if they were deterministic."""
 
-    def law_of(self, node: Node, before: Sequence[Node]) -> Law | None:
+    def distribution_of(self, node: Node, before: Sequence[Node]) -> Distribution | None:
         return None
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_a_sampled_node_taken_for_a_deterministic_one_costs_passes_but_no_law(width: int) -> None:
+def test_a_sampled_node_taken_for_a_deterministic_one_costs_passes_but_no_distribution(width: int) -> None:
     """The other mix-up cannot bias: the target's draws never look at the nodes. It only wastes what Q says."""
     tested = DraftSetting(P3, Q3, width, 1, pool(2), steps=1)
     error, passed = measure(replace(tested, rule=NothingTested()))
@@ -175,8 +182,8 @@ def test_a_sampled_node_taken_for_a_deterministic_one_costs_passes_but_no_law(wi
 
 def test_point_mass_acceptance_is_the_probability_of_the_node() -> None:
     """W=1: one node v passes with probability P(v), a set of nodes with its mass, in any order."""
-    law = P3.pool({0: Beam((), 0.0)}).law
+    distribution = P3.pool({0: Beam((), 0.0)}).distribution
     for count in (1, 2):
-        nodes = sorted(law, key=lambda pair: -Q3.pool({0: Beam((), 0.0)}).law[pair])[:count]
+        nodes = sorted(distribution, key=lambda pair: -Q3.pool({0: Beam((), 0.0)}).distribution[pair])[:count]
         passed = measure(DraftSetting(P3, Q3, 1, 1, best(count), steps=1))[1]
-        assert passed == pytest.approx(sum(law[pair] for pair in nodes), abs=EXACT)
+        assert passed == pytest.approx(sum(distribution[pair] for pair in nodes), abs=EXACT)

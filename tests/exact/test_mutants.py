@@ -14,13 +14,13 @@ import pytest
 
 from tests.oracles.rules import (
     Chooser,
-    Law,
+    Distribution,
     Pair,
     RejectionRule,
     WithReplacementRule,
     beam_step,
     draft_layer,
-    enumerate_law,
+    enumerate_distribution,
     normalise,
     total_variation,
     without,
@@ -32,63 +32,71 @@ VISIBLE = 1e-3
 
 
 class AlwaysAccept(RejectionRule):
-    def accept_probability(self, residual: Law, draft_law: Law, draft: Pair) -> float:
+    def accept_probability(self, residual: Distribution, draft_distribution: Distribution, draft: Pair) -> float:
         return 1.0
 
 
 class WrongQ(RejectionRule):
-    """Tests against a uniform law, not the one the drafts were drawn from."""
+    """Tests against a uniform distribution, not the one the drafts were drawn from."""
 
-    def first_draft_law(self, target: Law, draft_law: Law) -> Law:
-        return normalise(dict.fromkeys(draft_law, 1.0))
+    def first_draft_distribution(self, target: Distribution, draft_distribution: Distribution) -> Distribution:
+        return normalise(dict.fromkeys(draft_distribution, 1.0))
 
 
 class UnnormalisedResidual(RejectionRule):
-    def after_rejection(self, target: Law, residual: Law, draft_law: Law) -> Law:
-        rest = {pair: max(0.0, mass - draft_law.get(pair, 0.0)) for pair, mass in residual.items()}
+    def after_rejection(
+        self, target: Distribution, residual: Distribution, draft_distribution: Distribution
+    ) -> Distribution:
+        rest = {pair: max(0.0, mass - draft_distribution.get(pair, 0.0)) for pair, mass in residual.items()}
         return rest if sum(rest.values()) > 0.0 else target
 
 
 class NoResidual(RejectionRule):
     """P' = P after a rejection."""
 
-    def after_rejection(self, target: Law, residual: Law, draft_law: Law) -> Law:
+    def after_rejection(
+        self, target: Distribution, residual: Distribution, draft_distribution: Distribution
+    ) -> Distribution:
         return target
 
 
 class SiblingNotRemoved(RejectionRule):
     """The authors' code: drafts without replacement, tested by the rule for i.i.d. drafts."""
 
-    def next_draft_law(self, draft_law: Law, draft: Pair) -> Law:
-        return draft_law
+    def next_draft_distribution(self, draft_distribution: Distribution, draft: Pair) -> Distribution:
+        return draft_distribution
 
 
 class OnlyLiveParents(RejectionRule):
     """Q' restricted to the live parents and renormalised."""
 
-    def first_draft_law(self, target: Law, draft_law: Law) -> Law:
+    def first_draft_distribution(self, target: Distribution, draft_distribution: Distribution) -> Distribution:
         parents = {beam for beam, _ in target}
-        return normalise({pair: mass for pair, mass in draft_law.items() if pair[0] in parents})
+        return normalise({pair: mass for pair, mass in draft_distribution.items() if pair[0] in parents})
 
 
 class CompletionFromDraft(RejectionRule):
     """The missing draw comes from what is left of q."""
 
-    def first_missing_law(self, target: Law, residual: Law, draft_law: Law) -> Law:
-        return draft_law or target
+    def first_missing_distribution(
+        self, target: Distribution, residual: Distribution, draft_distribution: Distribution
+    ) -> Distribution:
+        return draft_distribution or target
 
 
 class CompletionFromTarget(RejectionRule):
     """The first missing draw comes from P, not from P'."""
 
-    def first_missing_law(self, target: Law, residual: Law, draft_law: Law) -> Law:
+    def first_missing_distribution(
+        self, target: Distribution, residual: Distribution, draft_distribution: Distribution
+    ) -> Distribution:
         return target
 
 
 class AcceptedNotTaken(RejectionRule):
     """P keeps what is drawn, so duplicates appear."""
 
-    def take(self, target: Law, pair: Pair) -> Law:
+    def take(self, target: Distribution, pair: Pair) -> Distribution:
         return target
 
 
@@ -96,25 +104,25 @@ class ResidualKeptAfterAcceptance(RejectionRule):
     """After an acceptance P' is the old P' without the draft, not P without what is taken."""
 
     def __init__(self) -> None:
-        self.residual: Law = {}
+        self.residual: Distribution = {}
 
-    def accept_probability(self, residual: Law, draft_law: Law, draft: Pair) -> float:
+    def accept_probability(self, residual: Distribution, draft_distribution: Distribution, draft: Pair) -> float:
         self.residual = residual
-        return super().accept_probability(residual, draft_law, draft)
+        return super().accept_probability(residual, draft_distribution, draft)
 
-    def take(self, target: Law, pair: Pair) -> Law:
+    def take(self, target: Distribution, pair: Pair) -> Distribution:
         return without(self.residual, pair) or without(target, pair)
 
 
 class RejectedSiblingStays(RejectionRule):
     """Q' loses only accepted drafts: a rejected one stays in it."""
 
-    def next_draft_law(self, draft_law: Law, draft: Pair) -> Law:
-        return without(draft_law, draft) if self.accepted == draft else draft_law
+    def next_draft_distribution(self, draft_distribution: Distribution, draft: Pair) -> Distribution:
+        return without(draft_distribution, draft) if self.accepted == draft else draft_distribution
 
     accepted: Pair | None = None
 
-    def take(self, target: Law, pair: Pair) -> Law:
+    def take(self, target: Distribution, pair: Pair) -> Distribution:
         self.accepted = pair
         return super().take(target, pair)
 
@@ -133,13 +141,15 @@ class ReusedUniform:
         self.low, self.high = (self.low, cut) if accepted else (cut, self.high)
         return accepted
 
-    def draw(self, law: Law, stream: str) -> Pair:
-        return self.inner.draw(law, stream)
+    def draw(self, distribution: Distribution, stream: str) -> Pair:
+        return self.inner.draw(distribution, stream)
 
 
-def most_probable(law: Law, count: int, chooser: Chooser, replacement: bool = False) -> tuple[Pair, ...]:
+def most_probable(
+    distribution: Distribution, count: int, chooser: Chooser, replacement: bool = False
+) -> tuple[Pair, ...]:
     """Nodes chosen by rank: nothing was drawn from Q, so ordinary rejection does not apply to them."""
-    return tuple(sorted(normalise(law), key=lambda pair: law[pair], reverse=True)[:count])
+    return tuple(sorted(normalise(distribution), key=lambda pair: distribution[pair], reverse=True)[:count])
 
 
 @dataclass(frozen=True)
@@ -147,7 +157,7 @@ class Mutant:
     """`finite`: draws end although end tokens do not count as live."""
 
     rule: Callable[[], RejectionRule] = RejectionRule
-    draft: Callable[[Law, int, Chooser, bool], tuple[Pair, ...]] = draft_layer
+    draft: Callable[[Distribution, int, Chooser, bool], tuple[Pair, ...]] = draft_layer
     wrap: Callable[[Chooser], Chooser] = lambda chooser: chooser
     finite: bool = True
 
@@ -162,12 +172,12 @@ class Mutant:
 class RepeatedSubtraction(WithReplacementRule):
     """The with-replacement rule with siblings removed from Q', though they can be drawn again."""
 
-    def next_draft_law(self, draft_law: Law, draft: Pair) -> Law:
-        return without(draft_law, draft)
+    def next_draft_distribution(self, draft_distribution: Distribution, draft: Pair) -> Distribution:
+        return without(draft_distribution, draft)
 
 
 class NoDuplicates(WithReplacementRule):
-    def take(self, target: Law, pair: Pair) -> Law:
+    def take(self, target: Distribution, pair: Pair) -> Distribution:
         return without(target, pair)
 
 
@@ -197,13 +207,13 @@ def errors(mutant: Mutant, cases: list[LayerCase]) -> dict[str, float]:
     replacement = mutant.rule().replacement
     found = {}
     for case in (case for case in cases if mutant.finite or not case.ends):
-        law = enumerate_law(lambda chooser, case=case: mutant.pairs(case, chooser))
-        plain = enumerate_law(
+        distribution = enumerate_distribution(lambda chooser, case=case: mutant.pairs(case, chooser))
+        plain = enumerate_distribution(
             lambda chooser, case=case: beam_step(
                 case.target, case.ends, case.full_width, chooser, replacement, case.limit
             )
         )
-        found[case.name] = total_variation(law, plain)
+        found[case.name] = total_variation(distribution, plain)
     return found
 
 

@@ -1,4 +1,4 @@
-"""One layer of draft and verification has exactly the law of plain beam sampling: every branch is enumerated.
+"""One layer of draft and verification has exactly the distribution of plain beam sampling: every branch is enumerated.
 
 Guards: any error in acceptance, residual, sibling removal, completion or early stop. No randomness, so no false alarms.
 """
@@ -12,14 +12,14 @@ import pytest
 
 from tests.oracles.rules import (
     Chooser,
-    Law,
+    Distribution,
     LayerResult,
     Pair,
     RejectionRule,
     WithReplacementRule,
     beam_step,
     draft_layer,
-    enumerate_law,
+    enumerate_distribution,
     total_variation,
     verify_layer_rejection,
     verify_layer_with_replacement,
@@ -43,37 +43,46 @@ def run_layer(case: LayerCase, rule: RejectionRule, chooser: Chooser) -> LayerRe
 
 
 @pytest.mark.parametrize("case", without_replacement_cases(), ids=case_id)
-def test_rejection_draws_have_the_sequential_law(case: LayerCase) -> None:
-    law = enumerate_law(lambda chooser: run_layer(case, RejectionRule(), chooser).pairs)
-    plain = enumerate_law(lambda chooser: beam_step(case.target, case.ends, case.full_width, chooser))
-    assert total_variation(law, plain) < EXACT
+def test_rejection_draws_have_the_sequential_distribution(case: LayerCase) -> None:
+    distribution = enumerate_distribution(lambda chooser: run_layer(case, RejectionRule(), chooser).pairs)
+    plain = enumerate_distribution(lambda chooser: beam_step(case.target, case.ends, case.full_width, chooser))
+    assert total_variation(distribution, plain) < EXACT
 
 
 @pytest.mark.parametrize("block", range(4))
 def test_rejection_is_exact_on_random_layers(block: int) -> None:
     for seed in range(25 * block, 25 * block + 25):
         case = random_case(seed)
-        law = enumerate_law(lambda chooser, case=case: run_layer(case, RejectionRule(), chooser).pairs)
-        plain = enumerate_law(lambda chooser, case=case: beam_step(case.target, case.ends, case.full_width, chooser))
-        assert total_variation(law, plain) < EXACT, case
+        distribution = enumerate_distribution(
+            lambda chooser, case=case: run_layer(case, RejectionRule(), chooser).pairs
+        )
+        plain = enumerate_distribution(
+            lambda chooser, case=case: beam_step(case.target, case.ends, case.full_width, chooser)
+        )
+        assert total_variation(distribution, plain) < EXACT, case
 
 
 @pytest.mark.parametrize("case", with_replacement_cases(), ids=case_id)
 def test_with_replacement_draws_are_independent(case: LayerCase) -> None:
-    law = enumerate_law(lambda chooser: run_layer(case, WithReplacementRule(), chooser).pairs)
-    plain = enumerate_law(
+    distribution = enumerate_distribution(lambda chooser: run_layer(case, WithReplacementRule(), chooser).pairs)
+    plain = enumerate_distribution(
         lambda chooser: beam_step(case.target, case.ends, case.full_width, chooser, replacement=True, limit=case.limit)
     )
-    assert total_variation(law, plain) < EXACT
+    assert total_variation(distribution, plain) < EXACT
 
 
 def width_error(
-    records: dict[tuple[tuple[Pair, ...], bool], float], target: Law, ends: Collection[int], width: int, full_width: int
+    records: dict[tuple[tuple[Pair, ...], bool], float],
+    target: Distribution,
+    ends: Collection[int],
+    width: int,
+    full_width: int,
 ) -> float:
-    """Distance from "exact given the width" of a law over (draws, passed).
+    """Distance from "exact given the width" of a distribution over (draws, passed).
 
-    Two parts: the draws up to the `width`-th live one have the law of a step of that width; and after each such prefix,
-    given that the layer stopped, the further draws have the law of going on. The stop must bias neither.
+    Two parts: the draws up to the `width`-th live one have the distribution of a step of that width; and after each
+    such prefix, given that the layer stopped, the further draws have the distribution of going on. The stop must bias
+    neither.
     """
     prefixes: defaultdict[tuple[Pair, ...], float] = defaultdict(float)
     stopped: defaultdict[tuple[Pair, ...], dict[tuple[Pair, ...], float]] = defaultdict(dict)
@@ -82,19 +91,19 @@ def width_error(
         prefixes[pairs[:cut]] += mass
         if not passed:
             stopped[pairs[:cut]][pairs[cut:]] = mass
-    error = total_variation(prefixes, enumerate_law(lambda chooser: beam_step(target, ends, width, chooser)))
+    error = total_variation(prefixes, enumerate_distribution(lambda chooser: beam_step(target, ends, width, chooser)))
     for prefix, rests in stopped.items():
-        rest_law, live = target, sum(token not in ends for _, token in prefix)
+        rest_distribution, live = target, sum(token not in ends for _, token in prefix)
         for pair in prefix:
-            rest_law = without(rest_law, pair)
-        plain = enumerate_law(_going_on(rest_law, ends, full_width - live))
+            rest_distribution = without(rest_distribution, pair)
+        plain = enumerate_distribution(_going_on(rest_distribution, ends, full_width - live))
         mass = sum(rests.values())
         error += total_variation(rests, {rest: mass * chance for rest, chance in plain.items()})
     return error
 
 
-def _going_on(law: Law, ends: Collection[int], width: int) -> Callable[[Chooser], tuple[Pair, ...]]:
-    return lambda chooser: beam_step(law, ends, width, chooser)
+def _going_on(distribution: Distribution, ends: Collection[int], width: int) -> Callable[[Chooser], tuple[Pair, ...]]:
+    return lambda chooser: beam_step(distribution, ends, width, chooser)
 
 
 def _live_cut(pairs: tuple[Pair, ...], ends: Collection[int], width: int) -> int:
@@ -114,7 +123,7 @@ def test_narrow_layer_is_exact_given_its_width(case: LayerCase) -> None:
         assert len(result.live) <= (case.width if result.passed else case.full_width)
         return result.pairs, result.passed
 
-    assert width_error(enumerate_law(record), case.target, case.ends, case.width, case.full_width) < EXACT
+    assert width_error(enumerate_distribution(record), case.target, case.ends, case.width, case.full_width) < EXACT
 
 
 def test_sources_say_which_draft_was_drawn() -> None:
@@ -129,20 +138,22 @@ def test_sources_say_which_draft_was_drawn() -> None:
         assert result.passed == (sum(draw.source is not None for draw in result.live) == case.width)
         return sum(draw.source is not None for draw in result.draws)
 
-    accepted = sum(count * chance for count, chance in enumerate_law(record).items())
+    accepted = sum(count * chance for count, chance in enumerate_distribution(record).items())
     assert 0.5 < accepted < case.width  # the drafts are really used
 
 
 def test_identical_models_always_pass_with_enough_drafts() -> None:
     """p == q must work: residuals are empty, no division by zero, every draft accepted."""
     case = next(case for case in without_replacement_cases() if case.name == "p = q")
-    passed = enumerate_law(lambda chooser: run_layer(case, RejectionRule(), chooser).passed)
+    passed = enumerate_distribution(lambda chooser: run_layer(case, RejectionRule(), chooser).passed)
     assert passed.get(False, 0.0) < EXACT
 
 
 def test_replacement_without_limit_needs_a_live_pair() -> None:
-    law = {(0, 0): 1.0}
+    distribution = {(0, 0): 1.0}
     with pytest.raises(ValueError, match="no live pair"):
-        enumerate_law(lambda chooser: beam_step(law, {0}, 1, chooser, replacement=True))
+        enumerate_distribution(lambda chooser: beam_step(distribution, {0}, 1, chooser, replacement=True))
     with pytest.raises(ValueError, match="no live pair"):
-        enumerate_law(lambda chooser: verify_layer_with_replacement(law, law, (), {0}, 1, 1, chooser))
+        enumerate_distribution(
+            lambda chooser: verify_layer_with_replacement(distribution, distribution, (), {0}, 1, 1, chooser)
+        )

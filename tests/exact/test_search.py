@@ -14,8 +14,8 @@ def test_an_ending_pair_finishes_only_among_the_best_w() -> None:
     result = search_layer(scores, [], {0}, 2)
     assert [draw.pair for draw in result.live] == [(0, 1), (1, 2)]
     assert [draw.pair for draw in result.finished] == [(0, 0)]  # rank 1 < 2; (1, 0) has rank 3
-    late = search_layer({(0, 1): -1.0, (0, 2): -2.0, (0, 0): -2.5, (0, 3): -3.0}, [], {0}, 2)
-    assert not late.finished
+    draft_backlog = search_layer({(0, 1): -1.0, (0, 2): -2.0, (0, 0): -2.5, (0, 3): -3.0}, [], {0}, 2)
+    assert not draft_backlog.finished
     third = search_layer({(0, 1): -1.0, (0, 0): -2.0, (1, 0): -2.5, (0, 3): -3.0}, [], {0}, 2)
     assert [draw.pair for draw in third.finished] == [(0, 0)]
     assert third.pairs == ((0, 1), (0, 0), (0, 3))

@@ -1,4 +1,5 @@
-"""Two steps of speculative decoding have exactly the law of two steps of plain beam sampling, every branch enumerated.
+"""Two steps of speculative decoding have exactly the distribution of two steps of plain beam sampling, every branch
+enumerated.
 
 Guards what one layer cannot show: drafts below rejected nodes, stops in the middle of a forest, redrafting, the bonus
 layer, weights carried from step to step, and widths that depend on what was drafted. No randomness, so no false alarms.
@@ -11,7 +12,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests.oracles.rules import WithReplacementRule, enumerate_law, total_variation
+from tests.oracles.rules import WithReplacementRule, enumerate_distribution, total_variation
 from tests.oracles.width import expected_width
 
 from .cases import EXACT
@@ -53,54 +54,57 @@ def drawn(steps: tuple[Step, ...]) -> tuple[tuple[Beam, ...], ...]:
     return tuple(step.drawn for step in steps)
 
 
-def law_error(setting: Setting, steps: int) -> float:
-    law = enumerate_law(lambda chooser: drawn(speculative_steps(setting, steps, chooser)))
-    return total_variation(law, enumerate_law(lambda chooser: drawn(plain_steps(setting, steps, chooser))))
+def distribution_error(setting: Setting, steps: int) -> float:
+    distribution = enumerate_distribution(lambda chooser: drawn(speculative_steps(setting, steps, chooser)))
+    return total_variation(
+        distribution, enumerate_distribution(lambda chooser: drawn(plain_steps(setting, steps, chooser)))
+    )
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_two_steps_have_the_law_of_plain_beam_sampling(name: str) -> None:
-    assert law_error(FIXED[name], 2) < EXACT
+def test_two_steps_have_the_distribution_of_plain_beam_sampling(name: str) -> None:
+    assert distribution_error(FIXED[name], 2) < EXACT
 
 
 @pytest.mark.parametrize("name", THREE_STEPS)
 def test_three_steps_reach_the_bonus_layer(name: str) -> None:
-    assert law_error(THREE_STEPS[name], 3) < EXACT
+    assert distribution_error(THREE_STEPS[name], 3) < EXACT
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("ends", [frozenset(), ENDS], ids=["no end", "end token"])
 @pytest.mark.parametrize("policy", ["w=1", "threshold"])
 def test_dynamic_width_is_exact_given_the_widths(policy: str, ends: frozenset[int], depth: int) -> None:
-    """Given the beams and the w of a layer, its draws have the law of plain ones, up to the w-th live one and beyond.
+    """Given the beams and the w of a layer, its draws have the distribution of plain ones, up to the w-th live one and
+    beyond.
 
     In the second layer w depends on the drafted nodes, so this also checks that choosing w from P and Q biases nothing.
     """
     widths = {"w=1": lambda p, q: 1, "threshold": lambda p, q: expected_width(p, q, 2, 0.4, 1, 2)}
     setting = Setting(P3, Q3, 2, 2, depth, ends, policy=widths[policy])
-    records = enumerate_law(lambda chooser: speculative_steps(setting, 2, chooser))
+    records = enumerate_distribution(lambda chooser: speculative_steps(setting, 2, chooser))
     groups: defaultdict[tuple[Step, int], dict[Step, float]] = defaultdict(dict)
     firsts: defaultdict[Step, float] = defaultdict(float)
     for (first, second), mass in records.items():
         groups[first, second.width][second] = mass
         firsts[first] += mass
     error = given_width_error(setting, tuple(ROOT.values()), firsts)
-    for (first, _), law in groups.items():
+    for (first, _), distribution in groups.items():
         live = tuple(beam for beam in first.drawn if beam.path[-1] not in ends)
-        error += given_width_error(setting, live, law)
+        error += given_width_error(setting, live, distribution)
     assert error < EXACT
     if policy == "threshold" and depth == 2 and not ends:
         assert {width for (first, width) in groups if first.passed} == {1, 2}  # it does adapt
 
 
-def given_width_error(setting: Setting, live: tuple[Beam, ...], law: dict[Step, float]) -> float:
-    """Error of the law of one step after these live beams; all its outcomes have the same width."""
+def given_width_error(setting: Setting, live: tuple[Beam, ...], distribution: dict[Step, float]) -> float:
+    """Error of the distribution of one step after these live beams; all its outcomes have the same width."""
     number = {beam.path: index for index, beam in enumerate(live)}
-    total = math.fsum(law.values())
+    total = math.fsum(distribution.values())
     records = {
         (tuple((number[beam.path[:-1]], beam.path[-1]) for beam in step.drawn), step.passed): mass / total
-        for step, mass in law.items()
+        for step, mass in distribution.items()
     }
-    (width,) = {step.width for step in law}
-    target = setting.target.pool(dict(enumerate(live))).law
+    (width,) = {step.width for step in distribution}
+    target = setting.target.pool(dict(enumerate(live))).distribution
     return total * width_error(records, target, setting.ends, width, setting.full_width)

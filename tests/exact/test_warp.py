@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.oracles.rules import pool_law, warp
+from tests.oracles.rules import pool_distribution, warp
 
 
 def logs(*masses: float) -> dict[int, float]:
@@ -45,7 +45,7 @@ def test_min_p_is_relative_to_the_most_probable() -> None:
     assert set(warp(logs(0.5, 0.5), min_p=1.0)) == {0, 1}
 
 
-def test_impossible_tokens_and_empty_laws() -> None:
+def test_impossible_tokens_and_empty_distributions() -> None:
     assert set(warp(logs(0.5, 0.0, 0.5), top_k=3)) == {0, 2}
     assert warp({}) == {} == warp(logs(0.0, 0.0), temperature=0.3)
 
@@ -54,17 +54,17 @@ def test_extreme_weights_do_not_underflow() -> None:
     assert warp({0: -5000.0, 1: -5000.0 + math.log(3.0)}) == pytest.approx({0: 0.25, 1: 0.75})
 
 
-def test_pool_scope_warps_the_joint_law_and_keeps_raw_weights() -> None:
+def test_pool_scope_warps_the_joint_distribution_and_keeps_raw_weights() -> None:
     rows = {0: logs(0.9, 0.1), 1: logs(0.5, 0.5)}
-    pool = pool_law({0: math.log(0.75), 1: math.log(0.25)}, rows, temperature=0.5)
+    pool = pool_distribution({0: math.log(0.75), 1: math.log(0.25)}, rows, temperature=0.5)
     raw = {(0, 0): 0.675, (0, 1): 0.075, (1, 0): 0.125, (1, 1): 0.125}
     total = sum(mass**2 for mass in raw.values())
-    assert pool.law == pytest.approx({pair: mass**2 / total for pair, mass in raw.items()})
+    assert pool.distribution == pytest.approx({pair: mass**2 / total for pair, mass in raw.items()})
     assert pool.weights == pytest.approx({pair: math.log(mass) for pair, mass in raw.items()})
 
 
 def test_beam_scope_warps_rows_and_accumulates_their_logs() -> None:
     rows = {0: logs(0.6, 0.4), 1: logs(0.3, 0.7)}
-    pool = pool_law({0: math.log(0.75), 1: math.log(0.25)}, rows, "beam", top_k=1)
-    assert pool.law == pytest.approx({(0, 0): 0.75, (1, 1): 0.25})
+    pool = pool_distribution({0: math.log(0.75), 1: math.log(0.25)}, rows, "beam", top_k=1)
+    assert pool.distribution == pytest.approx({(0, 0): 0.75, (1, 1): 0.25})
     assert pool.weights == pytest.approx({(0, 0): math.log(0.75), (1, 1): math.log(0.25)})

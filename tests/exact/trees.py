@@ -1,4 +1,5 @@
-"""Small decoders over table models, for laws of several steps: plain beam sampling and speculative decoding."""
+"""Small decoders over table models, for distributions of several steps: plain beam sampling and speculative
+decoding."""
 
 from __future__ import annotations
 
@@ -9,20 +10,20 @@ from typing import NamedTuple
 
 from tests.oracles.rules import (
     Chooser,
-    Law,
+    Distribution,
     Pair,
     Pool,
     RejectionRule,
     WithReplacementRule,
     beam_step,
     draft_layer,
-    pool_law,
+    pool_distribution,
 )
 
 from .cases import random_row
 
 Path = tuple[int, ...]
-WidthPolicy = Callable[[Law, Law], int]
+WidthPolicy = Callable[[Distribution, Distribution], int]
 
 
 class Beam(NamedTuple):
@@ -40,7 +41,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """A language model given by a random table, with the warp that its laws go through.
+    """A language model given by a random table, with the warp that its distributions go through.
 
     answers: the only texts that it may say, their end tokens included; none: any.
     limit: tokens of a text at most, so that only what leaves an answer within it may follow; none: any number. An
@@ -67,14 +68,14 @@ class Model:
             rows = {index: self.row(beam.path) for index, beam in beams.items()}
             weights = {index: beam.weight for index, beam in beams.items()}
             legal = {index: self.legal(beam.path) for index, beam in beams.items()} if self.answers else None
-            self.pools[key] = self.law(weights, rows, legal)
+            self.pools[key] = self.distribution(weights, rows, legal)
         return self.pools[key]
 
-    def law(
+    def distribution(
         self, weights: dict[int, float], rows: dict[int, dict[int, float]], legal: dict[int, set[int]] | None
     ) -> Pool:
-        """The pool law; what a mutant gets wrong."""
-        return pool_law(weights, rows, legal=legal, **self.warp)  # type: ignore[arg-type]
+        """The pool distribution; what a mutant gets wrong."""
+        return pool_distribution(weights, rows, legal=legal, **self.warp)  # type: ignore[arg-type]
 
     def legal(self, path: Path) -> set[int]:
         """Tokens that some answer goes on with which the limit does not cut."""
@@ -114,7 +115,9 @@ def plain_steps(setting: Setting, steps: int, chooser: Chooser) -> tuple[Step, .
     live, record = ROOT, []
     for _ in range(steps):
         pool = setting.target.pool(live)
-        pairs = beam_step(pool.law, setting.ends, setting.full_width, chooser, setting.replacement, setting.limit)
+        pairs = beam_step(
+            pool.distribution, setting.ends, setting.full_width, chooser, setting.replacement, setting.limit
+        )
         children = [child(live, pool, pair) for pair in pairs]
         record.append(Step(setting.full_width, tuple(children), False))
         live = dict(enumerate(beam for beam in children if beam.path[-1] not in setting.ends))
@@ -123,23 +126,24 @@ def plain_steps(setting: Setting, steps: int, chooser: Chooser) -> tuple[Step, .
 
 @dataclass
 class Forest:
-    """Draft layers grown from the live beams on demand: nodes of each layer and the law they were drawn from."""
+    """Draft layers grown from the live beams on demand: nodes of each layer and the distribution they were drawn
+    from."""
 
     setting: Setting
     chooser: Chooser
     layers: list[dict[int, Beam]]
-    laws: list[Law] = field(default_factory=list)
+    distributions: list[Distribution] = field(default_factory=list)
     drawn: list[tuple[Pair, ...]] = field(default_factory=list)
 
-    def layer(self, number: int) -> tuple[Law, tuple[Pair, ...]]:
-        while len(self.laws) <= number:
+    def layer(self, number: int) -> tuple[Distribution, tuple[Pair, ...]]:
+        while len(self.distributions) <= number:
             nodes = {index: beam for index, beam in self.layers[-1].items() if self._extends(beam)}
             pool = self.setting.draft.pool(nodes)
-            pairs = draft_layer(pool.law, self.setting.drafts, self.chooser, self.setting.replacement)
-            self.laws.append(pool.law)
+            pairs = draft_layer(pool.distribution, self.setting.drafts, self.chooser, self.setting.replacement)
+            self.distributions.append(pool.distribution)
             self.drawn.append(pairs)
             self.layers.append({index: child(nodes, pool, pair) for index, pair in enumerate(pairs)})
-        return self.laws[number], self.drawn[number]
+        return self.distributions[number], self.drawn[number]
 
     def _extends(self, beam: Beam) -> bool:
         return not beam.path or beam.path[-1] not in self.setting.ends
@@ -166,10 +170,12 @@ def _verify_layer(
 ) -> tuple[Step, dict[int, Beam]]:
     """One step, and the live beams after it, keyed by draft node if the layer passed. After D layers, the bonus."""
     pool = setting.target.pool(live)
-    law, drafts = forest.layer(layer) if layer < setting.depth else ({}, ())
+    distribution, drafts = forest.layer(layer) if layer < setting.depth else ({}, ())
     bonus = layer == setting.depth
-    width = setting.full_width if bonus or setting.policy is None else setting.policy(pool.law, law)
-    result = setting.rule.verify(pool.law, law, drafts, setting.ends, width, setting.full_width, chooser, setting.limit)
+    width = setting.full_width if bonus or setting.policy is None else setting.policy(pool.distribution, distribution)
+    result = setting.rule.verify(
+        pool.distribution, distribution, drafts, setting.ends, width, setting.full_width, chooser, setting.limit
+    )
     children = [(draw, child(live, pool, draw.pair)) for draw in result.draws]
     assert not (bonus and result.passed)
     survivors = {

@@ -1,5 +1,5 @@
-"""Tiny pairs with two tokenizers: models whose law is one of bytes, so that a draft in another vocabulary is a good
-one."""
+"""Tiny pairs with two tokenizers: models whose distribution is one of bytes, so that a draft in another vocabulary is a
+good one."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def codec(kind: str) -> HFCodec:
 
 
 @cache
-def _byte_law() -> dict[bytes, list[float]]:
+def _byte_distribution() -> dict[bytes, list[float]]:
     """Log-probabilities of the next byte after up to three bytes, by counting in the texts."""
     counts: dict[bytes, Counter[int]] = {}
     data = "\n".join([*TEXTS, EMOJI, *TEXTS, EMOJI]).encode()
@@ -100,9 +100,9 @@ class TextModel(HashModel):
 
 
 def _known(context: bytes) -> bytes:
-    """The longest end of a context that the law knows."""
-    law = _byte_law()
-    while context not in law:
+    """The longest end of a context that the distribution knows."""
+    distribution = _byte_distribution()
+    while context not in distribution:
         context = context[1:]
     return context
 
@@ -116,11 +116,11 @@ def _scores(kind: str, context: bytes) -> Tensor:
 
 
 def _score(context: bytes, piece: bytes) -> float:
-    law, scores = _byte_law(), []
+    distribution, scores = _byte_distribution(), []
     for byte in piece:
-        while context not in law:
+        while context not in distribution:
             context = context[1:]
-        scores.append(law[context][byte])
+        scores.append(distribution[context][byte])
         context = (context + bytes([byte]))[-3:]
     likely = min(scores, default=-20.0) > -2
     return sum(scores) + likely * 2.0 * (len(piece) - 1) if piece else -20.0

@@ -1,4 +1,4 @@
-"""Random layers for the twin tests: the same target rows, draft rows and drafts for the tensors and for the scalar
+"""Random layers for the reference tests: the same target rows, draft rows and drafts for the tensors and for the scalar
 oracle."""
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.candidates import Candidates, top_candidates
-from dsbd_cli.engine.core.distribution import PoolLaw, Warp, pool_law
-from dsbd_cli.engine.core.nodes import DraftLaw
+from dsbd_cli.engine.core.distribution import PoolDistribution, Warp, pool_distribution
+from dsbd_cli.engine.core.nodes import DraftDistribution
 from dsbd_cli.engine.core.noise import DRAFT, seed_key, stream_key
 from dsbd_cli.engine.core.pool import DraftRequest
-from dsbd_cli.engine.drafting.base import record_law
+from dsbd_cli.engine.drafting.base import record_distribution
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerView, Rule
 from tests.oracles.rules import Pair
 
@@ -34,7 +34,7 @@ def warp_of(rows: int, settings: tuple[float, int, float, float], scope: str) ->
         even_top_k=True,
         any_top_p=top_p < 1,
         any_min_p=min_p > 0,
-        cold=torch.zeros(rows, dtype=torch.bool),
+        greedy=torch.zeros(rows, dtype=torch.bool),
     )
 
 
@@ -43,24 +43,24 @@ class Layer:
     """R random layers with W live beams among K nodes, K drafts below them, vocabulary V."""
 
     view: LayerView
-    target: PoolLaw
-    draft: PoolLaw
+    target: PoolDistribution
+    draft: PoolDistribution
     draft_candidates: Candidates
     parents: Tensor
 
-    def law(self, row: int) -> dict[Pair, float]:
+    def distribution(self, row: int) -> dict[Pair, float]:
         """P as the oracle takes it: (live beam, token) -> mass."""
         return _as_dict(self.view.log_p[row], self.view.tokens[row])
 
-    def draft_law(self, row: int) -> dict[Pair, float]:
+    def draft_distribution(self, row: int) -> dict[Pair, float]:
         """Q with its parents named as beams: live ones by their beam index, dead ones by 100 + node."""
         beam_of = {int(node): beam for beam, node in enumerate(self.view.node[row]) if self.view.valid[row, beam]}
-        law = _as_dict(self.draft.log_p[row], self.draft_candidates.tokens[row])
+        distribution = _as_dict(self.draft.log_p[row], self.draft_candidates.tokens[row])
         offset = int(self.parents[0])
-        return {(beam_of.get(node + offset, 100 + node), token): mass for (node, token), mass in law.items()}
+        return {(beam_of.get(node + offset, 100 + node), token): mass for (node, token), mass in distribution.items()}
 
     def drafts(self, row: int) -> list[Pair]:
-        """Drafted pairs in order, named as in draft_law."""
+        """Drafted pairs in order, named as in draft_distribution."""
         beam_of = {int(node): beam for beam, node in enumerate(self.view.node[row]) if self.view.valid[row, beam]}
         drafted, offset = self.view.drafts, int(self.parents[0])
         assert drafted is not None
@@ -75,8 +75,8 @@ class Layer:
         return set(self.view.tokens[self.view.ends].tolist())
 
 
-def _as_dict(log_law: Tensor, tokens: Tensor) -> dict[Pair, float]:
-    pairs = log_law.to(torch.float64).exp()
+def _as_dict(log_distribution: Tensor, tokens: Tensor) -> dict[Pair, float]:
+    pairs = log_distribution.to(torch.float64).exp()
     return {
         (node, int(tokens[node, column])): float(pairs[node, column])
         for node in range(pairs.shape[0])
@@ -110,8 +110,8 @@ def random_layer(
     own = top_candidates(target_logits, size).at(local)
     draft_candidates = top_candidates(draft_logits, size)
     live_weight = torch.randn(rows, beams, generator=generator)
-    target = pool_law(own, live_weight, valid, warp)
-    draft = pool_law(draft_candidates, weight, torch.ones(rows, drafts, dtype=torch.bool), warp)
+    target = pool_distribution(own, live_weight, valid, warp)
+    draft = pool_distribution(draft_candidates, weight, torch.ones(rows, drafts, dtype=torch.bool), warp)
     key = seed_key(torch.arange(rows) + seed * 100_003)
     iteration = torch.full((rows,), 3)
     index, real = rule.sampler.draw(
@@ -123,14 +123,14 @@ def random_layer(
             count=drafts,
         )
     )
-    law: DraftLaw = record_law(draft_candidates, draft.log_p, index, real)
+    distribution: DraftDistribution = record_distribution(draft_candidates, draft.log_p, index, real)
     drafted = DraftedLayer(
         parent=index // draft_candidates.tokens.shape[2] + beams,
         token=draft_candidates.tokens.flatten(1).gather(1, index),
         valid=real,
         sampled=real,
         offset=beams + drafts,
-        law=law,
+        distribution=distribution,
         above_weight=weight,
     )
     view = LayerView(

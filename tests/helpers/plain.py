@@ -1,7 +1,8 @@
 """The plain decoder: scalar beam sampling and beam search over a function path -> log-probabilities, no draft, no
 forest, no cache.
 
-Slow twin of the whole engine. Random choices go through a chooser, so the law of its results can be enumerated exactly.
+Slow reference of the whole engine. Random choices go through a chooser, so the distribution of its results can be
+enumerated exactly.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from tests.oracles.rules import (
     Pair,
     Pool,
     beam_step,
-    cold_law,
-    cold_step,
-    enumerate_law,
+    enumerate_distribution,
+    greedy_distribution,
+    greedy_step,
     legal_rows,
-    pool_law,
+    pool_distribution,
     search_layer,
 )
 
@@ -61,14 +62,16 @@ Step = Callable[[list[Path], dict[Pair, float]], tuple[Pair, ...]]
 
 def sampled(chooser: Chooser, settings: Settings) -> Step:
     """Draws without replacement, every decision by the chooser."""
-    return lambda paths, law: beam_step(law, settings.ends, settings.width, chooser)
+    return lambda paths, distribution: beam_step(distribution, settings.ends, settings.width, chooser)
 
 
 def coupled(noise: Callable[[Path, int], float], settings: Settings) -> Step:
     """Draws by log P + G(path, token)."""
 
-    def step(paths: list[Path], law: dict[Pair, float]) -> tuple[Pair, ...]:
-        ranked = sorted(law, key=lambda pair: math.log(law[pair]) + noise(paths[pair[0]], pair[1]), reverse=True)
+    def step(paths: list[Path], distribution: dict[Pair, float]) -> tuple[Pair, ...]:
+        ranked = sorted(
+            distribution, key=lambda pair: math.log(distribution[pair]) + noise(paths[pair[0]], pair[1]), reverse=True
+        )
         drawn: list[Pair] = []
         while ranked and sum(token not in settings.ends for _, token in drawn) < settings.width:
             drawn.append(ranked.pop(0))
@@ -77,11 +80,11 @@ def coupled(noise: Callable[[Path, int], float], settings: Settings) -> Step:
     return step
 
 
-def cold(settings: Settings) -> Step:
+def greedy(settings: Settings) -> Step:
     """Temperature 0: the likeliest pairs, of equal ones those that go on, then the first beam and the lowest token."""
 
-    def step(paths: list[Path], law: dict[Pair, float]) -> tuple[Pair, ...]:
-        return cold_step(law, settings.ends, settings.width)
+    def step(paths: list[Path], distribution: dict[Pair, float]) -> tuple[Pair, ...]:
+        return greedy_step(distribution, settings.ends, settings.width)
 
     return step
 
@@ -90,16 +93,16 @@ def cold(settings: Settings) -> Step:
 def _pool(
     rows: Rows, settings: Settings, paths: tuple[Path, ...], weights: tuple[float, ...], search: bool
 ) -> tuple[dict[int, Mapping[int, float]], Pool | None]:
-    """Legal rows of each beam, and the law of its step where there is one. Kept, because an enumeration comes back to
-    the same beams again and again."""
+    """Legal rows of each beam, and the distribution of its step where there is one. Kept, because an enumeration comes
+    back to the same beams again and again."""
     table: Mapping[int, Mapping[int, float]] = {beam: rows(path) for beam, path in enumerate(paths)}
     legal = None if settings.legal is None else {beam: settings.legal(path) for beam, path in enumerate(paths)}
     table, running = dict(legal_rows(table, legal)), dict(enumerate(weights))
     if search:
         return table, None
     if settings.temperature == 0:
-        return table, cold_law(running, table, settings.scope, settings.top_k)
-    return table, pool_law(running, table, settings.scope, settings.temperature, settings.top_k)
+        return table, greedy_distribution(running, table, settings.scope, settings.top_k)
+    return table, pool_distribution(running, table, settings.scope, settings.temperature, settings.top_k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +163,17 @@ def decode(rows: Rows, settings: Settings, step: Step | None = None) -> tuple[Te
     found: _Beams | tuple[Text, ...] = _Beams()
     while isinstance(found, _Beams):
         one = _Step(rows, settings, found, step is None)
-        law = None if one.pool is None else one.pool.law
-        found = one.searched() if step is None or law is None else one.drawn(step(list(found.paths), law))
+        distribution = None if one.pool is None else one.pool.distribution
+        found = (
+            one.searched() if step is None or distribution is None else one.drawn(step(list(found.paths), distribution))
+        )
     return found
 
 
-def results_law(rows: Rows, settings: Settings) -> dict[tuple[Path, ...], float]:
-    """Exact law of the tokens of all hypotheses. Steps are enumerated one after the other, and beams that several ways
-    lead to are followed once: the law of `enumerate_law` over `decode`, which follows every way from its beginning."""
+def results_distribution(rows: Rows, settings: Settings) -> dict[tuple[Path, ...], float]:
+    """Exact distribution of the tokens of all hypotheses. Steps are enumerated one after the other, and beams that
+    several ways lead to are followed once: the distribution of `enumerate_distribution` over `decode`, which follows
+    every way from its beginning."""
     results: defaultdict[tuple[Path, ...], list[float]] = defaultdict(list)
     beams = {_Beams(): [1.0]}
     while beams:
@@ -175,8 +181,10 @@ def results_law(rows: Rows, settings: Settings) -> dict[tuple[Path, ...], float]
         for one, ways in beams.items():
             step, mass = _Step(rows, settings, one, False), math.fsum(ways)
             assert step.pool is not None
-            law = step.pool.law
-            for pairs, chance in enumerate_law(partial(beam_step, law, settings.ends, settings.width)).items():
+            distribution = step.pool.distribution
+            for pairs, chance in enumerate_distribution(
+                partial(beam_step, distribution, settings.ends, settings.width)
+            ).items():
                 found = step.drawn(pairs)
                 if isinstance(found, _Beams):
                     following[found].append(mass * chance)

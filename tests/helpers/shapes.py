@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dsbd_cli.ops.triton import attention, candidates, commit, draft, layers, products, walk
+from dsbd_cli.ops.triton import attention, candidates, commit, draft, layers, products, verify
 
 READER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 VOCABULARY = 32_000
@@ -45,7 +45,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """W, K, D, C, the rule, and what the rows ask for: stop strings, top-k, top-p, min-p, cold rows, scope `beam`."""
+    """W, K, D, C, the rule, and what the rows ask for: stop strings, top-k, top-p, min-p, greedy rows, scope `beam`."""
 
     beams: int
     drafts: int
@@ -119,7 +119,7 @@ def _recorded(modules: dict[ModuleType, str]) -> Iterator[list[Launch]]:
 
 def launches(shape: Shape, rows: int = 2) -> list[Launch]:
     """What the operators of an iteration launch for a shape."""
-    modules = {candidates: "candidates", draft: "begin extend", walk: "walk", commit: "commit move"}
+    modules = {candidates: "candidates", draft: "begin extend", verify: "verify", commit: "commit move"}
     with _recorded(modules) as found:
         _call(shape, rows)
     return found
@@ -155,7 +155,7 @@ def product_launches() -> list[Launch]:
 
 def attention_launches() -> list[Launch]:
     """What attention launches: 32 heads and 8 of keys of the widths in use."""
-    with _recorded({attention: "prompt tail"}) as found:
+    with _recorded({attention: "prompt suffix"}) as found:
         for dtype, widest in attention.WIDEST.items():
             for dim in sorted({64, widest}):
                 query, keys = torch.empty(1, 32, 36, dim, dtype=dtype), torch.empty(1, 8, 4096, dim, dtype=dtype)
@@ -167,7 +167,7 @@ def attention_launches() -> list[Launch]:
 
 def _call(shape: Shape, rows: int) -> None:
     width, drafts, depth, count = shape.beams, shape.drafts, shape.depth, shape.candidates
-    nodes, window, slots, history, late = width + drafts * depth, 64, 512, 256, 3
+    nodes, window, slots, history, draft_backlog = width + drafts * depth, 64, 512, 256, 3
 
     def ints(*size: int) -> Tensor:
         return torch.empty(rows, *size, dtype=torch.int64)
@@ -180,30 +180,36 @@ def _call(shape: Shape, rows: int) -> None:
 
     for dtype in candidates.ROUNDS:
         candidates.candidates._init_fn(torch.empty(rows, nodes, VOCABULARY, dtype=dtype), count)
-    sheet = [torch.empty(8, rows, nodes, dtype=torch.int64), torch.empty(3, rows, nodes, dtype=torch.bool)]
-    sheet += [reals(nodes), ints(nodes, depth), bits(nodes, window), bits(nodes, slots)]
+    buffer = [torch.empty(8, rows, nodes, dtype=torch.int64), torch.empty(3, rows, nodes, dtype=torch.bool)]
+    buffer += [reals(nodes), ints(nodes, depth), bits(nodes, window), bits(nodes, slots)]
     table = [ints(), ints(), ints(slots), ints(slots)]
     keys = ints(depth + 1, 8)
-    joined = [torch.empty(3, rows, late + width, dtype=torch.int64), bits(late + width, slots)]
+    joined = [torch.empty(3, rows, draft_backlog + width, dtype=torch.int64), bits(draft_backlog + width, slots)]
     own = [ints(width), ints(width), ints(width), bits(width), reals(width), bits(width, window), ints()]
-    draft.begin._init_fn(own, table, [ints(), ints()], sheet, keys, joined, slots - 1, 4095)
+    draft.begin._init_fn(own, table, [ints(), ints()], buffer, keys, joined, slots - 1, 4095)
     endings = [torch.empty(VOCABULARY, dtype=torch.bool), torch.empty(4, VOCABULARY, dtype=torch.int32)]
     warp = [reals(), ints(), reals(), reals(), bits()]
-    law: list[Tensor] = []
+    distribution: list[Tensor] = []
     if shape.rule == "rejection":
-        law = [ints(nodes, count), reals(nodes, count), torch.empty(2, rows, depth, drafts, dtype=torch.float64)]
-    settings = (endings, warp, law)
+        distribution = [
+            ints(nodes, count),
+            reals(nodes, count),
+            torch.empty(2, rows, depth, drafts, dtype=torch.float64),
+        ]
+    settings = (endings, warp, distribution)
     tokens, logprobs = ints(drafts, count), reals(drafts, count)
     place = [width, drafts, 1, drafts]
-    draft.extend._init_fn(tokens, logprobs, sheet, table, ints(), keys, *settings, place, shape.rule, shape.flags, 4095)
+    draft.extend._init_fn(
+        tokens, logprobs, buffer, table, ints(), keys, *settings, place, shape.rule, shape.flags, 4095
+    )
     flat = [ints(nodes), ints(nodes), ints(nodes), ints(nodes), bits(nodes), ints(nodes), bits(nodes)]
     finished = [reals(width), reals(width), ints(width), bits(width), ints(width), ints(width), ints(width)]
-    report = ints(walk.FIRST + depth * walk.COLUMNS)
+    report = ints(verify.FIRST + depth * verify.COLUMNS)
     out = [ints(width), ints(width), ints(width), bits(width), reals(width), reals(width)]
-    walk.walk._init_fn(
+    verify.verify._init_fn(
         [ints(nodes, count), reals(nodes, count)],
         *(flat, [bits(width), reals(width), reals(width), ints()], finished, endings, warp),
-        *([bits(), ints(), reals(), bits()], keys, law, [*out, ints(depth + 1, width), report]),
+        *([bits(), ints(), reals(), bits()], keys, distribution, [*out, ints(depth + 1, width), report]),
         *(drafts, shape.rule, shape.flags),
     )
     held = [bits(width), ints(width), reals(width), reals(width), ints(width), ints(width)]

@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, built in code; forests and their slow twins."""
+"""Tiny random models of many architectures, built in code; forests and their slow references."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class HashModel(_SlotModel):
     """Logits are pseudo-random in the whole visible path, tokens and their positions.
 
     Attributes:
-        sharpness: spread of the logits; 2 to 4 gives laws about as peaked as a small language model's.
+        sharpness: spread of the logits; 2 to 4 gives distributions about as peaked as a small language model's.
         noise: share of a second, independent hash mixed in. With the target's seed, 0 is the target itself, 0.3 a
             decent draft, and 1 has nothing to do with it.
         noise_seed: of the second hash.

@@ -44,7 +44,7 @@ class TableLM:
         previous = (before * held.unsqueeze(1)).sum(-1)
         return self.table[previous.clamp(max=self.vocab_size - 1), batch.tokens]
 
-    def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
+    def move(self, source: Tensor, target: Tensor, common_prefix: Tensor) -> None:
         self.tokens.scatter_(1, target, self.tokens.gather(1, source))
 
     def select_rows(self, rows: Tensor) -> None:

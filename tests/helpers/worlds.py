@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.planning.acceptance import Acceptance
-from dsbd_cli.engine.planning.planner import NOTHING, AdaptivePlanner, Planner, Reading, Shape
+from dsbd_cli.engine.planning.planner import NOTHING, AdaptivePlanner, DraftWork, Planner, Shape
 
 
 class RandomPlanner(Planner):
@@ -17,7 +17,7 @@ class RandomPlanner(Planner):
     def __init__(self, seed: int, depth: int, drafts: int) -> None:
         self.random, self.depth, self.drafts, self.used = random.Random(seed), depth, drafts, set[Shape]()
 
-    def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
+    def choose(self, requests: Sequence[Acceptance], reading: DraftWork = NOTHING) -> Shape:
         depth = 0 if self.random.random() < 0.7 else self.random.randint(1, self.depth)
         shape = Shape(depth, self.random.randint(3, self.drafts))
         self.used.add(shape)
@@ -29,7 +29,7 @@ class RandomPlanner(Planner):
         requests: Sequence[Acceptance],
         layers: Sequence[object],
         seconds: dict[str, float],
-        reading: Reading = NOTHING,
+        reading: DraftWork = NOTHING,
         steady: bool = True,
     ) -> None:
         assert set(seconds) >= {"draft", "target", "verify"}
@@ -74,17 +74,17 @@ class World:
             alive = passed
         return shape, [self.request], [layers], self.seconds(shape)
 
-    def iterate_counted(self, planner: AdaptivePlanner, reading: Reading = NOTHING) -> tuple[Shape, int]:
+    def iterate_counted(self, planner: AdaptivePlanner, reading: DraftWork = NOTHING) -> tuple[Shape, int]:
         """Shape and steps of an iteration."""
         shown = self.at(planner.choose([self.request], reading))
         if shown[0].depth:
-            shown[3]["draft"] += self.node * reading.lag
+            shown[3]["draft"] += self.node * reading.draft_backlog
         if reading.unread and shown[0].depth:
             shown[3]["read"] = self.node * reading.unread
         planner.observe(*shown, reading)
         return shown[0], 1 + sum(layer.passed for layer in shown[2][0])
 
-    def iterate(self, planner: AdaptivePlanner, reading: Reading = NOTHING) -> Shape:
+    def iterate(self, planner: AdaptivePlanner, reading: DraftWork = NOTHING) -> Shape:
         return self.iterate_counted(planner, reading)[0]
 
     def best(self) -> float:

@@ -16,12 +16,12 @@ from dsbd_cli.io.lines.lock import open_locked
 from dsbd_cli.io.lines.resume import (
     TAIL_BYTES,
     DoneRows,
-    cut,
     cut_unfinished_steps,
     drop_failed,
     read_done,
     read_settings,
     settings_file,
+    truncate_at,
     whole_size,
     write_atomically,
     write_settings,
@@ -55,7 +55,7 @@ def test_a_torn_end_goes_and_nothing_else(tmp_path: Path, data: bytes, kept: byt
     with opened(tmp_path / "out", data) as stream:
         assert whole_size(stream) == len(kept)
         assert (tmp_path / "out").read_bytes() == data
-        assert cut(stream, len(kept)) == len(data) - len(kept)
+        assert truncate_at(stream, len(kept)) == len(data) - len(kept)
         assert stream.tell() == len(kept)
     assert (tmp_path / "out").read_bytes() == kept
 

@@ -28,12 +28,12 @@ from dsbd_cli.models import verdicts
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
-from dsbd_cli.models.decoder import forest as decoder_forest
+from dsbd_cli.models.decoder import decoder_forest
 from dsbd_cli.models.decoder import load as decoder_load
-from dsbd_cli.models.decoder.forest import DecoderForest
+from dsbd_cli.models.decoder.decoder_forest import DecoderForest
 from dsbd_cli.models.decoder.forward import MaskView, PathView
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
-from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops.cpu.program import Arena, Program
@@ -58,7 +58,7 @@ def spec_for(folder: Path, role: Any = "target", dtype: str = "float32", **more:
 def decoder_of(folder: Path, **settings: Any) -> DecoderForest:
     """Load a checkpoint that our own decoder must take."""
     forest, _ = load_model(spec_for(folder, **settings))
-    assert isinstance(forest, DecoderForest), forest.told
+    assert isinstance(forest, DecoderForest), forest.notes
     return forest
 
 
@@ -101,7 +101,7 @@ def test_every_family_is_transformers(name: str, loaded: Loads) -> None:
     assert self_test(forest).largest_error <= 1e-4
     assert forest.invariant, forest.varies
     assert forest.copies_prefixes
-    assert forest.told == ()
+    assert forest.notes == ()
     assert forest.architecture == type(theirs).__name__
     assert forest.max_positions == (256 if name == "phi3 longrope" else 512)
     assert ("norm" in forest.ops.by("numba")) == (serves("norm") and name != NARROW_HEADS)
@@ -126,7 +126,7 @@ def test_families_whose_angles_stay_float32_are_adapted_in_bfloat16(name: str, t
     assert isinstance(forest, CausalForestModel)
 
 
-PROMPTS = [tokens(length, seed=length).tolist() for length in (3, 11, 70, 130)]  # the last two have settled slots
+PROMPTS = [tokens(length, seed=length).tolist() for length in (3, 11, 70, 130)]  # the last two have prompt slots
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -211,7 +211,7 @@ def test_a_setting_that_is_not_known_is_adapted(fields: dict[str, Any], said: st
     assert said in reason
     forest, _ = load_model(spec_for(folder))
     assert isinstance(forest, CausalForestModel)
-    assert forest.told == ()
+    assert forest.notes == ()
 
 
 def test_a_config_key_that_is_not_known_is_adapted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_an_architecture_that_is_not_known_is_adapted(tmp_path: Path) -> None:
     for family in ("gpt2", "cohere"):
         forest, _ = load_model(spec_for(save(tmp_path / family, family)))
         assert isinstance(forest, CausalForestModel)
-        assert forest.told == ()
+        assert forest.notes == ()
 
 
 @pytest.mark.parametrize("change", [{"eps": 0.1}, {"scale": 0.5}, {"residual_scale": 0.9}, {"gelu": True}])
@@ -247,7 +247,7 @@ def test_logits_that_are_not_transformers_are_adapted(
         forest, _ = load_model(spec_for(folder))
         assert isinstance(forest, CausalForestModel)
         assert forest.invariant
-        (line,) = forest.told
+        (line,) = forest.notes
         assert line.startswith("the target runs through transformers: in our own decoder its logits are off by")
         monkeypatch.setattr(stages, "differs", lambda *_: pytest.fail("asked again"))
 
@@ -321,7 +321,7 @@ def test_a_trimmed_draft(folder: Path, tmp_path: Path) -> None:
 
 
 @contextmanager
-def eager(forest: Forest, *, programs: bool = False) -> Iterator[None]:
+def eager(forest: BaseForestModel, *, programs: bool = False) -> Iterator[None]:
     """Layers are called one by one inside."""
     assert isinstance(forest, DecoderForest)
     before = forest.decoder.ops
@@ -340,7 +340,11 @@ def chain(ids: Tensor, first: int = 0, slots: int = 64, **more: Any) -> ForestIn
 
 
 def answers(
-    target: Forest, prompts: list[list[int]], method: MethodConfig, draft: Forest | None = None, new: int = 16
+    target: BaseForestModel,
+    prompts: list[list[int]],
+    method: MethodConfig,
+    draft: BaseForestModel | None = None,
+    new: int = 16,
 ) -> list[list[tuple[tuple[int, ...], float]]]:
     """Token ids and log-probabilities of all beams, to the last bit."""
     engine = Engine(target, draft, NumberCodec(V, (2,)), method, batch_size=len(prompts))
@@ -365,8 +369,8 @@ BITS: list[tuple[str, dict[str, Any]]] = [
 @KERNELS
 @pytest.mark.parametrize(("name", "changes"), BITS, ids=[f"{name} {changes or ''}" for name, changes in BITS])
 def test_programs_give_the_bits_of_plain_forwards(name: str, changes: dict[str, Any], loaded: Loads) -> None:
-    """A short prompt, all of whose slots are tail; a long one with settled slots; rows with different numbers of these.
-    Layers with a window see a part of them."""
+    """A short prompt, all of whose slots are suffix; a long one with prompt slots; rows with different numbers of
+    these. Layers with a window see a part of them."""
     target, _ = loaded(name, **changes)
     for given in ([prompt(9)], [prompt(150)], [prompt(70, 1), prompt(131, 2), prompt(20, 3)]):
         target.release()
@@ -421,7 +425,7 @@ def test_programs_of_drafts_and_trees(invariant: bool, loaded: Loads, monkeypatc
 @ON_CPU
 @KERNELS
 def test_paths_that_outgrow_a_program(loaded: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_forest, "LEAST_ROOM", 4)
+    monkeypatch.setattr(decoder_forest, "LEAST_PADDED", 4)
     target, _ = loaded("llama")
     target.release()
     with eager(target):
@@ -456,7 +460,7 @@ def test_a_cache_that_has_moved_gets_other_programs(loaded: Loads) -> None:
     ids, logits = tokens(1, 5), []
     for slots in (64, 128):
         target.reserve(1, slots)  # the memory grows, and so moves
-        logits.append(target.forward(chain(ids, settled=(0,), tail=64)))
+        logits.append(target.forward(chain(ids, prompt_slots=(0,), suffix=64)))
     assert torch.equal(*logits)
     assert target.programs == 1
 
@@ -465,7 +469,7 @@ def test_a_cache_that_has_moved_gets_other_programs(loaded: Loads) -> None:
 @KERNELS
 def test_longer_paths_do_not_pile_up(loaded: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards blocks that became too small: programs that nobody uses any more must not hold them."""
-    monkeypatch.setattr(decoder_forest, "LEAST_ROOM", 1)
+    monkeypatch.setattr(decoder_forest, "LEAST_PADDED", 1)
     target, _ = loaded("llama")
     answers(target, [prompt(9)], SEARCH)
     target.release()
@@ -485,7 +489,7 @@ def test_only_so_many_programs_are_kept(loaded: Loads, monkeypatch: pytest.Monke
     real = target._built
     monkeypatch.setattr(target, "_built", lambda hidden, inputs: built.append(hidden.shape[1]) or real(hidden, inputs))
     for count in (4, 5, 6, 4, 7, 4, 5):
-        target.forward(chain(tokens(1, count), settled=(0,), tail=64))
+        target.forward(chain(tokens(1, count), prompt_slots=(0,), suffix=64))
         assert target.programs <= 3
     assert built == [4, 5, 6, 7, 5]
 
@@ -498,8 +502,8 @@ def test_forwards_in_and_outside_of_inference_mode(loaded: Loads) -> None:
     target.release()
     target.reserve(1, 64)
     with torch.inference_mode():
-        within = target.forward(chain(tokens(1, 5), settled=(0,), tail=64))
-    beyond = target.forward(chain(tokens(1, 5), settled=(0,), tail=64))
+        within = target.forward(chain(tokens(1, 5), prompt_slots=(0,), suffix=64))
+    beyond = target.forward(chain(tokens(1, 5), prompt_slots=(0,), suffix=64))
     assert target.programs == 1
     assert torch.equal(within, beyond)
 
@@ -619,7 +623,7 @@ def test_a_second_load_makes_no_check(name: str, tmp_path: Path, monkeypatch: py
     again = decoder_of(folder)
     assert torch.equal(first.plain(tokens(2, 30)), again.plain(tokens(2, 30)))
     assert answers(first, [prompt(80)], SEARCH) == answers(again, [prompt(80)], SEARCH)
-    for field in ("invariant", "varies", "copies_prefixes", "told", "tested"):
+    for field in ("invariant", "varies", "copies_prefixes", "notes", "tested"):
         assert getattr(first, field) == getattr(again, field), field
 
 

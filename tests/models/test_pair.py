@@ -67,9 +67,9 @@ def test_load_pair(checkpoint: Path, tmp_path: Path) -> None:
     assert target.vocab_size == pair.draft.vocab_size == 97
     assert (pair.target_dtype, pair.draft_dtype) == ("float32", "bfloat16")
     assert text.eos_ids == (2,)
-    assert len(pair.notes) == 1
+    assert len(pair.differences) == 1
     alone = load_pair(ModelSpec(str(checkpoint), device="cpu"), None)
-    assert (alone.draft, alone.draft_dtype, alone.notes) == (None, None, ())
+    assert (alone.draft, alone.draft_dtype, alone.differences) == (None, None, ())
 
 
 def test_unfit_draft_is_named(checkpoint: Path, tmp_path: Path) -> None:

@@ -90,7 +90,8 @@ def test_mistakes_show(name: str, wrong: str) -> None:
 
 
 def test_hash_is_like_a_language_model() -> None:
-    """Guards realistic acceptance: peaked laws, unit spread, a draft that agrees more the less noise it has."""
+    """Guards realistic acceptance: peaked distributions, unit spread, a draft that agrees more the less noise it
+    has."""
     tokens = [random.Random(4).randrange(V) for _ in range(5)]
     target = alone(lambda: HashModel(V, 7), tokens)
     assert abs(target.mean().item()) < 1.0  # 97 draws of spread 3: mean within 3.3 standard errors

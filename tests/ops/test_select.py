@@ -31,7 +31,7 @@ def test_the_report_says_what_serves(dtype: torch.dtype) -> None:
         assert one.reason
         assert one.op == "linear" or same == (one.backend == "torch"), one
     assert ops.linear is packed_linear
-    assert set(ops.by("torch")) >= {"candidates", "draft", "walk", "commit", "move", "attention"}
+    assert set(ops.by("torch")) >= {"candidates", "draft", "verify", "commit", "move", "attention"}
 
 
 def test_a_kernel_that_cannot_be_loaded_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_a_kernel_that_cannot_be_loaded_is_told_with_its_reason(monkeypatch: pyt
 @pytest.mark.skipif(not serves("norm"), reason="kernels of numba do not run here")
 def test_an_operation_that_is_left_out_is_plain_torch_from_then_on() -> None:
     found = ops_for(CPU, torch.float32, ("norm", "gated"), widths=frozenset({64}))
-    left = found.without("norm", "walk", reason="it fails")
+    left = found.without("norm", "verify", reason="it fails")
     assert left.norm is reference.norm
     assert left.gated is found.gated
     assert left.report[0] == Choice("norm", "torch", "it fails")
@@ -58,6 +58,6 @@ def test_kernels_of_a_gpu_are_told_to_be_missing_elsewhere(monkeypatch: pytest.M
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     report = {one.op: one for one in iteration_ops(CPU, None).report}
     assert [*report] == [*ITERATION]
-    assert {report[name].backend for name in ("candidates", "draft", "walk", "commit", "move")} == {"torch"}
-    assert report["walk"].reason in ("triton does not run on cpu", "the package triton is missing")
+    assert {report[name].backend for name in ("candidates", "draft", "verify", "commit", "move")} == {"torch"}
+    assert report["verify"].reason in ("triton does not run on cpu", "the package triton is missing")
     assert {one.reason for one in iteration_ops(CPU, False).report if one.op != "log_total"} == {"not wanted"}

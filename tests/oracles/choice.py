@@ -1,4 +1,5 @@
-"""Laws over pairs, and who makes the random choices of the oracles: given noise, or every possibility in turn."""
+"""Distributions over pairs, and who makes the random choices of the oracles: given noise, or every possibility in
+turn."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from typing import ParamSpec, Protocol, TypeVar
 
 __all__ = [
     "Chooser",
-    "Law",
+    "Distribution",
     "NoiseChooser",
     "Pair",
-    "enumerate_law",
+    "enumerate_distribution",
     "normalise",
     "remembered",
     "total_variation",
@@ -25,7 +26,7 @@ __all__ = [
 Pair = tuple[int, int]
 """(beam, token): a beam's index in its layer and its next token."""
 
-Law = Mapping[Pair, float]
+Distribution = Mapping[Pair, float]
 """Masses over pairs. A pair outside the support is absent or 0."""
 
 KeyT = TypeVar("KeyT", bound=Hashable)
@@ -33,12 +34,13 @@ OutcomeT = TypeVar("OutcomeT", bound=Hashable)
 ParametersT = ParamSpec("ParametersT")
 ResultT = TypeVar("ResultT")
 
-_known: dict[object, tuple[object, object]] | None = None  # while a law is enumerated
+_known: dict[object, tuple[object, object]] | None = None  # while a distribution is enumerated
 
 
 def remembered(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT, ResultT]:
-    """While a law is enumerated, the result for the same objects is computed once: every branch repeats the decisions
-    of those before it. Nobody changes a law. Arguments are known by identity, so they are kept as well."""
+    """While a distribution is enumerated, the result for the same objects is computed once: every branch repeats the
+    decisions of those before it. Nobody changes a distribution. Arguments are known by identity, so they are kept as
+    well."""
 
     @functools.wraps(function)
     def call(*arguments: ParametersT.args, **named: ParametersT.kwargs) -> ResultT:
@@ -61,9 +63,9 @@ def normalise(masses: Mapping[KeyT, float]) -> dict[KeyT, float]:
     return {key: mass / total for key, mass in masses.items() if mass > 0.0}
 
 
-def without(law: Law, pair: Pair) -> dict[Pair, float]:
-    """The law of the next draw once `pair` is taken."""
-    return normalise({other: mass for other, mass in law.items() if other != pair})
+def without(distribution: Distribution, pair: Pair) -> dict[Pair, float]:
+    """The distribution of the next draw once `pair` is taken."""
+    return normalise({other: mass for other, mass in distribution.items() if other != pair})
 
 
 def total_variation(a: Mapping[KeyT, float], b: Mapping[KeyT, float]) -> float:
@@ -82,14 +84,14 @@ class Chooser(Protocol):
         """The test of draft number `index`."""
         ...
 
-    def draw(self, law: Law, stream: str) -> Pair:
-        """One pair of a law that need not be normalised."""
+    def draw(self, distribution: Distribution, stream: str) -> Pair:
+        """One pair of a distribution that need not be normalised."""
         ...
 
 
 @dataclass(slots=True)
 class NoiseChooser:
-    """Decides by given noise: the slow twin of a verifier that is handed the same numbers.
+    """Decides by given noise: the slow reference of a verifier that is handed the same numbers.
 
     Attributes:
         uniforms: uniforms[j] tests draft j.
@@ -103,9 +105,12 @@ class NoiseChooser:
     def accept(self, probability: float, index: int) -> bool:
         return self.uniforms[index] < probability
 
-    def draw(self, law: Law, stream: str) -> Pair:
+    def draw(self, distribution: Distribution, stream: str) -> Pair:
         noise = self.gumbels[stream]
-        return max((pair for pair in law if law[pair] > 0.0), key=lambda pair: math.log(law[pair]) + noise[pair])
+        return max(
+            (pair for pair in distribution if distribution[pair] > 0.0),
+            key=lambda pair: math.log(distribution[pair]) + noise[pair],
+        )
 
 
 @dataclass(slots=True)
@@ -121,8 +126,8 @@ class _Replay:
         probability = min(max(probability, 0.0), 1.0)
         return self._choose([probability, 1.0 - probability]) == 0
 
-    def draw(self, law: Law, stream: str) -> Pair:
-        pairs, chances = _options(law)
+    def draw(self, distribution: Distribution, stream: str) -> Pair:
+        pairs, chances = _options(distribution)
         return pairs[self._choose(chances)]
 
     def _choose(self, chances: Sequence[float]) -> int:
@@ -140,14 +145,15 @@ class _Replay:
 
 
 @remembered
-def _options(law: Law) -> tuple[list[Pair], list[float]]:
+def _options(distribution: Distribution) -> tuple[list[Pair], list[float]]:
     """What can be drawn, and its chances."""
-    pairs, total = list(law), math.fsum(law.values())
-    return pairs, [law[pair] / total for pair in pairs]
+    pairs, total = list(distribution), math.fsum(distribution.values())
+    return pairs, [distribution[pair] / total for pair in pairs]
 
 
-def enumerate_law(run: Callable[[Chooser], OutcomeT]) -> dict[OutcomeT, float]:
-    """Exact law of the outcome of `run`, which must be deterministic given its choices and make finitely many of them.
+def enumerate_distribution(run: Callable[[Chooser], OutcomeT]) -> dict[OutcomeT, float]:
+    """Exact distribution of the outcome of `run`, which must be deterministic given its choices and make finitely many
+    of them.
 
     Runs it once for every sequence of choices of non-zero probability (depth first, replaying prefixes of decisions).
     """
@@ -165,7 +171,7 @@ def enumerate_law(run: Callable[[Chooser], OutcomeT]) -> dict[OutcomeT, float]:
         _known = before
         if collects:
             gc.enable()
-    law = {outcome: math.fsum(chances) for outcome, chances in parts.items()}
-    total = math.fsum(law.values())
+    distribution = {outcome: math.fsum(chances) for outcome, chances in parts.items()}
+    total = math.fsum(distribution.values())
     assert abs(total - 1.0) < 1e-12, f"choices sum to {total!r}"
-    return law
+    return distribution

@@ -1,4 +1,4 @@
-"""Scalar float64 twin of rule `fuzzy` and of its divergences."""
+"""Scalar float64 reference of rule `fuzzy` and of its divergences."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from collections.abc import Collection, Sequence
 
 from tests.oracles.choice import normalise, without
-from tests.oracles.rules import Chooser, Draw, Law, LayerResult, Pair, RejectionRule
+from tests.oracles.rules import Chooser, Distribution, Draw, LayerResult, Pair, RejectionRule
 
 __all__ = ["divergence", "fuzzy_layer"]
 
 
-def divergence(target: Law, draft: Law, name: str) -> float:
-    """Div(p, q) of two normalised laws; see verify/divergence.py."""
+def divergence(target: Distribution, draft: Distribution, name: str) -> float:
+    """Div(p, q) of two normalised distributions; see verify/divergence.py."""
     pairs = target.keys() | draft.keys()
     mean = {pair: 0.5 * (target.get(pair, 0.0) + draft.get(pair, 0.0)) for pair in pairs}
     if name == "tv":
@@ -25,15 +25,15 @@ def divergence(target: Law, draft: Law, name: str) -> float:
     }[name]()
 
 
-def _kl(a: Law, b: Law) -> float:
+def _kl(a: Distribution, b: Distribution) -> float:
     """KL(a || b)."""
     terms = ((mass, b.get(pair, 0.0)) for pair, mass in a.items() if mass > 0.0)
     return math.fsum(mass * math.log(mass / other) if other > 0.0 else math.inf for mass, other in terms)
 
 
 def fuzzy_layer(
-    target: Law,
-    draft_law: Law,
+    target: Distribution,
+    draft_distribution: Distribution,
     drafts: Sequence[Pair],
     distance: float,
     threshold: float,
@@ -43,17 +43,17 @@ def fuzzy_layer(
     width: int,
     chooser: Chooser,
 ) -> LayerResult:
-    """One layer: `distance` is Div of the laws that are compared, `target` the warped P that draws come from.
+    """One layer: `distance` is Div of the distributions that are compared, `target` the warped P that draws come from.
 
     A draft whose parent is one of the live `beams` may lie outside the support of P; others are passed over.
     """
     rule = RejectionRule()
     if distance > threshold and fallback == "strict":
-        return rule.verify(target, draft_law, drafts, ends, width, width, chooser)
-    law = normalise(target)
+        return rule.verify(target, draft_distribution, drafts, ends, width, width, chooser)
+    distribution = normalise(target)
     draws: list[Draw] = []
     for number, pair in enumerate(drafts if distance <= threshold else ()):
         if sum(not draw.ends for draw in draws) < width and pair[0] in beams:
             draws.append(Draw(pair, number, pair[1] in ends))
-            law = without(law, pair)
-    return rule.complete(law, law, draws, (), ends, width, width, chooser)
+            distribution = without(distribution, pair)
+    return rule.complete(distribution, distribution, draws, (), ends, width, width, chooser)

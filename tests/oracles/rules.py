@@ -1,8 +1,8 @@
-"""The specification in executable form: scalar float64, no tensors. Slow twin of the core and of the verifiers.
+"""The specification in executable form: scalar float64, no tensors. Slow reference of the core and of the verifiers.
 
-P is the target's pool law, Q the draft's, W live beams at most, K drafts per layer. Every random decision goes through
-a Chooser (oracle_choice), so that tests can feed noise or enumerate all branches. The rules are those of Qin et al.,
-AAAI 2025 (arXiv 2409.16560), made exact.
+P is the target's pool distribution, Q the draft's, W live beams at most, K drafts per layer. Every random decision goes
+through a Chooser (oracle_choice), so that tests can feed noise or enumerate all branches. The rules are those of Qin et
+al., AAAI 2025 (arXiv 2409.16560), made exact.
 """
 
 from __future__ import annotations
@@ -12,14 +12,22 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from tests.oracles.choice import Chooser, Law, NoiseChooser, Pair, enumerate_law, remembered, total_variation
+from tests.oracles.choice import (
+    Chooser,
+    Distribution,
+    NoiseChooser,
+    Pair,
+    enumerate_distribution,
+    remembered,
+    total_variation,
+)
 from tests.oracles.choice import normalise as _normalise
 from tests.oracles.choice import without as _without
 
 __all__ = [
     "Chooser",
+    "Distribution",
     "Draw",
-    "Law",
     "LayerResult",
     "NoiseChooser",
     "Pair",
@@ -27,14 +35,14 @@ __all__ = [
     "RejectionRule",
     "WithReplacementRule",
     "beam_step",
-    "cold_law",
-    "cold_step",
     "coupled_layer",
     "draft_layer",
-    "enumerate_law",
+    "enumerate_distribution",
+    "greedy_distribution",
+    "greedy_step",
     "legal_rows",
     "normalise",
-    "pool_law",
+    "pool_distribution",
     "search_layer",
     "total_variation",
     "verify_layer_rejection",
@@ -51,7 +59,7 @@ normalise, without = remembered(_normalise), remembered(_without)
 def warp(
     log_weights: Mapping[KeyT, float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> dict[KeyT, float]:
-    """Law of these log-weights after temperature, top-k, top-p and min-p, in that order.
+    """Distribution of these log-weights after temperature, top-k, top-p and min-p, in that order.
 
     Cuts go by value, so entries tied with the last one kept all stay. top_k 0, top_p 1 and min_p 0 cut nothing.
     """
@@ -62,12 +70,12 @@ def warp(
         lowest = sorted(finite.values(), reverse=True)[min(top_k, len(finite)) - 1]
         finite = {key: value for key, value in finite.items() if value >= lowest}
     highest = max(finite.values())
-    law = normalise({key: math.exp(value - highest) for key, value in finite.items()})
+    distribution = normalise({key: math.exp(value - highest) for key, value in finite.items()})
     if top_p < 1.0:
-        lowest = _value_reaching(top_p, law.values())
-        law = normalise({key: mass for key, mass in law.items() if mass >= lowest})
-    lowest = min_p * max(law.values())
-    return normalise({key: mass for key, mass in law.items() if mass >= lowest})
+        lowest = _value_reaching(top_p, distribution.values())
+        distribution = normalise({key: mass for key, mass in distribution.items() if mass >= lowest})
+    lowest = min_p * max(distribution.values())
+    return normalise({key: mass for key, mass in distribution.items() if mass >= lowest})
 
 
 def _value_reaching(top_p: float, masses: Iterable[float]) -> float:
@@ -85,15 +93,15 @@ class Pool:
     """All pairs of a step.
 
     Attributes:
-        law: normalised over the pool, support only.
+        distribution: normalised over the pool, support only.
         weights: running weight s of each child, natural log.
     """
 
-    law: dict[Pair, float]
+    distribution: dict[Pair, float]
     weights: dict[Pair, float]
 
 
-def pool_law(
+def pool_distribution(
     weights: Mapping[int, float],
     rows: Mapping[int, Mapping[int, float]],
     scope: Literal["pool", "beam"] = "pool",
@@ -106,8 +114,8 @@ def pool_law(
     """P(i, v) of live beams with weights s_i and rows log p(v | x^i).
 
     legal: tokens that may follow each beam; the others have no mass, and what is legal keeps its log p. Scope `pool`
-    warps the joint law and accumulates raw logs; `beam` warps each beam's row, renormalises it and accumulates its
-    logs.
+    warps the joint distribution and accumulates raw logs; `beam` warps each beam's row, renormalises it and accumulates
+    its logs.
     """
     rows = legal_rows(rows, legal)
     if scope == "pool":
@@ -129,19 +137,19 @@ def legal_rows(
     return {beam: {token: row[token] for token in row if token in legal[beam]} for beam, row in rows.items()}
 
 
-def cold_law(
+def greedy_distribution(
     weights: Mapping[int, float],
     rows: Mapping[int, Mapping[int, float]],
     scope: Literal["pool", "beam"] = "pool",
     top_k: int = 0,
     legal: Mapping[int, Collection[int]] | None = None,
 ) -> Pool:
-    """The pool at temperature 0, for cold_step: masses in the order in which the limit draws the pairs.
+    """The pool at temperature 0, for greedy_step: masses in the order in which the limit draws the pairs.
 
     Weights of scope `beam` are T s in the limit: how far the tokens of a beam are below the best ones of their rows.
     """
     if scope == "pool":
-        return pool_law(weights, rows, scope, 1.0, top_k, legal=legal)
+        return pool_distribution(weights, rows, scope, 1.0, top_k, legal=legal)
     rows, joint = legal_rows(rows, legal), {}
     for beam, weight in weights.items():
         best = max(rows[beam].values(), default=0.0)
@@ -149,13 +157,13 @@ def cold_law(
     return Pool(warp(joint), joint)
 
 
-def cold_step(law: Law, ends: Collection[int], width: int) -> tuple[Pair, ...]:
+def greedy_step(distribution: Distribution, ends: Collection[int], width: int) -> tuple[Pair, ...]:
     """beam_step in the limit of temperature 0: the likeliest pairs until `width` are live.
 
     Of equal ones those that go on come first, then those of the first beam and of the lowest token.
     """
     drawn: list[Pair] = []
-    for pair in sorted(law, key=lambda pair: (-law[pair], pair[1] in ends, pair)):
+    for pair in sorted(distribution, key=lambda pair: (-distribution[pair], pair[1] in ends, pair)):
         if sum(token not in ends for _, token in drawn) == width:
             break
         drawn.append(pair)
@@ -197,81 +205,94 @@ class LayerResult:
 
 
 def beam_step(
-    law: Law, ends: Collection[int], width: int, chooser: Chooser, replacement: bool = False, limit: int | None = None
+    distribution: Distribution,
+    ends: Collection[int],
+    width: int,
+    chooser: Chooser,
+    replacement: bool = False,
+    limit: int | None = None,
 ) -> tuple[Pair, ...]:
-    """The law to reproduce: draw pairs until `width` are live, the support is exhausted or `limit` are drawn.
+    """The distribution to reproduce: draw pairs until `width` are live, the support is exhausted or `limit` are drawn.
 
     With replacement the draws are i.i.d. and duplicates stay; without a limit some live pair must have mass.
     """
-    law, live = normalise(law), 0
+    distribution, live = normalise(distribution), 0
     drawn: list[Pair] = []
-    _require_end(law, ends, replacement, limit)
-    while law and live < width and len(drawn) != limit:
-        pair = chooser.draw(law, f"completion/{len(drawn)}" if replacement else "completion")
+    _require_end(distribution, ends, replacement, limit)
+    while distribution and live < width and len(drawn) != limit:
+        pair = chooser.draw(distribution, f"completion/{len(drawn)}" if replacement else "completion")
         drawn.append(pair)
         live += pair[1] not in ends
-        law = law if replacement else without(law, pair)
+        distribution = distribution if replacement else without(distribution, pair)
     return tuple(drawn)
 
 
-def _require_end(law: Law, ends: Collection[int], replacement: bool, limit: int | None) -> None:
-    """I.i.d. draws from a law of ending pairs alone would never yield a live one."""
-    if replacement and limit is None and law and all(token in ends for _, token in law):
+def _require_end(distribution: Distribution, ends: Collection[int], replacement: bool, limit: int | None) -> None:
+    """I.i.d. draws from a distribution of ending pairs alone would never yield a live one."""
+    if replacement and limit is None and distribution and all(token in ends for _, token in distribution):
         raise ValueError("no live pair has mass: draws with replacement need a limit")
 
 
-def draft_layer(law: Law, count: int, chooser: Chooser, replacement: bool = False) -> tuple[Pair, ...]:
-    """`count` ordered draws from the draft's pool law; fewer without replacement when the support is smaller."""
-    law = normalise(law)
+def draft_layer(
+    distribution: Distribution, count: int, chooser: Chooser, replacement: bool = False
+) -> tuple[Pair, ...]:
+    """`count` ordered draws from the draft's pool distribution; fewer without replacement when the support is
+    smaller."""
+    distribution = normalise(distribution)
     drawn: list[Pair] = []
-    while law and len(drawn) < count:
-        pair = chooser.draw(law, f"draft/{len(drawn)}" if replacement else "draft")
+    while distribution and len(drawn) < count:
+        pair = chooser.draw(distribution, f"draft/{len(drawn)}" if replacement else "draft")
         drawn.append(pair)
-        law = law if replacement else without(law, pair)
+        distribution = distribution if replacement else without(distribution, pair)
     return tuple(drawn)
 
 
 class RejectionRule:
     """Multi-draft rejection without replacement, jointly exact for the ordered draws of a layer.
 
-    P' (`residual`) is the law of the next target draw given all tests so far, Q' (`draft_law`) the law of the next
-    draft. One test keeps "the next draw has law P'" true (Leviathan et al. 2023, arXiv 2211.17192; several drafts as in
-    recursive rejection sampling, arXiv 2402.14160). Each method is one place where the rule can be got wrong.
+    P' (`residual`) is the distribution of the next target draw given all tests so far, Q' (`draft_distribution`) the
+    distribution of the next draft. One test keeps "the next draw has distribution P'" true (Leviathan et al. 2023,
+    arXiv 2211.17192; several drafts as in recursive rejection sampling, arXiv 2402.14160). Each method is one place
+    where the rule can be got wrong.
     """
 
     replacement = False
 
-    def first_draft_law(self, target: Law, draft_law: Law) -> Law:
+    def first_draft_distribution(self, target: Distribution, draft_distribution: Distribution) -> Distribution:
         """Q' before the first test: Q as it was sampled from, dead parents included."""
-        return normalise(draft_law)
+        return normalise(draft_distribution)
 
-    def accept_probability(self, residual: Law, draft_law: Law, draft: Pair) -> float:
+    def accept_probability(self, residual: Distribution, draft_distribution: Distribution, draft: Pair) -> float:
         """min(1, P'(d) / Q'(d)); a draft of a dead parent has P'(d) = 0."""
-        chance = draft_law.get(draft, 0.0)
+        chance = draft_distribution.get(draft, 0.0)
         return min(1.0, residual.get(draft, 0.0) / chance) if chance > 0.0 else 0.0
 
     @remembered
-    def after_rejection(self, target: Law, residual: Law, draft_law: Law) -> Law:
+    def after_rejection(
+        self, target: Distribution, residual: Distribution, draft_distribution: Distribution
+    ) -> Distribution:
         """norm(max(0, P' - Q')), or P where nothing is left, which has probability 0."""
-        rest = {pair: max(0.0, mass - draft_law.get(pair, 0.0)) for pair, mass in residual.items()}
+        rest = {pair: max(0.0, mass - draft_distribution.get(pair, 0.0)) for pair, mass in residual.items()}
         return _normalise(rest) or target
 
-    def take(self, target: Law, pair: Pair) -> Law:
+    def take(self, target: Distribution, pair: Pair) -> Distribution:
         """P once `pair` is drawn."""
         return without(target, pair)
 
-    def next_draft_law(self, draft_law: Law, draft: Pair) -> Law:
+    def next_draft_distribution(self, draft_distribution: Distribution, draft: Pair) -> Distribution:
         """Q' once `draft` has been looked at, accepted or not."""
-        return without(draft_law, draft)
+        return without(draft_distribution, draft)
 
-    def first_missing_law(self, target: Law, residual: Law, draft_law: Law) -> Law:
-        """Law of the first draw that completes a stopped layer."""
+    def first_missing_distribution(
+        self, target: Distribution, residual: Distribution, draft_distribution: Distribution
+    ) -> Distribution:
+        """Distribution of the first draw that completes a stopped layer."""
         return residual
 
     def verify(
         self,
-        target: Law,
-        draft_law: Law,
+        target: Distribution,
+        draft_distribution: Distribution,
         drafts: Sequence[Pair],
         ends: Collection[int],
         width: int,
@@ -282,25 +303,25 @@ class RejectionRule:
         """Test the drafts until `width` live ones are accepted, then draw what is missing."""
         draws: list[Draw] = []
         target = normalise(target)
-        residual: Law = target
+        residual: Distribution = target
         _require_end(target, ends, self.replacement, limit)
-        draft_law = self.first_draft_law(target, draft_law)
+        draft_distribution = self.first_draft_distribution(target, draft_distribution)
         for number, draft in enumerate(drafts):
             if _count_live(draws) == width or len(draws) == limit:
                 break
-            if chooser.accept(self.accept_probability(residual, draft_law, draft), number):
+            if chooser.accept(self.accept_probability(residual, draft_distribution, draft), number):
                 draws.append(Draw(draft, number, draft[1] in ends))
                 target = residual = self.take(target, draft)
             else:
-                residual = self.after_rejection(target, residual, draft_law)
-            draft_law = self.next_draft_law(draft_law, draft)
-        first = self.first_missing_law(target, residual, draft_law)
+                residual = self.after_rejection(target, residual, draft_distribution)
+            draft_distribution = self.next_draft_distribution(draft_distribution, draft)
+        first = self.first_missing_distribution(target, residual, draft_distribution)
         return self.complete(target, first, draws, drafts, ends, width, full_width, chooser, limit)
 
     def complete(
         self,
-        target: Law,
-        first: Law,
+        target: Distribution,
+        first: Distribution,
         draws: list[Draw],
         drafts: Sequence[Pair],
         ends: Collection[int],
@@ -315,12 +336,12 @@ class RejectionRule:
         it goes on to `full_width`.
         """
         numbers = {} if self.replacement else {pair: number for number, pair in reversed(list(enumerate(drafts)))}
-        law, stream, passed = first, "residual", False
+        distribution, stream, passed = first, "residual", False
         for wanted in (min(width, full_width), full_width):
-            while not passed and law and _count_live(draws) < wanted and len(draws) != limit:
-                pair = chooser.draw(law, f"{stream}/{len(draws)}" if self.replacement else stream)
+            while not passed and distribution and _count_live(draws) < wanted and len(draws) != limit:
+                pair = chooser.draw(distribution, f"{stream}/{len(draws)}" if self.replacement else stream)
                 draws.append(Draw(pair, numbers.get(pair), pair[1] in ends))
-                law = target = self.take(target, pair)
+                distribution = target = self.take(target, pair)
                 stream = "completion"
             sources = [draw.source for draw in draws if not draw.ends]
             passed |= bool(sources) and None not in sources and (len(sources) == width or not target)
@@ -328,15 +349,15 @@ class RejectionRule:
 
 
 class WithReplacementRule(RejectionRule):
-    """The same for i.i.d. drafts and the i.i.d. law, the paper's setting: nothing drawn is ever removed."""
+    """The same for i.i.d. drafts and the i.i.d. distribution, the paper's setting: nothing drawn is ever removed."""
 
     replacement = True
 
-    def take(self, target: Law, pair: Pair) -> Law:
+    def take(self, target: Distribution, pair: Pair) -> Distribution:
         return target
 
-    def next_draft_law(self, draft_law: Law, draft: Pair) -> Law:
-        return draft_law
+    def next_draft_distribution(self, draft_distribution: Distribution, draft: Pair) -> Distribution:
+        return draft_distribution
 
 
 def _count_live(draws: Iterable[Draw]) -> int:
@@ -344,8 +365,8 @@ def _count_live(draws: Iterable[Draw]) -> int:
 
 
 def verify_layer_rejection(
-    target: Law,
-    draft_law: Law,
+    target: Distribution,
+    draft_distribution: Distribution,
     drafts: Sequence[Pair],
     ends: Collection[int],
     width: int,
@@ -353,12 +374,12 @@ def verify_layer_rejection(
     chooser: Chooser,
 ) -> LayerResult:
     """One layer of rule `rejection`: `width` is w of this layer, `full_width` W. No drafts: plain beam sampling."""
-    return RejectionRule().verify(target, draft_law, drafts, ends, width, full_width, chooser)
+    return RejectionRule().verify(target, draft_distribution, drafts, ends, width, full_width, chooser)
 
 
 def verify_layer_with_replacement(
-    target: Law,
-    draft_law: Law,
+    target: Distribution,
+    draft_distribution: Distribution,
     drafts: Sequence[Pair],
     ends: Collection[int],
     width: int,
@@ -367,32 +388,32 @@ def verify_layer_with_replacement(
     limit: int | None = None,
 ) -> LayerResult:
     """One layer of rule `with-replacement`; `limit` bounds the draws of the layer, ending ones included."""
-    return WithReplacementRule().verify(target, draft_law, drafts, ends, width, full_width, chooser, limit)
+    return WithReplacementRule().verify(target, draft_distribution, drafts, ends, width, full_width, chooser, limit)
 
 
 def coupled_layer(
-    target: Law,
-    noise: Law,
+    target: Distribution,
+    noise: Distribution,
     drafts: Sequence[Pair],
     ends: Collection[int],
     width: int,
     full_width: int,
-    fresh: Law | None = None,
+    fresh: Distribution | None = None,
 ) -> LayerResult:
     """Common random numbers: the draws are the leading entries of log P + G until `width` are live.
 
     Passes if all live ones among them are drafted; otherwise goes on to `full_width` live with `fresh` noise, because
     the stop says something about the noise of what was not drawn. `noise` is G(x^i, v).
     """
-    law = normalise(target)
-    ranked = sorted(law, key=lambda pair: math.log(law[pair]) + noise[pair], reverse=True)
+    distribution = normalise(target)
+    ranked = sorted(distribution, key=lambda pair: math.log(distribution[pair]) + noise[pair], reverse=True)
     draws = _leading(ranked, drafts, ends, width)
     live = [draw for draw in draws if not draw.ends]
     if live and all(draw.source is not None for draw in live):
         return LayerResult(draws, True)
     rest = ranked[len(draws) :]
     if fresh is not None and width < full_width:
-        rest = sorted(rest, key=lambda pair: math.log(law[pair]) + fresh[pair], reverse=True)
+        rest = sorted(rest, key=lambda pair: math.log(distribution[pair]) + fresh[pair], reverse=True)
     return LayerResult(draws + _leading(rest, drafts, ends, full_width - len(live)), False)
 
 
@@ -407,7 +428,7 @@ def _leading(ranked: Iterable[Pair], drafts: Sequence[Pair], ends: Collection[in
     return tuple(draws)
 
 
-def search_layer(scores: Law, drafts: Sequence[Pair], ends: Collection[int], width: int) -> LayerResult:
+def search_layer(scores: Distribution, drafts: Sequence[Pair], ends: Collection[int], width: int) -> LayerResult:
     """Beam search: the `width` best pairs that do not end live on; one that ends finishes if its rank is below `width`.
 
     As transformers' generate(do_sample=False). Passes if all live ones are drafted. Ties keep the order of `scores`.

@@ -14,7 +14,7 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
 from dsbd_cli.errors import InvalidRowError, UsageError
-from dsbd_cli.pick.candidates import Candidate, CandidateRow, record_row
+from dsbd_cli.pick.candidate_rows import Candidate, CandidateRow, record_row
 from dsbd_cli.pick.choosers import NUMBER, ByRisk, ByScore, ByVote, Choice, normalised
 from dsbd_cli.pick.execution import ByExecution
 

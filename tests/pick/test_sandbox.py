@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsbd_cli.pick import sql_child
-from dsbd_cli.pick.sandbox import Ran, SqlProcess, SqlStoppedError, UnreadableDatabaseError
+from dsbd_cli.pick.sandbox import SqlProcess, SqlStoppedError, StatementResult, UnreadableDatabaseError
 from dsbd_cli.pick.sql_child import Digest, open_database
 
 DATABASE = Path(__file__).parents[1] / "lab" / "tasks" / "data" / "spider" / "database" / "pets" / "pets.sqlite"
@@ -18,7 +18,7 @@ DEAF = "SELECT instr(zeroblob(999999), zeroblob(499999) || x'01')"  # one opcode
 HANG_S = 600.0  # only so that a fault does not hang the suite
 
 
-def run(process: SqlProcess, sql: str, seconds: float = HANG_S) -> Ran | str:
+def run(process: SqlProcess, sql: str, seconds: float = HANG_S) -> StatementResult | str:
     return process.run(DATABASE, sql, seconds=seconds)
 
 
@@ -42,26 +42,26 @@ def test_a_statement_beyond_a_limit_fails_alone(sql: str, message: str) -> None:
     found = run(process, sql)
     assert isinstance(found, str)
     assert message in found
-    assert isinstance(run(process, "SELECT 1"), Ran)
+    assert isinstance(run(process, "SELECT 1"), StatementResult)
     assert process.starts == 1, "the process has survived it"
 
 
 def test_a_deaf_statement_is_ended_and_the_next_one_runs() -> None:
     process = SqlProcess()
     assert run(process, DEAF, seconds=0.1) == "it ran longer than 0.1 s"
-    assert isinstance(run(process, "SELECT 1"), Ran)
+    assert isinstance(run(process, "SELECT 1"), StatementResult)
     assert process.starts == 2
 
 
 def test_one_process_serves_many_statements_and_returns_when_it_is_killed() -> None:
     process = SqlProcess()
     for _ in range(100):
-        assert isinstance(run(process, "SELECT kind FROM pet"), Ran)
+        assert isinstance(run(process, "SELECT kind FROM pet"), StatementResult)
     assert process.starts == 1
     assert process._process is not None
     process._process.kill()
     process._process.wait()
-    assert isinstance(run(process, "SELECT kind FROM pet"), Ran)
+    assert isinstance(run(process, "SELECT kind FROM pet"), StatementResult)
     assert process.starts == 2
 
 
@@ -123,17 +123,17 @@ def test_what_is_no_database(tmp_path: Path) -> None:
         process.run(tmp_path / "x", "SELECT 1", seconds=HANG_S)
     with pytest.raises(UnreadableDatabaseError, match="No such file"):
         process.run(tmp_path / "y", "SELECT 1", seconds=HANG_S)
-    assert isinstance(run(process, "SELECT 1"), Ran)
+    assert isinstance(run(process, "SELECT 1"), StatementResult)
 
 
 Row = tuple[sql_child.Cell, ...]
 
 
-def ran(*rows: Row) -> Ran:
+def ran(*rows: Row) -> StatementResult:
     found = Digest()
     for row in rows:
         found.add(row)
-    return Ran(**found.answer())
+    return StatementResult(**found.answer())
 
 
 @pytest.mark.parametrize(

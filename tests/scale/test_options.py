@@ -10,7 +10,7 @@ import pytest
 
 from dsbd_cli.cli.options.options import TalkOptions
 from dsbd_cli.cli.run.progress import Reporter
-from dsbd_cli.scale.pool import cpus_each
+from dsbd_cli.scale.workers import cpus_each
 from tests.cli.conftest import Outcome, dsbd
 
 __all__ = ["dsbd"]

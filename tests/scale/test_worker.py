@@ -87,8 +87,8 @@ def test_an_exchange_answers_though_the_engine_is_at_work() -> None:
 def test_a_kernel_that_fails_at_a_worker_takes_the_promise_of_the_run_with_it() -> None:
     """Guards records that say same-text of answers made after it."""
     pytest.importorskip("ray")
-    from dsbd_cli.scale.pool import PoolConfig, RayEngine, WorkerReport, _Place
     from dsbd_cli.scale.window import Window
+    from dsbd_cli.scale.workers import PoolConfig, RayEngine, WorkerReport, _WorkerSlot
 
     class Failing(FakeEngine):
         exactness = "same-text"
@@ -98,7 +98,7 @@ def test_a_kernel_that_fails_at_a_worker_takes_the_promise_of_the_run_with_it() 
     info = greeted(made)
     driver = RayEngine(WorkerSetup(fake, (), 4), PoolConfig(1, 1, "auto"), lambda line: None)
     window: Window[Any, Any] = Window(4, None)
-    place = _Place(WorkerReport(0))
+    place = _WorkerSlot(WorkerReport(0))
     found = []
     try:
         driver._greeted(place, window, info)
@@ -174,7 +174,7 @@ def test_what_an_engine_tells_goes_to_the_driver() -> None:
     def load() -> FakeEngine:
         made = fake()
         made.info = EngineInfo(
-            "target", None, "float32", "cpu", told=("a", "b"), ops=(Choice("walk", "torch", "it fails"),)
+            "target", None, "float32", "cpu", notes=("a", "b"), ops=(Choice("verify", "torch", "it fails"),)
         )
         return made
 
@@ -227,7 +227,7 @@ def test_a_row_per_row_with_an_error_column(answer: Answer) -> None:
 
 
 def test_batches_overlap(answer: Answer) -> None:
-    """Two batches of an event loop are answered together: a batch's tail does not leave the engine idle."""
+    """Two batches of an event loop are answered together: a batch's suffix does not leave the engine idle."""
 
     async def one(prompt: str) -> list[object]:
         return [item["text"] async for item in answer({"prompt": [prompt, "b"]})]

@@ -113,8 +113,9 @@ def test_the_text_is_the_full_drafts(rule: str, tmp_path: Path) -> None:
     assert outputs(load_pair(target, spec(tmp_path / "small")), rule) == plain
 
 
-def test_rejection_keeps_the_targets_law(tmp_path: Path) -> None:
-    """Guards Q: were the full draft's law recorded for the trimmed one's nodes, the first token's law would be off.
+def test_rejection_keeps_the_targets_distribution(tmp_path: Path) -> None:
+    """Guards Q: were the full draft's distribution recorded for the trimmed one's nodes, the first token's distribution
+    would be off.
 
     4000 requests, 3 kept ids of 6 probable ones; chi-squared with 5 degrees of freedom, false alarms below 1e-5."""
     folder = save(tmp_path / "full")

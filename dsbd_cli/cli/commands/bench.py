@@ -36,7 +36,7 @@ from dsbd_cli.errors import UsageError, option_name
 from dsbd_cli.io.lines.resume import write_atomically
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
 from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS
-from dsbd_cli.lab.bench.sweep import Setting, SweepPlan, choose_methods, plan, read_values
+from dsbd_cli.lab.bench.sweep import SweepPlan, SweepSetting, choose_methods, plan, read_values
 from dsbd_cli.lab.tasks.choose import open_dataset
 from dsbd_cli.lab.tasks.dataset import Dataset, with_dev, with_shots
 
@@ -45,10 +45,8 @@ if TYPE_CHECKING:
     from dsbd_cli.lab.bench.run import Bench
     from dsbd_cli.lab.reports.bench_data import BenchReport
 
-__all__ = ["bench"]
 
-
-class Progress(Protocol):
+class WindowProgress(Protocol):
     """Called with windows done, windows in all, what is measured next, and the seconds left where that is known."""
 
     def __call__(self, done: int, total: int, name: str, left_s: float | None) -> None: ...
@@ -171,7 +169,7 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
         names = ", ".join(option_name(name) for name in idle)
         raise UsageError(f"{names} would do nothing, because no method of --methods samples: drop it")
     samplers = [one for one in planned.settings if one.samples]
-    hot = [one.name for one in samplers if not (isinstance(one.config, MethodConfig) and one.config.takes_cold)]
+    hot = [one.name for one in samplers if not (isinstance(one.config, MethodConfig) and one.config.takes_greedy)]
     if drawing.temperature == 0 and hot:
         raise UsageError(
             f"--temperature is 0, which {hot[0]} does not take: drop it, or take the method from --methods"
@@ -220,7 +218,7 @@ def _datasets(data: DataOptions, choice: ChoiceOptions, shots: int, *, chosen: b
     return found, notes
 
 
-def _load(settings: RunSettings, planned: Sequence[Setting]) -> Engine:
+def _load(settings: RunSettings, planned: Sequence[SweepSetting]) -> Engine:
     """Where torch is imported. A draft that no method needs is not loaded."""
     from dsbd_cli import loading
 
@@ -264,15 +262,15 @@ def _write(report: BenchReport, outputs: BenchOutputs) -> None:
         write_atomically(outputs.plot, picture_bytes(bench_figure(report), outputs.plot.suffix))
 
 
-def _teller(talk: Talk, settings: int) -> Progress:
+def _teller(talk: Talk, settings: int) -> WindowProgress:
     """Return what tells of the windows: in a log at the beginning, after the first and after the first of every method.
     settings: how many are measured in turn."""
     wanted = [0, 1, settings]
 
-    def told(done: int, total: int, name: str, left_s: float | None) -> None:
+    def on_window(done: int, total: int, name: str, left_s: float | None) -> None:
         due = done in wanted and done < total
         wanted[:] = [one for one in wanted if one > done]
         left = "" if left_s is None else f", about {duration(left_s)} left"
         talk.now(f"{done} of {total} windows{left}, {name}", {"done": done, "total": total, "left_s": left_s}, due=due)
 
-    return told
+    return on_window

@@ -23,9 +23,9 @@ from dsbd_cli.cli.options.options import (
     PairOptions,
     SamplingOptions,
 )
-from dsbd_cli.cli.options.settings import RunSettings, places, run_settings
+from dsbd_cli.cli.options.settings import RunSettings, devices_of, run_settings
 from dsbd_cli.cli.run.files import read_prompts
-from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking, warn, whole
+from dsbd_cli.cli.run.messages import Talk, duration, quote_command, say, set_style, talking, warn
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
 from dsbd_cli.config.model import BUILTIN_TARGET, DTYPES, ModelSpec
@@ -33,15 +33,22 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.variants import SEARCH
 from dsbd_cli.errors import DsbdError, UsageError, option_name
 from dsbd_cli.requests import Request
-from dsbd_cli.train.record import BATCH, RECORD, Acceptance, Milestone, Record, Speed, TrainingPlan, read_record
+from dsbd_cli.train.run_record import (
+    BATCH,
+    RECORD,
+    DraftAcceptance,
+    Milestone,
+    Record,
+    Speed,
+    TrainingPlan,
+    read_record,
+)
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.io.lines.jsonl import LineWriter
     from dsbd_cli.train.student import StudentShape
     from dsbd_cli.train.training import Training
-
-__all__ = ["distill"]
 
 DISTILL = "Distillation"
 ANSWERS, CHECKPOINT = "answers.jsonl", "checkpoint"
@@ -96,8 +103,8 @@ class DistillOptions:
 def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptions, arguments: Sequence[str]) -> None:
     """Train a draft for a target of your own on the target's answers to your own prompts.
 
-    The target answers the prompts, and the draft, in float32, learns the target's law after every token of all W
-    answers. Acceptance on held-out prompts is measured before, meanwhile and after.
+    The target answers the prompts, and the draft, in float32, learns the target's distribution after every token of all
+    W answers. Acceptance on held-out prompts is measured before, meanwhile and after.
 
     Ctrl-C keeps what is done, and leaves the draft so far in --output; the same command goes on.
     """
@@ -109,8 +116,8 @@ def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptio
     rate = options.learning_rate
     if rate is not None and not 0 < rate < 1:
         raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
-    draft_device = places(loading.device)[1]
-    devices = DeviceOptions(**vars(loading) | {"device": places(loading.device)[0]})
+    draft_device = devices_of(loading.device)[1]
+    devices = DeviceOptions(**vars(loading) | {"device": devices_of(loading.device)[0]})
     settings = _run_settings(options, decoding, devices)
     with StopSignals() as signals, talking() as talk:
         _Distilling(options, settings, draft_device, options.input, options.output, signals, talk).run()
@@ -144,7 +151,7 @@ class _Distilling:
         talk: Talk,
     ) -> None:
         """draft_device: None where the draft has none of its own."""
-        self._options, self._settings, self._source = options, settings, source
+        self._options, self._settings, self._input = options, settings, source
         self._folder, self._signals, self._talk = folder, signals, talk
         self._spec, self._draft_device = settings.target, draft_device
         self._stopped = False
@@ -160,10 +167,10 @@ class _Distilling:
         self._record = self._begin(shape, digest)
         self._record.prompts = len(learnt)
         self._signals.on_stop = self._stop
-        from dsbd_cli.train.answers import answered
+        from dsbd_cli.train.target_answers import open_answers
 
         # the file stays locked to the end, so that no second run trains in this folder
-        with answered(self._folder / ANSWERS) as (done, writer):
+        with open_answers(self._folder / ANSWERS) as (done, writer):
             engine = self._load()
             self._answer(engine, learnt, done, writer)
             self._train(engine, shape, held)
@@ -172,8 +179,8 @@ class _Distilling:
 
     def _requests(self) -> tuple[list[Request], str]:
         """The prompts and what tells them from others. Raises UsageError with the first bad line."""
-        digest, name = blake2b(digest_size=16), f"--input {self._source}"
-        found = read_prompts("--input", self._source, self._settings.rows, seen=digest.update)
+        digest, name = blake2b(digest_size=16), f"--input {self._input}"
+        found = read_prompts("--input", self._input, self._settings.rows, seen=digest.update)
         if len(found) < HELD_OUT_EVERY:
             raise UsageError(
                 f"{name} holds {len(found)} prompts, but {HELD_OUT_EVERY} or more are needed: hundreds are better"
@@ -215,9 +222,9 @@ class _Distilling:
         for item in fields(TrainingPlan):
             was, now = getattr(record.plan, item.name), getattr(plan, item.name)
             if was != now:
-                said = "holds other prompts" if item.name == "input" else f"was {was} and is {now}"
+                change = "holds other prompts" if item.name == "input" else f"was {was} and is {now}"
                 raise UsageError(
-                    f"{option_name(item.name)} {said}: go on with what --output {folder} was begun with, or "
+                    f"{option_name(item.name)} {change}: go on with what --output {folder} was begun with, or "
                     "name a new folder"
                 )
         return record
@@ -258,11 +265,11 @@ class _Distilling:
     # The target's answers
 
     def _answer(self, engine: Engine, requests: list[Request], done: int, writer: LineWriter) -> None:
-        from dsbd_cli.train.answers import make_answers, read_answers
+        from dsbd_cli.train.target_answers import make_answers, read_answers
 
         path, todo, began = self._folder / ANSWERS, requests[done:], time.monotonic()
 
-        def told(number: int) -> None:
+        def on_answer(number: int) -> None:
             left = (time.monotonic() - began) / number * (len(todo) - number)
             self._talk.now(
                 f"the target answers: {done + number} of {len(requests)} prompts, {duration(left)} left",
@@ -270,12 +277,12 @@ class _Distilling:
             )
 
         with self._stopping(engine.stop):
-            failed = make_answers(engine, todo, writer, told)
+            failed = make_answers(engine, todo, writer, on_answer)
         if failed:
             warn(f"{len(failed)} prompts cannot be answered and are left out; the first: {failed[0]}")
         self._answers = read_answers(path)
         if not self._answers:
-            raise DsbdError(f"no prompt of {self._source} could be answered, so there is nothing to learn from")
+            raise DsbdError(f"no prompt of {self._input} could be answered, so there is nothing to learn from")
         self._record.answers = len(self._answers)
         tokens = sum(len(one.tokens) for one in self._answers)
         say(f"{len(self._answers)} answers of {tokens} tokens to learn from, in {path}")
@@ -326,7 +333,7 @@ class _Distilling:
             recent, latest = _mean(losses[-RECENT:]), record.milestones[-1]
             self._talk.now(
                 f"step {training.step} of {steps}, loss {recent:.3f}, {duration(left)} left, at step {latest.step} "
-                f"{_said(latest)}",
+                f"{_one_line(latest)}",
                 {"step": training.step, "steps": steps, "loss": recent},
             )
             if self._stopped or time.monotonic() - saved > CHECKPOINT_S:
@@ -351,17 +358,17 @@ class _Distilling:
         record.milestones.append(milestone)
         record.write(self._folder)
         loss = "" if milestone.loss is None else f"loss {milestone.loss:.3f}, "
-        say(f"step {milestone.step} of {record.plan.steps}: {loss}{_said(milestone)}")
+        say(f"step {milestone.step} of {record.plan.steps}: {loss}{_one_line(milestone)}")
         if milestone.speed is not None:
             plain, drafted = milestone.speed.plain, milestone.speed.drafted
-            told = f"{plain:.1f} tokens/s without a draft, {drafted:.1f} with it ({milestone.speed.label})"
-            say(f"measured here: {told}")
+            on_answer = f"{plain:.1f} tokens/s without a draft, {drafted:.1f} with it ({milestone.speed.label})"
+            say(f"measured here: {on_answer}")
         elif ends and milestone.acceptance is not None:
             say(f"{SPEED_S:.0f} s were too short to measure the speed: dsbd profile --seconds takes longer")
 
     def _training(self, engine: Engine, shape: StudentShape) -> Training:
         """From the checkpoint where there is one."""
-        from dsbd_cli.train.laws import Teacher
+        from dsbd_cli.train.distributions import Teacher
         from dsbd_cli.train.student import load_student, new_student, read_moments, recover
         from dsbd_cli.train.training import Recipe, Training
 
@@ -392,23 +399,23 @@ class _Distilling:
 
     def _measure(
         self, engine: Engine, folder: Path, held: list[Request], *, speed: bool
-    ) -> tuple[Acceptance | None, Speed | None]:
+    ) -> tuple[DraftAcceptance | None, Speed | None]:
         """The draft in a folder, on held-out prompts."""
         from dsbd_cli.lab.profiling.budget import Budget
-        from dsbd_cli.train.acceptance import measure_acceptance, measured_speed
         from dsbd_cli.train.compare import with_draft
+        from dsbd_cli.train.draft_acceptance import measure_acceptance, measured_speed
 
         assert engine.info is not None
         plain = self._settings.method
         method = MethodConfig(rule=plain.rule, num_beams=plain.num_beams, depth=DEFAULT_DEPTH)
 
-        def told(number: int) -> None:
+        def on_answer(number: int) -> None:
             self._talk.now(f"acceptance is measured: {number} of {len(held)} held-out prompts", {})
 
-        told(0)
+        on_answer(0)
         pair = with_draft(engine, self._draft_spec(str(folder), engine.info.dtype), method)
         with self._stopping(pair.stop):
-            found = measure_acceptance(pair, held, told)
+            found = measure_acceptance(pair, held, on_answer)
         if found is None or not speed:
             return found, None
         budget = Budget(SPEED_S)
@@ -427,18 +434,18 @@ def _is_best(milestones: Sequence[Milestone]) -> bool:
     return steps[-1] == max(steps)
 
 
-def _said(one: Milestone) -> str:
+def _one_line(one: Milestone) -> str:
     if one.acceptance is None:
         return "nothing was drafted"
     return f"layers that pass: {_shares(one.acceptance)}; {one.acceptance.steps_per_call:.2f} steps per call"
 
 
-def _shares(found: Acceptance) -> str:
+def _shares(found: DraftAcceptance) -> str:
     return " ".join(f"{share:.0%}" for share in found.by_depth)
 
 
 EXPLAINED = (
-    "loss: how far the draft's law is from the target's; 0: it is the same",
+    "loss: how far the draft's distribution is from the target's; 0: it is the same",
     "layers that pass: how often the target keeps the 1st, the 2nd, .. drafted layer, of the times that it gets there",
     "steps per target call: tokens by which one run of the target makes each beam longer; 1 without a draft",
     "tokens/s: measured here on a few of the held-out prompts, with the draft at the fastest D and K that was run",
@@ -447,10 +454,10 @@ EXPLAINED = (
 
 def _verdict(speed: Speed) -> str:
     """Whether drafting makes the target faster here."""
-    said = f"{speed.drafted:.1f} tokens/s with it, {speed.plain:.1f} without"
+    speeds = f"{speed.drafted:.1f} tokens/s with it, {speed.plain:.1f} without"
     if speed.drafted > speed.plain:
-        return f"this draft pays: {said}"
-    return f"this draft does not pay: {said}; give more prompts and --steps, or fewer --layers"
+        return f"this draft pays: {speeds}"
+    return f"this draft does not pay: {speeds}; give more prompts and --steps, or fewer --layers"
 
 
 def _show(record: Record, folder: Path, held: int) -> None:
@@ -470,5 +477,5 @@ def _show(record: Record, folder: Path, held: int) -> None:
         console.say(line)
     if last.speed is not None:
         console.say(_verdict(last.speed))
-    command = whole(f"dsbd generate --target {record.plan.target} --draft {folder}")
+    command = quote_command(f"dsbd generate --target {record.plan.target} --draft {folder}")
     console.say(f"{folder} is written, measured on {held} held-out prompts: {command}")

@@ -28,8 +28,6 @@ from dsbd_cli.cli.run.messages import utc_now
 if TYPE_CHECKING:
     from dsbd_cli.lab.profiling.checkup import Check
 
-__all__ = ["doctor"]
-
 COLUMNS = 80
 SECONDS = 10.0  # of measuring the speed
 STATES = {"ok": "ok", "note": "note", "off": "off", "broken": "BROKEN"}

@@ -12,7 +12,6 @@ import typer
 
 from dsbd_cli._version import __version__
 from dsbd_cli.cli.options.declare import grouped
-from dsbd_cli.cli.options.layers import job_text
 from dsbd_cli.cli.options.options import (
     STANDARD,
     AnswerOptions,
@@ -25,9 +24,10 @@ from dsbd_cli.cli.options.options import (
     SamplingOptions,
     TalkOptions,
 )
+from dsbd_cli.cli.options.precedence import job_text
 from dsbd_cli.cli.options.scale_options import ScaleOptions, pool_config
 from dsbd_cli.cli.options.settings import RunSettings, run_settings
-from dsbd_cli.cli.run.files import can_resume, check_files, count_rows, file_hash, open_source, resuming, writes
+from dsbd_cli.cli.run.files import can_resume, check_files, count_rows, file_hash, open_input_lines, resuming, writes
 from dsbd_cli.cli.run.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
 from dsbd_cli.cli.run.messages import say
 from dsbd_cli.cli.run.outputs import Outputs
@@ -37,15 +37,13 @@ from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import Summary, rows_exit_code
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.errors import UsageError, plural
-from dsbd_cli.io.lines.source import LineSource
+from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.records.output import MethodRecord, run_fingerprint
 from dsbd_cli.io.records.row import LongLine, Row
 
 if TYPE_CHECKING:
-    from dsbd_cli.scale.pool import PoolConfig
     from dsbd_cli.scale.worker import LoadEngine, RunsRequests
-
-__all__ = ["generate"]
+    from dsbd_cli.scale.workers import PoolConfig
 
 NOT_INVARIANT = (
     "on this machine the target's logits depend on what else is in a forward, so that rounding may change a text with "
@@ -100,7 +98,7 @@ def generate(
     if shard is not None:
         files = sharded_files(files, shard)
     check_files(files)
-    run = _Run(
+    run = _GenerateRun(
         files,
         settings,
         pool_config(scale, devices),
@@ -115,7 +113,7 @@ def generate(
         raise typer.Exit(code)
 
 
-class _Run:
+class _GenerateRun:
     """One run over one input."""
 
     def __init__(
@@ -172,7 +170,7 @@ class _Run:
         with ExitStack() as stack:
             stack.enter_context(self._signals)
             stack.enter_context(self._workers_open)  # left after the summary, whose seconds they are not
-            stream, name, size = open_source(self._files, stack)
+            stream, name, size = open_input_lines(self._files, stack)
             self.reporter.input_bytes, rows = size, count_rows(self._files, size)
             self.reporter.input_rows = rows if rows is None or self._shard is None else self._shard.rows(rows)
             outputs = stack.enter_context(Outputs(self._files, self._fingerprint))
@@ -180,18 +178,18 @@ class _Run:
             settings = {**self._fingerprint, "batch_size": self._settings.batch_size}
             summary = stack.enter_context(Summary(self._files.summary, self.reporter.totals, settings))
             stack.callback(self.reporter.stop)
-            source = stack.enter_context(LineSource(stream, name))
-            flow = self._flow(source, outputs)
+            reader = stack.enter_context(LineReader(stream, name))
+            flow = self._flow(reader, outputs)
             self._answer(flow, outputs, summary)
             if self._shard is not None:
-                source.check()
+                reader.check()
                 outputs.complete(flow.rows_read, flow.input_digest)
         return rows_exit_code(self.reporter.totals)
 
-    def _flow(self, source: LineSource, outputs: Outputs) -> RowFlow:
+    def _flow(self, reader: LineReader, outputs: Outputs) -> RowFlow:
         rows = self._settings.rows
         return RowFlow(
-            source,
+            reader,
             self._noted(rows.read_text if self._files.input_format == "text" else rows.read),
             self.reporter,
             done=outputs.done,
@@ -255,7 +253,7 @@ class _Run:
         """Load the models and answer the rows."""
         engine = self._load(summary)
         summary.info = engine.info
-        for line in () if engine.info is None else engine.info.told:
+        for line in () if engine.info is None else engine.info.notes:
             self.reporter.warn(line)
         if engine.info is not None:
             self._method = replace(self._method, threads=engine.info.threads)
@@ -322,8 +320,8 @@ class _Run:
 
     def _workers(self, load: LoadEngine, pool: PoolConfig, summary: Summary) -> RunsRequests:
         """Workers in the place of an engine of this process."""
-        from dsbd_cli.scale.pool import RayEngine
         from dsbd_cli.scale.worker import WorkerSetup
+        from dsbd_cli.scale.workers import RayEngine
 
         settings = self._settings
         assert settings.batch_size is not None

@@ -14,8 +14,6 @@ from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.io.lines.corpus import read_documents
 
-__all__ = ["index"]
-
 NEWS_EVERY = 1 << 22  # tokens
 
 Corpus = Annotated[list[Path], typer.Argument(metavar="CORPUS", help="texts, or .jsonl files", show_default=False)]
@@ -51,15 +49,15 @@ def index(
 
     set_style(quiet=quiet)
     codec = tokenizer_of(ModelSpec(target, trust_remote_code=trust_remote_code))
-    tokens, told = CorpusTokens(), 0
+    tokens, reported = CorpusTokens(), 0
     for piece in _pieces(corpus, field):
         if piece is None:
             tokens.end_document()
         else:
             tokens.extend(codec.encode_pieces([piece])[0])
-        if len(tokens.ids) - told >= NEWS_EVERY:
-            told = len(tokens.ids)
-            say(f"{told} tokens read")
+        if len(tokens.ids) - reported >= NEWS_EVERY:
+            reported = len(tokens.ids)
+            say(f"{reported} tokens read")
     write_index(output, tokens, codec.token_bytes(), say)
     say(f"{output}: {tokens.documents} documents, {len(tokens.ids) - tokens.documents} tokens")
 

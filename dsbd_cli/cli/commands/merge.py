@@ -19,11 +19,9 @@ from dsbd_cli.errors import DsbdError, UsageError
 from dsbd_cli.io.lines.compression import frame_maker
 from dsbd_cli.io.lines.jsonl import LineWriter, check_new
 from dsbd_cli.io.lines.lock import open_locked, open_shared
-from dsbd_cli.io.lines.parts import Part, in_order, one_after_another, scan
+from dsbd_cli.io.lines.parts import PartFile, in_order, one_after_another, scan
 from dsbd_cli.io.lines.resume import Settings, read_run, replacing, settings_file, write_settings
 from dsbd_cli.io.records.output import fingerprint_difference
-
-__all__ = ["merge"]
 
 SHOWN = 5  # parts that are named in a message, at most
 BESIDE = "give parts, with the file beside each of them"
@@ -83,10 +81,10 @@ def _write(output: Path, lines: Iterable[bytes], settings: Settings, created: in
     write_settings(output, settings, created)
 
 
-def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[list[Part], Settings, int]:
+def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[list[PartFile], Settings, int]:
     """The parts, which nobody writes while they are open, and what all of them were made with. stack: closes them.
     Raises UsageError, OutputError where a part is being written."""
-    found: dict[int, Part] = {}
+    found: dict[int, PartFile] = {}
     first: tuple[Path, Settings, int] | None = None
     ended: tuple[Path, str] | None = None  # the first part that has come to the end of its input, and of which
     for path in paths:
@@ -106,7 +104,7 @@ def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[l
         if first is not None and (difference := _difference(first[1], settings)):
             raise UsageError(f"{first[0]} and {path} do not belong together: {difference}")
         first = first or (path, settings, created)
-        found[shard.part] = Part(path, stream, shard.part, shard.count, None if end is None else end.rows)
+        found[shard.part] = PartFile(path, stream, shard.part, shard.count, None if end is None else end.rows)
         if end is not None:
             ended = ended or (path, end.digest)
             if end.digest != ended[1]:
@@ -117,10 +115,10 @@ def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[l
     count = next(iter(found.values())).count
     if missing := [part for part in range(count) if part not in found]:
         shown = ", ".join(map(str, missing[:SHOWN])) + (", ..." if len(missing) > SHOWN else "")
-        told = f"{shown} of {count} {'is' if len(missing) == 1 else 'are'} missing"
+        message = f"{shown} of {count} {'is' if len(missing) == 1 else 'are'} missing"
         if not partial:
-            raise UsageError(f"part {told}: give all parts, or take --partial")
-        warn(f"part {told}")
+            raise UsageError(f"part {message}: give all parts, or take --partial")
+        warn(f"part {message}")
     return list(found.values()), first[1], first[2]
 
 
@@ -128,8 +126,8 @@ def _opened(path: Path, stack: ExitStack) -> BinaryIO:
     try:
         return stack.enter_context(open_shared(path))
     except OSError as error:
-        told = f"{path} cannot be read: {error.strerror} (ulimit -n bounds how many files are open)"
-        raise UsageError(told) from None
+        message = f"{path} cannot be read: {error.strerror} (ulimit -n bounds how many files are open)"
+        raise UsageError(message) from None
 
 
 def _difference(old: Settings, new: Settings) -> str | None:
@@ -139,7 +137,7 @@ def _difference(old: Settings, new: Settings) -> str | None:
     return fingerprint_difference(before, now, names)
 
 
-def _holes(parts: Sequence[Part], *, indexed: bool, partial: bool) -> int:
+def _holes(parts: Sequence[PartFile], *, indexed: bool, partial: bool) -> int:
     """Rows without a record, and one more where nobody knows how many there are. Raises DsbdError unless `partial`."""
     rows = max((part.rows for part in parts if part.rows is not None), default=None)
     missing = 0
@@ -155,8 +153,8 @@ def _holes(parts: Sequence[Part], *, indexed: bool, partial: bool) -> int:
         missing += lacks
         if lacks:
             first = f", the first one row {part.first_absent()}" if indexed else ""
-            told = f"{part.path} lacks {lacks} of its {wanted} rows{first}"
+            message = f"{part.path} lacks {lacks} of its {wanted} rows{first}"
             if not partial:
-                raise DsbdError(f"{told}: go on with that part first, or take --partial")
-            warn(told)
+                raise DsbdError(f"{message}: go on with that part first, or take --partial")
+            warn(message)
     return missing

@@ -8,12 +8,10 @@ import typer
 
 from dsbd_cli.cli.options.declare import Command, Group
 
-__all__ = ["app"]
-
 app = typer.Typer(cls=Group, invoke_without_command=True)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="the new name", show_default=False)]
-Source = Annotated[str, typer.Argument(metavar="SOURCE", help="folder or hub id", show_default=False)]
+SourceArgument = Annotated[str, typer.Argument(metavar="SOURCE", help="folder or hub id", show_default=False)]
 
 
 @app.callback()
@@ -33,7 +31,7 @@ def models(ctx: typer.Context) -> None:
 
 
 @app.command(cls=Command)
-def add(name: Name, source: Source) -> None:
+def add(name: Name, source: SourceArgument) -> None:
     """Give a folder or a hub id a name of your own, in your models.toml (or the file that DSBD_MODELS_FILE names)."""
     from dsbd_cli.models.checkpoints.catalog import add_name
 

@@ -16,25 +16,23 @@ import typer
 from dsbd_cli._version import __version__
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import MAIN, MAX_ERRORS, PIPED, Existing, FileOptions, StreamOptions, TalkOptions
-from dsbd_cli.cli.run.files import can_resume, check_files, open_source, resuming
+from dsbd_cli.cli.run.files import can_resume, check_files, open_input_lines, resuming
 from dsbd_cli.cli.run.flow import check_errors
 from dsbd_cli.cli.run.outputs import Outputs
-from dsbd_cli.cli.run.progress import Reporter, begin_talk, row_said
+from dsbd_cli.cli.run.progress import Reporter, begin_talk, row_line
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import rows_exit_code
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError, option_name, plural, reading
 from dsbd_cli.io.lines.compression import open_input
-from dsbd_cli.io.lines.source import LineSource
+from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.records.output import dump_line
 from dsbd_cli.io.records.row import LongLine
-from dsbd_cli.pick.candidates import CandidateRow, group_of_lines, record_row
+from dsbd_cli.pick.candidate_rows import CandidateRow, group_of_lines, record_row
 from dsbd_cli.pick.choosers import METRICS, ByRisk, ByScore, ByVote, Choice, Chooser, Equal, Weights
 from dsbd_cli.pick.execution import DEFAULT_TIMEOUT_S, ByExecution, Otherwise
-from dsbd_cli.pick.prompts import ByReward, Prompts
+from dsbd_cli.pick.prompts import ByReward, PromptsById
 from dsbd_cli.pick.sandbox import SqlStoppedError
-
-__all__ = ["pick"]
 
 PICK_SCHEMA = "dsbd.pick/1"
 MAX_REASON = 200  # characters of an unexpected error
@@ -152,7 +150,7 @@ def pick(how: PickOptions, files: PickFiles, talk: TalkOptions, arguments: Seque
         existing=files.existing,
     )
     check_files(own)
-    if code := _Run(how, files, own, talk, arguments).run(chooser_of):
+    if code := _PickRun(how, files, own, talk, arguments).run(chooser_of):
         raise typer.Exit(code)
 
 
@@ -216,7 +214,7 @@ def _chooser(how: PickOptions) -> Chooser | None:
             return None
 
 
-class _Run:
+class _PickRun:
     """One run over one input."""
 
     def __init__(
@@ -246,18 +244,18 @@ class _Run:
         totals = self._reporter.totals
         with ExitStack() as stack:
             stack.enter_context(self._signals)
-            stream, name, size = open_source(self._own, stack)
+            stream, name, size = open_input_lines(self._own, stack)
             self._reporter.input_bytes = size
             outputs = stack.enter_context(Outputs(self._own, self._settings))
             outputs.tell(self._reporter)
             stack.callback(self._reporter.stop)
-            source = stack.enter_context(LineSource(stream, name))
+            reader = stack.enter_context(LineReader(stream, name))
             if chooser is None and self._how.by == "model":
                 chooser = self._reward(stack)
             self._chooser = chooser
             writer, _ = outputs.begin()
             self._signals.on_stop = self._stop
-            for row in self._rows(source):
+            for row in self._rows(reader):
                 if self._stopped:
                     break
                 if row is None:
@@ -295,13 +293,13 @@ class _Run:
 
         return ByReward(
             RewardModel(ModelSpec(how.model or "", device=how.device or "auto")),
-            Prompts(cast("io.BufferedReader", stream), str(path)),
+            PromptsById(cast("io.BufferedReader", stream), str(path)),
         )
 
-    def _rows(self, source: LineSource) -> Iterator[CandidateRow | None]:
+    def _rows(self, reader: LineReader) -> Iterator[CandidateRow | None]:
         index, group, first, known = 0, list[bytes](), 0, 0
         count = self._files.candidates if self._files.input_format == "lines" else None
-        for item in source:
+        for item in reader:
             if item is None:
                 yield None
                 continue
@@ -320,8 +318,10 @@ class _Run:
                     index, group = index + 1, []
             known = number
         if group:
-            told = InvalidRowError(f"line {first}: {len(group)} lines are left, but a row has {count} (--candidates)")
-            yield CandidateRow(index, first, str(index), "", error=told)
+            message = InvalidRowError(
+                f"line {first}: {len(group)} lines are left, but a row has {count} (--candidates)"
+            )
+            yield CandidateRow(index, first, str(index), "", error=message)
 
     def _lines(self, row: CandidateRow, chooser: Chooser | None) -> list[bytes]:
         """Return the lines of a row to write. Raises SqlStoppedError where its choice was not made to the end."""
@@ -339,17 +339,17 @@ class _Run:
             except (DsbdError, SqlStoppedError):
                 raise
             except Exception as failed:  # whatever a text makes of a library, it is the matter of its row
-                told = " ".join(str(failed).split())[:MAX_REASON]
-                error = RowError(f"line {row.number}: {type(failed).__name__}: {told}".removesuffix(": "))
+                message = " ".join(str(failed).split())[:MAX_REASON]
+                error = RowError(f"line {row.number}: {type(failed).__name__}: {message}".removesuffix(": "))
         kind = "" if error is None else type(error).__name__
-        self._reporter.row(error=None if error is None else row_said(row.index, row.id, error), kind=kind)
+        self._reporter.row(error=None if error is None else row_line(row.index, row.id, error), kind=kind)
         if error is None:
             self._chosen += 1
             self._moved += choice is not None and choice.beam > 0
             self._none_ran += choice is not None and choice.why.get("ran") == 0
             if len(row.candidates) == 1 and chooser is not None:
-                told = f"row {row.index} (id {row.id}) has one candidate: dsbd generate --n-best N reports more"
-                self._reporter.warn(told, kind="one candidate")
+                message = f"row {row.index} (id {row.id}) has one candidate: dsbd generate --n-best N reports more"
+                self._reporter.warn(message, kind="one candidate")
         if self._files.output_format == "lines":
             texts = [one.text for one in row.candidates] if error is None else [""] * (self._files.candidates or 0)
             return [" ".join(text.split()).encode() for text in texts]

@@ -24,7 +24,7 @@ from dsbd_cli.cli.options.options import (
     PairOptions,
     SamplingOptions,
 )
-from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, places, run_settings
+from dsbd_cli.cli.options.settings import RunSettings, devices_of, fixed_depth, run_settings
 from dsbd_cli.cli.run.files import check_report_files, read_prompts
 from dsbd_cli.cli.run.messages import Talk, say, set_style, talking
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
@@ -40,8 +40,6 @@ from dsbd_cli.requests import Request, derive_seed
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.lab.reports.profile_data import ForestSize, Profile
-
-__all__ = ["option_words", "profile"]
 
 T = TypeVar("T")
 
@@ -180,12 +178,12 @@ def _measure(
     assert engine.info is not None
     shown = False
 
-    def told(message: str) -> None:
+    def announce(message: str) -> None:
         nonlocal shown
         shown = not wanted.quiet
         say(f"measured: {message}")
 
-    budget = Budget(wanted.seconds or SECONDS, talk.step, found=told)
+    budget = Budget(wanted.seconds or SECONDS, talk.step, found=announce)
     signals.on_stop = budget.stop
     found = take_profile(
         ProfileSpec(
@@ -259,7 +257,7 @@ def _renderer(groups: tuple[object, ...], prompts: Path | None) -> Callable[[For
             device = next((one.device for one in groups if isinstance(one, DeviceOptions)), None)
             if verify is not None and RULES[parse("--verify", verify, RULES)[0]].needs_draft:
                 names.append("verify")  # without a draft it is plain sampling
-            changed = {**dict.fromkeys(names), "draft": "none", "device": places(device)[0]}
+            changed = {**dict.fromkeys(names), "draft": "none", "device": devices_of(device)[0]}
         words = [word for group in _needed(groups, changed) for word in option_words(group)]
         source = shlex.quote(str(prompts)) if prompts is not None else "prompts.jsonl"
         return f"{shlex.join(['dsbd', 'generate', *words])} --input {source}"
@@ -278,7 +276,7 @@ def _narrowed(groups: tuple[object, ...], min_width: int) -> str:
 def _needed(groups: tuple[object, ...], changed: dict[str, object]) -> list[object]:
     """The groups with changed values, less the options without which generate would do the same."""
     kept = [_with(group, changed) for group in groups]
-    wanted = _settled(kept)
+    wanted = _resolved(kept)
     names = [(place, name) for place, group in enumerate(kept) for name in vars(group)]
     for place, name in names:
         if getattr(kept[place], name) is None:
@@ -286,7 +284,7 @@ def _needed(groups: tuple[object, ...], changed: dict[str, object]) -> list[obje
         fewer = [*kept[:place], _with(kept[place], {name: None}), *kept[place + 1 :]]
         # an option without which the others contradict each other is needed
         with suppress(UsageError):
-            kept = fewer if _settled(fewer) == wanted else kept
+            kept = fewer if _resolved(fewer) == wanted else kept
     return kept
 
 
@@ -296,7 +294,7 @@ def _with(group: object, changed: dict[str, object]) -> object:
     return dataclasses.replace(group, **{k: v for k, v in changed.items() if k in names})  # type: ignore[type-var]
 
 
-def _settled(groups: list[object]) -> RunSettings:
+def _resolved(groups: list[object]) -> RunSettings:
     """All that `dsbd generate` would do with these options."""
 
     def group(kind: type[T]) -> T:

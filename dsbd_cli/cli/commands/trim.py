@@ -30,15 +30,13 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import DsbdError, UsageError, plural, reading
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.jsonl import read_lines, read_object
-from dsbd_cli.pick.candidates import record_row
+from dsbd_cli.pick.candidate_rows import record_row
 from dsbd_cli.requests import Request
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.train.compare import Measure
     from dsbd_cli.train.trim import TrimReport
-
-__all__ = ["HELD_OUT_EVERY", "HELD_OUT_MOST", "hold_out", "trim_draft"]
 
 TRIM_SCHEMA = "dsbd.trim/1"
 TRIM = "Trimming"
@@ -252,8 +250,8 @@ def _show(report: TrimReport, measured: tuple[Measure, Measure] | None, prompts:
             "target_ms_per_token": "target ms per token",
         }
         rates = [_rates(one) for one in measured]
-        for name, told in names.items():
-            table.add_row(told, *("-" if rate[name] is None else f"{rate[name]:.3f}" for rate in rates))
+        for name, title in names.items():
+            table.add_row(title, *("-" if rate[name] is None else f"{rate[name]:.3f}" for rate in rates))
     console = Screen(sys.stdout)
     console.print(table)
     on = f", measured on {plural(prompts, 'held-out prompt')}" if measured is not None else ""

@@ -15,17 +15,6 @@ from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS, own_tokens
 from dsbd_cli.lab.tasks.choose import TASK_NAMES
 from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS
 
-__all__ = [
-    "DEFAULT_RECORDS",
-    "DEFAULT_ROUNDS",
-    "DEFAULT_TASKS",
-    "OWN_TASK",
-    "BenchOutputs",
-    "ChoiceOptions",
-    "DataOptions",
-    "SweepOptions",
-]
-
 DATA, METHODS_PANEL, CHOICE, OUTPUT = MAIN, "Methods and their settings", "Choice of a fuzzy threshold", "Output"
 DEFAULT_TASKS, DEFAULT_RECORDS, DEFAULT_ROUNDS = "sql,qa", 24, 1
 OWN_TASK = "jsonl"  # what --input is called in a report

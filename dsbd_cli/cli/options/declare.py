@@ -12,11 +12,9 @@ from typing import Annotated, Literal, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dsbd_cli.cli.options.layers import check_variables, place_of, read_environment
+from dsbd_cli.cli.options.precedence import check_variables, place_of, read_environment
 from dsbd_cli.config.spelling import typed_names
 from dsbd_cli.errors import KINDS, SETTINGS, UsageError, option_name
-
-__all__ = ["Command", "Existing", "Group", "Output", "Quiet", "flag", "grouped", "option", "switch"]
 
 T = TypeVar("T")
 METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}  # where an option names no other

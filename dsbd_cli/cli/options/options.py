@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from dsbd_cli.cli.options.declare import flag, option, switch
-from dsbd_cli.cli.options.layers import read_job
+from dsbd_cli.cli.options.precedence import read_job
 from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, DEFAULT_DEPTH, MethodConfig, WarpScope
 from dsbd_cli.config.model import (
     BUILTIN_DRAFT,
@@ -23,22 +23,6 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.spelling import help_lines
 from dsbd_cli.config.variants import DRAFTERS, FORMATS, FUSION, WIDTHS, sampling_rules
 from dsbd_cli.io.records.reader import RowReader
-
-__all__ = [
-    "PIPED",
-    "AnswerOptions",
-    "DecodeOptions",
-    "DeviceOptions",
-    "DrawOptions",
-    "FileOptions",
-    "JobOptions",
-    "LoadOptions",
-    "MethodOptions",
-    "PairOptions",
-    "RowOptions",
-    "SamplingOptions",
-    "TalkOptions",
-]
 
 MAIN = "Main options"  # what most runs set; they stand first on the page
 FILES, ROWS, METHOD = "Input and output", "Rows that fail", "How drafts are made and verified"
@@ -173,7 +157,7 @@ class MethodOptions(DecodeOptions):
     )
     warp_scope: WarpScope | None = option(
         METHOD,
-        "warp the joint law of the beams (pool), or each beam's row (beam)",
+        "warp the joint distribution of the beams (pool), or each beam's row (beam)",
         default=_METHOD.warp_scope,
         metavar="SCOPE",
     )

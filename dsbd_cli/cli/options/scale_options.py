@@ -13,9 +13,7 @@ from dsbd_cli.config.variant import Setting, spelling
 from dsbd_cli.errors import UsageError, shorten
 
 if TYPE_CHECKING:
-    from dsbd_cli.scale.pool import PoolConfig
-
-__all__ = ["ScaleOptions", "pool_config"]
+    from dsbd_cli.scale.workers import PoolConfig
 
 SCALE = "Several processes"
 NUMBER: Setting[str | None] = Setting(
@@ -90,7 +88,7 @@ def pool_config(scale: ScaleOptions, devices: DeviceOptions) -> PoolConfig | Non
             f"--workers: ray is {address}, but must be auto or HOST:PORT: the command has to run inside the cluster, "
             "as with ray job submit"
         )
-    from dsbd_cli.scale.pool import PoolConfig
+    from dsbd_cli.scale.workers import PoolConfig
 
     gpus, timeout_s = given.get(GPUS.field), float(given.get(TIMEOUT.field, TIMEOUT.default))
     return PoolConfig(

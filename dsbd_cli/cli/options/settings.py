@@ -26,8 +26,6 @@ from dsbd_cli.config.variants import GRAMMAR, RULES, SEARCH, WIDTHS, runs_model,
 from dsbd_cli.errors import UsageError, option_name, reading
 from dsbd_cli.io.records.reader import RowReader
 
-__all__ = ["TYPED", "RunSettings", "drafts", "fixed_depth", "places", "run_settings"]
-
 T = TypeVar("T")
 
 NO_ANSWERS, NO_ROWS = AnswerOptions(), RowOptions()  # not given
@@ -73,13 +71,13 @@ def run_settings(
     become messages. Raises UsageError."""
     if _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
         raise UsageError("--depth is 0, but must be 1 or more: --draft none decodes without a draft")
-    allow, grammar = allowed(answers.allow)
+    allow, grammar = allowed_answers(answers.allow)
     method = _with_drafter(method, pair, grammar)
     chosen = _chosen(method)
     rule, width = RULES[str(chosen["rule"])], chosen.get("width")
     wide = None if width is None or not WIDTHS[str(width)].dynamic else method.width
     target, draft = _pair(pair, method, str(chosen["drafter"]))
-    own = places(devices.device)[1]
+    own = devices_of(devices.device)[1]
     if draft is None:
         _refuse("there is no draft", (f"{own} in --device {devices.device}", own))
     drafting = draft is not None or not runs_model(str(chosen["drafter"]))
@@ -136,14 +134,14 @@ def run_settings(
 def _model_specs(target: str, draft: str | None, devices: DeviceOptions) -> tuple[ModelSpec, ModelSpec | None]:
     """How target and draft are to be loaded."""
     given = {item.name: getattr(devices, item.name) for item in fields(ModelSpec) if hasattr(devices, item.name)}
-    place, draft_device = places(devices.device)
+    place, draft_device = devices_of(devices.device)
     spread = place is not None and (place.startswith("{") or place in SPREADS)
     given |= {"device_map": place, "device": None} if spread else {"device": place}
     spec = ModelSpec(target, **{name: value for name, value in given.items() if value is not None})
     return spec, None if draft is None else spec.of_draft(draft, draft_device)
 
 
-def places(device: str | None) -> tuple[str | None, str | None]:
+def devices_of(device: str | None) -> tuple[str | None, str | None]:
     """Where --device puts the target, and the draft if it has a place of its own."""
     if device is None or device.startswith("{"):
         return device, None
@@ -270,7 +268,7 @@ def _rows(given: SamplingOptions, method: MethodConfig, *, strict: bool) -> RowR
 REGEX = "regex:"
 
 
-def allowed(given: str | None) -> tuple[Path | None, Grammar | None]:
+def allowed_answers(given: str | None) -> tuple[Path | None, Grammar | None]:
     """The file of a list of answers, or a grammar; at most one of both. Raises UsageError where it cannot be read or
     cannot be followed."""
     if given is None:

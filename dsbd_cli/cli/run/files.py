@@ -13,29 +13,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dsbd_cli.cli.options.options import STANDARD, FileOptions
-from dsbd_cli.cli.run.messages import whole
+from dsbd_cli.cli.run.messages import quote_command
 from dsbd_cli.config.variant import Format
 from dsbd_cli.config.variants import FORMATS
 from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.io.lines.compression import check_whole, open_input
 from dsbd_cli.io.lines.jsonl import check_new, read_lines
-from dsbd_cli.io.lines.source import LineSource
+from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.requests import Request
-
-__all__ = [
-    "can_resume",
-    "check_files",
-    "check_report_files",
-    "count_rows",
-    "file_hash",
-    "is_special",
-    "open_source",
-    "read_prompts",
-    "resumes",
-    "resuming",
-    "writes",
-]
 
 COMPRESSED = (".gz", ".zst")
 MAX_COUNTED_BYTES = 256 << 20
@@ -74,7 +60,7 @@ def resuming(arguments: Sequence[str]) -> str:
         for before, word in zip(("", *arguments), arguments, strict=False)
         if not word.startswith("--existing=") and "--existing" not in (word, before)
     ]
-    return whole(shlex.join(["dsbd", *kept, "--existing", "resume"]))
+    return quote_command(shlex.join(["dsbd", *kept, "--existing", "resume"]))
 
 
 def check_files(files: FileOptions) -> None:
@@ -136,7 +122,7 @@ def file_hash(option: str, path: Path) -> str:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def open_source(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, str, int | None]:
+def open_input_lines(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, str, int | None]:
     """The input, its name, and its size in bytes where that is known. A compressed file is read through first, so that
     one that is cut is told before a model is loaded. Raises UsageError."""
     path = files.input
@@ -156,7 +142,7 @@ def open_source(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, str, in
 
 def count_rows(files: FileOptions, size: int | None) -> int | None:
     """Rows of the input, from a pass of its own; None where it is too large for one, or no plain file. size: as
-    `open_source` gives it. Raises UsageError."""
+    `open_input_lines` gives it. Raises UsageError."""
     if files.input is None or size is None or size > MAX_COUNTED_BYTES:
         return None
     with reading(f"--input {files.input}"), files.input.open("rb") as stream:
@@ -184,8 +170,8 @@ def read_prompts(
     """The requests of a file as generate reads it, the first `most`. seen: is called with every line. Raises UsageError
     with the first bad line, and where the file cannot be read."""
     found: list[Request] = []
-    with reading(f"{option} {path}"), open_input(path) as stream, LineSource(stream, str(path)) as source:
-        for number, line in itertools.islice(filter(None, source), most):
+    with reading(f"{option} {path}"), open_input(path) as stream, LineReader(stream, str(path)) as reader:
+        for number, line in itertools.islice(filter(None, reader), most):
             row = rows.read(line, index=len(found), number=number)
             if row.request is None:
                 raise UsageError(f"{option} {path}: {row.error}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from dsbd_cli.cli.run.progress import Reporter, row_said
+from dsbd_cli.cli.run.progress import Reporter, row_line
 from dsbd_cli.cli.run.shard import Shard
 from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError
 from dsbd_cli.io.lines.jsonl import LineWriter
@@ -19,8 +19,6 @@ from dsbd_cli.requests import Request, RequestResult
 
 if TYPE_CHECKING:
     from dsbd_cli.scale.worker import RunsRequests
-
-__all__ = ["MakeRecord", "RowFlow", "TooManyErrorsError", "check_errors"]
 
 MAX_KNOWN_IDS = 1_000_000
 
@@ -38,14 +36,14 @@ class TooManyErrorsError(DsbdError):
     """Error of a run in which as many rows failed as --max-errors allows."""
 
 
-def check_errors(failed: int, most: int | None, told: str) -> None:
-    """Raises TooManyErrorsError where as many rows failed as --max-errors says. told: what else there is to say."""
+def check_errors(failed: int, most: int | None, details: str) -> None:
+    """Raises TooManyErrorsError where as many rows failed as --max-errors says. details: what else there is to say."""
     if most is not None and failed >= most:
         rows = "a row has" if most == 1 else f"{most} rows have"
-        raise TooManyErrorsError(f"{rows} failed{told}")
+        raise TooManyErrorsError(f"{rows} failed{details}")
 
 
-def _cut(result: RequestResult) -> InvalidRowError:
+def _cut_error(result: RequestResult) -> InvalidRowError:
     """The error of a row that must be valid and is not."""
     limit = result.request.sampling.max_new_tokens
     return InvalidRowError(
@@ -59,7 +57,7 @@ class RowFlow:
 
     def __init__(
         self,
-        source: Iterable[NumberedLine],
+        lines: Iterable[NumberedLine],
         read: ReadRow,
         reporter: Reporter,
         *,
@@ -74,7 +72,7 @@ class RowFlow:
         """done: what an earlier run has left. stopping: a signal has come. begin: gives the writers of records and
         steps, before the first record. ordered: records in input order; else as they are ready. shard: only the rows
         of this part. require_valid: a row whose best text does not match its grammar has failed."""
-        self._lines, self._read_row, self._reporter = iter(source), read, reporter
+        self._lines, self._read_row, self._reporter = iter(lines), read, reporter
         self._begin = begin
         self._writers: tuple[LineWriter, LineWriter | None] | None = None
         self._done, self._max_errors, self._stopping = done, max_errors, stopping
@@ -185,7 +183,7 @@ class RowFlow:
     def _write(self, position: int, row: Row, result: RequestResult | None) -> None:
         """Steps first: a record says that all of its row is written."""
         if self._require_valid and result is not None and result.error is None and result.invalid:
-            result = replace(result, error=_cut(result))
+            result = replace(result, error=_cut_error(result))
         error = row_error(row, result)
         self._writers = self._writers or self._begin()
         writer, steps = self._writers
@@ -199,5 +197,5 @@ class RowFlow:
         if error is None:
             self._reporter.row()
             return
-        self._reporter.row(error=row_said(row.index, row.id, error), kind=type(error).__name__)
+        self._reporter.row(error=row_line(row.index, row.id, error), kind=type(error).__name__)
         check_errors(self._reporter.totals.failed, self._max_errors, f", the last one at {error}")

@@ -17,22 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
-__all__ = [
-    "LOG_INTERVAL_S",
-    "Talk",
-    "duration",
-    "error_line",
-    "live_line",
-    "log",
-    "say",
-    "set_style",
-    "talking",
-    "utc_now",
-    "warn",
-    "whole",
-    "write_from_signal",
-]
-
 Level = Literal["info", "warning", "error"]
 
 NO_BREAK = "\u00a0"
@@ -63,7 +47,7 @@ def utc_now() -> str:
     return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def whole(command: str) -> str:
+def quote_command(command: str) -> str:
     """A command inside a message: a terminal shows it without line ends in it, so that it can be copied."""
     return command.replace(" ", NO_BREAK)
 

@@ -23,18 +23,16 @@ from dsbd_cli.io.lines.resume import (
     DoneRows,
     InputEnd,
     Settings,
-    cut,
     cut_unfinished_steps,
     drop_failed,
     read_done,
     read_settings,
     settings_file,
+    truncate_at,
     whole_size,
     write_settings,
 )
 from dsbd_cli.io.records.output import fingerprint_difference
-
-__all__ = ["Outputs"]
 
 
 class Outputs:
@@ -136,7 +134,7 @@ class Outputs:
                 )
             end = whole_size(stream)
             self.done = read_done(stream, output, end)
-            if torn := cut(stream, end):
+            if torn := truncate_at(stream, end):
                 self.notes.append(f"{output}: the last line was torn ({torn} bytes); its row is answered again")
             if self._files.existing == "retry":
                 stream, self.retried = drop_failed(stream, output)

@@ -20,8 +20,6 @@ from dsbd_cli.errors import UsageError, plural
 if TYPE_CHECKING:
     from rich.live import Live
 
-__all__ = ["Reporter", "begin_talk", "row_said"]
-
 MAX_SAME_WARNINGS = 3
 MAX_NAMED_FAILURES = 3
 ROWS_THAT_TELL = 10  # their mean length says something about the rows to come
@@ -34,7 +32,7 @@ def begin_talk(talk: TalkOptions) -> None:
         raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
 
 
-def row_said(index: int, row_id: str, error: object) -> str:
+def row_line(index: int, row_id: str, error: object) -> str:
     """A row that failed, and why. What could steer a terminal is escaped where a message is written."""
     return f"row {index} (id {row_id}): {error}"
 
@@ -78,9 +76,9 @@ class Reporter:
         elif not self._quiet:
             threading.Thread(target=self._log, name="dsbd-log", daemon=True).start()
 
-    def waiting(self, told: Callable[[], str]) -> AbstractContextManager[object]:
+    def waiting(self, text: Callable[[], str]) -> AbstractContextManager[object]:
         """A live line with what is waited for, where there is a terminal."""
-        return live_line(told) if self._live else nullcontext()
+        return live_line(text) if self._live else nullcontext()
 
     def warn(self, message: str, *, kind: str | None = None) -> None:
         """A warning; of one kind only the first few are told."""
@@ -133,8 +131,8 @@ class Reporter:
         """The first rows that failed, and where the others are; --log verbose has told each as it failed."""
         if self._verbose or not self._failures:
             return
-        for told in self._failures:
-            warn(told)
+        for text in self._failures:
+            warn(text)
         if (more := self.totals.failed - len(self._failures)) > 0:
             place = "standard output" if self._output in (None, STANDARD) else self._output
             where = f'records with "error" in {place}' if self._says_why else f"empty lines in {place}"
@@ -160,13 +158,13 @@ class Reporter:
             whole, now, before, of = self.input_bytes, self._bytes, self._bytes_before, "done"
         else:
             return ""
-        told = f"{min(1.0, now / whole):.0%} {of}"
+        text = f"{min(1.0, now / whole):.0%} {of}"
         if now <= before or not steps or totals.rows - totals.failed < ROWS_THAT_TELL:
-            return told
+            return text
         left = (whole - now) * steps / (now - before) - self._unfinished
         if left <= 0:  # the rows under way are longer than those before, nobody knows by how much
-            return told
-        return f"{told}, {duration(self.totals.seconds * left / (steps + self._unfinished))} left"
+            return text
+        return f"{text}, {duration(self.totals.seconds * left / (steps + self._unfinished))} left"
 
     def _log(self) -> None:
         """Event.wait goes by the monotonic clock: a clock that is set back neither stops nor floods the log."""

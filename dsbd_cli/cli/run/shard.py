@@ -13,8 +13,6 @@ from dsbd_cli.cli.options.options import STANDARD, FileOptions
 from dsbd_cli.cli.run.files import COMPRESSED, is_special
 from dsbd_cli.errors import UsageError, reading, shorten
 
-__all__ = ["SHARD_SETTINGS", "Shard", "shard_of", "sharded_files"]
-
 SHARD_SETTINGS = ("shard", "input_bytes", "input_head", "input_compressed")  # of the settings beside a part
 HEAD_BYTES = 1 << 16
 
@@ -46,12 +44,12 @@ class Shard:
         """out.jsonl.3-of-16 for out.jsonl."""
         return path.with_name(f"{path.name}.{self.part}-of-{self.count}")
 
-    def settings(self, source: Path) -> dict[str, object]:
+    def settings(self, path: Path) -> dict[str, object]:
         """Which part of which input, for the settings beside a part. Raises UsageError."""
-        with reading(f"--input {source}"), source.open("rb") as stream:
+        with reading(f"--input {path}"), path.open("rb") as stream:
             head = hashlib.blake2b(stream.read(HEAD_BYTES), digest_size=8).hexdigest()
-            values = (f"{self.part}/{self.count}", source.stat().st_size, head, True)
-        named = SHARD_SETTINGS if source.suffix in COMPRESSED else SHARD_SETTINGS[:-1]
+            values = (f"{self.part}/{self.count}", path.stat().st_size, head, True)
+        named = SHARD_SETTINGS if path.suffix in COMPRESSED else SHARD_SETTINGS[:-1]
         return dict(zip(named, values, strict=False))
 
 
@@ -77,15 +75,17 @@ def _from_scheduler(given: str, environment: Mapping[str, str]) -> Shard:
     found: dict[str, Shard] = {}
     for scheduler, part, first, total in SCHEDULERS:
         if part in environment and total in environment:
-            told = f"--shard {given}: {part}={environment[part]} and {total}={environment[total]} of {scheduler}"
-            begin = _number(told, environment.get(first, "0")) if first else 0
+            origin = f"--shard {given}: {part}={environment[part]} and {total}={environment[total]} of {scheduler}"
+            begin = _number(origin, environment.get(first, "0")) if first else 0
             found[scheduler] = _checked(
-                told, _number(told, environment[part]) - begin, _number(told, environment[total])
+                origin, _number(origin, environment[part]) - begin, _number(origin, environment[total])
             )
     if count:
         if KUBERNETES in environment:
-            told = f"--shard {given}: {KUBERNETES}={environment[KUBERNETES]}"
-            found["a Kubernetes job"] = _checked(told, _number(told, environment[KUBERNETES]), _number(told, count))
+            origin = f"--shard {given}: {KUBERNETES}={environment[KUBERNETES]}"
+            found["a Kubernetes job"] = _checked(
+                origin, _number(origin, environment[KUBERNETES]), _number(origin, count)
+            )
         for scheduler, shard in found.items():
             if str(shard.count) != count:
                 raise UsageError(f"--shard is {given}, but {scheduler} has {shard.count} tasks: use --shard auto")
@@ -95,21 +95,21 @@ def _from_scheduler(given: str, environment: Mapping[str, str]) -> Shard:
         names = ", ".join([part for _, part, _, _ in SCHEDULERS])
         raise UsageError(f"--shard is {given}, but no scheduler has numbered the tasks ({names}): give I/N")
     if len(set(found.values())) > 1:
-        told = " and ".join(f"{scheduler} says {shard.part}/{shard.count}" for scheduler, shard in found.items())
-        raise UsageError(f"--shard is {given}, but {told}: give I/N")
+        origin = " and ".join(f"{scheduler} says {shard.part}/{shard.count}" for scheduler, shard in found.items())
+        raise UsageError(f"--shard is {given}, but {origin}: give I/N")
     return next(iter(found.values()))
 
 
-def _number(told: str, text: str) -> int:
+def _number(origin: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise UsageError(f"{told}: {shorten(text)} is no number: give I/N") from None
+        raise UsageError(f"{origin}: {shorten(text)} is no number: give I/N") from None
 
 
-def _checked(told: str, part: int, count: int) -> Shard:
+def _checked(origin: str, part: int, count: int) -> Shard:
     if count < 1 or not 0 <= part < count:
-        raise UsageError(f"{told}, but I of I/N must be from 0 to N - 1")
+        raise UsageError(f"{origin}, but I of I/N must be from 0 to N - 1")
     return Shard(part, count)
 
 

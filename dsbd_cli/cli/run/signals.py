@@ -11,8 +11,6 @@ from typing import Self
 
 from dsbd_cli.cli.run.messages import write_from_signal
 
-__all__ = ["StopSignals", "StoppedError"]
-
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -25,9 +25,7 @@ from dsbd_cli.requests import EngineInfo, RequestResult
 from dsbd_cli.stats import RequestStats
 
 if TYPE_CHECKING:
-    from dsbd_cli.scale.pool import WorkerReport
-
-__all__ = ["Summary", "Totals", "rows_exit_code"]
+    from dsbd_cli.scale.workers import WorkerReport
 
 SUMMARY_SCHEMA = "dsbd.summary/1"
 PACKAGES = ("torch", "transformers", "tokenizers")

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.cache.prefill import prefill
 from dsbd_cli.engine.cache.prefix_index import PrefixIndex
-from dsbd_cli.engine.protocols import ForestInput, ForestModel, SourceModel
-
-__all__ = ["CacheObserver", "Caches"]
+from dsbd_cli.engine.protocols import EncoderDecoderModel, ForestInput, ForestModel
 
 
 def _bucket(size: int, step: int) -> int:
@@ -38,7 +36,7 @@ class Caches:
 
     Attributes:
         models: target and draft, or the target alone. slots: S, reserved per row; the last one is the trash slot.
-        window: slots past its trunk that a row has room for; recurrent models alone go by it.
+        window: slots past its common prefix that a row has room for; recurrent models alone go by it.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class Caches:
         self.target, self.draft = target, draft
         self.models = [target] if draft is None else [target, draft]
         # found once, because a check of a protocol asks every property
-        self._readers = [model for model in self.models if isinstance(model, SourceModel)]
+        self._readers = [model for model in self.models if isinstance(model, EncoderDecoderModel)]
         self.slots = self.window = 0
         self.observer = CacheObserver()
         self._recurrent = any(model.state_bytes(0) for model in self.models)
@@ -83,11 +81,11 @@ class Caches:
         return _bucket(slots, self._slot_step)
 
     def round_window(self, nodes: int) -> int:
-        """A tail window rounded up, so that shapes repeat."""
+        """A suffix window rounded up, so that shapes repeat."""
         return _bucket(nodes, self._window_step)
 
     @property
-    def lagging(self) -> bool:
+    def draft_rests(self) -> bool:
         """The draft model is recurrent: tokens that it missed are cheaper read in one piece than seen one by one."""
         return self.draft is not None and self.draft.state_bytes(0) > 0
 
@@ -119,7 +117,7 @@ class Caches:
         return True
 
     def hold(self, rows: int, window: int) -> None:
-        """Room for at least `window` slots past the trunk of each row; what is stored stays."""
+        """Room for at least `window` slots past the common prefix of each row; what is stored stays."""
         if self._recurrent and window > self.window:
             self._moving()
             self.window = self.round_window(max(window, self.window * 5 // 4))
@@ -149,21 +147,21 @@ class Caches:
             else:
                 model.clear(row)
 
-    def source_bytes(self, source: Tensor | None) -> int:
+    def encoder_bytes(self, encoder_input: Tensor | None) -> int:
         """Bytes that a source takes in the models on the target's device; 0 without one."""
-        if source is None:
+        if encoder_input is None:
             return 0
-        return sum(model.source_bytes(source) for model in self._readers if model.device == self.target.device)
+        return sum(model.encoder_bytes(encoder_input) for model in self._readers if model.device == self.target.device)
 
-    def encode(self, sources: Mapping[int, Tensor], *, draft: bool) -> None:
+    def encode(self, encoder_inputs: Mapping[int, Tensor], *, draft: bool) -> None:
         """The target or the draft model reads sources, by row; nothing where there are none."""
         wanted = self.draft if draft else self.target
         model = next((reader for reader in self._readers if reader is wanted), None)
-        if not sources or model is None:
+        if not encoder_inputs or model is None:
             return
         generation = model.generation
         with self.observer.span("prefill"):
-            model.encode(list(sources), list(sources.values()))
+            model.encode(list(encoder_inputs), list(encoder_inputs.values()))
         if model.generation != generation:
             self._moving()
             if self._reserved is not None:
@@ -182,8 +180,8 @@ class Caches:
             mask=torch.ones(len(first), 1, 1, dtype=torch.bool, device=device),
             slot_positions=zero,
             rows=torch.tensor(list(tokens), device=device),
-            settled=(0,) * len(first) if self.target.invariant else None,
-            tail=1,
+            prompt_slots=(0,) * len(first) if self.target.invariant else None,
+            suffix=1,
         )
         logits = self.target.forward(batch)
         assert logits is not None
@@ -204,15 +202,15 @@ class Caches:
     def _prefill(self, place: int, prompts: Mapping[int, Sequence[int]], *, apart: bool) -> dict[int, int]:
         model, index, trash = self.models[place], self._indexes.get(place), self.slots - 1
         if index is None:
-            for row in prompts if place and self.lagging else ():
+            for row in prompts if place and self.draft_rests else ():
                 model.clear(
                     row
-                )  # while it rested its states moved on with the trunk, over a prompt that it had not read
+                )  # while it rested its states moved on with the common prefix, over a prompt that it had not read
             prefill(model, list(prompts), list(prompts.values()), trash=trash, apart=apart)
             return {}
         found: dict[int, int] = {}
         for wave in index.plan(prompts):
-            model.copy_prefixes([(copy.source, row, copy.count) for row, copy in wave.items() if copy.source != row])
+            model.copy_prefixes([(copy.src_row, row, copy.count) for row, copy in wave.items() if copy.src_row != row])
             known = {row: copy.count for row, copy in wave.items()}
             for row, count in known.items():
                 index.drop(row)
@@ -232,24 +230,34 @@ class Caches:
             return held
         return held - sum(copy.count for wave in index.plan(prompts) for copy in wave.values())
 
-    def catch_up(self, rows: Sequence[int], tokens: Tensor, drafted: Sequence[int], trunk: Sequence[int]) -> None:
-        """The draft model runs what it missed of some rows' trunks: slots drafted .. trunk of tokens [R, S]."""
+    def catch_up(
+        self, rows: Sequence[int], tokens: Tensor, drafted: Sequence[int], common_prefix: Sequence[int]
+    ) -> None:
+        """The draft model runs what it missed of some rows' common prefixes: slots drafted .. common prefix of tokens
+        [R, S]."""
         assert self.draft is not None
-        texts = [tokens[row, : end + 1].tolist() for row, end in zip(rows, trunk, strict=True)]
+        texts = [tokens[row, : end + 1].tolist() for row, end in zip(rows, common_prefix, strict=True)]
         with self.observer.span("prefill"):
             prefill(self.draft, rows, texts, trash=self.slots - 1, apart=False, known=drafted)
 
-    def move(self, source: Tensor, target: Tensor, trunk: Tensor, drafted: Tensor, *, draft: bool) -> None:
-        """Copy slots within each row, [R, T] each, in the target and, if `draft`, in the draft model. trunk: [R], slots
-        that all live beams share from now on. drafted: [R], leading slots that the draft model has run."""
+    def move(
+        self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor, drafted: Tensor, *, draft: bool
+    ) -> None:
+        """Copy slots within each row, [R, T] each, in the target and, if `draft`, in the draft model. common_prefix:
+        [R], slots that all live beams share from now on. drafted: [R], leading slots that the draft model has run."""
         with self.observer.span("compact"):
-            self._move(self.target, source, target, trunk)
+            self._move(self.target, src_slots, dst_slots, common_prefix)
             if draft and self.draft is not None:
-                self._move(self.draft, source, target, torch.minimum(trunk, drafted) if self.lagging else trunk)
+                self._move(
+                    self.draft,
+                    src_slots,
+                    dst_slots,
+                    torch.minimum(common_prefix, drafted) if self.draft_rests else common_prefix,
+                )
 
     def _move(self, model: ForestModel, *slots: Tensor) -> None:
-        source, target, trunk = (part.to(model.device) for part in slots)
-        model.move(source, target, trunk)
+        src_slots, dst_slots, common_prefix = (part.to(model.device) for part in slots)
+        model.move(src_slots, dst_slots, common_prefix)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""

@@ -9,8 +9,6 @@ import torch
 
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 
-__all__ = ["prefill"]
-
 CHUNK = 512
 STEP = 32  # widths of chunks; one that is no multiple of the vector width changes how a softmax is summed
 
@@ -72,7 +70,7 @@ def _chunk(
         mask=mask,
         slot_positions=index.expand(len(rows), -1),
         rows=torch.tensor(rows, device=device),
-        settled=tuple(starts) if apart else None,
+        prompt_slots=tuple(starts) if apart else None,
         chain=True,
     )
     model.forward(batch, logits=False)

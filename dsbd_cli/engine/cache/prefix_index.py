@@ -11,25 +11,23 @@ from dataclasses import dataclass, field
 
 from dsbd_cli.engine.core.slots import PREFIX_STEP
 
-__all__ = ["Copy", "PrefixIndex"]
-
 Block = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """Where a row takes the beginning of its prompt from: `count` leading slots of row `source`, which may be itself.
+class PrefixCopy:
+    """Where a row takes the beginning of its prompt from: `count` leading slots of row `src_row`, which may be itself.
     No slots: the prompt is read from its first token."""
 
-    source: int
+    src_row: int
     count: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class _BlockNode:
     """A block behind those above it. rows: that hold all of these, each with the wave in which it is read."""
 
-    children: dict[Block, _Node] = field(default_factory=dict)
+    children: dict[Block, _BlockNode] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
 
 
@@ -37,12 +35,12 @@ class PrefixIndex:
     """A tree of blocks over the prompts that stand in rows."""
 
     def __init__(self) -> None:
-        self._root = _Node()
+        self._root = _BlockNode()
         self._held: dict[int, list[Block]] = {}
 
     def clear(self) -> None:
         """No row holds anything."""
-        self._root, self._held = _Node(), {}
+        self._root, self._held = _BlockNode(), {}
 
     def put(self, row: int, prompt: Sequence[int], wave: int = 0) -> None:
         """The row holds this prompt, all but its last token, and nothing else."""
@@ -53,7 +51,7 @@ class PrefixIndex:
         self._held[row] = blocks
         node = self._root
         for block in blocks:
-            node = node.children.setdefault(block, _Node())
+            node = node.children.setdefault(block, _BlockNode())
             node.rows[row] = wave
 
     def drop(self, row: int) -> None:
@@ -80,7 +78,7 @@ class PrefixIndex:
         for place, row in enumerate(rows):
             self._put(place, held.get(row, []), 0)
 
-    def _longest(self, blocks: Sequence[Block]) -> tuple[int, _Node]:
+    def _longest(self, blocks: Sequence[Block]) -> tuple[int, _BlockNode]:
         """How many of these blocks some row begins with, and where its rows are."""
         node = self._root
         for count, block in enumerate(blocks):
@@ -90,22 +88,22 @@ class PrefixIndex:
             node = child
         return len(blocks), node
 
-    def plan(self, prompts: Mapping[int, Sequence[int]]) -> list[dict[int, Copy]]:
+    def plan(self, prompts: Mapping[int, Sequence[int]]) -> list[dict[int, PrefixCopy]]:
         """How the prompts of new rows are read, in waves: where each row copies from. A source of the first wave holds
         an earlier prompt; all copies of a wave are made before any of its rows is written. A source of a later wave was
         read in an earlier one."""
         new = PrefixIndex()
-        waves: list[dict[int, Copy]] = []
+        waves: list[dict[int, PrefixCopy]] = []
         for row, prompt in prompts.items():
             blocks = _blocks(prompt)
             standing, held = self._longest(blocks)
             reading, beside = new._longest(blocks)
-            wave, copy = 0, Copy(row)
+            wave, copy = 0, PrefixCopy(row)
             if reading > standing:
-                source = min(beside.rows, key=beside.rows.__getitem__)
-                wave, copy = beside.rows[source] + 1, Copy(source, reading * PREFIX_STEP)
+                src_row = min(beside.rows, key=beside.rows.__getitem__)
+                wave, copy = beside.rows[src_row] + 1, PrefixCopy(src_row, reading * PREFIX_STEP)
             elif standing:
-                copy = Copy(row if row in held.rows else next(iter(held.rows)), standing * PREFIX_STEP)
+                copy = PrefixCopy(row if row in held.rows else next(iter(held.rows)), standing * PREFIX_STEP)
             new._put(row, blocks, wave)
             waves.extend({} for _ in range(wave + 1 - len(waves)))
             waves[wave][row] = copy

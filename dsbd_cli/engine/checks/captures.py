@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.engine.protocols import SourceModel
+from dsbd_cli.engine.protocols import EncoderDecoderModel
 from dsbd_cli.errors import RowError, UnsupportedModelError
 from dsbd_cli.requests import Request, RequestResult
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
-
-__all__ = ["captured_otherwise", "prove_captures"]
 
 ROWS = 2
 TOKENS = 24  # some eight iterations, of which a shape's third is the first that is replayed
@@ -36,7 +34,7 @@ def prove_captures(engine: Engine) -> None:
         engine.stepper.graphs = None
         line = f"iterations run plainly, without CUDA graphs: {fault}"
         if engine.info is not None:
-            engine.info = replace(engine.info, told=(*engine.info.told, line))
+            engine.info = replace(engine.info, notes=(*engine.info.notes, line))
         else:
             engine.tell(line)
 
@@ -64,13 +62,13 @@ def captured_otherwise(engine: Engine) -> str | None:
         except RuntimeError as error:
             if wanted is False:  # a plain iteration
                 raise
-            said = " ".join(str(error).split())[:160]
+            reason = " ".join(str(error).split())[:160]
             if not _answers(engine.target.device):
                 raise UnsupportedModelError(
-                    f"the GPU answers nothing any more after captured iterations were tried ({said}): leave graphs "
+                    f"the GPU answers nothing any more after captured iterations were tried ({reason}): leave graphs "
                     "out, with --set gpu=kernels"
                 ) from error
-            return f"a captured iteration fails ({said})"
+            return f"a captured iteration fails ({reason})"
         graphs = trial.stepper.graphs
         if graphs is not None and graphs.failed is not None:
             return f"a capture fails ({graphs.failed})"
@@ -89,7 +87,7 @@ def _answers(device: torch.device) -> bool:
 
 def _requests(engine: Engine) -> Sequence[Request]:
     sampling = SamplingConfig(max_new_tokens=TOKENS)
-    if isinstance(engine.target, SourceModel):
+    if isinstance(engine.target, EncoderDecoderModel):
         return [Request(f"A sentence with the number {row}.", sampling=sampling, seed=row) for row in range(ROWS)]
     size = engine.target.vocab_size
     return [

@@ -23,7 +23,7 @@ from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.drafting.beam import BeamDrafter
 from dsbd_cli.engine.iteration.iteration import IterationShape
-from dsbd_cli.engine.iteration.state import BatchState, Entry
+from dsbd_cli.engine.iteration.state import BatchState, NewRow
 from dsbd_cli.engine.iteration.stepper import Stepper
 from dsbd_cli.engine.planning.planner import Shape
 from dsbd_cli.engine.planning.timing import PhaseTimer
@@ -31,16 +31,14 @@ from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import triton_ops
-from dsbd_cli.ops.triton import Arguments, Kernel
-
-__all__ = ["KERNELS", "IterationCase", "kernels"]
+from dsbd_cli.ops.triton import Arguments, KernelCheck
 
 VOCABULARY = 24
-TRUNK, TAIL, HISTORY = 5, 4, 24  # slots all beams share, slots of some, tokens generated at most
+COMMON_PREFIX, SUFFIX, HISTORY = 5, 4, 24  # slots all beams share, slots of some, tokens generated at most
 EOS = 2
 
 
-class _Table:
+class _TableModel:
     """A model whose logits go by the token alone: [V, V]."""
 
     max_positions, head_ids, generation, capturable, invariant = None, None, 0, False, True
@@ -52,7 +50,7 @@ class _Table:
         """Return the logits of the nodes' tokens, [R, n, V]; None where they are not asked for."""
         return self.table[batch.tokens] if logits else None
 
-    def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
+    def move(self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor) -> None:
         """There is no cache."""
 
     def state_bytes(self, window: int) -> int:
@@ -80,17 +78,17 @@ class IterationCase:
         device: torch.device,
         *,
         roots: int,
-        lag: int,
+        draft_backlog: int,
         rows: int = 3,
         broken: bool = False,
     ) -> IterationCase:
         """Make a case of random models and beams.
 
-        roots: W0. lag: slots that the draft has not run. broken: a node has NaN.
+        roots: W0. draft_backlog: slots that the draft has not run. broken: a node has NaN.
         """
         width, shape = method.num_beams, Shape(method.depth, method.drafts_per_layer)
         nodes = shape.nodes(roots)
-        window = 16 * (-(-(TAIL + nodes) // 16))
+        window = 16 * (-(-(SUFFIX + nodes) // 16))
 
         def real(*size: int) -> Tensor:
             return torch.randn(*size, generator=generator)
@@ -98,23 +96,23 @@ class IterationCase:
         def below(limit: int, *size: int) -> Tensor:
             return torch.randint(limit, size, generator=generator)
 
-        slots = TRUNK + TAIL + nodes + 2
+        slots = COMMON_PREFIX + SUFFIX + nodes + 2
         state = BatchState.empty(method, rows, slots, window, HISTORY, torch.device("cpu"))
         # one row is free
-        state.admit({row: Entry(range(3, 4 + TRUNK), row, sampling, stop_state=1) for row in range(rows - 1)})
+        state.admit({row: NewRow(range(3, 4 + COMMON_PREFIX), row, sampling, stop_state=1) for row in range(rows - 1)})
         beams, finished = state.beams, state.finished
         beams.token, beams.path = below(VOCABULARY, rows, width), below(1 << 60, rows, width)
         beams.valid = (torch.rand(rows, width, generator=generator) < 0.8) & state.active.unsqueeze(1)
         beams.valid[: rows - 1, 0] = True
         beams.logprob = real(rows, width).abs().neg()
         beams.weight = beams.logprob * 0.9
-        beams.ancestors[:, :, :TAIL] = torch.rand(rows, width, TAIL, generator=generator) < 0.6
+        beams.ancestors[:, :, :SUFFIX] = torch.rand(rows, width, SUFFIX, generator=generator) < 0.6
         beams.history = below(VOCABULARY, rows, width, HISTORY)
         beams.length += below(4, rows) + 1
-        beams.depth += TRUNK + TAIL
-        state.table.used += TRUNK + TAIL - state.table.used
-        state.table.trunk += TRUNK - state.table.trunk
-        state.table.drafted = state.table.used - lag
+        beams.depth += COMMON_PREFIX + SUFFIX
+        state.table.used += COMMON_PREFIX + SUFFIX - state.table.used
+        state.table.common_prefix += COMMON_PREFIX - state.table.common_prefix
+        state.table.drafted = state.table.used - draft_backlog
         state.table.tokens = below(VOCABULARY, rows, slots)
         state.table.positions = torch.arange(slots).expand(rows, slots).clone()
         finished.score = real(rows, width).sub(1).sort(1, descending=True).values
@@ -136,13 +134,13 @@ class IterationCase:
         if broken:
             target[int(beams.token[0, 0])] = float("nan")
             draft[7] = float("nan")
-        sizes = IterationShape(slots - 1, shape.depth, shape.drafts_per_layer, lag, beams=roots)
+        sizes = IterationShape(slots - 1, shape.depth, shape.drafts_per_layer, draft_backlog, beams=roots)
         _to(state, device)
         return cls(method, state, sizes, target.to(device), draft.to(device), Endings(eos, 1, stops))
 
     def stepper(self, *used: str) -> Stepper:
         """Return the object that runs the iteration, with these kernels."""
-        target, draft = (cast(ForestModel, _Table(table)) for table in (self.target, self.draft))
+        target, draft = (cast(ForestModel, _TableModel(table)) for table in (self.target, self.draft))
         caches = Caches(target, draft, large_steps=False, moving=lambda: None)
         drafter = BeamDrafter(draft, VOCABULARY)
         rule = make_rule(self.method)
@@ -155,8 +153,8 @@ class IterationCase:
         beams, finished, table = state.beams, state.finished, state.table
         at = torch.arange(beams.history.shape[2], device=beams.history.device)
         written = beams.valid.unsqueeze(2) & (at < beams.length.view(-1, 1, 1))
-        told = (finished.score > float("-inf")) & state.active.unsqueeze(1)
-        ended = told.unsqueeze(2) & (at < finished.length.unsqueeze(2))
+        exists = (finished.score > float("-inf")) & state.active.unsqueeze(1)
+        ended = exists.unsqueeze(2) & (at < finished.length.unsqueeze(2))
         slot = torch.arange(table.tokens.shape[1], device=at.device) < table.used.unsqueeze(1)
         own = [beams.token, beams.weight, beams.logprob, beams.path, beams.stop_state]
         reached = [
@@ -173,44 +171,48 @@ class IterationCase:
         return (
             *(beams.valid, *(torch.where(beams.valid, value, 0) for value in own)),
             *(beams.ancestors, beams.history * written, beams.length, beams.depth, state.iteration),
-            *(finished.score.masked_fill(~told, 0), finished.logprob.masked_fill(~told, 0), finished.length * told),
-            *(finished.by_length & told, finished.tokens * ended, table.used, table.trunk, table.drafted),
+            *(
+                finished.score.masked_fill(~exists, 0),
+                finished.logprob.masked_fill(~exists, 0),
+                finished.length * exists,
+            ),
+            *(finished.by_length & exists, finished.tokens * ended, table.used, table.common_prefix, table.drafted),
             *(table.tokens * slot, table.positions * slot, torch.tensor(rows), torch.tensor(reached)),
             *traced,
         )
 
 
-def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[Kernel]:
-    """Every kernel of an iteration with its twin. Cases are of these methods, and of what requests ask for."""
+def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[KernelCheck]:
+    """Every kernel of an iteration with its reference. Cases are of these methods, and of what requests ask for."""
 
-    def one(name: str) -> Kernel:
+    def one(name: str) -> KernelCheck:
         def beside(iteration: IterationCase) -> set[str]:
-            """`rejection` compares with the law that `draft` records."""
-            return {"draft"} if name == "walk" and iteration.method.rule == "rejection" else set()
+            """`rejection` compares with the distribution that `draft` records."""
+            return {"draft"} if name == "verify" and iteration.method.rule == "rejection" else set()
 
         def cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
             for method, sampling in settings:
                 width = method.num_beams
-                for roots, lag, broken in ((1, 0, False), (width, 2, False), (width, 0, True)):
+                for roots, draft_backlog, broken in ((1, 0, False), (width, 2, False), (width, 0, True)):
                     made = IterationCase.random(
-                        method, sampling, generator, device, roots=roots, lag=lag, broken=broken
+                        method, sampling, generator, device, roots=roots, draft_backlog=draft_backlog, broken=broken
                     )
                     yield (made,)
 
         def op(iteration: IterationCase) -> tuple[Tensor, ...]:
             return iteration.run(name, *beside(iteration))
 
-        def twin(iteration: IterationCase) -> tuple[Tensor, ...]:
+        def reference(iteration: IterationCase) -> tuple[Tensor, ...]:
             return iteration.run(*beside(iteration))
 
-        return Kernel(name, op, twin, cases)
+        return KernelCheck(name, op, reference, cases)
 
     return [
-        Kernel("candidates", _chosen("candidates"), _chosen(), _logits),
+        KernelCheck("candidates", _chosen("candidates"), _chosen(), _logits),
         one("draft"),
-        one("walk"),
+        one("verify"),
         one("commit"),
-        Kernel("move", _moved("move"), _moved(), _moves),
+        KernelCheck("move", _moved("move"), _moved(), _moves),
     ]
 
 
@@ -234,9 +236,9 @@ def _logits(generator: torch.Generator, device: torch.device) -> Iterator[Argume
 
 
 def _moved(*used: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    def run(slots: Tensor, source: Tensor, target: Tensor) -> Tensor:
+    def run(slots: Tensor, src_slots: Tensor, dst_slots: Tensor) -> Tensor:
         slots = slots.clone()
-        Ops(**triton_ops(used)).move(slots, source, target)
+        Ops(**triton_ops(used)).move(slots, src_slots, dst_slots)
         return slots
 
     return run
@@ -248,9 +250,9 @@ def _moves(generator: torch.Generator, device: torch.device) -> Iterator[Argumen
         slab = torch.randn(2, 3, 64, width, generator=generator)
         keep = torch.rand(2, window, generator=generator) < 0.5
         order = torch.argsort((~keep).to(torch.int8), dim=1, stable=True)
-        target = 6 + torch.arange(window).expand(2, window)
-        source = torch.where(torch.arange(window) < keep.sum(1, keepdim=True), 6 + order, target)
-        yield slab.to(device), source.to(device), target.contiguous().to(device)
+        dst_slots = 6 + torch.arange(window).expand(2, window)
+        src_slots = torch.where(torch.arange(window) < keep.sum(1, keepdim=True), 6 + order, dst_slots)
+        yield slab.to(device), src_slots.to(device), dst_slots.contiguous().to(device)
 
 
 def _to(owner: object, device: torch.device) -> None:

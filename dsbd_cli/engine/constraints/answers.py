@@ -18,15 +18,13 @@ from dsbd_cli.engine.constraints.trie import Trie, TrieTable, build_trie
 from dsbd_cli.engine.protocols import TextCodec
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 
-__all__ = ["Answer", "Catalogue", "Compiler", "RowTries"]
-
 BATCH = 8192  # texts that are tokenised at a time
 # Of one answer: more than any target has positions for, and what is not even tokenised
 MOST_TOKENS, MOST_BYTES = 32_768, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CatalogueAnswer:
     """One allowed answer: text, or tokens; the caller's id of it as JSON, empty where it has none; and where it
     stands, for errors."""
 
@@ -65,7 +63,7 @@ class Catalogue:
 
 
 @dataclass(frozen=True, slots=True)
-class Compiler:
+class CatalogueCompiler:
     """Makes catalogues for one target. end: the end token that closes an answer."""
 
     codec: TextCodec
@@ -78,7 +76,7 @@ class Compiler:
             raise UsageError("allow needs a target with an end token, but this one has none")
         object.__setattr__(self, "end", ends[0])
 
-    def compile(self, answers: Iterable[Answer]) -> Catalogue:
+    def compile(self, answers: Iterable[CatalogueAnswer]) -> Catalogue:
         """A catalogue of these answers. Raises InvalidRowError, which names the place of the answer to blame."""
         places: list[str] = []
         ids, starts = bytearray(), array("q", [0])
@@ -103,7 +101,7 @@ class Compiler:
             trie, nodes, order, np.array(starts, dtype=np.int64), np.frombuffer(bytes(ids), dtype=np.uint8)
         )
 
-    def _tokens(self, answers: Sequence[Answer]) -> Iterator[list[int]]:
+    def _tokens(self, answers: Sequence[CatalogueAnswer]) -> Iterator[list[int]]:
         """Tokens of each answer and the end token."""
         for answer in answers:
             if (size := len(answer.text or "")) > MOST_BYTES:
@@ -115,13 +113,13 @@ class Compiler:
         for answer in answers:
             if answer.text is not None:
                 found = next(encoded)
-                said = b"".join([table[token] for token in found])
+                spelled = b"".join([table[token] for token in found])
                 wanted = answer.text.encode("utf-8", "surrogatepass")
                 # some tokenizers begin every text with a space, which their decoder takes away
-                if said != wanted and said.lstrip(b" ") != wanted.lstrip(b" "):
+                if spelled != wanted and spelled.lstrip(b" ") != wanted.lstrip(b" "):
                     raise InvalidRowError(
                         f"{answer.place} is {shorten(answer.text)}, but the target's tokenizer can only say "
-                        f"{shorten(said.decode(errors='replace'))}"
+                        f"{shorten(spelled.decode(errors='replace'))}"
                     )
             else:
                 found = list(answer.tokens or ())

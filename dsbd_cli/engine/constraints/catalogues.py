@@ -20,12 +20,10 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from dsbd_cli.engine.constraints.answers import Answer, Catalogue, Compiler
+from dsbd_cli.engine.constraints.answers import Catalogue, CatalogueAnswer, CatalogueCompiler
 from dsbd_cli.engine.constraints.trie import Trie
 from dsbd_cli.engine.protocols import TextCodec
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
-
-__all__ = ["content_hash", "open_catalogues", "read_catalogues"]
 
 VERSION = 2
 KEPT_FROM = 10_000  # answers; fewer are compiled in no time
@@ -41,11 +39,11 @@ def open_catalogues(
 
     Raises UsageError where the file cannot be read, or names the line of an answer that the target cannot give.
     """
-    compiler = Compiler(codec, vocab_size)
+    compiler = CatalogueCompiler(codec, vocab_size)
     key = _key(path, codec, compiler)
-    for place in _places(path, key):
+    for place in _compiled_paths(path, key):
         try:
-            kept = _kept(place, key, vocab_size, compiler.end)
+            kept = _read_compiled(place, key, vocab_size, compiler.end)
         except _DamagedError as damaged:
             tell(f"{place} is damaged ({damaged}): {path} is compiled anew")
             kept = None
@@ -56,8 +54,8 @@ def open_catalogues(
     except InvalidRowError as error:
         raise UsageError(str(error)) from None
     if sum(map(len, found.values())) >= KEPT_FROM:
-        for place in _places(path, key):
-            if _keep(place, key, found):
+        for place in _compiled_paths(path, key):
+            if _write_compiled(place, key, found):
                 break
     return found
 
@@ -71,7 +69,7 @@ def content_hash(path: Path) -> str:
         raise UsageError(f"allow {path} cannot be read: {error.strerror or error}") from None
 
 
-def _key(path: Path, codec: TextCodec, compiler: Compiler) -> str:
+def _key(path: Path, codec: TextCodec, compiler: CatalogueCompiler) -> str:
     """Return a digest of what the compiled file depends on; "" where the tokenizer cannot say who it is."""
     content = content_hash(path)
     fingerprint: str | None = getattr(codec, "fingerprint", None)
@@ -81,7 +79,7 @@ def _key(path: Path, codec: TextCodec, compiler: Compiler) -> str:
     return hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
 
 
-def _places(path: Path, key: str) -> list[Path]:
+def _compiled_paths(path: Path, key: str) -> list[Path]:
     """Where the compiled file may be: beside the file, or in the user's cache."""
     if not key:
         return []
@@ -91,7 +89,7 @@ def _places(path: Path, key: str) -> list[Path]:
     return places
 
 
-def _keep(place: Path, key: str, catalogues: Mapping[str, Catalogue]) -> bool:
+def _write_compiled(place: Path, key: str, catalogues: Mapping[str, Catalogue]) -> bool:
     """Write the compiled file; it appears under its name only when it is whole. False where that cannot be."""
     about = [
         (name, one.trie.fanout, [len(one.trie.keys), len(one), len(one), len(one.starts), len(one.ids)])
@@ -132,7 +130,7 @@ class _DamagedError(Exception):
     """A compiled file of this very catalogue does not hold together; the message says where."""
 
 
-def _kept(place: Path, key: str, vocab_size: int, end: int) -> dict[str, Catalogue] | None:
+def _read_compiled(place: Path, key: str, vocab_size: int, end: int) -> dict[str, Catalogue] | None:
     """The catalogues of a compiled file; None where there is none, or it is of something else. end: token that ends an
     answer. Raises _DamagedError."""
     ours = False
@@ -210,10 +208,10 @@ def _fanout(parents: NDArray[np.int64]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def read_catalogues(path: Path) -> Mapping[str, list[Answer]]:
+def read_catalogues(path: Path) -> Mapping[str, list[CatalogueAnswer]]:
     """Answers of a file by catalogue, "" where it has none of its own. A file that ends in .jsonl holds objects, any
     other one answer per line. Raises UsageError naming the line."""
-    found: dict[str, list[Answer]] = {}
+    found: dict[str, list[CatalogueAnswer]] = {}
     lines = path.suffix == ".jsonl"
     try:
         data = path.read_bytes()
@@ -224,7 +222,7 @@ def read_catalogues(path: Path) -> Mapping[str, list[Answer]]:
         if not line.strip():
             continue
         place = f"{path} line {number}"
-        name, answer = _read_object(place, line) if lines else ("", Answer(place, text=_decoded(place, line)))
+        name, answer = _read_object(place, line) if lines else ("", CatalogueAnswer(place, text=_decoded(place, line)))
         found.setdefault(name, []).append(answer)
     if not found:
         raise UsageError(f"{path} holds no answer")
@@ -249,7 +247,7 @@ def _holds_an_answer(line: bytes) -> bool:
     return ("text" in row or "token_ids" in row) and set(row) <= set(FIELDS)
 
 
-def _read_object(place: str, line: bytes) -> tuple[str, Answer]:
+def _read_object(place: str, line: bytes) -> tuple[str, CatalogueAnswer]:
     """Catalogue and answer of a line of JSON."""
     try:
         row = orjson.loads(line)
@@ -270,5 +268,7 @@ def _read_object(place: str, line: bytes) -> tuple[str, Answer]:
         raise UsageError(f"{place}: id is {shorten(own)}, but must be a string or an integer")
     if name is not None and not (isinstance(name, str) and name):
         raise UsageError(f"{place}: catalogue is {shorten(name)}, but must be a non-empty string")
-    answer = Answer(place, text, None if tokens is None else tuple(tokens), b"" if own is None else orjson.dumps(own))
+    answer = CatalogueAnswer(
+        place, text, None if tokens is None else tuple(tokens), b"" if own is None else orjson.dumps(own)
+    )
     return name or "", answer

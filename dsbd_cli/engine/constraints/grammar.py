@@ -36,8 +36,6 @@ from dsbd_cli.errors import UsageError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["GrammarCompiler", "GrammarState", "GrammarTable", "GrammarWalk"]
-
 MOST_KEPT = 256  # compiled grammars
 # Tokens before the limit from which on a text is led: twice the shortest whole text and some, but no more than
 SOME, MOST_LED = 32, 256
@@ -52,7 +50,7 @@ def _words(vocab_size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Origin:
+class _SharedGrammar:
     """State that all states of one grammar share.
 
     Attributes:
@@ -82,7 +80,7 @@ class GrammarState:
     def __init__(
         self,
         matcher: LLMatcher | None,
-        origin: _Origin,
+        origin: _SharedGrammar,
         by_bytes: LLMatcher | None = None,
         left: int | None = None,
         completion: Tokens | None = None,
@@ -120,7 +118,7 @@ class GrammarState:
             left = None if self._left is None else self._left - 1
             completion = self.fits(token) if self.led else None
             leads = self._origin.led and left is not None and matcher is not None
-            by_bytes = self._origin.ends.behind(self._by_bytes, token) if leads else None
+            by_bytes = self._origin.ends.after_token(self._by_bytes, token) if leads else None
             found = self._after[token] = GrammarState(matcher, self._origin, by_bytes, left, completion)
         return found
 
@@ -186,7 +184,7 @@ class GrammarState:
         for first in (1, 0, *range(2, SKIPPED), len(known)):
             if len(known) - room <= first <= len(known) and ends.ends(matcher, (token, *known[first:])):
                 return known[first:]
-        found = ends.find_behind(token, known, matcher, self._by_bytes) if room else None
+        found = ends.find_after(token, known, matcher, self._by_bytes) if room else None
         return found if found is not None and len(found) <= room else None
 
     @property
@@ -247,7 +245,7 @@ class GrammarCompiler:
         self._eos = frozenset(token for token in codec.eos_ids if token < vocab_size)
         self._tokenizer: LLTokenizer | None = None
         self._bytes: LLTokenizer | None = None
-        self._known: dict[Grammar, tuple[LLMatcher, _Origin]] = {}
+        self._known: dict[Grammar, tuple[LLMatcher, _SharedGrammar]] = {}
 
     def start(self, grammar: Grammar, max_new: int | None = None) -> GrammarState:
         """The state of the empty text. max_new: tokens that may be generated, None for any number. Raises UsageError
@@ -266,7 +264,7 @@ class GrammarCompiler:
         faults = self._compiled(grammar)[1].faults
         return faults[0] if faults else None
 
-    def _compiled(self, grammar: Grammar) -> tuple[LLMatcher, _Origin]:
+    def _compiled(self, grammar: Grammar) -> tuple[LLMatcher, _SharedGrammar]:
         found = self._known.get(grammar)
         if found is None:
             found = self._compile(grammar.source())
@@ -275,7 +273,7 @@ class GrammarCompiler:
             self._known[grammar] = found
         return found
 
-    def _compile(self, source: str) -> tuple[LLMatcher, _Origin]:
+    def _compile(self, source: str) -> tuple[LLMatcher, _SharedGrammar]:
         from llguidance import LLMatcher
 
         if not self._eos:
@@ -289,7 +287,7 @@ class GrammarCompiler:
             self._bytes = byte_tokenizer()
         by_bytes = LLMatcher(self._bytes, source, log_level=0, limits=parser_limits())
         ends = EndFinder(by_bytes, self._tokenizer, min(self._eos))
-        origin = _Origin(self._tokenizer.vocab_size, self._eos, [], ends)
+        origin = _SharedGrammar(self._tokenizer.vocab_size, self._eos, [], ends)
         start = GrammarState(matcher.deep_copy(), origin)
         if not start.mask.any():
             raise UsageError("no token of the target's vocabulary may begin an answer")
@@ -331,18 +329,18 @@ class GrammarTable:
         """The state of a number; None for one that belongs to no grammar, or to a row that is done."""
         return self._now.get(number) or self._before.get(number)
 
-    def acting(self, starts: Sequence[int | None], generated: int) -> GrammarWalk | None:
+    def acting(self, starts: Sequence[int | None], generated: int) -> GrammarStep | None:
         """The grammars in an iteration. Called once in each."""
         if not any(start is not None and start < FREE for start in starts):
             return None
         self._before, self._now = self._now, {}
         if self._filler is None:
             self._filler = ThreadPoolExecutor(1, "grammar masks")
-        return GrammarWalk(self, self._words, self._device, self._filler)
+        return GrammarStep(self, self._words, self._device, self._filler)
 
 
 @dataclass(frozen=True, slots=True)
-class GrammarWalk:
+class GrammarStep:
     """The grammars in one iteration. words: B."""
 
     table: GrammarTable
@@ -434,7 +432,7 @@ def _longest_tokens(codec: TextCodec, vocab_size: int, eos_id: int):  # type: ig
     ids = {text: token for token, text in reversed(list(enumerate(tokens))) if text}
     longest = max(map(len, ids), default=0)
 
-    class Spelling:
+    class TokenizerAdapter:
         eos_token_id, bos_token_id = eos_id, None
         special_token_ids = [token for token, text in enumerate(tokens) if not text]  # noqa: RUF012
 
@@ -451,4 +449,4 @@ def _longest_tokens(codec: TextCodec, vocab_size: int, eos_id: int):  # type: ig
                 rest = rest[size:]
             return found
 
-    return TokenizerWrapper(Spelling())
+    return TokenizerWrapper(TokenizerAdapter())

@@ -22,8 +22,6 @@ from dsbd_cli.engine.core.candidates import LegalTokens
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import LayerNodes, at_nodes
 
-__all__ = ["DEAD", "FREE", "NO_TOKEN", "Acting", "Constraint", "Legal", "NodePaths", "acting", "joined"]
-
 FREE, DEAD = 0, 1
 NO_TOKEN = -1
 
@@ -81,7 +79,7 @@ def joined(prompt: Tensor, lengths: Tensor, generated: Tensor, count: Tensor) ->
     return text.masked_fill(own >= count.unsqueeze(2), NO_TOKEN)
 
 
-class Acting(Protocol):
+class ActiveConstraint(Protocol):
     """A constraint in one iteration.
 
     Attributes:
@@ -107,7 +105,7 @@ class Acting(Protocol):
 class Constraint(Protocol):
     """A kind of constraint, with the tables of all rows."""
 
-    def acting(self, starts: Sequence[int | None], generated: int) -> Acting | None:
+    def acting(self, starts: Sequence[int | None], generated: int) -> ActiveConstraint | None:
         """Return what it does in an iteration; None where no row is concerned.
 
         starts: the state in which each row's request began, None for a free row. generated: tokens that every running
@@ -120,7 +118,7 @@ class Constraint(Protocol):
 class Legal:
     """All constraints that act in one iteration, one after another."""
 
-    constraints: tuple[Acting, ...]
+    constraints: tuple[ActiveConstraint, ...]
 
     @property
     def key(self) -> Hashable:
@@ -141,7 +139,7 @@ class Legal:
     def of(self, nodes: NodePaths) -> LegalTokens:
         """Return what may follow these nodes."""
         rules = [one.of(nodes) for one in self.constraints]
-        return rules[0] if len(rules) == 1 else _Together(rules)
+        return rules[0] if len(rules) == 1 else _CombinedConstraint(rules)
 
 
 def acting(constraints: Sequence[Constraint], starts: Sequence[int | None], generated: int) -> Legal | None:
@@ -151,7 +149,7 @@ def acting(constraints: Sequence[Constraint], starts: Sequence[int | None], gene
 
 
 @dataclass(frozen=True, slots=True)
-class _Together:
+class _CombinedConstraint:
     """Several constraints on the same nodes."""
 
     rules: list[LegalTokens]

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["NO_STOPS", "StopTable", "find_stop"]
-
 STOPPED, NO_STOPS = 0, 1  # states: a stop string is complete; the request has none
 MOST_SETS = 64
 

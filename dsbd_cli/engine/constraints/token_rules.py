@@ -19,8 +19,6 @@ from dsbd_cli.config.token_rules import Timestamps, TokenRules
 from dsbd_cli.engine.constraints.legal import NO_TOKEN, NodePaths, joined
 from dsbd_cli.engine.core.topk import NEG_INF
 
-__all__ = ["RuleTable"]
-
 NO_MATCH = -2
 
 
@@ -101,7 +99,7 @@ class RuleTable:
         taken = [rules for start, rules in pairs if start is not None and rules.acting]
         if not taken:
             return None
-        acts = _Acts(
+        acts = _ActiveRules(
             penalty=any(rules.repetition_penalty != 1 for rules in taken),
             longest=max(rules.no_repeat_ngram_size for rules in taken),
             early=any(max(rules.min_length, rules.min_new_tokens) > generated for rules in taken),
@@ -115,7 +113,7 @@ class RuleTable:
 
 
 @dataclass(frozen=True, slots=True)
-class _Acts:
+class _ActiveRules:
     """Which rules some row has; longest: n of n-grams, 0 for none."""
 
     penalty: bool
@@ -133,7 +131,7 @@ class _Rules:
     """The rules in one iteration."""
 
     table: RuleTable
-    acts: _Acts
+    acts: _ActiveRules
     key: Hashable
     on_host: bool = False
 
@@ -141,7 +139,7 @@ class _Rules:
         """No rule has states: what one forbids has no probability."""
         return state
 
-    def of(self, nodes: NodePaths) -> _AtNodes:
+    def of(self, nodes: NodePaths) -> _NodeRules:
         """Return what the rules say of these nodes."""
         table = self.table
         rows, count = nodes.nodes.token.shape
@@ -153,16 +151,16 @@ class _Rules:
         spoken = None
         if self.acts.timed and table.times is not None:
             spoken = _spoken(generated.flatten(0, 1), length.flatten(), table.times.first)
-        return _AtNodes(table, self.acts, row.flatten(), length.flatten(), text, spoken)
+        return _NodeRules(table, self.acts, row.flatten(), length.flatten(), text, spoken)
 
 
 @dataclass(frozen=True, slots=True)
-class _AtNodes:
+class _NodeRules:
     """Rules at m nodes: row and number of generated tokens [m] int64, the decoder's text [m, X], NO_TOKEN past its end,
     and what `_spoken` says of times [m, 3]; each None where no rule looks at it."""
 
     table: RuleTable
-    acts: _Acts
+    acts: _ActiveRules
     row: Tensor
     length: Tensor
     text: Tensor | None

@@ -18,8 +18,6 @@ from torch import Tensor
 from dsbd_cli.engine.constraints.legal import DEAD, FREE, NodePaths
 from dsbd_cli.engine.core.topk import NEG_INF
 
-__all__ = ["Trie", "TrieTable", "build_trie"]
-
 Ids = NDArray[np.int64]
 FIRST = 2  # states before it: FREE, DEAD
 
@@ -116,7 +114,7 @@ class TrieTable:
         size = len(self._tries.pop(start).keys)
         self.keys[start : start + size] = self._empty(start, start + size).to(self._device)
 
-    def acting(self, starts: Sequence[int | None], generated: int) -> _Walk | None:
+    def acting(self, starts: Sequence[int | None], generated: int) -> TrieStep | None:
         """Return what the tries do in an iteration; None where no running row has one. generated: tokens that every
         running row has at least."""
         mine = {start for start in starts if start is not None and start > FREE}
@@ -125,11 +123,11 @@ class TrieTable:
         widths = [max(self._tries[start].fanout[generated:], default=1) for start in mine]
         width = 1 << (max(widths) - 1).bit_length()  # so that shapes repeat
         alone = all(start is None or start > FREE for start in starts)
-        return _Walk(self.keys, self._stride, width, alone, (self.version, width, alone))
+        return TrieStep(self.keys, self._stride, width, alone, (self.version, width, alone))
 
 
 @dataclass(frozen=True, slots=True)
-class _Walk:
+class TrieStep:
     """The tries in one iteration. width: most children of a node that can be met. alone: every row has a trie."""
 
     keys: Tensor
@@ -159,7 +157,7 @@ class _Children:
     """Children of m = R * n nodes, [m] int64 each: state, first possible key, and the places of the first child and
     past the last."""
 
-    walk: _Walk
+    tries: TrieStep
     state: Tensor
     edge: Tensor
     first: Tensor
@@ -168,11 +166,11 @@ class _Children:
     def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
         """Tokens [k, F] int64 that may follow nodes `part`, ascending, and which are real; None where some row has no
         trie."""
-        return self._tokens(part) if self.walk.alone else None
+        return self._tokens(part) if self.tries.alone else None
 
     def _tokens(self, part: slice) -> tuple[Tensor, Tensor]:
-        keys = self.walk.keys
-        at = self.first[part].unsqueeze(1) + torch.arange(self.walk.width, device=keys.device)
+        keys = self.tries.keys
+        at = self.first[part].unsqueeze(1) + torch.arange(self.tries.width, device=keys.device)
         real = at < self.past[part].unsqueeze(1)
         tokens = keys[at.clamp(max=len(keys) - 1)] - self.edge[part].unsqueeze(1)
         return torch.where(real, tokens, 0), real

@@ -1,1 +1,1 @@
-"""Tensors of one iteration: candidates, laws, draws, nodes, beams and slots."""
+"""Tensors of one iteration: candidates, distributions, draws, nodes, beams and slots."""

@@ -1,6 +1,6 @@
 """Live beams between iterations, and the best finished hypotheses. Device tensors only; one row per request.
 
-Letters: R requests, W beams, F = W finished hypotheses kept, T tail window, L history length.
+Letters: R requests, W beams, F = W finished hypotheses kept, T suffix window, L history length.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from torch import Tensor
 from dsbd_cli.engine.core.slots import SlotTable
 from dsbd_cli.engine.core.topk import NEG_INF, best_first
 
-__all__ = ["Beams", "Finished", "fit_window", "select_rows"]
-
 T = TypeVar("T", "Beams", "Finished", SlotTable)
 
 
@@ -26,7 +24,7 @@ class Beams:
     Attributes:
         valid: [R, W] bool. token: [R, W] int64, the pending token (not yet run through the models).
         weight, logprob: [R, W] float32, s and l. path: [R, W] int64 path keys. stop_state, legal_state: [R, W] int64.
-        ancestors: [R, W, T] bool, ancestors among the tail slots.
+        ancestors: [R, W, T] bool, ancestors among the suffix slots.
         history: [R, W, L] int64, generated tokens.
         length: [R] int64, generated tokens (the pending one included). depth: [R] int64, position of the pending
             tokens.
@@ -78,7 +76,7 @@ class Finished:
     Attributes:
         score, logprob: [R, F] float32 (score -inf: none). length: [R, F] int64. by_length: [R, F] bool, ended by the
             length limit.
-        source: [R, F] int64, where the tokens are while a forest is walked: an older entry (>= 0) or a new pair (-1).
+        origin: [R, F] int64, where the tokens are while a forest is verified: an older entry (>= 0) or a new pair (-1).
         node, token: [R, F] int64, parent node and last token of a new pair.
         tokens: [R, F, L] int64.
     """
@@ -87,7 +85,7 @@ class Finished:
     logprob: Tensor
     length: Tensor
     by_length: Tensor
-    source: Tensor
+    origin: Tensor
     node: Tensor
     token: Tensor
     tokens: Tensor
@@ -102,7 +100,7 @@ class Finished:
             logprob=score.clone(),
             length=number,
             by_length=torch.zeros_like(number, dtype=torch.bool),
-            source=torch.arange(kept, device=device).expand(rows, kept).clone(),
+            origin=torch.arange(kept, device=device).expand(rows, kept).clone(),
             node=number.clone(),
             token=number.clone(),
             tokens=torch.zeros(rows, kept, history, dtype=torch.int64, device=device),
@@ -127,21 +125,21 @@ class Finished:
         self.score = torch.where(some, score.gather(1, last).squeeze(1), self.score)
         own = torch.arange(score.shape[2], device=score.device)
         at = torch.where(some, index.gather(1, last).squeeze(1), own)
-        for name in ("logprob", "length", "by_length", "source", "node", "token"):
+        for name in ("logprob", "length", "by_length", "origin", "node", "token"):
             both = torch.cat((getattr(self, name), getattr(new, name).flatten(1)), dim=1)
             setattr(self, name, both.gather(1, at))
 
-    def settle(self, tokens: Tensor) -> None:
+    def store_tokens(self, tokens: Tensor) -> None:
         """Give every entry its tokens: older entries keep theirs, new ones take tokens [R, F, L]. Forgets the
         sources."""
-        index = self.source.clamp(min=0).unsqueeze(-1).expand_as(self.tokens)
+        index = self.origin.clamp(min=0).unsqueeze(-1).expand_as(self.tokens)
         old = self.tokens.gather(1, index)
-        self.tokens = torch.where((self.source >= 0).unsqueeze(-1), old, tokens)
-        self.source = torch.arange(self.score.shape[1], device=self.score.device).expand_as(self.source).clone()
+        self.tokens = torch.where((self.origin >= 0).unsqueeze(-1), old, tokens)
+        self.origin = torch.arange(self.score.shape[1], device=self.score.device).expand_as(self.origin).clone()
 
 
 def fit_window(ancestors: Tensor, window: int) -> Tensor:
-    """Ancestors [R, W, T] in a tail window of another size; what is cut off must be empty."""
+    """Ancestors [R, W, T] in a suffix window of another size; what is cut off must be empty."""
     return torch.nn.functional.pad(ancestors, (0, window - ancestors.shape[-1]))
 
 

@@ -15,8 +15,6 @@ from dsbd_cli.ops import reference
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import ops_for
 
-__all__ = ["CandidateCount", "Candidates", "LegalTokens", "top_candidates"]
-
 PART = 1 << 21  # numbers worked on at a time: enough for all threads, few enough for the cache
 SWEPT = 1 << 17  # of a large vocabulary, for each thread: few enough for a cache of its own
 
@@ -77,7 +75,7 @@ class LegalTokens(Protocol):
 
 
 def top_candidates(
-    logits: Tensor, room: CandidateCount, legal: LegalTokens | None = None, ops: Ops | None = None
+    logits: Tensor, wanted: CandidateCount, legal: LegalTokens | None = None, ops: Ops | None = None
 ) -> Candidates:
     """The most probable tokens of every node, of equal ones those of lower id; all of them where C reaches V.
 
@@ -89,18 +87,18 @@ def top_candidates(
     if ops is None:
         ops = ops_for(logits.device, torch.float32, ("log_total",))
     if legal is not None:
-        return _legal_candidates(logits, room, legal, ops)
-    count = min(room.count, logits.shape[-1])
-    if room.own is None and (found := ops.candidates(logits, count)) is not None:
+        return _legal_candidates(logits, wanted, legal, ops)
+    count = min(wanted.count, logits.shape[-1])
+    if wanted.own is None and (found := ops.candidates(logits, count)) is not None:
         return Candidates(*found, full=count == logits.shape[-1])
     rows = logits.flatten(0, -2)
     size = max(1, PART // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
-    if room.own is None:
+    if wanted.own is None:
         parts = [_candidates(part, count, ops) for part in torch.split(rows, size)]
     else:
-        own = room.own.expand(logits.shape[:-1]).reshape(-1, 1)
+        own = wanted.own.expand(logits.shape[:-1]).reshape(-1, 1)
         pairs = zip(torch.split(rows, size), torch.split(own, size), strict=True)
-        parts = [_candidates(part, count, ops, some, room.most) for part, some in pairs]
+        parts = [_candidates(part, count, ops, some, wanted.most) for part, some in pairs]
     tokens, best = (
         (part[0] if len(part) == 1 else torch.cat(part)).view(*logits.shape[:-1], count)
         for part in zip(*parts, strict=True)
@@ -167,11 +165,11 @@ def _sweep(logits: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
     return maxima, highest, total
 
 
-def _legal_candidates(logits: Tensor, room: CandidateCount, legal: LegalTokens, ops: Ops) -> Candidates:
+def _legal_candidates(logits: Tensor, wanted: CandidateCount, legal: LegalTokens, ops: Ops) -> Candidates:
     """top_candidates under a constraint. Where it lists the legal tokens and not all V are wanted, only the listed
     ones are looked at, and C is at most their number."""
     rows, vocabulary = logits.flatten(0, -2), logits.shape[-1]
-    own = None if room.own is None else room.own.expand(logits.shape[:-1]).reshape(-1, 1)
+    own = None if wanted.own is None else wanted.own.expand(logits.shape[:-1]).reshape(-1, 1)
     size = max(1, PART // vocabulary) if logits.device.type == "cpu" else max(1, len(rows))
     tokens, best = [], []
     for start in range(0, len(rows), size):
@@ -179,7 +177,7 @@ def _legal_candidates(logits: Tensor, room: CandidateCount, legal: LegalTokens, 
         values = rows[part].to(torch.float32)
         highest = values.amax(-1, keepdim=True)
         total = ops.log_total(values, highest)
-        found = legal.listed(part) if room.count < vocabulary else None
+        found = legal.listed(part) if wanted.count < vocabulary else None
         if found is None:
             logprobs = (values - highest).sub_(total)
             legal.apply(logprobs, part, highest + total)
@@ -189,7 +187,7 @@ def _legal_candidates(logits: Tensor, room: CandidateCount, legal: LegalTokens, 
             real = real & (columns < vocabulary)
             columns = columns.clamp(max=vocabulary - 1)
             logprobs = (values.gather(1, columns) - highest).sub_(total).masked_fill_(~real, NEG_INF)
-        count = min(room.count, logprobs.shape[1])
+        count = min(wanted.count, logprobs.shape[1])
         if count < logprobs.shape[1] or own is not None:
             ranked = best_tokens(logprobs, count)[1]
             over = None if own is None else torch.arange(count, device=values.device) >= own[part]

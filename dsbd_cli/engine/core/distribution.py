@@ -1,4 +1,4 @@
-"""The only place where logits become probabilities: candidates of a node, the pool law, warping.
+"""The only place where logits become probabilities: candidates of a node, the pool distribution, warping.
 
 Letters: R requests, n nodes, C candidates per node, V vocabulary. Natural logs, float32.
 """
@@ -14,8 +14,6 @@ from torch import Tensor
 from dsbd_cli.engine.core.candidates import CandidateCount, Candidates
 from dsbd_cli.engine.core.topk import NEG_INF
 
-__all__ = ["PoolLaw", "Warp", "log_normalise", "pool_law", "row_law"]
-
 SHARE_UNITS = 2.0**36  # of a share of 1: the shares of 2**27 pairs still add up to less than 2**63
 LOG_UNITS = math.log(SHARE_UNITS)
 NO_SHARE = -26.0  # exp of less is rounded to no unit
@@ -28,11 +26,11 @@ class Warp:
 
     Attributes:
         temperature, top_p, min_p: [R] float32. top_k: [R] int64, 0 = no cut.
-        scope: `pool` warps the joint law over (beam, token), `beam` each beam's row.
+        scope: `pool` warps the joint distribution over (beam, token), `beam` each beam's row.
         max_top_k: largest top_k of the batch. all_top_k: every row has one. even_top_k: it is the same in all rows.
         any_top_p, any_min_p: some row asks for this cut.
-        cold: [R] bool, rows of temperature 0, the limit: their pairs are drawn in the order of their weights, without
-            noise. any_cold: there are such rows.
+        greedy: [R] bool, rows of temperature 0, the limit: their pairs are drawn in the order of their weights, without
+            noise. any_greedy: there are such rows.
     """
 
     temperature: Tensor
@@ -45,15 +43,15 @@ class Warp:
     even_top_k: bool
     any_top_p: bool
     any_min_p: bool
-    cold: Tensor
-    any_cold: bool = False
+    greedy: Tensor
+    any_greedy: bool = False
 
     @property
-    def silent(self) -> Tensor | None:
+    def greedy_rows(self) -> Tensor | None:
         """[R] bool, rows that draw without noise; None where there are none."""
-        return self.cold if self.any_cold else None
+        return self.greedy if self.any_greedy else None
 
-    def room(self, vocab_size: int) -> CandidateCount:
+    def candidate_count(self, vocab_size: int) -> CandidateCount:
         """Candidates that hold the warped support: top_k pairs of one node at most, and room for ties."""
         if not self.max_top_k:
             return CandidateCount(vocab_size)
@@ -65,11 +63,11 @@ class Warp:
 
 
 @dataclass(slots=True)
-class PoolLaw:
-    """Joint law over (node, token).
+class PoolDistribution:
+    """Joint distribution over (node, token).
 
     Attributes:
-        log_p: [R, n, C] float32, normalised over n and C together; -inf outside the support. In cold rows (see Warp)
+        log_p: [R, n, C] float32, normalised over n and C together; -inf outside the support. In greedy rows (see Warp)
             T log P up to a constant.
         weight: [R, n, C] float32, running weight s of each child.
     """
@@ -99,7 +97,7 @@ def _shares(x: Tensor) -> Tensor:
     return x.clamp(min=NO_SHARE).exp_().mul_(SHARE_UNITS).round_()
 
 
-def pool_law(candidates: Candidates, weight: Tensor, live: Tensor, warp: Warp) -> PoolLaw:
+def pool_distribution(candidates: Candidates, weight: Tensor, live: Tensor, warp: Warp) -> PoolDistribution:
     """P(i, v) = warp(exp(s_i) p(v | x_i)), normalised over the pool. weight [R, n] float32, live [R, n] bool."""
     weight = torch.where(live, weight, NEG_INF).unsqueeze(-1)
     if warp.scope == "pool":
@@ -107,25 +105,25 @@ def pool_law(candidates: Candidates, weight: Tensor, live: Tensor, warp: Warp) -
         scaled = _from_best(joint.flatten(1)) / warp.temperature.unsqueeze(1)
         log_p = _cut(scaled, warp).view_as(joint)
     else:
-        joint = weight + row_law(candidates, warp)
+        joint = weight + row_distribution(candidates, warp)
         log_p = log_normalise(joint.flatten(1)).view_as(joint)
-    return PoolLaw(_of_cold(joint, log_p, warp), joint)
+    return PoolDistribution(_of_greedy(joint, log_p, warp), joint)
 
 
-def row_law(candidates: Candidates, warp: Warp) -> Tensor:
-    """Each node's own warped law, normalised over its candidates (but see _of_cold): [R, n, C] float32."""
+def row_distribution(candidates: Candidates, warp: Warp) -> Tensor:
+    """Each node's own warped distribution, normalised over its candidates (but see _of_greedy): [R, n, C] float32."""
     best = _from_best(candidates.logprobs)
     scaled = best / warp.temperature[:, None, None]
     log_p = _cut(scaled.flatten(0, 1), _repeat(warp, scaled.shape[1])).view_as(scaled)
-    return _of_cold(best, log_p, warp)
+    return _of_greedy(best, log_p, warp)
 
 
-def _of_cold(x: Tensor, log_p: Tensor, warp: Warp) -> Tensor:
-    """log_p, but in cold rows T log p in the limit T -> 0, up to a constant: what was warped, where the cuts left it.
+def _of_greedy(x: Tensor, log_p: Tensor, warp: Warp) -> Tensor:
+    """log_p, but in greedy rows T log p in the limit T -> 0, up to a constant: what was warped, where the cuts left it.
 
     x, log_p: [R, n, C].
     """
-    return torch.where(warp.cold[:, None, None] & (log_p > NEG_INF), x, log_p) if warp.any_cold else log_p
+    return torch.where(warp.greedy[:, None, None] & (log_p > NEG_INF), x, log_p) if warp.any_greedy else log_p
 
 
 def _from_best(x: Tensor) -> Tensor:

@@ -9,18 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dsbd_cli.engine.core.forest_buffer import ForestBuffer
-from dsbd_cli.engine.core.nodes import DraftLaw, LayerNodes
-
-__all__ = ["Forest"]
+from dsbd_cli.engine.core.nodes import DraftDistribution, LayerNodes
 
 
 @dataclass(slots=True)
 class Forest:
-    """Layers 0 (roots) to D, and the law each drafted layer came from (laws[l] is the law of layer l + 1)."""
+    """Layers 0 (roots) to D, and the distribution each drafted layer came from (distributions[l] is the distribution of
+    layer l + 1)."""
 
     buffer: ForestBuffer
     layers: list[LayerNodes] = field(init=False)
-    laws: list[DraftLaw | None] = field(default_factory=list)
+    distributions: list[DraftDistribution | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.layers = [self.buffer.layer(0)]
@@ -44,9 +43,9 @@ class Forest:
         """Index of the first node of a layer."""
         return self.buffer.sizes.offset(layer)
 
-    def add(self, law: DraftLaw | None) -> LayerNodes:
-        """Take the next layer, which is in the buffer now, and the law that it came from; return its nodes."""
-        self.laws.append(law)
+    def add(self, distribution: DraftDistribution | None) -> LayerNodes:
+        """Take the next layer, which is in the buffer now, and the distribution that it came from; return its nodes."""
+        self.distributions.append(distribution)
         self.layers.append(self.buffer.layer(len(self.layers)))
         return self.layers[-1]
 

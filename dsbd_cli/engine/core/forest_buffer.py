@@ -1,6 +1,7 @@
 """The nodes of one iteration and where they stand: what drafters write, by tensor code or by kernels, and others read.
 
-Letters: R requests, W0 roots, K drafts per layer, D layers, N = W0 + D*K nodes, T tail window, S slots, L late tokens.
+Letters: R requests, W0 roots, K drafts per layer, D layers, N = W0 + D*K nodes, T suffix window, S slots, L tokens of
+the backlog.
 """
 
 from __future__ import annotations
@@ -14,36 +15,34 @@ from torch import Tensor
 from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import Warp
-from dsbd_cli.engine.core.nodes import DraftLaw, LayerNodes
+from dsbd_cli.engine.core.nodes import DraftDistribution, LayerNodes
 from dsbd_cli.engine.core.noise import STREAMS, stream_keys
-from dsbd_cli.engine.core.slots import Layout, SlotTable, lagging
+from dsbd_cli.engine.core.slots import Layout, SlotTable, backlog_slots
 from dsbd_cli.engine.protocols import ForestInput
-
-__all__ = ["ForestBuffer", "ForestSizes", "warp_flags", "warp_tensors"]
 
 
 def warp_tensors(warp: Warp) -> list[Tensor]:
     """Settings of each row, as kernels take them."""
-    return [warp.temperature, warp.top_k, warp.top_p, warp.min_p, warp.cold]
+    return [warp.temperature, warp.top_k, warp.top_p, warp.min_p, warp.greedy]
 
 
 def warp_flags(warp: Warp, *, stops: bool, warps: bool) -> list[bool]:
     """Return what the host knows of all rows, as kernels take it. stops: there are stop strings; warps: the rule
     samples."""
-    cuts = [bool(warp.max_top_k), warp.any_top_p, warp.any_min_p, warp.any_cold, warp.scope == "beam"]
+    cuts = [bool(warp.max_top_k), warp.any_top_p, warp.any_min_p, warp.any_greedy, warp.scope == "beam"]
     return [stops, *(warps and one for one in cuts)]
 
 
 @dataclass(frozen=True, slots=True)
 class ForestSizes:
-    """Sizes of a forest. roots, drafts, layers: W0, K and D. slots: S. late: L, slots in use that the draft has not
-    run, or more; 0 for none. last_position: largest position of a model."""
+    """Sizes of a forest. roots, drafts, layers: W0, K and D. slots: S. draft_backlog: L, slots in use that the draft
+    has not run, or more; 0 for none. last_position: largest position of a model."""
 
     roots: int
     drafts: int
     layers: int
     slots: int
-    late: int = 0
+    draft_backlog: int = 0
     last_position: int = 2**31 - 1
 
     @property
@@ -69,8 +68,8 @@ class ForestBuffer:
         layout: slots in sight, for tensor code; written: its layers so far.
         kernel: ops/triton/draft.py, which writes the forest; None: tensor code does. tensors: what it writes, FIELDS
             [8, R, N] int64 and FLAGS [3, R, N] bool of its file, weight [R, N], path tokens [R, N, D], ancestors
-            [R, N, T], mask [R, N, S]. joined: input of the forward that runs late tokens before the roots.
-        law: of `extend`, where a rule compares with it; made at the first layer.
+            [R, N, T], mask [R, N, S]. joined: input of the forward that runs tokens of the backlog before the roots.
+        distribution: of `extend`, where a rule compares with it; made at the first layer.
     """
 
     rule: str
@@ -83,7 +82,7 @@ class ForestBuffer:
     kernel: ModuleType | None = None
     tensors: list[Tensor] = field(default_factory=list)
     joined: list[Tensor] = field(default_factory=list)
-    law: list[Tensor] = field(default_factory=list)
+    distribution: list[Tensor] = field(default_factory=list)
     _nodes: LayerNodes | None = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -127,7 +126,7 @@ class ForestBuffer:
             weight=beams.weight,
             path_tokens=torch.zeros(rows, roots, sizes.layers, dtype=torch.int64, device=device),
             ancestors=beams.ancestors | layout.own[:, :roots],
-            source=torch.zeros_like(index),
+            drafter_id=torch.zeros_like(index),
             legal_state=beams.legal_state if legal else None,
         )
         made.written.append(first)
@@ -156,8 +155,8 @@ class ForestBuffer:
             new(rows, nodes, beams.ancestors.shape[2], dtype=torch.bool),
             new(rows, nodes, sizes.slots, dtype=torch.bool),
         ]
-        wide = sizes.late + sizes.roots
-        joined = [new(3, rows, wide), new(rows, wide, sizes.slots if sizes.late else 0, dtype=torch.bool)]
+        wide = sizes.draft_backlog + sizes.roots
+        joined = [new(3, rows, wide), new(rows, wide, sizes.slots if sizes.draft_backlog else 0, dtype=torch.bool)]
         keys = new(rows, sizes.layers + 1, STREAMS)
         made = cls(rule, sizes, beams, table, keys, kernel=kernel, tensors=tensors, joined=joined)
         own = [beams.token, beams.path, beams.stop_state, beams.valid, beams.weight, beams.ancestors, beams.depth]
@@ -169,7 +168,7 @@ class ForestBuffer:
     @property
     def _table(self) -> list[Tensor]:
         """Return the table as kernels take it."""
-        return [self.table.used, self.table.trunk, self.table.positions, self.table.tokens]
+        return [self.table.used, self.table.common_prefix, self.table.positions, self.table.tokens]
 
     @property
     def nodes(self) -> LayerNodes:
@@ -183,7 +182,7 @@ class ForestBuffer:
         return self.written[number] if self.kernel is None else self._part(*self._range(number))
 
     def own(self, number: int) -> Tensor:
-        """[R, n, T] bool, the slot in the tail window of each node of a layer; for tensor code."""
+        """[R, n, T] bool, the slot in the suffix window of each node of a layer; for tensor code."""
         assert self.layout is not None
         first, count = self._range(number)
         return self.layout.own[:, first : first + count]
@@ -199,9 +198,11 @@ class ForestBuffer:
         ints, flags, weight, paths, ancestors, _ = (
             value.narrow(2 if place < 2 else 1, first, count) for place, value in enumerate(self.tensors)
         )
-        token, parent, root, path, stop_state, source, _, _ = ints.unbind(0)
+        token, parent, root, path, stop_state, drafter_id, _, _ = ints.unbind(0)
         valid, ends, sampled = flags.unbind(0)
-        return LayerNodes(token, parent, root, path, stop_state, valid, ends, sampled, weight, paths, ancestors, source)
+        return LayerNodes(
+            token, parent, root, path, stop_state, valid, ends, sampled, weight, paths, ancestors, drafter_id
+        )
 
     def input(self, number: int | None = None) -> ForestInput:
         """Return the input of a forward over the nodes of a layer; None: of all, whose tokens are in the table then."""
@@ -216,12 +217,12 @@ class ForestBuffer:
         mask = self.layout.mask(nodes.ancestors)
         return ForestInput(nodes.token, self.table.positions.gather(1, slots), slots, mask, self._positions)
 
-    def late(self) -> ForestInput:
+    def draft_backlog(self) -> ForestInput:
         """Return the input of a forward over the slots in use that the draft has not run, and a few that it has, to
         fill the shape."""
         assert self.layout is not None
         table = self.table
-        behind, mask = lagging(table, self.layout, self.beams.ancestors, self.sizes.late)
+        behind, mask = backlog_slots(table, self.layout, self.beams.ancestors, self.sizes.draft_backlog)
         known, trash = behind.clamp(min=0), table.positions.shape[1] - 1
         return ForestInput(
             tokens=table.tokens.gather(1, known),
@@ -232,13 +233,14 @@ class ForestBuffer:
         )
 
     def late_and_roots(self) -> ForestInput:
-        """Return the input of a forward over the late tokens and the roots."""
+        """Return the input of a forward over the tokens of the backlog and the roots."""
         if self.layout is None:
             (tokens, positions, slots), mask = self.joined[0].unbind(0), self.joined[1]
             return ForestInput(tokens, positions, slots, mask, self._positions)
-        late, own = self.late(), self.input(0)
+        draft_backlog, own = self.draft_backlog(), self.input(0)
         tokens, positions, slots, mask = (
-            torch.cat((getattr(late, name), getattr(own, name)), 1) for name in ("tokens", "positions", "slots", "mask")
+            torch.cat((getattr(draft_backlog, name), getattr(own, name)), 1)
+            for name in ("tokens", "positions", "slots", "mask")
         )
         return ForestInput(tokens, positions, slots, mask, self._positions)
 
@@ -253,30 +255,30 @@ class ForestBuffer:
         endings: list[Tensor],
         warp: list[Tensor],
         flags: list[bool],
-        law: bool,
+        distribution: bool,
     ) -> None:
         """Draft layer + 1 below `layer`, whose nodes have these candidates, by the kernel. endings: eos and the
-        automaton's table. flags: of warp_flags. law: record what the drafts are drawn from."""
+        automaton's table. flags: of warp_flags. distribution: record what the drafts are drawn from."""
         assert self.kernel is not None
         tokens, logprobs, sizes = candidates.tokens.contiguous(), candidates.logprobs.contiguous(), self.sizes
         rows, above, width = tokens.shape
-        if law and not self.law:
+        if distribution and not self.distribution:
             size = (rows, sizes.nodes, width)
             left = tokens.new_empty((2, rows, sizes.layers, sizes.drafts), dtype=torch.float64)
-            self.law = [tokens.new_empty(size), logprobs.new_empty(size), left]
-        shape, record = [sizes.offset(layer), above, layer, sizes.drafts], self.law if law else []
+            self.distribution = [tokens.new_empty(size), logprobs.new_empty(size), left]
+        shape, record = [sizes.offset(layer), above, layer, sizes.drafts], self.distribution if distribution else []
         self.kernel.extend(
             *(tokens, logprobs, self.tensors, self._table, self.beams.depth, self.keys, endings, warp, record, shape),
             *(self.rule, flags, sizes.last_position),
         )
 
-    def drafted_law(self, layer: int, candidates: Candidates) -> DraftLaw | None:
-        """The law below `layer`, where it was recorded."""
-        if not self.law:
+    def drafted_distribution(self, layer: int, candidates: Candidates) -> DraftDistribution | None:
+        """The distribution below `layer`, where it was recorded."""
+        if not self.distribution:
             return None
-        _, log_q, left = self.law
+        _, log_q, left = self.distribution
         here = log_q.narrow(1, self.sizes.offset(layer), candidates.tokens.shape[1])
-        return DraftLaw(candidates, here, left[0, :, layer], left[1, :, layer])
+        return DraftDistribution(candidates, here, left[0, :, layer], left[1, :, layer])
 
 
 def _joined(layers: list[LayerNodes]) -> LayerNodes:

@@ -19,8 +19,6 @@ from dsbd_cli.config.grammar_trial import BYTES_END
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["EndFinder", "Tokens"]
-
 Tokens = tuple[int, ...]
 
 MOST_BYTES = 1024  # of a completion
@@ -46,7 +44,7 @@ class EndFinder:
         """The text of a token."""
         return self._tokenizer.decode_bytes([token])
 
-    def behind(self, by_bytes: LLMatcher, token: int) -> LLMatcher:
+    def after_token(self, by_bytes: LLMatcher, token: int) -> LLMatcher:
         """The matcher over bytes one token on; in error where the token has no bytes that the grammar takes."""
         after = by_bytes.deep_copy()
         after.consume_tokens(list(self.bytes_of(token)))
@@ -58,16 +56,16 @@ class EndFinder:
         rest = None if by_bytes.is_error() else _shortest(by_bytes)
         return None if rest is None else self._spelled(matcher, rest)
 
-    def find_behind(self, token: int, known: Tokens, matcher: LLMatcher, by_bytes: LLMatcher) -> Tokens | None:
+    def find_after(self, token: int, known: Tokens, matcher: LLMatcher, by_bytes: LLMatcher) -> Tokens | None:
         """The same behind a token that follows the text. known: what makes the text whole without the token. Mostly
         the token ends with what that begins with, so that the rest of it is enough and nothing is searched."""
-        after, there = matcher.deep_copy(), self.behind(by_bytes, token)
+        after, there = matcher.deep_copy(), self.after_token(by_bytes, token)
         if not after.consume_token(token) or there.is_error():
             return None
-        said, whole = self.bytes_of(token), b"".join(map(self.bytes_of, known))
-        for size in range(min(len(said), len(whole)), -1, -1):
+        spelled, whole = self.bytes_of(token), b"".join(map(self.bytes_of, known))
+        for size in range(min(len(spelled), len(whole)), -1, -1):
             rest = whole[size:]
-            if said.endswith(whole[:size]) and there.validate_tokens([*rest, BYTES_END]) == len(rest) + 1:
+            if spelled.endswith(whole[:size]) and there.validate_tokens([*rest, BYTES_END]) == len(rest) + 1:
                 found = self._spelled(after, rest)
                 if found is not None:
                     return found
@@ -80,11 +78,11 @@ class EndFinder:
         here = matcher.deep_copy()
         while rest:
             tokens = here.compute_ff_tokens()[:1] or self._beginning(here, rest)
-            said = self.bytes_of(tokens[0]) if tokens else b""
-            if not said or not rest.startswith(said) or not here.consume_token(tokens[0]):
+            spelled = self.bytes_of(tokens[0]) if tokens else b""
+            if not spelled or not rest.startswith(spelled) or not here.consume_token(tokens[0]):
                 return None
             found += tokens
-            rest = rest[len(said) :]
+            rest = rest[len(spelled) :]
         return tuple(found) if not here.is_error() and here.is_accepting() else None
 
     def _beginning(self, here: LLMatcher, rest: bytes) -> list[int]:

@@ -1,6 +1,6 @@
-"""Nodes of one layer of a forest, and the law that they were drawn from.
+"""Nodes of one layer of a forest, and the distribution that they were drawn from.
 
-Letters: R requests, W beams, K drafts per layer, D layers, T tail window, C candidates of a node."""
+Letters: R requests, W beams, K drafts per layer, D layers, T suffix window, C candidates of a node."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.candidates import Candidates
 
-__all__ = ["DraftLaw", "LawScope", "LayerNodes", "at_nodes"]
-
-
-LawScope = Literal["pool", "parent"]
+DistributionScope = Literal["pool", "parent"]
 
 
 @dataclass(slots=True)
-class DraftLaw:
-    """The law Q that the sampled nodes of one layer were really drawn from. K1 of its K nodes are sampled; they stand
-    first.
+class DraftDistribution:
+    """The distribution Q that the sampled nodes of one layer were really drawn from. K1 of its K nodes are sampled;
+    they stand first.
 
-    What a drafter promises: given the layers above and the drafts 0 .. j-1 of this layer, draft j has exactly the law
-    Q'_j, where
+    What a drafter promises: given the layers above and the drafts 0 .. j-1 of this layer, draft j has exactly the
+    distribution Q'_j, where
         scope `pool`: Q'_j is Q over (parent, token) of the whole pool, without what was drawn before;
         scope `parent`: Q'_j is the row q(. | parent_j), without what was drawn before below this parent. Which parent
         is next may depend on anything but the token to be drawn.
@@ -41,7 +38,7 @@ class DraftLaw:
     log_q: Tensor
     log_drawn: Tensor
     log_rest: Tensor
-    scope: LawScope = "pool"
+    scope: DistributionScope = "pool"
 
 
 @dataclass(slots=True)
@@ -51,13 +48,13 @@ class LayerNodes:
     Attributes:
         token, parent (node index in the forest), root (beam index), path (path key), stop_state: [R, n] int64.
         valid, ends: [R, n] bool; an ending node is never extended.
-        sampled: [R, n] bool, drawn from the recorded law; otherwise the node is deterministic: chosen by something
-            that is no draw of this layer (rank, n-gram, corpus). Roots are not sampled.
+        sampled: [R, n] bool, drawn from the recorded distribution; otherwise the node is deterministic: chosen by
+            something that is no draw of this layer (rank, n-gram, corpus). Roots are not sampled.
         weight: [R, n] float32, running weight under the draft.
         path_tokens: [R, n, D] int64, tokens from layer 1 down to the node.
-        ancestors: [R, n, T] bool over the tail window, the node itself included.
-        source: [R, n] int64, the drafter that proposed the node: 1 for the second of two, else 0. What both proposed is
-            the first one's.
+        ancestors: [R, n, T] bool over the suffix window, the node itself included.
+        drafter_id: [R, n] int64, the drafter that proposed the node: 1 for the second of two, else 0. What both
+            proposed is the first one's.
         legal_state: [R, n] int64, see engine/constraints/legal.py; None where no constraint acts.
     """
 
@@ -72,7 +69,7 @@ class LayerNodes:
     weight: Tensor
     path_tokens: Tensor
     ancestors: Tensor
-    source: Tensor
+    drafter_id: Tensor
     legal_state: Tensor | None = None
 
 

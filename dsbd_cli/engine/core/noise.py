@@ -11,21 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = [
-    "ACCEPT",
-    "CLOCK",
-    "COMPLETION",
-    "DRAFT",
-    "RESIDUAL",
-    "extend_path",
-    "gumbel",
-    "path_gumbel",
-    "seed_key",
-    "stream_key",
-    "stream_keys",
-    "uniform",
-]
-
 # Streams: one purpose each, so that no random number is used twice.
 DRAFT, ACCEPT, RESIDUAL, COMPLETION, CLOCK = 1, 2, 3, 4, 5
 STREAMS = 8
@@ -84,10 +69,10 @@ def gumbel(key: Tensor, index: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-uniform(key, index)))
 
 
-def path_gumbel(path: Tensor, tokens: Tensor, silent: Tensor | None = None) -> Tensor:
-    """G(x, v): the noise of token v after path x, 0 in silent rows. path [R, n], tokens [R, n, C] -> [R, n, C] float32.
+def path_gumbel(path: Tensor, tokens: Tensor, greedy_rows: Tensor | None = None) -> Tensor:
+    """G(x, v): the noise of token v after path x, 0 in greedy rows. path [R, n], tokens [R, n, C] -> [R, n, C] float32.
 
-    silent: [R] bool.
+    greedy_rows: [R] bool.
     """
     noise = gumbel(path.unsqueeze(-1), tokens + 1).to(torch.float32)
-    return noise if silent is None else noise.masked_fill_(silent[:, None, None], 0.0)
+    return noise if greedy_rows is None else noise.masked_fill_(greedy_rows[:, None, None], 0.0)

@@ -1,5 +1,5 @@
-"""Draws from a pool law. Drawing without replacement = taking the largest of log-probability + Gumbel noise, in that
-order.
+"""Draws from a pool distribution. Drawing without replacement = taking the largest of log-probability + Gumbel noise,
+in that order.
 
 M = n * C entries of a pool (node-major), W live beams wanted.
 """
@@ -13,17 +13,16 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.topk import NEG_INF, best_first
 
-__all__ = ["DraftRequest", "LiveDraws", "ends_before", "live_draws", "match_pairs"]
-
 
 @dataclass(slots=True)
 class DraftRequest:
     """Pairs to be drafted below one layer of n nodes.
 
     Attributes:
-        log_q: [R, n, C] float32, the draft's pool law, -inf where a pair must not be drafted. tokens: [R, n, C] int64.
+        log_q: [R, n, C] float32, the draft's pool distribution, -inf where a pair must not be drafted. tokens: [R, n,
+            C] int64.
         path: [R, n] int64 path keys. stream: [R] int64, key of the layer's own draft noise.
-        count: K. silent: [R] bool, rows that rule `coupled` draws without noise.
+        count: K. greedy_rows: [R] bool, rows that rule `coupled` draws without noise.
     """
 
     log_q: Tensor
@@ -31,7 +30,7 @@ class DraftRequest:
     path: Tensor
     stream: Tensor
     count: int
-    silent: Tensor | None = None
+    greedy_rows: Tensor | None = None
 
 
 @dataclass(slots=True)

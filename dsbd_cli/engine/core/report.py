@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["LayerCounters", "Report", "RowCounters"]
-
 
 class RowCounters(NamedTuple):
     """How far a row came.
@@ -15,7 +13,7 @@ class RowCounters(NamedTuple):
     Attributes:
         done: its request has ended, or is invalid. invalid: the target returned NaN. Both are 0 or 1.
         steps: steps taken. width_sum: live beams, summed over them.
-        used, trunk, drafted: slots of the row, those that all live beams share, those that the draft has run.
+        used, common_prefix, drafted: slots of the row, those that all live beams share, those that the draft has run.
     """
 
     done: int
@@ -23,7 +21,7 @@ class RowCounters(NamedTuple):
     steps: int
     width_sum: int
     used: int
-    trunk: int
+    common_prefix: int
     drafted: int
 
 

@@ -15,14 +15,12 @@ from dsbd_cli.engine.core.distribution import Warp
 from dsbd_cli.engine.core.noise import gumbel, path_gumbel
 from dsbd_cli.engine.core.pool import DraftRequest, live_draws
 
-__all__ = ["Best", "Independent", "PathNoise", "Sampler", "WithoutReplacement", "entry_index", "largest"]
-
 
 class Sampler(ABC):
     """How pairs are drawn. A sampler names this class as its base.
 
     Attributes:
-        random: pairs are drawn from the warped law; otherwise the best by raw score are taken, and drafts are
+        random: pairs are drawn from the warped distribution; otherwise the best by raw score are taken, and drafts are
             deterministic nodes.
         path_noise: the noise is G(x, v), which depends on nothing but the pair, so that target and draft share it.
     """
@@ -32,7 +30,7 @@ class Sampler(ABC):
 
     def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> CandidateCount:
         """Candidates per node that are enough to find every draw: the warped support, with room for ties."""
-        return warp.room(vocab_size)
+        return warp.candidate_count(vocab_size)
 
     @abstractmethod
     def noise(self, request: DraftRequest) -> Tensor:
@@ -65,7 +63,7 @@ class PathNoise(Sampler):
 
     def noise(self, request: DraftRequest) -> Tensor:
         """G(x, v)."""
-        return path_gumbel(request.path, request.tokens, request.silent)
+        return path_gumbel(request.path, request.tokens, request.greedy_rows)
 
 
 class WithoutReplacement(Sampler):

@@ -1,10 +1,10 @@
 """Where tokens stand in a packed cache row, apart from the cache tensors themselves.
 
-A row holds `used` slots. The first `trunk` of them are common to all live beams; the others are the tail, in which a
-beam sees only its
-ancestors. A beam's ancestors are a row of bools over the tail window (T slots from the trunk on). Slots stand in
-order of depth, so what is
-common to all beams is always a prefix of the tail, and the trunk only grows.
+A row holds `used` slots. The first `common_prefix` of them are common to all live beams; the others are the suffix, in
+which a beam sees only its
+ancestors. A beam's ancestors are a row of bools over the suffix window (T slots from the common prefix on). Slots stand
+in order of depth, so what is
+common to all beams is always a prefix of the suffix, and the common prefix only grows.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["PREFIX_STEP", "Compaction", "Layout", "SlotTable", "compact", "lagging", "node_slots"]
-
 PREFIX_STEP = 64  # tokens of a prompt that are read against each other; what prompts share is counted in such blocks
 
 
@@ -24,14 +22,14 @@ class SlotTable:
     """Slots of every row.
 
     Attributes:
-        used: [R] int64, slots taken. trunk: [R] int64, slots common to all live beams.
+        used: [R] int64, slots taken. common_prefix: [R] int64, slots common to all live beams.
         drafted: [R] int64, leading slots that the draft's cache holds too; the draft runs the others when it is next
             asked.
         positions, tokens: [R, S] int64, depth and id of the token in each slot.
     """
 
     used: Tensor
-    trunk: Tensor
+    common_prefix: Tensor
     drafted: Tensor
     positions: Tensor
     tokens: Tensor
@@ -60,46 +58,46 @@ class Layout:
     """Where the nodes of one iteration stand and which slots are in sight, worked out once for all its layers.
 
     Attributes:
-        slots: [R, N] int64, of each node. own: [R, N, T] bool, each node's own slot in the tail window.
-        tail: [R, 1, S] int64, place in the window of each of the first S slots, where `inside` [R, 1, S] bool holds.
+        slots: [R, N] int64, of each node. own: [R, N, T] bool, each node's own slot in the suffix window.
+        suffix: [R, 1, S] int64, place in the window of each of the first S slots, where `inside` [R, 1, S] bool holds.
         before: [R, 1, S] bool, slots before the window, which every node sees.
     """
 
     slots: Tensor
     own: Tensor
-    tail: Tensor
+    suffix: Tensor
     inside: Tensor
     before: Tensor
 
     @classmethod
     def of(cls, table: SlotTable, nodes: int, window: int, slots: int) -> Layout:
-        """Work out the layout of N nodes, a tail window of T slots and S active slots."""
-        trunk = table.trunk.view(-1, 1, 1)
-        relative = torch.arange(slots, device=trunk.device) - trunk
+        """Work out the layout of N nodes, a suffix window of T slots and S active slots."""
+        common_prefix = table.common_prefix.view(-1, 1, 1)
+        relative = torch.arange(slots, device=common_prefix.device) - common_prefix
         at = node_slots(table, nodes)
         return cls(
             slots=at,
-            own=(at.unsqueeze(2) - trunk) == torch.arange(window, device=trunk.device),
-            tail=relative.clamp(0, window - 1),
+            own=(at.unsqueeze(2) - common_prefix) == torch.arange(window, device=common_prefix.device),
+            suffix=relative.clamp(0, window - 1),
             inside=(relative >= 0) & (relative < window),
             before=relative < 0,
         )
 
     def mask(self, ancestors: Tensor) -> Tensor:
         """Attention mask of nodes from their ancestors in the tail: [R, n, T] bool -> [R, n, S] bool."""
-        seen = ancestors.gather(2, self.tail.expand(-1, ancestors.shape[1], -1))
+        seen = ancestors.gather(2, self.suffix.expand(-1, ancestors.shape[1], -1))
         return (seen & self.inside) | self.before
 
 
-def lagging(table: SlotTable, layout: Layout, ancestors: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def backlog_slots(table: SlotTable, layout: Layout, ancestors: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The last `count` slots in use, [R, count], and what the tokens in them see, [R, count, S] bool.
 
-    A tail slot is an ancestor of some live beam, and sees that beam's ancestors up to itself. Slots before the row's
+    A suffix slot is an ancestor of some live beam, and sees that beam's ancestors up to itself. Slots before the row's
     first one come out negative and see slot 0 alone. ancestors: [R, W, T], of the live beams.
     """
     window = ancestors.shape[-1]
     wanted = node_slots(table, count, -count)
-    relative = (wanted - table.trunk.unsqueeze(1)).clamp(0, window - 1)
+    relative = (wanted - table.common_prefix.unsqueeze(1)).clamp(0, window - 1)
     holds = ancestors.gather(2, relative.unsqueeze(1).expand(-1, ancestors.shape[1], -1))  # [R, W, count]
     owner = holds.to(torch.int8).argmax(1).unsqueeze(-1).expand(-1, -1, window)
     seen = layout.mask(ancestors.gather(1, owner))
@@ -113,19 +111,19 @@ class Compaction:
     """Result of a commit.
 
     Attributes:
-        source, target: [R, T] int64 absolute slots to copy; equal where nothing moves.
-        ancestors: [R, W, T] bool, the beams' ancestors in the new tail window.
+        src_slots, dst_slots: [R, T] int64 absolute slots to copy; equal where nothing moves.
+        ancestors: [R, W, T] bool, the beams' ancestors in the new suffix window.
     """
 
-    source: Tensor
-    target: Tensor
+    src_slots: Tensor
+    dst_slots: Tensor
     ancestors: Tensor
 
 
 def compact(table: SlotTable, ancestors: Tensor, valid: Tensor, drafted: Tensor) -> Compaction:
-    """Keep the ancestors of the live beams, in order, and advance the trunk. Updates the table in place.
+    """Keep the ancestors of the live beams, in order, and advance the common prefix. Updates the table in place.
 
-    ancestors: [R, W, T] bool over the tail window; valid: [R, W] bool. drafted: [R] int64, leading slots, before
+    ancestors: [R, W, T] bool over the suffix window; valid: [R, W] bool. drafted: [R] int64, leading slots, before
     anything moves, that the draft has run.
     """
     window = ancestors.shape[-1]
@@ -134,20 +132,20 @@ def compact(table: SlotTable, ancestors: Tensor, valid: Tensor, drafted: Tensor)
     order = torch.argsort((~keep).to(torch.int8), dim=1, stable=True)
     count = keep.sum(1)
     steps = torch.arange(window, device=keep.device).unsqueeze(0)
-    target = table.trunk.unsqueeze(1) + steps
+    dst_slots = table.common_prefix.unsqueeze(1) + steps
     moved = steps < count.unsqueeze(1)
-    source = torch.where(moved, table.trunk.unsqueeze(1) + order, target)
+    src_slots = torch.where(moved, table.common_prefix.unsqueeze(1) + order, dst_slots)
     last = table.positions.shape[1] - 1
-    source, target = source.clamp(max=last), target.clamp(max=last)
+    src_slots, dst_slots = src_slots.clamp(max=last), dst_slots.clamp(max=last)
     for contents in (table.positions, table.tokens):
-        contents.scatter_(1, target, contents.gather(1, source))
-    run = keep & (table.trunk.unsqueeze(1) + steps < drafted.unsqueeze(1))
-    table.drafted = torch.minimum(drafted, table.trunk) + run.sum(1)
+        contents.scatter_(1, dst_slots, contents.gather(1, src_slots))
+    run = keep & (table.common_prefix.unsqueeze(1) + steps < drafted.unsqueeze(1))
+    table.drafted = torch.minimum(drafted, table.common_prefix) + run.sum(1)
     packed = ancestors.gather(2, order.unsqueeze(1).expand_as(ancestors)) & moved.unsqueeze(1)
     common = ((packed | ~valid.unsqueeze(-1)).all(1) & moved).to(torch.int64).cumprod(1).sum(1)
     shifted = (steps + common.unsqueeze(1)).clamp(max=window - 1)
     inside = steps + common.unsqueeze(1) < window
     packed = packed.gather(2, shifted.unsqueeze(1).expand_as(packed)) & inside.unsqueeze(1)
-    table.used = table.trunk + count
-    table.trunk = table.trunk + common
-    return Compaction(source, target, packed)
+    table.used = table.common_prefix + count
+    table.common_prefix = table.common_prefix + common
+    return Compaction(src_slots, dst_slots, packed)

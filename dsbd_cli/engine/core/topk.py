@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["best_first", "best_tokens"]
-
-
 NEG_INF = float("-inf")
 
 BLOCKED_FROM = 1024  # tokens; smaller vocabularies are searched whole
@@ -25,11 +22,11 @@ def best_first(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return best[..., :count], index[..., :count]
     if x.dtype == torch.float64:
         return torch.topk(x, count, dim=-1)  # holds noise of 52 bits: no two are equal
-    index = torch.topk(_apart(x, torch.arange(x.shape[-1], device=x.device)), count, dim=-1).indices
+    index = torch.topk(_break_ties(x, torch.arange(x.shape[-1], device=x.device)), count, dim=-1).indices
     return x.gather(-1, index), index
 
 
-def _apart(x: Tensor, place: Tensor) -> Tensor:
+def _break_ties(x: Tensor, place: Tensor) -> Tensor:
     """Numbers in the same order as the float32 x, in which equal ones are apart: the one of lower place is larger.
 
     A float64 has 29 bits more, so what is taken away stays below the gap to the next float32. place: below 2**27.
@@ -56,12 +53,12 @@ def best_tokens(values: Tensor, count: int, maxima: Tensor | None = None) -> tup
         if tokens.shape[1] > 2 * count:
             table = some.view(rows, -1, size)
             largest = table.amax(-1) if maxima is None else maxima
-            best = torch.topk(_apart(largest, tokens), count, dim=-1, sorted=False).indices
+            best = torch.topk(_break_ties(largest, tokens), count, dim=-1, sorted=False).indices
             tokens = tokens.gather(1, best)
             some = table.gather(1, best.unsqueeze(-1).expand(-1, -1, size)).flatten(1)
         maxima = None
         tokens = (tokens.unsqueeze(-1) + torch.arange(0, size, next_size, device=values.device)).flatten(1)
     rest = torch.arange(edge, vocabulary, device=values.device).expand(rows, -1)
     some, tokens = torch.cat((some, values[:, edge:]), 1).to(torch.float32), torch.cat((tokens, rest), 1)
-    at = torch.topk(_apart(some, tokens), count, dim=-1).indices
+    at = torch.topk(_break_ties(some, tokens), count, dim=-1).indices
     return some.gather(-1, at), tokens.gather(-1, at)

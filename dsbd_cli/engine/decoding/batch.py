@@ -15,16 +15,14 @@ from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.constraints.legal import FREE
 from dsbd_cli.engine.core.beams import fit_window
 from dsbd_cli.engine.decoding.tables import RequestTables
-from dsbd_cli.engine.drafting.beam import MERGED_LAG
-from dsbd_cli.engine.drafting.text import Prompts
+from dsbd_cli.engine.drafting.beam import MERGED_BACKLOG
+from dsbd_cli.engine.drafting.text import PromptTable
 from dsbd_cli.engine.iteration.devices import current
 from dsbd_cli.engine.iteration.iteration import IterationShape
 from dsbd_cli.engine.iteration.request_state import RequestState
-from dsbd_cli.engine.iteration.state import BatchState, Entry
-from dsbd_cli.engine.planning.planner import Reading, Shape, deepest
+from dsbd_cli.engine.iteration.state import BatchState, NewRow
+from dsbd_cli.engine.planning.planner import DraftWork, Shape, deepest
 from dsbd_cli.engine.planning.timing import PhaseTimer
-
-__all__ = ["Batch", "most_steps"]
 
 
 def most_steps(jobs: Iterable[RequestState]) -> int:
@@ -72,7 +70,7 @@ class Batch:
         new = {row: waiting.popleft() for row in self.free[: len(waiting)]}
         for row, job in new.items():
             self.jobs[row] = job
-            job.used = job.trunk = job.drafted = len(job.prompt) - 1
+            job.used = job.common_prefix = job.drafted = len(job.prompt) - 1
             job.prefilled = False
         if not new:
             return
@@ -87,22 +85,26 @@ class Batch:
         self._grow(slots + nodes + 1)
         for row, job in new.items():
             self._caches.admit(row, job.prompt)
-        self._caches.encode(_sources(new), draft=False)
+        self._caches.encode(_encoder_inputs(new), draft=False)
         self._listen({row: job for row, job in new.items() if job.listen is not None})
         for row, count in self._caches.prefill_target({row: job.prompt for row, job in new.items()}).items():
             new[row].stats.prompt_tokens_reused = count
-        entries = dict[int, Entry]()
+        entries = dict[int, NewRow]()
         for row, job in new.items():
             sampling = job.request.sampling
             self._legal[row] = self._begin(job)
             self._tables.rules.begin(row, job.rules, job.prompt, sampling.max_new_tokens)
             stop = self._tables.stops.start(tuple(sampling.stop))
-            entries[row] = Entry(job.prompt, job.request.seed, sampling, stop, self._legal[row])
+            entries[row] = NewRow(job.prompt, job.request.seed, sampling, stop, self._legal[row])
         self.state.admit(entries)
         for row, job in new.items():
-            if self.state.prompts is not None and job.source is not None and not job.source.is_floating_point():
+            if (
+                self.state.prompts is not None
+                and job.encoder_input is not None
+                and not job.encoder_input.is_floating_point()
+            ):
                 # an answer that copies its source goes on behind the decoder's first tokens as the source begins
-                self.state.prompts.put(row, [*job.prompt, *job.source.tolist(), *job.prompt])
+                self.state.prompts.put(row, [*job.prompt, *job.encoder_input.tolist(), *job.prompt])
 
     def _listen(self, unheard: dict[int, RequestState]) -> None:
         """Settle the languages of speech whose rows name none, for all of them in one forward."""
@@ -129,7 +131,7 @@ class Batch:
         caches.reserve(rows, slots, nodes)
         self.state = BatchState.empty(self._method, rows, caches.slots, caches.round_window(nodes), history, device)
         if self._keep_text:
-            self.state.prompts = Prompts.empty(rows, device)
+            self.state.prompts = PromptTable.empty(rows, device)
         self._empty = False
 
     def _grow(self, slots: int) -> None:
@@ -137,18 +139,18 @@ class Batch:
         if self._caches.grow(self.state.rows, slots):
             self.state.table.grow(self._caches.slots)
 
-    def reading(self) -> Reading:
-        """Say what the draft must run before it drafts. The lag is W times a power of two, so that shapes repeat, or
-        0."""
+    def reading(self) -> DraftWork:
+        """Say what the draft must run before it drafts. The backlog is W times a power of two, so that shapes repeat,
+        or 0."""
         if self._caches.draft is None:
-            return Reading()
-        lag = max((job.used - job.drafted for _, job in self.running), default=0)
+            return DraftWork()
+        draft_backlog = max((job.used - job.drafted for _, job in self.running), default=0)
         size = self._method.num_beams
-        while size < lag:
+        while size < draft_backlog:
             size *= 2
         # rows to come are taken to share as much of their prompts as these do
         prompts = sum(len(job.prompt) - job.stats.prompt_tokens_reused for _, job in self.running)
-        return Reading(size if lag else 0, self._unread_tokens(), prompts)
+        return DraftWork(size if draft_backlog else 0, self._unread_tokens(), prompts)
 
     def _unread_tokens(self) -> int:
         """Prompt tokens that the draft model would have to run before it drafts; counted once for the same rows."""
@@ -164,32 +166,33 @@ class Batch:
         timer: gets a lap `read` if there are any."""
         draft = self._caches.draft
         new = [(row, job) for row, job in self.running if not job.prefilled]
-        late = self._late()
-        if draft is None or not (new or late):
+        backlog = self._rested()
+        if draft is None or not (new or backlog):
             return
         with current(draft.device):
             timer.start()
-            self._caches.encode(_sources(dict(new)), draft=True)
+            self._caches.encode(_encoder_inputs(dict(new)), draft=True)
             self._caches.prefill_draft({row: job.prompt for row, job in new})
             for _, job in new:
                 job.prefilled = True
-            late = self._late()
-            if late:
-                drafted, trunk = [job.drafted for _, job in late], [job.trunk for _, job in late]
-                self._caches.catch_up([row for row, _ in late], self.state.table.tokens, drafted, trunk)
+            backlog = self._rested()
+            if backlog:
+                drafted, common_prefix = [job.drafted for _, job in backlog], [job.common_prefix for _, job in backlog]
+                self._caches.catch_up([row for row, _ in backlog], self.state.table.tokens, drafted, common_prefix)
             timer.lap("read")
-        for row, job in late:
-            job.drafted = job.trunk
-            self.state.table.drafted[row] = job.trunk
+        for row, job in backlog:
+            job.drafted = job.common_prefix
+            self.state.table.drafted[row] = job.common_prefix
 
-    def _late(self) -> list[tuple[int, RequestState]]:
-        """Rows whose trunk a recurrent draft model has rested through: it reads that part as it reads a prompt."""
-        if not self._caches.lagging:
+    def _rested(self) -> list[tuple[int, RequestState]]:
+        """Rows whose common prefix a recurrent draft model has rested through: it reads that part as it reads a
+        prompt."""
+        if not self._caches.draft_rests:
             return []
-        return [(row, job) for row, job in self.running if job.trunk - job.drafted > MERGED_LAG]
+        return [(row, job) for row, job in self.running if job.common_prefix - job.drafted > MERGED_BACKLOG]
 
-    def iteration_shape(self, shape: Shape, reading: Reading, *, narrow: bool) -> IterationShape:
-        """Static shapes of the next iteration, with cache slots and a tail window for its nodes. narrow: a first
+    def iteration_shape(self, shape: Shape, reading: DraftWork, *, narrow: bool) -> IterationShape:
+        """Static shapes of the next iteration, with cache slots and a suffix window for its nodes. narrow: a first
         iteration may have one root per row."""
         running, caches = [job for _, job in self.running], self._caches
         beams = self._method.num_beams
@@ -198,36 +201,39 @@ class Batch:
         nodes = shape.nodes(beams)
         used = max(job.used for job in running) + nodes
         self._grow(used + 1)
-        tail = max(job.used - job.trunk for job in running) + nodes
-        held = (min(job.trunk, job.drafted) if shape.depth and caches.lagging else job.trunk for job in running)
+        suffix = max(job.used - job.common_prefix for job in running) + nodes
+        held = (
+            min(job.common_prefix, job.drafted) if shape.depth and caches.draft_rests else job.common_prefix
+            for job in running
+        )
         caches.hold(self.state.rows, max(job.used - start for job, start in zip(running, held, strict=True)) + nodes)
-        self.state.beams.ancestors = fit_window(self.state.beams.ancestors, caches.round_window(tail))
+        self.state.beams.ancestors = fit_window(self.state.beams.ancestors, caches.round_window(suffix))
         active = min(caches.round_slots(used), caches.slots - 1)
-        idle = not shape.depth and all(job.drafted <= job.trunk for job in running)
-        settled, tail = self._settled(nodes, active)
+        idle = not shape.depth and all(job.drafted <= job.common_prefix for job in running)
+        prompt_slots, suffix = self._prompt_slots(nodes, active)
         generated = min(job.stats.steps for job in running)
         return IterationShape(
             slots=active,
             depth=shape.depth,
             drafts_per_layer=shape.drafts_per_layer,
-            lag=reading.lag if shape.depth else 0,
+            draft_backlog=reading.draft_backlog if shape.depth else 0,
             idle=idle,
-            settled=settled,
-            tail=tail,
+            prompt_slots=prompt_slots,
+            suffix=suffix,
             generated=generated,
             beams=beams,
         )
 
-    def _settled(self, nodes: int, active: int) -> tuple[tuple[int, ...] | None, int]:
-        """`settled` and `tail` of the target's forward; on a GPU the same for all iterations of a shape."""
+    def _prompt_slots(self, nodes: int, active: int) -> tuple[tuple[int, ...] | None, int]:
+        """`prompt_slots` and `suffix` of the target's forward; on a GPU the same for all iterations of a shape."""
         target = self._caches.target
         if not target.invariant:
             return None, 0
         if target.device.type != "cpu":
             return (0,) * len(self.jobs), active
-        settled = tuple(0 if job is None else len(job.prompt) - 1 for job in self.jobs)
-        longest = max(job.used - settled[row] for row, job in self.running)
-        return settled, self._caches.round_slots(longest + nodes)
+        prompt_slots = tuple(0 if job is None else len(job.prompt) - 1 for job in self.jobs)
+        longest = max(job.used - prompt_slots[row] for row, job in self.running)
+        return prompt_slots, self._caches.round_slots(longest + nodes)
 
     def remove(self, rows: Sequence[int]) -> None:
         """Free rows."""
@@ -253,6 +259,6 @@ class Batch:
         return taken
 
 
-def _sources(jobs: Mapping[int, RequestState]) -> dict[int, Tensor]:
+def _encoder_inputs(jobs: Mapping[int, RequestState]) -> dict[int, Tensor]:
     """Return what the encoder reads for each row."""
-    return {row: job.source for row, job in jobs.items() if job.source is not None}
+    return {row: job.encoder_input for row, job in jobs.items() if job.encoder_input is not None}

@@ -13,16 +13,14 @@ from torch import Tensor
 from dsbd_cli.config.method import MethodConfig, check_request
 from dsbd_cli.config.model import OnTooLong
 from dsbd_cli.config.token_rules import TokenRules, asked_rules
-from dsbd_cli.engine.constraints.answers import Answer, Catalogue, Compiler
+from dsbd_cli.engine.constraints.answers import Catalogue, CatalogueAnswer, CatalogueCompiler
 from dsbd_cli.engine.constraints.grammar import GrammarCompiler
 from dsbd_cli.engine.iteration.request_state import RequestState
-from dsbd_cli.engine.planning.memory import least_bytes
+from dsbd_cli.engine.planning.memory_limit import least_bytes
 from dsbd_cli.engine.planning.planner import deepest
-from dsbd_cli.engine.protocols import ForestModel, SizedCodec, SourceCodec, SourceModel, TextCodec
+from dsbd_cli.engine.protocols import EncoderDecoderCodec, EncoderDecoderModel, ForestModel, SizedCodec, TextCodec
 from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongError, UsageError, shorten
 from dsbd_cli.requests import Request
-
-__all__ = ["Encoder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +36,15 @@ class Encoder:
     catalogues: Mapping[str, Catalogue]
     grammars: GrammarCompiler
     # what reads sources; found once, because a check of a protocol asks every property
-    sources: SourceCodec | None = field(init=False)
+    encoder_inputs: EncoderDecoderCodec | None = field(init=False)
     sized: SizedCodec | None = field(init=False)
-    readers: tuple[tuple[SourceModel, str], ...] = field(init=False)
+    readers: tuple[tuple[EncoderDecoderModel, str], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         roles = ((self.target, "target"), (self.draft, "draft"))
-        object.__setattr__(self, "sources", self.codec if isinstance(self.codec, SourceCodec) else None)
+        object.__setattr__(self, "encoder_inputs", self.codec if isinstance(self.codec, EncoderDecoderCodec) else None)
         object.__setattr__(self, "sized", self.codec if isinstance(self.codec, SizedCodec) else None)
-        object.__setattr__(self, "readers", tuple(pair for pair in roles if isinstance(pair[0], SourceModel)))
+        object.__setattr__(self, "readers", tuple(pair for pair in roles if isinstance(pair[0], EncoderDecoderModel)))
 
     @classmethod
     def alone(cls, target: ForestModel, codec: TextCodec, method: MethodConfig) -> Encoder:
@@ -75,9 +73,9 @@ class Encoder:
 
     def _catalogue(self, allow: str | tuple[str, ...] | None) -> Catalogue | None:
         if isinstance(allow, tuple):
-            answers = [Answer(f"allow[{place}]", text=text) for place, text in enumerate(allow)]
+            answers = [CatalogueAnswer(f"allow[{place}]", text=text) for place, text in enumerate(allow)]
             try:
-                return Compiler(self.codec, self.target.vocab_size).compile(answers)
+                return CatalogueCompiler(self.codec, self.target.vocab_size).compile(answers)
             except UsageError as error:
                 raise InvalidRowError(str(error)) from None
         if allow is None and not self.catalogues:
@@ -93,33 +91,33 @@ class Encoder:
     def job(self, number: int, request: Request) -> RequestState:
         """A request that can be decoded. Raises RowError where it cannot."""
         job = RequestState(number, request, [], catalogue=self.catalogue(request))
-        if self.sources is not None:
-            self._read_source(job, self.sources)
+        if self.encoder_inputs is not None:
+            self._read_encoder_input(job, self.encoder_inputs)
         else:
-            self._refuse_source(request)
+            self._refuse_encoder_settings(request)
             job.prompt, job.truncated = self.encode(request, job.max_new)
             job.rules = self._rules(request, "none", None)
         job.started = time.perf_counter()
         return job
 
-    def _read_source(self, job: RequestState, codec: SourceCodec) -> None:
+    def _read_encoder_input(self, job: RequestState, codec: EncoderDecoderCodec) -> None:
         """A request to a model with an encoder: lengths of source and answer are checked apart."""
         request = job.request
-        limit, role = self._source_limit()
+        limit, role = self._encoder_limit()
         most = self._most_characters(request, limit, f"{role}'s encoder takes {limit}")
         cut = most is not None and request.prompt is not None
-        asked = codec.source(replace(request, prompt=(request.prompt or "")[-(most or 0) :]) if cut else request)
-        source, prompt, dropped = asked.source, asked.prompt, 0
+        asked = codec.encoder_input(replace(request, prompt=(request.prompt or "")[-(most or 0) :]) if cut else request)
+        encoder_input, prompt, dropped = asked.encoder_input, asked.prompt, 0
         self._check(request, prompt)
-        if not source.is_floating_point():
-            if not len(source):
+        if not encoder_input.is_floating_point():
+            if not len(encoder_input):
                 raise InvalidRowError("prompt is empty: there is nothing for the encoder to read")
             for model, role in self.readers:
-                if foreign := source[(source < 0) | (source >= model.source_vocab_size)].tolist():
-                    told = f"the {role}'s encoder has {model.source_vocab_size} ids"
-                    raise InvalidRowError(f"prompt holds token id {foreign[0]}, but {told}")
-            source, dropped = self._fit_source(source, codec)
-            dropped = self._dropped(request, len(source), dropped) if cut else dropped
+                if foreign := encoder_input[(encoder_input < 0) | (encoder_input >= model.encoder_vocab_size)].tolist():
+                    why = f"the {role}'s encoder has {model.encoder_vocab_size} ids"
+                    raise InvalidRowError(f"prompt holds token id {foreign[0]}, but {why}")
+            encoder_input, dropped = self._fit_encoder_input(encoder_input, codec)
+            dropped = self._dropped(request, len(encoder_input), dropped) if cut else dropped
         self._check_memory(job.max_new)
         new, (limit, role) = job.max_new, self._limit() or (None, "")
         if limit is not None and len(prompt) + new > limit:
@@ -127,7 +125,7 @@ class Encoder:
                 f"the answer's first {len(prompt)} tokens and max_new_tokens {new} make {len(prompt) + new}, but the "
                 f"{role}'s decoder has {limit} positions"
             )
-        job.prompt, job.truncated, job.source, job.prefix = prompt, dropped, source, asked.prefix
+        job.prompt, job.truncated, job.encoder_input, job.prefix = prompt, dropped, encoder_input, asked.prefix
         job.listen = asked.listen
         job.rules = self._rules(request, "checkpoint", asked.forced)
         forced = job.rules.forced_bos_token_id
@@ -138,21 +136,23 @@ class Encoder:
                 "off with forced_bos_token_id=none"
             )
 
-    def _source_limit(self) -> tuple[int | None, str]:
+    def _encoder_limit(self) -> tuple[int | None, str]:
         """The fewest tokens that an encoder takes, and whose it is; None where there is no limit."""
-        limits = [(model.max_source, role) for model, role in self.readers if model.max_source is not None]
+        limits = [
+            (model.max_encoder_input, role) for model, role in self.readers if model.max_encoder_input is not None
+        ]
         return min(limits, key=lambda pair: pair[0], default=(None, ""))
 
-    def _fit_source(self, source: Tensor, codec: SourceCodec) -> tuple[Tensor, int]:
+    def _fit_encoder_input(self, encoder_input: Tensor, codec: EncoderDecoderCodec) -> tuple[Tensor, int]:
         """The source as both encoders take it, and how many tokens were dropped. Raises PromptTooLongError."""
-        limit, role = self._source_limit()
-        if limit is None or len(source) <= limit:
-            return source, 0
-        if self.on_too_long == "truncate-left" and (kept := codec.cut(source, limit)) is not None:
-            return kept, len(source) - len(kept)
-        raise PromptTooLongError(f"the source has {len(source)} tokens, but the {role}'s encoder takes {limit}")
+        limit, role = self._encoder_limit()
+        if limit is None or len(encoder_input) <= limit:
+            return encoder_input, 0
+        if self.on_too_long == "truncate-left" and (kept := codec.cut(encoder_input, limit)) is not None:
+            return kept, len(encoder_input) - len(kept)
+        raise PromptTooLongError(f"the source has {len(encoder_input)} tokens, but the {role}'s encoder takes {limit}")
 
-    def _refuse_source(self, request: Request) -> None:
+    def _refuse_encoder_settings(self, request: Request) -> None:
         """A decoder-only target has no use for these."""
         if request.audio is not None:
             raise InvalidRowError(f"audio is {shorten(request.audio)}, but the target reads text: give a prompt")
@@ -204,7 +204,7 @@ class Encoder:
     def _dropped(self, request: Request, kept: int, dropped: int) -> int:
         """Tokens that a prompt has lost at least, where only the last characters of it were tokenized."""
         assert self.sized is not None
-        return max(1, dropped, self.sized.least_tokens(_asked(request)) - kept)
+        return max(1, dropped, self.sized.least_tokens(_prompt_or_messages(request)) - kept)
 
     def _check_memory(self, steps: int) -> None:
         """An iteration as deep as the request lets it be fits into memory. Raises OutOfMemoryRowError."""
@@ -253,7 +253,7 @@ class Encoder:
         codec = self.sized
         if limit is None or codec is None or (request.prompt is None and request.messages is None):
             return None
-        asked = _asked(request)
+        asked = _prompt_or_messages(request)
         size, most = codec.size(asked), limit * codec.bytes_per_token
         if self.on_too_long == "truncate-left":
             return most if size > most else None
@@ -285,6 +285,6 @@ class Encoder:
         return ids[:begin] + ids[len(ids) - room + begin :] if room > begin else []
 
 
-def _asked(request: Request) -> str | list[dict[str, str]]:
+def _prompt_or_messages(request: Request) -> str | list[dict[str, str]]:
     """The text of a prompt, or a conversation."""
     return request.prompt or "" if request.messages is None else [dict(one) for one in request.messages]

@@ -23,13 +23,13 @@ from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
 from dsbd_cli.engine.decoding.streaming import Pieces
 from dsbd_cli.engine.decoding.tables import RequestTables
 from dsbd_cli.engine.drafting.base import DrafterInputs
-from dsbd_cli.engine.drafting.bridge.draft import AnyDraft, BridgedDraft
+from dsbd_cli.engine.drafting.bridge.bridged import AnyDraft, BridgedDraft
 from dsbd_cli.engine.drafting.drafters import make_drafter
 from dsbd_cli.engine.iteration.devices import captures, events, iteration_ops
 from dsbd_cli.engine.iteration.observer import Observer
-from dsbd_cli.engine.iteration.request_state import AsDone, ResultOrder, Results
+from dsbd_cli.engine.iteration.request_state import CompletionOrder, ResultOrder, Results
 from dsbd_cli.engine.iteration.stepper import Stepper
-from dsbd_cli.engine.planning.memory import check_memory, footprint
+from dsbd_cli.engine.planning.memory_limit import check_memory, footprint
 from dsbd_cli.engine.planning.planner import planner_for
 from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.engine.protocols import ForestModel, KernelModel, TextCodec
@@ -37,9 +37,7 @@ from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.errors import RowError, UsageError
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import ITERATION
-from dsbd_cli.requests import EngineInfo, Piece, Request, RequestResult, Source
-
-__all__ = ["Engine"]
+from dsbd_cli.requests import EngineInfo, NumberedRequests, Piece, Request, RequestResult
 
 Item = TypeVar("Item")
 
@@ -144,7 +142,7 @@ class Engine:
         """Say what the output shares with plain decoding.
 
         It is the method's, but for `same-text`: where the target's logits depend on what else is in a forward, rounding
-        can change a text, and only the law is the same.
+        can change a text, and only the distribution is the same.
         """
         promised = self.method.exactness
         return "same-law" if promised == "same-text" and not self.target.invariant else promised
@@ -225,7 +223,7 @@ class Engine:
         a RowError stands for a request that has failed already: its result comes in its place. Out of memory halves
         the batch and decodes its requests again, which gives the same results; a request that does not fit alone fails.
         """
-        return self._answers(Source(requests, seed), ResultOrder() if ordered else AsDone())
+        return self._answers(NumberedRequests(requests, seed), ResultOrder() if ordered else CompletionOrder())
 
     def stream(self, requests: Iterable[Request | str | RowError | None], *, seed: int = 0) -> Iterator[Piece]:
         """Decode requests as `run` does; yield text of each as soon as it can no longer change.
@@ -239,10 +237,10 @@ class Engine:
         finished hypothesis holds back what follows until a better one is finished. Half a character, and what may be
         the beginning of a stop string, are held back too.
         """
-        return self._answers(Source(requests, seed), Pieces(self.codec))
+        return self._answers(NumberedRequests(requests, seed), Pieces(self.codec))
 
     @torch.inference_mode()
-    def _answers(self, source: Source, results: Results[Item]) -> Iterator[Item]:
+    def _answers(self, numbered: NumberedRequests, results: Results[Item]) -> Iterator[Item]:
         """Decode all requests of the source, and yield what `results` gives out meanwhile.
 
         Raises UsageError where another run uses this engine.
@@ -270,7 +268,7 @@ class Engine:
             stopping=lambda: self._stopping,
             one_root=self.one_root,
             log_steps=self.log_steps,
-            queue=RequestQueue(source, self._encoder, results, self._stepper.observer),
+            queue=RequestQueue(numbered, self._encoder, results, self._stepper.observer),
             results=results,
         )
         try:

@@ -17,15 +17,13 @@ from dsbd_cli.engine.decoding.recovery import Recovery
 from dsbd_cli.engine.decoding.results import broken, collect, common_tokens, ended, record_iteration
 from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
 from dsbd_cli.engine.decoding.tables import RequestTables
-from dsbd_cli.engine.drafting.base import Drafter, Stopped
+from dsbd_cli.engine.drafting.base import Drafter, EngineStopped
 from dsbd_cli.engine.iteration.devices import current, events
 from dsbd_cli.engine.iteration.request_state import Results
 from dsbd_cli.engine.iteration.stepper import Stepper
 from dsbd_cli.engine.planning.planner import Planner, Shape
 from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.engine.protocols import TextCodec
-
-__all__ = ["Loop"]
 
 Item = TypeVar("Item")
 
@@ -75,7 +73,7 @@ class Loop(Generic[Item]):
             try:
                 batch.admit(queue.waiting)
                 self._iterate(batch)
-            except Stopped:
+            except EngineStopped:
                 return
             except Exception as error:
                 running = [job for _, job in batch.running]
@@ -103,7 +101,7 @@ class Loop(Generic[Item]):
         read = PhaseTimer(events(self.caches.models[-1].device))
         if shape.depth:
             batch.read_prompts(read)
-        # static shapes: slots and a tail window for W + D*K nodes
+        # static shapes: slots and a suffix window for W + D*K nodes
         sizes = batch.iteration_shape(shape, batch.reading(), narrow=self.one_root and self.stepper.graphs is None)
         # draft the forest, one target forward over it, verify layer by layer, commit: Stepper.step
         with current(self.caches.target.device):
@@ -121,7 +119,7 @@ class Loop(Generic[Item]):
             )
             self.scheduler.steps += counters.steps
             job.stats.draft_calls += report.draft_calls
-            job.used, job.trunk, job.drafted = counters.used, counters.trunk, counters.drafted
+            job.used, job.common_prefix, job.drafted = counters.used, counters.common_prefix, counters.drafted
         over = [row for row, _ in running if report.rows[row].invalid or report.rows[row].done]
         if over:
             self._hand_out(batch, over, report)

@@ -8,11 +8,9 @@ from typing import TypedDict
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import OnTooLong
 from dsbd_cli.engine.constraints.answers import Catalogue
-from dsbd_cli.engine.drafting.bridge.draft import AnyDraft
+from dsbd_cli.engine.drafting.bridge.bridged import AnyDraft
 from dsbd_cli.engine.protocols import ForestModel, TextCodec
 from dsbd_cli.requests import EngineInfo
-
-__all__ = ["EngineChanges", "EngineOptions"]
 
 
 class EngineOptions(TypedDict, total=False):

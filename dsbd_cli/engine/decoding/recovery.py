@@ -8,13 +8,11 @@ from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
 from dsbd_cli.engine.drafting.base import Drafter
 from dsbd_cli.engine.iteration.request_state import RequestState
-from dsbd_cli.engine.planning.memory import out_of_memory
+from dsbd_cli.engine.planning.memory_limit import out_of_memory
 from dsbd_cli.engine.planning.planner import Planner, Shape
 from dsbd_cli.errors import OutOfMemoryRowError
 from dsbd_cli.ops.select import kernel_failed
 from dsbd_cli.requests import RequestResult
-
-__all__ = ["Recovery"]
 
 
 class Recovery:
@@ -46,8 +44,8 @@ class Recovery:
         if kernel_failed(error) and self._leave_kernels():
             self._release()
             self._scheduler.retry(queue, running)
-            said = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-            self._tell(f"the run goes on without kernels, because one of them fails here ({said})")
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+            self._tell(f"the run goes on without kernels, because one of them fails here ({reason})")
             return True
         return False
 

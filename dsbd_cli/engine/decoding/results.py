@@ -19,16 +19,14 @@ from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.token_logprobs import TokenTrace, token_details
-from dsbd_cli.engine.protocols import SourceCodec, TextCodec
+from dsbd_cli.engine.protocols import EncoderDecoderCodec, TextCodec
 from dsbd_cli.errors import InvalidRowError, NumericalError, RowError
 from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult
 from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
 
-__all__ = ["Ended", "broken", "collect", "common_tokens", "ended", "record_iteration", "text_of"]
-
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class FinishedRow:
     """The finished hypotheses of a row, on the host: F of each, best first, as in `Finished`."""
 
     score: list[float]
@@ -38,15 +36,15 @@ class Ended:
     tokens: list[list[int]]
 
 
-def ended(finished: Finished, rows: Sequence[int]) -> list[Ended]:
+def ended(finished: Finished, rows: Sequence[int]) -> list[FinishedRow]:
     """Return what these rows finished with, one entry each."""
     at = torch.tensor(rows, device=finished.score.device)
-    columns = (getattr(finished, item.name)[at].tolist() for item in fields(Ended))
-    return [Ended(*row) for row in zip(*columns, strict=True)]
+    columns = (getattr(finished, item.name)[at].tolist() for item in fields(FinishedRow))
+    return [FinishedRow(*row) for row in zip(*columns, strict=True)]
 
 
 def collect(
-    finished: Ended,
+    finished: FinishedRow,
     row: int,
     job: RequestState,
     codec: TextCodec,
@@ -73,16 +71,16 @@ def collect(
         details = None
         if sampling.token_logprobs and trace is not None:
             details = token_details(trace, row, rank, ids, sampling, codec.token_bytes())
-        spoken = codec.segments(ids) if job.rules.timestamps and isinstance(codec, SourceCodec) else None
+        spoken = codec.segments(ids) if job.rules.timestamps and isinstance(codec, EncoderDecoderCodec) else None
         hypotheses.append(
             Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank], answer_id, valid, details, spoken)
         )
     error: RowError | None = None
     rules = ", ".join(job.rules.acting)
     if not hypotheses and job.request.grammar is not None:
-        said = grammars.fault(job.request.grammar)
+        gave_up = grammars.fault(job.request.grammar)
         alone = f"no token of the vocabulary goes on{f' that token_rules ({rules}) leave' if rules else ''}"
-        why = alone if said is None else f"llguidance gave up: {said}"
+        why = alone if gave_up is None else f"llguidance gave up: {gave_up}"
         error = InvalidRowError(f"grammar came to a dead end after {job.stats.steps} steps: {why}")
     elif not hypotheses and job.catalogue is not None and rules:
         error = InvalidRowError(f"token_rules ({rules}) leave none of the allowed answers: switch them off")
@@ -207,7 +205,7 @@ def record_iteration(
                 steps=counters.steps,
                 nodes=nodes,
                 kv_slots=job.used + nodes,
-                trunk=job.trunk,
+                trunk=job.common_prefix,
                 layers=reached,
                 draft_s=times["draft"],
                 target_s=times["target"],

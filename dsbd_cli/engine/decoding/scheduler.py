@@ -11,13 +11,11 @@ from dsbd_cli.engine.decoding.batch import Batch, most_steps
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.request_state import RequestState, Results
-from dsbd_cli.engine.planning.memory import PEEK, fitting_rows
+from dsbd_cli.engine.planning.memory_limit import PEEK, fitting_rows
 from dsbd_cli.engine.planning.planner import deepest
 from dsbd_cli.errors import RowError
-from dsbd_cli.requests import Request, RequestResult, Source
+from dsbd_cli.requests import NumberedRequests, Request, RequestResult
 from dsbd_cli.stats import RequestStats
-
-__all__ = ["RequestQueue", "Scheduler"]
 
 READ_AHEAD = 4  # batches
 
@@ -29,14 +27,16 @@ class RequestQueue:
         waiting: those that wait, in order. results: where those go that cannot be decoded.
     """
 
-    def __init__(self, source: Source, encoder: Encoder, results: Results[object], observer: Observer) -> None:
+    def __init__(
+        self, requests: NumberedRequests, encoder: Encoder, results: Results[object], observer: Observer
+    ) -> None:
         self.waiting, self.results = deque[RequestState](), results
-        self._source, self._encoder, self._observer = source, encoder, observer
+        self._requests, self._encoder, self._observer = requests, encoder, observer
 
     @property
     def exhausted(self) -> bool:
         """The end of the source has been seen."""
-        return self._source.exhausted()
+        return self._requests.exhausted()
 
     @property
     def finished(self) -> bool:
@@ -45,7 +45,7 @@ class RequestQueue:
 
     def read(self, count: int) -> None:
         """Read up to `count` requests that can be decoded; results of those that cannot go straight out."""
-        while count > 0 and (item := self._source.next()) is not None:
+        while count > 0 and (item := self._requests.next()) is not None:
             number, request = item
             if isinstance(request, RowError):
                 self.results.put(number, RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
@@ -115,6 +115,6 @@ class Scheduler:
         if seen:
             nodes = self.nodes(seen)
             slots = self._caches.round_slots(max(len(job.prompt) + job.max_new for job in seen) + 2 * nodes)
-            sources = max(self._caches.source_bytes(job.source) for job in seen)
-            self.batch_size = self.rows = fitting_rows(self._caches.models, slots, nodes, beside=sources)
+            encoder_bytes = max(self._caches.encoder_bytes(job.encoder_input) for job in seen)
+            self.batch_size = self.rows = fitting_rows(self._caches.models, slots, nodes, beside=encoder_bytes)
             self._fit_batch = False

@@ -13,8 +13,6 @@ from dsbd_cli.engine.protocols import TextCodec
 from dsbd_cli.errors import RowError, shorten
 from dsbd_cli.requests import Piece, RequestResult
 
-__all__ = ["Pieces"]
-
 
 class Pieces:
     """Gives out pieces of text as they are certain, and results as they are done, in no order of requests."""
@@ -26,15 +24,15 @@ class Pieces:
         # a single byte that no text holds
         broken = (token for token, added in enumerate(self._bytes) if len(added) == 1 and added[0] >= 0x80)
         self._broken = next(broken, None)
-        self._trunk: dict[int, int] = {}  # slots common to all live beams when a request was last read
+        self._common_prefix: dict[int, int] = {}  # slots common to all live beams when a request was last read
         self._sent: dict[int, str] = {}
         self._out: deque[Piece] = deque()
 
     def progress(self, job: RequestState, tokens: Callable[[], list[int]]) -> None:
         """The device is read only where live beams have more in common than before."""
-        if job.trunk <= self._trunk.get(job.number, len(job.prompt) - 1):
+        if job.common_prefix <= self._common_prefix.get(job.number, len(job.prompt) - 1):
             return
-        self._trunk[job.number] = job.trunk
+        self._common_prefix[job.number] = job.common_prefix
         sent = self._sent.get(job.number, "")
         stops = job.request.sampling.stop
         text = self._whole(tokens(), stops, job.prompt[len(job.prompt) - job.prefix :])
@@ -47,7 +45,7 @@ class Pieces:
 
     def put(self, number: int, result: RequestResult) -> None:
         """The last piece: what is missing of the best text, and the result."""
-        self._trunk.pop(number, None)
+        self._common_prefix.pop(number, None)
         sent = self._sent.pop(number, "")
         if result.error is None and not result.text.startswith(sent):
             error = RowError(

@@ -16,8 +16,6 @@ from dsbd_cli.engine.constraints.trie import TrieTable
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.protocols import TextCodec
 
-__all__ = ["RequestTables"]
-
 
 @dataclass(frozen=True, slots=True)
 class RequestTables:

@@ -18,30 +18,17 @@ from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import Warp
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.forest_buffer import ForestBuffer
-from dsbd_cli.engine.core.nodes import DraftLaw, LawScope, LayerNodes, at_nodes
+from dsbd_cli.engine.core.nodes import DistributionScope, DraftDistribution, LayerNodes, at_nodes
 from dsbd_cli.engine.core.noise import extend_path
 from dsbd_cli.engine.core.pool import match_pairs
 from dsbd_cli.engine.core.sampler import Sampler
 from dsbd_cli.engine.core.slots import SlotTable
 from dsbd_cli.engine.core.topk import NEG_INF
-from dsbd_cli.engine.drafting.bridge.draft import AnyDraft
-from dsbd_cli.engine.drafting.text import Prompts
+from dsbd_cli.engine.drafting.bridge.bridged import AnyDraft
+from dsbd_cli.engine.drafting.text import PromptTable
 from dsbd_cli.engine.protocols import ForestModel, TextCodec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.ops.interface import Ops
-
-__all__ = [
-    "DraftContext",
-    "Drafter",
-    "DrafterInputs",
-    "Endings",
-    "LayerDrafts",
-    "Stopped",
-    "children",
-    "following",
-    "fuse",
-    "record_law",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +44,7 @@ class DrafterInputs:
 
     def draft(self) -> ForestModel:
         """The draft model of a drafter that needs one. Raises UsageError for one with tokens of its own."""
-        from dsbd_cli.engine.drafting.bridge.draft import BridgedDraft
+        from dsbd_cli.engine.drafting.bridge.bridged import BridgedDraft
 
         assert self.model is not None, "checked by MethodConfig.fit_draft"
         if isinstance(self.model, BridgedDraft):
@@ -65,7 +52,7 @@ class DrafterInputs:
         return self.model
 
 
-class Stopped(Exception):  # noqa: N818 - no error: somebody asked for it
+class EngineStopped(Exception):  # noqa: N818 - no error: somebody asked for it
     """The engine was asked to stop in the middle of an iteration."""
 
 
@@ -97,8 +84,9 @@ class DraftContext:
         beams, table: live beams and slots. buffer: of this iteration's nodes, with the roots in it. sampler: how drafts
             are drawn. drafts_end: an end token may be drafted.
         warp, endings: the rows' settings. depth: D. drafts_per_layer: K. row_key, iteration: [R] int64.
-        lag: most used slots of a row that the draft has not run, or
-            more. record_law: the layer laws Q are needed. prompts: only where the drafter reads the text (needs_text).
+        draft_backlog: most used slots of a row that the draft has not run, or
+            more. record_distribution: the layer distributions Q are needed. prompts: only where the drafter reads the
+            text (needs_text).
         stopping: the engine was asked to stop. legal: the constraints that act, None where there are none.
         ops: what serves.
     """
@@ -114,9 +102,9 @@ class DraftContext:
     drafts_per_layer: int
     row_key: Tensor
     iteration: Tensor
-    lag: int
-    record_law: bool
-    prompts: Prompts | None = None
+    draft_backlog: int
+    record_distribution: bool
+    prompts: PromptTable | None = None
     stopping: Callable[[], bool] = lambda: False
     legal: Legal | None = None
     ops: Ops | None = None
@@ -193,16 +181,21 @@ class LayerDrafts:
 
 
 def children(
-    context: DraftContext, forest: Forest, layer: int, drafts: LayerDrafts, law: DraftLaw | None = None
+    context: DraftContext,
+    forest: Forest,
+    layer: int,
+    drafts: LayerDrafts,
+    distribution: DraftDistribution | None = None,
 ) -> LayerNodes:
-    """Write layer + 1 of the forest, below the nodes of `layer`, and return its nodes. law: that they came from.
+    """Write layer + 1 of the forest, below the nodes of `layer`, and return its nodes. distribution: that they came
+    from.
 
     The drafts must be m = K (context.drafts_per_layer) wide: pad with invalid ones. Invalid drafts may hold any token
     in 0 .. V-1 and any parent in 0 .. n-1. An illegal draft is invalid. Every layer comes by here, so here the
     iteration ends where the engine was asked to stop. Raises Stopped.
     """
     if context.stopping():
-        raise Stopped
+        raise EngineStopped
     nodes, above, token = forest.layers[layer], drafts.above, drafts.token
     assert above.shape[1] == forest.drafts_per_layer
     path_tokens = at_nodes(nodes.path_tokens, above)
@@ -221,12 +214,12 @@ def children(
         weight=drafts.weight,
         path_tokens=path_tokens,
         ancestors=at_nodes(nodes.ancestors, above) | forest.buffer.own(layer + 1),
-        source=torch.zeros_like(token),
+        drafter_id=torch.zeros_like(token),
         legal_state=legal_state,
     )
     assert layer + 1 == len(forest.buffer.written), "a buffer holds one forest"
     forest.buffer.written.append(made)
-    return forest.add(law)
+    return forest.add(distribution)
 
 
 def following(context: DraftContext, nodes: LayerNodes, above: Tensor, token: Tensor) -> Tensor:
@@ -236,7 +229,7 @@ def following(context: DraftContext, nodes: LayerNodes, above: Tensor, token: Te
     return context.legal.step(nodes.legal_state.gather(1, above), token)
 
 
-def fuse(first: LayerDrafts, second: LayerDrafts, priority: Tensor, width: int) -> tuple[LayerDrafts, Tensor]:
+def merge_nodes(first: LayerDrafts, second: LayerDrafts, priority: Tensor, width: int) -> tuple[LayerDrafts, Tensor]:
     """One layer of `width` nodes from two proposals with the same layer above: all of `first`, in its order, then the
     nodes of `second` (deterministic ones only) that are not among them, those of the largest priority [R, m2] first.
 
@@ -271,25 +264,27 @@ def fuse(first: LayerDrafts, second: LayerDrafts, priority: Tensor, width: int) 
     return drafts, place
 
 
-def record_law(
-    candidates: Candidates, log_q: Tensor, index: Tensor, valid: Tensor, scope: LawScope = "pool"
-) -> DraftLaw:
-    """The law of K1 draws and the mass left before each, summed from what is left so that nothing cancels.
+def record_distribution(
+    candidates: Candidates, log_q: Tensor, index: Tensor, valid: Tensor, scope: DistributionScope = "pool"
+) -> DraftDistribution:
+    """The distribution of K1 draws and the mass left before each, summed from what is left so that nothing cancels.
 
-    log_q: [R, n, C] float32, normalised over the pool or (scope `parent`) in each row (see probs.row_law).
-    index: [R, K1] flat index of each draw, in draw order. valid: [R, K1] bool.
+    log_q: [R, n, C] float32, normalised over the pool or (scope `parent`) in each row (see
+    distribution.row_distribution). index: [R, K1] flat index of each draw, in draw order. valid: [R, K1] bool.
     """
-    law = log_q.flatten(1).to(torch.float64)
-    drawn = torch.where(valid, law.gather(1, index), NEG_INF)
+    log_probs = log_q.flatten(1).to(torch.float64)
+    drawn = torch.where(valid, log_probs.gather(1, index), NEG_INF)
     # with replacement an index can occur twice; `log_rest` is not used there. Absent draws must take nothing away.
-    taken = torch.zeros_like(law, dtype=torch.int8).scatter_reduce(1, index, valid.to(torch.int8), "amax").bool()
-    left = law.masked_fill(taken, NEG_INF)
+    taken = torch.zeros_like(log_probs, dtype=torch.int8).scatter_reduce(1, index, valid.to(torch.int8), "amax").bool()
+    left = log_probs.masked_fill(taken, NEG_INF)
     if scope == "pool":
         tail = torch.logcumsumexp(drawn.flip(1), 1).flip(1)
-        return DraftLaw(candidates, log_q, drawn, torch.logaddexp(tail, torch.logsumexp(left, 1, keepdim=True)))
+        return DraftDistribution(
+            candidates, log_q, drawn, torch.logaddexp(tail, torch.logsumexp(left, 1, keepdim=True))
+        )
     above = index // log_q.shape[2]
     rest = torch.logsumexp(left.view(log_q.shape), 2).gather(1, above)
     later = torch.ones(index.shape[1], index.shape[1], dtype=torch.bool, device=index.device).triu()
     same = (above.unsqueeze(2) == above.unsqueeze(1)) & later
     tail = torch.logsumexp(torch.where(same, drawn.unsqueeze(1), NEG_INF), 2)
-    return DraftLaw(candidates, log_q, drawn, torch.logaddexp(tail, rest), scope)
+    return DraftDistribution(candidates, log_q, drawn, torch.logaddexp(tail, rest), scope)

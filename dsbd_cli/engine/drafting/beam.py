@@ -8,10 +8,10 @@ from torch import Tensor
 
 from dsbd_cli.engine.constraints.legal import NodePaths
 from dsbd_cli.engine.core.candidates import Candidates
-from dsbd_cli.engine.core.distribution import pool_law
+from dsbd_cli.engine.core.distribution import pool_distribution
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.forest_buffer import warp_flags, warp_tensors
-from dsbd_cli.engine.core.nodes import DraftLaw
+from dsbd_cli.engine.core.nodes import DraftDistribution
 from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.topk import NEG_INF
@@ -19,17 +19,15 @@ from dsbd_cli.engine.drafting.base import (
     DraftContext,
     Drafter,
     DrafterInputs,
+    EngineStopped,
     LayerDrafts,
-    Stopped,
     children,
-    record_law,
+    record_distribution,
 )
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 
-__all__ = ["MERGED_LAG", "BeamDrafter", "NoDrafter", "draft_calls", "draft_candidates", "make", "run"]
-
-MERGED_LAG = 16  # more late tokens than this get a forward of their own, without the output head
+MERGED_BACKLOG = 16  # more tokens of the backlog than this get a forward of their own, without the output head
 
 
 class NoDrafter(Drafter):
@@ -62,8 +60,8 @@ class BeamDrafter(Drafter):
             if context.buffer.kernel is not None:
                 self._extend(context, forest, layer, logits)
             else:
-                drafts, law = self.drafts(context, forest, layer, logits, context.drafts_per_layer)
-                children(context, forest, layer, drafts, law)
+                drafts, distribution = self.drafts(context, forest, layer, logits, context.drafts_per_layer)
+                children(context, forest, layer, drafts, distribution)
         self.calls = draft_calls(context)
         return forest
 
@@ -71,34 +69,34 @@ class BeamDrafter(Drafter):
         """Draft logits of one layer's nodes."""
         nodes, buffer = forest.layers[layer], context.buffer
         device, count = nodes.token.device, nodes.token.shape[1]
-        behind = layer == 0 and context.lag > 0
-        if behind and context.lag > MERGED_LAG:
-            run(self.model, buffer.late(), device, logits=False)
-            behind = False
-        batch = buffer.late_and_roots() if behind else buffer.input(layer)
+        with_backlog = layer == 0 and context.draft_backlog > 0
+        if with_backlog and context.draft_backlog > MERGED_BACKLOG:
+            run(self.model, buffer.draft_backlog(), device, logits=False)
+            with_backlog = False
+        batch = buffer.late_and_roots() if with_backlog else buffer.input(layer)
         logits = run(self.model, batch, device)
         assert logits is not None
         return DraftLogits.of(logits[:, -count:], self._ids, self.vocab_size)
 
     def drafts(
         self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
-    ) -> tuple[LayerDrafts, DraftLaw | None]:
-        """`count` draws from the draft's pool below one layer, and the law they were drawn from where one is needed.
-        logits: of the layer's nodes."""
+    ) -> tuple[LayerDrafts, DraftDistribution | None]:
+        """`count` draws from the draft's pool below one layer, and the distribution they were drawn from where one is
+        needed. logits: of the layer's nodes."""
         nodes, sampler = forest.layers[layer], context.sampler
         candidates = draft_candidates(context, forest, layer, logits)
         live = nodes.valid & ~nodes.ends
         if sampler.random:
-            law = pool_law(candidates, nodes.weight, live, context.warp)
-            log_q, weight = law.log_p, law.weight
+            distribution = pool_distribution(candidates, nodes.weight, live, context.warp)
+            log_q, weight = distribution.log_p, distribution.weight
         else:
             weight = torch.where(live, nodes.weight, NEG_INF).unsqueeze(-1) + candidates.logprobs
             log_q = weight
         allowed = log_q
         if not context.drafts_end:
             allowed = log_q.masked_fill(context.endings.ends(nodes.stop_state, candidates.tokens), NEG_INF)
-        stream, silent = context.keys[:, layer, DRAFT], context.warp.silent
-        index, valid = sampler.draw(DraftRequest(allowed, candidates.tokens, nodes.path, stream, count, silent))
+        stream, greedy_rows = context.keys[:, layer, DRAFT], context.warp.greedy_rows
+        index, valid = sampler.draw(DraftRequest(allowed, candidates.tokens, nodes.path, stream, count, greedy_rows))
         drafts = LayerDrafts(
             above=index // candidates.tokens.shape[2],
             token=candidates.tokens.flatten(1).gather(1, index),
@@ -106,33 +104,33 @@ class BeamDrafter(Drafter):
             sampled=valid & sampler.random,
             weight=weight.flatten(1).gather(1, index),
         )
-        return drafts, record_law(candidates, log_q, index, valid) if context.record_law else None
+        return drafts, record_distribution(candidates, log_q, index, valid) if context.record_distribution else None
 
     def _extend(self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits) -> None:
         """`drafts` and `children` by a kernel. Raises Stopped where the engine was asked to stop."""
         if context.stopping():
-            raise Stopped
+            raise EngineStopped
         candidates = draft_candidates(context, forest, layer, logits)
         endings, warp = context.endings, context.warp
         flags = warp_flags(warp, stops=endings.stops.used, warps=context.sampler.random)
         tables = [endings.eos, endings.stops.table]
         buffer = context.buffer
-        buffer.extend(layer, candidates, tables, warp_tensors(warp), flags, context.record_law)
-        forest.add(buffer.drafted_law(layer, candidates))
+        buffer.extend(layer, candidates, tables, warp_tensors(warp), flags, context.record_distribution)
+        forest.add(buffer.drafted_distribution(layer, candidates))
 
 
 def draft_calls(context: DraftContext) -> int:
-    """Draft forwards of an iteration: one per layer, and one more where much is late."""
-    return context.depth + (context.depth > 0 and context.lag > MERGED_LAG)
+    """Draft forwards of an iteration: one per layer, and one more where the backlog is long."""
+    return context.depth + (context.depth > 0 and context.draft_backlog > MERGED_BACKLOG)
 
 
 def draft_candidates(context: DraftContext, forest: Forest, layer: int, logits: DraftLogits) -> Candidates:
     """Candidates of the draft's nodes in one layer, enough for K draws. A draft that returns NaN proposes nothing; the
     target decides alone."""
-    room = context.sampler.candidates(forest.num_beams, 1, context.warp, logits.width)
-    room = room.at_least(min(context.drafts_per_layer + 8, logits.width))
+    wanted = context.sampler.candidates(forest.num_beams, 1, context.warp, logits.width)
+    wanted = wanted.at_least(min(context.drafts_per_layer + 8, logits.width))
     legal = None if context.legal is None else context.legal.of(NodePaths.of(forest, context.beams, layer))
-    candidates = logits.candidates(room, legal, context.ops)
+    candidates = logits.candidates(wanted, legal, context.ops)
     if context.buffer.kernel is None:  # `extend` takes NaN for impossible by itself
         candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEG_INF, neginf=NEG_INF)
     return candidates

@@ -12,8 +12,6 @@ from dsbd_cli.engine.drafting.merged import FusionDrafter
 from dsbd_cli.engine.drafting.paths import PathDrafter
 from dsbd_cli.errors import UsageError
 
-__all__ = ["make_drafter"]
-
 
 def make_drafter(of: DrafterInputs) -> Drafter:
     """The drafter that a method names. Raises UsageError where its draft, its index or its code cannot be used."""

@@ -10,23 +10,21 @@ from torch import Tensor
 
 from dsbd_cli.config.variants import TREE, TreeName
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.nodes import DraftLaw
+from dsbd_cli.engine.core.nodes import DraftDistribution
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts
 from dsbd_cli.engine.drafting.beam import BeamDrafter
 from dsbd_cli.engine.drafting.logits import DraftLogits
-from dsbd_cli.engine.drafting.rsd import RowDraws, carry, root_law, root_mass
+from dsbd_cli.engine.drafting.rsd import RowDraws, carry, root_log_probs, root_mass
 from dsbd_cli.engine.protocols import ForestModel
-
-__all__ = ["DynamicTree", "make"]
 
 
 class DynamicTree(BeamDrafter):
     """Drafts where an acceptance is likeliest.
 
     greedy: the value of a draw is the chance that it is reached: the product of q along the path to its parent, times
-    the mass of the parent's law that earlier siblings have left. It is known before the draw, so taking the K draws of
-    largest value says nothing about their tokens. threshold: of them, those worth at least t.
+    the mass of the parent's distribution that earlier siblings have left. It is known before the draw, so taking the K
+    draws of largest value says nothing about their tokens. threshold: of them, those worth at least t.
     top-k: the K pairs with the largest product of q along the path; deterministic nodes.
     """
 
@@ -38,7 +36,7 @@ class DynamicTree(BeamDrafter):
 
     def drafts(
         self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
-    ) -> tuple[LayerDrafts, DraftLaw | None]:
+    ) -> tuple[LayerDrafts, DraftDistribution | None]:
         """The K best draws of the layer, best first."""
         rows = RowDraws(context, forest, layer, logits)
         if self._tree == "top-k":
@@ -47,7 +45,7 @@ class DynamicTree(BeamDrafter):
             return rows.drafts(index, best > NEG_INF, sampled=False)
         value = carry(self._value, rows.nodes, layer, root_mass(forest.layers[0]))
         if layer == 0:
-            value = root_law(context, rows.nodes)
+            value = root_log_probs(context, rows.nodes)
         keys, column = rows.keys.topk(min(count, rows.keys.shape[2]), dim=2)  # [R, n, J] in draw order
         log_q = rows.log_q.gather(2, column).to(torch.float64)
         before = log_q.exp().cumsum(2) - log_q.exp()

@@ -28,16 +28,6 @@ from numpy.typing import NDArray
 
 from dsbd_cli.errors import UsageError
 
-__all__ = [
-    "SORTED",
-    "CorpusIndex",
-    "CorpusTokens",
-    "open_index",
-    "sort_suffixes",
-    "tokenizer_fingerprint",
-    "write_index",
-]
-
 MAGIC, VERSION = b"dsbdindx", 1
 HEADER = struct.Struct("<8sII16sQQ")
 BODY = 64
@@ -46,7 +36,7 @@ MOST_TOKENS = 2**31 - 2
 SEPARATOR = -1
 
 Ids = NDArray[np.int32]
-Progress = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +56,7 @@ def tokenizer_fingerprint(token_bytes: Sequence[bytes]) -> bytes:
     return digest.digest()
 
 
-def sort_suffixes(tokens: Ids, progress: Progress = lambda line: None) -> Ids:
+def sort_suffixes(tokens: Ids, progress: OnProgress = lambda line: None) -> Ids:
     """Suffix array by prefix doubling up to SORTED tokens: [n] int32. Needs about 28 bytes per token beside them."""
     size = len(tokens)
     key = tokens.astype(np.int64)
@@ -117,7 +107,7 @@ class CorpusTokens:
 
 
 def write_index(
-    path: Path, corpus: CorpusTokens, token_bytes: Sequence[bytes], progress: Progress = lambda line: None
+    path: Path, corpus: CorpusTokens, token_bytes: Sequence[bytes], progress: OnProgress = lambda line: None
 ) -> None:
     """Sort and write; the file appears under its name only when it is whole.
 

@@ -12,8 +12,6 @@ from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.protocols import ForestModel
 from dsbd_cli.ops.interface import Ops
 
-__all__ = ["DraftLogits", "head_ids"]
-
 
 def head_ids(model: ForestModel, vocab_size: int) -> Tensor | None:
     """Token ids [m] int64 below V of the columns of a model's logits, ascending; None where column v is token v."""
@@ -53,9 +51,11 @@ class DraftLogits:
         wide = self.values.new_full((*self.values.shape[:-1], self.vocab_size), NEG_INF)
         return wide.index_copy_(-1, self.ids, self.values)
 
-    def candidates(self, room: CandidateCount, legal: LegalTokens | None = None, ops: Ops | None = None) -> Candidates:
+    def candidates(
+        self, wanted: CandidateCount, legal: LegalTokens | None = None, ops: Ops | None = None
+    ) -> Candidates:
         """Return top_candidates of `wide`, but for the last bits of the logits' sum."""
-        if self.ids is None or room.count >= self.values.shape[-1] or legal is not None:
-            return top_candidates(self.wide(), room, legal, ops)
-        found = top_candidates(self.values, room, ops=ops)
+        if self.ids is None or wanted.count >= self.values.shape[-1] or legal is not None:
+            return top_candidates(self.wide(), wanted, legal, ops)
+        found = top_candidates(self.values, wanted, ops=ops)
         return Candidates(self.ids[found.tokens], found.logprobs, full=False)

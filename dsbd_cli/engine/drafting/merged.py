@@ -14,11 +14,9 @@ from torch import Tensor
 from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.topk import NEG_INF
-from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, fuse
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, merge_nodes
 from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_calls
 from dsbd_cli.engine.drafting.paths import PathDrafter, PathTree
-
-__all__ = ["FusionDrafter"]
 
 
 class FusionDrafter(Drafter):
@@ -49,15 +47,15 @@ class FusionDrafter(Drafter):
             looked_up = other.drafts(context, forest, layer, 2 * count)
             if isinstance(first, BeamDrafter):
                 logits = first.forward(context, forest, layer)
-                drafts, law = first.drafts(context, forest, layer, logits, own)
+                drafts, distribution = first.drafts(context, forest, layer, logits, own)
                 looked_up, priority = _judge(forest, layer, looked_up, logits.wide(), self._top_k)
             else:
                 assert tree is not None
-                drafts, law, priority = tree.drafts(context, forest, layer, own), None, looked_up.weight
+                drafts, distribution, priority = tree.drafts(context, forest, layer, own), None, looked_up.weight
                 tree.follow()
-            fused, place = fuse(drafts, looked_up, priority, count)
+            fused, place = merge_nodes(drafts, looked_up, priority, count)
             other.follow(place)
-            children(context, forest, layer, fused, law).source[:, own:] = 1
+            children(context, forest, layer, fused, distribution).drafter_id[:, own:] = 1
         return forest
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from dsbd_cli.config.variants import NGRAM
 from dsbd_cli.engine.constraints.legal import DEAD, NO_TOKEN
 from dsbd_cli.engine.core.candidates import Candidates
-from dsbd_cli.engine.core.distribution import pool_law
+from dsbd_cli.engine.core.distribution import pool_distribution
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import LayerNodes
 from dsbd_cli.engine.core.noise import DRAFT
@@ -25,8 +25,6 @@ from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDraf
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.text import contexts, suffix
 
-__all__ = ["KEPT", "NgramDrafter", "Recall", "make"]
-
 PLACES = 4  # of each beam that are followed
 FOUND, OTHER = -0.02, 3.0  # guessed log-probability of what stands at the best place, and how much less at each other
 KEPT = 64  # tokens of each node that are remembered, the best ones: the same in every batch, so that proposals are
@@ -34,7 +32,7 @@ ABSENT = torch.iinfo(torch.int64).max
 UNIT, DECAY = 1000, 0.85  # worth of the last token where it is equal, and of each token before it, of the next
 
 
-def _alike(tokens: Tensor, length: Tensor, longest: int) -> Tensor:
+def _match_scores(tokens: Tensor, length: Tensor, longest: int) -> Tensor:
     """For every place: how good it is to go on there, or -1: [R, W, X] int64. First how much the tokens before it are
     like the last ones, then lateness.
 
@@ -59,8 +57,8 @@ class Recall:
     the nodes of each row, in order of the nodes' keys.
 
     Where a layer did not pass, the target has already judged nodes below it. A beam that comes by such a node again has
-    a known law there, alternatives included: which tokens enter the best W beside the copies is then no guess. A node
-    is known by the key of its path, among the nodes of its own row alone.
+    a known distribution there, alternatives included: which tokens enter the best W beside the copies is then no guess.
+    A node is known by the key of its path, among the nodes of its own row alone.
     """
 
     def __init__(self, forest: Forest, candidates: Candidates) -> None:
@@ -101,8 +99,8 @@ def _in_order(values: Tensor, index: Tensor) -> Tensor:
 
 
 class NgramDrafter(PathDrafter):
-    """The best K pairs of each layer under a guessed law: what the target said of the node in the iteration before,
-    or else, with nearly all of the mass, what follows the places that are most alike.
+    """The best K pairs of each layer under a guessed distribution: what the target said of the node in the iteration
+    before, or else, with nearly all of the mass, what follows the places that are most alike.
 
     Every node follows a place of the text, so that a beam which leaves the copy by a token goes on behind it.
     """
@@ -121,7 +119,9 @@ class NgramDrafter(PathDrafter):
         """
         assert context.prompts is not None
         tokens, length = contexts(context.prompts, context.beams)
-        rank, start = _alike(tokens, length, self._longest).topk(min(context.drafts_per_layer, tokens.shape[2]), 2)
+        rank, start = _match_scores(tokens, length, self._longest).topk(
+            min(context.drafts_per_layer, tokens.shape[2]), 2
+        )
         rows, beams, places = start.shape
         steps = torch.arange(context.depth, device=tokens.device)
         period = (length.view(-1, 1, 1) - start).clamp(min=1).unsqueeze(-1)
@@ -144,7 +144,7 @@ class NgramDrafter(PathDrafter):
         if context.depth == 0:
             return forest
         text, length = contexts(context.prompts, beams)
-        rank, start = _alike(text, length, self._longest).topk(min(PLACES, text.shape[2]), 2)
+        rank, start = _match_scores(text, length, self._longest).topk(min(PLACES, text.shape[2]), 2)
         start = torch.where(rank >= 0, start, -1)  # of each node: where the places that it follows begin, [R, n, p]
         width, flat = text.shape[2], text.flatten(1)
         for layer in range(context.depth):
@@ -180,17 +180,17 @@ class NgramDrafter(PathDrafter):
             real &= (following(context, nodes, above, tokens.flatten(1)) != DEAD).view_as(real)
         logprobs = torch.where(real, FOUND - OTHER * order, NEG_INF)
         if recall is not None:
-            known, said, law = recall.at(nodes.path)
+            known, seen, distribution = recall.at(nodes.path)
             known = (known & (context.iteration > 0).unsqueeze(1)).unsqueeze(-1)  # else of the row's last request
-            tokens = torch.cat((tokens, said), 2)
-            logprobs = torch.cat((logprobs.masked_fill(known, NEG_INF), law.masked_fill(~known, NEG_INF)), 2)
+            tokens = torch.cat((tokens, seen), 2)
+            logprobs = torch.cat((logprobs.masked_fill(known, NEG_INF), distribution.masked_fill(~known, NEG_INF)), 2)
         elif self._recalls:  # sums have as many numbers whether or not the batch remembers anything
             tokens = torch.nn.functional.pad(tokens, (0, KEPT))
             logprobs = torch.nn.functional.pad(logprobs, (0, KEPT), value=NEG_INF)
         room = tokens.shape[2]
         live = nodes.valid & ~nodes.ends
         if sampler.random:
-            pool = pool_law(Candidates(tokens, logprobs, full=False), nodes.weight, live, context.warp)
+            pool = pool_distribution(Candidates(tokens, logprobs, full=False), nodes.weight, live, context.warp)
             keys, weight = pool.log_p, pool.weight
         else:
             keys = weight = torch.where(live, nodes.weight, NEG_INF).unsqueeze(-1) + logprobs
@@ -198,7 +198,7 @@ class NgramDrafter(PathDrafter):
             keys = keys.masked_fill(context.endings.ends(nodes.stop_state, tokens), NEG_INF)
         if sampler.path_noise:
             stream = context.keys[:, layer, DRAFT]
-            keys = keys + sampler.noise(DraftRequest(keys, tokens, nodes.path, stream, count, context.warp.silent))
+            keys = keys + sampler.noise(DraftRequest(keys, tokens, nodes.path, stream, count, context.warp.greedy_rows))
         index, valid = largest(keys, count)
         return LayerDrafts(
             above=index // room,

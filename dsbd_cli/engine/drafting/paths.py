@@ -16,8 +16,6 @@ from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, following
 
-__all__ = ["PathDrafter", "PathTree", "Paths", "beam_share"]
-
 
 @dataclass(slots=True)
 class Paths:
@@ -66,7 +64,7 @@ class PathTree:
         leads = here & (first == index)
         total = torch.where(leads, torch.log(total), NEG_INF)
         order = total.argsort(dim=1, descending=True, stable=True)[:, :count]
-        self._group = _places(order, first, here)
+        self._group = _positions_of_paths(order, first, here)
         return _pad(
             LayerDrafts(
                 above=above.gather(1, order),
@@ -118,7 +116,7 @@ def _first_equal(key: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(1, order, order.gather(1, start))
 
 
-def _places(order: Tensor, first: Tensor, here: Tensor) -> Tensor:
+def _positions_of_paths(order: Tensor, first: Tensor, here: Tensor) -> Tensor:
     """Where each path's node stands among the ones taken, -1 if it is not: [R, M]. order: [R, m] taken entries."""
     rank = torch.arange(order.shape[1], device=order.device).expand_as(order)
     place = torch.full_like(first, -1).scatter(1, order, rank).gather(1, first)

@@ -17,8 +17,6 @@ from dsbd_cli.engine.drafting.index import CorpusIndex, open_index
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.text import contexts, suffix
 
-__all__ = ["RetrievalDrafter", "make"]
-
 LONGEST, SHORTEST = 16, 2
 HITS = 64
 

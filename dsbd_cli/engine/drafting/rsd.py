@@ -1,5 +1,5 @@
 """Recursive speculative decoding (Jeon et al. 2024, arXiv 2402.14160): children are drawn without replacement below
-each node, from the node's own law, instead of from the pool of a layer.
+each node, from the node's own distribution, instead of from the pool of a layer.
 
 Letters: R requests, n nodes of the layer above, C candidates, K drafts per layer.
 """
@@ -10,25 +10,23 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.variants import BRANCHING
-from dsbd_cli.engine.core.distribution import log_normalise, row_law
+from dsbd_cli.engine.core.distribution import log_normalise, row_distribution
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.nodes import DraftLaw, LayerNodes
+from dsbd_cli.engine.core.nodes import DraftDistribution, LayerNodes
 from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest, live_draws
 from dsbd_cli.engine.core.topk import NEG_INF
-from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, record_law
+from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, record_distribution
 from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_candidates
 from dsbd_cli.engine.drafting.logits import DraftLogits
 from dsbd_cli.engine.protocols import ForestModel
 
-__all__ = ["ConstantBranching", "RowDraws", "StochasticBeams", "constant_branching", "root_law", "stochastic_beams"]
-
 
 class RowDraws:
-    """Perturbed laws of the nodes of one layer, each on its own.
+    """Perturbed distributions of the nodes of one layer, each on its own.
 
     Attributes:
-        log_q: [R, n, C] float32, each node's own warped law. noise: [R, n, C], as the rule draws.
+        log_q: [R, n, C] float32, each node's own warped distribution. noise: [R, n, C], as the rule draws.
         allowed: [R, n, C] bool, pairs that may be drafted.
     """
 
@@ -36,21 +34,23 @@ class RowDraws:
         self._context, self.nodes = context, forest.layers[layer]
         self.candidates = draft_candidates(context, forest, layer, logits)
         nodes, sampler, tokens = self.nodes, context.sampler, self.candidates.tokens
-        self.log_q = row_law(self.candidates, context.warp) if sampler.random else self.candidates.logprobs
+        self.log_q = row_distribution(self.candidates, context.warp) if sampler.random else self.candidates.logprobs
         self.allowed = (nodes.valid & ~nodes.ends).unsqueeze(-1) & (self.log_q > NEG_INF)
         if not context.drafts_end:
             self.allowed = self.allowed & ~context.endings.ends(nodes.stop_state, tokens)
         stream = context.keys[:, layer, DRAFT]
-        count, silent = context.drafts_per_layer, context.warp.silent
-        self.noise: Tensor = sampler.noise(DraftRequest(self.log_q, tokens, nodes.path, stream, count, silent))
+        count, greedy_rows = context.drafts_per_layer, context.warp.greedy_rows
+        self.noise: Tensor = sampler.noise(DraftRequest(self.log_q, tokens, nodes.path, stream, count, greedy_rows))
 
     @property
     def keys(self) -> Tensor:
         """log q + noise, -inf where a pair must not be drafted: the largest of a row, in order, are its draws."""
         return (self.log_q + self.noise).masked_fill(~self.allowed, NEG_INF)
 
-    def drafts(self, index: Tensor, valid: Tensor, sampled: bool = True) -> tuple[LayerDrafts, DraftLaw | None]:
-        """Pairs by flat index [R, m] in draw order, and the law of their rows."""
+    def drafts(
+        self, index: Tensor, valid: Tensor, sampled: bool = True
+    ) -> tuple[LayerDrafts, DraftDistribution | None]:
+        """Pairs by flat index [R, m] in draw order, and the distribution of their rows."""
         candidates, nodes, context = self.candidates, self.nodes, self._context
         warped = context.sampler.random and context.warp.scope == "beam"  # weights are sums of warped logs
         weight = nodes.weight.unsqueeze(-1) + (self.log_q if warped else candidates.logprobs)
@@ -62,12 +62,12 @@ class RowDraws:
             sampled=valid & sampled,
             weight=weight.flatten(1).gather(1, index),
         )
-        recorded = sampled and context.record_law
-        return drafts, record_law(candidates, self.log_q, index, valid, "parent") if recorded else None
+        recorded = sampled and context.record_distribution
+        return drafts, record_distribution(candidates, self.log_q, index, valid, "parent") if recorded else None
 
 
-def root_law(context: DraftContext, nodes: LayerNodes) -> Tensor:
-    """log share of each root in the law that beams are drawn from: [R, W] float64."""
+def root_log_probs(context: DraftContext, nodes: LayerNodes) -> Tensor:
+    """log share of each root in the distribution that beams are drawn from: [R, W] float64."""
     weight = torch.where(nodes.valid, nodes.weight, NEG_INF).to(torch.float64)
     if context.sampler.random and context.warp.scope == "pool":
         weight = weight / context.warp.temperature.unsqueeze(1)
@@ -100,7 +100,7 @@ class ConstantBranching(BeamDrafter):
 
     def drafts(
         self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
-    ) -> tuple[LayerDrafts, DraftLaw | None]:
+    ) -> tuple[LayerDrafts, DraftDistribution | None]:
         """Every node's first draw, then every node's second one, and so on."""
         rows = RowDraws(context, forest, layer, logits)
         parents = rows.nodes.valid & ~rows.nodes.ends
@@ -135,14 +135,14 @@ class StochasticBeams(BeamDrafter):
 
     def drafts(
         self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
-    ) -> tuple[LayerDrafts, DraftLaw | None]:
+    ) -> tuple[LayerDrafts, DraftDistribution | None]:
         """The largest G' of the layer, in that order."""
         rows = RowDraws(context, forest, layer, logits)
         base = root_mass(forest.layers[0])
         phi = carry(self._phi, rows.nodes, layer, base)
         above = carry(self._perturbed, rows.nodes, layer, base)
         if layer == 0:
-            phi = above = root_law(context, rows.nodes)
+            phi = above = root_log_probs(context, rows.nodes)
         below = phi.unsqueeze(-1) + rows.log_q
         key = (below + rows.noise).masked_fill(~rows.allowed, NEG_INF)
         if context.sampler.random:

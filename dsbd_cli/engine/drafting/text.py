@@ -12,18 +12,16 @@ from torch import Tensor
 from dsbd_cli.engine.constraints.legal import NO_TOKEN, joined
 from dsbd_cli.engine.core.beams import Beams
 
-__all__ = ["Prompts", "contexts", "suffix"]
-
 
 @dataclass(slots=True)
-class Prompts:
+class PromptTable:
     """Prompts of all rows: tokens [R, P] int64, length [R] int64."""
 
     tokens: Tensor
     length: Tensor
 
     @classmethod
-    def empty(cls, rows: int, device: torch.device) -> Prompts:
+    def empty(cls, rows: int, device: torch.device) -> PromptTable:
         """Rows without a prompt."""
         number = torch.zeros(rows, dtype=torch.int64, device=device)
         return cls(number.unsqueeze(1).clone(), number)
@@ -36,12 +34,12 @@ class Prompts:
         self.tokens[row, : len(prompt)] = torch.tensor(prompt, device=self.tokens.device)
         self.length[row] = len(prompt)
 
-    def select(self, rows: Tensor) -> Prompts:
+    def select(self, rows: Tensor) -> PromptTable:
         """Only these rows [n] int64, in this order."""
-        return Prompts(self.tokens[rows], self.length[rows])
+        return PromptTable(self.tokens[rows], self.length[rows])
 
 
-def contexts(prompts: Prompts, beams: Beams) -> tuple[Tensor, Tensor]:
+def contexts(prompts: PromptTable, beams: Beams) -> tuple[Tensor, Tensor]:
     """Each beam's tokens [R, W, X], NO_TOKEN past the end, and their number [R]. The last one is the pending token."""
     tokens = joined(prompts.tokens, prompts.length, beams.history, beams.length.unsqueeze(1))
     return tokens, prompts.length + beams.length

@@ -19,9 +19,7 @@ from torch import Tensor
 from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
-from dsbd_cli.engine.drafting.text import Prompts, contexts, suffix
-
-__all__ = ["TrigramDrafter", "make"]
+from dsbd_cli.engine.drafting.text import PromptTable, contexts, suffix
 
 STEP, WINDOW, CAP = 0.04, 16, 3.0
 GAIN = STEP * (WINDOW - 2)
@@ -34,7 +32,7 @@ class TrigramDrafter(PathDrafter):
     def paths(self, context: DraftContext) -> Paths:
         """Every node of the tree as a path of its own: M = D * K."""
         assert context.prompts is not None
-        table = _Table(context.prompts, context.beams)
+        table = _TrigramTable(context.prompts, context.beams)
         beams, count, depth = context.beams, context.drafts_per_layer, context.depth
         tokens, length = contexts(context.prompts, beams)
         last = suffix(tokens, length, 2)
@@ -61,10 +59,10 @@ class TrigramDrafter(PathDrafter):
         )
 
 
-class _Table:
+class _TrigramTable:
     """The trigrams of the live beams' texts. A place that all beams share counts once, not W times."""
 
-    def __init__(self, prompts: Prompts, beams: Beams) -> None:
+    def __init__(self, prompts: PromptTable, beams: Beams) -> None:
         tokens, length = contexts(prompts, beams)
         flat = tokens.flatten(1)  # [R, U]
         before = torch.nn.functional.pad(tokens, (2, 0), value=-1)

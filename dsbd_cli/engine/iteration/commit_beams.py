@@ -17,8 +17,6 @@ from dsbd_cli.engine.iteration.finished import Live
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.verify_forest import VerifiedForest
 
-__all__ = ["best_only", "commit_beams", "pack_counters"]
-
 
 def commit_beams(
     state: BatchState, forest: Forest, outcome: VerifiedForest, live: Live, endings: Endings
@@ -26,7 +24,7 @@ def commit_beams(
     """Make the final beams the live ones and order their slots. Returns source and target [R, T] of the slots that the
     caches have to move."""
     beams, table = state.beams, state.table
-    _settle(state, forest, outcome)
+    _store_finished(state, forest, outcome)
     going = state.active & ~outcome.done.to(torch.bool)
     live.valid = live.valid & going.unsqueeze(1)
     beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, outcome.steps)
@@ -41,7 +39,7 @@ def commit_beams(
     beams.length = beams.length + outcome.steps
     beams.depth = beams.depth + outcome.steps
     state.iteration = state.iteration + 1
-    return moved.source, moved.target
+    return moved.src_slots, moved.dst_slots
 
 
 def best_only(live: Live) -> Live:
@@ -69,18 +67,26 @@ def _history(history: Tensor, length: Tensor, forest: Forest, parent: Tensor, to
     return taken.scatter(2, at, path)
 
 
-def _settle(state: BatchState, forest: Forest, outcome: VerifiedForest) -> None:
+def _store_finished(state: BatchState, forest: Forest, outcome: VerifiedForest) -> None:
     """Write the tokens of hypotheses that finished in this iteration."""
     finished, beams = state.finished, state.beams
     steps = finished.length - beams.length.unsqueeze(1)
     steps = steps.clamp(1, forest.depth + 1)
     # older entries were nodes of another forest, perhaps a larger one; what they would take is not used
     parent = finished.node.clamp(0, forest.offset(forest.depth + 1) - 1)
-    finished.settle(_history(beams.history, beams.length, forest, parent, finished.token, steps))
+    finished.store_tokens(_history(beams.history, beams.length, forest, parent, finished.token, steps))
 
 
 def pack_counters(state: BatchState, outcome: VerifiedForest) -> Tensor:
     """Join all counters of an iteration in one tensor: RowCounters, then LayerCounters of D layers, [R, ...] int64."""
     table = state.table
-    rows = [outcome.done, outcome.invalid, outcome.steps, outcome.width_sum, table.used, table.trunk, table.drafted]
+    rows = [
+        outcome.done,
+        outcome.invalid,
+        outcome.steps,
+        outcome.width_sum,
+        table.used,
+        table.common_prefix,
+        table.drafted,
+    ]
     return torch.cat((torch.stack([value.to(torch.int64) for value in rows], 1), outcome.counters.flatten(1)), 1)

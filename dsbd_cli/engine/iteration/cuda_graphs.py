@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.planning.memory import out_of_memory
+from dsbd_cli.engine.planning.memory_limit import out_of_memory
 from dsbd_cli.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-__all__ = ["CaptureError", "CudaRecorder", "IterationGraphs", "Recorder", "Recording", "StaticBuffers", "shapes"]
 
 PLAIN_RUNS = 2  # times that a shape runs plainly before it is captured
 MOST_GRAPHS = 64  # shapes kept; each holds its own intermediate results
@@ -81,7 +79,7 @@ class StaticBuffers:
     """One fixed tensor for every name and shape of a batch's state."""
 
     def __init__(self) -> None:
-        self._homes: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
+        self._static_buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def move_in(self, state: DataclassInstance, *, known: bool = False) -> None:
         """Every tensor of a state (a dataclass, nested) is copied to its home, unless it is there, and replaced by
@@ -89,14 +87,14 @@ class StaticBuffers:
         which other captures write."""
         for owner, name, key in _tensors(state):
             value = getattr(owner, name)
-            home = self._homes.get(key)
-            if home is None:
+            buffer = self._static_buffers.get(key)
+            if buffer is None:
                 if known:
                     raise CaptureError(f"the iteration makes a new tensor of its state, {key[0]} {list(key[1])}")
-                home = self._homes[key] = value.detach().clone(memory_format=torch.contiguous_format)
-            elif home is not value:
-                home.copy_(value)
-            setattr(owner, name, home)
+                buffer = self._static_buffers[key] = value.detach().clone(memory_format=torch.contiguous_format)
+            elif buffer is not value:
+                buffer.copy_(value)
+            setattr(owner, name, buffer)
 
 
 def shapes(state: DataclassInstance) -> tuple[Hashable, ...]:
@@ -150,7 +148,7 @@ class IterationGraphs(Generic[WorkT]):
         self, recorder: Recorder, *, required: bool = False, tell: Callable[[str], None] = lambda line: None
     ) -> None:
         """required: a capture that fails is an error. tell: takes the line that says so otherwise."""
-        self._recorder, self._homes = recorder, StaticBuffers()
+        self._recorder, self._static_buffers = recorder, StaticBuffers()
         self.required, self.tell = required, tell
         self.failed: str | None = None
         self._entries: dict[Hashable, _Entry[WorkT]] = {}
@@ -195,7 +193,7 @@ class IterationGraphs(Generic[WorkT]):
 
     def _move_in(self, state: DataclassInstance) -> None:
         if self.failed is None:
-            self._homes.move_in(state)
+            self._static_buffers.move_in(state)
 
     def _try(self, state: DataclassInstance, work: WorkT, phases: Sequence[Phase]) -> _Entry[WorkT] | None:
         """A capture; None where it failed, and the state is as it was. Raises UnsupportedModelError where captures are
@@ -219,6 +217,6 @@ class IterationGraphs(Generic[WorkT]):
     def _capture(self, state: DataclassInstance, work: WorkT, phases: Sequence[Phase]) -> _Entry[WorkT]:
         def last() -> None:
             phases[-1]()
-            self._homes.move_in(state, known=True)
+            self._static_buffers.move_in(state, known=True)
 
         return _Entry([self._recorder.record(phase) for phase in (*phases[:-1], last)], work)

@@ -17,8 +17,6 @@ from dsbd_cli.errors import UsageError
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import ITERATION, ops_for, triton_missing
 
-__all__ = ["captures", "current", "events", "iteration_ops"]
-
 
 def events(device: torch.device) -> Callable[[], Event] | None:
     """Marks on the device's own time line; None for the wall clock."""

@@ -1,4 +1,4 @@
-"""How far each row came in a walk, what ended on the way, and the counters: over all layers at once.
+"""How far each row came in a verification, what ended on the way, and the counters: over all layers at once.
 
 A layer's draws do not depend on what ended above it, only whether they are used does. So all layers are verified first
 and the ends of all of them are looked at together, in a few operations instead of some sixty per layer.
@@ -19,8 +19,6 @@ from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.core.topk import NEG_INF, best_first
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
-
-__all__ = ["Live", "Progress", "Verified", "counters", "verified", "way_of"]
 
 
 @dataclass(slots=True)
@@ -59,7 +57,7 @@ class Verified:
 
 
 def verified(view: LayerView, draws: LayerDraws, live: Live, kept: int) -> Verified:
-    """Keep what the end of the walk needs. kept: F."""
+    """Keep what the end of verify_forest needs. kept: F."""
     flat = view.logprob.flatten(1).masked_fill(~draws.ends, NEG_INF)
     before, before_valid = view.node, view.valid
     if (more := kept - before.shape[1]) > 0:  # a step that began with fewer beams
@@ -91,9 +89,9 @@ class Progress:
     done: Tensor
 
 
-def way_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Progress:
+def progress_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Progress:
     """Take new hypotheses into the best finished ones, layer by layer, until a layer does not pass or the request is
-    done. rows: [R] bool, those that walk. Updates `state.finished`.
+    done. rows: [R] bool, those that are verified. Updates `state.finished`.
 
     The end test is transformers': no live beam, scored at its present length, beats the worst of the best `num_beams`
     finished ones.
@@ -120,7 +118,7 @@ def way_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Progress:
         logprob=logprob,
         length=length.unsqueeze(2).expand_as(logprob),
         by_length=(torch.arange(logprob.shape[2], device=rows.device) >= layers[0].logprob.shape[1]).expand_as(logprob),
-        source=torch.full_like(logprob, -1, dtype=torch.int64),
+        origin=torch.full_like(logprob, -1, dtype=torch.int64),
         node=torch.cat((_stack([item.node for item in layers]), _stack([item.live.parent for item in layers])), 2),
         token=torch.cat((_stack([item.token for item in layers]), _stack([item.live.token for item in layers])), 2),
         tokens=finished.tokens,
@@ -140,9 +138,9 @@ def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:
     depth = len(layers)
     if not depth:
         return active.new_zeros(len(active), 0, len(LayerCounters._fields), dtype=torch.int64)
-    drafted, parent, source = (
+    drafted, parent, drafter_id = (
         value[:, forest.num_beams :].view(len(value), depth, -1)
-        for value in (forest.flat.valid, forest.flat.parent, forest.flat.source)
+        for value in (forest.flat.valid, forest.flat.parent, forest.flat.drafter_id)
     )
     before, before_valid = _stack([item.before for item in layers]), _stack([item.before_valid for item in layers])
     living = ((parent.unsqueeze(3) == before.unsqueeze(2)) & before_valid.unsqueeze(2)).any(3) & drafted
@@ -150,7 +148,7 @@ def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:
     node, valid = _stack([item.live.node for item in layers]), _stack([item.live.valid for item in layers])
     offset = forest.num_beams + forest.drafts_per_layer * torch.arange(depth, device=node.device)
     place = torch.where(valid & (node >= 0), node - offset.unsqueeze(1), -1)  # [R, D, W]
-    taken, second = place >= 0, source.gather(2, place.clamp(min=0)) == 1
+    taken, second = place >= 0, drafter_id.gather(2, place.clamp(min=0)) == 1
     columns = [  # in the order of LayerCounters
         reached,
         drafted.sum(2),
@@ -159,7 +157,7 @@ def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:
         _stack([item.accepted for item in layers]),
         passed & reached,
         torch.where(second, 0, place + 1).amax(2) * passed,
-        (source * drafted).sum(2),
+        (drafter_id * drafted).sum(2),
         (taken & second).sum(2),
     ]
     return torch.stack([column.to(torch.int64) for column in columns], 2)

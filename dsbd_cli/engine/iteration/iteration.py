@@ -17,18 +17,16 @@ from dsbd_cli.engine.core.candidates import CandidateCount, Candidates, LegalTok
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.forest_buffer import ForestBuffer, ForestSizes
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, Endings
-from dsbd_cli.engine.drafting.beam import MERGED_LAG, run
+from dsbd_cli.engine.drafting.beam import MERGED_BACKLOG, run
 from dsbd_cli.engine.iteration.commit_beams import best_only, commit_beams, pack_counters
 from dsbd_cli.engine.iteration.finished import Live
-from dsbd_cli.engine.iteration.iteration_kernels import committed, walk_kernel, walked
+from dsbd_cli.engine.iteration.iteration_kernels import commit_with_kernel, verify_with_kernel, walk_kernel
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.state import BatchState
-from dsbd_cli.engine.iteration.verify_forest import VerifiedForest, walk
+from dsbd_cli.engine.iteration.verify_forest import VerifiedForest, verify_forest
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.engine.verify.base import Rule
 from dsbd_cli.ops.interface import Ops
-
-__all__ = ["DeviceReport", "Iteration", "IterationShape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +35,19 @@ class IterationShape:
 
     Attributes:
         slots: S, active cache slots. depth: D, drafted layers. drafts_per_layer: K.
-        lag: most used slots of a row that the draft has not run, or more.
-        idle: the draft runs nothing, and holds no slot of any row's tail.
-        settled, tail: of ForestInput, for the target. generated: tokens that every running row has at least.
+        draft_backlog: most used slots of a row that the draft has not run, or more.
+        idle: the draft runs nothing, and holds no slot of any row's suffix.
+        prompt_slots, suffix: of ForestInput, for the target. generated: tokens that every running row has at least.
         beams: roots of the forest. W, or 1 where every running row has its first beam alone.
     """
 
     slots: int
     depth: int
     drafts_per_layer: int
-    lag: int
+    draft_backlog: int
     idle: bool = False
-    settled: tuple[int, ...] | None = None
-    tail: int = 0
+    prompt_slots: tuple[int, ...] | None = None
+    suffix: int = 0
     generated: int = 0
     beams: int = 0
 
@@ -102,7 +100,8 @@ class Iteration:
     outcome: VerifiedForest = field(init=False)
 
     def draft(self) -> None:
-        """1. Draft, below the live beams, D times K pairs of the draft's pool, with the law Q they were drawn from."""
+        """1. Draft, below the live beams, D times K pairs of the draft's pool, with the distribution Q they were drawn
+        from."""
         self.context = self._context()
         self.forest = self.drafter.propose(self.context)
         self.report.draft_calls = self.drafter.calls
@@ -119,16 +118,16 @@ class Iteration:
 
     def verify(self) -> None:
         """3. Verify layer by layer: a layer passes if it yields its width in live beams. The first that does not is
-        completed by the exact law, and so is the bonus layer below the last one."""
+        completed by the exact distribution, and so is the bonus layer below the last one."""
         state, forest = self.state, self.forest
         self.candidates = self.best_tokens()
         self.drafter.learn(forest, self.candidates)
         given = state, forest, self.candidates, self.rule, self.endings, self.context.keys
         kernel = None if self.observer.looks else walk_kernel(self.ops, state, forest, self.candidates)
         if kernel is not None:
-            self.outcome = walked(kernel, *given)
+            self.outcome = verify_with_kernel(kernel, *given)
         else:
-            self.outcome = walk(*given, self.observer if self.observer.looks else None)
+            self.outcome = verify_forest(*given, self.observer if self.observer.looks else None)
 
     def commit(self) -> None:
         """4. Commit: the final beams become the live ones, and both caches keep only their ancestors."""
@@ -137,11 +136,11 @@ class Iteration:
         self._trace(live)
         if (kernel := self.ops.commit(state.finished.score.shape[1], state.beams.ancestors.shape[2])) is not None:
             counters = pack_counters(state, outcome) if outcome.report is None else outcome.report
-            source, target = committed(kernel, state, forest, live, counters, self.endings)
+            src_slots, dst_slots = commit_with_kernel(kernel, state, forest, live, counters, self.endings)
         else:
-            source, target = commit_beams(state, forest, outcome, live, self.endings)
+            src_slots, dst_slots = commit_beams(state, forest, outcome, live, self.endings)
             counters = pack_counters(state, outcome)
-        self.caches.move(source, target, table.trunk, table.drafted, draft=not self.shape.idle)
+        self.caches.move(src_slots, dst_slots, table.common_prefix, table.drafted, draft=not self.shape.idle)
         self._limit(live)
         self.report.counters = counters
 
@@ -153,12 +152,12 @@ class Iteration:
     def best_tokens(self) -> Candidates:
         """The target's best tokens of every node, enough for every draw of the rule."""
         state, vocabulary = self.state, self.logits.shape[-1]
-        room = self.rule.sampler.candidates(state.method.num_beams, self.endings.num_eos, state.warp, vocabulary)
+        wanted = self.rule.sampler.candidates(state.method.num_beams, self.endings.num_eos, state.warp, vocabulary)
         if self.endings.stops.used and not self.rule.sampler.random:
             # any number of tokens may complete a stop string, but only of the rows that have one
-            own = torch.where(self.forest.flat.stop_state == NO_STOPS, room.count, vocabulary)
-            room = CandidateCount(vocabulary, own, room.count)
-        return top_candidates(self.logits, room, self.legal_tokens, self.ops)
+            own = torch.where(self.forest.flat.stop_state == NO_STOPS, wanted.count, vocabulary)
+            wanted = CandidateCount(vocabulary, own, wanted.count)
+        return top_candidates(self.logits, wanted, self.legal_tokens, self.ops)
 
     def _context(self) -> DraftContext:
         """Where the nodes will stand and which noise they are drawn with, for the drafter."""
@@ -175,8 +174,8 @@ class Iteration:
             drafts_per_layer=shape.drafts_per_layer,
             row_key=state.row_key,
             iteration=state.iteration,
-            lag=shape.lag,
-            record_law=self.rule.needs_law or state.method.dynamic or self.observer.looks,
+            draft_backlog=shape.draft_backlog,
+            record_distribution=self.rule.needs_distribution or state.method.dynamic or self.observer.looks,
             prompts=state.prompts,
             stopping=self.stopping,
             legal=self.legal,
@@ -191,7 +190,7 @@ class Iteration:
             shape.drafts_per_layer,
             shape.depth,
             shape.slots,
-            late=shape.lag if shape.depth else 0,
+            draft_backlog=shape.draft_backlog if shape.depth else 0,
             last_position=self.last_position,
         )
         noise, kernel = (state.row_key, state.iteration), self._draft_kernel(sizes)
@@ -200,24 +199,30 @@ class Iteration:
 
     def _draft_kernel(self, sizes: ForestSizes) -> ModuleType | None:
         """Return the kernels that write the forest; None where tensor code does."""
-        if self.legal is not None or not self.drafter.by_kernel or self.observer.looks or sizes.late > MERGED_LAG:
+        if (
+            self.legal is not None
+            or not self.drafter.by_kernel
+            or self.observer.looks
+            or sizes.draft_backlog > MERGED_BACKLOG
+        ):
             return None
         if not sizes.layers:
             return self.ops.draft()
         method, model, drafts = self.state.method, self.drafter.model, sizes.drafts
         width = 0 if model is None else min(model.vocab_size, self.caches.target.vocab_size)
-        room = self.rule.sampler.candidates(method.num_beams, 1, self.state.warp, width)
-        room = room.at_least(min(drafts + 8, width))
-        return self.ops.draft(method.rule, max(sizes.roots, drafts), drafts, min(room.count, width))
+        wanted = self.rule.sampler.candidates(method.num_beams, 1, self.state.warp, width)
+        wanted = wanted.at_least(min(drafts + 8, width))
+        return self.ops.draft(method.rule, max(sizes.roots, drafts), drafts, min(wanted.count, width))
 
     def _target_input(self) -> ForestInput:
         """All nodes, as the target reads them."""
         state, shape, prompt = self.state, self.shape, None
         if self.caches.target.device.type != "cpu":
-            # the trunk, which is there; where bits are promised the prompt without its last token, which is the root
-            prompt = state.table.trunk if shape.settled is None else state.beams.depth - state.beams.length
+            # the common prefix, which is there; where bits are promised the prompt without its last token, which is the
+            # root
+            prompt = state.table.common_prefix if shape.prompt_slots is None else state.beams.depth - state.beams.length
         batch = self.forest.buffer.input()
-        return replace(batch, settled=shape.settled, tail=shape.tail, prompt=prompt)
+        return replace(batch, prompt_slots=shape.prompt_slots, suffix=shape.suffix, prompt=prompt)
 
     def _trace(self, live: Live) -> None:
         """Keep the log-probabilities of this iteration's tokens, for rows that ask for them."""

@@ -1,5 +1,5 @@
-"""Kernels of an iteration, called on its state: `walked` does what verify_forest.walk does, `committed` what
-commit_beams does. ops/select.py says where they serve; the tensor code stays the specification."""
+"""Kernels of an iteration, called on its state: `verify_with_kernel` does what verify_forest does, `commit_with_kernel`
+what commit_beams does. ops/select.py says where they serve; the tensor code stays the specification."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ from dsbd_cli.engine.iteration.verify_forest import VerifiedForest
 from dsbd_cli.engine.verify.base import Rule
 from dsbd_cli.ops.interface import Ops
 
-__all__ = ["committed", "walk_kernel", "walked"]
-
 
 def walk_kernel(ops: Ops, state: BatchState, forest: Forest, candidates: Candidates) -> ModuleType | None:
     """Return the kernel that verifies such a forest, None where tensor code does. It has the rules coupled, search and
-    rejection at a fixed width; rejection compares with laws that `extend` recorded."""
+    rejection at a fixed width; rejection compares with distributions that `extend` recorded."""
     method = state.method
-    if method.dynamic or (method.rule == "rejection" and forest.depth and not forest.buffer.law):
+    if method.dynamic or (method.rule == "rejection" and forest.depth and not forest.buffer.distribution):
         return None
     drafts, roots, width = forest.drafts_per_layer, forest.num_beams, candidates.tokens.shape[2]
     return ops.walk(method.num_beams, roots, width, drafts, method.rule)
 
 
-def walked(
+def verify_with_kernel(
     kernel: ModuleType,
     state: BatchState,
     forest: Forest,
@@ -41,7 +39,7 @@ def walked(
     endings: Endings,
     keys: Tensor,
 ) -> VerifiedForest:
-    """Do what verify_forest.walk does, with a kernel. Updates `state.finished` in place; counters of layers that were
+    """Do what verify_forest does, with a kernel. Updates `state.finished` in place; counters of layers that were
     not reached are 0, but for what was drafted."""
     beams, finished, limits, flat = state.beams, state.finished, state.limits, forest.flat
     (rows, width), depth = finished.score.shape, forest.depth
@@ -57,17 +55,17 @@ def walked(
     before, report = new(depth + 1, width), new(kernel.FIRST + depth * kernel.COLUMNS)
     kernel.walk(
         [candidates.tokens.contiguous(), candidates.logprobs.contiguous()],
-        [flat.path, flat.stop_state, flat.parent, flat.token, flat.valid, flat.source, flat.sampled],
+        [flat.path, flat.stop_state, flat.parent, flat.token, flat.valid, flat.drafter_id, flat.sampled],
         [value.contiguous() for value in (beams.valid, beams.weight, beams.logprob, beams.length)],
         [
             *(finished.score, finished.logprob, finished.length, finished.by_length),
-            *(finished.source, finished.node, finished.token),
+            *(finished.origin, finished.node, finished.token),
         ],
         [endings.eos, endings.stops.table],
         warp_tensors(state.warp),
         [state.active, limits.max_new, limits.length_penalty, limits.early],
         keys,
-        forest.buffer.law if state.method.rule == "rejection" else [],
+        forest.buffer.distribution if state.method.rule == "rejection" else [],
         [live.parent, live.token, live.node, live.valid, live.weight, live.logprob, before, report],
         forest.drafts_per_layer,
         state.method.rule,
@@ -80,7 +78,7 @@ def walked(
     )
 
 
-def committed(
+def commit_with_kernel(
     kernel: ModuleType, state: BatchState, forest: Forest, live: Live, report: Tensor, endings: Endings
 ) -> tuple[Tensor, Tensor]:
     """Make the final beams the live ones and order their slots, all in place where the number of beams is the same.
@@ -92,20 +90,20 @@ def committed(
         for name in ("valid", "token", "weight", "logprob", "path", "stop_state", "ancestors", "history"):
             value = getattr(beams, name)
             setattr(beams, name, value.new_empty((rows, width, *value.shape[2:])))
-    source, target = live.token.new_empty((2, len(live.token), window)).unbind(0)
+    src_slots, dst_slots = live.token.new_empty((2, len(live.token), window)).unbind(0)
     out = [beams.valid, beams.token, beams.weight, beams.logprob, beams.path, beams.stop_state]
     kernel.commit(
         [live.parent, live.token, live.valid, live.weight, live.logprob],
         [flat.path, flat.stop_state, flat.root, flat.path_tokens, flat.ancestors],
         endings.stops.table,
         state.active,
-        [table.used, table.trunk, table.drafted, table.positions, table.tokens],
+        [table.used, table.common_prefix, table.drafted, table.positions, table.tokens],
         [history, beams.length, beams.depth, state.iteration],
-        [finished.length, finished.source, finished.node, finished.token, finished.tokens],
+        [finished.length, finished.origin, finished.node, finished.token, finished.tokens],
         [*out, beams.ancestors, beams.history],
-        [source, target],
+        [src_slots, dst_slots],
         report,
         forest.drafts_per_layer,
         endings.stops.used,
     )
-    return source, target
+    return src_slots, dst_slots

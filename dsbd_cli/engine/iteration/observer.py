@@ -11,14 +11,12 @@ from dsbd_cli.engine.drafting.base import DraftContext
 from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 
-__all__ = ["Observer"]
-
 
 class Observer(CacheObserver):
     """Is told what an engine does, and changes nothing. Every method does nothing unless it is overridden.
 
     looks: `drafted` and `verified` are wanted. Tensor code drafts and verifies then, not a kernel or a CUDA graph, and
-    the draft's law Q is kept in every case.
+    the draft's distribution Q is kept in every case.
     """
 
     looks: bool = False

@@ -15,21 +15,19 @@ from dsbd_cli.engine.planning.acceptance import Acceptance
 from dsbd_cli.requests import Request, RequestResult
 from dsbd_cli.stats import RequestStats
 
-__all__ = ["AsDone", "RequestState", "ResultOrder", "Results"]
-
 Item_co = TypeVar("Item_co", covariant=True)
 
 
 @dataclass(slots=True)
 class RequestState:
-    """A request on its way through the engine. `used`, `trunk` and `drafted` are the row's slots after the last
+    """A request on its way through the engine. `used`, `common_prefix` and `drafted` are the row's slots after the last
     iteration; `truncated` tokens of the prompt were dropped; `retried`: it ran out of memory alone once; `prefilled`:
     the draft has read the prompt; `acceptance`: what the planner has seen of it; `catalogue`: the answers that it may
     give, None for any.
 
-    Of an encoder-decoder target `prompt` is what the decoder begins with and `source` what the encoder reads; the last
-    `prefix` tokens of the prompt are text of the answer. `listen`: of SourceRequest, until the language has been heard;
-    `language`: which it was. `rules`: of tokens."""
+    Of an encoder-decoder target `prompt` is what the decoder begins with and `encoder_input` what the encoder reads;
+    the last `prefix` tokens of the prompt are text of the answer. `listen`: of SourceRequest, until the language has
+    been heard; `language`: which it was. `rules`: of tokens."""
 
     number: int
     request: Request
@@ -37,14 +35,14 @@ class RequestState:
     stats: RequestStats = field(default_factory=RequestStats)
     started: float = 0.0
     used: int = 0
-    trunk: int = 0
+    common_prefix: int = 0
     drafted: int = 0
     truncated: int = 0
     retried: bool = False
     prefilled: bool = False
     acceptance: Acceptance = field(default_factory=Acceptance)
     catalogue: Catalogue | None = None
-    source: Tensor | None = None
+    encoder_input: Tensor | None = None
     prefix: int = 0
     listen: Callable[[Tensor], tuple[list[int], str]] | None = None
     language: str | None = None
@@ -53,7 +51,7 @@ class RequestState:
     @property
     def source_tokens(self) -> int | None:
         """Tokens or frames that the encoder reads; None where there is none."""
-        return None if self.source is None else self.source.shape[-1]
+        return None if self.encoder_input is None else self.encoder_input.shape[-1]
 
     @property
     def max_new(self) -> int:
@@ -111,7 +109,7 @@ class ResultOrder:
             yield self._out.popleft()
 
 
-class AsDone:
+class CompletionOrder:
     """Gives results back as they are done."""
 
     held = 0

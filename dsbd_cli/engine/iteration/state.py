@@ -16,10 +16,8 @@ from dsbd_cli.engine.core.distribution import Warp
 from dsbd_cli.engine.core.noise import seed_key
 from dsbd_cli.engine.core.slots import SlotTable
 from dsbd_cli.engine.core.topk import NEG_INF
-from dsbd_cli.engine.drafting.text import Prompts
+from dsbd_cli.engine.drafting.text import PromptTable
 from dsbd_cli.engine.iteration.token_logprobs import TokenTrace
-
-__all__ = ["BatchState", "Entry", "Limits"]
 
 SMALLEST = 1e-30  # a top_p that the best entry alone reaches
 
@@ -34,7 +32,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class NewRow:
     """A request that begins. prompt: its tokens, all but the last of which are in the caches; stop_state, legal_state:
     those in which it begins."""
 
@@ -65,7 +63,7 @@ class BatchState:
     warp: Warp
     sampling: list[SamplingConfig | None]
     legal_starts: list[int | None]
-    prompts: Prompts | None = None
+    prompts: PromptTable | None = None
     trace: TokenTrace | None = None
 
     @classmethod
@@ -95,7 +93,7 @@ class BatchState:
                 even_top_k=True,
                 any_top_p=False,
                 any_min_p=False,
-                cold=torch.zeros_like(number, dtype=torch.bool),
+                greedy=torch.zeros_like(number, dtype=torch.bool),
             ),
             sampling=[None] * rows,
             legal_starts=[None] * rows,
@@ -106,7 +104,7 @@ class BatchState:
         """R."""
         return len(self.sampling)
 
-    def admit(self, entries: Mapping[int, Entry]) -> None:
+    def admit(self, entries: Mapping[int, NewRow]) -> None:
         """Put requests into free rows, by row: one live beam of weight 0 each."""
         beams, table, warp, device = self.beams, self.table, self.warp, self.active.device
         at, new = torch.tensor(list(entries), device=device), list(entries.values())
@@ -127,7 +125,7 @@ class BatchState:
             (beams.legal_state, numbers(entry.legal_state for entry in new)),
         ):
             tensor[at] = value.unsqueeze(1)
-        beams.depth[at] = table.used[at] = table.trunk[at] = table.drafted[at] = known
+        beams.depth[at] = table.used[at] = table.common_prefix[at] = table.drafted[at] = known
         table.positions[at] = torch.arange(table.positions.shape[1], device=device)
         longest = max(len(entry.prompt) for entry in new) - 1
         held = [[*entry.prompt[:-1], *[0] * (longest + 1 - len(entry.prompt))] for entry in new]
@@ -137,13 +135,13 @@ class BatchState:
         self.limits.max_new[at] = numbers(item.max_new_tokens for item in sampling)
         self.limits.length_penalty[at] = numbers((item.length_penalty for item in sampling), real)
         self.limits.early[at] = numbers((item.early_stopping for item in sampling), torch.bool)
-        warp.cold[at] = numbers((item.temperature == 0 for item in sampling), torch.bool)
+        warp.greedy[at] = numbers((item.temperature == 0 for item in sampling), torch.bool)
         warp.temperature[at] = numbers((item.temperature or 1.0 for item in sampling), real)
         warp.top_k[at] = numbers(item.top_k for item in sampling)
         # in the limit all mass is on the best entry, which is all that top-p and min-p leave
-        cold = [(item, item.temperature == 0) for item in sampling]
-        warp.top_p[at] = numbers((SMALLEST if no and item.top_p < 1 else item.top_p for item, no in cold), real)
-        warp.min_p[at] = numbers((1.0 if no and item.min_p > 0 else item.min_p for item, no in cold), real)
+        greedy = [(item, item.temperature == 0) for item in sampling]
+        warp.top_p[at] = numbers((SMALLEST if no and item.top_p < 1 else item.top_p for item, no in greedy), real)
+        warp.min_p[at] = numbers((1.0 if no and item.min_p > 0 else item.min_p for item, no in greedy), real)
         for row, entry in entries.items():
             self.sampling[row], self.legal_starts[row] = entry.sampling, entry.legal_state
             if self.prompts is not None:
@@ -173,7 +171,7 @@ class BatchState:
         self.warp.even_top_k = len(set(top_k)) < 2
         self.warp.any_top_p = any(item.top_p < 1 for item in live)
         self.warp.any_min_p = any(item.min_p > 0 for item in live)
-        self.warp.any_cold = any(item.temperature == 0 for item in live)
+        self.warp.any_greedy = any(item.temperature == 0 for item in live)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows."""
@@ -185,7 +183,7 @@ class BatchState:
         self.active, self.row_key, self.iteration = self.active[index], self.row_key[index], self.iteration[index]
         self.limits = Limits(limits.max_new[index], limits.length_penalty[index], limits.early[index])
         warp.temperature, warp.top_k = warp.temperature[index], warp.top_k[index]
-        warp.top_p, warp.min_p, warp.cold = warp.top_p[index], warp.min_p[index], warp.cold[index]
+        warp.top_p, warp.min_p, warp.greedy = warp.top_p[index], warp.min_p[index], warp.greedy[index]
         self.sampling = [self.sampling[row] for row in rows]
         self.legal_starts = [self.legal_starts[row] for row in rows]
         if self.prompts is not None:

@@ -20,8 +20,6 @@ from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.engine.verify.base import Rule
 from dsbd_cli.ops.interface import Ops
 
-__all__ = ["Stepper", "read_report"]
-
 PHASES = ("draft", "target", "verify")
 
 
@@ -96,7 +94,7 @@ class Stepper:
         warp = state.warp
         return (
             shapes(state),
-            (warp.max_top_k, warp.all_top_k, warp.even_top_k, warp.any_top_p, warp.any_min_p, warp.any_cold),
+            (warp.max_top_k, warp.all_top_k, warp.even_top_k, warp.any_top_p, warp.any_min_p, warp.any_greedy),
             self.endings.stops.version if self.endings.stops.used else None,
         )
 

@@ -21,8 +21,6 @@ from dsbd_cli.engine.core.nodes import at_nodes
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.requests import TokenDetail
 
-__all__ = ["Marks", "TokenTrace", "token_details"]
-
 
 @dataclass(slots=True)
 class Marks:
@@ -135,8 +133,8 @@ class TokenTrace:
         number = steps.unsqueeze(1)
         ended = (finished.length - beams.length.unsqueeze(1)).clamp(1, forest.depth + 1)
         node = finished.node.clamp(0, forest.offset(forest.depth + 1) - 1)
-        kept = self.done.gather(finished.source.clamp(min=0))
-        self.done = kept.where(finished.source >= 0, new(node, finished.token, ended, self.live))
+        kept = self.done.gather(finished.origin.clamp(min=0))
+        self.done = kept.where(finished.origin >= 0, new(node, finished.token, ended, self.live))
         self.live = new(parent, token, number.expand_as(parent), self.live)
 
 

@@ -13,20 +13,18 @@ from torch import Tensor
 
 from dsbd_cli.config.variants import MIN_WIDTH, WIDTH_THRESHOLD
 from dsbd_cli.engine.core.candidates import Candidates
-from dsbd_cli.engine.core.distribution import pool_law
+from dsbd_cli.engine.core.distribution import pool_distribution
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import at_nodes
 from dsbd_cli.engine.core.noise import path_gumbel
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import Endings
-from dsbd_cli.engine.iteration.finished import Live, Verified, counters, verified, way_of
+from dsbd_cli.engine.iteration.finished import Live, Verified, counters, progress_of, verified
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule
-from dsbd_cli.engine.verify.rejection import draft_law_at
+from dsbd_cli.engine.verify.rejection import draft_probs_at
 from dsbd_cli.engine.verify.width import expected_width
-
-__all__ = ["VerifiedForest", "walk"]
 
 MOST_NOISE = 1 << 16  # numbers
 
@@ -40,7 +38,7 @@ class VerifiedForest:
         done: requests that have ended, [R]. invalid: rows with NaN, [R].
         counters: [R, D, fields of LayerCounters] int64, of the drafted layers.
         before: [R, D + 1, W], beams (nodes) that each step began with; where tokens are traced.
-        report: the counters as `pack_counters` joins them; where a kernel walked.
+        report: the counters as `pack_counters` joins them; where a kernel verified.
     """
 
     live: Live
@@ -55,7 +53,7 @@ class VerifiedForest:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Facts of all N nodes that the walk looks up: candidates, path keys and stop states [R, N]."""
+    """Facts of all N nodes that verify_forest looks up: candidates, path keys and stop states [R, N]."""
 
     candidates: Candidates
     path: Tensor
@@ -70,7 +68,7 @@ class Noise:
     of_nodes: Tensor | None
 
 
-def walk(
+def verify_forest(
     state: BatchState,
     forest: Forest,
     candidates: Candidates,
@@ -87,7 +85,7 @@ def walk(
     nodes = Nodes(candidates, forest.flat.path, forest.flat.stop_state)
     broken = torch.isnan(candidates.logprobs).any(-1) & forest.flat.valid
     invalid = broken.any(1) & state.active
-    noise = Noise(keys, _path_noise(nodes, state.warp.silent) if rule.sampler.path_noise else None)
+    noise = Noise(keys, _path_noise(nodes, state.warp.greedy_rows) if rule.sampler.path_noise else None)
     layers: list[Verified] = []
     for layer in range(forest.depth + 1):
         view, weight = _view(state, forest, nodes, noise, rule, endings, live, layer)
@@ -96,15 +94,15 @@ def walk(
             observer.verified(view, draws)
         live = _advance(view, weight, draws)
         layers.append(verified(view, draws, live, state.finished.score.shape[1]))
-    way = way_of(state, layers, state.active & ~invalid)
-    last = (way.steps - 1).clamp(min=0)
+    progress = progress_of(state, layers, state.active & ~invalid)
+    last = (progress.steps - 1).clamp(min=0)
     return VerifiedForest(
         live=Live(*(_at_layer([getattr(item.live, f.name) for item in layers], last) for f in fields(Live))),
-        steps=way.steps,
-        width_sum=(torch.stack([item.live.valid for item in layers], 1).sum(2) * way.active).sum(1),
-        done=way.done | invalid,
+        steps=progress.steps,
+        width_sum=(torch.stack([item.live.valid for item in layers], 1).sum(2) * progress.active).sum(1),
+        done=progress.done | invalid,
         invalid=invalid,
-        counters=counters(forest, layers[: forest.depth], way.active),
+        counters=counters(forest, layers[: forest.depth], progress.active),
         before=None if state.trace is None else _stacked([item.before for item in layers]),
     )
 
@@ -115,12 +113,12 @@ def _stacked(nodes: list[Tensor]) -> Tensor:
     return torch.stack([torch.nn.functional.pad(one, (0, width - one.shape[1]), value=-1) for one in nodes], 1)
 
 
-def _path_noise(nodes: Nodes, silent: Tensor | None) -> Tensor | None:
+def _path_noise(nodes: Nodes, greedy_rows: Tensor | None) -> Tensor | None:
     """G(x, v) of every node's candidates, [R, N, C], in one go: a live beam of a layer that matters is a node. None
     where that would be much more than the few live nodes need."""
     if nodes.candidates.tokens.numel() > MOST_NOISE:
         return None
-    return path_gumbel(nodes.path, nodes.candidates.tokens, silent)
+    return path_gumbel(nodes.path, nodes.candidates.tokens, greedy_rows)
 
 
 def _at_layer(values: list[Tensor], layer: Tensor) -> Tensor:
@@ -139,13 +137,13 @@ def _view(
     live: Live,
     layer: int,
 ) -> tuple[LayerView, Tensor]:
-    """The target's law over the live beams of one layer, and the running weight of every child."""
+    """The target's distribution over the live beams of one layer, and the running weight of every child."""
     known = live.node.clamp(min=0)
     own = nodes.candidates.at(known)
     logprob = torch.where(live.valid, live.logprob, NEG_INF).unsqueeze(-1) + own.logprobs
     if rule.sampler.random:
-        law = pool_law(own, live.weight, live.valid, state.warp)
-        log_p, weight = law.log_p, law.weight
+        distribution = pool_distribution(own, live.weight, live.valid, state.warp)
+        log_p, weight = distribution.log_p, distribution.weight
     else:
         log_p = weight = logprob
     view = LayerView(
@@ -165,16 +163,16 @@ def _view(
         dynamic=state.method.dynamic,
         noise=None if noise.of_nodes is None else at_nodes(noise.of_nodes, known),
         keys=noise.keys[:, layer],
-        silent=state.warp.silent,
+        greedy_rows=state.warp.greedy_rows,
         draws=state.method.num_beams,
     )
     method = state.method
     if method.dynamic and view.drafts is not None:
-        assert view.drafts.law is not None
-        q = draft_law_at(view, view.drafts).exp()
+        assert view.drafts.distribution is not None
+        q = draft_probs_at(view, view.drafts).exp()
         p = view.log_p.flatten(1).to(torch.float64).exp()
         # of a fused layer only the sampled nodes: which deterministic ones stand beside them depends on the draws
-        drawn = view.drafts.law.log_drawn.shape[1]
+        drawn = view.drafts.distribution.log_drawn.shape[1]
         view.width = expected_width(
             p, q, drawn, method.value(WIDTH_THRESHOLD), method.value(MIN_WIDTH), method.num_beams
         )
@@ -191,7 +189,7 @@ def _drafts(forest: Forest, layer: int) -> DraftedLayer | None:
         valid=below.valid,
         sampled=below.sampled,
         offset=forest.offset(layer + 1),
-        law=forest.laws[layer],
+        distribution=forest.distributions[layer],
         above_weight=forest.layers[layer].weight,
     )
 

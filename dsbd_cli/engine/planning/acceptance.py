@@ -10,8 +10,6 @@ from operator import add, mul, truediv
 
 from dsbd_cli.engine.core.report import LayerCounters
 
-__all__ = ["FADE", "Acceptance", "Lives", "PassRates"]
-
 FADE = 0.97  # weight of the past, observation by observation
 FIRST_RATE = 0.7  # chance of a layer to pass, believed before anything is seen
 PRIOR = 2.0  # weight of what is believed, in layers
@@ -20,8 +18,8 @@ TRUST = 8.0  # weight of what all requests showed against what a request shows i
 
 @dataclass(slots=True)
 class Acceptance:
-    """Counts [choice][layer] of walks that came to a layer and of those that passed it, a choice being a number of
-    drafts. Empty until something was seen."""
+    """Counts [choice][layer] of verifications that came to a layer and of those that passed it, a choice being a number
+    of drafts. Empty until something was seen."""
 
     reached: list[list[float]] = field(default_factory=list)
     passed: list[list[float]] = field(default_factory=list)
@@ -33,7 +31,8 @@ class Acceptance:
             self.passed = [[0.0] * depth for _ in range(choices)]
 
     def add(self, choice: int, layer: int, reached: float, passed: float) -> None:
-        """Count what one iteration showed. reached, passed: walks that came to the layer, and that passed it."""
+        """Count what one iteration showed. reached, passed: verifications that came to the layer, and that passed
+        it."""
         row = self.reached[choice]
         row[layer] = FADE * row[layer] + reached
         row = self.passed[choice]
@@ -41,7 +40,7 @@ class Acceptance:
 
     def rates(self, choice: int, first: float, weight: float) -> list[float]:
         """Chance of each layer to pass, drawn towards that of the layer above (`first` for the first layer), which
-        weighs as much as `weight` walks."""
+        weighs as much as `weight` verifications."""
         rates = []
         for passed, reached in zip(self.passed[choice], self.reached[choice], strict=True):
             first = (passed + weight * first) / (reached + weight)
@@ -50,7 +49,7 @@ class Acceptance:
 
     def alive(self, choice: int, prior: Sequence[float], weight: float) -> list[float]:
         """Chance that all layers down to each one pass: own counts, drawn towards rates that weigh as much as `weight`
-        walks. prior: those rates times the weight."""
+        verifications. prior: those rates times the weight."""
         passed, reached = map(add, self.passed[choice], prior), map(weight.__add__, self.reached[choice])
         return list(accumulate(map(truediv, passed, reached), mul))
 

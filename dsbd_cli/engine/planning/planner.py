@@ -1,7 +1,7 @@
 """How deep and wide to draft in the next iteration: always the same, or what measured best (goodput, arXiv 2406.14066).
 
-Host numbers only. A planner sees what every iteration reports anyway: seconds of its phases and how far each row's walk
-came.
+Host numbers only. A planner sees what every iteration reports anyway: seconds of its phases and how many layers of each
+row came.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import GRAMMAR
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.planning.acceptance import Acceptance, Lives, PassRates
-from dsbd_cli.engine.planning.timing import Line
-
-__all__ = ["NOTHING", "AdaptivePlanner", "Planner", "Reading", "Shape", "deepest", "planner_for"]
+from dsbd_cli.engine.planning.timing import FittedLine
 
 FIRST_LIFE = 32  # iterations that a request takes, believed before any has ended
 BETTER = 1.02  # another shape must promise so much more
@@ -57,20 +55,20 @@ def deepest(method: MethodConfig, steps: int) -> Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class DraftWork:
     """Work that a draft model has to do before it drafts.
 
     Attributes:
-        lag: most slots of a row, past the prompt, that it has not run.
+        draft_backlog: most slots of a row, past the prompt, that it has not run.
         unread: prompt tokens of all rows that it has not run. prompts: all prompt tokens of all rows.
     """
 
-    lag: int = 0
+    draft_backlog: int = 0
     unread: int = 0
     prompts: int = 0
 
 
-NOTHING = Reading()
+NOTHING = DraftWork()
 
 
 class Planner:
@@ -80,7 +78,7 @@ class Planner:
     def __init__(self, method: MethodConfig) -> None:
         self._configured = Shape(method.depth, method.drafts_per_layer)
 
-    def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
+    def choose(self, requests: Sequence[Acceptance], reading: DraftWork = NOTHING) -> Shape:
         """Shape of the next iteration."""
         return self._configured
 
@@ -95,7 +93,7 @@ class Planner:
         requests: Sequence[Acceptance],
         layers: Sequence[Sequence[LayerCounters]],
         seconds: dict[str, float],
-        reading: Reading = NOTHING,
+        reading: DraftWork = NOTHING,
         steady: bool = True,
     ) -> None:
         """Learn from what an iteration did.
@@ -117,7 +115,7 @@ class CertainPlanner(Planner):
 
     def __init__(self, method: MethodConfig) -> None:
         super().__init__(method)
-        self._beams, self._line = method.num_beams, Line()
+        self._beams, self._line = method.num_beams, FittedLine()
         self._warm = set[tuple[int, Shape]]()
 
     def cut(self, shape: Shape, certain: Sequence[Sequence[int]]) -> Shape:
@@ -143,7 +141,7 @@ class CertainPlanner(Planner):
         requests: Sequence[Acceptance],
         layers: Sequence[Sequence[LayerCounters]],
         seconds: dict[str, float],
-        reading: Reading = NOTHING,
+        reading: DraftWork = NOTHING,
         steady: bool = True,
     ) -> None:
         """Learn what nodes cost. What runs for the first time is not believed."""
@@ -179,32 +177,33 @@ class AdaptivePlanner(Planner):
             for shape in self._shapes
         }
         self._rates, self._lives = PassRates(numbers, method.depth, second), Lives(FIRST_LIFE)
-        self._draft, self._rest, self._read = Line(), Line(), Line()  # a draft call, target and verify, prompts
+        # a draft call, target and verify, prompts
+        self._draft, self._rest, self._read = FittedLine(), FittedLine(), FittedLine()
         self._warm = set[tuple[int, Shape] | None]()  # rows and shapes that have run; None: the draft has read prompts
-        self._room = math.inf  # nodes of all rows that fit into memory
+        self._most_nodes = math.inf  # nodes of all rows that fit into memory
         self._to_time, self._tries = [Shape(1, numbers[0]), self._plain], 0  # the last one first
         self._saved, self._probes, self._probing = 0.0, 0, False  # saved: seconds for the next probe
 
-    def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
+    def choose(self, requests: Sequence[Acceptance], reading: DraftWork = NOTHING) -> Shape:
         """The shape of the most expected steps per second, or one to be timed."""
         rows, life = len(requests), self._lives.now()
-        all_fit = self._room == math.inf
+        all_fit = self._most_nodes == math.inf
         fitting = self._shapes if all_fit else [shape for shape in self._shapes if self._fits(shape, rows)]
         seconds = dict(zip(fitting, self._seconds(fitting, rows), strict=True))
         _, per_node = self._draft.fit()
-        late = rows * reading.lag * per_node
+        draft_backlog = rows * reading.draft_backlog * per_node
         per_token = self._read.y / self._read.x if self._read.x else per_node
         self._to_time = [shape for shape in self._to_time if shape in seconds]
         if not self._to_time and self._now in seconds:
             (deepest, most), now = self._shapes[-1], seconds[self._now]
             probe = Shape(min(max(1, self._now.depth + self._probes % 2), deepest), most)  # in turn a layer deeper
-            price = seconds.get(probe, math.inf) + late + reading.unread * per_token - now
+            price = seconds.get(probe, math.inf) + draft_backlog + reading.unread * per_token - now
             if self._saved >= max(price, PROBE_EVERY * PROBE_SHARE * now):
                 self._to_time, self._probing, self._probes = [probe], True, self._probes + 1
         if self._to_time:
             return self._to_time[-1]
         # catching up is paid once, for the iterations to come; so is the reading of every further request's prompt
-        spread = late / min(FIRST_LIFE, life) + (reading.unread + reading.prompts) * per_token / life
+        spread = draft_backlog / min(FIRST_LIFE, life) + (reading.unread + reading.prompts) * per_token / life
         steps = dict(zip(self._shapes, self._rates.steps(requests), strict=True))
         goodput = {shape: steps[shape] / (time + spread * (shape.depth > 0)) for shape, time in seconds.items()}
         best = max(goodput, key=goodput.__getitem__)
@@ -218,7 +217,7 @@ class AdaptivePlanner(Planner):
         requests: Sequence[Acceptance],
         layers: Sequence[Sequence[LayerCounters]],
         seconds: dict[str, float],
-        reading: Reading = NOTHING,
+        reading: DraftWork = NOTHING,
         steady: bool = True,
     ) -> None:
         """Learn from an iteration. What runs for the first time allocates memory and fills caches: its time is not
@@ -235,7 +234,7 @@ class AdaptivePlanner(Planner):
         if steady:
             self._rest.add(rows * shape.nodes(self._beams), seconds["target"] + seconds["verify"])
         if steady and shape.depth:
-            nodes = rows * (shape.per_call(self._beams) + reading.lag / shape.depth)
+            nodes = rows * (shape.per_call(self._beams) + reading.draft_backlog / shape.depth)
             self._draft.add(nodes, seconds["draft"] / shape.depth)
         taken = sum(seconds.values())
         if not self._to_time:
@@ -254,11 +253,11 @@ class AdaptivePlanner(Planner):
         self._lives.restart()
         if shape is None or not shape.depth:
             return False
-        self._room, self._tries = rows * shape.nodes(self._beams) - 1, 0
+        self._most_nodes, self._tries = rows * shape.nodes(self._beams) - 1, 0
         return True
 
     def _fits(self, shape: Shape, rows: int) -> bool:
-        return not shape.depth or rows * shape.nodes(self._beams) <= self._room
+        return not shape.depth or rows * shape.nodes(self._beams) <= self._most_nodes
 
     def _seconds(self, shapes: Sequence[Shape], rows: int) -> list[float]:
         """Expected time of an iteration, without what the draft has to catch up on."""

@@ -13,8 +13,6 @@ from typing import Protocol
 
 from dsbd_cli.engine.planning.acceptance import FADE
 
-__all__ = ["Event", "Line", "PhaseTimer"]
-
 
 class Event(Protocol):
     """A moment on a device's time line."""
@@ -67,7 +65,7 @@ class PhaseTimer:
 
 
 @dataclass(slots=True)
-class Line:
+class FittedLine:
     """seconds = a + b * x by least squares over fading observations; b is never negative, and stays what it was where x
     has been the same for long."""
 

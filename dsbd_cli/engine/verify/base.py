@@ -14,21 +14,11 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.method import MethodConfig
-from dsbd_cli.engine.core.nodes import DraftLaw
+from dsbd_cli.engine.core.nodes import DraftDistribution
 from dsbd_cli.engine.core.noise import stream_key
 from dsbd_cli.engine.core.pool import LiveDraws, ends_before, live_draws, match_pairs
 from dsbd_cli.engine.core.sampler import Sampler
 from dsbd_cli.engine.core.topk import NEG_INF
-
-__all__ = [
-    "DraftedLayer",
-    "LayerDraws",
-    "LayerView",
-    "Rule",
-    "at_front",
-    "complete_afresh",
-    "membership",
-]
 
 
 @dataclass(slots=True)
@@ -37,11 +27,11 @@ class DraftedLayer:
 
     Attributes:
         parent: [R, K] int64, forest index of the parent. token: [R, K] int64. valid: [R, K] bool.
-        sampled: [R, K] bool, drawn from the law.
+        sampled: [R, K] bool, drawn from the distribution.
         offset: forest index of the first of them.
-        law: the law of the first K1 nodes, which may be sampled; None when there is no such node, or when no rule or
-            width in use looks at it.
-        above_weight: [R, n] float32, running weight under the draft of the nodes that the law's parents are.
+        distribution: the distribution of the first K1 nodes, which may be sampled; None when there is no such node, or
+            when no rule or width in use looks at it.
+        above_weight: [R, n] float32, running weight under the draft of the nodes that the distribution's parents are.
     """
 
     parent: Tensor
@@ -49,16 +39,16 @@ class DraftedLayer:
     valid: Tensor
     sampled: Tensor
     offset: int
-    law: DraftLaw | None
+    distribution: DraftDistribution | None
     above_weight: Tensor
 
 
 @dataclass(slots=True)
 class LayerView:
-    """One step of the target's law over the live beams.
+    """One step of the target's distribution over the live beams.
 
     Attributes:
-        log_p: [R, W, C] float32, pool law P, -inf outside its support.
+        log_p: [R, W, C] float32, pool distribution P, -inf outside its support.
         tokens: [R, W, C] int64. ends: [R, W, C] bool, pairs that end the sequence.
         logprob: [R, W, C] float32, raw log-probability l of each child.
         node: [R, W] int64, forest index of each live beam. valid: [R, W] bool. path: [R, W] int64 path keys.
@@ -68,7 +58,7 @@ class LayerView:
         width: [R] int64, w_l: live beams the layer needs to pass. dynamic: it may be less than W.
         noise: [R, W, C] float32, G(x, v) of the candidates, where it is at hand (Sampler.path_noise).
         keys: [R, STREAMS] int64, stream keys of this layer, where they are at hand.
-        silent: [R] bool, rows that draw without noise (temperature 0), where there are any.
+        greedy_rows: [R] bool, rows that draw without noise (temperature 0), where there are any.
         draws: live beams of the next step at most, where they are not as many as those of this one.
     """
 
@@ -88,7 +78,7 @@ class LayerView:
     dynamic: bool
     noise: Tensor | None = None
     keys: Tensor | None = None
-    silent: Tensor | None = None
+    greedy_rows: Tensor | None = None
     draws: int | None = None
 
     def key(self, stream: int) -> Tensor:
@@ -135,12 +125,12 @@ class Rule(ABC):
 
     Attributes:
         sampler: how target and draft draw.
-        needs_law: the test compares P with the draft's law Q.
+        needs_distribution: the test compares P with the draft's distribution Q.
         drafts_end: drafts of end tokens are of use to the test.
     """
 
     sampler: Sampler
-    needs_law: bool = False
+    needs_distribution: bool = False
     drafts_end: bool = False
 
     @classmethod
@@ -187,7 +177,7 @@ def complete_afresh(view: LayerView, draws: LayerDraws, early: Tensor, keys: Ten
     """Where a layer with w_l < W did not pass, draw what lies beyond the w_l-th live draw again, with other noise.
 
     That the layer stopped says something about the noise of the pairs that were not drawn (drafts were chosen by the
-    same noise), so going on with it would bias the law. keys: [R, W, C], log P with fresh noise.
+    same noise), so going on with it would bias the distribution. keys: [R, W, C], log P with fresh noise.
     """
     beams = view.num_beams
     steps = torch.arange(beams, device=keys.device).unsqueeze(0)

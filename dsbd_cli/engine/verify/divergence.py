@@ -1,11 +1,9 @@
-"""How far two laws are apart, for the fuzzy rule. p is the target, q the draft."""
+"""How far two distributions are apart, for the fuzzy rule. p is the target, q the draft."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-__all__ = ["divergence"]
 
 
 def divergence(p: Tensor, q: Tensor, name: str) -> Tensor:

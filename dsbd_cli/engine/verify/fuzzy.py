@@ -1,5 +1,5 @@
-"""Fuzzy speculative decoding (Holsman et al. 2025, arXiv 2502.20704): a layer is taken as drafted wherever the laws of
-target and draft are close enough, whatever the drafted tokens. Lossy on purpose.
+"""Fuzzy speculative decoding (Holsman et al. 2025, arXiv 2502.20704): a layer is taken as drafted wherever the
+distributions of target and draft are close enough, whatever the drafted tokens. Lossy on purpose.
 
 Letters: R requests, W beams, V vocabulary, M = W*V pairs of the pool.
 """
@@ -27,9 +27,7 @@ from dsbd_cli.engine.core.sampler import WithoutReplacement
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerView
 from dsbd_cli.engine.verify.divergence import divergence
-from dsbd_cli.engine.verify.rejection import Rejection, at_pool, draft_law_at
-
-__all__ = ["Fuzzy", "layer_divergence"]
+from dsbd_cli.engine.verify.rejection import Rejection, at_pool, draft_probs_at
 
 
 class WholeVocabulary(WithoutReplacement):
@@ -45,7 +43,8 @@ class Fuzzy(Rejection):
     draws from P itself and the layer stops, as published; `strict` tests the drafts as rule `rejection` does.
 
     With one beam and one draft per layer: keep the leading run of accepted positions, then one token from p. The
-    divergence is over the whole vocabulary, so both laws are kept whole: W*V float64 numbers per layer and row.
+    divergence is over the whole vocabulary, so both distributions are kept whole: W*V float64 numbers per layer and
+    row.
     """
 
     sampler = WholeVocabulary()
@@ -55,11 +54,11 @@ class Fuzzy(Rejection):
         threshold: float,
         divergence: DivergenceName = DIVERGENCE.default,
         fallback: FallbackName = FALLBACK.default,
-        law: FuzzyLawName = FUZZY_LAW.default,
+        distribution: FuzzyLawName = FUZZY_LAW.default,
     ) -> None:
-        """threshold: T. divergence: of target p and draft q: kl (KL(q || p)), kl_reversed, js, js_authors or tv. law:
-        which laws are compared, raw (without temperature and cuts) or warped."""
-        self.threshold, self.divergence, self.law = threshold, divergence, law
+        """threshold: T. divergence: of target p and draft q: kl (KL(q || p)), kl_reversed, js, js_authors or tv.
+        distribution: which distributions are compared, raw (without temperature and cuts) or warped."""
+        self.threshold, self.divergence, self.distribution = threshold, divergence, distribution
         self.joins = fallback == "strict"
 
     @classmethod
@@ -71,20 +70,23 @@ class Fuzzy(Rejection):
 
     def decide(self, view: LayerView, drafts: DraftedLayer) -> tuple[Tensor, Tensor]:
         """Rows [R] bool whose drafts are tested, and rows whose drafts are taken untested."""
-        close = layer_divergence(view, drafts, self.divergence, self.law) <= self.threshold
+        close = layer_divergence(view, drafts, self.divergence, self.distribution) <= self.threshold
         return ~close & self.joins, close
 
 
-def layer_divergence(view: LayerView, drafts: DraftedLayer, name: DivergenceName, law: FuzzyLawName) -> Tensor:
-    """Div of the two pool laws over the live parents: [R] float64.
+def layer_divergence(view: LayerView, drafts: DraftedLayer, name: DivergenceName, distribution: FuzzyLawName) -> Tensor:
+    """Div of the two pool distributions over the live parents: [R] float64.
 
-    Raw laws have no temperature and no cuts: exp(running weight) times the model's own probabilities, the target's
-    weights with p and the draft's with q. With one beam the weights do not matter.
+    Raw distributions have no temperature and no cuts: exp(running weight) times the model's own probabilities, the
+    target's weights with p and the draft's with q. With one beam the weights do not matter.
     """
-    assert drafts.law is not None
-    if law == "warped":
-        p, q = view.log_p, draft_law_at(view, drafts)
+    assert drafts.distribution is not None
+    if distribution == "warped":
+        p, q = view.log_p, draft_probs_at(view, drafts)
     else:
-        p, q = view.logprob, at_pool(view, drafts, drafts.above_weight.unsqueeze(-1) + drafts.law.candidates.logprobs)
+        p, q = (
+            view.logprob,
+            at_pool(view, drafts, drafts.above_weight.unsqueeze(-1) + drafts.distribution.candidates.logprobs),
+        )
     p = torch.where(view.valid.unsqueeze(-1), p, NEG_INF).flatten(1).to(torch.float64)
     return divergence(log_normalise(p).exp(), log_normalise(q).exp(), name)

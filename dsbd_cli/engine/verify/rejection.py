@@ -1,10 +1,11 @@
-"""Rejection rules: drafts sampled from a recorded law Q are accepted one after another against the target's law P.
+"""Rejection rules: drafts sampled from a recorded distribution Q are accepted one after another against the target's
+distribution P.
 
-`Rejection` draws without replacement and is exact for the joint law of w such draws (recursive rejection sampling:
-Leviathan et al. 2023 for the identity, Jeon et al. 2024 (arXiv 2402.14160) for several drafts; docs/algorithm.md for
-beams). Draws that the tests leave missing come from the exact law, and one that equals a drafted node is that node:
-this is how deterministic nodes are accepted (point-mass verification). `WithReplacement` is the i.i.d. law of Qin et
-al. 2025, kept for comparison; duplicate beams are part of it.
+`Rejection` draws without replacement and is exact for the joint distribution of w such draws (recursive rejection
+sampling: Leviathan et al. 2023 for the identity, Jeon et al. 2024 (arXiv 2402.14160) for several drafts;
+docs/algorithm.md for beams). Draws that the tests leave missing come from the exact distribution, and one that equals a
+drafted node is that node: this is how deterministic nodes are accepted (point-mass verification). `WithReplacement` is
+the i.i.d. distribution of Qin et al. 2025, kept for comparison; duplicate beams are part of it.
 
 Everything here is float64 over the support of P: Q matters only there, since a residual max(0, P' - Q') lives on the
 support of P.
@@ -18,17 +19,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.nodes import DraftLaw
+from dsbd_cli.engine.core.nodes import DraftDistribution
 from dsbd_cli.engine.core.noise import ACCEPT, CLOCK, COMPLETION, RESIDUAL, gumbel, uniform
 from dsbd_cli.engine.core.pool import ends_before, live_draws, match_pairs
 from dsbd_cli.engine.core.sampler import Independent, Sampler, WithoutReplacement, entry_index, largest
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule, at_front
 
-__all__ = ["Rejection", "WithReplacement", "draft_law_at"]
-
 TINY = 1e-300
-MOST_LAWS = 1 << 20  # numbers in a few of the laws Q' of a layer, which are made together
+MOST_PROBS = 1 << 20  # numbers in a few of the distributions Q' of a layer, which are made together
 
 
 @dataclass(slots=True)
@@ -59,25 +58,26 @@ class _Accepted:
     ends: Tensor
 
 
-def draft_law_at(view: LayerView, drafts: DraftedLayer) -> Tensor:
-    """log Q at the pairs of the target's pool: [R, M] float64. The law is over all nodes of the live beams' layer."""
-    assert drafts.law is not None
-    return at_pool(view, drafts, drafts.law.log_q)
+def draft_probs_at(view: LayerView, drafts: DraftedLayer) -> Tensor:
+    """log Q at the pairs of the target's pool: [R, M] float64. The distribution is over all nodes of the live beams'
+    layer."""
+    assert drafts.distribution is not None
+    return at_pool(view, drafts, drafts.distribution.log_q)
 
 
 def at_pool(view: LayerView, drafts: DraftedLayer, log_values: Tensor) -> Tensor:
     """Move what the draft's candidates have [R, n, Cq] to the pairs of the target's pool: [R, M] float64, else -inf."""
-    assert drafts.law is not None
-    law = drafts.law
+    assert drafts.distribution is not None
+    distribution = drafts.distribution
     first = drafts.offset - log_values.shape[1]  # forest index of the first node of that layer
     local = (view.node - first).clamp(min=0).unsqueeze(-1)
     log_q = log_values.gather(1, local.expand(-1, -1, log_values.shape[-1]))
-    if law.candidates.full:
+    if distribution.candidates.full:
         width = log_q.shape[-1]
         found = log_q.gather(2, view.tokens.clamp(max=width - 1))
         at = torch.where(view.tokens < width, found, NEG_INF)
     else:
-        tokens = law.candidates.tokens.gather(1, local.expand(-1, -1, log_values.shape[-1]))
+        tokens = distribution.candidates.tokens.gather(1, local.expand(-1, -1, log_values.shape[-1]))
         same = view.tokens.unsqueeze(-1) == tokens.unsqueeze(-2)  # [R, W, C, Cq]
         at = torch.where(same, log_q.unsqueeze(-2), NEG_INF).amax(-1)
     return torch.where(view.valid.unsqueeze(-1), at, NEG_INF).flatten(1).to(torch.float64)
@@ -111,20 +111,20 @@ def _locate(view: LayerView, drafts: DraftedLayer) -> _Places:
     return _Places(beam * width + column, live & known & drafts.valid, torch.where(live, beam, -1))
 
 
-def _normalise(law: Tensor, otherwise: Tensor) -> Tensor:
-    """law / sum(law); where the sum underflows, `otherwise`."""
-    total = law.sum(-1, keepdim=True)
-    return torch.where(total > TINY, law / total, otherwise)
+def _normalise(probs: Tensor, otherwise: Tensor) -> Tensor:
+    """law / sum(distribution); where the sum underflows, `otherwise`."""
+    total = probs.sum(-1, keepdim=True)
+    return torch.where(total > TINY, probs / total, otherwise)
 
 
 class Rejection(Rule):
     """Rule `rejection`: the ordered live beams follow sequential draws without replacement from P."""
 
     sampler: Sampler = WithoutReplacement()
-    needs_law = True
+    needs_distribution = True
     drafts_end = True
     replacement = False
-    """Draws are independent, and what is taken stays in the law."""
+    """Draws are independent, and what is taken stays in the distribution."""
     joins = True
     """A missing draw that equals a drafted node is that node."""
 
@@ -138,18 +138,18 @@ class Rejection(Rule):
         p = log_p.exp()
         tests = _Tests(log_p, p, p, torch.zeros_like(view.width).unsqueeze(1), [])
         accepted = places = None
-        if view.drafts is not None and view.drafts.law is not None:
+        if view.drafts is not None and view.drafts.distribution is not None:
             places = _locate(view, view.drafts)
-            accepted = self._test_drafts(view, view.drafts, view.drafts.law, tests, places)
+            accepted = self._test_drafts(view, view.drafts, view.drafts.distribution, tests, places)
         return self._finish(view, tests, accepted)
 
     def _test_drafts(
-        self, view: LayerView, drafts: DraftedLayer, law: DraftLaw, tests: _Tests, places: _Places
+        self, view: LayerView, drafts: DraftedLayer, distribution: DraftDistribution, tests: _Tests, places: _Places
     ) -> _Accepted:
-        count = law.log_drawn.shape[1]
-        log_rest = torch.zeros_like(law.log_rest) if self.replacement else law.log_rest
+        count = distribution.log_drawn.shape[1]
+        log_rest = torch.zeros_like(distribution.log_rest) if self.replacement else distribution.log_rest
         u = uniform(view.key(ACCEPT).unsqueeze(1), torch.arange(count, device=log_rest.device))
-        bound = u * torch.exp(law.log_drawn - log_rest)  # accepted below P'(d)
+        bound = u * torch.exp(distribution.log_drawn - log_rest)  # accepted below P'(d)
         index, ends = places.index[:, :count], view.ends.flatten(1)
         lasting = ~ends.gather(1, index)
         drawn = drafts.sampled[:, :count]
@@ -161,8 +161,8 @@ class Rejection(Rule):
         if free is not None:
             freely = known & torch.isfinite(view.logprob.flatten(1).gather(1, index)) & free.unsqueeze(1)
         width, columns = view.width.unsqueeze(1), (torch.split(item, 1, 1) for item in (index, drawn, allowed, bound))
-        laws = self._drawn_laws(view, drafts, log_rest, places)
-        for j, (at, drawn_now, allowed_now, bound_now, q) in enumerate(zip(*columns, laws, strict=True)):
+        distributions = self._drawn_distributions(view, drafts, log_rest, places)
+        for j, (at, drawn_now, allowed_now, bound_now, q) in enumerate(zip(*columns, distributions, strict=True)):
             going = tests.live < width
             accept = (bound_now < tests.residual.gather(1, at)) & allowed_now
             over = drawn_now
@@ -178,15 +178,17 @@ class Rejection(Rule):
         ended = torch.zeros_like(ends, dtype=torch.int8).scatter_reduce(1, index, ending, "amax")
         return _Accepted(index, taken & lasting, taken.sum(1), ended.bool())
 
-    def _drawn_laws(self, view: LayerView, drafts: DraftedLayer, log_rest: Tensor, places: _Places) -> Iterator[Tensor]:
+    def _drawn_distributions(
+        self, view: LayerView, drafts: DraftedLayer, log_rest: Tensor, places: _Places
+    ) -> Iterator[Tensor]:
         """Q' of each draft in turn, at the pairs of the target's pool: [R, M] float64. They do not depend on what is
         accepted, so several are made at once.
 
-        What is left of Q is renormalised in logs: at a low temperature the rest of a law is far below the smallest
-        number. log_rest: [R, K1] float64.
+        What is left of Q is renormalised in logs: at a low temperature the rest of a distribution is far below the
+        smallest number. log_rest: [R, K1] float64.
         """
-        assert drafts.law is not None
-        log_q = draft_law_at(view, drafts).unsqueeze(1)
+        assert drafts.distribution is not None
+        log_q = draft_probs_at(view, drafts).unsqueeze(1)
         rows, count, pairs = len(log_q), log_rest.shape[1], log_q.shape[2]
         order = torch.arange(count, device=log_q.device)
         # the draft that took each pair away, count where none did
@@ -194,10 +196,10 @@ class Rejection(Rule):
         if not self.replacement:
             mine = torch.where(places.known[:, :count], order, count)
             taker = taker.scatter_reduce(1, places.index[:, :count], mine, "amin")
-        for part in torch.split(order, max(1, MOST_LAWS // (rows * pairs))):
+        for part in torch.split(order, max(1, MOST_PROBS // (rows * pairs))):
             q = torch.exp(log_q - log_rest[:, part].unsqueeze(2)).nan_to_num(nan=0.0)
             here = taker.unsqueeze(1) >= part.unsqueeze(1)
-            if drafts.law.scope == "parent":
+            if drafts.distribution.scope == "parent":
                 beam = torch.arange(pairs, device=log_q.device) // view.tokens.shape[2]
                 here &= beam == places.beam[:, part].unsqueeze(2)
             yield from torch.where(here, q, 0.0).unbind(1)
@@ -258,8 +260,8 @@ class Rejection(Rule):
     ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
         """Further live draws from P without what is taken, by the noise `fresh` [R, 2, M]: index and real [R, W], and a
         function that says which ending pairs [R, M] were drawn before the n-th of them, n [R] int64."""
-        law = torch.where(first_real, tests.log_p.scatter(1, first, NEG_INF), tests.log_p)
-        keys, ends = law + fresh[:, 1], view.ends.flatten(1)
+        distribution = torch.where(first_real, tests.log_p.scatter(1, first, NEG_INF), tests.log_p)
+        keys, ends = distribution + fresh[:, 1], view.ends.flatten(1)
         draws = live_draws(keys, ends, view.num_beams)
         return draws.index, draws.valid, lambda count: ends_before(keys, ends, draws, count)
 
@@ -272,7 +274,7 @@ def _nodes(view: LayerView, drafts: DraftedLayer, index: Tensor, valid: Tensor) 
 
 
 class WithReplacement(Rejection):
-    """Rule `with-replacement`: independent draws, duplicates kept (the law of Qin et al. 2025)."""
+    """Rule `with-replacement`: independent draws, duplicates kept (the distribution of Qin et al. 2025)."""
 
     sampler = Independent()
     replacement = True
@@ -288,10 +290,12 @@ class WithReplacement(Rejection):
         that is Gamma(missing) / P(live).
         """
         ends = view.ends.flatten(1)
-        law = tests.log_p.masked_fill(ends, NEG_INF)
+        distribution = tests.log_p.masked_fill(ends, NEG_INF)
         key = view.key(COMPLETION).unsqueeze(1)
         entries = entry_index(view.tokens).flatten(1)
-        picks = [largest((law + gumbel(key + (j << 48), entries)).unsqueeze(1), 1) for j in range(view.num_beams)]
+        picks = [
+            largest((distribution + gumbel(key + (j << 48), entries)).unsqueeze(1), 1) for j in range(view.num_beams)
+        ]
         index, real = torch.cat([pick for pick, _ in picks], 1), torch.cat([real for _, real in picks], 1)
         clock = view.key(CLOCK).unsqueeze(1)
 
@@ -299,7 +303,7 @@ class WithReplacement(Rejection):
             steps = torch.arange(view.num_beams, device=index.device).unsqueeze(0)
             wanted = steps < count.unsqueeze(1)
             waits = torch.where(wanted, -torch.log(uniform(clock, -1 - steps)), 0.0).sum(1, keepdim=True)
-            last = waits / law.exp().sum(1, keepdim=True)
+            last = waits / distribution.exp().sum(1, keepdim=True)
             p = tests.log_p.exp()
             rings = -torch.log(uniform(clock, entries)) / p
             return ends & (rings < last) & (p > 0) & (count > 0).unsqueeze(1)

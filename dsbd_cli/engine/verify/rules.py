@@ -7,8 +7,6 @@ from dsbd_cli.config.variants import RULES
 from dsbd_cli.engine.verify.base import Rule
 from dsbd_cli.errors import UsageError
 
-__all__ = ["make_rule"]
-
 
 def make_rule(method: MethodConfig) -> Rule:
     """The rule that a method names. Raises UsageError where its code is missing or none."""

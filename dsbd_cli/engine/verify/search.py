@@ -6,8 +6,6 @@ from __future__ import annotations
 from dsbd_cli.engine.core.sampler import Best
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule, membership
 
-__all__ = ["Search"]
-
 
 class Search(Rule):
     """Rule `search`: the W best live pairs by raw score; an end finishes when it is among the W best of all pairs."""

@@ -1,15 +1,13 @@
 """Width policies: how many live beams a layer must yield to pass (Qin et al. 2025, section 3.2; docs/algorithm.md).
 
-A policy looks at P, Q and earlier layers only, never at the layer's own draws or uniforms: otherwise the law would
-change.
+A policy looks at P, Q and earlier layers only, never at the layer's own draws or uniforms: otherwise the distribution
+would change.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-__all__ = ["expected_width"]
 
 TINY = 1e-300
 
@@ -21,19 +19,19 @@ def expected_width(p: Tensor, q: Tensor, drafts: int, threshold: float, min_widt
     again from P.
     """
     alphas = []
-    law = p
+    probs = p
     for _ in range(drafts):
-        alphas.append(torch.minimum(law, q).sum(1))
-        rest = (law - q).clamp(min=0)
+        alphas.append(torch.minimum(probs, q).sum(1))
+        rest = (probs - q).clamp(min=0)
         total = rest.sum(1, keepdim=True)
-        law = torch.where(total > TINY, rest / total.clamp(min=TINY), law)
-    accepted = _accepted_law(torch.stack(alphas, 1).clamp(0, 1), min(num_beams, drafts))
+        probs = torch.where(total > TINY, rest / total.clamp(min=TINY), probs)
+    accepted = _accepted_probs(torch.stack(alphas, 1).clamp(0, 1), min(num_beams, drafts))
     at_least = accepted.flip(1).cumsum(1).flip(1)  # [R, w]: Pr[at least w accepted]
     width = (at_least >= threshold).to(torch.int64).cumprod(1).sum(1) - 1
     return width.clamp(min_width, num_beams)
 
 
-def _accepted_law(alpha: Tensor, most: int) -> Tensor:
+def _accepted_probs(alpha: Tensor, most: int) -> Tensor:
     """Pr[k of m accepted] for k = 0 .. most (the last entry: `most` or more). alpha [R, m] -> [R, most + 1].
 
     State: (accepted so far, rejections since the last acceptance). One draft at a time; equal to the sum over first

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["DecompressionError", "check_whole", "frame_maker", "open_input"]
-
 PIECE_BYTES = 1 << 10  # of compressed input at a time: bounds what it can swell to (32 MiB at worst)
 BLOCK_BYTES = 1 << 20  # of decompressed input, where it is only checked
 GZIP_FORMAT = 31  # zlib's number for a gzip header and trailer
@@ -72,8 +70,8 @@ class _Decompressing(io.RawIOBase):
     """The content of all frames of a file, one after the other. Unlike gzip and zstandard's own readers it is
     frugal with a frame that swells, and an end in the middle of a frame is an error for both formats."""
 
-    def __init__(self, source: BinaryIO, make: Callable[[], _Frame]) -> None:
-        self._source, self._make = source, make
+    def __init__(self, stream: BinaryIO, make: Callable[[], _Frame]) -> None:
+        self._stream, self._make = stream, make
         self._frame: _Frame | None = None
         self._data, self._given = b"", 0
 
@@ -83,7 +81,7 @@ class _Decompressing(io.RawIOBase):
     def readinto(self, buffer: WriteableBuffer) -> int:
         """Raises DecompressionError."""
         while self._given == len(self._data):
-            piece = self._left() or self._source.read(PIECE_BYTES)
+            piece = self._left() or self._stream.read(PIECE_BYTES)
             if not piece:
                 if self._frame is not None:
                     raise DecompressionError("the compressed data ends in the middle")
@@ -111,5 +109,5 @@ class _Decompressing(io.RawIOBase):
             raise DecompressionError(f"the compressed data is damaged ({error})") from None
 
     def close(self) -> None:
-        self._source.close()
+        self._stream.close()
         super().close()

@@ -12,8 +12,6 @@ import orjson
 from dsbd_cli.errors import UsageError, reading
 from dsbd_cli.io.lines.compression import open_input
 
-__all__ = ["read_documents"]
-
 PIECE_CHARACTERS = 1 << 18
 
 

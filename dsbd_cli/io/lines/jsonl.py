@@ -16,15 +16,6 @@ from dsbd_cli.errors import OutputError, UsageError
 from dsbd_cli.io.lines.compression import frame_maker
 from dsbd_cli.io.records.row import MAX_LINE_BYTES, LongLine
 
-__all__ = [
-    "OUTPUT_CLOSED",
-    "ClosedOutputError",
-    "LineWriter",
-    "check_new",
-    "read_lines",
-    "read_object",
-]
-
 BOM = b"\xef\xbb\xbf"
 BLOCK_BYTES = 1 << 17
 HEAD_BYTES = 256

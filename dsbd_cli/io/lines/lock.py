@@ -11,8 +11,6 @@ from typing import BinaryIO
 
 from dsbd_cli.errors import OutputError
 
-__all__ = ["lock", "open_locked", "open_shared"]
-
 _TRIES = 5
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 

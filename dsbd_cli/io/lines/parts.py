@@ -14,11 +14,9 @@ from typing import BinaryIO
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.io.lines.jsonl import read_object
 
-__all__ = ["Part", "in_order", "one_after_another", "scan"]
-
 
 @dataclass(slots=True)
-class Part:
+class PartFile:
     """One part file: rows `part`, `part + count`, `part + 2 count`, ... of the input.
 
     Attributes:
@@ -48,7 +46,7 @@ class Part:
         return next(wanted for wanted, index in pairs if wanted != index)
 
 
-def scan(part: Part, *, indexed: bool, most: int | None) -> None:
+def scan(part: PartFile, *, indexed: bool, most: int | None) -> None:
     """Read a part through. indexed: its records say which row they are. most: rows that the input has at the most; None
     where nobody knows.
 
@@ -71,7 +69,7 @@ def scan(part: Part, *, indexed: bool, most: int | None) -> None:
     _sort(part)
 
 
-def _index(part: Part, index: object, number: int, most: int | None) -> int:
+def _index(part: PartFile, index: object, number: int, most: int | None) -> int:
     if type(index) is not int or index < 0:
         raise DsbdError(f"{part.path}: line {number} is no record of dsbd: it has no index")
     other = index % part.count
@@ -83,7 +81,7 @@ def _index(part: Part, index: object, number: int, most: int | None) -> int:
     return index
 
 
-def _sort(part: Part) -> None:
+def _sort(part: PartFile) -> None:
     import numpy as np  # a command that merges nothing does not wait for it
 
     order = np.asarray(part.indices).argsort(kind="stable")
@@ -94,12 +92,12 @@ def _sort(part: Part) -> None:
     part.indices, part.offsets = array("Q", indices.tobytes()), array("Q", offsets.tobytes())
 
 
-def in_order(parts: Sequence[Part]) -> Iterator[bytes]:
+def in_order(parts: Sequence[PartFile]) -> Iterator[bytes]:
     """The records with their line ends, in the order of the input."""
     return (line for _, line in heapq.merge(*[_numbered(part) for part in parts], key=itemgetter(0)))
 
 
-def _numbered(part: Part) -> Iterator[tuple[int, bytes]]:
+def _numbered(part: PartFile) -> Iterator[tuple[int, bytes]]:
     """The index of every record of a part, and the record."""
     part.stream.seek(0)
     at = 0
@@ -111,7 +109,7 @@ def _numbered(part: Part) -> Iterator[tuple[int, bytes]]:
         yield index, line
 
 
-def one_after_another(parts: Sequence[Part]) -> Iterator[bytes]:
+def one_after_another(parts: Sequence[PartFile]) -> Iterator[bytes]:
     """The records of all parts, part by part."""
     for part in sorted(parts, key=lambda one: one.part):
         part.stream.seek(0)

@@ -23,23 +23,6 @@ from dsbd_cli.errors import OutputError, UsageError
 from dsbd_cli.io.lines.jsonl import read_object
 from dsbd_cli.io.lines.lock import open_locked
 
-__all__ = [
-    "DoneRows",
-    "InputEnd",
-    "check_replaceable",
-    "cut",
-    "cut_unfinished_steps",
-    "drop_failed",
-    "read_done",
-    "read_run",
-    "read_settings",
-    "replacing",
-    "settings_file",
-    "whole_size",
-    "write_atomically",
-    "write_settings",
-]
-
 AGAIN = "name another file, or replace it with --existing overwrite"
 SETTINGS_SCHEMA = "dsbd.run/1"
 OPENAI_ID = "batch_req_"
@@ -143,7 +126,7 @@ def check_replaceable(path: Path) -> None:
     """Raises OutputError where `write_atomically` could not write a file of this name."""
     if path.exists() and not path.is_file():
         return
-    temporary = _beside(path)
+    temporary = _temporary_path(path)
     with _told(path):
         temporary.open("wb").close()
         temporary.unlink()
@@ -165,7 +148,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 def replacing(path: Path) -> Iterator[io.FileIO]:
     """A new file, locked, that takes the place of the one at `path` in one step once all is written and on the disk;
     it stays open. Whatever is raised meanwhile leaves the one before. Raises OutputError."""
-    temporary = _beside(path)
+    temporary = _temporary_path(path)
     stream = open_locked(temporary, create_only=False)
     try:
         with _told(path):
@@ -180,7 +163,7 @@ def replacing(path: Path) -> Iterator[io.FileIO]:
         raise
 
 
-def _beside(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     """Where the whole file is written before it is put in the place of the old one."""
     real = Path(os.path.realpath(path))
     return real.with_name(f".{real.name}.tmp")
@@ -213,7 +196,7 @@ def whole_size(stream: io.FileIO) -> int:
     return end
 
 
-def cut(stream: io.FileIO, end: int) -> int:
+def truncate_at(stream: io.FileIO, end: int) -> int:
     """Take away what stands behind `end` and go there; returns how many bytes that were."""
     size = stream.seek(0, os.SEEK_END)
     if end < size:
@@ -282,7 +265,7 @@ def drop_failed(stream: io.FileIO, path: Path) -> tuple[io.FileIO, int]:
             if number not in bad:
                 out.write(line)
         out.detach()  # flushes
-        shutil.copymode(path.resolve(), _beside(path))
+        shutil.copymode(path.resolve(), _temporary_path(path))
     stream.close()
     fresh.seek(0, os.SEEK_END)
     return fresh, len(bad)
@@ -298,4 +281,4 @@ def cut_unfinished_steps(stream: io.FileIO, done: DoneRows) -> int:
         if isinstance(row_id, str) and done.has_id(row_id):
             break
         end = start
-    return cut(stream, end)
+    return truncate_at(stream, end)

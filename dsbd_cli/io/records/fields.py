@@ -6,8 +6,6 @@ from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.errors import InvalidRowError, shorten
 from dsbd_cli.io.records.row import Fields
 
-__all__ = ["messages", "response_format", "text"]
-
 
 def text(row: Fields, name: str) -> str:
     """A non-empty string."""

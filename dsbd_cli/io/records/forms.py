@@ -17,8 +17,6 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import MAX_SHOWN, InvalidRowError, shorten
 from dsbd_cli.io.records.row import Fields, Form
 
-__all__ = ["ALIASES", "ROW_FIELDS", "ParsedRow", "as_written", "parsed_row"]
-
 ALIASES = {
     "custom_id": "id",
     "max_tokens": "max_new_tokens",

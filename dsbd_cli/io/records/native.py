@@ -9,8 +9,6 @@ from dsbd_cli.io.records.row import Fields, Row
 from dsbd_cli.requests import Hypothesis, RequestResult
 from dsbd_cli.stats import DrafterStats, RequestStats, StepStats
 
-__all__ = ["drafter_fields", "native_record", "phase_seconds", "step_records", "text_record"]
-
 OUTPUT_SCHEMA = "dsbd.output/1"
 STEP_SCHEMA = "dsbd.step/1"
 

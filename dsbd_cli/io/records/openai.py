@@ -18,8 +18,6 @@ from dsbd_cli.io.records.output import MethodRecord, dump_line, row_error
 from dsbd_cli.io.records.row import Fields, Row
 from dsbd_cli.requests import Hypothesis, Request, RequestResult, TokenDetail
 
-__all__ = ["openai_record"]
-
 
 def openai_record(row: Row, result: RequestResult | None, method: MethodRecord) -> bytes:
     """The line of a row, answered or failed.
@@ -30,8 +28,8 @@ def openai_record(row: Row, result: RequestResult | None, method: MethodRecord) 
     if error is not None or result is None:
         assert error is not None, "a row without a result has an error"
         status, body = _failed(error)
-        told: Fields | None = {"code": body["code"], "message": body["message"]}
-        return _line(row, status, {"error": body}, told)
+        failure: Fields | None = {"code": body["code"], "message": body["message"]}
+        return _line(row, status, {"error": body}, failure)
     return _line(row, 200, _body(row, result, method), None)
 
 

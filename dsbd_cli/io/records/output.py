@@ -19,8 +19,6 @@ from dsbd_cli.io.records.reader import WARP_FIELDS, RowReader
 from dsbd_cli.io.records.row import Fields, Row
 from dsbd_cli.requests import RequestResult
 
-__all__ = ["MethodRecord", "dump_line", "fingerprint_difference", "row_error", "run_fingerprint"]
-
 
 @dataclass(frozen=True, slots=True)
 class MethodRecord:
@@ -68,7 +66,7 @@ class MethodRecord:
 
     def _settings(self) -> Fields:
         """The settings of drafters and rule, where they have any; null where another setting keeps one from acting."""
-        method, values = self.method, self.method.settled
+        method, values = self.method, self.method.resolved
         variants = (*method.drafters, RULES[method.rule])
         names = [one.field for variant in variants for one in variant.settings]
         return {name: _unicode(value) if isinstance(value := values[name], str) else value for name in names}
@@ -127,13 +125,13 @@ def fingerprint_difference(
 ) -> str | None:
     """`temperature was 0.7 and is 1.0, seed was 0 and is 3`, or None where nothing differs. typed: what a setting is
     called where it is typed."""
-    told = []
+    differences = []
     for name in dict.fromkeys([*new, *old]):
         before, now = old.get(name), new.get(name)
         if before != now or isinstance(before, bool) is not isinstance(now, bool):
             shown = (typed or {}).get(name, name if name.isidentifier() else shorten(name))
-            told.append(f"{shown} was {_value(before)} and is {_value(now)}")
-    return ", ".join(told) or None
+            differences.append(f"{shown} was {_value(before)} and is {_value(now)}")
+    return ", ".join(differences) or None
 
 
 def _value(value: object) -> str:

@@ -9,8 +9,6 @@ import orjson
 from dsbd_cli.errors import MAX_SHOWN, InvalidRowError, shorten
 from dsbd_cli.io.records.row import Fields
 
-__all__ = ["parse_object"]
-
 MAX_DEPTH = 64
 LARGEST_EXACT = 2.0**63
 

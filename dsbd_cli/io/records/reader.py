@@ -18,8 +18,6 @@ from dsbd_cli.io.records.parse import parse_object
 from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key
 from dsbd_cli.requests import Request, check_ends, check_seed, derive_seed
 
-__all__ = ["RowReader"]
-
 WARP_FIELDS = {"temperature": None, "top_k": 0, "top_p": 1, "min_p": 0}  # with the value that draws nothing
 SAMPLING_FIELDS = frozenset(SamplingConfig.__dataclass_fields__)
 NUMBERS = ("temperature", "top_p", "min_p", "length_penalty")
@@ -81,8 +79,8 @@ class RowReader:
             warnings = self._warnings(parsed, number)
             request = self._request(parsed.fields, row_id)
         except (InvalidRowError, UsageError) as error:
-            told = InvalidRowError(f"line {number}: {as_written(str(error), raw)}")
-            return Row(index, number, row_id, None, told, form, metadata, _raw_key(row_id, line), warnings)
+            failure = InvalidRowError(f"line {number}: {as_written(str(error), raw)}")
+            return Row(index, number, row_id, None, failure, form, metadata, _raw_key(row_id, line), warnings)
         parsed.fields["id"] = row_id
         if "response_format" in parsed.fields:  # the order of a schema's properties is that of the answer's
             parsed.fields["response_format"] = orjson.dumps(parsed.fields["response_format"]).decode()
@@ -96,8 +94,8 @@ class RowReader:
         try:
             prompt = _decoded(_held(line))
         except InvalidRowError as error:
-            told = InvalidRowError(f"line {number}: {error}")
-            return Row(index, number, row_id, None, told, "text", None, key)
+            failure = InvalidRowError(f"line {number}: {error}")
+            return Row(index, number, row_id, None, failure, "text", None, key)
         seed = derive_seed(self.seed, row_id)
         asked, chat = self._asked(prompt, None)
         request = Request(
@@ -111,17 +109,17 @@ class RowReader:
             return ()
         if self.strict:
             raise InvalidRowError(parsed.explain(*parsed.unused[0]))
-        told = []
+        failure = []
         for name, value in parsed.unused:
             if len(self._warned) > MAX_WARNED:
                 break
             if name not in self._warned:
                 full = len(self._warned) == MAX_WARNED
                 self._warned.add(name)
-                told.append(
+                failure.append(
                     "more unknown fields: not named any more" if full else f"{parsed.explain(name, value)}; not used"
                 )
-        return tuple([f"line {number}: {message}" for message in told])
+        return tuple([f"line {number}: {message}" for message in failure])
 
     def _request(self, row: Fields, row_id: str) -> Request:
         given = [name for name in ("prompt", "messages", "audio") if name in row]

@@ -9,8 +9,6 @@ from typing import Literal
 from dsbd_cli.errors import RowError
 from dsbd_cli.requests import Request
 
-__all__ = ["MAX_LINE_BYTES", "Fields", "Form", "LongLine", "Row", "content_key"]
-
 Form = Literal["flat", "openai-completions", "openai-chat", "text"]
 Fields = dict[str, object]
 

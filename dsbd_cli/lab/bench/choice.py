@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import FUZZY_THRESHOLD
-from dsbd_cli.lab.bench.sweep import Setting
-from dsbd_cli.lab.reports.bench_data import BenchRow, Choice
-
-__all__ = ["DEFAULT_TOLERANCE", "choose", "curves", "doubts", "reference_of", "without_reference"]
+from dsbd_cli.lab.bench.sweep import SweepSetting
+from dsbd_cli.lab.reports.bench_data import BenchRow, ChosenThreshold
 
 DEFAULT_TOLERANCE = 0.02
 ROUNDING = 1e-9
@@ -21,16 +19,16 @@ class _ThresholdCurve:
     """Settings of rule fuzzy that differ in their threshold alone, the smallest first.
 
     Attributes:
-        reference: draws from the target's own law with as many beams; None where no such setting is run.
+        reference: draws from the target's own distribution with as many beams; None where no such setting is run.
     """
 
-    settings: tuple[Setting, ...]
-    reference: Setting | None
+    settings: tuple[SweepSetting, ...]
+    reference: SweepSetting | None
 
 
-def curves(settings: Sequence[Setting]) -> tuple[_ThresholdCurve, ...]:
+def curves(settings: Sequence[SweepSetting]) -> tuple[_ThresholdCurve, ...]:
     """Every curve of two thresholds or more: a choice for each W, K and D of a sweep."""
-    found: dict[tuple[object, ...], list[Setting]] = {}
+    found: dict[tuple[object, ...], list[SweepSetting]] = {}
     for setting in settings:
         fields = setting.fields()
         if fields.get("rule") == "fuzzy":
@@ -43,18 +41,19 @@ def curves(settings: Sequence[Setting]) -> tuple[_ThresholdCurve, ...]:
     )
 
 
-def reference_of(fuzzy: Setting, settings: Sequence[Setting]) -> Setting | None:
-    """The setting with the target's law and as many beams: rule rejection if there, else another, as they stand."""
+def reference_of(fuzzy: SweepSetting, settings: Sequence[SweepSetting]) -> SweepSetting | None:
+    """The setting with the target's distribution and as many beams: rule rejection if there, else another, as they
+    stand."""
     exact = [one for one in settings if _is_exact(one) and one.num_beams == fuzzy.num_beams]
     return min(exact, key=lambda one: one.fields()["rule"] != "rejection", default=None)
 
 
-def without_reference(settings: Sequence[Setting]) -> bool:
+def without_reference(settings: Sequence[SweepSetting]) -> bool:
     """Whether some curve has nothing that its scores could be held against."""
     return any(curve.reference is None for curve in curves(settings))
 
 
-def choose(task: str, curve: _ThresholdCurve, rows: Mapping[str, BenchRow], tolerance: float) -> Choice:
+def choose(task: str, curve: _ThresholdCurve, rows: Mapping[str, BenchRow], tolerance: float) -> ChosenThreshold:
     """Choose the threshold of most steps per target call, and of equal ones the smallest.
 
     Only those count whose score is at most `tolerance` below the reference's.
@@ -67,7 +66,7 @@ def choose(task: str, curve: _ThresholdCurve, rows: Mapping[str, BenchRow], tole
     good = [one for one in curve.settings if _score(rows[one.name]) >= least]
     chosen = max(good, key=lambda one: (rows[one.name].steps_per_call or 0.0, -_threshold(one)), default=None)
     names = tuple(one.name for one in curve.settings)
-    return Choice(task, names, curve.reference.name, tolerance, None if chosen is None else chosen.name)
+    return ChosenThreshold(task, names, curve.reference.name, tolerance, None if chosen is None else chosen.name)
 
 
 def doubts(task: str, curve: _ThresholdCurve, rows: Mapping[str, BenchRow], tolerance: float) -> list[str]:
@@ -89,7 +88,7 @@ def doubts(task: str, curve: _ThresholdCurve, rows: Mapping[str, BenchRow], tole
     return found
 
 
-def _is_exact(setting: Setting) -> bool:
+def _is_exact(setting: SweepSetting) -> bool:
     config = setting.config
     return (
         isinstance(config, MethodConfig)
@@ -98,7 +97,7 @@ def _is_exact(setting: Setting) -> bool:
     )
 
 
-def _threshold(setting: Setting) -> float:
+def _threshold(setting: SweepSetting) -> float:
     assert isinstance(setting.config, MethodConfig)
     return setting.config.value(FUZZY_THRESHOLD) or 0.0
 

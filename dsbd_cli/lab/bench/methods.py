@@ -14,8 +14,6 @@ from dsbd_cli.config.method import DEFAULT_DEPTH, MAX_AUTO_DEPTH, MethodConfig
 from dsbd_cli.config.variants import DRAFTERS
 from dsbd_cli.lab.peers.config import PeerConfig
 
-__all__ = ["AXES", "BASELINES", "DEFAULT_METHODS", "FUZZY_METHODS", "METHODS", "Method", "Value", "own_tokens"]
-
 Value = int | float | str
 PickName = Literal["score", "vote", "mbr", "exec"]
 
@@ -112,7 +110,7 @@ METHODS: dict[str, Method] = {
     "dsbd-coupled-auto": Method("rule coupled, D and K by measurement", {"rule": "coupled", **AUTO}, CHOSEN),
     "dsbd-search-auto": Method("rule search, D and K by measurement", {"rule": "search", **AUTO}, CHOSEN),
     "dsbd-rejection": Method("rule rejection, fixed width", {"rule": "rejection"}, ANY_DRAFTER),
-    "dsbd-with-replacement": Method("the paper's law, fixed width", {"rule": "with-replacement"}, DRAFTED),
+    "dsbd-with-replacement": Method("the paper's distribution, fixed width", {"rule": "with-replacement"}, DRAFTED),
     "dsbd-coupled-threshold": Method(
         "rule coupled, threshold width", {"rule": "coupled", "width": "threshold"}, THRESHOLD
     ),
@@ -120,7 +118,7 @@ METHODS: dict[str, Method] = {
         "rule rejection, threshold width", {"rule": "rejection", "width": "threshold"}, THRESHOLD
     ),
     "dsbd-with-replacement-threshold": Method(
-        "the paper's law, threshold width", {"rule": "with-replacement", "width": "threshold"}, THRESHOLD
+        "the paper's distribution, threshold width", {"rule": "with-replacement", "width": "threshold"}, THRESHOLD
     ),
     "dsbd-memory-saving": Method(
         "rule rejection, threshold width, one beam kept between iterations",

@@ -9,15 +9,13 @@ from typing import cast
 
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.engine.protocols import SourceCodec, TextCodec
+from dsbd_cli.engine.protocols import EncoderDecoderCodec, TextCodec
 from dsbd_cli.errors import InvalidRowError, PromptTooLongError, UsageError
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
-from dsbd_cli.lab.bench.sweep import Setting
+from dsbd_cli.lab.bench.sweep import SweepSetting
 from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.requests import Request
-
-__all__ = ["BenchSpec", "Prepared", "Prompt", "prepare", "window_size"]
 
 MIN_WINDOW = 8
 MAX_SKIPPED_PER_RECORD = 100
@@ -38,11 +36,11 @@ class BenchSpec:
         dev_records: of each data set that has dev records, at most; thresholds of rule fuzzy are chosen on them. 0:
             nothing is chosen.
         grammar: of every answer.
-        tolerance: by how much the score of a chosen threshold may be below that of the target's own law.
+        tolerance: by how much the score of a chosen threshold may be below that of the target's own distribution.
     """
 
     datasets: Sequence[Dataset]
-    settings: Sequence[Setting]
+    settings: Sequence[SweepSetting]
     records: int
     rounds: int
     batch_size: int
@@ -149,10 +147,10 @@ def _runs(dataset: Dataset, record: TaskRecord) -> Callable[[str], bool] | None:
 
 def _is_heard(record: TaskRecord, audio: str, codec: TextCodec, sampling: SamplingConfig) -> bool:
     """The target takes the speech; not where it is too long. Raises UsageError where it cannot be read."""
-    if not isinstance(codec, SourceCodec):
+    if not isinstance(codec, EncoderDecoderCodec):
         raise UsageError(f"record {record.id} is speech, but the target reads text")
     try:
-        codec.source(Request(audio=audio, sampling=sampling))
+        codec.encoder_input(Request(audio=audio, sampling=sampling))
     except PromptTooLongError:
         return False
     except InvalidRowError as error:
@@ -163,14 +161,14 @@ def _is_heard(record: TaskRecord, audio: str, codec: TextCodec, sampling: Sampli
 def _encode(record: TaskRecord, codec: TextCodec, sampling: SamplingConfig) -> tuple[list[int], bool]:
     """Token ids, of the source where the target has an encoder, and whether a conversation was taken as plain text."""
     messages = record.meta.get("messages")
-    if isinstance(codec, SourceCodec):
+    if isinstance(codec, EncoderDecoderCodec):
         if messages is not None:
             raise UsageError(f"record {record.id} is a conversation, but the target has an encoder, which reads a text")
         try:
-            source = codec.source(Request(record.prompt, sampling=sampling)).source
+            encoder_input = codec.encoder_input(Request(record.prompt, sampling=sampling)).encoder_input
         except InvalidRowError as error:
             raise UsageError(f"record {record.id}: {error}") from None
-        return source.tolist(), False
+        return encoder_input.tolist(), False
     if messages is None:
         return codec.encode(record.prompt), False
     try:

@@ -10,30 +10,28 @@ from functools import partial
 from statistics import fmean
 
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.protocols import SourceModel
+from dsbd_cli.engine.protocols import EncoderDecoderModel
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.bench.choice import choose, curves, doubts
 from dsbd_cli.lab.bench.prepare import BenchSpec, Prepared, prepare, window_size
 from dsbd_cli.lab.bench.runners import make_runner
-from dsbd_cli.lab.bench.sweep import Setting
+from dsbd_cli.lab.bench.sweep import SweepSetting
 from dsbd_cli.lab.bench.tally import Tally, ratios_of
 from dsbd_cli.lab.metrics.energy import EnergyMeter, find_meter
 from dsbd_cli.lab.metrics.environment import environment
 from dsbd_cli.lab.metrics.memory import PeakMemory, synchronise
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
 
-__all__ = ["Bench"]
-
-Progress = Callable[[int, int, str, float | None], None]
+OnWindow = Callable[[int, int, str, float | None], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class BenchPart:
     """Records of a task and the settings that answer them. dev: they are for a choice, not to be reported alone."""
 
     task: str
     data: Prepared
-    settings: tuple[Setting, ...]
+    settings: tuple[SweepSetting, ...]
     rounds: int
     dev: bool = False
 
@@ -80,7 +78,7 @@ class Bench:
         }
         self._environment = environment(command, str(device))
         self._clock = clock
-        self._took: dict[tuple[Part, Setting], list[float]] = {key: [] for key in self._tallies}
+        self._took: dict[tuple[BenchPart, SweepSetting], list[float]] = {key: [] for key in self._tallies}
 
     @property
     def units(self) -> int:
@@ -106,7 +104,7 @@ class Bench:
         every = [seconds for some in self._took.values() for seconds in some]
         if not every:
             return None
-        of_setting: dict[Setting, list[float]] = {}
+        of_setting: dict[SweepSetting, list[float]] = {}
         for (_, setting), some in self._took.items():
             of_setting.setdefault(setting, []).extend(some)
         return sum(
@@ -114,7 +112,7 @@ class Bench:
             for (part, setting), some in self._took.items()
         )
 
-    def run(self, progress: Progress = lambda done, total, name, left_s: None) -> BenchReport:
+    def run(self, progress: OnWindow = lambda done, total, name, left_s: None) -> BenchReport:
         """Measure all of it. progress: called before each window with windows done, windows in all, its name, and
         the seconds that are left, as far as that is known."""
         self._meter.measure_idle()
@@ -152,7 +150,7 @@ class Bench:
         complete = not self._stopping
         return BenchReport(rows, self._environment, self._about(), notes, complete, dev_rows, choices)
 
-    def _divided(self, size: int, room: int | None) -> Iterator[Part]:
+    def _divided(self, size: int, room: int | None) -> Iterator[BenchPart]:
         """Yield what is run: all settings on every data set; on dev records the curves and their references."""
         spec, codec = self._spec, self._pair.codec
         wanted = {one for curve in self._curves for one in (curve.reference, *curve.settings)}
@@ -160,9 +158,9 @@ class Bench:
         for dataset in spec.datasets:
             if tuned and dataset.dev is not None:
                 data = prepare(dataset.dev, codec, spec.dev_records, size, room, spec.sampling)
-                yield Part(dataset.name, data, tuned, rounds=1, dev=True)
+                yield BenchPart(dataset.name, data, tuned, rounds=1, dev=True)
             data = prepare(dataset, codec, spec.records, size, room, spec.sampling)
-            yield Part(dataset.name, data, tuple(spec.settings), spec.rounds)
+            yield BenchPart(dataset.name, data, tuple(spec.settings), spec.rounds)
 
     def _rows(self, *, dev: bool) -> list[BenchRow]:
         """Return the rows of the dev records (`dev`), or of the test records."""
@@ -171,7 +169,7 @@ class Bench:
             tally.row(ratios_of(tally, tallies), self._meter, self._memory.source) for tally in tallies if tally.speeds
         ]
 
-    def _window(self, part: Part, number: int, window: int, done: int, progress: Progress) -> int:
+    def _window(self, part: BenchPart, number: int, window: int, done: int, progress: OnWindow) -> int:
         """One window by every method; who begins goes round."""
         data, settings = part.data, part.settings
         first = (number * len(data.windows) + window) % len(settings)
@@ -185,7 +183,7 @@ class Bench:
             done += 1
         return done
 
-    def _measure(self, part: Part, setting: Setting, number: int, window: int) -> None:
+    def _measure(self, part: BenchPart, setting: SweepSetting, number: int, window: int) -> None:
         prompts, runner = part.data.windows[window], self._runners[setting]
         tally = self._tallies[part, setting]
         self._memory.start()
@@ -210,9 +208,9 @@ class Bench:
         """Tokens that a prompt may have in every model that some setting uses."""
         drafts = any(setting.drafts for setting in self._spec.settings)
         models = self._pair.models if drafts else [self._pair.target]
-        if isinstance(self._pair.target, SourceModel):
-            sources = [model.max_source for model in models if isinstance(model, SourceModel)]
-            return min((limit for limit in sources if limit is not None), default=None)
+        if isinstance(self._pair.target, EncoderDecoderModel):
+            encoder_inputs = [model.max_encoder_input for model in models if isinstance(model, EncoderDecoderModel)]
+            return min((limit for limit in encoder_inputs if limit is not None), default=None)
         limits = [model.max_positions for model in models if model.max_positions is not None]
         return min(limits) - self._spec.sampling.max_new_tokens if limits else None
 

@@ -13,18 +13,16 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import ModelError, UsageError
 from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.bench.prepare import BenchSpec, Prompt
-from dsbd_cli.lab.bench.sweep import Setting
+from dsbd_cli.lab.bench.sweep import SweepSetting
 from dsbd_cli.lab.peers.base import Asked, Delivered, Peer
-from dsbd_cli.pick.candidates import Candidate, CandidateRow
+from dsbd_cli.pick.candidate_rows import Candidate, CandidateRow
 from dsbd_cli.pick.choosers import ByRisk, ByScore, ByVote, Chooser, Weights
 from dsbd_cli.requests import RequestResult, derive_seed
 from dsbd_cli.stats import RequestStats
 
-__all__ = ["Answer", "Runner", "make_runner"]
-
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BestAnswer:
     """The best text of one prompt.
 
     Attributes:
@@ -52,7 +50,7 @@ class EngineRunner:
     its own.
     """
 
-    def __init__(self, pair: Engine, setting: Setting, spec: BenchSpec, sampling: SamplingConfig) -> None:
+    def __init__(self, pair: Engine, setting: SweepSetting, spec: BenchSpec, sampling: SamplingConfig) -> None:
         method, how = setting.config, METHODS[setting.method]
         assert isinstance(method, MethodConfig)
         self._pick, self._seed, self._grammar = how.pick, spec.seed, spec.grammar
@@ -80,7 +78,7 @@ class EngineRunner:
         """The engine's."""
         return self._engine.exactness
 
-    def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
+    def run(self, prompts: Sequence[Prompt]) -> list[BestAnswer]:
         """Answers in order; fewer after `stop`."""
         each, names = self._samples or 1, [prompt.record.id for prompt in prompts]
         if self._samples is not None:
@@ -103,7 +101,7 @@ class EngineRunner:
             if len(results) >= each * (place + 1)
         ]
 
-    def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
+    def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[BestAnswer]) -> list[float]:
         """Log-probabilities of the answers, which the engine has summed up already."""
         return [answer.logprob or 0.0 for answer in answers]
 
@@ -112,23 +110,23 @@ class EngineRunner:
         self._stopped = True
         self._engine.stop()
 
-    def _answer(self, prompt: Prompt, results: list[RequestResult]) -> Answer:
+    def _answer(self, prompt: Prompt, results: list[RequestResult]) -> BestAnswer:
         stats = RequestStats.total(result.stats for result in results)
         kv_bytes = sum(result.stats.kv_peak_slots for result in results) * self._slot_bytes
         found = [one for result in results for one in result.hypotheses]
         if not found:
-            return Answer("", 0, None, stats, kv_bytes, str(results[0].error))
+            return BestAnswer("", 0, None, stats, kv_bytes, str(results[0].error))
         best = found[0]
         if self._pick is None:
             ranked = tuple(_named(one.answer_id, one.text) for one in found)
-            return Answer(best.text, best.num_tokens, best.logprob, stats, kv_bytes, ranked=ranked)
+            return BestAnswer(best.text, best.num_tokens, best.logprob, stats, kv_bytes, ranked=ranked)
         if self._pick == "exec":
             assert prompt.runs is not None, "checked before the run"
             best = next((one for one in found if prompt.runs(one.text)), best)
         else:
             candidates = tuple(Candidate(one.text, one.logprob, one.score, {}) for one in found)
             best = found[self._chooser.choose(CandidateRow(0, 0, prompt.record.id, "", candidates)).beam]
-        return Answer(best.text, best.num_tokens, best.logprob, stats, kv_bytes)
+        return BestAnswer(best.text, best.num_tokens, best.logprob, stats, kv_bytes)
 
 
 class PeerRunner:
@@ -144,7 +142,7 @@ class PeerRunner:
         """Not known of another code."""
         return None
 
-    def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
+    def run(self, prompts: Sequence[Prompt]) -> list[BestAnswer]:
         """Answers in order; none of a window in which `stop` came."""
         seed = derive_seed(self._seed, prompts[0].record.id)
         try:
@@ -152,15 +150,17 @@ class PeerRunner:
         except ModelError as error:
             raise ModelError(f"{self._title}: {error}") from None
         except Exception as error:  # a model that others cannot decode raises what it likes
-            said = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200]
             raise ModelError(
-                f"{self._title}: {self._peer.config.whose} fails ({type(error).__name__}: {said}): "
+                f"{self._title}: {self._peer.config.whose} fails ({type(error).__name__}: {reason}): "
                 "leave it out of --methods"
             ) from error
         if self._peer.stopped:
             return []
         return [
-            Answer(one.text, len(one.token_ids), None, None, one.kv_bytes, ranked=tuple(map(self._name, one.ranked)))
+            BestAnswer(
+                one.text, len(one.token_ids), None, None, one.kv_bytes, ranked=tuple(map(self._name, one.ranked))
+            )
             for one in self._delivered
         ]
 
@@ -170,7 +170,7 @@ class PeerRunner:
         answer_id = self._catalogue.id_of(ids) if known and self._catalogue is not None else None
         return _named(answer_id, self._peer.text(ids))
 
-    def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
+    def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[BestAnswer]) -> list[float]:
         """One plain forward of the target per answer of the last window."""
         return self._peer.logprobs(_asked(prompts), self._delivered)
 
@@ -191,7 +191,7 @@ def _named(answer_id: str | int | None, text: str) -> str:
 Runner = EngineRunner | PeerRunner
 
 
-def make_runner(pair: Engine, setting: Setting, spec: BenchSpec, longest: int = 0) -> Runner:
+def make_runner(pair: Engine, setting: SweepSetting, spec: BenchSpec, longest: int = 0) -> Runner:
     """The runner of a setting. longest: tokens of a prompt, at most. Raises ModelError where another code does not take
     the target."""
     config, sampling = setting.config, spec.sampling

@@ -15,13 +15,11 @@ from dsbd_cli.errors import UsageError, option_name
 from dsbd_cli.lab.bench.methods import AXES, DEFAULT_METHODS, METHODS, Method, Value
 from dsbd_cli.lab.peers.config import PeerConfig
 
-__all__ = ["Setting", "SweepPlan", "choose_methods", "plan", "read_values"]
-
 Sweep = Mapping[str, Sequence[Value]]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SweepSetting:
     """One method at one point of the sweep; `label` is the point, as in `W=4 K=8`, and empty without a sweep."""
 
     method: str
@@ -53,7 +51,7 @@ class Setting:
         found = {name: value for name, value in dataclasses.asdict(self.config).items() if not name.startswith("_")}
         if isinstance(self.config, MethodConfig):
             del found["settings"]
-            found |= self.config.settled
+            found |= self.config.resolved
         return found
 
 
@@ -61,10 +59,10 @@ class Setting:
 class SweepPlan:
     """Settings in order, and what was left out and why."""
 
-    settings: tuple[Setting, ...]
+    settings: tuple[SweepSetting, ...]
     notes: tuple[str, ...]
 
-    def without(self, left: Sequence[Setting], methods: str | None, fault: str) -> SweepPlan:
+    def without(self, left: Sequence[SweepSetting], methods: str | None, fault: str) -> SweepPlan:
         """The plan without some settings. methods: as given; those of `left` that it names are an error: UsageError."""
         named = [name.strip() for name in (methods or "").split(",")]
         if asked := next((one.method for one in left if one.method in named), None):
@@ -139,7 +137,7 @@ def plan(names: Sequence[str], sweep: Sweep, index: str | None = None) -> SweepP
     for axis in sweep:
         if not any(axis in METHODS[name].axes for name in names):
             raise UsageError(f"{option_name(axis)} would do nothing: it acts on none of {', '.join(names)}")
-    settings: list[Setting] = []
+    settings: list[SweepSetting] = []
     left_out: dict[str, list[str]] = {}
     for name in names:
         made, faults = _settings(name, METHODS[name], sweep, index)
@@ -155,14 +153,14 @@ def plan(names: Sequence[str], sweep: Sweep, index: str | None = None) -> SweepP
 
 def _settings(
     name: str, method: Method, sweep: Sweep, index: str | None
-) -> tuple[list[Setting], list[tuple[str, str]]]:
+) -> tuple[list[SweepSetting], list[tuple[str, str]]]:
     axes = [axis for axis in method.axes if axis in sweep]
     made, faults = [], []
     for values in itertools.product(*(sweep[axis] for axis in axes)):
         point = dict(zip(axes, values, strict=True))
         label = " ".join(AXES[axis].label(value) for axis, value in point.items())
         try:
-            made.append(Setting(name, label, method.config(_completed(method, point, index))))
+            made.append(SweepSetting(name, label, method.config(_completed(method, point, index))))
         except UsageError as error:
             faults.append((label, error.typed(typed_names((*AXES, "index")))))
     return made, faults

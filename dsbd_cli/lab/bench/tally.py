@@ -8,13 +8,11 @@ import numpy as np
 
 from dsbd_cli.config.variant import Exactness
 from dsbd_cli.lab.bench.methods import BASELINES
-from dsbd_cli.lab.bench.runners import Answer
-from dsbd_cli.lab.bench.sweep import Setting
+from dsbd_cli.lab.bench.runners import BestAnswer
+from dsbd_cli.lab.bench.sweep import SweepSetting
 from dsbd_cli.lab.metrics.energy import EnergyMeter, EnergyWindow
 from dsbd_cli.lab.reports.bench_data import BenchRow, Energy, Interval
 from dsbd_cli.stats import RequestStats
-
-__all__ = ["Tally", "bootstrap_mean", "middle_half", "ratios_of"]
 
 
 class Counters:
@@ -57,7 +55,7 @@ def _share(part: int, whole: int) -> float | None:
 class Tally:
     """Sums over the windows of one setting on one task."""
 
-    def __init__(self, task: str, setting: Setting, batch_size: int) -> None:
+    def __init__(self, task: str, setting: SweepSetting, batch_size: int) -> None:
         self.task, self.setting, self.batch_size = task, setting, batch_size
         self.exactness: Exactness | None = None  # of the engine after its last window; None: another code answers
         self.speeds: dict[tuple[int, int], float] = {}  # (round, window) -> tokens/s
@@ -83,7 +81,7 @@ class Tally:
             self._peaks.append(peak)
 
     def add_answers(
-        self, answers: Sequence[Answer], scores: Sequence[Mapping[str, float]], logprobs: Sequence[float]
+        self, answers: Sequence[BestAnswer], scores: Sequence[Mapping[str, float]], logprobs: Sequence[float]
     ) -> None:
         """Answers of the first round with their scores and log-probabilities."""
         for answer, found, logprob in zip(answers, scores, logprobs, strict=True):

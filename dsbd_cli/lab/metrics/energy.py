@@ -13,8 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["EnergyMeter", "EnergyWindow", "NvmlReader", "RaplReader", "find_meter"]
-
 POWERCAP = Path("/sys/class/powercap")
 UNAVAILABLE = "unavailable"
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from dsbd_cli._version import __version__
 
-__all__ = ["commit_of", "cpu_name", "environment", "installed", "versions"]
-
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 CPUINFO = Path("/proc/cpuinfo")
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PeakMemory", "peak_rss_bytes", "reset_peak_rss", "resident_bytes", "synchronise"]
-
 PROC = Path("/proc/self")
 
 

@@ -12,10 +12,8 @@ from torch import Tensor
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.results import text_of
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
-from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.tokenizer import HFCodec
-
-__all__ = ["Asked", "Delivered", "Peer", "PeerSettings", "delivered", "sequence_logprob"]
 
 Asked = Sequence[int] | str  # token ids, or a file of speech
 
@@ -61,7 +59,7 @@ class Peer:
     """One comparator over a loaded target. A subclass answers a batch."""
 
     def __init__(
-        self, config: PeerSettings, target: Forest, codec: HFCodec, sampling: SamplingConfig, batch_size: int
+        self, config: PeerSettings, target: BaseForestModel, codec: HFCodec, sampling: SamplingConfig, batch_size: int
     ) -> None:
         """sampling: for all prompts; search and greedy take its limits alone."""
         self.config, self.stopped = config, False
@@ -89,8 +87,8 @@ class Peer:
     def logprobs(self, prompts: Sequence[Asked], answers: Sequence[Delivered]) -> list[float]:
         """Raw target log-probability (nats) of each answer after its prompt, by separate forwards; not for timing."""
         return [
-            sequence_logprob(self._target, source, answer.token_ids, begin)
-            for (source, begin), answer in zip(map(self._begun, prompts), answers, strict=True)
+            sequence_logprob(self._target, encoder_input, answer.token_ids, begin)
+            for (encoder_input, begin), answer in zip(map(self._begun, prompts), answers, strict=True)
         ]
 
     def _begun(self, prompt: Asked) -> tuple[Tensor, Sequence[int]]:
@@ -106,7 +104,7 @@ def delivered(row: Sequence[int], eos: Sequence[int]) -> tuple[int, ...]:
 
 
 @torch.inference_mode()
-def sequence_logprob(model: Forest, prompt: Tensor, answer: Sequence[int], begin: Sequence[int] = ()) -> float:
+def sequence_logprob(model: BaseForestModel, prompt: Tensor, answer: Sequence[int], begin: Sequence[int] = ()) -> float:
     """Sum of log p(token | before) over the answer, in nats, from one plain forward. begin: the tokens that answers of
     an encoder-decoder model begin with; the prompt [T] int64, or features, is its source."""
     if not answer:

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.lab.peers.base import Peer
 
-__all__ = ["PEERS", "PeerConfig", "PeerName"]
-
 PeerName = Literal["greedy", "beam-search", "beam-sampling", "assisted"]
 PEERS: tuple[PeerName, ...] = ("greedy", "beam-search", "beam-sampling", "assisted")
 
@@ -56,11 +54,11 @@ class PeerConfig:
         it does not take the target."""
         from dsbd_cli.errors import ModelError
         from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
-        from dsbd_cli.models.forest import Forest
+        from dsbd_cli.models.forest_model import BaseForestModel
         from dsbd_cli.models.tokenizer import HFCodec
 
         target, draft, codec = pair.target, pair.draft, pair.codec
-        if not isinstance(target, Forest) or not isinstance(codec, HFCodec):
+        if not isinstance(target, BaseForestModel) or not isinstance(codec, HFCodec):
             raise ModelError("the target is no transformers model; leave it out of --methods")
-        assistant = draft if isinstance(draft, Forest) else None
+        assistant = draft if isinstance(draft, BaseForestModel) else None
         return TransformersPeer(self, target, assistant, codec, sampling, batch_size, pair.catalogues.get(""))

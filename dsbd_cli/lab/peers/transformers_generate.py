@@ -30,16 +30,14 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.token_rules import TokenRules, asked_rules
 from dsbd_cli.engine.constraints.answers import Catalogue
 from dsbd_cli.engine.constraints.trie import Trie
-from dsbd_cli.engine.protocols import SourceRequest
+from dsbd_cli.engine.protocols import EncoderRequest
 from dsbd_cli.lab.peers.base import Asked, Delivered, Peer, PeerSettings, delivered
 from dsbd_cli.models.adapted.attention import NAME as GROUPED
+from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
-from dsbd_cli.models.adapted.sources import Seq2SeqCodec
-from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.requests import Request
-
-__all__ = ["TransformersPeer"]
 
 
 class _Generating(Protocol):
@@ -79,8 +77,8 @@ class TransformersPeer(Peer):
     def __init__(
         self,
         config: PeerSettings,
-        target: Forest,
-        draft: Forest | None,
+        target: BaseForestModel,
+        draft: BaseForestModel | None,
         codec: HFCodec,
         sampling: SamplingConfig,
         batch_size: int,
@@ -101,17 +99,17 @@ class TransformersPeer(Peer):
         with stock_attention(self._module), _seeded(seed, self._target.device):
             yield from super().run(prompts, seed)
 
-    def _spoken(self, files: Sequence[str]) -> list[SourceRequest]:
+    def _spoken(self, files: Sequence[str]) -> list[EncoderRequest]:
         """Features of the files, and what the decoder begins with."""
         assert isinstance(self._codec, Seq2SeqCodec)
-        asked = [self._codec.source(Request(audio=file, sampling=self._sampling)) for file in files]
+        asked = [self._codec.encoder_input(Request(audio=file, sampling=self._sampling)) for file in files]
         return [one if one.listen is None else self._listened(one, one.listen) for one in asked]
 
-    def _listened(self, asked: SourceRequest, listen: Callable[[Tensor], tuple[list[int], str]]) -> SourceRequest:
+    def _listened(self, asked: EncoderRequest, listen: Callable[[Tensor], tuple[list[int], str]]) -> EncoderRequest:
         """With the language that the model hears, as transformers' detect_language has it."""
         assert isinstance(self._target, Seq2SeqForestModel)
         start = torch.tensor([asked.prompt[:1]], device=self._target.device)
-        logits = self._target.plain(start, asked.source)[0, -1]
+        logits = self._target.plain(start, asked.encoder_input)[0, -1]
         return replace(asked, prompt=listen(logits)[0], listen=None)
 
     def _token_rules(self) -> TokenRules:
@@ -184,7 +182,7 @@ class TransformersPeer(Peer):
             options["logits_processor"] = LogitsProcessorList(
                 [WhisperTimeStampLogitsProcessor(config, begin_index=begin.shape[1])]
             )
-        features = torch.stack([one.source for one in found]).to(self._target.weights_dtype)
+        features = torch.stack([one.encoder_input for one in found]).to(self._target.weights_dtype)
         return features, begin.shape[1], options
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, int, dict[str, object]]:
@@ -207,7 +205,7 @@ class TransformersPeer(Peer):
     def _begun(self, prompt: Asked) -> tuple[Tensor, Sequence[int]]:
         if isinstance(prompt, str):
             (asked,) = self._spoken([prompt])
-            return asked.source, asked.prompt
+            return asked.encoder_input, asked.prompt
         return torch.tensor(prompt), [self._settings.decoder_start_token_id or 0]
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dsbd_cli.lab.profiling.budget import Budget
-from dsbd_cli.lab.profiling.runs import Run, drafts_nodes
+from dsbd_cli.lab.profiling.runs import ProfiledRun, drafts_nodes
 from dsbd_cli.lab.reports.profile_data import ForestSize, Machine, MeasuredSetting
-
-__all__ = ["choose", "drafting", "missing", "notes", "warnings"]
 
 WIDE_SPREAD = 0.25
 BUSY = 0.5
@@ -17,23 +15,23 @@ NEAR = 0.95
 
 def warnings(machine: Machine, measured: Sequence[MeasuredSetting]) -> list[str]:
     """Reasons to trust the timings less."""
-    told = []
+    notes = []
     load = machine.load_average
     if load is not None and load > BUSY * machine.cores:
-        told.append(
+        notes.append(
             f"load average {load:.1f} on {machine.cores} cores before the first measurement: "
             "other processes share the machine, so the timings say little"
         )
     for one in measured:
         if one.seconds.relative > WIDE_SPREAD:
-            told.append(
+            notes.append(
                 f"runs of {one.setting.label} spread by {one.seconds.relative:.0%} "
                 f"({one.seconds.low:.2f} to {one.seconds.high:.2f} s): measure again on a quiet machine"
             )
-    return told
+    return notes
 
 
-def drafting(run: Run) -> list[str]:
+def drafting(run: ProfiledRun) -> list[str]:
     """Say what the phase draft is where it is not forwards of a draft model over the forest's nodes."""
     method = run.method
     if not method.depth or drafts_nodes(method):
@@ -50,38 +48,38 @@ def drafting(run: Run) -> list[str]:
 
 def missing(budget: Budget) -> list[str]:
     """Say what was not measured, and why."""
-    told = []
+    notes = []
     if budget.left_out:
-        told.append(
+        notes.append(
             f"left out, because --seconds is {budget.seconds:g}: {'; '.join(budget.left_out)}; "
             "a larger number measures them too"
         )
     if budget.stopped:
-        told.append("stopped early: this is what was measured until then")
-    return told
+        notes.append("stopped early: this is what was measured until then")
+    return notes
 
 
 def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: ForestSize) -> list[str]:
     """Say what the runs tell of the recommended setting."""
-    told = []
+    notes = []
     plain = next((one for one in tried if not one.setting.depth), None)
     if plain is not None and now.setting.depth:
         ratio = now.tokens_per_s.median / plain.tokens_per_s.median
         if ratio < 1:
-            told.append(f"speculation does not pay as set: no draft is {1 / ratio:.2f} times as fast (measured)")
+            notes.append(f"speculation does not pay as set: no draft is {1 / ratio:.2f} times as fast (measured)")
         else:
-            told.append(f"speculation pays: {ratio:.2f} times the tokens/s of no draft (measured)")
+            notes.append(f"speculation pays: {ratio:.2f} times the tokens/s of no draft (measured)")
         drafted = [one.tokens_per_s.median for one in (now, *tried) if one.setting.depth]
         if not best.depth and max(drafted) < plain.tokens_per_s.median:
-            told.append("no D and K that was run with this drafter is faster: use no draft")
+            notes.append("no D and K that was run with this drafter is faster: use no draft")
         elif not best.depth and ratio >= 1:
-            told.append(
+            notes.append(
                 f"no draft is recommended all the same: it is within {1 - NEAR:.0%} of the fastest, and all beams live "
                 "without a draft, where narrow layers lose text"
             )
     if best == now.setting and tried:
-        told.append("the settings in use are the recommended ones")
-    return told
+        notes.append("the settings in use are the recommended ones")
+    return notes
 
 
 def choose(found: Sequence[tuple[ForestSize, float]], num_beams: int) -> ForestSize:

@@ -7,20 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from dsbd_cli.engine.planning.timing import Line
+from dsbd_cli.engine.planning.timing import FittedLine
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.reports.profile_data import ForestSize
 
-__all__ = ["Budget", "CutOffError", "Expected"]
-
-TOLD_FROM_S = 1.0
+ANNOUNCED_FROM_S = 1.0
 
 
 class CutOffError(Exception):
     """A signal came: what is measured until now is the profile."""
 
 
-def _nobody(message: str) -> None:
+def _ignore(message: str) -> None:
     """Is told and says nothing."""
 
 
@@ -28,13 +26,13 @@ def _nobody(message: str) -> None:
 class Budget:
     """Seconds that may be spent on measuring, from `start`. Without a limit everything is measured.
 
-    told: is called with what is being done, found with what it has come to. left_out: what there was no time for.
+    announce: is called with what is being done, found with what it has come to. left_out: what there was no time for.
     """
 
     seconds: float = float("inf")
-    told: Callable[[str], None] = _nobody
+    announce: Callable[[str], None] = _ignore
     clock: Callable[[], float] = time.perf_counter
-    found: Callable[[str], None] = _nobody
+    found: Callable[[str], None] = _ignore
     left_out: list[str] = field(default_factory=list)
     stopped: bool = False
     _began: float = 0.0
@@ -49,10 +47,10 @@ class Budget:
         """Seconds; less than 0 where a part took longer than expected."""
         return self.seconds - (self.clock() - self._began)
 
-    def affords(self, what: str, expected_s: float, *, behind: float = 0.0) -> bool:
+    def affords(self, what: str, expected_s: float, *, reserved_s: float = 0.0) -> bool:
         """Whether there is time for a part, and for so many seconds of what is worth more and comes behind it; if not,
         it is noted as left out."""
-        if expected_s + behind <= self.left:
+        if expected_s + reserved_s <= self.left:
             return True
         self.left_out.append(f"{what} (about {max(1.0, expected_s):.0f} s)")
         return False
@@ -60,7 +58,7 @@ class Budget:
     def tell(self, what: str, expected_s: float = 0.0) -> None:
         """Say what is measured next. Raises CutOffError once `stop` was called."""
         self.check()
-        self.told(what + (f", about {expected_s:.0f} s" if expected_s >= TOLD_FROM_S else ""))
+        self.announce(what + (f", about {expected_s:.0f} s" if expected_s >= ANNOUNCED_FROM_S else ""))
 
     def check(self) -> None:
         """Raises CutOffError once `stop` was called."""
@@ -98,8 +96,8 @@ class Expected:
             what its forwards of one row take.
     """
 
-    target: Line
-    draft: Line | None
+    target: FittedLine
+    draft: FittedLine | None
     most: int
     num_beams: int
     now: ForestSize

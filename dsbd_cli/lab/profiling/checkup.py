@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from dsbd_cli.engine.protocols import ForestModel
     from dsbd_cli.models.pair import LoadedPair
 
-__all__ = ["Check", "check_up"]
-
 State = Literal["ok", "note", "off", "broken"]
 Facts = dict[str, object]
 
@@ -104,8 +102,8 @@ def _tried(name: str, part: Callable[[], tuple[State, str, Facts]]) -> Check:
     except (DsbdError, _BrokenError) as error:
         return Check(name, "broken", str(error), {"error": str(error)})
     except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
-        return Check(name, "broken", f"{said[:300]} (unexpected)", {"error": said})
+        message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+        return Check(name, "broken", f"{message[:300]} (unexpected)", {"error": message})
 
 
 # The machine
@@ -122,7 +120,7 @@ def _versions() -> tuple[State, str, Facts]:
 def _machine() -> tuple[State, str, Facts]:
     import torch
 
-    from dsbd_cli.engine.planning.memory import free_bytes, memory_bytes
+    from dsbd_cli.engine.planning.memory_limit import free_bytes, memory_bytes
 
     cpu, threads = torch.device("cpu"), torch.get_num_threads()
     cores = processors()
@@ -144,7 +142,7 @@ def _gpu() -> tuple[State, str, Facts]:
         if NVIDIA.exists():
             raise _BrokenError(f"torch is built for CUDA {built} and the driver is there, but torch sees no device")
         return "off", f"none; torch {'is built without CUDA' if built is None else f'is built for CUDA {built}'}", {}
-    told, facts = [], []
+    lines, facts = [], []
     for index in range(torch.cuda.device_count()):
         name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
         free, total = torch.cuda.mem_get_info(index)
@@ -155,9 +153,9 @@ def _gpu() -> tuple[State, str, Facts]:
             raise _BrokenError(f"cuda:{index} {name} (sm_{major}{minor}) computes nothing: {error}") from error
         if not right:
             raise _BrokenError(f"cuda:{index} {name} (sm_{major}{minor}) gives a wrong product of whole numbers")
-        told.append(f"cuda:{index} {name}, sm_{major}{minor}, {free / GIB:.1f} of {total / GIB:.1f} GiB free")
+        lines.append(f"cuda:{index} {name}, sm_{major}{minor}, {free / GIB:.1f} of {total / GIB:.1f} GiB free")
         facts.append({"name": name, "capability": f"{major}.{minor}", "free_bytes": free, "memory_bytes": total})
-    return "ok", f"{'; '.join(told)}; CUDA {built}", {"cuda": built, "devices": facts}
+    return "ok", f"{'; '.join(lines)}; CUDA {built}", {"cuda": built, "devices": facts}
 
 
 # The models
@@ -173,7 +171,7 @@ def _pair(target: ModelSpec, draft: ModelSpec) -> tuple[State, str, Facts]:
 def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]) -> tuple[State, str, Facts]:
     from dsbd_cli.models.checkpoints.hub import has_weights
     from dsbd_cli.models.checkpoints.loader import is_gguf
-    from dsbd_cli.models.forest import size_of
+    from dsbd_cli.models.forest_model import size_of
     from dsbd_cli.models.pair import load_pair
 
     for spec in (target, draft):
@@ -186,7 +184,7 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
     pair = load_pair(target, draft, anew=True)
     took = time.monotonic() - begin
     loaded.append(pair)
-    told: list[str] = []
+    lines: list[str] = []
     facts: Facts = {"load_s": took}
     for spec, model, dtype in zip((target, draft), _both(pair), (pair.target_dtype, pair.draft_dtype), strict=False):
         assert spec is not None
@@ -194,7 +192,7 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
         how = f" ({spec.dtype})" if spec.dtype == "auto" else ""
         weights = "" if size is None else f", {_bytes(size.held_bytes)}"
         name = getattr(model, "architecture", type(model).__name__)
-        told.append(f"{spec.role} {spec.source}: {name}, {dtype}{how} on {model.device}{weights}")
+        lines.append(f"{spec.role} {spec.source}: {name}, {dtype}{how} on {model.device}{weights}")
         facts[spec.role] = {
             "source": spec.source,
             "architecture": name,
@@ -203,9 +201,9 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
             "weight_bytes": None if size is None else size.held_bytes,
         }
     if draft is None:
-        told.append("no draft")
-    facts["told"] = list(pair.told)
-    return "ok", "; ".join([*told, f"loaded and tested in {took:.1f} s", *pair.told]), facts
+        lines.append("no draft")
+    facts["told"] = list(pair.notes)
+    return "ok", "; ".join([*lines, f"loaded and tested in {took:.1f} s", *pair.notes]), facts
 
 
 def _both(pair: LoadedPair) -> list[ForestModel]:
@@ -215,17 +213,17 @@ def _both(pair: LoadedPair) -> list[ForestModel]:
 
 def _forest(pair: LoadedPair) -> tuple[State, str, Facts]:
     """The self-test has passed, or the models would not be loaded: how far off they were."""
-    told: list[str] = []
+    lines: list[str] = []
     facts: Facts = {}
     for role, model in zip(("target", "draft"), _both(pair), strict=False):
         report = getattr(model, "tested", None)
         if report is not None:
-            told.append(
+            lines.append(
                 f"{role} off by {report.median_error:.0e} at the median (limit {report.limit:.0e}), "
                 f"{report.largest_error:.0e} at most"
             )
             facts[role] = {"median_error": report.median_error, "largest_error": report.largest_error}
-    return "ok", f"a packed tree has the logits of its separate paths: {'; '.join(told)}", facts
+    return "ok", f"a packed tree has the logits of its separate paths: {'; '.join(lines)}", facts
 
 
 def _numerics(pair: LoadedPair, target: ModelSpec) -> tuple[State, str, Facts]:
@@ -269,11 +267,11 @@ def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
         "linear_layers": len(products),
         "linear_layers_as_kernels": ours,
     }
-    told = [f"{backend}: {', '.join(names)} ({reason})" for (backend, reason), names in alike.items()]
+    lines = [f"{backend}: {', '.join(names)} ({reason})" for (backend, reason), names in alike.items()]
     if target.device.type == "cpu":
-        told.append(f"{ours} of {len(products)} linear layers run as kernels of numba")
+        lines.append(f"{ours} of {len(products)} linear layers run as kernels of numba")
     served = any(one.backend != "torch" for one in found.values())
-    return "broken" if wrong else "ok" if served else "off", "; ".join([*told, *wrong]), facts
+    return "broken" if wrong else "ok" if served else "off", "; ".join([*lines, *wrong]), facts
 
 
 def _products(target: ForestModel) -> list[object]:
@@ -282,7 +280,7 @@ def _products(target: ForestModel) -> list[object]:
 
     from dsbd_cli.models.adapted.adapter import TransformersForest
     from dsbd_cli.models.adapted.patching import Int8Linear, PackedLinear
-    from dsbd_cli.models.decoder.forest import DecoderForest
+    from dsbd_cli.models.decoder.decoder_forest import DecoderForest
 
     if isinstance(target, DecoderForest):
         weights = target.decoder.weights
@@ -294,7 +292,7 @@ def _products(target: ForestModel) -> list[object]:
 
 
 def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:
-    from dsbd_cli.engine.planning.memory import fitting_rows, free_bytes
+    from dsbd_cli.engine.planning.memory_limit import fitting_rows, free_bytes
 
     models = _both(pair)
     nodes = BEAMS * (1 + 2 * DEPTH)
@@ -333,26 +331,26 @@ def _engine(pair: LoadedPair, *, depth: int | None, captured: bool | None = None
 def _texts(pair: LoadedPair, prompts: Sequence[str], captured: bool | None) -> tuple[State, str, Facts]:
     sampling = SamplingConfig(max_new_tokens=TOKENS, n_best=BEAMS)
     requests = [Request(prompt, sampling=sampling) for prompt in prompts]
-    ways = [_engine(pair, depth=depth, captured=captured).generate(requests) for depth in (0, DEPTH)]
-    found = [[[(one.token_ids, one.logprob) for one in row.hypotheses] for row in rows] for rows in ways]
+    results_by_depth = [_engine(pair, depth=depth, captured=captured).generate(requests) for depth in (0, DEPTH)]
+    found = [[[(one.token_ids, one.logprob) for one in row.hypotheses] for row in rows] for rows in results_by_depth]
     equal, total = sum(one == other for one, other in zip(*found, strict=True)), len(prompts)
     tokens = [[[ids for ids, _ in row] for row in way] for way in found]
     alike = sum(one == other for one, other in zip(*tokens, strict=True))
     drafter = "the draft" if pair.draft is not None else "drafts from the prompt"
-    told = f"beam search with and without {drafter}: {equal} of {total} prompts give the same {BEAMS} beams"
-    stats = [row.stats for row in ways[1]]
+    lines = f"beam search with and without {drafter}: {equal} of {total} prompts give the same {BEAMS} beams"
+    stats = [row.stats for row in results_by_depth[1]]
     steps = sum(one.steps for one in stats) / sum(one.target_calls for one in stats)
     facts: Facts = {"equal": equal, "same_tokens": alike, "prompts": total, "steps_per_call": steps}
-    text = f"{told}, bit for bit; {steps:.1f} steps per target call with it"
+    text = f"{lines}, bit for bit; {steps:.1f} steps per target call with it"
     if equal == total:
         return "ok", text, facts
     if pair.target.invariant:
-        raise _BrokenError(f"{told}, and all should: the target passed as same-text")
-    return "note", f"{told} to the bit, {alike} of {total} the same tokens; others are as likely (same-law)", facts
+        raise _BrokenError(f"{lines}, and all should: the target passed as same-text")
+    return "note", f"{lines} to the bit, {alike} of {total} the same tokens; others are as likely (same-law)", facts
 
 
 def _speed(pair: LoadedPair, prompts: Sequence[str], seconds: float, captured: bool | None) -> tuple[State, str, Facts]:
-    from dsbd_cli.models.forest import size_of
+    from dsbd_cli.models.forest_model import size_of
 
     plain, call_s = _steps_per_second(_engine(pair, depth=0, captured=captured), prompts, seconds)
     size = size_of(pair.target)

@@ -13,8 +13,6 @@ from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, versions
 from dsbd_cli.lab.metrics.memory import synchronise
 from dsbd_cli.lab.reports.profile_data import Machine
 
-__all__ = ["describe_machine", "machine_rates"]
-
 MIB = 1 << 20
 
 
@@ -48,9 +46,9 @@ def machine_rates(device: torch.device, dtype: torch.dtype, working_bytes: int) 
     Sizes: 1 MiB to 1 GiB copied; square matrices of 1024 (CPU) or 4096.
     """
     size = min(max(working_bytes, MIB), 1024 * MIB)
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copying = _fastest(lambda: target.copy_(source), device, 8)
+    from_buffer = torch.ones(size, dtype=torch.uint8, device=device)
+    to_buffer = torch.empty_like(from_buffer)
+    copying = _fastest(lambda: to_buffer.copy_(from_buffer), device, 8)
     side = 4096 if device.type == "cuda" else 1024
     left = torch.ones(side, side, dtype=dtype, device=device)
     multiplying = _fastest(lambda: left @ left, device, 5)

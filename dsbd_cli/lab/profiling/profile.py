@@ -12,7 +12,7 @@ import torch
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import TREE
 from dsbd_cli.engine.decoding.encode import Encoder
-from dsbd_cli.engine.planning.timing import Line
+from dsbd_cli.engine.planning.timing import FittedLine
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.errors import RowError, UsageError, plural
 from dsbd_cli.lab.metrics.memory import PeakMemory, peak_rss_bytes, synchronise
@@ -20,7 +20,7 @@ from dsbd_cli.lab.profiling import advice
 from dsbd_cli.lab.profiling.budget import CutOffError, Expected
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
 from dsbd_cli.lab.profiling.probe import owners
-from dsbd_cli.lab.profiling.runs import ProfiledPair, Run, drafts_nodes, method_for, phases_of, setting_of
+from dsbd_cli.lab.profiling.runs import ProfiledPair, ProfiledRun, drafts_nodes, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.snapshot import Snapshot
 from dsbd_cli.lab.profiling.trace import write_trace
 from dsbd_cli.lab.reports.profile_data import (
@@ -29,17 +29,15 @@ from dsbd_cli.lab.reports.profile_data import (
     DrafterRate,
     ForestSize,
     MeasuredSetting,
-    Owner,
+    MemoryOwner,
     Profile,
     Roofline,
     ShownForest,
     TargetForward,
     spread_of,
 )
-from dsbd_cli.models.forest import size_of
+from dsbd_cli.models.forest_model import size_of
 from dsbd_cli.requests import Request
-
-__all__ = ["ProfileSpec", "take_profile"]
 
 SLOT_STEP = 32
 RUN_SHARE = 0.2  # of the time: one run at most, which takes a fraction of that where texts end and drafts pass
@@ -85,11 +83,11 @@ class _Session:
         self._now = setting_of(job.method)
         self._machine = describe_machine(job.bench.target.device)
         self._forest: ShownForest | None = None
-        self._memory: tuple[Owner, ...] = ()
-        self._first: Run | None = None
+        self._memory: tuple[MemoryOwner, ...] = ()
+        self._first: ProfiledRun | None = None
         self._roofline: Roofline | None = None
-        self._once: dict[ForestSize, Run] = {}
-        self._rounds: dict[ForestSize, list[Run]] = {}
+        self._once: dict[ForestSize, ProfiledRun] = {}
+        self._rounds: dict[ForestSize, list[ProfiledRun]] = {}
         self._repeats = 1
         self._notes: list[str] = []
 
@@ -111,21 +109,21 @@ class _Session:
         self._roofline = _roofline(self._job, self._bench)
         round_s = expected.run(self._now) + expected.run(NO_DRAFT)
         for setting in neighbours(method):
-            self._run_once(f"a run of {setting.label}", setting, expected, behind=round_s)
+            self._run_once(f"a run of {setting.label}", setting, expected, reserved_s=round_s)
         self._take_rounds(expected)
         if self._job.trace is not None:
             budget.tell("tracing")
             count = write_trace(self._bench, method, self._job.trace)
             self._notes.append(f"{count} iterations are in the trace {self._job.trace}")
 
-    def _run_once(self, what: str, setting: ForestSize, expected: Expected, *, behind: float = 0.0) -> None:
+    def _run_once(self, what: str, setting: ForestSize, expected: Expected, *, reserved_s: float = 0.0) -> None:
         """Run a setting if there is time for it, and for so many seconds behind it."""
         seconds = expected.run(setting)
-        if self._budget.affords(what, seconds, behind=behind):
+        if self._budget.affords(what, seconds, reserved_s=reserved_s):
             self._budget.tell(f"timing {what}", seconds)
             self._once[setting] = self._timed(setting)
 
-    def _timed(self, setting: ForestSize) -> Run:
+    def _timed(self, setting: ForestSize) -> ProfiledRun:
         run = self._bench.timed(method_for(self._method, setting))
         self._budget.found(f"{setting.label}: {_speed(run)}")
         return run
@@ -140,8 +138,8 @@ class _Session:
         nodes = sorted({beams, self._now.nodes(beams) if method.depth else 4 * beams})
         slots = -(-(max(lengths) + max(*nodes, drafts) + 1) // SLOT_STEP) * SLOT_STEP
 
-        def line(role: str, model: ForestModel, counts: list[int]) -> Line:
-            found, shown = Line(), []
+        def line(role: str, model: ForestModel, counts: list[int]) -> FittedLine:
+            found, shown = FittedLine(), []
             for count in counts:
                 seconds = _one_forward(model, slots, count, budget.clock)
                 found.add(count, seconds)
@@ -172,7 +170,7 @@ class _Session:
             rest = f"round {number}" + (f" to {self._job.repeats}" if number < self._job.repeats else "")
             if not self._budget.affords(f"{rest} of runs in turn", seconds):
                 return
-            runs: dict[ForestSize, Run] = {}
+            runs: dict[ForestSize, ProfiledRun] = {}
             for setting in settings:
                 what = f"round {number} of {self._job.repeats}: {setting.label}"
                 self._budget.tell(what, expected.run(setting))
@@ -194,11 +192,11 @@ class _Session:
         best = advice.choose(
             [(setting, measured[setting].tokens_per_s.median) for setting in compared], method.num_beams
         )
-        told = advice.warnings(self._machine, list(measured.values()))
-        told += advice.drafting(self._first)
+        notes = advice.warnings(self._machine, list(measured.values()))
+        notes += advice.drafting(self._first)
         tried = [one for one in measured.values() if one.setting != now]
-        told += advice.notes(measured[now], tried, best)
-        told += self._notes + advice.missing(self._budget)
+        notes += advice.notes(measured[now], tried, best)
+        notes += self._notes + advice.missing(self._budget)
         return Profile(
             command=job.command,
             target=bench.names[0],
@@ -222,13 +220,13 @@ class _Session:
             acceptance=_acceptance(self._first),
             best=best,
             memory=self._memory,
-            notes=tuple(told),
+            notes=tuple(notes),
             recommended_command=job.render(best),
             forest=self._forest,
             drafters=tuple(
                 DrafterRate(name, part.drafted, part.accepted) for name, part in self._first.stats.drafters.items()
             ),
-            tree=method.value(TREE) if method.depth and TREE.field in method.settled else None,
+            tree=method.value(TREE) if method.depth and TREE.field in method.resolved else None,
         )
 
 
@@ -248,7 +246,7 @@ def neighbours(method: MethodConfig) -> list[ForestSize]:
     return [one for one in found if one != now]
 
 
-def _speed(run: Run) -> str:
+def _speed(run: ProfiledRun) -> str:
     return f"{run.tokens / run.seconds:.1f} tokens/s"
 
 
@@ -286,7 +284,7 @@ def _fitting(
     )
 
 
-def _scaled(expected: Expected, run: Run, seconds: float) -> Expected:
+def _scaled(expected: Expected, run: ProfiledRun, seconds: float) -> Expected:
     """Held against a run that was made."""
     log = run.log
     prefill_s = log.span_s("prefill") / run.seconds * seconds
@@ -318,7 +316,7 @@ def _forest(job: ProfileSpec, bench: ProfiledPair) -> ShownForest:
     return snapshot.shown(request.id, job.method.rule, steps[job.show - 1].steps, names, job.method.drafter)
 
 
-def _memory(job: ProfileSpec, bench: ProfiledPair) -> tuple[tuple[Owner, ...], Run]:
+def _memory(job: ProfileSpec, bench: ProfiledPair) -> tuple[tuple[MemoryOwner, ...], ProfiledRun]:
     """A first run, which warms everything up, with an eye on memory."""
     on_gpu = [device for device in bench.devices if device.type == "cuda"]
     memories = [PeakMemory(device) for device in on_gpu or bench.devices]
@@ -334,7 +332,7 @@ def _memory(job: ProfileSpec, bench: ProfiledPair) -> tuple[tuple[Owner, ...], R
     shared = models if drafts_nodes(job.method) else models[:1]
     slot_bytes = sum(model.kv_bytes_per_slot() for _, model in shared)
     before = 0 if on_gpu else job.resident_before
-    reserved = run.log.room * slot_bytes
+    reserved = run.log.most_slots * slot_bytes
     peak = sum(peaks) if peaks else peak_rss_bytes()  # where no peak can begin anew: since the process began
     return owners(sizes, run.log.peak, slot_bytes, reserved, job.method.num_beams, peak, before), run
 
@@ -374,7 +372,7 @@ def _one_forward(model: ForestModel, slots: int, nodes: int, clock: Callable[[],
     return seconds
 
 
-def _measured(setting: ForestSize, runs: list[Run], roofline: Roofline | None) -> MeasuredSetting:
+def _measured(setting: ForestSize, runs: list[ProfiledRun], roofline: Roofline | None) -> MeasuredSetting:
     last, middle = runs[-1], sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
     return MeasuredSetting(
         setting=setting,
@@ -389,7 +387,7 @@ def _measured(setting: ForestSize, runs: list[Run], roofline: Roofline | None) -
     )
 
 
-def _forward(run: Run, roofline: Roofline | None) -> TargetForward:
+def _forward(run: ProfiledRun, roofline: Roofline | None) -> TargetForward:
     log = run.log
     count = max(log.iterations, 1)
     mean = TargetForward(log.rows / count, log.nodes / count, log.slots / count, log.phases["target"] / count)
@@ -399,7 +397,7 @@ def _forward(run: Run, roofline: Roofline | None) -> TargetForward:
     return replace(mean, floor_s=floor, bound=bound)
 
 
-def _acceptance(run: Run) -> tuple[DepthRate, ...]:
+def _acceptance(run: ProfiledRun) -> tuple[DepthRate, ...]:
     """By layer: how often it was looked at, and how often it passed. The run's results need their step logs."""
     reached, passed = [0] * run.method.depth, [0] * run.method.depth
     for step in run.stats.step_log:

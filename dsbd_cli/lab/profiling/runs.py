@@ -13,7 +13,7 @@ import torch
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import MIN_WIDTH, RULES
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.drafting.bridge.draft import AnyDraft, BridgedDraft
+from dsbd_cli.engine.drafting.bridge.bridged import AnyDraft, BridgedDraft
 from dsbd_cli.engine.protocols import ForestModel, TextCodec
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.io.lines.jsonl import LineWriter
@@ -26,8 +26,6 @@ from dsbd_cli.lab.profiling.timers import RunLog
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize, Phase
 from dsbd_cli.requests import Request, RequestResult
 from dsbd_cli.stats import RequestStats
-
-__all__ = ["ProfiledPair", "Run", "drafts_nodes", "method_for", "phases_of", "setting_of"]
 
 
 def drafts_nodes(method: MethodConfig) -> bool:
@@ -61,7 +59,7 @@ def method_for(method: MethodConfig, setting: ForestSize) -> MethodConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ProfiledRun:
     """One run of all requests. seconds: wall clock from the first request to the last record written."""
 
     method: MethodConfig
@@ -128,7 +126,7 @@ class ProfiledPair:
             if done < len(requests):
                 raise CutOffError
 
-    def timed(self, method: MethodConfig, *, log_steps: bool = False) -> Run:
+    def timed(self, method: MethodConfig, *, log_steps: bool = False) -> ProfiledRun:
         """Answer the requests and write their records to a file that is thrown away. Raises as `answers` does."""
         engine = self.engine(method, log_steps=log_steps)
         log = RunLog(self.devices, captured=engine.stepper.graphs is not None)
@@ -151,10 +149,10 @@ class ProfiledPair:
             seconds = time.perf_counter() - start
         for model in self.models:
             model.release()
-        return Run(engine.method, log, tuple(results), seconds, writing)
+        return ProfiledRun(engine.method, log, tuple(results), seconds, writing)
 
 
-def phases_of(run: Run) -> tuple[Phase, ...]:
+def phases_of(run: ProfiledRun) -> tuple[Phase, ...]:
     """Where the seconds of a run went; `other` is what is left: scheduling, the host's reads, memory for the batch.
 
     `compact` is moving what is kept in both caches; within a CUDA graph it is part of `verify`. A bridge runs new texts

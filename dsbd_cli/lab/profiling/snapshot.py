@@ -1,4 +1,4 @@
-"""The forest of one iteration of one prompt and the walk's verdict on it, for people to look at."""
+"""The forest of one iteration of one prompt and the verifier's verdict on it, for people to look at."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 from dsbd_cli.lab.reports.profile_data import NodeState, ShownForest, ShownNode
 
-__all__ = ["Snapshot"]
-
 
 @dataclass(slots=True)
 class _Layer:
     """One verified layer of the row, on the host: live beams as forest nodes, P of pairs, draws and ends."""
 
     live: dict[int, int]  # forest node -> beam
-    law: dict[tuple[int, int], float]  # (forest node, token) -> P
+    distribution: dict[tuple[int, int], float]  # (forest node, token) -> P
     taken: set[int]  # drafted nodes that were drawn
     completed: list[tuple[int, int]]  # (forest node, token) drawn and not drafted
     finished: set[tuple[int, int]]
@@ -57,9 +55,11 @@ class Snapshot(Observer):
         nodes, valid = _numbers(view.node, row), _numbers(view.valid, row)
         live = {node: beam for beam, node in enumerate(nodes) if valid[beam]}
         tokens = view.tokens[row].tolist()
-        law = view.log_p[row].to(torch.float64).exp().tolist()
+        distribution = view.log_p[row].to(torch.float64).exp().tolist()
         size = len(tokens[0])
-        pairs = {(node, t): p for node, beam in live.items() for t, p in zip(tokens[beam], law[beam], strict=True)}
+        pairs = {
+            (node, t): p for node, beam in live.items() for t, p in zip(tokens[beam], distribution[beam], strict=True)
+        }
         index, drawn = _numbers(draws.index, row), _numbers(draws.valid, row)
         taken, completed = set(), []
         for place, node in enumerate(_numbers(draws.node, row)):
@@ -72,15 +72,15 @@ class Snapshot(Observer):
         finished = {(nodes[at // size], tokens[at // size][at % size]) for at in ends}
         self.layers.append(_Layer(live, pairs, taken, completed, finished))
 
-    def shown(self, prompt_id: str, rule: str, walked: int, names: list[str], drafter: str = "") -> ShownForest:
-        """The tree. walked: layers that yielded a step; names: of the tokens by id; drafter: as in MethodConfig."""
+    def shown(self, prompt_id: str, rule: str, verified: int, names: list[str], drafter: str = "") -> ShownForest:
+        """The tree. verified: layers that yielded a step; names: of the tokens by id; drafter: as in MethodConfig."""
         assert self.forest is not None
         forest, row = self.forest, self.row
         nodes: list[ShownNode] = []
         place: dict[int, int] = {}
         for number in range(forest.depth + 1):
             layer = forest.layers[number]
-            above = self.layers[number - 1] if 0 < number <= walked else None
+            above = self.layers[number - 1] if 0 < number <= verified else None
             log_q, proposers = _drawn(forest, number, row), _proposers(forest, number, row, drafter)
             tokens, parents, valid = (_numbers(getattr(layer, name), row) for name in ("token", "parent", "valid"))
             for at, token in enumerate(tokens):
@@ -89,7 +89,7 @@ class Snapshot(Observer):
                 index, parent = forest.offset(number) + at, parents[at]
                 pair = (parent, token)
                 state = "root" if number == 0 else _state(above, index, pair)
-                p = above.law.get(pair, 0.0) if above is not None and parent in above.live else None
+                p = above.distribution.get(pair, 0.0) if above is not None and parent in above.live else None
                 q = math.exp(log_q[at]) if at < len(log_q) else None
                 place[index] = len(nodes)
                 nodes.append(
@@ -97,13 +97,13 @@ class Snapshot(Observer):
                 )
             if above is not None:
                 nodes += _undrafted(above, number, place, tokens, parents, valid, names)
-        if walked > forest.depth:
+        if verified > forest.depth:
             nodes += _undrafted(self.layers[forest.depth], forest.depth + 1, place, [], [], [], names)
-        return ShownForest(prompt_id, self.number, rule, forest.num_beams, walked, forest.depth, tuple(nodes))
+        return ShownForest(prompt_id, self.number, rule, forest.num_beams, verified, forest.depth, tuple(nodes))
 
 
 def _state(above: _Layer | None, index: int, pair: tuple[int, int]) -> NodeState:
-    """Tell what became of a drafted node; `above` is None below the last layer walked."""
+    """Tell what became of a drafted node; `above` is None below the last layer reached."""
     if above is None:
         return "unreached"
     if index in above.taken:
@@ -122,22 +122,22 @@ def _undrafted(
     valid: list[int],
     names: list[str],
 ) -> list[ShownNode]:
-    """Pairs that the exact law drew and nobody had drafted: live beams, and hypotheses that ended."""
+    """Pairs that the exact distribution drew and nobody had drafted: live beams, and hypotheses that ended."""
     drafted = {pair for pair, real in zip(zip(parents, tokens, strict=True), valid, strict=True) if real}
     found = [
-        ShownNode(names[pair[1]], number, place[pair[0]], "completed", layer.law[pair], None)
+        ShownNode(names[pair[1]], number, place[pair[0]], "completed", layer.distribution[pair], None)
         for pair in layer.completed
     ]
-    ended = sorted(layer.finished - drafted, key=lambda pair: -layer.law[pair])
+    ended = sorted(layer.finished - drafted, key=lambda pair: -layer.distribution[pair])
     return found + [
-        ShownNode(names[pair[1]], number, place[pair[0]], "finished", layer.law[pair], None) for pair in ended
+        ShownNode(names[pair[1]], number, place[pair[0]], "finished", layer.distribution[pair], None) for pair in ended
     ]
 
 
 def _drawn(forest: Forest, number: int, row: int) -> list[float]:
-    """log Q of the first nodes of a drafted layer; those past the end were not drawn from a law."""
-    law = forest.laws[number - 1] if number else None
-    drawn: list[float] = [] if law is None else law.log_drawn[row].tolist()
+    """log Q of the first nodes of a drafted layer; those past the end were not drawn from a distribution."""
+    distribution = forest.distributions[number - 1] if number else None
+    drawn: list[float] = [] if distribution is None else distribution.log_drawn[row].tolist()
     return drawn
 
 
@@ -147,7 +147,7 @@ def _proposers(forest: Forest, number: int, row: int, drafter: str) -> list[str 
     names = drafter.split("+")
     if not number or len(names) == 1:
         return [None] * layer.token.shape[1]
-    return [names[source] for source in _numbers(layer.source, row)]
+    return [names[drafter_id] for drafter_id in _numbers(layer.drafter_id, row)]
 
 
 def _numbers(value: Tensor, row: int) -> list[int]:

@@ -13,8 +13,6 @@ from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.lab.profiling.probe import SlotPeak
 
-__all__ = ["PHASES", "RunLog"]
-
 PHASES = ("draft", "target", "verify")
 HOST, DEVICE = ("tokenise", "detokenise"), ("prefill", "compact")
 
@@ -26,7 +24,7 @@ class RunLog(Observer):
         phases: seconds of draft, target and verify, summed over the iterations.
         iterations: of the engine. rows, nodes, slots: summed over the iterations, of all rows: requests, N, and cache
             slots that a target forward sees.
-        peak: slots at the iteration that used most of them. room: most rows x slots that the caches had.
+        peak: slots at the iteration that used most of them. most_slots: most rows x slots that the caches had.
     """
 
     def __init__(self, devices: Sequence[torch.device], *, captured: bool = False, name_scopes: bool = False) -> None:
@@ -35,7 +33,7 @@ class RunLog(Observer):
         self._devices, self._captured, self._name_scopes = devices, captured, name_scopes
         self._spans: dict[str, list[list[PhaseTimer]]] = {name: [] for name in (*HOST, *DEVICE)}
         self.phases = dict.fromkeys(PHASES, 0.0)
-        self.iterations = self.rows = self.nodes = self.slots = self.room = 0
+        self.iterations = self.rows = self.nodes = self.slots = self.most_slots = 0
         self.peak = SlotPeak()
 
     @contextmanager
@@ -58,15 +56,15 @@ class RunLog(Observer):
 
     def reserved(self, rows: int, slots: int) -> None:
         """Keep the most."""
-        self.room = max(self.room, rows * slots)
+        self.most_slots = max(self.most_slots, rows * slots)
 
     def iterated(self, jobs: Sequence[RequestState], nodes: int, seconds: Mapping[str, float]) -> None:
         """Add an iteration up."""
         for name, value in seconds.items():
             self.phases[name] += value
-        trunk = sum(job.trunk for job in jobs)
-        tail = sum(job.used for job in jobs) - trunk
-        now = SlotPeak(trunk, tail, len(jobs) * nodes, sum(len(job.prompt) + job.stats.steps for job in jobs))
+        common_prefix = sum(job.common_prefix for job in jobs)
+        suffix = sum(job.used for job in jobs) - common_prefix
+        now = SlotPeak(common_prefix, suffix, len(jobs) * nodes, sum(len(job.prompt) + job.stats.steps for job in jobs))
         self.iterations += 1
         self.rows += len(jobs)
         self.nodes += now.in_flight

@@ -20,8 +20,6 @@ from dsbd_cli.lab.metrics.memory import synchronise
 from dsbd_cli.lab.profiling.runs import ProfiledPair
 from dsbd_cli.lab.profiling.timers import RunLog
 
-__all__ = ["write_trace"]
-
 TRACED_ITERATIONS = 8
 
 

@@ -6,23 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dsbd_cli.errors import plural
-from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Choice, Interval
-
-__all__ = [
-    "DASH",
-    "ReportColumn",
-    "choice_columns",
-    "choice_line",
-    "choice_title",
-    "environment_lines",
-    "measured",
-    "quality_columns",
-    "reading_lines",
-    "resource_columns",
-    "setting_columns",
-    "speed_columns",
-    "work_columns",
-]
+from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, ChosenThreshold, Interval
 
 DASH = "–"
 BASELINES = {"beam-sampling": "vs beam sampling", "greedy": "vs greedy"}
@@ -139,7 +123,9 @@ def measured(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> list[
     return [column for column in columns if column.text or any(column.cell(row) != DASH for row in rows)]
 
 
-def choice_columns(report: BenchReport, choice: Choice) -> tuple[list[ReportColumn], dict[str, list[ReportColumn]]]:
+def choice_columns(
+    report: BenchReport, choice: ChosenThreshold
+) -> tuple[list[ReportColumn], dict[str, list[ReportColumn]]]:
     """Columns of a curve's test rows: what names them, and by subject the numbers of dev and test side by side."""
     dev = report.dev_of(choice.task)
     metric = next((row.metric for row in dev.values()), None)
@@ -162,14 +148,14 @@ def choice_columns(report: BenchReport, choice: Choice) -> tuple[list[ReportColu
     }
 
 
-def choice_title(report: BenchReport, choice: Choice) -> str:
+def choice_title(report: BenchReport, choice: ChosenThreshold) -> str:
     """On how many records."""
     dev = max(row.records for row in report.dev_of(choice.task).values())
     test = max((row.records for row in report.of(choice.task)), default=0)
     return f"{choice.task}, {plural(dev, 'dev record')} and {plural(test, 'test record')}: fuzzy threshold"
 
 
-def choice_line(report: BenchReport, choice: Choice) -> str:
+def choice_line(report: BenchReport, choice: ChosenThreshold) -> str:
     """The chosen setting with its scores, and the rule."""
     if choice.chosen is None:
         lost = f"every threshold loses more than {100 * choice.tolerance:g} points on dev records"

@@ -6,13 +6,11 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Choice
+from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, ChosenThreshold
 from dsbd_cli.lab.reports.style import COLOURS, INK, MUTED, plain_axes, score_limits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-__all__ = ["curve_panel"]
 
 HUES = [COLOURS[name] for name in ("vermillion", "blue", "green", "purple", "orange", "sky", "black")]
 MAX_KEYS = 12
@@ -58,7 +56,7 @@ def curve_panel(axes: Axes, report: BenchReport, task: str, colours: Mapping[str
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False, fontsize=8.5, labelcolor=INK, ncols=2)
 
 
-def _hues(choices: Sequence[Choice], colours: Mapping[str, str], rows: Sequence[BenchRow]) -> Iterator[str]:
+def _hues(choices: Sequence[ChosenThreshold], colours: Mapping[str, str], rows: Sequence[BenchRow]) -> Iterator[str]:
     """A colour for each curve: its method's; further curves of the method take one that no method has."""
     methods = {row.name: row.method for row in rows}
     free = itertools.cycle([hue for hue in HUES if hue not in colours.values()] or HUES)
@@ -104,6 +102,6 @@ def _points(rows: Sequence[BenchRow]) -> tuple[list[float], list[float]]:
     return [row.steps_per_call or 0.0 for row in rows], [100 * row.quality.value for row in rows if row.quality]
 
 
-def _common_name(choice: Choice) -> str:
+def _common_name(choice: ChosenThreshold) -> str:
     """The settings' name without the threshold, which ends it."""
     return choice.curve[0].rsplit(" ", 1)[0]

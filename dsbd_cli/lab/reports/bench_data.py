@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["BenchReport", "BenchRow", "Choice", "Energy", "Interval", "pareto_front"]
-
 SCHEMA = "dsbd.bench/1"
 
 
@@ -107,7 +105,7 @@ class BenchRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenThreshold:
     """A threshold that was chosen on dev records, for the settings of one curve on one task.
 
     Attributes:
@@ -152,7 +150,7 @@ class BenchReport:
     notes: Sequence[str] = ()
     complete: bool = True
     dev_rows: Sequence[BenchRow] = ()
-    choices: Sequence[Choice] = ()
+    choices: Sequence[ChosenThreshold] = ()
 
     @property
     def tasks(self) -> list[str]:
@@ -167,7 +165,7 @@ class BenchReport:
         """Rows of the dev records of one task, by name."""
         return {row.name: row for row in self.dev_rows if row.task == task}
 
-    def curve(self, choice: Choice) -> list[BenchRow]:
+    def curve(self, choice: ChosenThreshold) -> list[BenchRow]:
         """Test rows of the reference and of the curve, the smallest threshold first; those that were measured."""
         rows = {row.name: row for row in self.of(choice.task)}
         return [rows[name] for name in (choice.reference, *choice.curve) if name in rows]

@@ -10,8 +10,6 @@ import orjson
 from dsbd_cli.config.variants import DRAFTERS, FUSION, WIDTHS
 from dsbd_cli.lab.reports.bench_data import SCHEMA, BenchReport, BenchRow
 
-__all__ = ["json_lines"]
-
 
 def json_lines(report: BenchReport) -> bytes:
     """All rows, those of dev records last. What was not measured is null, and so is a setting that does not act."""

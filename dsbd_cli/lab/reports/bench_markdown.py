@@ -9,8 +9,6 @@ from dsbd_cli.lab.reports import bench_cells as cells
 from dsbd_cli.lab.reports.bench_cells import ReportColumn
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
 
-__all__ = ["markdown_page"]
-
 
 def markdown_table(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> str:
     """Aligned, so that it can be read as text too."""

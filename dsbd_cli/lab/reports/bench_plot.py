@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 
 from dsbd_cli.lab.reports.bench_curve import curve_panel
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Interval, pareto_front
-from dsbd_cli.lab.reports.style import COLOURS, INK, MUTED, apart, new_figure, plain_axes, score_limits
+from dsbd_cli.lab.reports.style import COLOURS, INK, MUTED, new_figure, plain_axes, score_limits, spread_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = ["bench_figure"]
 
 WIDTHS = (3.4, 2.6, 3.8)  # inches of the panels, without names and labels
 CURVE_WIDTH = 4.2
@@ -163,7 +161,7 @@ def _depth(axes: Axes, rows: Sequence[BenchRow], task: str, height: float) -> No
     deepest = max(len(shares) for _, shares in drawn)
     axes.set_xlim(0.8, deepest + 0.1)
     gap = min(100 * LABEL_POINTS * 1.45 / 72 / height, 100 / len(drawn))
-    stands = apart([shares[-1] for _, shares in drawn], gap, 0, 100)
+    stands = spread_labels([shares[-1] for _, shares in drawn], gap, 0, 100)
     for (row, shares), colour, stand in zip(drawn, hues, stands, strict=True):
         axes.annotate(
             row.name,

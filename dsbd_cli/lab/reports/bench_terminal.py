@@ -12,10 +12,8 @@ from rich.text import Text
 from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports import bench_cells as cells
 from dsbd_cli.lab.reports.bench_cells import ReportColumn
-from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Choice
+from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, ChosenThreshold
 from dsbd_cli.lab.reports.screen import Screen
-
-__all__ = ["print_report"]
 
 GAP = 3  # between columns, as rich draws them
 SHORT_TITLE = 13
@@ -43,7 +41,7 @@ def print_report(report: BenchReport, stream: IO[str]) -> None:
         console.print(Text(f"note: {note}"))
 
 
-def _print_choice(console: Screen, report: BenchReport, choice: Choice) -> None:
+def _print_choice(console: Screen, report: BenchReport, choice: ChosenThreshold) -> None:
     """The curve, dev beside test, and what was chosen by which rule."""
     rows = report.curve(choice)
     head, sections = cells.choice_columns(report, choice)

@@ -10,24 +10,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-__all__ = [
-    "NO_DRAFT",
-    "DepthRate",
-    "DrafterRate",
-    "ForestSize",
-    "Machine",
-    "MeasuredSetting",
-    "Owner",
-    "Phase",
-    "Profile",
-    "Roofline",
-    "ShownForest",
-    "ShownNode",
-    "Spread",
-    "TargetForward",
-    "spread_of",
-]
-
 NodeState = Literal["root", "accepted", "rejected", "dead", "completed", "finished", "unreached"]
 
 
@@ -158,7 +140,7 @@ class MeasuredSetting:
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class MemoryOwner:
     """Bytes that one owner holds at the peak; None where it cannot be known."""
 
     name: str
@@ -194,13 +176,13 @@ class ShownNode:
 
 @dataclass(frozen=True, slots=True)
 class ShownForest:
-    """One iteration of one prompt: `walked` layers yielded a step, the last of them completed. Parents come first."""
+    """One iteration of one prompt: `verified` layers yielded a step, the last of them completed. Parents come first."""
 
     prompt_id: str
     iteration: int
     rule: str
     num_beams: int
-    walked: int
+    verified: int
     depth: int
     nodes: tuple[ShownNode, ...]
 
@@ -232,7 +214,7 @@ class Profile:
     roofline: Roofline | None
     acceptance: tuple[DepthRate, ...]
     best: ForestSize
-    memory: tuple[Owner, ...]
+    memory: tuple[MemoryOwner, ...]
     notes: tuple[str, ...]
     recommended_command: str
     forest: ShownForest | None = None

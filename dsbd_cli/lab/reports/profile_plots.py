@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["profile_figure"]
-
 # phases in their order: told apart by hatch as well as by colour
 LOOKS = {
     "tokenise": ("sky", ""),

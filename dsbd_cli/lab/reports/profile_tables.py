@@ -13,8 +13,6 @@ from rich.text import Text
 from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports.profile_data import Profile
 
-__all__ = ["bytes_text", "profile_tables", "seconds_text"]
-
 BAR = 24
 MARKS = {">": "in use", "*": "recommended"}
 

@@ -9,17 +9,15 @@ from rich.tree import Tree
 from dsbd_cli.config.variants import RULES
 from dsbd_cli.lab.reports.profile_data import ShownForest, ShownNode
 
-__all__ = ["SYMBOLS", "forest_tree"]
-
 # symbol, style, and what it means; the order of the legend
 SYMBOLS: dict[str, tuple[str, str, str]] = {
     "root": ("●", "bold", "live beam"),
     "accepted": ("✓", "green", "accepted draft"),
-    "completed": ("+", "yellow", "completed: drawn by the exact law, not drafted"),
+    "completed": ("+", "yellow", "completed: drawn by the exact distribution, not drafted"),
     "finished": ("■", "magenta", "finished: ends its text"),
     "rejected": ("✗", "red", "rejected draft"),
     "dead": ("·", "dim", "dead: its parent is not live"),
-    "unreached": ("○", "dim", "not reached: the walk ended above"),
+    "unreached": ("○", "dim", "not reached: verification ended above"),
 }
 
 
@@ -28,15 +26,15 @@ def forest_tree(forest: ShownForest) -> RenderableType:
     counted = {state: sum(node.state == state for node in forest.nodes) for state in SYMBOLS}
     head = Text(
         f"Iteration {forest.iteration} of prompt {forest.prompt_id}: rule {forest.rule}, W={forest.num_beams}, "
-        f"D={forest.depth}; this target call yielded {forest.walked} step{'s' if forest.walked > 1 else ''}"
+        f"D={forest.depth}; this target call yielded {forest.verified} step{'s' if forest.verified > 1 else ''}"
     )
     legend = Text()
     for state, (symbol, style, meaning) in SYMBOLS.items():
         if counted[state]:
             legend.append(f"{symbol} {meaning} ({counted[state]})", style=style)
             legend.append("\n")
-    law = "probability of the path" if not RULES[forest.rule].samples else "share of the step's pool"
-    legend.append(f"P target, Q draft: {law}; - where it is not defined")
+    distribution = "probability of the path" if not RULES[forest.rule].samples else "share of the step's pool"
+    legend.append(f"P target, Q draft: {distribution}; - where it is not defined")
     trees: dict[int, Tree] = {}
     roots = []
     for place, node in enumerate(forest.nodes):

@@ -8,8 +8,6 @@ from rich.console import Console, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
 
-__all__ = ["Screen", "before_and_after"]
-
 LEAST_WIDTH, WIDTH_OF_FILES, NO_LIMIT = 80, 120, 10_000
 
 

@@ -17,18 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "COLOURS",
-    "INK",
-    "MUTED",
-    "apart",
-    "new_figure",
-    "picture_bytes",
-    "plain_axes",
-    "require_plots",
-    "score_limits",
-]
-
 COLOURS = {
     "blue": "#0072B2",
     "vermillion": "#D55E00",
@@ -89,7 +77,7 @@ def score_limits(axes: Axes, axis: Literal["x", "y"] = "y") -> None:
         axes.set_xlim(*limits)
 
 
-def apart(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+def spread_labels(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Where labels of these places stand: in the same order, at least `gap` from each other, between low and high as
     long as there is room."""
     order = sorted(range(len(places)), key=lambda place: places[place])

@@ -16,8 +16,6 @@ from dsbd_cli.lab.tasks.spider import spider_dataset
 from dsbd_cli.lab.tasks.sql import SQL
 from dsbd_cli.lab.tasks.squad import squad_dataset
 
-__all__ = ["TASKS", "TASK_NAMES", "open_dataset"]
-
 TASKS = {one.name: one for one in (SQL, QA)}
 FROM_DISK: dict[str, Callable[[Path], Dataset]] = {
     "squad": squad_dataset,

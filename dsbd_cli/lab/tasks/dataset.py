@@ -10,12 +10,10 @@ from functools import partial
 
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.tasks.record import TaskRecord, shipped
-from dsbd_cli.pick.sandbox import Ran
-
-__all__ = ["Dataset", "Score", "builtin_dataset", "with_dev", "with_shots"]
+from dsbd_cli.pick.sandbox import StatementResult
 
 Score = Callable[[TaskRecord, str], Mapping[str, float]]
-Execute = Callable[[TaskRecord, str], Ran | None]
+Execute = Callable[[TaskRecord, str], StatementResult | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +85,23 @@ def with_shots(dataset: Dataset, count: int) -> Dataset:
     turns = [
         turn
         for record in shown
-        for turn in (*_asked(record), {"role": "assistant", "content": record.reference.strip()})
+        for turn in (*_conversation(record), {"role": "assistant", "content": record.reference.strip()})
     ]
     before = "".join(f"{record.prompt} {record.reference.strip()}\n\n" for record in shown)
     as_text = all(record.prompt for record in shown)
 
-    def behind(records: Iterator[TaskRecord]) -> Iterator[TaskRecord]:
+    def without_shots(records: Iterator[TaskRecord]) -> Iterator[TaskRecord]:
         for one in records:
-            meta = {**one.meta, "messages": [*turns, *_asked(one)]}
+            meta = {**one.meta, "messages": [*turns, *_conversation(one)]}
             yield dataclasses.replace(one, prompt=before + one.prompt if as_text and one.prompt else "", meta=meta)
 
     test, rest = dataset.records, dataset.dev.records
-    dev = dataclasses.replace(dataset.dev, records=lambda: behind(itertools.islice(rest(), count, None)))
+    dev = dataclasses.replace(dataset.dev, records=lambda: without_shots(itertools.islice(rest(), count, None)))
     note = f"{dataset.name}: {count} solved dev records stand in front of every prompt"
-    return dataclasses.replace(dataset, records=lambda: behind(test()), dev=dev, notes=(*dataset.notes, note))
+    return dataclasses.replace(dataset, records=lambda: without_shots(test()), dev=dev, notes=(*dataset.notes, note))
 
 
-def _asked(record: TaskRecord) -> list[dict[str, str]]:
+def _conversation(record: TaskRecord) -> list[dict[str, str]]:
     """A record's own conversation, or its prompt as one. Raises UsageError for speech, which is neither."""
     if "audio" in record.meta:
         raise UsageError(f"--shots: record {record.id} is speech, which takes no examples: drop --shots")

@@ -9,11 +9,9 @@ from pathlib import Path
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 from dsbd_cli.io.records.parse import parse_object
 from dsbd_cli.lab.tasks.dataset import Dataset
-from dsbd_cli.lab.tasks.files import read_text
 from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS, ranked_scores, read_metrics
 from dsbd_cli.lab.tasks.record import TaskRecord
-
-__all__ = ["jsonl_dataset", "mt_bench_dataset"]
+from dsbd_cli.lab.tasks.task_files import read_text
 
 KNOWN = {"id", "prompt", "messages", "audio", "reference", "relevant"}
 

@@ -17,8 +17,6 @@ from dsbd_cli.lab.tasks.dataset import Dataset, Score
 from dsbd_cli.lab.tasks.lines import jsonl_dataset
 from dsbd_cli.lab.tasks.record import TaskRecord
 
-__all__ = ["summary_dataset", "translation_dataset", "words_dataset"]
-
 
 def translation_dataset(path: Path) -> Dataset:
     """Lines with `prompt` and `reference`: chrF and BLEU of each sentence, by sacrebleu, from 0 to 1."""

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dsbd_cli.lab.tasks.dataset import builtin_dataset
 from dsbd_cli.lab.tasks.record import TaskRecord
 
-__all__ = ["QA", "f1", "normalize"]
-
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from dsbd_cli.errors import UsageError, shorten
 
-__all__ = ["DEFAULT_METRICS", "ranked_scores", "read_metrics"]
-
 DEFAULT_METRICS = "hit@10,ndcg@10,mrr"
 METRIC = re.compile(r"(?:hit|ndcg)@[1-9][0-9]{0,5}|mrr")
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import orjson
 
-__all__ = ["RECORDS", "TaskRecord", "shipped"]
-
 RECORDS = Path(__file__).parent / "records"  # TASK-SPLIT.jsonl.gz, written by training.tasks.ship
 SPLITS = ("dev", "test")
 

@@ -7,12 +7,9 @@ from pathlib import Path
 
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.tasks.dataset import Dataset
-from dsbd_cli.lab.tasks.files import field, items, read_json
 from dsbd_cli.lab.tasks.record import TaskRecord
-from dsbd_cli.pick.sandbox import Ran, SqlProcess, UnreadableDatabaseError, is_ordered
-
-__all__ = ["score_spider", "spider_dataset"]
-
+from dsbd_cli.lab.tasks.task_files import field, items, read_json
+from dsbd_cli.pick.sandbox import SqlProcess, StatementResult, UnreadableDatabaseError, is_ordered
 
 TIMEOUT_S = 30.0
 METRIC = "execution accuracy"
@@ -73,15 +70,15 @@ def _record(folder: Path, number: int, asked: object, place: str, schemas: Mappi
     return TaskRecord(f"spider-{number}", prompt, gold, meta)
 
 
-def _ran(path: Path, sql: str) -> Ran | None:
+def _ran(path: Path, sql: str) -> StatementResult | None:
     try:
         found = PROCESS.run(path, sql, seconds=TIMEOUT_S)
     except UnreadableDatabaseError as error:
         raise UsageError(f"{path} cannot be opened: {error}") from None
-    return found if isinstance(found, Ran) else None
+    return found if isinstance(found, StatementResult) else None
 
 
-def _execute(record: TaskRecord, text: str) -> Ran | None:
+def _execute(record: TaskRecord, text: str) -> StatementResult | None:
     """Return what `text` returns on the record's database; None where it fails."""
     path = record.meta["database"]
     assert isinstance(path, Path)
@@ -92,5 +89,5 @@ def score_spider(record: TaskRecord, text: str) -> Mapping[str, float]:
     """1 where the statement returns what the gold one returns: same columns in order, same rows with repeats, in the
     same order where the gold statement orders them."""
     gold, found = record.meta["result"], _execute(record, text)
-    assert isinstance(gold, Ran)
+    assert isinstance(gold, StatementResult)
     return {METRIC: float(found is not None and gold.same(found, ordered=bool(record.meta["ordered"])))}

@@ -7,21 +7,19 @@ from typing import cast
 
 from dsbd_cli.lab.tasks.dataset import builtin_dataset
 from dsbd_cli.lab.tasks.record import TaskRecord
-from dsbd_cli.pick.sandbox import STEPS, Ran, SqlProcess
+from dsbd_cli.pick.sandbox import STEPS, SqlProcess, StatementResult
 from dsbd_cli.pick.sql_child import TableData
-
-__all__ = ["SQL"]
 
 TIMEOUT_S = 30.0  # STEPS are the limit; only a statement that is deaf to them runs so long
 MAX_ROWS = 5000
 PROCESS = SqlProcess()
 
 
-def _execute(record: TaskRecord, text: str) -> Ran | None:
+def _execute(record: TaskRecord, text: str) -> StatementResult | None:
     """Return what `text` returns on the record's database; None where it fails."""
     tables = cast("dict[str, TableData]", record.meta["tables"])
     found = PROCESS.run(tables, text.strip(), seconds=TIMEOUT_S, steps=STEPS, max_rows=MAX_ROWS)
-    return found if isinstance(found, Ran) else None
+    return found if isinstance(found, StatementResult) else None
 
 
 def _score(record: TaskRecord, text: str) -> Mapping[str, float]:

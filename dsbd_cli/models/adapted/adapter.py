@@ -22,13 +22,10 @@ from dsbd_cli.models.adapted.patching import Int8Linear, PackedLinear
 from dsbd_cli.models.adapted.reads import HostReads
 from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.checkpoints.generation import checkpoint_rules
-from dsbd_cli.models.forest import CALIBRATION, Forest, ModelSize, unsupported
 from dsbd_cli.models.forest_attention import AttentionMetadata
+from dsbd_cli.models.forest_model import CALIBRATION, BaseForestModel, ModelSize, unsupported
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import MODEL, ops_for
-
-__all__ = ["MaskPlan", "TransformersForest"]
-
 
 # Layer kinds whose state is one key and one value per token, so that a tree of tokens can be held.
 _LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -80,7 +77,7 @@ class MaskPlan:
         return batch.mask if self.window is None else batch.mask & (here - there < self.window)
 
 
-class TransformersForest(Forest):
+class TransformersForest(BaseForestModel):
     """A loaded transformers model over a packed forest. Construction runs one token through it to learn its shapes.
 
     A kind of model overrides `_call`, one forward. Raises UnsupportedModelError when the architecture keeps more than
@@ -152,8 +149,8 @@ class TransformersForest(Forest):
 
     @property
     def by_parts(self) -> bool:
-        """All layers of the last forward split their keys into settled slots and tail."""
-        return self._sight is not None and self._sight.used == self._cache.attending
+        """All layers of the last forward split their keys into prompt slots and suffix."""
+        return self._metadata is not None and self._metadata.used == self._cache.attending
 
     @property
     def module(self) -> nn.Module:
@@ -243,19 +240,19 @@ class TransformersForest(Forest):
         acceptance suffers."""
         return batch.tokens.clamp(max=self._embeddings - 1)
 
-    def _masks(self, batch: ForestInput, sight: AttentionMetadata | None) -> Tensor | dict[str, Tensor]:
+    def _masks(self, batch: ForestInput, metadata: AttentionMetadata | None) -> Tensor | dict[str, Tensor]:
         kinds = self._plan.kinds
         if not kinds:
-            return self._additive("sliding_attention", batch, sight)
-        return {kind: self._additive(kind, batch, sight) for kind in {"full_attention", *kinds} & _LAYER_KINDS}
+            return self._additive("sliding_attention", batch, metadata)
+        return {kind: self._additive(kind, batch, metadata) for kind in {"full_attention", *kinds} & _LAYER_KINDS}
 
-    def _additive(self, kind: str, batch: ForestInput, sight: AttentionMetadata | None) -> Tensor:
+    def _additive(self, kind: str, batch: ForestInput, metadata: AttentionMetadata | None) -> Tensor:
         """[R, 1, n, S], which eager and sdpa add to scores. Never -inf: an empty row would be NaN."""
         seen = self._plan.seen(kind, batch)
         mask = torch.zeros(seen.shape, dtype=self._mask_dtype, device=seen.device)
         additive = mask.masked_fill_(~seen, torch.finfo(self._mask_dtype).min)[:, None]
-        if sight is not None:
-            sight.add(additive, seen, whole=seen is batch.mask)
+        if metadata is not None:
+            metadata.add(additive, seen, whole=seen is batch.mask)
         return additive
 
     def _probe(self) -> Tensor:

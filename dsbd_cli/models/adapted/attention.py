@@ -20,24 +20,22 @@ from transformers.masking_utils import sdpa_mask
 
 from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, attention
 
-__all__ = ["NAME", "grouped_attention", "seeing", "use_grouped_attention"]
-
 NAME = "dsbd_grouped"
 
-_sight: ContextVar[AttentionMetadata | Blocks | None] = ContextVar("sight", default=None)
+_metadata: ContextVar[AttentionMetadata | Blocks | None] = ContextVar("sight", default=None)
 
 
 @contextlib.contextmanager
-def seeing(sight: AttentionMetadata | Blocks | None) -> Iterator[None]:
-    """Forwards inside are those of a forest whose slots `sight` knows, or read a prompt in blocks.
+def attention_over(metadata: AttentionMetadata | Blocks | None) -> Iterator[None]:
+    """Forwards inside are those of a forest whose slots `metadata` knows, or read a prompt in blocks.
 
     transformers calls the attention function by name and passes nothing of ours on to it.
     """
-    token = _sight.set(sight)
+    token = _metadata.set(metadata)
     try:
         yield
     finally:
-        _sight.reset(token)
+        _metadata.reset(token)
 
 
 def grouped_attention(
@@ -60,7 +58,7 @@ def grouped_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     bias = kwargs.get("position_bias")
     assert bias is None or isinstance(bias, Tensor)
-    out = attention(_sight.get(), query, key, value, attention_mask, scale, softcap, s_aux, bias)
+    out = attention(_metadata.get(), query, key, value, attention_mask, scale, softcap, s_aux, bias)
     if out is not None:
         return out, None
     stock: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward

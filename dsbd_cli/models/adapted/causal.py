@@ -11,13 +11,11 @@ import torch
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models.adapted.adapter import MaskPlan, TransformersForest
-from dsbd_cli.models.adapted.attention import seeing
+from dsbd_cli.models.adapted.attention import attention_over
 from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.forest_attention import Blocks
 from dsbd_cli.models.recurrent.mixers import REFUSED, bind, has_mixers
 from dsbd_cli.models.recurrent.states import StateCache
-
-__all__ = ["CausalForestModel"]
 
 
 class CausalForestModel(TransformersForest):
@@ -47,14 +45,14 @@ class CausalForestModel(TransformersForest):
         return MaskPlan.of(self._config, recurrent=isinstance(self._cache, StateCache))
 
     def _call(self, runner: Any, batch: ForestInput) -> Any:
-        sight = self._sees(batch)
-        with self._cache.running(batch), seeing(sight or Blocks.of(batch)):
+        metadata = self._attention_metadata(batch)
+        with self._cache.running(batch), attention_over(metadata or Blocks.of(batch)):
             arguments = {"input_ids": self._inputs(batch), "use_cache": True, "return_dict": True}
             if self._without_attention:
                 return runner(cache_params=self._cache, **arguments)
             return runner(
                 position_ids=batch.positions,
-                attention_mask=self._masks(batch, sight),
+                attention_mask=self._masks(batch, metadata),
                 past_key_values=self._cache,
                 **arguments,
             )

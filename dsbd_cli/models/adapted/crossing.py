@@ -16,8 +16,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from dsbd_cli.models.cache import ForestCache
 
-__all__ = ["STEP", "CrossCache", "ForestPairCache"]
-
 STEP = 32  # source places are reserved in such steps, so that shapes repeat
 
 

@@ -17,8 +17,6 @@ from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS, Int8Product, outlier_channels
 from dsbd_cli.ops.cpu.linear import MIN_FEATURES, PackedProduct
 from dsbd_cli.ops.select import int8_linear, packed_linear
 
-__all__ = ["Int8Linear", "PackedLinear", "pack", "plain_linears", "quantize", "weight_of"]
-
 MULTIPLIED = ("dt_proj",)  # layers whose weights Mamba and Jamba multiply by themselves
 
 
@@ -125,7 +123,7 @@ class Int8Linear(nn.Module):
     @property
     def packed(self) -> Tensor:
         """The weights of the whole product as they are stored."""
-        return self.product.way.weights
+        return self.product.backend.weights
 
     @property
     def compiled(self) -> bool:

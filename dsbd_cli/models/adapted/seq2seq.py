@@ -20,16 +20,14 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models.adapted.adapter import TransformersForest
-from dsbd_cli.models.adapted.attention import NAME, seeing
+from dsbd_cli.models.adapted.attention import NAME, attention_over
 from dsbd_cli.models.adapted.crossing import STEP, CrossCache, ForestPairCache
 from dsbd_cli.models.adapted.patching import PackedLinear
-from dsbd_cli.models.adapted.places import DecoderPositions
+from dsbd_cli.models.adapted.positions import DecoderPositions
 from dsbd_cli.models.forest_attention import AttentionMetadata
 
-__all__ = ["Seq2SeqForestModel", "encoder_digest", "sample_source"]
-
 TABLE_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
-SOURCE_LIMITS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
+ENCODER_LIMITS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
 MASK = "encoder_attention_mask"  # of a decoder; the whole model's mask of the source goes other ways with audio
 PADDED_TO = 128  # tokens: a longer source fills the processor by itself
 UNLIMITED = 512  # positions of a table whose size the config does not tell
@@ -64,33 +62,33 @@ class Seq2SeqForestModel(TransformersForest):
     @property
     def max_positions(self) -> int | None:
         """Positions of the decoder; None where it goes by distances."""
-        return _limit(self._config, TABLE_LIMITS) if "bias" not in self._places.ways else None
+        return _limit(self._config, TABLE_LIMITS) if "bias" not in self._places.kinds else None
 
     @property
-    def max_source(self) -> int | None:
+    def max_encoder_input(self) -> int | None:
         """Tokens of a source at most; None where the encoder goes by distances, or reads audio."""
-        if self.source_name != "input_ids" or "bias" in self._places.ways:
+        if self.encoder_input_name != "input_ids" or "bias" in self._places.kinds:
             return None
         encoder = getattr(self._model.config, "encoder", None)
-        return _limit(self._model.config if encoder is None else encoder, SOURCE_LIMITS)
+        return _limit(self._model.config if encoder is None else encoder, ENCODER_LIMITS)
 
     @property
-    def source_name(self) -> str:
+    def encoder_input_name(self) -> str:
         """Return the name of the encoder's input: input_ids, input_features or input_values."""
         name: str = self._model.main_input_name
         return name
 
     @property
-    def source_shape(self) -> int | None:
+    def encoder_input_shape(self) -> int | None:
         """Bins of the features that the encoder reads; None where it reads something else."""
         config = self._model.config
         bins = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None)
-        return None if self.source_name == "input_ids" else bins
+        return None if self.encoder_input_name == "input_ids" else bins
 
     @property
-    def source_vocab_size(self) -> int:
+    def encoder_vocab_size(self) -> int:
         """Rows of the encoder's embedding table."""
-        if self.source_name != "input_ids":
+        if self.encoder_input_name != "input_ids":
             return 0
         return int(self._encoder.get_input_embeddings().weight.shape[0])
 
@@ -101,7 +99,7 @@ class Seq2SeqForestModel(TransformersForest):
     @property
     def by_parts(self) -> bool:
         layers = len(self._cache.layers) + len(self._cross.layers)
-        return self._sight is not None and self._sight.used == layers
+        return self._metadata is not None and self._metadata.used == layers
 
     def lead(self, follower: Seq2SeqForestModel) -> None:
         """From now on the follower, whose encoder is the same, is given what this model's encoder makes of a source."""
@@ -125,18 +123,18 @@ class Seq2SeqForestModel(TransformersForest):
         super().clear(row, start)
         self._cross.clear(row)
 
-    def source_bytes(self, source: Tensor) -> int:
+    def encoder_bytes(self, encoder_input: Tensor) -> int:
         """Bytes of keys and values of a source [Z] int64, or [bins, frames] or [samples] float."""
-        return self._cross.bytes_per_place * self._span(source)
+        return self._cross.bytes_per_place * self._span(encoder_input)
 
-    def _span(self, source: Tensor) -> int:
+    def _span(self, encoder_input: Tensor) -> int:
         """Places of a source, or more."""
-        if not source.is_floating_point():
-            return len(source)
-        return getattr(self._model.config, "max_source_positions", None) or source.shape[-1]
+        if not encoder_input.is_floating_point():
+            return len(encoder_input)
+        return getattr(self._model.config, "max_source_positions", None) or encoder_input.shape[-1]
 
     @torch.no_grad()
-    def encode(self, rows: Sequence[int], sources: Sequence[Tensor]) -> None:
+    def encode(self, rows: Sequence[int], encoder_inputs: Sequence[Tensor]) -> None:
         """Read the sources of these cache rows: token ids [Z] int64, features [bins, frames] or a wave [samples].
 
         What is kept of a source does not depend on others: see `_together`. A model whose encoder another one shares
@@ -145,9 +143,9 @@ class Seq2SeqForestModel(TransformersForest):
         if self._shared:
             return
         groups = defaultdict[tuple[int, ...], list[int]](list)
-        for place, source in enumerate(sources):
-            groups[self._together(place, source)].append(place)
-        read = [(places, *self._read([sources[place] for place in places])) for places in groups.values()]
+        for place, encoder_input in enumerate(encoder_inputs):
+            groups[self._together(place, encoder_input)].append(place)
+        read = [(places, *self._read([encoder_inputs[place] for place in places])) for places in groups.values()]
         apart = defaultdict[int, list[tuple[list[int], Tensor, Any]]](list)
         for number, group in enumerate(read):
             apart[0 if self._rows_alike else number].append(group)
@@ -157,25 +155,25 @@ class Seq2SeqForestModel(TransformersForest):
             places = [place for some, _, _ in parts for place in some]
             together = [rows[place] for place in places]
             # the decoder looks at all places of speech
-            heard = sources[0].is_floating_point()
-            lengths = [hidden.shape[1] if heard else len(sources[place]) for place in places]
+            heard = encoder_inputs[0].is_floating_point()
+            lengths = [hidden.shape[1] if heard else len(encoder_inputs[place]) for place in places]
             self._keep(together, hidden, lengths, parts[0][2])
             follower = self._follower
             if follower is not None and follower._cache.rows > max(together):  # else nobody drafts with it
                 follower._keep(together, hidden.to(follower.device), lengths, parts[0][2])
 
-    def _together(self, place: int, source: Tensor) -> tuple[int, ...]:
+    def _together(self, place: int, encoder_input: Tensor) -> tuple[int, ...]:
         """Sources of which this is equal share a forward of the encoder.
 
         On the CPU those of up to PADDED_TO tokens share one where products do not depend on the number of rows. They
         are padded to whole steps, with one place of padding at least, so that the same kernels run for a source that
         stands alone. Any other source has a forward of its own there; elsewhere those of one shape share one.
         """
-        if source.ndim == 1 and self._rows_alike and len(source) <= PADDED_TO:
-            width = (len(source) // STEP + 1) * STEP
-            if self.max_source is None or width <= self.max_source:
+        if encoder_input.ndim == 1 and self._rows_alike and len(encoder_input) <= PADDED_TO:
+            width = (len(encoder_input) // STEP + 1) * STEP
+            if self.max_encoder_input is None or width <= self.max_encoder_input:
                 return (-1, width)
-        return (place if self._device.type == "cpu" else -2, *source.shape)
+        return (place if self._device.type == "cpu" else -2, *encoder_input.shape)
 
     def layers_replaced(self) -> None:
         super().layers_replaced()
@@ -191,7 +189,7 @@ class Seq2SeqForestModel(TransformersForest):
     def _rows_alike(self) -> bool:
         """On the CPU, what the encoder makes of a source does not depend on the sources beside it, and the decoder
         takes a mask of the padding."""
-        if self._device.type != "cpu" or self.source_name != "input_ids" or not self._masked:
+        if self._device.type != "cpu" or self.encoder_input_name != "input_ids" or not self._masked:
             return False
         plain = any(type(module) is nn.Linear for module in self._model.modules())
         # experts drop tokens where there are many; encoders that look at blocks look at padding too
@@ -200,24 +198,24 @@ class Seq2SeqForestModel(TransformersForest):
         named = getattr(self._encoder.config, "_attn_implementation", None) == NAME
         return named and not plain and not crowded
 
-    def _read(self, sources: Sequence[Tensor]) -> tuple[Tensor, Any]:
+    def _read(self, encoder_inputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
         """Hidden states [n, Z, d] of sources that share a forward, and the class of the encoder's output."""
-        first = sources[0].to(self._device)
+        first = encoder_inputs[0].to(self._device)
         group = self._together(0, first)
         options: dict[str, Tensor] = {}
         if group[0] == -1:
             padding = getattr(self._model.config, "pad_token_id", None) or 0
-            batch = torch.full((len(sources), group[1]), padding, dtype=torch.int64)
+            batch = torch.full((len(encoder_inputs), group[1]), padding, dtype=torch.int64)
             mask = torch.zeros_like(batch)
-            for row, source in enumerate(sources):
-                batch[row, : len(source)] = source
-                mask[row, : len(source)] = 1
+            for row, encoder_input in enumerate(encoder_inputs):
+                batch[row, : len(encoder_input)] = encoder_input
+                mask[row, : len(encoder_input)] = 1
             options["attention_mask"] = mask
         else:
-            batch = torch.stack([source.to(self._device) for source in sources])
+            batch = torch.stack([encoder_input.to(self._device) for encoder_input in encoder_inputs])
         if batch.is_floating_point():
             batch = batch.to(self._model.dtype)
-        output = self._encoder(**{self.source_name: batch}, **options, return_dict=True)
+        output = self._encoder(**{self.encoder_input_name: batch}, **options, return_dict=True)
         return output[0], type(output)
 
     def _keep(self, rows: list[int], hidden: Tensor, lengths: list[int], kind: Any) -> None:
@@ -239,20 +237,22 @@ class Seq2SeqForestModel(TransformersForest):
             self._hidden = None
 
     @torch.no_grad()
-    def plain(self, tokens: Tensor, source: Tensor | None = None) -> Tensor:
+    def plain(self, tokens: Tensor, encoder_input: Tensor | None = None) -> Tensor:
         """Logits [B, T, V] of answers [B, T] to one source, by an ordinary forward without our cache and masks."""
-        assert source is not None, "an answer has a source"
-        sources = source.to(self._device).expand(len(tokens), *source.shape)
-        if sources.is_floating_point():
-            sources = sources.to(self._model.dtype)
-        output = self._model(**{self.source_name: sources}, decoder_input_ids=tokens, use_cache=False, return_dict=True)
+        assert encoder_input is not None, "an answer has a source"
+        encoder_inputs = encoder_input.to(self._device).expand(len(tokens), *encoder_input.shape)
+        if encoder_inputs.is_floating_point():
+            encoder_inputs = encoder_inputs.to(self._model.dtype)
+        output = self._model(
+            **{self.encoder_input_name: encoder_inputs}, decoder_input_ids=tokens, use_cache=False, return_dict=True
+        )
         logits: Tensor = output.logits
         return logits.to(self._device)
 
     def _calibrate(self, tokens: Tensor) -> None:
-        size = tokens.shape[1] if self.max_source is None else min(tokens.shape[1], self.max_source)
+        size = tokens.shape[1] if self.max_encoder_input is None else min(tokens.shape[1], self.max_encoder_input)
         for seed, answer in enumerate(tokens):
-            self.plain(answer.unsqueeze(0), sample_source(self, size, seed))
+            self.plain(answer.unsqueeze(0), sample_encoder_input(self, size, seed))
 
     def _runner(self) -> Any:
         """The model without its head, where it has such a part."""
@@ -266,13 +266,13 @@ class Seq2SeqForestModel(TransformersForest):
         hidden, writing = self._hidden, self._hidden is not None
         pair = ForestPairCache(self._cache, self._cross)
         pair.kept(len(self._cross.layers) or 1, not writing)
-        sight = self._sees(batch)
+        metadata = self._attention_metadata(batch)
         if hidden is None:
             self._cross.read(rows if batch.rows is None else batch.rows)
             # only its shape is looked at: the keys and values are there
             hidden = torch.zeros(1, 1, 1, dtype=self._model.dtype, device=self._device)
             hidden = hidden.expand(rows, self._cross.width, self._encoder_width)
-        masks = self._masks(batch, sight)
+        masks = self._masks(batch, metadata)
         inputs: dict[str, Any] = {
             "decoder_input_ids": self._inputs(batch),
             "decoder_attention_mask": masks,
@@ -281,10 +281,13 @@ class Seq2SeqForestModel(TransformersForest):
         }
         if self._places.argument:
             inputs[self._places.argument] = batch.positions
-        self._mask = self._across(batch, hidden.shape[1], sight)
+        self._mask = self._across(batch, hidden.shape[1], metadata)
         head = self._head if runner is self._model else None
         try:
-            with seeing(sight), self._places.at(batch.positions, batch.slot_positions, inputs["decoder_input_ids"]):
+            with (
+                attention_over(metadata),
+                self._places.at(batch.positions, batch.slot_positions, inputs["decoder_input_ids"]),
+            ):
                 output = (self._body if head else runner)(**inputs, use_cache=True, return_dict=True)
         finally:
             self._mask = None
@@ -294,7 +297,7 @@ class Seq2SeqForestModel(TransformersForest):
         """Puts our mask of the source in place of the one that the model has made, in a forest's forward."""
         return (args, {**kwargs, MASK: self._mask}) if self._mask is not None else None
 
-    def _across(self, batch: ForestInput, width: int, sight: AttentionMetadata | None) -> Tensor:
+    def _across(self, batch: ForestInput, width: int, metadata: AttentionMetadata | None) -> Tensor:
         """[R, 1, n, Z], added to the scores of the sources' places."""
         rows, count = batch.tokens.shape
         sizes = self._cross.sizes[:rows] if batch.rows is None else self._cross.sizes[batch.rows]
@@ -302,15 +305,15 @@ class Seq2SeqForestModel(TransformersForest):
         seen = seen.unsqueeze(1).expand(-1, count, -1)
         mask = torch.zeros(seen.shape, dtype=self._mask_dtype, device=self._device)
         additive = mask.masked_fill_(~seen, torch.finfo(self._mask_dtype).min)[:, None]
-        if sight is not None:
+        if metadata is not None:
             by_row = self._device.type == "cpu"
             read = range(rows) if batch.rows is None or not by_row else batch.rows.tolist()
-            settled = tuple(self._cross.lengths[row] if by_row else 0 for row in read)
+            prompt_slots = tuple(self._cross.lengths[row] if by_row else 0 for row in read)
             masked = by_row and self._masked  # else there are as many places as the source has
-            sight.across = AttentionMetadata(
-                settled, 1 if by_row else width, masked=masked, path_attention=sight.path_attention
+            metadata.across = AttentionMetadata(
+                prompt_slots, 1 if by_row else width, masked=masked, path_attention=metadata.path_attention
             )
-            sight.across.add(additive, seen, whole=not masked)
+            metadata.across.add(additive, seen, whole=not masked)
         return additive
 
     def _probe(self) -> Tensor:
@@ -320,23 +323,23 @@ class Seq2SeqForestModel(TransformersForest):
         """
         self.reserve(1, 2)
         try:
-            self.encode([0], [sample_source(self, 8, 0)])
+            self.encode([0], [sample_encoder_input(self, 8, 0)])
         except Exception as error:
-            said = " ".join(str(error).split())[:160]
+            reason = " ".join(str(error).split())[:160]
             raise UnsupportedModelError(
                 f"{self.architecture} cannot keep its source apart from a tree of tokens "
-                f"({type(error).__name__}: {said}); use another model"
+                f"({type(error).__name__}: {reason}); use another model"
             ) from error
         return super()._probe()
 
 
-def sample_source(model: Seq2SeqForestModel, size: int, seed: int) -> Tensor:
+def sample_encoder_input(model: Seq2SeqForestModel, size: int, seed: int) -> Tensor:
     """A random source for tests at load: `size` token ids, or features, or a wave of about that many frames."""
     generator = torch.Generator().manual_seed(seed)
     config: Any = model.module.config
-    if model.source_name == "input_ids":
-        return torch.randint(5, model.source_vocab_size, (size,), generator=generator)
-    if model.source_name == "input_values":
+    if model.encoder_input_name == "input_ids":
+        return torch.randint(5, model.encoder_vocab_size, (size,), generator=generator)
+    if model.encoder_input_name == "input_values":
         return torch.randn(1000 * size, generator=generator)
     if hasattr(config, "num_mel_bins"):  # Whisper's encoder takes 30 seconds, no more and no less
         return torch.randn(int(config.num_mel_bins), 2 * int(config.max_source_positions), generator=generator)

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.token_rules import Timestamps, TokenRules, asked_rules
-from dsbd_cli.engine.protocols import SourceRequest
+from dsbd_cli.engine.protocols import EncoderRequest
 from dsbd_cli.errors import InvalidRowError, PromptTooLongError, UsageError, shorten
-from dsbd_cli.models.adapted.sources import Seq2SeqCodec
+from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
 from dsbd_cli.requests import Request, Segment
-
-__all__ = ["WhisperCodec", "read_audio"]
 
 MOST_SAMPLES = 1 << 26  # of all channels: 256 MiB, and 30 seconds of 11 channels at 192 kHz
 LOUDEST = 2.0**31  # 1 is full scale; the power of what is larger would overflow
@@ -53,8 +51,8 @@ def read_audio(path: str, rate: int, seconds: float) -> Tensor:
             wave = file.read(dtype="float32", always_2d=True).mean(1)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         # soundfile's own errors are RuntimeErrors; TypeError: a file without a header, by its name; ValueError: a path
-        said = " ".join(str(error).split())[:120]
-        raise InvalidRowError(f"audio is {shorten(path)}, which cannot be read: {said}") from None
+        reason = " ".join(str(error).split())[:120]
+        raise InvalidRowError(f"audio is {shorten(path)}, which cannot be read: {reason}") from None
     if not (abs(wave) <= LOUDEST).all():  # nor is NaN
         raise InvalidRowError(f"audio is {shorten(path)}, whose samples are not all finite numbers")
     wave = soxr.resample(wave, own, rate) if len(wave) else wave
@@ -79,9 +77,9 @@ class WhisperCodec(Seq2SeqCodec):
         self._marks = {name: vocabulary.get(f"<|{name}|>") for name in ("transcribe", "translate", "notimestamps")}
         self.timestamps = self._times(settings)
         if self.timestamps is not None:
-            self._silent = range(self.timestamps.first, model.config.vocab_size)
+            self._no_text = range(self.timestamps.first, model.config.vocab_size)
 
-    def source(self, request: Request) -> SourceRequest:
+    def encoder_input(self, request: Request) -> EncoderRequest:
         """Features of the file and the decoder's prompt. Raises RowError."""
         if request.audio is None:
             raise InvalidRowError("audio is missing: the target writes down speech, and reads no text")
@@ -111,7 +109,7 @@ class WhisperCodec(Seq2SeqCodec):
         return replace(made, listen=listen)
 
     def begin(self, asked: SamplingConfig) -> tuple[int | None, int]:
-        """Nothing is forced behind the first token: `source` gives all that an answer begins with."""
+        """Nothing is forced behind the first token: `encoder_input` gives all that an answer begins with."""
         return None, self._start
 
     def token_bytes(self) -> list[bytes]:
@@ -140,11 +138,13 @@ class WhisperCodec(Seq2SeqCodec):
 
     def _times(self, settings: Any) -> Timestamps | None:
         """Tokens of times, as the checkpoint's generation settings say, or its vocabulary."""
-        silent = getattr(settings, "no_timestamps_token_id", None) or self._marks["notimestamps"]
-        if silent is None or silent + 1 >= self._model.config.vocab_size:
+        no_times = getattr(settings, "no_timestamps_token_id", None) or self._marks["notimestamps"]
+        if no_times is None or no_times + 1 >= self._model.config.vocab_size:
             return None
         seconds = self._extractor.chunk_length / self._model.config.max_source_positions
-        return Timestamps(silent + 1, seconds, getattr(settings, "max_initial_timestamp_index", None), self.eos_ids[0])
+        return Timestamps(
+            no_times + 1, seconds, getattr(settings, "max_initial_timestamp_index", None), self.eos_ids[0]
+        )
 
     def _heard(self, logits: Tensor) -> str:
         """The likeliest language of speech, as transformers' detect_language has it. logits: [V], behind the first

@@ -20,8 +20,6 @@ from dsbd_cli.models.checkpoints.registry import ALIASES, BUILTIN, resolve, user
 if TYPE_CHECKING:
     from dsbd_cli.models.tokenizer import HFCodec
 
-__all__ = ["Entry", "Fit", "add_name", "end_tokens", "fit", "listed", "local_folder", "tokenizer_of"]
-
 NO_LIMIT = 1 << 40
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
@@ -33,7 +31,7 @@ Origin = Literal["built-in", "yours", "ours", "hub cache"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogEntry:
     """A name, where it leads, whether the files are on this machine, and whose name it is."""
 
     name: str
@@ -42,20 +40,22 @@ class Entry:
     origin: Origin
 
 
-def listed() -> list[Entry]:
+def listed() -> list[CatalogEntry]:
     """The built-in pair, the user's names, ours, and what else is in the hub cache. Nothing is loaded or fetched."""
     own = user_aliases()
-    entries = [Entry(name, "shipped with dsbd", _state(name), "built-in") for name in BUILTIN]
-    entries += [Entry(name, source, _state(source), "yours") for name, source in sorted(own.items())]
+    entries = [CatalogEntry(name, "shipped with dsbd", _state(name), "built-in") for name in BUILTIN]
+    entries += [CatalogEntry(name, source, _state(source), "yours") for name, source in sorted(own.items())]
     entries += [
-        Entry(name, source, _state(source), "ours") for name, source in sorted(ALIASES.items()) if name not in own
+        CatalogEntry(name, source, _state(source), "ours")
+        for name, source in sorted(ALIASES.items())
+        if name not in own
     ]
     named = {entry.source for entry in entries}
     cache = Path(constants.HF_HUB_CACHE)
     for folder in sorted(cache.glob("models--*--*")):
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
         if repo not in named and _state(repo) != "absent":
-            entries.append(Entry(repo, repo, _state(repo), "hub cache"))
+            entries.append(CatalogEntry(repo, repo, _state(repo), "hub cache"))
     return entries
 
 

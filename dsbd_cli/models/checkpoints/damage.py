@@ -15,8 +15,6 @@ from torch import Tensor
 
 from dsbd_cli.errors import ModelError, shorten
 
-__all__ = ["check_checkpoint", "check_numbers", "read_headers", "stored_bytes", "unsafe_pickle"]
-
 LONGEST_HEADER = 100_000_000  # bytes; the limit of safetensors
 PARTS = ("text_config", "decoder", "encoder")  # of a config.json
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers",

@@ -12,15 +12,6 @@ from typing import Any
 from dsbd_cli.config.token_rules import LISTS, TokenRules
 from dsbd_cli.errors import ModelError
 
-__all__ = [
-    "CheckpointSettings",
-    "checkpoint_rules",
-    "checkpoint_search",
-    "read_generation",
-    "settings_notes",
-    "unsupported_settings",
-]
-
 # Settings that transformers' beam search would act on and that are not built, with the values that do nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "guidance_scale": (None, 1, 1.0),
@@ -105,25 +96,27 @@ def checkpoint_rules(model: Any) -> TokenRules:
 def unsupported_settings(model: Any) -> tuple[str, ...]:
     """`name value` of each setting that would change a text under transformers and does nothing here."""
     config = getattr(model, "generation_config", None)
-    told = [
+    unsupported = [
         f"{name} {value}"
         for name, idle in UNSUPPORTED.items()
         if (value := getattr(config, name, None)) not in idle and value is not None
     ]
     words: Iterable[list[int]] = getattr(config, "bad_words_ids", None) or ()
     if longer := sum(len(word) > 1 for word in words):
-        told.append(f"{longer} bad_words_ids of several tokens")
+        unsupported.append(f"{longer} bad_words_ids of several tokens")
     last = getattr(config, "forced_eos_token_id", None)
     if isinstance(last, list | tuple) and len(last) > 1:
-        told.append(f"forced_eos_token_id {list(last)}")
-    return tuple(told)
+        unsupported.append(f"forced_eos_token_id {list(last)}")
+    return tuple(unsupported)
 
 
 def settings_notes(model: Any) -> tuple[str, ...]:
     """Return what a user of a target should know of its generation settings, one sentence each."""
     notes = []
-    if told := unsupported_settings(model):
-        notes.append(f"the target's generation settings ask for {', '.join(told)}, which is not supported and not done")
+    if unsupported := unsupported_settings(model):
+        notes.append(
+            f"the target's generation settings ask for {', '.join(unsupported)}, which is not supported and not done"
+        )
     paired = bool(getattr(model.config, "is_encoder_decoder", False))
     if paired and (search := checkpoint_search(model)):
         asked = ", ".join(f"{name} {value}" for name, value in search.items())

@@ -19,19 +19,6 @@ from torch import Tensor, nn
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError
 
-__all__ = [
-    "HEAD_FILE",
-    "TrimmedHead",
-    "head_keys",
-    "head_rows",
-    "install",
-    "installed",
-    "output_head",
-    "read_head",
-    "trimmed_target",
-    "write_head",
-]
-
 HEAD_FILE = "dsbd_head.safetensors"
 FORMAT = "dsbd.head/1"
 

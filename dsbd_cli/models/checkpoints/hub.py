@@ -16,8 +16,6 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, ModelNotFoundError
 from dsbd_cli.models.checkpoints.registry import resolve
 
-__all__ = ["CONNECT_TIMEOUT_S", "cached_folder", "folder_of", "has_weights", "locate", "reachable"]
-
 CONNECT_TIMEOUT_S = 2.0
 
 _COMMON = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
@@ -143,8 +141,8 @@ def _download(repo: str, role: str) -> Path:
             f"{role} model {repo!r} is not on {constants.ENDPOINT}, or is private: check the id"
         ) from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        said = " ".join(str(error).split())[:160]
-        raise ModelNotFoundError(f"{role} model {repo!r} could not be downloaded: {said}") from error
+        reason = " ".join(str(error).split())[:160]
+        raise ModelNotFoundError(f"{role} model {repo!r} could not be downloaded: {reason}") from error
     if "gguf" in repo.lower() and not has_weights(folder):
         raise ModelNotFoundError(
             f"{role} model {repo!r} holds GGUF files: download the one you want (`hf download {repo} FILE`) and give it"

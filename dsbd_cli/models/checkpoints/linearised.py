@@ -20,8 +20,6 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-__all__ = ["mark", "unread"]
-
 GROUP, KERNEL = 64, 63
 PARTS = ("dwconv", "global_factor", "local_factor")
 

@@ -24,23 +24,6 @@ from dsbd_cli.models.checkpoints.linearised import mark, unread
 from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING, byte_tokenizer, read_config
 from dsbd_cli.ops.select import int8_missing, packing_works
 
-__all__ = [
-    "Checkpoint",
-    "check_quantize",
-    "device_of",
-    "dtype_of",
-    "eos_ids",
-    "import_decoder_code",
-    "is_gguf",
-    "is_plain",
-    "load",
-    "load_config",
-    "load_extractor",
-    "load_network",
-    "load_tokenizer",
-    "quiet",
-]
-
 Checkpoint = tuple[Any, Any]
 
 SMALL_BYTES = 64 << 20  # weights of this size are no burden in float32 either
@@ -112,7 +95,7 @@ def load_tokenizer(folder: Path, spec: ModelSpec, kind: tuple[str, str] | None =
         return getattr(importlib.import_module(module), name).from_pretrained(**_source(folder), **_local(spec))
     except Exception as error:
         hint = "" if read_config(folder) is None else ": mamba_ssm writes none, so put a tokenizer beside its weights"
-        raise ModelError(f"{_name(spec)}: its tokenizer cannot be loaded: {_said(error)}{hint}") from error
+        raise ModelError(f"{_name(spec)}: its tokenizer cannot be loaded: {_one_line(error)}{hint}") from error
 
 
 def _placement(spec: ModelSpec) -> dict[str, Any]:
@@ -161,7 +144,7 @@ def load_config(folder: Path, spec: ModelSpec) -> Any:
         config = AutoConfig.from_pretrained(**_source(folder), **_local(spec))
     except Exception as error:
         hint = "" if spec.trust_remote_code or is_gguf(folder) else _remote_code_hint(folder)
-        raise ModelError(f"{_name(spec)}: its config cannot be read: {_said(error)}{hint}") from error
+        raise ModelError(f"{_name(spec)}: its config cannot be read: {_one_line(error)}{hint}") from error
     mark(folder, config)
     return config
 
@@ -188,7 +171,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
             **placement,
         )
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise ModelError(f"{_name(spec)} does not fit in memory: {_said(error)}") from error
+        raise ModelError(f"{_name(spec)} does not fit in memory: {_one_line(error)}") from error
     except Exception as error:
         if (refused := unsafe_pickle(folder, error, _name(spec))) is not None:
             raise refused from None
@@ -197,7 +180,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
                 f"{_name(spec)} is a {config.model_type}, which is neither a causal language model nor an "
                 "encoder-decoder one"
             ) from None
-        raise ModelError(f"{_name(spec)} cannot be loaded: {_said(error)}") from error
+        raise ModelError(f"{_name(spec)} cannot be loaded: {_one_line(error)}") from error
     model, report = loaded
     _check_report(report, spec, set() if head is None else head_keys(model))
     if lost := unread(config, map(str, report.get("unexpected_keys") or ())):
@@ -237,7 +220,7 @@ def load_extractor(folder: Path, spec: ModelSpec) -> Any:
     try:
         return AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        raise ModelError(f"{_name(spec)}: its feature extractor cannot be loaded: {_said(error)}") from error
+        raise ModelError(f"{_name(spec)}: its feature extractor cannot be loaded: {_one_line(error)}") from error
 
 
 def is_gguf(place: Path) -> bool:
@@ -354,7 +337,7 @@ def _name(spec: ModelSpec) -> str:
     return f"{spec.role} model {spec.source!r}"
 
 
-def _said(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 

@@ -13,8 +13,6 @@ from typing import Any
 from dsbd_cli.errors import ModelError, UnsupportedModelError, shorten
 from dsbd_cli.models.tokenizer import byte_alphabet
 
-__all__ = ["KEY_MAPPING", "byte_tokenizer", "read_config"]
-
 KEY_MAPPING = {r"^backbone\.embedding\.": "backbone.embeddings."}  # of the weights, for from_pretrained
 BYTES = 256
 

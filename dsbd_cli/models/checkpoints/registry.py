@@ -12,8 +12,6 @@ from typing import Literal
 
 from dsbd_cli.errors import ModelNotFoundError, UsageError
 
-__all__ = ["ALIASES", "BUILTIN", "Location", "known_names", "resolve", "user_aliases", "user_file"]
-
 ALIASES: dict[str, str] = {
     # pairs of the paper
     "llama-2-13b": "meta-llama/Llama-2-13b-hf",
@@ -112,7 +110,7 @@ def resolve(source: str, role: str = "target") -> Location:
         return _builtin(source, role)
     named = {**ALIASES, **user_aliases()}.get(source)
     place = source if named is None else named
-    told = repr(source) if named is None else f"{source!r} (which means {named!r})"
+    shown = repr(source) if named is None else f"{source!r} (which means {named!r})"
     folder = Path(place).expanduser()
     if folder.is_dir():
         return Location("folder", str(folder))
@@ -120,14 +118,14 @@ def resolve(source: str, role: str = "target") -> Location:
         return Location("file", str(folder))
     if folder.exists():
         raise ModelNotFoundError(
-            f"{role} model {told} is a file: give the folder that holds config.json, or a file that ends in .gguf"
+            f"{role} model {shown} is a file: give the folder that holds config.json, or a file that ends in .gguf"
         )
     if _looks_like_path(place) or folder.suffix.lower() == ".gguf":
         what = "file" if folder.suffix.lower() == ".gguf" else "folder"
-        raise ModelNotFoundError(f"{role} model {told}: there is no such {what}")
+        raise ModelNotFoundError(f"{role} model {shown}: there is no such {what}")
     if _HUB_ID.fullmatch(place):
         return Location("hub", place)
-    raise ModelNotFoundError(f"{role} model {told} is not known{_near(source)}")
+    raise ModelNotFoundError(f"{role} model {shown} is not known{_near(source)}")
 
 
 def _builtin(source: str, role: str) -> Location:

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dsbd_cli.errors import PairError
 from dsbd_cli.models.tokenizer import HFCodec
 
-__all__ = ["check_pair", "markers"]
-
-
 _SHOWN = 3
 
 

@@ -15,23 +15,21 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, sample_source
+from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, sample_encoder_input
 from dsbd_cli.models.checks.selftest import CheckableModel
 from dsbd_cli.models.verdicts import Verdict
 
-__all__ = ["Company", "check", "is_invariant"]
-
-
-PROMPT = 161  # tokens: five steps of settled slots and one that is left over
+PROMPT = 161  # tokens: five steps of prompt slots and one that is left over
 WIDTH_STEP = 32  # of a prompt's forward
 LONGER = 480  # tokens of the prompt that the beginning is copied from
-SOURCES = (77, 150, 90)  # tokens of the source of the text, where it has one, and of the rows before and after it
+# tokens of the source of the text, where it has one, and of the rows before and after it
+ENCODER_LENGTHS = (77, 150, 90)
 ANSWER = 40  # tokens after the prompt, the last one is looked at
 SLOTS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
+class Surroundings:
     """Surroundings of the text when it is run: other rows and other nodes.
 
     Attributes:
@@ -39,7 +37,7 @@ class Company:
         others: further nodes in each forward. ahead: so many of them stand before the text's own.
         spread: the answer's tokens stand anywhere in so many times as many slots as they need, in order.
         at_once: how many of the answer's tokens share the last forward.
-        joined: before it, so many of them join the trunk, which recurrent layers take into their states.
+        joined: before it, so many of them join the common prefix, which recurrent layers take into their states.
         copied: so many tokens of the prompt are read in the last row, before others than the text's, and copied.
         slots: S.
     """
@@ -60,12 +58,12 @@ class Company:
 
 
 COMPANIES = (
-    Company(others=0),
-    Company(others=32, ahead=32, spread=5, joined=17, slots=SLOTS),
-    Company(others=1, spread=3, at_once=3, joined=37, slots=352),
-    Company(rows=3, row=1, others=19, ahead=7, spread=4, at_once=2, slots=448),
+    Surroundings(others=0),
+    Surroundings(others=32, ahead=32, spread=5, joined=17, slots=SLOTS),
+    Surroundings(others=1, spread=3, at_once=3, joined=37, slots=352),
+    Surroundings(rows=3, row=1, others=19, ahead=7, spread=4, at_once=2, slots=448),
     # six tokens: with two threads MKL's float32 products compute those past the last four in another way
-    Company(rows=2, row=1, others=0, at_once=3),
+    Surroundings(rows=2, row=1, others=0, at_once=3),
 )
 
 
@@ -84,7 +82,7 @@ def check(model: CheckableModel) -> Verdict:
     if _size(model) < 1:
         return Verdict(f"it has positions for {model.max_positions} tokens only, too few for the check")
     try:
-        alone = _logits(model, Company())
+        alone = _logits(model, Surroundings())
         if not model.by_parts:
             return Verdict("some of its layers do not attend by our function")
         for company in COMPANIES:
@@ -100,7 +98,7 @@ def check(model: CheckableModel) -> Verdict:
 def _copies(model: CheckableModel, alone: Tensor) -> bool | None:
     """The text's logits [V] stay the same with a beginning of its prompt copied; None where it has too few tokens."""
     count = _size(model) // PREFIX_STEP * PREFIX_STEP
-    return torch.equal(_logits(model, Company(rows=2, copied=count)), alone) if count else None
+    return torch.equal(_logits(model, Surroundings(rows=2, copied=count)), alone) if count else None
 
 
 @torch.inference_mode()
@@ -108,14 +106,14 @@ def parting(model: CheckableModel) -> float:
     """How far the logits of the text move where layers split their keys: root mean square, relative to the spread.
     Leaves the cache released."""
     try:
-        plain, parted = (_logits(model, Company(), by_parts=by_parts).double() for by_parts in (False, True))
+        plain, parted = (_logits(model, Surroundings(), by_parts=by_parts).double() for by_parts in (False, True))
     finally:
         model.release()
     return float((parted - plain).square().mean().sqrt() / plain.std())
 
 
-def _logits(model: CheckableModel, company: Company, *, by_parts: bool = True) -> Tensor:
-    """[V] logits of the last token of the answer. by_parts: forwards with `settled`."""
+def _logits(model: CheckableModel, company: Surroundings, *, by_parts: bool = True) -> Tensor:
+    """[V] logits of the last token of the answer. by_parts: forwards with `prompt_slots`."""
     model.release()
     model.reserve(company.rows, SLOTS)
     if isinstance(model, Seq2SeqForestModel):
@@ -148,12 +146,12 @@ def _size(model: CheckableModel) -> int:
     return PROMPT if limit is None else min(PROMPT, limit - ANSWER)
 
 
-def _encode(model: Seq2SeqForestModel, company: Company) -> None:
+def _encode(model: Seq2SeqForestModel, company: Surroundings) -> None:
     """The text's own source, and sources of other lengths for its neighbours; all in one call."""
-    limit = model.max_source or max(SOURCES)
-    place = [(row - company.row) % len(SOURCES) for row in range(company.rows)]  # 0 of the text
-    sources = [sample_source(model, min(SOURCES[-seed], limit), seed) for seed in place]
-    model.encode(range(company.rows), sources)
+    limit = model.max_encoder_input or max(ENCODER_LENGTHS)
+    place = [(row - company.row) % len(ENCODER_LENGTHS) for row in range(company.rows)]  # 0 of the text
+    encoder_inputs = [sample_encoder_input(model, min(ENCODER_LENGTHS[-seed], limit), seed) for seed in place]
+    model.encode(range(company.rows), encoder_inputs)
 
 
 def _copied_prompt(model: CheckableModel, text: Tensor, copied: int) -> None:
@@ -187,7 +185,7 @@ def _prompt(
             mask=seen,
             slot_positions=index.expand(len(text), -1),
             rows=torch.arange(len(text)) if rows is None else rows,
-            settled=(first,) * len(text),
+            prompt_slots=(first,) * len(text),
             chain=True,
         ).to(model.device),
         logits=False,
@@ -196,7 +194,7 @@ def _prompt(
 
 def _answer(
     model: CheckableModel,
-    company: Company,
+    company: Surroundings,
     text: Tensor,
     lengths: Tensor,
     places: Tensor,
@@ -224,7 +222,7 @@ def _answer(
     other = (index == free.unsqueeze(2)) | prompt
     slot_positions = index.expand(rows, -1).clone()
     slot_positions.scatter_(1, places, lengths.unsqueeze(1) + torch.arange(ANSWER))
-    settled = tuple(lengths.tolist()) if model.device.type == "cpu" else (0,) * rows
+    prompt_slots = tuple(lengths.tolist()) if model.device.type == "cpu" else (0,) * rows
     logits = model.forward(
         ForestInput(
             tokens=join(text.gather(1, depth), other_tokens),
@@ -232,9 +230,9 @@ def _answer(
             slots=slots,
             mask=join(mine, other),
             slot_positions=slot_positions,
-            settled=settled if by_parts else None,
+            prompt_slots=prompt_slots if by_parts else None,
             prompt=lengths if by_parts else None,
-            tail=company.slots,
+            suffix=company.slots,
         ).to(model.device)
     )
     assert logits is not None

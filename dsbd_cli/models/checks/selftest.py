@@ -2,7 +2,7 @@
 
 Some architectures fail silently: they bias or cut attention by slot, whatever the mask says. A list of names would be
 out of date at once, so a small forest is tried, with its tokens scattered over the slots. Models with recurrent layers
-are tried a second time in the order of production, where a growing trunk goes into their states.
+are tried a second time in the order of production, where a growing common prefix goes into their states.
 
 Shape letters: N nodes of the test forest, B its paths, T tokens of the longest path, V vocabulary, S slots.
 """
@@ -15,15 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.protocols import ForestInput, ForestModel, SourceModel
+from dsbd_cli.engine.protocols import EncoderDecoderModel, ForestInput, ForestModel
 from dsbd_cli.errors import UnsupportedModelError
-from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, sample_source
-from dsbd_cli.models.forest import SelfTestReport, unsupported
+from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, sample_encoder_input
+from dsbd_cli.models.forest_model import SelfTestReport, unsupported
 from dsbd_cli.models.recurrent.states import StateCache
 from dsbd_cli.models.verdicts import LIMITS, PADDING, TIMES_ROUNDING, limit_for
-
-__all__ = ["CheckableModel", "self_test"]
-
 
 PROMPT = 7
 # Where recurrent layers run as kernels of a CPU, whose states lie 16 to 23 tokens back: long enough that tokens go into
@@ -35,7 +32,7 @@ PARENTS = (-1, -1, -1, 0, 0, 1, 3, 4, 5, 7, 8)
 # Wider than the windows by slot that are in use (256), so that such a window cuts something off.
 SLOTS = 400
 # Tokens of two sources, apart from those that fill whole steps of the cache
-SOURCES = (13, 40)
+ENCODER_LENGTHS = (13, 40)
 # How many limits the worst node may be off.
 OUTLIER = 3
 
@@ -80,23 +77,25 @@ def self_test(model: CheckableModel) -> SelfTestReport:
 
     Raises UnsupportedModelError in one sentence when they disagree or the model refuses.
     """
-    walked = model.state_bytes(0) and StateCache.walks(model.device)
-    total = (LONG_PROMPT if walked else PROMPT) + len(PARENTS)
+    by_kernel = model.state_bytes(0) and StateCache.has_kernel(model.device)
+    total = (LONG_PROMPT if by_kernel else PROMPT) + len(PARENTS)
     generator = torch.Generator().manual_seed(20)
     tokens = torch.randint(0, model.vocab_size, (total,), generator=generator).to(model.device)
     # a permutation spread over nearly all slots: neither order nor distance of slots means anything
     slots = (torch.randperm(total, generator=generator) * ((SLOTS - 2) // total)).to(model.device)
-    sources: Sequence[Tensor | None] = (None,)
+    encoder_inputs: Sequence[Tensor | None] = (None,)
     if isinstance(model, Seq2SeqForestModel):  # the same forest below each
-        sources = [sample_source(model, size, seed) for seed, size in enumerate(SOURCES)]
+        encoder_inputs = [sample_encoder_input(model, size, seed) for seed, size in enumerate(ENCODER_LENGTHS)]
 
     def separate(padding: int = 0) -> Tensor:
         with unsupported(model.architecture):
-            return torch.cat([_separate(_plain(model, source), tokens, padding) for source in sources])
+            return torch.cat(
+                [_separate(_plain(model, encoder_input), tokens, padding) for encoder_input in encoder_inputs]
+            )
 
     expected = separate()
     with unsupported(model.architecture):
-        packed = _packed(model, tokens, slots, sources)
+        packed = _packed(model, tokens, slots, encoder_inputs)
 
     def checked(logits: Tensor, nodes: Sequence[int] | slice, cause: str) -> SelfTestReport:
         return _checked(model, logits, expected[nodes], lambda: separate(PADDING)[nodes], cause)
@@ -104,14 +103,14 @@ def self_test(model: CheckableModel) -> SelfTestReport:
     report = checked(packed, slice(None), "attention or position by cache slot")
     if model.state_bytes(0):
         with unsupported(model.architecture):
-            grown, nodes = _grown(model, tokens)
+            grown, nodes = _in_production_order(model, tokens)
         report = max(report, checked(grown, nodes, "recurrent states"), key=lambda one: one.largest_error)
     return report
 
 
-def _plain(model: CheckableModel, source: Tensor | None) -> Callable[[Tensor], Tensor]:
+def _plain(model: CheckableModel, encoder_input: Tensor | None) -> Callable[[Tensor], Tensor]:
     if isinstance(model, Seq2SeqForestModel):
-        return lambda ids: model.plain(ids, source)
+        return lambda ids: model.plain(ids, encoder_input)
     return model.plain
 
 
@@ -150,11 +149,13 @@ def _separate(plain: Callable[[Tensor], Tensor], tokens: Tensor, padding: int = 
     return logits[torch.tensor(rows, device=logits.device), torch.tensor(depths, device=logits.device)]
 
 
-def _packed(model: CheckableModel, tokens: Tensor, slots: Tensor, sources: Sequence[Tensor | None] = (None,)) -> Tensor:
+def _packed(
+    model: CheckableModel, tokens: Tensor, slots: Tensor, encoder_inputs: Sequence[Tensor | None] = (None,)
+) -> Tensor:
     """[R * N, V] logits of the nodes, in one row per source: the first six with the prompt, the rest after the slots
     have moved and the rows have changed places."""
     total, prompt = len(tokens), _prompt_of(tokens)
-    split, rows = prompt + 6, len(sources)
+    split, rows = prompt + 6, len(encoder_inputs)
     device = tokens.device
     seen = torch.zeros((total, total), dtype=torch.bool)
     seen[:prompt, :prompt] = torch.ones(prompt, prompt).tril().bool()
@@ -171,18 +172,18 @@ def _packed(model: CheckableModel, tokens: Tensor, slots: Tensor, sources: Seque
         slot_positions[slots] = positions
         part = slice(first, last)
         fields = (tokens[part], positions[part], slots[part], mask, slot_positions)
-        ids, depths, places, sight, depth_of = (field.expand(rows, *field.shape) for field in fields)
-        logits = model.forward(ForestInput(ids, depths, places, sight, depth_of))
+        ids, depths, places, mask, depth_of = (field.expand(rows, *field.shape) for field in fields)
+        logits = model.forward(ForestInput(ids, depths, places, mask, depth_of))
         assert logits is not None
         return logits
 
     try:
         model.reserve(rows, SLOTS)
-        if isinstance(model, SourceModel):
+        if isinstance(model, EncoderDecoderModel):
             for row in reversed(range(rows)):
-                source = sources[row]
-                assert source is not None
-                model.encode([row], [source])
+                encoder_input = encoder_inputs[row]
+                assert encoder_input is not None
+                model.encode([row], [encoder_input])
         before = run(0, split)[:, prompt:]
         moved = slots.roll(1)  # every slot's content goes to another occupied slot: reads must come before writes
         here, there = (places[None, :split].expand(rows, -1) for places in (slots, moved))
@@ -198,11 +199,11 @@ def _packed(model: CheckableModel, tokens: Tensor, slots: Tensor, sources: Seque
     return torch.cat((before, after), 1).flatten(0, 1)
 
 
-def _grown(model: CheckableModel, tokens: Tensor) -> tuple[Tensor, list[int]]:
+def _in_production_order(model: CheckableModel, tokens: Tensor) -> tuple[Tensor, list[int]]:
     """Logits [m, V] of nodes in the order of production, and which nodes they are of.
 
-    A prompt is read as a chain, six nodes follow, then the subtree of node 0 alone lives on: the trunk takes node 0.
-    Then another request takes the row, whose prompt joins the trunk by a move.
+    A prompt is read as a chain, six nodes follow, then the subtree of node 0 alone lives on: the common prefix takes
+    node 0. Then another request takes the row, whose prompt joins the common prefix by a move.
     """
     prompt_size = _prompt_of(tokens)
     device, trash, window = tokens.device, prompt_size + 32, prompt_size + 17
@@ -234,9 +235,9 @@ def _grown(model: CheckableModel, tokens: Tensor) -> tuple[Tensor, list[int]]:
         assert logits is not None
         return logits[0, : len(nodes)]
 
-    def move(source: list[int], target: list[int], trunk: int) -> None:
-        slots = torch.tensor([source, target], device=device).unsqueeze(1)
-        model.move(slots[0], slots[1], torch.tensor([trunk], device=device))
+    def move(src_slots: list[int], dst_slots: list[int], common_prefix: int) -> None:
+        slots = torch.tensor([src_slots, dst_slots], device=device).unsqueeze(1)
+        model.move(slots[0], slots[1], torch.tensor([common_prefix], device=device))
 
     prompt = {node: prompt_size + node for node in range(-prompt_size, 0)}
     try:

@@ -17,12 +17,10 @@ from torch import Tensor
 
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights
-from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, attention, settled_attention
-from dsbd_cli.ops.cpu.attention import Paths
+from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, attention, prompt_attention
+from dsbd_cli.ops.cpu.attention import SlotPaths
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
 from dsbd_cli.ops.interface import Ops
-
-__all__ = ["Decoder", "LayerInputs", "MaskView", "PathView", "View"]
 
 
 class View(Protocol):
@@ -42,15 +40,15 @@ class View(Protocol):
 
 @dataclass(slots=True)
 class PathView:
-    """Slots that each node sees, listed: for a kernel of the CPU, which joins them with the settled slots.
+    """Slots that each node sees, listed: for a kernel of the CPU, which joins them with the prompt slots.
 
-    settled: leading slots of each row that torch's attention serves, none or one number per row. paths: the others.
-    head: [R, 1, m, S or fewer], added to the scores of settled slots; None where all nodes see all of them. kernel:
-    Ops.path_attention.
+    prompt_slots: leading slots of each row that torch's attention serves, none or one number per row. paths: the
+    others. head: [R, 1, m, S or fewer], added to the scores of prompt slots; None where all nodes see all of them.
+    kernel: Ops.path_attention.
     """
 
-    settled: tuple[int, ...]
-    paths: Paths
+    prompt_slots: tuple[int, ...]
+    paths: SlotPaths
     head: Tensor | None
     kernel: Callable[..., Tensor]
 
@@ -59,21 +57,21 @@ class PathView:
     ) -> Tensor:
         key, value = (plane[: len(query)].transpose(1, 2) for plane in (keys, values))
         known: tuple[Tensor, Tensor] | None = None
-        if max(self.settled, default=0):
-            known = run.compute(lambda: settled_attention(self.settled, query, key, value, self.head, scale))
-        return self.kernel(self.paths, query, key, value, scale, settled=known, softcap=softcap, run=run)
+        if max(self.prompt_slots, default=0):
+            known = run.compute(lambda: prompt_attention(self.prompt_slots, query, key, value, self.head, scale))
+        return self.kernel(self.paths, query, key, value, scale, prompt_part=known, softcap=softcap, run=run)
 
 
 @dataclass(slots=True)
 class MaskView:
     """Slots by a mask [R, 1, n, S] that is added to the scores. rows: [R] of the planes; None for the first ones.
 
-    sight: how the slots are split, or the blocks in which a prompt is read; None: torch's attention takes all.
+    metadata: how the slots are split, or the blocks in which a prompt is read; None: torch's attention takes all.
     """
 
     mask: Tensor
     rows: Tensor | None = None
-    sight: AttentionMetadata | Blocks | None = None
+    metadata: AttentionMetadata | Blocks | None = None
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, run: Eager
@@ -84,7 +82,7 @@ class MaskView:
             seen = [plane[:, :active] for plane in (keys, values)]
             seen = [one[: len(query)] if self.rows is None else one.index_select(0, self.rows) for one in seen]
             key, value = (one.transpose(1, 2) for one in seen)
-            found = attention(self.sight, query, key, value, self.mask, scale, softcap)
+            found = attention(self.metadata, query, key, value, self.mask, scale, softcap)
             assert found is not None, "the mask is one of all heads"
             return found
 

@@ -18,23 +18,21 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UsageError
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checkpoints.head import TrimmedHead
-from dsbd_cli.models.decoder.forest import DecoderForest
+from dsbd_cli.models.decoder.decoder_forest import DecoderForest
 from dsbd_cli.models.decoder.forward import Decoder
 from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_decoder
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.decoder.weights import Tensors, read_tensors, read_weights
-from dsbd_cli.models.forest import CALIBRATION
+from dsbd_cli.models.forest_model import CALIBRATION
 from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import DECODER, GPU_LAYERS, ops_for
-
-__all__ = ["DecoderSource", "decoder_forest", "differs", "pack", "sort_of"]
 
 TOKENS = 24  # of the text that is compared with transformers
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderSource:
+class DecoderCheckpoint:
     """A checkpoint that our own decoder can run: what it is, its tensors, and what it computes in."""
 
     spec: DecoderSpec
@@ -43,7 +41,7 @@ class DecoderSource:
     device: torch.device
 
 
-def sort_of(model: ModelSpec, config: Any) -> DecoderSpec | str:
+def spec_or_reason(model: ModelSpec, config: Any) -> DecoderSpec | str:
     """Return the spec of a checkpoint, or why transformers runs it."""
     if model.tensor_parallel > 1:
         return "it is split over several processes"
@@ -56,7 +54,7 @@ def sort_of(model: ModelSpec, config: Any) -> DecoderSpec | str:
 
 def decoder_forest(
     model: ModelSpec,
-    source: DecoderSource,
+    checkpoint: DecoderCheckpoint,
     settings: CheckpointSettings,
     head: TrimmedHead | None,
     stock: Callable[[], Any],
@@ -67,11 +65,11 @@ def decoder_forest(
     head: rows in the place of the checkpoint's head. stock: loads the model as transformers runs it. kernels: names of
     those that a GPU may run. Raises KeyError and ValueError for tensors that are missing or have other shapes.
     """
-    spec = source.spec
-    weights = read_weights(spec, source.tensors, source.dtype, head)
-    if source.device.type != "cpu":
-        weights.to(source.device)
-    forest = DecoderForest(Decoder(spec, weights, _ops(spec, source, kernels)), model.source, settings, stock)
+    spec = checkpoint.spec
+    weights = read_weights(spec, checkpoint.tensors, checkpoint.dtype, head)
+    if checkpoint.device.type != "cpu":
+        weights.to(checkpoint.device)
+    forest = DecoderForest(Decoder(spec, weights, _ops(spec, checkpoint, kernels)), model.source, settings, stock)
     if head is not None:
         forest.spread(head.ids, head.vocab_size)
     return forest
@@ -84,8 +82,8 @@ def tensors_of(folder: Path, model: ModelSpec) -> Tensors:
     try:
         return read_tensors(folder)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        said = " ".join(str(error).split())[:200]
-        raise ModelError(f"{_name(model)} cannot be loaded: {said}") from error
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"{_name(model)} cannot be loaded: {reason}") from error
 
 
 @torch.inference_mode()
@@ -141,7 +139,7 @@ def _calibrate(forest: DecoderForest) -> None:
     forest.plain(torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(19)))
 
 
-def _ops(spec: DecoderSpec, source: DecoderSource, kernels: frozenset[str]) -> Ops:
+def _ops(spec: DecoderSpec, source: DecoderCheckpoint, kernels: frozenset[str]) -> Ops:
     widths = {spec.hidden, spec.inner, spec.head_dim // 2}
     if spec.wide_norms:
         widths |= {spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim}

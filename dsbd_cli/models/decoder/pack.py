@@ -17,8 +17,6 @@ from dsbd_cli.ops.cpu.runtime import EAGER, Eager
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import int8_linear
 
-__all__ = ["Outliers", "find_outliers", "pack_decoder", "quantize_decoder"]
-
 Outliers = Mapping[str, Tensor]
 """Input channels [k] of each product that int8 leaves as they are, by the product's name: `3.qkv`, `head`."""
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DecoderSpec", "Rotary", "spec_of"]
-
 ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # whether it is gelu in its form with tanh
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 # Keys that a config declares and that do not change what a forward computes, or that are read below.
@@ -144,8 +142,8 @@ def spec_of(config: Any) -> DecoderSpec | str:
         return f"{family} is no standard decoder that is known here"
     # a key that transformers' class does not declare changes nothing there
     declared, changed = type(config)().to_dict(), config.to_diff_dict()
-    told = {key for key in changed if key in declared and key[0] != "_" and not _idle(changed[key])}
-    strange = sorted(told - KNOWN)
+    stated = {key for key in changed if key in declared and key[0] != "_" and not _idle(changed[key])}
+    strange = sorted(stated - KNOWN)
     if strange:
         return f"its config says {strange[0]} = {changed[strange[0]]!r}, which is not known here"
     try:

@@ -18,8 +18,6 @@ from dsbd_cli.models.checkpoints.head import TrimmedHead
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
 
-__all__ = ["DecoderWeights", "LayerWeights", "Linear", "PlainLinear", "read_tensors", "read_weights"]
-
 NORMS = ("input_norm", "attention_norm", "mlp_norm", "output_norm", "query_norm", "key_norm")
 INDEX = "model.safetensors.index.json"
 Tensors = Mapping[str, Callable[[], Tensor]]

@@ -14,8 +14,6 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 from dsbd_cli.models.recurrent.states import StateCache
 
-__all__ = ["LinearisedLlama"]
-
 
 class LinearAttention(LlamaAttention):
     """One layer. A forest's scans take the place of the two functions that its forward calls by name: mixers.py."""

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from dsbd_cli.models.recurrent.states import StateCache
 
-__all__ = ["REFUSED", "bind", "has_mixers"]
-
 CONVOLUTION = "causal_conv1d_fn"
 
 # Kinds of models whose recurrence is known and not offered, and why.
@@ -53,7 +51,7 @@ def bind(model: nn.Module) -> int:
         names = dict(forward.__globals__)
         for name, ours in SCANS.items():
             if name in names:
-                names[name] = _either(ours, names[name])
+                names[name] = _ours_or_stock(ours, names[name])
         if names.get("F") is nn.functional:
             names["F"] = _Functions()
         bound = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -71,7 +69,7 @@ def _code(module: nn.Module) -> Any:
     return forward if CONVOLUTION in getattr(getattr(forward, "__code__", None), "co_names", ()) else None
 
 
-def _either(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+def _ours_or_stock(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         cache = StateCache.current()
         return stock(*args, **kwargs) if cache is None else ours(cache, *args, **kwargs)

@@ -1,19 +1,21 @@
 """Recurrent layers over a packed forest: tensor functions of one layer, no model and no cache.
 
 A recurrent layer carries a state from token to token. In a forest each node has a state of its own, so a state per node
-would be as many states as nodes. Instead one state per row is kept, S at the end of the trunk, and beside it the inputs
-of the tail's tokens: a node reads S through the decay of its path and its ancestors one by one, as attention does.
-With log-decays g_a, c_t their sum over the tail's part of t's path (t included), and s over t and its ancestors:
+would be as many states as nodes. Instead one state per row is kept, S at the end of the common prefix, and beside it
+the inputs of the suffix's tokens: a node reads S through the decay of its path and its ancestors one by one, as
+attention does. With log-decays g_a, c_t their sum over the suffix's part of t's path (t included), and s over t and its
+ancestors:
 
     y_t = exp(c_t) q_t S + sum_s exp(c_t - c_s) (q_t . k_s) u_s
     Mamba-2, linear attention:  u_t is the layer's input (dt x, or v)
     gated delta rule:           u_t = beta_t (v_t - exp(c_t) k_t S - sum_{s != t} exp(c_t - c_s) (k_t . k_s) u_s)
-    fold:                       S <- exp(c_F) S + sum_s exp(c_F - c_s) k_s u_s^T   over the slots that joined the trunk
+    fold:                       S <- exp(c_F) S + sum_s exp(c_F - c_s) k_s u_s^T   over the slots that joined the common
+    prefix
 
 u_t depends on t's path alone, so it is computed once and kept. Among the nodes of one forward the delta rule is
 (I + A) u = r with A strictly lower triangular, hence nilpotent: its inverse is a finite product (`solve`).
 
-Letters: R rows, n nodes, T places of the tail, G key heads, H value heads (a multiple of G), N key dim, P value dim,
+Letters: R rows, n nodes, T places of the suffix, G key heads, H value heads (a multiple of G), N key dim, P value dim,
 E = H / G * P, C channels, J taps of a convolution, I channels of a Mamba-1 layer. A state is [R, G, N, E]: the value
 heads of a key head lie side by side and share a product. Sums are in the dtype of the state; c is float64.
 """
@@ -24,21 +26,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-__all__ = [
-    "PART",
-    "carried",
-    "chain",
-    "convolve",
-    "delta_chain",
-    "fold",
-    "last",
-    "selective_chain",
-    "selective_fold",
-    "selective_read",
-    "solve",
-    "weights",
-]
 
 PART = 64  # tokens of a chain that are read against each other; the state carries over to the next part
 SELECTIVE_PART = 16  # places of a Mamba-1 layer that are folded at once, each with a factor per channel and state
@@ -92,8 +79,8 @@ def weights(
 
 
 def carried(q: Tensor, c: Tensor, state: Tensor) -> Tensor:
-    """exp(c_t) q_t S: what the nodes read of the trunk's state. q [R, n, G, N], c [R, n, H] or [R, n, H, N], state
-    [R, G, N, E] -> [R, n, H, P]."""
+    """exp(c_t) q_t S: what the nodes read of the common prefix's state. q [R, n, G, N], c [R, n, H] or [R, n, H, N],
+    state [R, G, N, E] -> [R, n, H, P]."""
     q, decay = q.to(state.dtype), c.to(state.dtype).exp()
     if c.dim() == 4:
         return ((q * decay).transpose(1, 2) @ state).transpose(1, 2)
@@ -125,7 +112,7 @@ def fold(state: Tensor, k: Tensor, u: Tensor, c: Tensor, count: Tensor) -> Tenso
     dtype = state.dtype
     rows, groups, dim, width = state.shape
     outside = torch.arange(c.shape[1], device=c.device) >= count.unsqueeze(1)
-    end = last(c, count)
+    end = last_sums(c, count)
     left = (end.unsqueeze(1) - c).masked_fill_(outside.view(*outside.shape, *[1] * (c.dim() - 2)), float("-inf"))
     left, kept = left.to(dtype).exp_(), end.to(dtype).exp()  # [R, T, H(, N)], [R, H(, N)]
     if c.dim() == 4:
@@ -139,7 +126,7 @@ def fold(state: Tensor, k: Tensor, u: Tensor, c: Tensor, count: Tensor) -> Tenso
     return state
 
 
-def last(c: Tensor, count: Tensor) -> Tensor:
+def last_sums(c: Tensor, count: Tensor) -> Tensor:
     """The sums of log-decays [R, T, H(, N)] at the last of the first `count` [R] places, 0 where there is none."""
     index = (count - 1).clamp(min=0).view(-1, *[1] * (c.dim() - 1)).expand(-1, 1, *c.shape[2:])
     return c.gather(1, index).squeeze(1) * (count > 0).view(-1, *[1] * (c.dim() - 2))
@@ -198,9 +185,9 @@ def selective_read(
     """A Mamba-1 layer, whose decays differ by channel and state and so do not factor: h_t = exp(dt_t a) h_parent + u_t
     b_t, place by place. Returns sum over N of h and `out` at the nodes: [R, n, I].
 
-    dt, u: [R, T, I]. b: [R, T, N]. a: [I, N]. parent: [R, T] int64, place of each place's parent; T for the trunk's
-    state [R, I, N]. order: [R, m] int64, places with parents first, all that a node sees. at: [R, n] places of the
-    nodes, T where a node is absent. out: [R, n, N].
+    dt, u: [R, T, I]. b: [R, T, N]. a: [I, N]. parent: [R, T] int64, place of each place's parent; T for the common
+    prefix's state [R, I, N]. order: [R, m] int64, places with parents first, all that a node sees. at: [R, n] places of
+    the nodes, T where a node is absent. out: [R, n, N].
     """
     rows, places, _ = dt.shape
     index = torch.arange(rows, device=dt.device)

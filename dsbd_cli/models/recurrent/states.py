@@ -1,12 +1,14 @@
-"""States of recurrent layers over a packed forest: one state per row, of the trunk, and inputs of the tail by slot.
+"""States of recurrent layers over a packed forest: one state per row, of the common prefix, and inputs of the suffix by
+slot.
 
 A layer that carries a state would need one state per beam and per drafted node. Instead each row keeps one, of the last
 token that all its live beams share, and the inputs of the tokens after it, one *place* per slot of the tail: place =
-slot % T, so that a token stays where it is when the trunk grows. `move` takes the tokens that joined the trunk into the
-state. So memory does not grow with W or with the text. models/recurrent/scans.py has the sums.
+slot % T, so that a token stays where it is when the common prefix grows. `move` takes the tokens that joined the common
+prefix into the state. So memory does not grow with W or with the text. models/recurrent/scans.py has the sums.
 
 Kernels of a CPU (kernels/scan.py) read states at multiples of 8 tokens. With them the kept state lies 16 to 23 tokens
-before the token that follows the trunk, and the inputs of the last 23 tokens of the trunk are kept, too.
+before the token that follows the common prefix, and the inputs of the last 23 tokens of the common prefix are kept,
+too.
 
 Letters: R rows, n nodes of a forward, S active slots, T places, G key heads, H value heads, N key dim, P value dim,
 C channels, J taps of a convolution, I channels of a Mamba-1 layer.
@@ -38,7 +40,7 @@ from dsbd_cli.models.recurrent.scans import (
     convolve,
     delta_chain,
     fold,
-    last,
+    last_sums,
     selective_chain,
     selective_fold,
     selective_read,
@@ -51,14 +53,12 @@ from dsbd_cli.ops.select import ops_for
 if TYPE_CHECKING:
     from dsbd_cli.ops.cpu.kernels.scan import ScanMask, ScanSchedule
 
-__all__ = ["Convolution", "GroupedState", "LinearState", "SelectiveState", "StateCache", "TailBuffer"]
-
 
 SILU = ("silu", "swish")
 
 
 class TailBuffer:
-    """Where the nodes of the forward that is under way stand in the tail, and what they see of it. Made once, used by
+    """Where the nodes of the forward that is under way stand in the suffix, and what they see of it. Made once, used by
     every recurrent layer.
 
     rows: [R] int64 cache rows, None for all in order. width: T. at: [R, n] int64 place of each node, T where it has
@@ -123,7 +123,7 @@ class TailBuffer:
 
     @cached_property
     def seen(self) -> Tensor:
-        """[R, n, T] bool: the node's ancestors in the tail, and itself."""
+        """[R, n, T] bool: the node's ancestors in the suffix, and itself."""
         slots, held = self._slots
         index = slots.unsqueeze(1).expand(-1, self.at.shape[1], -1)
         return self.batch.mask.gather(2, index) & held.unsqueeze(1)
@@ -140,7 +140,7 @@ class TailBuffer:
 
     def back(self, taps: int) -> Tensor:
         """[taps - 1, R, n] int64 place of each node's last ancestors, the oldest first; negative: so many before the
-        tail."""
+        suffix."""
         before = torch.arange(1 - taps, 0, device=self.at.device)
         wanted = self.batch.positions + before.view(-1, 1, 1)
         hit = self.seen & (self.depths.unsqueeze(1) == wanted.unsqueeze(3))
@@ -154,11 +154,11 @@ class TailBuffer:
         return self._back[taps]
 
     @cached_property
-    def sight(self) -> ScanMask:
+    def scan_mask(self) -> ScanMask:
         """The same for kernels."""
         batch = self.batch
         parts = (_array(part) for part in (batch.mask, batch.slots, batch.slot_positions, self.base))
-        return _kernels().sight(*parts, self.width, self.trash)
+        return _kernels().scan_mask(*parts, self.width, self.trash)
 
     @cached_property
     def rows_of_planes(self) -> NDArray[np.int64]:
@@ -168,19 +168,19 @@ class TailBuffer:
     def taps(self, lead: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """`flat_in` and `flat_back` for kernels."""
         if lead not in self._taps:
-            own = self.sight
+            own = self.scan_mask
             positions, base = _array(self.batch.positions), _array(self.base)
             self._taps[lead] = _kernels().taps(own.seen, own.at, own.depths, positions, base, self.rows_of_planes, lead)
         return self._taps[lead]
 
     def plan(self, lead: int) -> ScanSchedule:
-        """See `walks`: of planes [rows, lead + T + 1, ...], or of a chain in planes [R, lead + n, ...]."""
+        """See `has_kernel`: of planes [rows, lead + T + 1, ...], or of a chain in planes [R, lead + n, ...]."""
         if lead not in self._plans:
             base = _array(self.base)
             if self.chain:
                 plan = _kernels().chain(base, _array(self.lengths), self.real.shape[1], lead)
             else:
-                plan = _kernels().forest(*self.sight[:3], base, lead)
+                plan = _kernels().forest(*self.scan_mask[:3], base, lead)
             self._plans[lead] = plan
         return self._plans[lead]
 
@@ -193,7 +193,7 @@ class TailBuffer:
 
     @cached_property
     def parent(self) -> Tensor:
-        """[R, T] int64 place of the parent of each place that a node sees, T where it is the trunk's end."""
+        """[R, T] int64 place of the parent of each place that a node sees, T where it is the common prefix's end."""
         together = torch.matmul(self.seen.transpose(1, 2).float(), self.seen.float()) > 0  # [R, T, T]
         above = together & (self.depths.unsqueeze(1) == self.depths.unsqueeze(2) - 1)
         return torch.where(above.any(2), above.to(torch.int8).argmax(2), self.width)
@@ -209,56 +209,56 @@ class TailBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """A move of the tail, in places. Then the trunk takes the first `count` [R] tokens of it.
+    """A move of the suffix, in places. Then the common prefix takes the first `count` [R] tokens of it.
 
-    source, target: [m] int64 in rows of T + 1 places laid flat. base, trunk: [R] int64, slots of the trunk before and
-    after. most: an upper bound of `count`. found: what was made of these, once for all layers.
+    src_slots, dst_slots: [m] int64 in rows of T + 1 places laid flat. base, common_prefix: [R] int64, slots of the
+    common prefix before and after. most: an upper bound of `count`. found: what was made of these, once for all layers.
     """
 
-    source: Tensor
-    target: Tensor
+    src_slots: Tensor
+    dst_slots: Tensor
     base: Tensor
-    trunk: Tensor
+    common_prefix: Tensor
     width: int
     most: int
     found: dict[str, Tensor] = field(default_factory=dict)
     plans: dict[int, ScanSchedule] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, source: Tensor, target: Tensor, base: Tensor, trunk: Tensor, width: int) -> Shift:
-        """source, target: [R, m] slots; base, trunk: [R]."""
+    def of(cls, src_slots: Tensor, dst_slots: Tensor, base: Tensor, common_prefix: Tensor, width: int) -> Shift:
+        """src_slots, dst_slots: [R, m] slots; base, common_prefix: [R]."""
         start = base.unsqueeze(1)
-        starts = torch.arange(len(source), device=base.device).unsqueeze(1) * (width + 1)
-        inside = [(slots >= start) & (slots < start + width) for slots in (source, target)]
+        starts = torch.arange(len(src_slots), device=base.device).unsqueeze(1) * (width + 1)
+        inside = [(slots >= start) & (slots < start + width) for slots in (src_slots, dst_slots)]
         # what comes from outside, or goes there, is nobody's: the last place
         here, there = (
             (starts + torch.where(own, slots % width, width)).flatten()
-            for own, slots in zip(inside, (source, target), strict=True)
+            for own, slots in zip(inside, (src_slots, dst_slots), strict=True)
         )
         most = width
         if base.device.type == "cpu":  # whose host may look at a number; a GPU would have to stop for it
-            most = int((trunk - base).max().clamp(0, width))
-            moved = ((source != target) & inside[1]).flatten().nonzero().squeeze(1)
+            most = int((common_prefix - base).max().clamp(0, width))
+            moved = ((src_slots != dst_slots) & inside[1]).flatten().nonzero().squeeze(1)
             here, there = here.index_select(0, moved), there.index_select(0, moved)
-        return cls(here, there, base.clone(), trunk, width, most)
+        return cls(here, there, base.clone(), common_prefix, width, most)
 
     @property
     def count(self) -> Tensor:
-        """[R] int64, tokens that join the trunk."""
+        """[R] int64, tokens that join the common prefix."""
         if "count" not in self.found:
-            self.found["count"] = (self.trunk - self.base).clamp(0, self.width)
+            self.found["count"] = (self.common_prefix - self.base).clamp(0, self.width)
         return self.found["count"]
 
     @property
     def joined(self) -> Tensor:
-        """[R, most] int64 places of what joins the trunk, in order, and of what follows it."""
+        """[R, most] int64 places of what joins the common prefix, in order, and of what follows it."""
         if "joined" not in self.found:
             ahead = torch.arange(self.most, device=self.base.device)
             self.found["joined"] = (self.base.unsqueeze(1) + ahead) % self.width
         return self.found["joined"]
 
     def plan(self, lead: int) -> ScanSchedule:
-        """See `walks`: what joins the trunk goes into states."""
+        """See `has_kernel`: what joins the common prefix goes into states."""
         if lead not in self.plans:
             parts = (_array(part) for part in (self.base, self.count, self.joined))
             self.plans[lead] = _kernels().fold(*parts, lead)
@@ -271,20 +271,20 @@ class Shift:
         return plane.flatten(0, 1).index_select(0, flat.flatten()).view(rows, self.most, *plane.shape[2:])
 
     def move(self, plane: Tensor, lead: int) -> None:
-        """Move the tail of a plane [rows, lead + T + 1, ...]."""
-        if len(self.source):
+        """Move the suffix of a plane [rows, lead + T + 1, ...]."""
+        if len(self.src_slots):
             flat = plane.flatten(0, 1)
-            source, target = (self._in(name, lead) for name in ("source", "target"))
-            flat.index_copy_(0, target, flat.index_select(0, source))
+            src_slots, dst_slots = (self._in(name, lead) for name in ("src_slots", "dst_slots"))
+            flat.index_copy_(0, dst_slots, flat.index_select(0, src_slots))
 
     def join(self, plane: Tensor, lead: int) -> None:
-        """Take the last `lead` tokens of the grown trunk up front."""
+        """Take the last `lead` tokens of the grown common prefix up front."""
         if lead and self.most:
-            last = plane.flatten(0, 1).index_select(0, self._last(lead))
-            plane[: len(self.base), :lead] = last.view(len(self.base), lead, *plane.shape[2:])
+            last_sums = plane.flatten(0, 1).index_select(0, self._last(lead))
+            plane[: len(self.base), :lead] = last_sums.view(len(self.base), lead, *plane.shape[2:])
 
     def _in(self, name: str, lead: int) -> Tensor:
-        """Source or target in planes with `lead` places before the tail."""
+        """Source or target in planes with `lead` places before the suffix."""
         flat: Tensor = getattr(self, name)
         key = f"{name} {lead}"
         if key not in self.found:
@@ -292,10 +292,10 @@ class Shift:
         return self.found[key]
 
     def _last(self, lead: int) -> Tensor:
-        """[R * lead] int64 into such a plane: the last tokens of the trunk, before it takes them up front."""
+        """[R * lead] int64 into such a plane: the last tokens of the common prefix, before it takes them up front."""
         if (key := f"last {lead}") not in self.found:
             device = self.base.device
-            ahead = self.count.unsqueeze(1) + torch.arange(-lead, 0, device=device)  # from the old trunk's end
+            ahead = self.count.unsqueeze(1) + torch.arange(-lead, 0, device=device)  # from the old common prefix's end
             place = torch.where(ahead < 0, lead + ahead, lead + (self.base.unsqueeze(1) + ahead) % self.width)
             starts = torch.arange(len(self.base), device=device).unsqueeze(1) * (lead + self.width + 1)
             self.found[key] = (starts + place).flatten()
@@ -305,23 +305,25 @@ class Shift:
         """The same for a layer on another device."""
         if device == self.base.device:
             return self
-        source, target, base, trunk = (part.to(device) for part in (self.source, self.target, self.base, self.trunk))
-        return Shift(source, target, base, trunk, self.width, self.most)
+        src_slots, dst_slots, base, common_prefix = (
+            part.to(device) for part in (self.src_slots, self.dst_slots, self.base, self.common_prefix)
+        )
+        return Shift(src_slots, dst_slots, base, common_prefix, self.width, self.most)
 
 
 class LayerMemory:
-    """Memory of one recurrent layer: planes [R, lead + T + 1, ...] of the tail, and tensors [R, ...] of the state.
+    """Memory of one recurrent layer: planes [R, lead + T + 1, ...] of the suffix, and tensors [R, ...] of the state.
 
     The last place of a plane is for what nobody reads. Shapes are learnt from the first forward.
     """
 
     lead = 0
     wide: frozenset[str] = frozenset()  # planes in the precision of the states
-    walks = False  # whether a CPU has kernels for it
+    has_kernel = False  # whether a CPU has kernels for it
 
     def __init__(self, cache: StateCache, device: torch.device) -> None:
         self.cache, self.device = cache, device
-        self.walked = self.walks and cache.walks(device)
+        self.by_kernel = self.has_kernel and cache.has_kernel(device)
         self.planes: dict[str, Tensor] = {}
         self.states: dict[str, Tensor] = {}
 
@@ -348,21 +350,21 @@ class LayerMemory:
     def state(self, shape: tuple[int, ...], name: str = "state") -> Tensor:
         """A state, made where there is none."""
         if name not in self.states:
-            precision = torch.float32 if self.walked else self.cache.precision
+            precision = torch.float32 if self.by_kernel else self.cache.precision
             self.states[name] = torch.zeros((self.cache.rows, *shape), dtype=precision, device=self.device)
             self.cache.generation += 1
         return self.states[name]
 
     def keep_in(self, precision: torch.dtype) -> None:
-        """Hold states, and planes whose numbers come of them, in this dtype; walked ones stay in float32."""
-        if self.walked:
+        """Hold states, and planes whose numbers come of them, in this dtype; those of kernels stay in float32."""
+        if self.by_kernel:
             return
         self.states = {name: held.to(precision) for name, held in self.states.items()}
         self.planes |= {name: self.planes[name].to(precision) for name in self.wide}
 
     def resize(self, rows: int, window: int, base: Tensor) -> None:
-        """Cover so many rows and places; what is there stays, less the old last place. base: [rows] slots of the trunk.
-        0 rows: give all back."""
+        """Cover so many rows and places; what is there stays, less the old last place. base: [rows] slots of the common
+        prefix. 0 rows: give all back."""
         base, lead = base.to(self.device).unsqueeze(1), self.lead
         for name, old in self.planes.items():
             new = old.new_zeros((rows, lead + window + 1, *old.shape[2:]))
@@ -388,7 +390,7 @@ class LayerMemory:
         places = self.places
         return tensor[: places.count] if places.rows is None else tensor.index_select(0, places.rows)
 
-    def tail(self, name: str) -> Tensor:
+    def suffix(self, name: str) -> Tensor:
         """[R, T, ...] of a plane."""
         return self.rows_of(self.planes[name])[:, self.lead : self.lead + self.cache.window]
 
@@ -407,25 +409,25 @@ class LayerMemory:
         return self.cache.places.on(self.device)
 
     def advance(self, shift: Shift) -> None:
-        """Move the tail, and take what joined the trunk into the state."""
+        """Move the suffix, and take what joined the common prefix into the state."""
         for plane in self.planes.values():
             shift.move(plane, self.lead)
         if shift.most:
             self.fold(shift)
         for plane in self.planes.values():
-            if self.walked:
+            if self.by_kernel:
                 _kernels().join(_array(plane.flatten(2)), self.lead, _array(shift.base), _array(shift.count))
             else:
                 shift.join(plane, self.lead)
 
     def fold(self, shift: Shift) -> None:
-        """Take what joined the trunk into the state."""
+        """Take what joined the common prefix into the state."""
 
 
 class Convolution(LayerMemory):
-    """Inputs of a short convolution: those of the tail, and before them the last J - 1 of the trunk."""
+    """Inputs of a short convolution: those of the suffix, and before them the last J - 1 of the common prefix."""
 
-    walks = True
+    has_kernel = True
 
     def __init__(self, cache: StateCache, device: torch.device, taps: int) -> None:
         super().__init__(cache, device)
@@ -433,9 +435,9 @@ class Convolution(LayerMemory):
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
         """x [R, n, C], weight [C, J], bias [C] or None -> [R, n, C] in float32 at least."""
-        if self.walked and activation in SILU:
-            return self._walk(x, weight, bias, smooth=True)
-        out = self._walk(x, weight, bias, smooth=False) if self.walked else self._sum(x, weight, bias)
+        if self.by_kernel and activation in SILU:
+            return self._by_kernel(x, weight, bias, smooth=True)
+        out = self._by_kernel(x, weight, bias, smooth=False) if self.by_kernel else self._sum(x, weight, bias)
         # in the states' precision: in float32 the last few numbers of a tensor take another exp than the others
         return out if activation is None else ACT2FN[activation](out.to(self.cache.precision))
 
@@ -451,13 +453,13 @@ class Convolution(LayerMemory):
         taps = [flat.index_select(0, index).view(x.shape) for index in places.flat_back(self.taps)]
         return convolve([*taps, x], weight, bias)
 
-    def _walk(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, smooth: bool) -> Tensor:
+    def _by_kernel(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, smooth: bool) -> Tensor:
         """By a kernel."""
         places, (rows, count, channels) = self.places, x.shape
         plane = self.plane("inputs", (channels,), torch.float32)
         out, added = torch.empty(x.shape, dtype=torch.float32), weight.new_zeros(0) if bias is None else bias
         read = plane
-        if places.chain:  # behind the last tokens of the trunk
+        if places.chain:  # behind the last tokens of the common prefix
             read = plane.new_empty(rows, self.lead + count, channels)
             read[:, : self.lead] = self.rows_of(plane)[:, : self.lead]
             before = (np.arange(rows)[:, None] * (self.lead + count) + np.arange(count)).ravel()
@@ -473,24 +475,25 @@ class Convolution(LayerMemory):
         return out
 
     def _keep(self, plane: Tensor, full: Tensor) -> None:
-        """After a chain: the last of its inputs [R, lead + n, C] are the last of the trunk."""
+        """After a chain: the last of its inputs [R, lead + n, C] are the last of the common prefix."""
         kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=full.device)
-        last = full.gather(1, kept.unsqueeze(2).expand(-1, -1, full.shape[2]))
-        plane[self.places.numbers, : self.lead] = last
+        last_sums = full.gather(1, kept.unsqueeze(2).expand(-1, -1, full.shape[2]))
+        plane[self.places.numbers, : self.lead] = last_sums
 
 
 class LinearState(LayerMemory):
     """A layer whose state is a sum of products k u^T with a decay per head or per key channel.
 
-    On a CPU the state is walked (kernels/scan.py): [R, H, N, P] in float32, planes k, u and the decays e. Elsewhere it
-    is summed (models/recurrent/scans.py): [R, G, N, E] in the cache's precision, planes k, u, g and the sums of g.
+    On a CPU a kernel takes the state (kernels/scan.py): [R, H, N, P] in float32, planes k, u and the decays e.
+    Elsewhere it is summed (models/recurrent/scans.py): [R, G, N, E] in the cache's precision, planes k, u, g and the
+    sums of g.
     """
 
-    walks = True
+    has_kernel = True
 
     def __init__(self, cache: StateCache, device: torch.device) -> None:
         super().__init__(cache, device)
-        if self.walked:
+        if self.by_kernel:
             self.lead = _kernels().LEAD
 
     def attend(
@@ -500,8 +503,8 @@ class LinearState(LayerMemory):
 
         G = H where decays are per channel. u is v times scales [R, n, H], and skip [H] times v is added to y.
         """
-        if self.walked:
-            return self._walk(q, k, v, g, scales=scales, skip=skip)
+        if self.by_kernel:
+            return self._by_kernel(q, k, v, g, scales=scales, skip=skip)
         y = self._attend(q, k, v if scales is None else v * scales.unsqueeze(3), g)
         return y if skip is None else y.to(v.dtype).add_(skip.unsqueeze(1) * v)
 
@@ -521,8 +524,8 @@ class LinearState(LayerMemory):
 
     def correct(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """The same by the gated delta rule: v [R, n, H, P], beta [R, n, H]."""
-        if self.walked:
-            return self._walk(q, k, v, g, beta=beta)
+        if self.by_kernel:
+            return self._by_kernel(q, k, v, g, beta=beta)
         places = self.places
         state = self._state_of(k, v)
         held = self.rows_of(state)
@@ -542,7 +545,7 @@ class LinearState(LayerMemory):
         self.write("u", solve(among.tril(-1), rest.transpose(1, 2)).transpose(1, 2), held.dtype)
         return self._read(weight, q, c, held)
 
-    def _walk(
+    def _by_kernel(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor | None = None, scales: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
@@ -559,7 +562,7 @@ class LinearState(LayerMemory):
         shapes = {"k": (groups, dim), "u": (heads, width), "e": (heads, decays)}
         planes = {name: self.plane(name, shape, torch.float32) for name, shape in shapes.items()}
         numbers, plan, read = places.rows_of_planes, places.plan(self.lead), planes
-        if places.chain:  # behind the last tokens of the trunk
+        if places.chain:  # behind the last tokens of the common prefix
             read = {
                 name: torch.cat(
                     (self.rows_of(plane)[:, : self.lead], plane.new_empty(rows, count + 1, *plane.shape[2:])), 1
@@ -568,7 +571,7 @@ class LinearState(LayerMemory):
             }
             at, held = np.tile(np.arange(count), (rows, 1)), np.arange(rows)
         else:
-            at, held = places.sight.at, numbers
+            at, held = places.scan_mask.at, numbers
         arrays = [_array(plane) for plane in read.values()]
         kernels.put(held, at, self.lead, keys, values, step, factors, logs, skips, *arrays, _array(y))
         asked = alike = np.zeros((rows, 0, 0, 0), np.float32)
@@ -577,17 +580,17 @@ class LinearState(LayerMemory):
         if decays == 1 and beta is not None:
             alike = kernels.pairs(keys, arrays[0], held, plan.lines, plan.counts)
         kernels.shared(
-            kernels.walk, rows * heads, _array(self.state((heads, dim, width))), numbers, held, queries, values, step,
-            betas, asked, alike, *arrays, *plan, _array(y),
+            kernels.recurrent_scan, rows * heads, _array(self.state((heads, dim, width))), numbers, held, queries,
+            values, step, betas, asked, alike, *arrays, *plan, _array(y),
         )  # fmt: skip
         if places.chain:
             self._keep(read)
-        elif not places.sight.alone:
-            y = y[np.arange(rows)[:, None], places.sight.first]
+        elif not places.scan_mask.alone:
+            y = y[np.arange(rows)[:, None], places.scan_mask.first]
         return y
 
     def _keep(self, read: dict[str, Tensor]) -> None:
-        """After a chain: its last tokens [R, lead + n, ...] are the last of the trunk."""
+        """After a chain: its last tokens [R, lead + n, ...] are the last of the common prefix."""
         kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=self.device)
         for name, new in read.items():
             index = kept.view(*kept.shape, *[1] * (new.dim() - 2)).expand(-1, -1, *new.shape[2:])
@@ -598,29 +601,29 @@ class LinearState(LayerMemory):
         return self.state((groups, k.shape[3], heads // groups * u.shape[3]))
 
     def _window(self, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Store keys and decays; keys of the tail [R, T, G, N], sums of log-decays of nodes and of places."""
+        """Store keys and decays; keys of the suffix [R, T, G, N], sums of log-decays of nodes and of places."""
         self.write("k", k, torch.float32)
         self.write("g", g, torch.float32)
-        tail = self.tail("g").to(torch.float64)
-        c = (self.places.seen_sum @ tail.flatten(2)).view(g.shape)
+        suffix = self.suffix("g").to(torch.float64)
+        c = (self.places.seen_sum @ suffix.flatten(2)).view(g.shape)
         self.write("c", c, torch.float64)
-        return self.tail("k"), c, self.tail("c")
+        return self.suffix("k"), c, self.suffix("c")
 
     def _read(self, weight: Tensor, q: Tensor, c: Tensor, held: Tensor) -> Tensor:
-        u = self.tail("u").transpose(1, 2)  # [R, H, T, P]
+        u = self.suffix("u").transpose(1, 2)  # [R, H, T, P]
         if held.dtype == torch.float64:  # a batch of products in float64 is twice as fast over places side by side
             u = torch.empty(u.shape, dtype=held.dtype, device=u.device).copy_(u)
         return carried(q, c, held).add_((weight @ u).transpose(1, 2))
 
     def fold(self, shift: Shift) -> None:
-        """Take what joined the trunk into the state; sums of decays begin anew after it."""
+        """Take what joined the common prefix into the state; sums of decays begin anew after it."""
         rows = len(shift.base)
-        if self.walked:
+        if self.by_kernel:
             self._grow(shift)
             return
         k, u, c = (shift.first(self.planes[name], self.lead) for name in ("k", "u", "c"))
         fold(self.states["state"][:rows], k, u, c, shift.count)
-        self.planes["c"][:rows] -= last(c, shift.count).unsqueeze(1)
+        self.planes["c"][:rows] -= last_sums(c, shift.count).unsqueeze(1)
 
     def _grow(self, shift: Shift) -> None:
         """By a kernel."""
@@ -630,16 +633,16 @@ class LinearState(LayerMemory):
         keys, inputs, decays = (_array(self.planes[name]) for name in ("k", "u", "e"))
         index, none = np.arange(rows), np.zeros((1, 0, 0, 0), np.float32)
         kernels.shared(
-            kernels.walk, rows * state.shape[1], _array(state), index, index, none, none.ravel(), 0, none[0], none,
-            none, keys, inputs, decays, *plan, none,
+            kernels.recurrent_scan, rows * state.shape[1], _array(state), index, index, none, none.ravel(), 0, none[0],
+            none, none, keys, inputs, decays, *plan, none,
         )  # fmt: skip
 
 
 class GroupedState(LinearState):
     """Linear attention to earlier groups of tokens, and another weight, relu(q . k)^2, within a group.
 
-    The state holds all tokens of the trunk. What a node's own group has too much there is taken off: the inputs of the
-    last `lead` = group - 1 tokens of the trunk stay.
+    The state holds all tokens of the common prefix. What a node's own group has too much there is taken off: the inputs
+    of the last `lead` = group - 1 tokens of the common prefix stay.
     """
 
     def __init__(self, cache: StateCache, device: torch.device, group: int) -> None:
@@ -655,14 +658,14 @@ class GroupedState(LinearState):
         everything = self.attend(q, k, v, torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device))
         positions = places.batch.positions
         if not places.chain:
-            keys, values = (torch.cat((lead[name], self.tail(name)), 1) for name in ("k", "u"))
+            keys, values = (torch.cat((lead[name], self.suffix(name)), 1) for name in ("k", "u"))
             before = places.base.unsqueeze(1) - self.lead + torch.arange(self.lead, device=q.device)
             seen = torch.cat(((before >= 0).unsqueeze(1).expand(-1, q.shape[1], -1), places.seen), 2)
             return far * everything + self._own(
                 q, keys, values, seen, positions, torch.cat((before, places.depths), 1), near, far
             )
         keys, values = torch.cat((lead["k"], k), 1), torch.cat((lead["u"], v), 1)
-        if not self.walked:
+        if not self.by_kernel:
             self._keep({"k": keys, "u": values})
         before = positions[:, :1] - self.lead + torch.arange(keys.shape[1], device=q.device)  # [R, lead + n]
         parts = []
@@ -706,11 +709,11 @@ class SelectiveState(LayerMemory):
             return y
         for name, values in (("dt", dt), ("u", u), ("b", b)):
             self.write(name, values, torch.float32)
-        steps, inputs, keys = (self.tail(name) for name in ("dt", "u", "b"))
+        steps, inputs, keys = (self.suffix(name) for name in ("dt", "u", "b"))
         return selective_read(steps, inputs, keys, a, places.parent, places.order, held, places.at, out)
 
     def fold(self, shift: Shift) -> None:
-        """Take what joined the trunk into the state."""
+        """Take what joined the common prefix into the state."""
         state = self.states["state"][: len(shift.base)]
         dt, u, b = (shift.first(self.planes[name]) for name in ("dt", "u", "b"))
         state[:] = selective_fold(state, dt, u, b, self.a, shift.count)
@@ -765,7 +768,7 @@ class StateCache(ForestCache):
         self._calls = 0
 
     @staticmethod
-    def walks(device: torch.device) -> bool:
+    def has_kernel(device: torch.device) -> bool:
         """Whether layers on this device run as kernels of kernels/scan.py."""
         return ops_for(device, torch.float32, ("scan",)).scan is not None
 
@@ -865,7 +868,7 @@ class StateCache(ForestCache):
             self.base.index_copy_(0, places.rows, base)
 
     def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
-        """Reserve as ForestCache does. window: most slots that a row may hold past its trunk; None: all."""
+        """Reserve as ForestCache does. window: most slots that a row may hold past its common prefix; None: all."""
         super().reserve(rows, slots)
         wanted = max(self.window, self.slots if window is None else window)
         if (self.rows, wanted) == (len(self.base), self.window):
@@ -884,16 +887,17 @@ class StateCache(ForestCache):
         for memory in self.memories.values():
             memory.resize(0, 0, self.base)
 
-    def advance(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
-        """Move keys, values and the tail's inputs, [R, m] slots each; take what joined the trunk into the states."""
-        self.move(source, target)
-        rows = len(source)
+    def advance(self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor) -> None:
+        """Move keys, values and the suffix's inputs, [R, m] slots each; take what joined the common prefix into the
+        states."""
+        self.move(src_slots, dst_slots)
+        rows = len(src_slots)
         base = self.base[:rows]
-        trunk = torch.maximum(trunk, base)
-        shift = Shift.of(source, target, base, trunk, self.window)
+        common_prefix = torch.maximum(common_prefix, base)
+        shift = Shift.of(src_slots, dst_slots, base, common_prefix, self.window)
         for memory in self.memories.values():
             memory.advance(shift.on(memory.device))
-        self.base[:rows] = trunk
+        self.base[:rows] = common_prefix
 
     def select_rows(self, rows: Tensor) -> None:
         super().select_rows(rows)

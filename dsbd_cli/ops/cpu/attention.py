@@ -1,10 +1,10 @@
-"""Attention over the tail by a kernel for the CPU: each node visits the slots that it sees, in order of depth.
+"""Attention over the suffix by a kernel for the CPU: each node visits the slots that it sees, in order of depth.
 
 What stands beside a node, and where its ancestors' slots lie, then changes nothing: float32 is enough. The torch code
 of attention.py is the specification, and serves what does not fit here. The kernel itself is kernels/attention.py;
 numba, which compiles it, is imported when it is first called.
 
-Letters as in attention.py: R rows, H kv heads, G query heads per kv head, n nodes, S slots, T tail slots, E head dim.
+Letters as in attention.py: R rows, H kv heads, G query heads per kv head, n nodes, S slots, T suffix slots, E head dim.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import EAGER, SMALL, Eager, Kernel, kernels, offsets
-
-__all__ = ["DTYPES", "Paths", "attend", "compiled", "takes"]
+from dsbd_cli.ops.cpu.runtime import EAGER, SMALL, CpuKernel, Eager, kernels, offsets
 
 LANES = 16
 DTYPES = (torch.float32, torch.bfloat16)
 FEW = 32  # queries of a kv head: fewer are not shared out, because each thread reads all keys
 
 
-class Attend(ctypes.Structure):
+class AttentionArguments(ctypes.Structure):
     """Arguments of the kernel: sizes, addresses and strides in bytes."""
 
     _fields_ = (
@@ -34,7 +32,8 @@ class Attend(ctypes.Structure):
             "taken", "threads", "items", "heads", "groups", "nodes", "dim", "out_dim", "blocks", "block",
             "query", "query_row", "query_head", "query_node", "key", "key_row", "key_head", "key_slot",
             "value", "value_row", "value_head", "value_slot", "out", "slots", "counts", "bounds", "list_width",
-            "settled", "settled_row", "settled_head", "settled_query", "sums", "sums_row", "sums_head", "sums_query",
+            "prompt_part", "prompt_part_row", "prompt_part_head", "prompt_part_query",
+            "sums", "sums_row", "sums_head", "sums_query",
             "sinks", "bias", "bias_row", "bias_head", "bias_node", "scratch", "scratch_bytes", "narrow",
         )),
         ("scale", ctypes.c_float),
@@ -42,7 +41,7 @@ class Attend(ctypes.Structure):
     )  # fmt: skip
 
 
-class List(ctypes.Structure):
+class SlotListArguments(ctypes.Structure):
     """Arguments of the kernel that lists slots."""
 
     _fields_ = tuple(
@@ -54,13 +53,17 @@ class List(ctypes.Structure):
     )  # fmt: skip
 
 
-ATTEND, LIST = offsets(Attend), offsets(List)
-LAYOUT = zlib.crc32(repr([(ATTEND, LIST), [field[0] for kind in (Attend, List) for field in kind._fields_]]).encode())
+ATTEND, LIST = offsets(AttentionArguments), offsets(SlotListArguments)
+LAYOUT = zlib.crc32(
+    repr(
+        [(ATTEND, LIST), [field[0] for kind in (AttentionArguments, SlotListArguments) for field in kind._fields_]]
+    ).encode()
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Paths:
-    """The tail slots that each node sees, by depth.
+class SlotPaths:
+    """The suffix slots that each node sees, by depth.
 
     slots [R, n, T] int32, counted from the row's lowest; counts [R, n] int32; bounds [R, 2] int32: the lowest slot that
     a node of the row sees, and one past the highest. span: the largest difference of the two. total: S.
@@ -73,8 +76,8 @@ class Paths:
     total: int
 
     @staticmethod
-    def of(seen: Tensor, starts: Tensor, order: Tensor) -> Paths:
-        """seen [R, n, S] bool; starts [R] int64, where the tails begin; order [R, T] int64, places from there on by
+    def of(seen: Tensor, starts: Tensor, order: Tensor) -> SlotPaths:
+        """seen [R, n, S] bool; starts [R] int64, where the suffixes begin; order [R, T] int64, places from there on by
         depth."""
         rows, nodes, total = seen.shape
         width = order.shape[1]
@@ -86,12 +89,12 @@ class Paths:
         slots = torch.empty(rows, nodes, width, dtype=torch.int32, device="cpu")
         counts = slots.new_empty(rows, nodes)
         bounds = slots.new_empty(rows, 2)
-        arguments = List(
+        arguments = SlotListArguments(
             0, 0, rows, nodes, width, total, seen.data_ptr(), seen.stride(0), seen.stride(1), starts.data_ptr(),
             order.data_ptr(), slots.data_ptr(), counts.data_ptr(), bounds.data_ptr(),
         )  # fmt: skip
         compiled()[1](arguments, rows * nodes * width, rows)
-        return Paths(slots, counts, bounds, int((bounds[:, 1] - bounds[:, 0]).max()), total)
+        return SlotPaths(slots, counts, bounds, int((bounds[:, 1] - bounds[:, 0]).max()), total)
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -102,13 +105,13 @@ def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def attend(
-    paths: Paths,
+    paths: SlotPaths,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     scale: float,
     *,
-    settled: tuple[Tensor, Tensor] | None = None,
+    prompt_part: tuple[Tensor, Tensor] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
@@ -116,7 +119,7 @@ def attend(
 ) -> Tensor:
     """Attention of query [R, H * G, n, E] over the listed slots of key and value [R, H, S, E]: [R, n, H * G, E].
 
-    settled: what attention over other slots gave, [R, H, m, E] with m at least G * n, and its natural log-sums
+    prompt_part: what attention over other slots gave, [R, H, m, E] with m at least G * n, and its natural log-sums
     [R, H, m] float32. sinks: [H * G]. bias: [R or 1, H * G, n, S].
     """
     rows, query_heads, nodes, dim = query.shape
@@ -138,8 +141,8 @@ def attend(
     numbers = dim * stride + width * wide + -(-2 * dim // LANES) * LANES + 4 * stride + 2 * wide
     scratch = run.empty(threads, numbers, dtype=torch.float32)
     joined: tuple[int, ...] = (0,) * 8
-    if settled is not None:
-        part, sums = settled
+    if prompt_part is not None:
+        part, sums = prompt_part
         assert (part.dtype, part.stride(-1), sums.dtype) == (query.dtype, 1, torch.float32)
         assert (part.shape[:2], part.shape[3], sums.shape) == ((rows, heads), out_dim, part.shape[:3])
         assert part.shape[2] >= groups * nodes
@@ -155,7 +158,7 @@ def attend(
         assert bias.shape[3] >= paths.total
         step = bias.stride()
         biased = bias.data_ptr(), step[0] * 4 * (len(bias) > 1), step[1] * 4, step[2] * 4
-    arguments = Attend(
+    arguments = AttentionArguments(
         0, 0, rows * heads * blocks, heads, groups, nodes, dim, out_dim, blocks, block,
         query.data_ptr(), *(step * unit for step in query.stride()[:3]),
         key.data_ptr(), *(step * unit for step in key.stride()[:3]),
@@ -170,6 +173,6 @@ def attend(
 
 
 @functools.cache
-def compiled() -> list[Kernel]:
+def compiled() -> list[CpuKernel]:
     """Return the kernels, made at the first call."""
     return kernels("attention", "attend", "list_slots")

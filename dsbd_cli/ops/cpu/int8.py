@@ -28,17 +28,15 @@ from dsbd_cli.ops.cpu.linear import COLUMNS, Parts, Product, lines, row_addresse
 from dsbd_cli.ops.cpu.runtime import (
     EAGER,
     PRODUCT,
+    CpuKernel,
     Eager,
-    Kernel,
     features,
     fields,
     kernels,
     offsets,
-    room,
+    scratch,
     team,
 )
-
-__all__ = ["LEAST_WEIGHTS", "Compiled", "Int8Product", "Torch", "compiled", "fault", "outlier_channels"]
 
 OUTLIERS = 32  # channels kept as they are; measured: docs/hardware.md
 # Of a product. Measured: 896 x 896 takes 1.5 times as long as in bfloat16, 1536 x 1536 as long.
@@ -52,7 +50,7 @@ INPUTS = 16  # our kernels work on multiples of so many
 SMALLEST = torch.finfo(torch.float32).tiny
 
 
-class Levelize(ctypes.Structure):
+class QuantizeRowArguments(ctypes.Structure):
     """Arguments of the kernel that makes rows integers: sizes, addresses, and strides in bytes."""
 
     _fields_ = fields(
@@ -61,7 +59,7 @@ class Levelize(ctypes.Structure):
     )  # fmt: skip
 
 
-class Multiply(ctypes.Structure):
+class Int8Arguments(ctypes.Structure):
     """Arguments of the kernel that multiplies: sizes, addresses, and strides in bytes."""
 
     _fields_ = fields(
@@ -70,7 +68,7 @@ class Multiply(ctypes.Structure):
     )  # fmt: skip
 
 
-class Convert(ctypes.Structure):
+class QuantizeWeightArguments(ctypes.Structure):
     """Arguments of the kernel that makes weights integers: sizes and addresses. rows: addresses of rows, 0 for rows of
     zeros. spare: [threads, COLUMNS, inputs] bytes."""
 
@@ -80,11 +78,11 @@ class Convert(ctypes.Structure):
     )  # fmt: skip
 
 
-LEVELIZE, MULTIPLY, CONVERT = offsets(Levelize), offsets(Multiply), offsets(Convert)
+LEVELIZE, MULTIPLY, CONVERT = offsets(QuantizeRowArguments), offsets(Int8Arguments), offsets(QuantizeWeightArguments)
 LAYOUT = zlib.crc32(
     repr([
         LEVELS, ZERO, LEVELIZE, MULTIPLY, CONVERT,
-        *(f[0] for kind in (Levelize, Multiply, Convert) for f in kind._fields_),
+        *(f[0] for kind in (QuantizeRowArguments, Int8Arguments, QuantizeWeightArguments) for f in kind._fields_),
     ]).encode()
 )  # fmt: skip
 
@@ -92,7 +90,7 @@ LAYOUT = zlib.crc32(
 Linear = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Product | None]
 
 
-class _Way(Protocol):
+class _Int8Backend(Protocol):
     """How a product of int8 layers is computed. weights: as they are stored."""
 
     weights: Tensor
@@ -198,7 +196,7 @@ class Compiled:
         few = run.empty(rows, len(self._outliers), dtype=torch.float32)
         share = max(1, -(-rows // (4 * torch.get_num_threads())))
         items = -(-rows // share)
-        arguments = Levelize(
+        arguments = QuantizeRowArguments(
             0, 0, items, rows, share, x.data_ptr(), x.stride(0) * x.element_size(), x.element_size() == 2,
             self._inputs, self._kept.data_ptr(), levels.data_ptr(), self._inputs, steps.data_ptr(),
             self._outliers.data_ptr(), few.data_ptr(), few.shape[1],
@@ -211,8 +209,8 @@ class Compiled:
         out = run.empty(rows, columns, dtype=self._dtype)
         quads = self._inputs // 4
         parts = Parts.of(rows, self._blocks, quads, kinds=2)
-        sums = parts.room(run)
-        arguments = Multiply(
+        sums = parts.scratch(run)
+        arguments = Int8Arguments(
             *parts.arguments(sums), levels.data_ptr(), levels.stride(0), self.weights.data_ptr(), quads, parts.piece,
             self._offsets.data_ptr(), self._padded_scales.data_ptr(), steps.data_ptr(), few.data_ptr(),
             self._few.data_ptr(), few.shape[1], self._bias.data_ptr(), out.data_ptr(), columns * out.element_size(),
@@ -238,10 +236,10 @@ def _converted(weights: Sequence[Tensor], kept: Tensor) -> tuple[Tensor, Tensor,
     (scales: with SMALLEST) to a multiple of COLUMNS. Each weight is read twice, row by row."""
     rows, held = row_addresses(weights)
     inputs, count, threads = weights[0].shape[1], len(rows), torch.get_num_threads()
-    made = room(count * inputs).view(torch.int32).view(-1, inputs // 4, COLUMNS)
+    made = scratch(count * inputs).view(torch.int32).view(-1, inputs // 4, COLUMNS)
     scales, sums = torch.empty(count), torch.empty(count, dtype=torch.int32)
     spare = torch.empty(threads, COLUMNS * inputs, dtype=torch.uint8)
-    arguments = Convert(
+    arguments = QuantizeWeightArguments(
         0, 0, len(made), rows.data_ptr(), inputs, weights[0].element_size() == 2, kept.data_ptr(), scales.data_ptr(),
         sums.data_ptr(), made.data_ptr(), spare.data_ptr(), spare.stride(0),
     )  # fmt: skip
@@ -257,7 +255,7 @@ class Int8Product(Product):
         outliers: [k] input channels that are multiplied as they are.
         scales: [o] float32, what an integer of a weight is worth.
         parts: outputs of each layer.
-        way: computes the product.
+        backend: computes the product.
     """
 
     def __init__(
@@ -265,7 +263,7 @@ class Int8Product(Product):
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
         outliers: Tensor,
-        way: type[Compiled] | type[Torch],
+        backend: type[Compiled] | type[Torch],
         linear: Linear,
     ) -> None:
         """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. outliers: [k], ascending. way:
@@ -274,12 +272,12 @@ class Int8Product(Product):
         missing = (weights[0].new_zeros(part) for part in self.parts)
         bias = torch.cat([gap if one is None else one for one, gap in zip(biases, missing, strict=True)])
         self.outliers = outliers
-        self.way = way(weights, outliers, bias, linear)
-        self.scales = self.way.scales
-        self.compiled = way is Compiled
+        self.backend = backend(weights, outliers, bias, linear)
+        self.scales = self.backend.scales
+        self.compiled = backend is Compiled
 
     def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        return self.way(x.reshape(-1, x.shape[-1]), run).view(*x.shape[:-1], sum(self.parts))
+        return self.backend(x.reshape(-1, x.shape[-1]), run).view(*x.shape[:-1], sum(self.parts))
 
 
 def outlier_channels(largest: Tensor) -> Tensor:
@@ -288,15 +286,15 @@ def outlier_channels(largest: Tensor) -> Tensor:
 
 
 @functools.cache
-def compiled() -> list[Kernel]:
+def compiled() -> list[CpuKernel]:
     """Return the kernels, made at the first call."""
     return kernels("int8", "levelize", "multiply", "convert")
 
 
-def fault(way: type[Torch] | type[Compiled], linear: Linear) -> str | None:
+def fault(backend: type[Torch] | type[Compiled], linear: Linear) -> str | None:
     """Return what is wrong with the sums of integers of a way; None where they are exact."""
     operators: Any = torch.ops.onednn
-    if way is Torch and not (hasattr(operators, "qlinear_prepack") and hasattr(operators, "qlinear_pointwise")):
+    if backend is Torch and not (hasattr(operators, "qlinear_prepack") and hasattr(operators, "qlinear_pointwise")):
         return "this build of torch has no int8 linear layers (oneDNN)"
     generator = torch.Generator().manual_seed(0)
     # largest values beside each other: processors without exact 8-bit products saturate there
@@ -307,7 +305,7 @@ def fault(way: type[Torch] | type[Compiled], linear: Linear) -> str | None:
     last = torch.tensor([127])  # an outlier of weight 0
     try:
         with torch.inference_mode():
-            made = way([weight.float()], last, torch.zeros(96), linear)
+            made = backend([weight.float()], last, torch.zeros(96), linear)
             ours = made.multiply(levels.to(torch.uint8), torch.ones(5, 1), torch.zeros(5, 1))
     except (RuntimeError, NotImplementedError) as error:
         return f"torch's int8 linear layers fail on this processor: {' '.join(str(error).split())[:100]}"

@@ -17,9 +17,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import EAGER, Eager, Kernel, fields, kernels, offsets
-
-__all__ = ["DTYPES", "STEP", "compiled", "gated", "norm", "rotate"]
+from dsbd_cli.ops.cpu.runtime import EAGER, CpuKernel, Eager, fields, kernels, offsets
 
 DTYPES = (torch.float32, torch.bfloat16)
 STEP = 16  # widths of rows, of gates and of half heads are multiples of it
@@ -27,7 +25,7 @@ NOTHING = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in DTYPES}
 COSTS = 8  # multiplications that a number takes, about
 
 
-class Norm(ctypes.Structure):
+class NormArguments(ctypes.Structure):
     """Arguments of a norm: sizes, addresses, and strides in bytes."""
 
     _fields_ = (
@@ -37,7 +35,7 @@ class Norm(ctypes.Structure):
     )  # fmt: skip
 
 
-class Gated(ctypes.Structure):
+class GatedArguments(ctypes.Structure):
     """Arguments of a gated activation: sizes, addresses, and strides in bytes."""
 
     _fields_ = fields(
@@ -45,7 +43,7 @@ class Gated(ctypes.Structure):
     )
 
 
-class Rotate(ctypes.Structure):
+class RotateArguments(ctypes.Structure):
     """Arguments of a rotation: sizes, addresses, and strides in bytes."""
 
     _fields_ = (
@@ -56,9 +54,16 @@ class Rotate(ctypes.Structure):
     )  # fmt: skip
 
 
-NORM, GATED, ROTATE = offsets(Norm), offsets(Gated), offsets(Rotate)
+NORM, GATED, ROTATE = offsets(NormArguments), offsets(GatedArguments), offsets(RotateArguments)
 LAYOUT = zlib.crc32(
-    repr([NORM, GATED, ROTATE, *(one[0] for kind in (Norm, Gated, Rotate) for one in kind._fields_)]).encode()
+    repr(
+        [
+            NORM,
+            GATED,
+            ROTATE,
+            *(one[0] for kind in (NormArguments, GatedArguments, RotateArguments) for one in kind._fields_),
+        ]
+    ).encode()
 )
 
 
@@ -77,7 +82,7 @@ def norm(
         given, _, given_row = _flat(more)
         summed = run.empty(*x.shape, dtype=x.dtype)
     items, share = _shares(rows, torch.get_num_threads())
-    arguments = Norm(
+    arguments = NormArguments(
         0, 0, items, rows, share, width, flat.data_ptr(), row * unit, 0 if given is None else given.data_ptr(),
         given_row * unit, weight.data_ptr(), out.data_ptr(), summed.data_ptr(), one_more, unit == 2, eps,
     )  # fmt: skip
@@ -91,7 +96,9 @@ def gated(both: Tensor, gelu: bool, run: Eager = EAGER) -> Tensor:
     width, unit = both.shape[-1] // 2, both.element_size()
     out = run.empty(*both.shape[:-1], width, dtype=both.dtype)
     items, share = _shares(rows, torch.get_num_threads())
-    arguments = Gated(0, 0, items, rows, share, width, flat.data_ptr(), row * unit, out.data_ptr(), gelu, unit == 2)
+    arguments = GatedArguments(
+        0, 0, items, rows, share, width, flat.data_ptr(), row * unit, out.data_ptr(), gelu, unit == 2
+    )
     run.launch(compiled()[1], arguments, rows * width * COSTS, items)
     return out
 
@@ -123,7 +130,7 @@ def rotate(
     assert angles in (1, rows)
     out = run.empty(rows, heads, nodes, dim, dtype=both.dtype)
     items, share = _shares(count, torch.get_num_threads())
-    arguments = Rotate(
+    arguments = RotateArguments(
         0, 0, items, count, share, nodes, heads, kv_heads, dim, flat.data_ptr(), row * unit, cos.data_ptr(),
         sin.data_ptr(), 0 if angles == 1 else nodes * dim * unit, slots.data_ptr(), out.data_ptr(), keys.data_ptr(),
         values.data_ptr(), 0 if query_norm is None else query_norm.data_ptr(),
@@ -152,6 +159,6 @@ def _shares(rows: int, threads: int) -> tuple[int, int]:
 
 
 @functools.cache
-def compiled() -> list[Kernel]:
+def compiled() -> list[CpuKernel]:
     """Return the kernels, made at the first call."""
     return kernels("layer", "norm", "gated", "rotate")

@@ -22,27 +22,16 @@ from torch import Tensor, nn
 from dsbd_cli.ops.cpu.runtime import (
     EAGER,
     PRODUCT,
+    CpuKernel,
     Eager,
-    Kernel,
     features,
     fields,
     kernels,
     offsets,
     on_amd,
-    room,
+    scratch,
     team,
 )
-
-__all__ = [
-    "MIN_FEATURES",
-    "PackedProduct",
-    "Parts",
-    "Product",
-    "bfloat16_tile",
-    "compiled",
-    "lines",
-    "row_addresses",
-]
 
 ROWS_HINT = 32  # blocks are chosen for about so many tokens; measured: any hint from 8 to 512 gives the same blocks
 LEAST_ROWS = 4  # fewer rows take a slower kernel; measured: 1 row 0.65 ms, 4 rows 0.51 ms for 5632 x 2048 in bfloat16
@@ -52,7 +41,7 @@ COLUMNS = 64  # outputs that our kernels compute at once
 CHUNK_ROWS, FEW_ROWS, PIECE = 96, 5, 1024
 
 
-class Multiply(ctypes.Structure):
+class LinearArguments(ctypes.Structure):
     """Arguments of the kernel."""
 
     _fields_ = fields(
@@ -60,15 +49,17 @@ class Multiply(ctypes.Structure):
     )  # fmt: skip
 
 
-class Pack(ctypes.Structure):
+class PackArguments(ctypes.Structure):
     """Arguments of the kernel that packs. rows: addresses of rows, 0 for rows of zeros."""
 
     _fields_ = fields("taken", "threads", "items", "rows", "steps", "out")
 
 
-MULTIPLY, PACK = offsets(Multiply), offsets(Pack)
+MULTIPLY, PACK = offsets(LinearArguments), offsets(PackArguments)
 LAYOUT = zlib.crc32(
-    repr([COLUMNS, MULTIPLY, PACK, [field[0] for kind in (Multiply, Pack) for field in kind._fields_]]).encode()
+    repr(
+        [COLUMNS, MULTIPLY, PACK, [field[0] for kind in (LinearArguments, PackArguments) for field in kind._fields_]]
+    ).encode()
 )
 
 
@@ -85,7 +76,7 @@ def bfloat16_tile() -> str | None:
 
 
 @functools.cache
-def compiled() -> list[Kernel]:
+def compiled() -> list[CpuKernel]:
     """Return the kernels, made at the first call."""
     return kernels("linear", "multiply", "pack_rows")
 
@@ -110,13 +101,13 @@ class Parts(NamedTuple):
         """kinds: of sums."""
         return _parts(rows, blocks, lines, kinds, torch.get_num_threads())
 
-    def room(self, run: Eager) -> Tensor:
+    def scratch(self, run: Eager) -> Tensor:
         """Return memory for the sums."""
         return run.empty(*self.sums, dtype=torch.float32)
 
-    def arguments(self, room: Tensor) -> tuple[int, ...]:
+    def arguments(self, scratch: Tensor) -> tuple[int, ...]:
         """PRODUCT."""
-        sums = room.data_ptr(), self.sums[1] * COLUMNS * 4
+        sums = scratch.data_ptr(), self.sums[1] * COLUMNS * 4
         return 0, 0, self.items, self.rows, self.chunk, self.blocks, self.share, *sums
 
 
@@ -135,8 +126,8 @@ def lines(weights: Sequence[Tensor]) -> Tensor:
     """
     rows, held = row_addresses(weights)
     steps = weights[0].shape[1] * weights[0].element_size() // 4
-    made = room(len(rows) * steps * 4).view(torch.int32).view(-1, steps, COLUMNS)
-    compiled()[1](Pack(0, 0, len(made), rows.data_ptr(), steps, made.data_ptr()), made.numel(), len(made))
+    made = scratch(len(rows) * steps * 4).view(torch.int32).view(-1, steps, COLUMNS)
+    compiled()[1](PackArguments(0, 0, len(made), rows.data_ptr(), steps, made.data_ptr()), made.numel(), len(made))
     del held
     return made
 
@@ -189,8 +180,8 @@ class Compiled:
         rows = flat.shape[0]
         out = run.empty(*x.shape[:-1], columns, dtype=x.dtype)
         parts = Parts.of(rows, blocks, steps)
-        sums = parts.room(run)
-        arguments = Multiply(
+        sums = parts.scratch(run)
+        arguments = LinearArguments(
             *parts.arguments(sums), flat.data_ptr(), row * unit, self.weights.data_ptr(), steps, parts.piece,
             0 if bias is None else bias.data_ptr(), out.data_ptr(), columns * unit, unit == 2,
         )  # fmt: skip
@@ -270,12 +261,12 @@ class PackedProduct(Product):
     """Product of packed weights."""
 
     def __init__(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], way: type[Compiled] | type[Torch]
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], backend: type[Compiled] | type[Torch]
     ) -> None:
-        """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. way: computes the product."""
+        """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. backend: computes the product."""
         self.parts = [len(weight) for weight in weights]
-        self._way = way(weights)
-        self.compiled = way is Compiled
+        self._backend = backend(weights)
+        self.compiled = backend is Compiled
         self._bias: Tensor | None = None
         if any(bias is not None for bias in biases):
             missing = (weights[0].new_zeros(part) for part in self.parts)
@@ -284,14 +275,14 @@ class PackedProduct(Product):
     @property
     def weights(self) -> Tensor:
         """Return the weights as they are stored."""
-        return self._way.weights
+        return self._backend.weights
 
     def set_bias(self, bias: Tensor) -> None:
         """bias [o]."""
-        self._bias = self._way.bias(bias)
+        self._bias = self._backend.bias(bias)
 
     def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        return self._way(x, self._bias, run)
+        return self._backend(x, self._bias, run)
 
 
 def _filled(weight: Tensor, multiple: int) -> Tensor:

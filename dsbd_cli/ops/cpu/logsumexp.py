@@ -13,21 +13,19 @@ import zlib
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import Kernel, fields, kernels, offsets
-
-__all__ = ["compiled", "log_total"]
+from dsbd_cli.ops.cpu.runtime import CpuKernel, fields, kernels, offsets
 
 WORK = 4  # multiplications or so of each number
 
 
-class Total(ctypes.Structure):
+class LogsumexpArguments(ctypes.Structure):
     """Arguments of the kernel."""
 
     _fields_ = fields("taken", "threads", "items", "values", "values_row", "count", "highest", "out", "narrow")
 
 
-TOTAL = offsets(Total)
-LAYOUT = zlib.crc32(repr([TOTAL, [field[0] for field in Total._fields_]]).encode())
+TOTAL = offsets(LogsumexpArguments)
+LAYOUT = zlib.crc32(repr([TOTAL, [field[0] for field in LogsumexpArguments._fields_]]).encode())
 
 
 def log_total(values: Tensor, highest: Tensor) -> Tensor | None:
@@ -39,7 +37,7 @@ def log_total(values: Tensor, highest: Tensor) -> Tensor | None:
     rows, count = values.shape
     highest, out = highest.contiguous(), torch.empty(rows, 1, dtype=torch.float32, device="cpu")
     assert (highest.shape, highest.dtype) == (out.shape, out.dtype)
-    arguments = Total(
+    arguments = LogsumexpArguments(
         0, 0, rows, values.data_ptr(), values.stride(0) * values.element_size(), count, highest.data_ptr(),
         out.data_ptr(), narrow,
     )  # fmt: skip
@@ -49,7 +47,7 @@ def log_total(values: Tensor, highest: Tensor) -> Tensor | None:
 
 
 @functools.cache
-def compiled() -> Kernel:
+def compiled() -> CpuKernel:
     """Return the kernel, made at the first call."""
     (found,) = kernels("logsumexp", "totals")
     return found

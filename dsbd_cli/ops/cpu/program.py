@@ -17,21 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import Eager, Kernel, Results, fields, kernels, offsets, team_address
-
-__all__ = ["Arena", "Program", "compiled"]
+from dsbd_cli.ops.cpu.runtime import CpuKernel, Eager, Results, fields, kernels, offsets, team_address
 
 Step = Callable[[], object]
 
 
-class Run(ctypes.Structure):
+class ProgramArguments(ctypes.Structure):
     """Arguments of the loop: `calls` is [count, 3] int64: address, arguments and threads of each kernel."""
 
     _fields_ = fields("count", "calls", "team")
 
 
-RUN = offsets(Run)
-LAYOUT = zlib.crc32(repr([RUN, *(one[0] for one in Run._fields_)]).encode())
+RUN = offsets(ProgramArguments)
+LAYOUT = zlib.crc32(repr([RUN, *(one[0] for one in ProgramArguments._fields_)]).encode())
 
 
 class Arena:
@@ -84,27 +82,27 @@ class Program(Eager):
         self._kept.append(block)
         return block[: count * dtype.itemsize].view(dtype).view(shape)
 
-    def launch(self, kernel: Kernel, arguments: ctypes.Structure, work: int, items: int, *kept: Tensor) -> None:
+    def launch(self, kernel: CpuKernel, arguments: ctypes.Structure, work: int, items: int, *kept: Tensor) -> None:
         self._calls.append((kernel.address, ctypes.addressof(arguments), kernel.threads(work, items)))
         self._kept.append((arguments, kept))
 
     def compute(self, function: Callable[[], Results]) -> Results:
         self.close()
-        alone, homes = isinstance(found := function(), Tensor), [self._home(one) for one in _several(found)]
+        alone, buffers = isinstance(found := function(), Tensor), [self._static_buffer(one) for one in _several(found)]
 
         def step() -> None:
-            for home, result in zip(homes, _several(function()), strict=True):
-                home.copy_(result)
+            for buffer, result in zip(buffers, _several(function()), strict=True):
+                buffer.copy_(result)
 
         self._steps.append(step)
-        result: Any = homes[0] if alone else tuple(homes)
+        result: Any = buffers[0] if alone else tuple(buffers)
         return result
 
     def copy(self, value: Tensor) -> Tensor:
         self.close()
-        home = torch.empty(value.shape, dtype=value.dtype)
-        self._steps.append(lambda: home.copy_(value))
-        return home
+        buffer = torch.empty(value.shape, dtype=value.dtype)
+        self._steps.append(lambda: buffer.copy_(value))
+        return buffer
 
     def close(self) -> None:
         """End a run of kernels: they become one step."""
@@ -112,7 +110,7 @@ class Program(Eager):
             calls = torch.tensor(self._calls)
             self._kept.append(calls)
             self._steps.append(
-                functools.partial(compiled().run_here, Run(len(calls), calls.data_ptr(), team_address()))
+                functools.partial(compiled().run_here, ProgramArguments(len(calls), calls.data_ptr(), team_address()))
             )
             self._calls = []
 
@@ -121,7 +119,7 @@ class Program(Eager):
         for step in self._steps:
             step()
 
-    def _home(self, like: Tensor) -> Tensor:
+    def _static_buffer(self, like: Tensor) -> Tensor:
         return self.empty(*like.shape, dtype=like.dtype)
 
 
@@ -130,7 +128,7 @@ def _several(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 @functools.cache
-def compiled() -> Kernel:
+def compiled() -> CpuKernel:
     """Return the loop, made at the first call."""
     (found,) = kernels("program", "run")
     return found

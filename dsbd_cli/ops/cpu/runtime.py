@@ -19,23 +19,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = [
-    "EAGER",
-    "PRODUCT",
-    "Eager",
-    "Kernel",
-    "features",
-    "fields",
-    "kernels",
-    "offsets",
-    "on_amd",
-    "processor",
-    "room",
-    "team",
-    "team_address",
-    "unloadable",
-]
-
 SMALL = 2**18  # multiplications that are not worth waking another thread for
 HUGE = 2**21  # bytes of a huge page
 
@@ -55,7 +38,7 @@ def offsets(kind: type[ctypes.Structure]) -> tuple[int, ...]:
     return tuple(getattr(kind, field[0]).offset for field in kind._fields_)
 
 
-class Kernel:
+class CpuKernel:
     """A compiled kernel, and the threads of torch that run it. Its arguments begin with two counters, items taken and
     threads that have come, both 0."""
 
@@ -93,8 +76,8 @@ class Eager:
         """Return memory for a result of this shape."""
         return torch.empty(shape, dtype=dtype, device="cpu")
 
-    def launch(self, kernel: Kernel, arguments: ctypes.Structure, work: int, items: int, *kept: Tensor) -> None:
-        """Run a kernel. work, items: as `Kernel.__call__`; kept: tensors that only `arguments` points to."""
+    def launch(self, kernel: CpuKernel, arguments: ctypes.Structure, work: int, items: int, *kept: Tensor) -> None:
+        """Run a kernel. work, items: as `CpuKernel.__call__`; kept: tensors that only `arguments` points to."""
         kernel(arguments, work, items)
 
     def compute(self, function: Callable[[], Results]) -> Results:
@@ -109,10 +92,10 @@ class Eager:
 EAGER = Eager()
 
 
-def kernels(module: str, *names: str) -> list[Kernel]:
+def kernels(module: str, *names: str) -> list[CpuKernel]:
     """Kernels of a module of `kernels`, which makes them when it is first imported (kernels/compiler.py)."""
     found = importlib.import_module(f"{__package__}.kernels.{module}")
-    return [Kernel(getattr(found, name).address) for name in names]
+    return [CpuKernel(getattr(found, name).address) for name in names]
 
 
 @functools.cache
@@ -143,10 +126,10 @@ def processor() -> tuple[str, frozenset[str]]:
     try:
         from numba.core.registry import cpu_target
 
-        _, name, said = cpu_target.target_context.codegen().magic_tuple()
+        _, name, message = cpu_target.target_context.codegen().magic_tuple()
     except Exception:  # of numba, llvmlite or the system
         return "", frozenset()
-    return name, frozenset(one[1:] for one in said.split(",") if one.startswith("+"))
+    return name, frozenset(one[1:] for one in message.split(",") if one.startswith("+"))
 
 
 def features() -> frozenset[str]:
@@ -159,7 +142,7 @@ def on_amd() -> bool:
     return processor()[0].startswith("znver")
 
 
-def room(size: int) -> Tensor:
+def scratch(size: int) -> Tensor:
     """[size] uint8 in pages of 2 MiB where the system gives them: reading memory in small pages takes longer."""
     if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
@@ -182,9 +165,9 @@ def unloadable(load: Callable[[], object], instead: str) -> str | None:
     try:
         load()
     except Exception as error:  # of numba, llvmlite or the system
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        _logger.warning("%s, because the kernels cannot be loaded (%s)", instead, said)
-        return f"the kernels cannot be loaded ({said})"
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        _logger.warning("%s, because the kernels cannot be loaded (%s)", instead, message)
+        return f"the kernels cannot be loaded ({message})"
     return None
 
 

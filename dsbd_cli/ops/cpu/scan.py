@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from types import ModuleType
 
-__all__ = ["compiled"]
-
 
 def compiled() -> ModuleType:
     """Return the kernels, made at the first call."""

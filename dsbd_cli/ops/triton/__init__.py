@@ -1,9 +1,9 @@
 """Triton kernels that stand in for tensor functions, and the list of them.
 
-The tensor function, the twin, stays the specification: it says what a kernel computes, and it runs on other devices and
-for settings that a kernel does not fit. This package knows torch and triton only; a kernel is called where its twin
-stands, behind an operator of torch.library, so that engines run on fake tensors too. triton launches on the current
-device, so each operator makes that of its tensors the current one.
+The tensor function, the reference, stays the specification: it says what a kernel computes, and it runs on other
+devices and for settings that a kernel does not fit. This package knows torch and triton only; a kernel is called where
+its reference stands, behind an operator of torch.library, so that engines run on fake tensors too. triton launches on
+the current device, so each operator makes that of its tensors the current one.
 
 Importing this module needs no triton; the modules with kernels do.
 """
@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Kernel", "available", "differences"]
-
 Arguments = tuple[object, ...]
 # Largest difference, absolute and relative: of sums in another order; for half types one rounding of bfloat16, because
 # what follows such a sum may round the other way.
@@ -26,20 +24,21 @@ CLOSE = {torch.float64: 2e-5, torch.float32: 2e-5, torch.float16: 2.0**-7, torch
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelCheck:
     """A kernel and the tensor function it stands in for.
 
     Attributes:
         name: what users read in lines, in `dsbd doctor` and in the summary.
-        op, twin: take the same arguments and give the same tensors, or a tuple of them. Neither changes an argument:
-            where the kernel works in place, `op` is a function that copies first and returns what was changed.
+        op, reference: take the same arguments and give the same tensors, or a tuple of them. Neither changes an
+            argument: where the kernel works in place, `op` is a function that copies first and returns what was
+                changed.
         cases: arguments of a few random calls, made with a generator of the CPU and moved to the device. What they
             hold is small; the first one is the smallest.
     """
 
     name: str
     op: Callable[..., Tensor | tuple[Tensor, ...]]
-    twin: Callable[..., Tensor | tuple[Tensor, ...]]
+    reference: Callable[..., Tensor | tuple[Tensor, ...]]
     cases: Callable[[torch.Generator, torch.device], Iterator[Arguments]]
 
 
@@ -48,8 +47,8 @@ def available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def differences(kernel: Kernel, device: torch.device, seed: int = 0) -> Iterator[str]:
-    """Yield what a kernel gives otherwise than its twin, one text per case that differs; nothing where they agree.
+def differences(kernel: KernelCheck, device: torch.device, seed: int = 0) -> Iterator[str]:
+    """Yield what a kernel gives otherwise than its reference, one text per case that differs; nothing where they agree.
 
     Floats may differ by CLOSE; all other numbers must be equal.
 
@@ -57,10 +56,10 @@ def differences(kernel: Kernel, device: torch.device, seed: int = 0) -> Iterator
     """
     generator = torch.Generator().manual_seed(seed)
     for number, case in enumerate(kernel.cases(generator, device)):
-        found, wanted = kernel.op(*case), kernel.twin(*case)
+        found, wanted = kernel.op(*case), kernel.reference(*case)
         for place, (mine, other) in enumerate(zip(_tuple(found), _tuple(wanted), strict=True)):
-            if said := _difference(mine, other):
-                yield f"case {number}, result {place}: {said}"
+            if fault := _difference(mine, other):
+                yield f"case {number}, result {place}: {fault}"
                 break
 
 

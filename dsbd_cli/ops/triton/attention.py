@@ -1,10 +1,10 @@
-"""Attention of a packed forest over a long prompt: split over its slots, with the tail by mask, two launches.
+"""Attention of a packed forest over a long prompt: split over its slots, with the suffix by mask, two launches.
 
 The first slots of a row hold its prompt, which every node sees: no mask is read there. They are cut into parts of SPLIT
 slots, by place and not by the number of nodes, so that each part gives a node the same bits in any company; the parts
-are joined in their order. All slots behind the prompt are the tail, whose order goes by the drafts. Its sums are in
-float64, so that the order does not reach the result, as in models/adapted/attention.py, whose twin this is. Where no
-bits are promised they are in float32, and all slots that every node sees may stand for the prompt.
+are joined in their order. All slots behind the prompt are the suffix, whose order goes by the drafts. Its sums are in
+float64, so that the order does not reach the result, as in models/adapted/attention.py, whose reference this is. Where
+no bits are promised they are in float32, and all slots that every node sees may stand for the prompt.
 
 Letters: R rows, Q query heads, H kv heads, G = Q / H, n nodes, m = G n queries of a kv head, S slots, E head dim,
 P parts.
@@ -19,16 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.ops.triton import Arguments, Kernel
-from dsbd_cli.ops.triton.law import NEG_INF
-
-__all__ = ["KERNELS", "attention", "attention_fits", "attention_twin"]
+from dsbd_cli.ops.triton import Arguments, KernelCheck
+from dsbd_cli.ops.triton.distribution import NEG_INF
 
 SPLIT = 512  # slots of a part
 TILE = 64  # queries of a tile over the prompt, and slots that it takes at a time
 BLOCK = 32
-TAIL_TILE = 16
-COLUMNS = 16  # of the values that one program of the tail adds up
+SUFFIX_TILE = 16
+COLUMNS = 16  # of the values that one program of the suffix adds up
 # of a head: wider ones do not fit the registers
 WIDEST = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
 
@@ -75,12 +73,12 @@ def prompt_kernel(
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "nodes", "slots", "parts"])
-def tail_kernel(
+def suffix_kernel(
     q, k, v, seen, prompt, p_sums, p_best, p_mass, out, scale, heads, queries, nodes, slots, dim, parts, k_row, k_head,
     k_slot, v_row, v_head, v_slot, SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
     COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The parts of the prompt, in their order, and then the tail, for a tile of the queries of one kv head and some
+    """The parts of the prompt, in their order, and then the suffix, for a tile of the queries of one kv head and some
     columns of the values. WIDE: type of the sums."""
     program = tl.program_id(0).to(tl.int64)
     row, head = program // heads, program % heads
@@ -134,7 +132,7 @@ def attention(
     """[R, Q, n, E] of query [R, Q, n, E], key and value [R, H, S, E], whose last dimension has no gaps.
 
     prompt [R] int64: so many leading slots are seen by all nodes. seen [R, n, S] bool: of the slots behind them, what
-    each node sees. A node that sees nothing gets zeros. exact: sums over the tail are in float64.
+    each node sees. A node that sees nothing gets zeros. exact: sums over the suffix are in float64.
     """
     rows, query_heads, nodes, dim = query.shape
     heads, slots = key.shape[1:3]
@@ -155,11 +153,11 @@ def attention(
             num_stages=2,
             enable_fp_fusion=False,
         )
-        tail_kernel[(rows * heads, triton.cdiv(queries, TAIL_TILE), triton.cdiv(dim, COLUMNS))](
+        suffix_kernel[(rows * heads, triton.cdiv(queries, SUFFIX_TILE), triton.cdiv(dim, COLUMNS))](
             *(query, key, value, seen, prompt, sums, best, mass, out, scale, heads, queries, nodes, slots, dim, parts),
             *strides,
             **constants,
-            TILE=TAIL_TILE,
+            TILE=SUFFIX_TILE,
             COLUMNS=COLUMNS,
             WIDE=tl.float64 if exact else tl.float32,
             num_warps=8,
@@ -174,7 +172,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prompt: Tensor, s
     return query.new_empty(query.shape)
 
 
-def attention_twin(
+def attention_reference(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prompt: Tensor, scale: float, exact: bool
 ) -> Tensor:
     """The specification of `attention`, whose sums are exact in both cases."""
@@ -218,4 +216,4 @@ def _cases(generator: torch.Generator, device: torch.device) -> Iterator[Argumen
                 yield query, key, value, seen.to(device), prompt.to(device), dim**-0.5, exact
 
 
-KERNELS = (Kernel("attention", attention, attention_twin, _cases),)
+KERNELS = (KernelCheck("attention", attention, attention_reference, _cases),)

@@ -1,4 +1,4 @@
-"""The best tokens of every node: one program per node, radix selection and the sum of the law in one reading.
+"""The best tokens of every node: one program per node, radix selection and the sum of the distribution in one reading.
 
 Letters: R requests, n nodes, C candidates per node, V vocabulary.
 """
@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.ops.triton.law import NEG_INF, REGISTERS, is_finite, ordered
-
-__all__ = ["MOST", "candidates", "fits"]
+from dsbd_cli.ops.triton.distribution import NEG_INF, REGISTERS, is_finite, ordered
 
 MOST = 4096  # candidates per node
 BLOCK = 2048

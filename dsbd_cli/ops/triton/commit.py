@@ -3,7 +3,7 @@
 `commit` makes the final beams the live ones and orders their slots, one program per request. `move` copies the cache
 slots that change place.
 
-Letters: R requests, W0 roots, W beams, D layers, N nodes, T tail window, S slots of the table, L history, F finished
+Letters: R requests, W0 roots, W beams, D layers, N nodes, T suffix window, S slots of the table, L history, F finished
 hypotheses kept, P planes of a cache.
 """
 
@@ -16,10 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.ops.triton.law import child_path
-from dsbd_cli.ops.triton.walk import COLUMNS, FIRST
-
-__all__ = ["commit", "fits", "move"]
+from dsbd_cli.ops.triton.distribution import child_path
+from dsbd_cli.ops.triton.verify import COLUMNS, FIRST
 
 MOST_BITS = 16384  # of the ancestors of a request, padded
 TILE = 32  # tokens of a history that are written at a time
@@ -71,7 +69,7 @@ def commit_kernel(
     stops,
     active,
     used,
-    trunk,
+    common_prefix,
     drafted,
     table_positions,
     table_tokens,
@@ -80,7 +78,7 @@ def commit_kernel(
     depths,
     iteration,
     f_length,
-    f_source,
+    f_origin,
     f_node,
     f_token,
     f_tokens,
@@ -92,7 +90,7 @@ def commit_kernel(
     o_stop_state,
     o_ancestors,
     o_history,
-    o_source,
+    o_src_slots,
     o_target,
     report,
     history_stride,
@@ -126,13 +124,13 @@ def commit_kernel(
     alive = (tl.load(valid + mine, mask=kept, other=0) != 0) & going
     begun = tl.load(length + row)
     # the tokens of finished hypotheses, then those of live beams
-    h_source = tl.load(f_source + mine, mask=kept, other=0)
+    h_origin = tl.load(f_origin + mine, mask=kept, other=0)
     h_node = tl.minimum(tl.maximum(tl.load(f_node + mine, mask=kept, other=0), 0), nodes - 1)
     h_token = tl.load(f_token + mine, mask=kept, other=0)
     h_steps = tl.load(f_length + mine, mask=kept, other=1) - begun
     h_steps = tl.minimum(tl.maximum(h_steps, 1), depth + 1)
     h_root = tl.load(root + row_nodes + h_node, mask=kept, other=0)
-    h_old = row * beams + tl.maximum(h_source, 0)
+    h_old = row * beams + tl.maximum(h_origin, 0)
     n_root = tl.load(root + row_nodes + n_parent, mask=kept, other=0)
     none = n_root * 0 - 1
     row_history = old_history + row * history_stride
@@ -143,7 +141,7 @@ def commit_kernel(
         found = texts(
             f_tokens,
             h_old,
-            h_source,
+            h_origin,
             row_history,
             h_root,
             begun,
@@ -177,9 +175,9 @@ def commit_kernel(
         tl.store(f_tokens + mine[:, None] * history + column[None, :], found, mask=some)
         tl.store(o_history + mine[:, None] * history + column[None, :], live, mask=some)
         tl.debug_barrier()
-    tl.store(f_source + mine, w.to(tl.int64), mask=kept)
+    tl.store(f_origin + mine, w.to(tl.int64), mask=kept)
     # slots: the ancestors of live beams stay, in order
-    base = tl.load(trunk + row)
+    base = tl.load(common_prefix + row)
     held = tl.load(used + row)
     run = tl.where(depth > 0, held + nodes - drafts, tl.load(drafted + row))
     inside = kept[:, None] & (t < window)[None, :]
@@ -197,16 +195,16 @@ def commit_kernel(
     o_bits = o_ancestors + mine[:, None] * window
     tl.store(o_bits + t[None, :], w[:, None] + t[None, :] < 0, mask=inside)
     still = tl.minimum(before, table_slots - 1)
-    tl.store(o_source + row * window + t, still, mask=t < window)
+    tl.store(o_src_slots + row * window + t, still, mask=t < window)
     tl.store(o_target + row * window + t, still, mask=t < window)
     tl.debug_barrier()
     tl.store(table_positions + row * table_slots + base + place, kept_positions, mask=keep)
     tl.store(table_tokens + row * table_slots + base + place, kept_tokens, mask=keep)
-    tl.store(o_source + row * window + place, before, mask=keep)
+    tl.store(o_src_slots + row * window + place, before, mask=keep)
     tl.store(o_bits + (place - common)[None, :], bits, mask=kept[:, None] & (keep & (place >= common))[None, :])
     ran = tl.minimum(run, base) + tl.sum((keep & (before < run)).to(tl.int32), 0)
     tl.store(used + row, base + count)
-    tl.store(trunk + row, base + common)
+    tl.store(common_prefix + row, base + common)
     tl.store(drafted + row, ran)
     tl.store(row_report + 4, base + count)
     tl.store(row_report + 5, base + common)
@@ -263,7 +261,7 @@ def move_kernel(
 
 
 def fits(beams: int, window: int) -> bool:
-    """Whether `commit` takes so many beams and slots of the tail."""
+    """Whether `commit` takes so many beams and slots of the suffix."""
     return triton.next_power_of_2(beams) * triton.next_power_of_2(window) <= MOST_BITS
 
 
@@ -286,10 +284,11 @@ def commit(
     iteration.
 
     live: parent, token, valid, weight, logprob [R, W]. nodes: path, stop_state, root [R, N], path_tokens [R, N, D],
-    ancestors [R, N, T]. table: used, trunk, drafted, positions, tokens, which change. beams: history [R, W0, L], and
-    length, depth, iteration [R], which change. finished: length, and source, node, token, tokens, which change. out:
-    valid, token, weight, logprob, path, stop_state, ancestors, history [R, W, ..]; the history may be that of `beams`.
-    moved: source, target [R, T]. report: of `walk`; 4 to 6 become used, trunk and drafted. stopping: stop strings.
+    ancestors [R, N, T]. table: used, common_prefix, drafted, positions, tokens, which change. beams: history [R, W0,
+    L], and length, depth, iteration [R], which change. finished: length, and source, node, token, tokens, which change.
+    out: valid, token, weight, logprob, path, stop_state, ancestors, history [R, W, ..]; the history may be that of
+    `beams`. moved: source, target [R, T]. report: of `walk`; 4 to 6 become used, common_prefix and drafted. stopping:
+    stop strings.
     """
     rows, width = live[0].shape
     count, window = nodes[4].shape[1:]

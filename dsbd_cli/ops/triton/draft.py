@@ -1,8 +1,8 @@
 """The nodes of an iteration in one piece of memory: `begin` writes the roots, `extend` a drafted layer. Both write the
 input of the forwards that come next at the same time.
 
-Letters: R requests, W0 roots, W beams, K drafts per layer, D layers, N = W0 + D*K nodes, C candidates per node, T tail
-window, S slots.
+Letters: R requests, W0 roots, W beams, K drafts per layer, D layers, N = W0 + D*K nodes, C candidates per node, T
+suffix window, S slots.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.ops.triton.law import (
+from dsbd_cli.ops.triton.distribution import (
     NEG_INF,
     REGISTERS,
     child_path,
@@ -24,12 +24,10 @@ from dsbd_cli.ops.triton.law import (
     largest,
     perturbed,
     pool_constants,
-    pool_law,
+    pool_distribution,
     stream_key,
     value_at,
 )
-
-__all__ = ["FIELDS", "FLAGS", "MOST_PAIRS", "begin", "extend", "fits"]
 
 FIELDS = ("token", "parent", "root", "path", "stop_state", "source", "slot", "position")
 FLAGS = ("valid", "ends", "sampled")
@@ -51,7 +49,7 @@ def begin_kernel(
     ancestors,
     position,
     used,
-    trunk,
+    common_prefix,
     table_positions,
     table_tokens,
     row_key,
@@ -75,19 +73,19 @@ def begin_kernel(
     table_slots,
     last_position,
     trash,
-    late,
+    draft_backlog,
     WP: tl.constexpr,
     LP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Roots, their forward's input, and the keys of the streams. With `late` tokens that the draft has not run, the
-    input of a forward that runs them first is written too."""
+    """Roots, their forward's input, and the keys of the streams. With `draft_backlog` tokens that the draft has not
+    run, the input of a forward that runs them first is written too."""
     row = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, WP)
     real = w < roots
     mine = row * beam_stride + w
     first = tl.load(used + row)
-    base = tl.load(trunk + row)
+    base = tl.load(common_prefix + row)
     tokens = tl.load(token + mine, mask=real, other=0)
     places = first + w
     positions = tl.minimum(tl.load(position + row) + w * 0, last_position)
@@ -121,9 +119,9 @@ def begin_kernel(
         inside = real[:, None] & (t < window)[None, :]
         seen = tl.load(ancestors + mine[:, None] * window + t[None, :], mask=inside, other=0) != 0
         tl.store(o_ancestors + at[:, None] * window + t[None, :], seen | (t[None, :] == own[:, None]), mask=inside)
-    joined = late + roots
-    wide = row * joined + late + w
-    if late > 0:
+    joined = draft_backlog + roots
+    wide = row * joined + draft_backlog + w
+    if draft_backlog > 0:
         part = rows.to(tl.int64) * joined
         tl.store(o_joined + wide, tokens, mask=real)
         tl.store(o_joined + part + wide, positions, mask=real)
@@ -136,10 +134,10 @@ def begin_kernel(
         seen = seen | (inside & (t[None, :] == own[:, None])) | (t < 0)[None, :]
         wanted = real[:, None] & (s < slots)[None, :]
         tl.store(o_mask + at[:, None] * slots + s[None, :], seen, mask=wanted)
-        if late > 0:
+        if draft_backlog > 0:
             tl.store(o_joined_mask + wide[:, None] * slots + s[None, :], seen, mask=wanted)
-    for j in range(late):
-        place = first - late + j
+    for j in range(draft_backlog):
+        place = first - draft_backlog + j
         known = tl.maximum(place, 0)
         to = row * joined + j
         part = rows.to(tl.int64) * joined
@@ -160,18 +158,18 @@ def begin_kernel(
 
 
 @triton.jit
-def record_law(
-    o_q_tokens, o_log_q, o_law, token, log_q, chosen, found, real, row, rows, nodes, first, layer, depth, candidates,
-    count, n, c, k, flat, NP: tl.constexpr, CP: tl.constexpr,
+def record_distribution(
+    o_q_tokens, o_log_q, o_distribution, token, log_q, chosen, found, real, row, rows, nodes, first, layer, depth,
+    candidates, count, n, c, k, flat, NP: tl.constexpr, CP: tl.constexpr,
 ):  # fmt: skip
-    """The law that the drafts come from, and what is left of it before each draw."""
+    """The distribution that the drafts come from, and what is left of it before each draw."""
     known = (row * nodes + first + n)[:, None] * candidates + c[None, :]
     tl.store(o_log_q + known, log_q, mask=real)
     tl.store(o_q_tokens + known, token, mask=real)
     drawn_of = (row * depth + layer) * count
     rest_of = rows.to(tl.int64) * depth * count + drawn_of
-    law = tl.reshape(tl.where(real, log_q, NEG_INF), (NP * CP,)).to(tl.float64)
-    rest = law
+    distribution = tl.reshape(tl.where(real, log_q, NEG_INF), (NP * CP,)).to(tl.float64)
+    rest = distribution
     for i in range(count):
         here = tl.sum(tl.where((k == i) & found, chosen, -1 * (k == i).to(tl.int32)), 0)
         rest = tl.where(flat == here, NEG_INF, rest)
@@ -181,14 +179,14 @@ def record_law(
     for i in range(count):
         j = count - 1 - i
         here = tl.sum(tl.where((k == j) & found, chosen, -1 * (k == j).to(tl.int32)), 0)
-        log_drawn = tl.max(tl.where(flat == here, law, NEG_INF), 0)
+        log_drawn = tl.max(tl.where(flat == here, distribution, NEG_INF), 0)
         high = tl.maximum(left_over, log_drawn)
         low = tl.minimum(left_over, log_drawn)
         some = high > NEG_INF
         gap = tl.where(some & (low > NEG_INF), low - tl.where(some, high, 0.0), NEG_INF)
         left_over = tl.where(some, high + tl.log(1.0 + tl.exp(gap)), NEG_INF)
-        tl.store(o_law + drawn_of + j, log_drawn)
-        tl.store(o_law + rest_of + j, left_over)
+        tl.store(o_distribution + drawn_of + j, log_drawn)
+        tl.store(o_distribution + rest_of + j, left_over)
 
 
 @triton.jit(do_not_specialize=["rows", "nodes", "first", "above", "layer", "depth", "count", "window", "slots"])
@@ -204,7 +202,7 @@ def extend_kernel(
     table_positions,
     table_tokens,
     used,
-    trunk,
+    common_prefix,
     position,
     keys,
     eos,
@@ -213,10 +211,10 @@ def extend_kernel(
     top_k,
     top_p,
     min_p,
-    cold,
+    greedy,
     o_q_tokens,
     o_log_q,
-    o_law,
+    o_distribution,
     rows,
     nodes,
     first,
@@ -239,9 +237,9 @@ def extend_kernel(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     MIN_P: tl.constexpr,
-    COLD: tl.constexpr,
+    GREEDY: tl.constexpr,
     BEAM: tl.constexpr,
-    LAW: tl.constexpr,
+    DISTRIBUTION: tl.constexpr,
 ):
     """`count` drafts below the `above` nodes from `first` on, which become the nodes behind them."""
     row = tl.program_id(0).to(tl.int64)
@@ -262,18 +260,18 @@ def extend_kernel(
     if RULE == 1:  # search
         log_q = weight[:, None] + logprob
     else:
-        log_q, joint = pool_law(
+        log_q, joint = pool_distribution(
             logprob,
             weight,
             tl.load(temperature + row),
             tl.load(top_k + row),
             tl.load(top_p + row),
             tl.load(min_p + row),
-            tl.load(cold + row) != 0,
+            tl.load(greedy + row) != 0,
             TOP_K,
             TOP_P,
             MIN_P,
-            COLD,
+            GREEDY,
             BEAM,
             NP,
             CP,
@@ -285,8 +283,8 @@ def extend_kernel(
     if RULE == 0:  # coupled: the target's own noise
         path = tl.load(ints + PATH * plane + upper, mask=there, other=0)
         noisy = perturbed(allowed, path[:, None], token + 1)
-        if COLD:
-            noisy = tl.where(tl.load(cold + row) != 0, allowed, noisy)
+        if GREEDY:
+            noisy = tl.where(tl.load(greedy + row) != 0, allowed, noisy)
         allowed = noisy
     if RULE == 2:  # rejection: noise of the draft's own stream
         key = tl.load(keys + (row * (depth + 1) + layer) * STREAMS + 1)
@@ -314,7 +312,7 @@ def extend_kernel(
     state = tl.load(ints + STOP * plane + parent, mask=mine, other=1)
     state, last = child_state(eos, stops, state, child, mine, vocabulary, STOPS)
     place = tl.load(used + row) + below
-    base = tl.load(trunk + row)
+    base = tl.load(common_prefix + row)
     depths = tl.minimum(tl.load(position + row) + layer + 1 + k * 0, last_position)
     path = child_path(tl.load(ints + PATH * plane + parent, mask=mine, other=0), child)
     tl.store(ints + TOKEN * plane + to, child, mask=mine)
@@ -348,10 +346,10 @@ def extend_kernel(
         seen = tl.load(ancestors + parent[:, None] * window + t[None, :], mask=inside, other=0) != 0
         seen = seen | (inside & (t[None, :] == bit[:, None])) | (t < 0)[None, :]
         tl.store(mask + to[:, None] * slots + s[None, :], seen, mask=mine[:, None] & (s < slots)[None, :])
-    if LAW:
-        record_law(
-            o_q_tokens, o_log_q, o_law, token, log_q, chosen, found, real, row, rows, nodes, first, layer, depth,
-            candidates, count, n, c, k, flat, NP, CP,
+    if DISTRIBUTION:
+        record_distribution(
+            o_q_tokens, o_log_q, o_distribution, token, log_q, chosen, found, real, row, rows, nodes, first, layer,
+            depth, candidates, count, n, c, k, flat, NP, CP,
         )  # fmt: skip
 
 
@@ -366,7 +364,7 @@ def begin(
     beams: Sequence[Tensor],
     table: Sequence[Tensor],
     noise: Sequence[Tensor],
-    sheet: Sequence[Tensor],
+    buffer: Sequence[Tensor],
     keys: Tensor,
     joined: Sequence[Tensor],
     trash: int,
@@ -374,11 +372,11 @@ def begin(
 ) -> None:
     """Write the roots: drafting.base.roots, their slots, positions and mask, and the keys of the streams.
 
-    beams: token, path, stop_state, valid, weight, ancestors, depth. table: used, trunk, positions, tokens. noise:
-    row_key, iteration. sheet: a ForestBuffer. keys [R, D + 1, STREAMS]. joined: tokens, positions and slots
-    [3, R, L + W0] and mask [R, L + W0, S] of the forward that runs L late tokens first; L may be 0.
+    beams: token, path, stop_state, valid, weight, ancestors, depth. table: used, common_prefix, positions, tokens.
+    noise: row_key, iteration. buffer: a ForestBuffer. keys [R, D + 1, STREAMS]. joined: tokens, positions and slots
+    [3, R, L + W0] and mask [R, L + W0, S] of the forward that runs L tokens of the backlog first; L may be 0.
     """
-    ints, _, _, _, ancestors, mask = sheet
+    ints, _, _, _, ancestors, mask = buffer
     token, window = beams[0], ancestors.shape[2]
     rows, roots = token.shape
     depth = keys.shape[1] - 1
@@ -388,7 +386,7 @@ def begin(
                 *beams,
                 *table,
                 *noise,
-                *sheet,
+                *buffer,
                 keys,
                 *joined,
                 token.stride(0),
@@ -412,13 +410,13 @@ def begin(
 def extend(
     tokens: Tensor,
     logprobs: Tensor,
-    sheet: Sequence[Tensor],
+    buffer: Sequence[Tensor],
     table: Sequence[Tensor],
     position: Tensor,
     keys: Tensor,
     endings: Sequence[Tensor],
     warp: Sequence[Tensor],
-    law: Sequence[Tensor],
+    distribution: Sequence[Tensor],
     shape: Sequence[int],
     rule: str,
     flags: Sequence[bool],
@@ -427,27 +425,27 @@ def extend(
     """Draft one layer: BeamDrafter.drafts and drafting.base.children, and the new nodes' slots, positions and mask.
 
     tokens, logprobs [R, n, C]. endings: eos [V], table of the stop automaton. warp: temperature, top_k, top_p, min_p,
-    cold. law: tokens and log_q [R, N, C] of the nodes that were drafted from, log_drawn and log_rest
+    cold. distribution: tokens and log_q [R, N, C] of the nodes that were drafted from, log_drawn and log_rest
     [2, R, D, K] float64, to be written; or nothing. shape: first
-    node and number n of those above, layer, K. flags: of law.pool_constants.
+    node and number n of those above, layer, K. flags: of distribution.pool_constants.
     """
     rows, above, candidates = tokens.shape
     first, _, layer, count = shape
-    ints, _, weights, _, ancestors, mask = sheet
-    used, trunk, positions, held = table
+    ints, _, weights, _, ancestors, mask = buffer
+    used, common_prefix, positions, held = table
     eos, automaton = endings
     pairs = triton.next_power_of_2(above) * triton.next_power_of_2(candidates)
     with torch.cuda.device_of(tokens):
         extend_kernel[(rows,)](
-            *(tokens, logprobs, *sheet, positions, held, used, trunk, position, keys, eos, automaton, *warp),
-            *(law if law else (ints, weights, weights)),
+            *(tokens, logprobs, *buffer, positions, held, used, common_prefix, position, keys, eos, automaton, *warp),
+            *(distribution if distribution else (ints, weights, weights)),
             *(rows, ints.shape[2], first, above, layer, keys.shape[1] - 1, candidates, count, ancestors.shape[2]),
             *(mask.shape[2], positions.shape[1], automaton.shape[1], last_position),
             NP=triton.next_power_of_2(above),
             CP=triton.next_power_of_2(candidates),
             KP=triton.next_power_of_2(count),
             TILE=64,
-            LAW=bool(law),
+            DISTRIBUTION=bool(distribution),
             **pool_constants(rule, flags, pairs),
         )
 

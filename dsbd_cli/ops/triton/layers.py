@@ -1,7 +1,7 @@
 """Norms, rotation with the cache's write, and gated activation, which stand between the products of a decoder layer.
 
 Every program computes one row, or one head of one row, in an order that is fixed by the width of the row. So its bits
-do not depend on how many rows there are. They compute what their twins do (ops/reference.py).
+do not depend on how many rows there are. They compute what their references do (ops/reference.py).
 
 Letters: m rows (nodes of all requests), H hidden width, I inner width, Q query heads, K kv heads, E head dim, P planes'
 rows times slots.
@@ -18,9 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsbd_cli.ops import reference
-from dsbd_cli.ops.triton import Arguments, Kernel
-
-__all__ = ["DTYPES", "KERNELS", "WIDEST", "gated", "norm", "rotate"]
+from dsbd_cli.ops.triton import Arguments, KernelCheck
 
 WIDEST = 16384  # of a row that one program normalises
 GATE_BLOCK = 1024
@@ -268,7 +266,7 @@ def _rotated(
 
 
 KERNELS = (
-    Kernel("norm", norm, reference.norm, _norm_cases),
-    Kernel("gated", gated, reference.gated, _gated_cases),
-    Kernel("rotate", partial(_rotated, rotate), partial(_rotated, reference.rotate), _rotate_cases),
+    KernelCheck("norm", norm, reference.norm, _norm_cases),
+    KernelCheck("gated", gated, reference.gated, _gated_cases),
+    KernelCheck("rotate", partial(_rotated, rotate), partial(_rotated, reference.rotate), _rotate_cases),
 )

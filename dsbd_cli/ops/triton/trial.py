@@ -1,4 +1,5 @@
-"""Whether the kernels give on this device what their twins give: tried once per machine, before anything relies on it.
+"""Whether the kernels give on this device what their references give: tried once per machine, before anything relies on
+it.
 
 A kernel that reads or writes where it must not ends every later call of its process, on a GPU. So the trial is a
 process of its own, which says a line per kernel; where it dies, the kernel that it was at is to blame and the others
@@ -27,11 +28,10 @@ from typing import IO
 
 import torch
 
-from dsbd_cli.ops.triton import Kernel, available, differences
+from dsbd_cli.ops.triton import KernelCheck, available, differences
 
-__all__ = ["MODULES", "faults", "kernels", "tried"]
-
-# Each has a tuple KERNELS. Those of an iteration have their twins above this package, so they are found by name alone.
+# Each has a tuple KERNELS. Those of an iteration have their references above this package, so they are found by name
+# alone.
 MODULES = (
     "dsbd_cli.ops.triton.layers",
     "dsbd_cli.ops.triton.products",
@@ -41,9 +41,9 @@ MODULES = (
 LIMIT_S = 120.0  # for one kernel, which compiles in seconds, and for the start of the process
 TOTAL_S = 300.0  # for all of them: half a minute of compiling, on a processor core of today
 CAPABILITY = (8, 0)  # of the GPUs that triton is made for
-SAID = 160  # characters of an error
+PROGRESS = 160  # characters of an error
 HANGS = "does not end within"  # in the fault of what ran past its time
-LATE = "does not start within"  # in that of a process which said nothing until then: the machine was busy
+SLOW_START = "does not start within"  # in that of a process which said nothing until then: the machine was busy
 # in a fault that may be gone the next time: memory that was short, a device in use by others, a process not started, a
 # compiler that was missing
 PASSING = (
@@ -56,23 +56,24 @@ PASSING = (
 )
 
 
-def kernels() -> dict[str, Kernel]:
+def kernels() -> dict[str, KernelCheck]:
     """All kernels by name. Imports triton."""
     modules = (importlib.import_module(name) for name in MODULES)
     return {kernel.name: kernel for module in modules for kernel in module.KERNELS}
 
 
-def tried(kernel: Kernel, device: torch.device) -> str | None:
-    """Try a kernel on a device. Return what is wrong with it, in one line; None where it gives what its twin gives."""
+def tried(kernel: KernelCheck, device: torch.device) -> str | None:
+    """Try a kernel on a device. Return what is wrong with it, in one line; None where it gives what its reference
+    gives."""
     try:
         with torch.inference_mode():
-            for said in differences(kernel, device):
-                return f"differs from the tensor code: {said}"
+            for results in differences(kernel, device):
+                return f"differs from the tensor code: {results}"
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
     except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"fails: {said[:SAID]}"
+        results = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"fails: {results[:PROGRESS]}"
     return None
 
 
@@ -105,8 +106,8 @@ def faults(device: torch.device, command: tuple[str, ...] | None = None) -> dict
 def _asked(device: torch.device, command: Sequence[str]) -> dict[str, str]:
     left, found, last = list(kernels()), dict[str, str](), time.monotonic() + TOTAL_S
     while left:
-        said, end = _run([*command, *left], last)
-        for line in said:
+        results, end = _run([*command, *left], last)
+        for line in results:
             name, fault = line
             if name in left:
                 left.remove(name)
@@ -115,7 +116,7 @@ def _asked(device: torch.device, command: Sequence[str]) -> dict[str, str]:
         if left and time.monotonic() >= last:
             found |= dict.fromkeys(left, f"was not tried: all of them together took {TOTAL_S:.0f} s")
             break
-        if left and end is not None and not said:  # the process did not even start: what all need is missing
+        if left and end is not None and not results:  # the process did not even start: what all need is missing
             found |= dict.fromkeys(left, f"cannot be tried, its process {end}")
             break
         if left and end is not None:
@@ -129,7 +130,7 @@ def _asked(device: torch.device, command: Sequence[str]) -> dict[str, str]:
 def _run(command: Sequence[str], last: float) -> tuple[list[tuple[str, str | None]], str | None]:
     """Run another process until the moment `last` of time.monotonic, in seconds. Return what it says of each kernel,
     and how it ended if not well."""
-    said: list[tuple[str, str | None]] = []
+    results: list[tuple[str, str | None]] = []
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         # the same packages as here: some may be known to this process alone, and in another order
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path if isinstance(path, str))
@@ -139,7 +140,7 @@ def _run(command: Sequence[str], last: float) -> tuple[list[tuple[str, str | Non
                 command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace", env=environment
             )
         except OSError as failed:
-            return said, f"cannot be tried: {failed.strerror}"
+            return results, f"cannot be tried: {failed.strerror}"
         lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
         reader.start()
@@ -149,21 +150,21 @@ def _run(command: Sequence[str], last: float) -> tuple[list[tuple[str, str | Non
                 try:
                     line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
                 except queue.Empty:
-                    return said, f"{HANGS if said else LATE} {LIMIT_S:.0f} s"
+                    return results, f"{HANGS if results else SLOW_START} {LIMIT_S:.0f} s"
                 if line is None:
                     break
                 try:
                     name, fault = json.loads(line)
                 except (TypeError, ValueError):  # what a library prints
                     continue
-                said.append((str(name), None if fault is None else str(fault)))
+                results.append((str(name), None if fault is None else str(fault)))
                 deadline = min(last, time.monotonic() + LIMIT_S)
             code = process.wait()
         finally:  # where it hangs, or this process is interrupted
             process.kill()
             process.wait()
         errors.seek(0)
-        return said, None if code == 0 else _last(errors.read(), code)
+        return results, None if code == 0 else _last(errors.read(), code)
 
 
 def _read(stream: IO[str] | None, lines: queue.SimpleQueue[str | None]) -> None:
@@ -177,19 +178,19 @@ def _read(stream: IO[str] | None, lines: queue.SimpleQueue[str | None]) -> None:
 
 def _last(text: str, code: int) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"ends its process (exit {code}): {lines[-1][:SAID] if lines else 'nothing was said'}"
+    return f"ends its process (exit {code}): {lines[-1][:PROGRESS] if lines else 'nothing was said'}"
 
 
 def _place(device: torch.device) -> Path:
     """The file that holds what was found with these versions, kernels and this device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    parts = [name, str(torch.__version__), _version("triton"), *(_text(path) for path in _sources())]
+    parts = [name, str(torch.__version__), _version("triton"), *(_text(path) for path in _modules())]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     cache = os.environ.get("XDG_CACHE_HOME")
     return Path(cache or Path.home() / ".cache") / "dsbd" / f"kernels-{key}.json"
 
 
-def _sources() -> Iterable[Path]:
+def _modules() -> Iterable[Path]:
     return sorted(Path(__file__).parent.glob("*.py"))
 
 

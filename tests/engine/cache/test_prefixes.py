@@ -225,7 +225,7 @@ def test_the_index_finds_the_longest_beginning() -> None:
                 before = order[: order.index(row)]
                 candidates = [*held.values(), *(new[other] for other in before)]
                 best = max((whole_blocks(new[row], other) for other in candidates), default=0)
-                source = (ready if number else held).get(copy.source, ())
+                source = (ready if number else held).get(copy.src_row, ())
                 assert copy.count == best
                 assert not best or whole_blocks(new[row], source) == best
             ready |= {row: new[row] for row in wave}

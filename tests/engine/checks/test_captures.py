@@ -78,7 +78,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch, recorder: Callable[[], Recorder])
 def engine(rule: str = "search", **more: object) -> Engine:
     target, draft = table_pair(1, VOCABULARY, 0.4)
     method = MethodConfig(rule, 3, 8, 3)
-    info = EngineInfo("toy", "toy", "float32", "cpu", told=("something else",))
+    info = EngineInfo("toy", "toy", "float32", "cpu", notes=("something else",))
     return Engine(target, draft, NumberCodec(VOCABULARY, (2,)), method, batch_size=4, info=info, **more)  # type: ignore[arg-type]
 
 
@@ -132,7 +132,7 @@ def test_captures_that_can_be_trusted_stay(monkeypatch: pytest.MonkeyPatch) -> N
     prove_captures(tried)
     assert tried.stepper.graphs is not None
     assert tried.info is not None
-    assert tried.info.told == ("something else",)
+    assert tried.info.notes == ("something else",)
     assert made[1].recorded >= 3, "nothing was captured in the trial"
 
 
@@ -155,8 +155,8 @@ def test_captures_that_cannot_be_trusted_are_left_out_with_one_line(
     prove_captures(tried)
     assert tried.stepper.graphs is None
     assert tried.info is not None
-    assert len(tried.info.told) == 2
-    assert said in tried.info.told[1]
+    assert len(tried.info.notes) == 2
+    assert said in tried.info.notes[1]
     assert texts(tried) == expected
 
 

@@ -18,7 +18,7 @@ import torch
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.engine.constraints.answers import Answer, Catalogue, Compiler
+from dsbd_cli.engine.constraints.answers import Catalogue, CatalogueAnswer, CatalogueCompiler
 from dsbd_cli.engine.core.candidates import CandidateCount, Candidates, LegalTokens, top_candidates
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.iteration import iteration as iteration_module
@@ -26,10 +26,10 @@ from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.requests import Request, RequestResult
-from tests.engine.decoding.test_law import excess, run_engine
+from tests.engine.decoding.test_distribution import excess, run_engine
 from tests.engine.decoding.test_same_text import path_noise
 from tests.engine.decoding.test_transformers import FAMILIES, model, prompts
-from tests.helpers.plain import Settings, Step, cold, coupled, decode, results_law
+from tests.helpers.plain import Settings, Step, coupled, decode, greedy, results_distribution
 from tests.helpers.tiny import V
 from tests.helpers.toys import NumberCodec, table_pair, table_rows
 
@@ -50,8 +50,9 @@ def answers(seed: int, count: int, vocabulary: int, longest: int = 4, first: int
 
 
 def catalogue(codec: Any, vocabulary: int, allowed: Sequence[Tokens]) -> Catalogue:
-    return Compiler(codec, vocabulary).compile(
-        Answer(f"answer {place}", tokens=tokens, id=str(place).encode()) for place, tokens in enumerate(allowed)
+    return CatalogueCompiler(codec, vocabulary).compile(
+        CatalogueAnswer(f"answer {place}", tokens=tokens, id=str(place).encode())
+        for place, tokens in enumerate(allowed)
     )
 
 
@@ -176,7 +177,7 @@ TWINS = [
 @pytest.mark.parametrize("settings", TWINS, ids=["warped", "early", "beam-scope", "cold"])
 @pytest.mark.parametrize("rule", ["coupled", "search"])
 def test_the_engine_equals_the_plain_decoder(settings: Settings, rule: str) -> None:
-    """The scalar twin knows nothing of tries: it is told which tokens may follow a path."""
+    """The scalar reference knows nothing of tries: it is told which tokens may follow a path."""
     allowed = answers(9, 120, VOCABULARY)
     settings = replace(settings, legal=follows(allowed))
     if rule == "search":
@@ -204,7 +205,7 @@ def test_the_engine_equals_the_plain_decoder(settings: Settings, rule: str) -> N
             step: Step | None = None
             if rule == "coupled":
                 step = coupled(lambda path, token, i=i: path_noise(i, path, token), settings)  # type: ignore[misc]
-                step = cold(settings) if settings.temperature == 0 else step
+                step = greedy(settings) if settings.temperature == 0 else step
             texts = decode(table_rows(1, VOCABULARY, (i % 5, i % 7)), settings, step)
             assert [one.token_ids for one in result.hypotheses] == [text.tokens for text in texts]
             assert [one.logprob for one in result.hypotheses] == pytest.approx([t.logprob for t in texts], abs=1e-4)
@@ -215,23 +216,23 @@ SMALL = ((1,), (1, 2), (2, 1), (2, 2, 1))
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 @pytest.mark.parametrize("depth", [0, 2])
-def test_law_of_the_answers(rule: str, depth: int) -> None:
-    """Chi-square against the enumerated law as in test_law, alpha 1e-5."""
+def test_distribution_of_the_answers(rule: str, depth: int) -> None:
+    """Chi-square against the enumerated distribution as in test_distribution, alpha 1e-5."""
     settings = Settings(width=2, max_new=4, ends=(END,), legal=follows(SMALL))
     target, draft = table_pair(7, 4, 1.0)
     method = MethodConfig(rule=rule, num_beams=2, depth=depth, drafts_per_layer=4, width="fixed")
     codec = NumberCodec(4, (END,))
     found = {"": catalogue(codec, 4, SMALL)}
     runner = Engine(target, draft if depth else None, codec, method, batch_size=2000, catalogues=found)
-    law = results_law(table_rows(7, 4), settings)
-    assert len(law) > 4
-    assert excess(run_engine(runner, settings, 4000), law) < 1
+    distribution = results_distribution(table_rows(7, 4), settings)
+    assert len(distribution) > 4
+    assert excess(run_engine(runner, settings, 4000), distribution) < 1
 
 
 def test_a_late_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: the best tokens of all first, then the legal ones of them."""
 
-    def late(logits: torch.Tensor, room: CandidateCount, legal: LegalTokens | None, ops: Ops) -> Candidates:
+    def draft_backlog(logits: torch.Tensor, room: CandidateCount, legal: LegalTokens | None, ops: Ops) -> Candidates:
         found = top_candidates(logits, CandidateCount(min(room.count, 4)))
         assert legal is not None
         whole = torch.zeros_like(logits).flatten(0, -2)
@@ -242,7 +243,7 @@ def test_a_late_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = answers(9, 40, VOCABULARY)
     requests = asked(12, 2)
     want = told(engine(allowed, rule="search", num_beams=2).generate(requests))
-    monkeypatch.setattr(iteration_module, "top_candidates", late)
+    monkeypatch.setattr(iteration_module, "top_candidates", draft_backlog)
     got = told(list(engine(allowed, rule="search", num_beams=2).run(requests)))
     assert sum(a != b for a, b in zip(want, got, strict=True)) > 3
 
@@ -327,17 +328,17 @@ def test_rows_choose_and_rows_without_a_catalogue_stay_free() -> None:
 
 
 def test_what_is_wrong_is_said() -> None:
-    compiler = Compiler(CODEC, VOCABULARY)
+    compiler = CatalogueCompiler(CODEC, VOCABULARY)
     with pytest.raises(Exception, match="line 2 has the same tokens as line 1"):
-        compiler.compile([Answer("line 1", tokens=(1, 2)), Answer("line 2", text="1 2 ")])
+        compiler.compile([CatalogueAnswer("line 1", tokens=(1, 2)), CatalogueAnswer("line 2", text="1 2 ")])
     with pytest.raises(Exception, match="line 1 is empty"):
-        compiler.compile([Answer("line 1", tokens=(END,))])
+        compiler.compile([CatalogueAnswer("line 1", tokens=(END,))])
     with pytest.raises(Exception, match="line 1 holds token id 0, where decoding ends"):
-        compiler.compile([Answer("line 1", tokens=(1, END, 2))])
+        compiler.compile([CatalogueAnswer("line 1", tokens=(1, END, 2))])
     with pytest.raises(Exception, match="line 1 holds token id 12, but the target has 12 ids"):
-        compiler.compile([Answer("line 1", tokens=(12,))])
+        compiler.compile([CatalogueAnswer("line 1", tokens=(12,))])
     with pytest.raises(UsageError, match="an end token"):
-        Compiler(NumberCodec(VOCABULARY), VOCABULARY)
+        CatalogueCompiler(NumberCodec(VOCABULARY), VOCABULARY)
     runner = engine(answers(1, 20, VOCABULARY, longest=5), num_beams=2)
     short, cut = SamplingConfig(max_new_tokens=3), SamplingConfig(stop="x")
     for request, message in (

@@ -1,4 +1,5 @@
-"""Answers held to a grammar: brute force over all legal strings, the law of sampling, texts that depend on no draft.
+"""Answers held to a grammar: brute force over all legal strings, the distribution of sampling, texts that depend on no
+draft.
 
 Guards: a mask after the best tokens were taken, a state that does not follow its beam, an end where the text is not
 whole, a forced run that costs more than one call. What is legal is found by enumerating the language with Python's
@@ -23,8 +24,8 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.planning.planner import CertainPlanner, Shape
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.requests import Request, RequestResult
-from tests.engine.decoding.test_law import excess, run_engine
-from tests.helpers.plain import Path, Rows, Settings, decode, results_law
+from tests.engine.decoding.test_distribution import excess, run_engine
+from tests.helpers.plain import Path, Rows, Settings, decode, results_distribution
 from tests.helpers.toys import NumberCodec, table_pair, table_rows
 
 END, LETTERS = 0, "abcde"
@@ -129,12 +130,14 @@ def test_the_best_then_filtered_is_not_what_comes_out() -> None:
 @pytest.mark.parametrize(
     "method", [{"depth": 2, "drafts_per_layer": 4}, {"depth": 2, "drafter": "grammar", "drafts_per_layer": 4}]
 )
-def test_the_law_of_sampling_is_that_of_plain_decoding_over_legal_pairs(rule: str, method: dict[str, Any]) -> None:
-    """Chi-square as in test_law.py: alpha = 1e-5 per case, fixed seeds."""
+def test_the_distribution_of_sampling_is_that_of_plain_decoding_over_legal_pairs(
+    rule: str, method: dict[str, Any]
+) -> None:
+    """Chi-square as in test_distribution.py: alpha = 1e-5 per case, fixed seeds."""
     pattern, settings = "[abc](b|cd|add)[de]?", Settings(width=2, max_new=3, ends=(END,))
     rows = legal_rows(3, pattern, 3)  # which leaves no `add`, and after `cd` nothing
-    law = results_law(rows, settings)
-    assert len(law) > 10
+    distribution = results_distribution(rows, settings)
+    assert len(distribution) > 10
     runner = engine(rule=rule, num_beams=2, batch=2000, **method)
     run = runner.run
 
@@ -145,7 +148,7 @@ def test_the_law_of_sampling_is_that_of_plain_decoding_over_legal_pairs(rule: st
         )
 
     runner.run = constrained  # type: ignore[method-assign]
-    assert excess(run_engine(runner, settings, 1500), law) < 1
+    assert excess(run_engine(runner, settings, 1500), distribution) < 1
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4])

@@ -1,4 +1,5 @@
-"""Token rules on the device against the plain twin of tests/oracles, on random texts; and wrong ones, which must fail.
+"""Token rules on the device against the plain reference of tests/oracles, on random texts; and wrong ones, which must
+fail.
 
 Guards: an n-gram that reaches from the prompt into the answer and is not seen, a rule of another row, a rule that looks
 at a sibling, another order of the rules.
@@ -74,7 +75,7 @@ def nodes_of(rng: random.Random, rows: int, length: list[int]) -> tuple[NodePath
 
 
 def differing(seed: int) -> int:
-    """Nodes whose log-probabilities are not the twin's, in one random batch of rows with rules of their own."""
+    """Nodes whose log-probabilities are not the reference's, in one random batch of rows with rules of their own."""
     rng = random.Random(seed)
     length = [rng.randrange(6) for _ in range(3)]
     paths, texts = nodes_of(rng, 3, length)
@@ -105,7 +106,7 @@ def differing(seed: int) -> int:
     return int((~close.all(-1)).sum())
 
 
-def test_rules_are_the_twins() -> None:
+def test_rules_are_the_references() -> None:
     assert [differing(seed) for seed in range(60)] == [0] * 60
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
-from dsbd_cli.engine.core.distribution import pool_law
+from dsbd_cli.engine.core.distribution import pool_distribution
 from dsbd_cli.engine.core.noise import (
     STREAMS,
     extend_path,
@@ -22,7 +22,7 @@ from dsbd_cli.engine.core.noise import (
 )
 from dsbd_cli.engine.core.topk import BLOCKED_FROM
 from tests.helpers.layers import WARPED, warp_of
-from tests.oracles.rules import pool_law as oracle_pool_law
+from tests.oracles.rules import pool_distribution as oracle_pool_distribution
 
 
 def test_a_node_alone_has_the_bits_of_one_among_others() -> None:
@@ -63,19 +63,19 @@ def test_candidates_of_a_large_vocabulary_equal_a_plain_sort(far: float, vocabul
 @pytest.mark.parametrize("scope", ["pool", "beam"])
 @pytest.mark.parametrize("settings", [*WARPED, (0.05, 0, 0.9, 0.0), (1.0, 3, 0.5, 0.3)])
 @pytest.mark.parametrize("more", [1, 9])
-def test_pool_law_equals_its_oracle(scope: str, settings: tuple[float, int, float, float], more: int) -> None:
+def test_pool_distribution_equals_its_oracle(scope: str, settings: tuple[float, int, float, float], more: int) -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(60, 3, 9, generator=generator) * 2
     weight = torch.randn(60, 3, generator=generator)
     live = torch.rand(60, 3, generator=generator) < 0.8
     live[:, 0] = True
     candidates = top_candidates(logits, CandidateCount(settings[1] + more if settings[1] else 9))
-    law = pool_law(candidates, weight, live, warp_of(60, settings, scope))
+    distribution = pool_distribution(candidates, weight, live, warp_of(60, settings, scope))
     logs = torch.log_softmax(logits.double(), -1)
     temperature, top_k, top_p, min_p = settings
     for row in range(60):
         beams = [beam for beam in range(3) if live[row, beam]]
-        expected = oracle_pool_law(
+        expected = oracle_pool_distribution(
             {beam: float(weight[row, beam]) for beam in beams},
             {beam: dict(enumerate(logs[row, beam].tolist())) for beam in beams},
             scope,  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_pool_law_equals_its_oracle(scope: str, settings: tuple[float, int, floa
             top_p,
             min_p,
         )
-        found = law.log_p[row].double().exp()
+        found = distribution.log_p[row].double().exp()
         tokens = candidates.tokens[row]
         pairs = {
             (b, int(tokens[b, c])): float(found[b, c])
@@ -92,23 +92,23 @@ def test_pool_law_equals_its_oracle(scope: str, settings: tuple[float, int, floa
             for c in range(tokens.shape[1])
             if found[b, c] > 0
         }
-        assert pairs.keys() == {pair for pair, mass in expected.law.items() if mass > 1e-40}
+        assert pairs.keys() == {pair for pair, mass in expected.distribution.items() if mass > 1e-40}
         for pair, mass in pairs.items():
-            assert mass == pytest.approx(expected.law[pair], rel=1e-4)
+            assert mass == pytest.approx(expected.distribution[pair], rel=1e-4)
             column = int((tokens[pair[0]] == pair[1]).nonzero())
-            assert float(law.weight[row, pair[0], column]) == pytest.approx(expected.weights[pair], abs=1e-4)
+            assert float(distribution.weight[row, pair[0], column]) == pytest.approx(expected.weights[pair], abs=1e-4)
 
 
-def test_a_row_has_the_same_law_beside_rows_with_other_settings() -> None:
+def test_a_row_has_the_same_distribution_beside_rows_with_other_settings() -> None:
     """Guards batch-wide cuts: candidates and sorted values are sized by the largest top_k of the batch."""
     logits = torch.randn(1, 2, 12, generator=torch.Generator().manual_seed(1)).expand(2, -1, -1)
     weight, live = torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool)
-    alone = pool_law(
+    alone = pool_distribution(
         top_candidates(logits[:1], CandidateCount(12)), weight[:1], live[:1], warp_of(1, (0.7, 4, 0.8, 0.0), "pool")
     )
     both = warp_of(2, (0.7, 4, 0.8, 0.0), "pool")
     both.top_k[1], both.top_p[1], both.all_top_k, both.even_top_k = 0, 1.0, False, False
-    mixed = pool_law(top_candidates(logits, CandidateCount(12)), weight, live, both)
+    mixed = pool_distribution(top_candidates(logits, CandidateCount(12)), weight, live, both)
     assert torch.equal(alone.log_p[0] > -math.inf, mixed.log_p[0] > -math.inf)
     assert torch.allclose(alone.log_p[0].exp(), mixed.log_p[0].exp(), atol=1e-6)
     assert (mixed.log_p[1] > -math.inf).all()
@@ -116,18 +116,18 @@ def test_a_row_has_the_same_law_beside_rows_with_other_settings() -> None:
 
 def test_ties_at_the_cut_all_stay() -> None:
     logits = torch.tensor([[[1.0, 1.0, 1.0, 0.0]]])
-    law = pool_law(
+    distribution = pool_distribution(
         top_candidates(logits, CandidateCount(4)),
         torch.zeros(1, 1),
         torch.ones(1, 1, dtype=torch.bool),
         warp_of(1, (1.0, 2, 1.0, 0.0), "pool"),
     )
-    assert (law.log_p[0, 0] > -math.inf).tolist() == [True, True, True, False]
+    assert (distribution.log_p[0, 0] > -math.inf).tolist() == [True, True, True, False]
 
 
 def test_uniforms_are_uniform() -> None:
-    """Kolmogorov-Smirnov at alpha 1e-6 on 200,000 numbers: the largest gap of the empirical law stays under 2.7 /
-    sqrt(n)."""
+    """Kolmogorov-Smirnov at alpha 1e-6 on 200,000 numbers: the largest gap of the empirical distribution stays under
+    2.7 / sqrt(n)."""
     count = 200_000
     values = uniform(seed_key(torch.tensor([5])), torch.arange(count)).sort().values
     grid = (torch.arange(count) + 0.5) / count

@@ -1,7 +1,8 @@
 """Slot bookkeeping with integers alone: after any sequence of iterations every beam sees exactly its own path, in a
 row kept compact.
 
-Guards: a slot moved to the wrong place, an ancestor lost or a stranger kept, a trunk that grows too far or not at all.
+Guards: a slot moved to the wrong place, an ancestor lost or a stranger kept, a common prefix that grows too far or not
+at all.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import random
 import pytest
 import torch
 
-from dsbd_cli.engine.core.slots import Layout, SlotTable, compact, lagging, node_slots
+from dsbd_cli.engine.core.slots import Layout, SlotTable, backlog_slots, compact, node_slots
 
 
 class Simulation:
@@ -24,7 +25,7 @@ class Simulation:
         self.held: list[int | None] = [None] * 400
         self.next_id = 0
         prompt = [self._new(slot) for slot in range(5)]
-        self.table.used[0] = self.table.trunk[0] = 5
+        self.table.used[0] = self.table.common_prefix[0] = 5
         self.table.positions[0, :5] = torch.arange(5)
         self.paths = [prompt] + [[] for _ in range(beams - 1)]
         self.valid = torch.tensor([[True] + [False] * (beams - 1)])
@@ -37,8 +38,8 @@ class Simulation:
 
     def iterate(self) -> None:
         nodes = self.beams + self.drafts * self.depth
-        tail = int(self.table.used[0] - self.table.trunk[0])
-        window = tail + nodes
+        suffix = int(self.table.used[0] - self.table.common_prefix[0])
+        window = suffix + nodes
         seen = torch.zeros(1, nodes, window, dtype=torch.bool)
         seen[:, : self.beams, : self.ancestors.shape[2]] = self.ancestors[..., :window]
         slots = node_slots(self.table, nodes)[0].tolist()
@@ -52,7 +53,7 @@ class Simulation:
                 parent = self._pick_parent(start, layer)
                 seen[0, node] = seen[0, parent]
                 above = paths[parent]
-            seen[0, node, tail + node] = True
+            seen[0, node, suffix + node] = True
             paths.append([*above, self._new(slot)])
             self.table.positions[0, slot] = len(paths[-1]) - 1
         self._check_masks(seen, paths)
@@ -67,8 +68,8 @@ class Simulation:
         known = {self.held[slot] for slot in range(int(run[0]))}
         moved = compact(self.table, seen[:, parents], self.valid, run)
         before = list(self.held)
-        for source, target in zip(moved.source[0].tolist(), moved.target[0].tolist(), strict=True):
-            self.held[target] = before[source]
+        for src_slots, dst_slots in zip(moved.src_slots[0].tolist(), moved.dst_slots[0].tolist(), strict=True):
+            self.held[dst_slots] = before[src_slots]
         self.ancestors = moved.ancestors
         drafted, used = int(self.table.drafted[0]), int(self.table.used[0])
         assert set(self.held[:drafted]) == known & set(self.held[:used])
@@ -92,7 +93,7 @@ class Simulation:
         """The last slots in use see their own path; slots before the first see slot 0 alone."""
         live = [path for path, valid in zip(self.paths, self.valid[0].tolist(), strict=True) if valid]
         layout = Layout.of(self.table, 0, self.ancestors.shape[-1], 400)
-        wanted, mask = lagging(self.table, layout, self.ancestors, count)
+        wanted, mask = backlog_slots(self.table, layout, self.ancestors, count)
         assert wanted[0, -1] == self.table.used[0] - 1
         for slot, row in zip(wanted[0].tolist(), mask[0], strict=True):
             slots = row.nonzero().flatten().tolist()
@@ -104,15 +105,15 @@ class Simulation:
             assert [self.held[seen] for seen in slots] == path[: path.index(token) + 1]
 
     def check_compact(self) -> None:
-        """Slots hold the union of the live paths and nothing else; the trunk is their common prefix."""
+        """Slots hold the union of the live paths and nothing else; the common prefix is their common prefix."""
         live = [path for path, valid in zip(self.paths, self.valid[0].tolist(), strict=True) if valid]
-        used, trunk = int(self.table.used[0]), int(self.table.trunk[0])
+        used, common_prefix = int(self.table.used[0]), int(self.table.common_prefix[0])
         assert set(self.held[:used]) == {item for path in live for item in path}
         assert used == len({item for path in live for item in path})
         common = 0
         while all(len(path) > common and path[common] == live[0][common] for path in live):
             common += 1
-        assert trunk == common
+        assert common_prefix == common
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 3), (2, 3, 2), (4, 8, 4), (3, 2, 0)])
@@ -131,16 +132,16 @@ def small_table() -> SlotTable:
     return SlotTable(torch.tensor([7]), torch.tensor([2]), torch.tensor([7]), index, index.clone())
 
 
-def test_trunk_swallows_the_tail_when_one_beam_is_left() -> None:
+def test_common_prefix_swallows_the_suffix_when_one_beam_is_left() -> None:
     table = small_table()
     ancestors = torch.tensor([[[1, 0, 1, 1, 0], [1, 1, 0, 0, 1]]], dtype=torch.bool)
     moved = compact(table, ancestors, torch.tensor([[True, False]]), table.used)
-    assert (int(table.used), int(table.trunk)) == (5, 5)
-    assert moved.source[0, :3].tolist() == [2, 4, 5]
+    assert (int(table.used), int(table.common_prefix)) == (5, 5)
+    assert moved.src_slots[0, :3].tolist() == [2, 4, 5]
     assert not moved.ancestors.any()
 
 
-def test_a_row_without_live_beams_keeps_its_trunk_only() -> None:
+def test_a_row_without_live_beams_keeps_its_common_prefix_only() -> None:
     table = small_table()
     compact(table, torch.ones(1, 2, 5, dtype=torch.bool), torch.zeros(1, 2, dtype=torch.bool), table.used)
-    assert (int(table.used), int(table.trunk)) == (2, 2)
+    assert (int(table.used), int(table.common_prefix)) == (2, 2)

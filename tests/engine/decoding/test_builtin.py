@@ -82,7 +82,7 @@ def test_drafts_are_of_use() -> None:
 
 
 def test_one_row_of_cache_per_request() -> None:
-    """Slots kept between iterations stay close to one sequence at W=4 (sampling), trunk and tail together."""
+    """Slots kept between iterations stay close to one sequence at W=4 (sampling), common prefix and suffix together."""
     loaded = pair()
     engine = dsbd_cli.Engine(
         loaded.target, loaded.draft, loaded.codec, dsbd_cli.MethodConfig(depth=4), batch_size=8, log_steps=True

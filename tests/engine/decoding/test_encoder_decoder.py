@@ -17,8 +17,8 @@ import torch
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.drafting.text import Prompts
-from dsbd_cli.models.adapted import places
+from dsbd_cli.engine.drafting.text import PromptTable
+from dsbd_cli.models.adapted import positions
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
 from dsbd_cli.requests import Request, RequestResult
@@ -39,7 +39,7 @@ def models(family: str) -> tuple[Any, Seq2SeqForestModel, Seq2SeqForestModel]:
     return plain, Seq2SeqForestModel(target, family), Seq2SeqForestModel(draft, family)
 
 
-def sources(count: int, seed: int = 3) -> list[list[int]]:
+def encoder_inputs(count: int, seed: int = 3) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(6, V, (3 + 5 * (place % 4),), generator=generator).tolist() for place in range(count)]
 
@@ -88,12 +88,12 @@ def engines_of(place: int, family: str) -> list[tuple[int, int, int]]:
 @cache
 def wanted(family: str, width: int) -> list[Any]:
     """transformers' answers to the prompts, each with its ENDINGS; those of one setting share a batch."""
-    batch, found = sources(PROMPTS), dict[int, Any]()
+    batch, found = encoder_inputs(PROMPTS), dict[int, Any]()
     for number, (penalty, early) in enumerate(ENDINGS if width > 1 else ENDINGS[:1]):
-        places = [place for place in range(PROMPTS) if width == 1 or place % len(ENDINGS) == number]
+        which = [place for place in range(PROMPTS) if width == 1 or place % len(ENDINGS) == number]
         settings = {"length_penalty": penalty, "early_stopping": early} if width > 1 else {}
-        each = batch_beams(models(family)[0], [batch[place] for place in places], width, list(ENDS), NEW, **settings)
-        found |= dict(zip(places, each, strict=True))
+        each = batch_beams(models(family)[0], [batch[place] for place in which], width, list(ENDS), NEW, **settings)
+        found |= dict(zip(which, each, strict=True))
     return [found[place] for place in range(PROMPTS)]
 
 
@@ -110,7 +110,7 @@ def test_search_is_transformers_beam_search(family: str, width: int, depth: int,
         SamplingConfig(max_new_tokens=NEW, length_penalty=penalty, early_stopping=early, n_best=width)
         for penalty, early in endings
     ]
-    found = answers(engine(family, method, rows), sources(PROMPTS)[:count], asked)
+    found = answers(engine(family, method, rows), encoder_inputs(PROMPTS)[:count], asked)
     check(found, wanted(family, width)[:count])
     assert (sum(result.stats.steps - result.stats.target_calls for result in found) > 0) == (depth > 0)
 
@@ -119,14 +119,14 @@ def test_search_is_transformers_beam_search(family: str, width: int, depth: int,
 def test_one_row_at_a_time_is_transformers_beam_search(family: str) -> None:
     method = MethodConfig(rule="search", depth=3, drafts_per_layer=8)
     asked = [SamplingConfig(max_new_tokens=NEW, length_penalty=p, early_stopping=e, n_best=4) for p, e in ENDINGS[:4]]
-    check(answers(engine(family, method, 1), sources(PROMPTS)[:4], asked), wanted(family, 4)[:4])
+    check(answers(engine(family, method, 1), encoder_inputs(PROMPTS)[:4], asked), wanted(family, 4)[:4])
 
 
 def test_an_answer_may_begin_with_padding_which_has_no_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """M2M100's padding stands nowhere. Guards a position for it."""
     plain = build_pair("m2m100", scale=3.0, decoder_start_token_id=1)
     assert plain.config.pad_token_id == 1
-    batch, method = sources(2), MethodConfig(rule="search", depth=0)
+    batch, method = encoder_inputs(2), MethodConfig(rule="search", depth=0)
     want = batch_beams(plain, batch, 4, list(ENDS), NEW)
 
     def found() -> list[RequestResult]:
@@ -135,14 +135,14 @@ def test_an_answer_may_begin_with_padding_which_has_no_position(monkeypatch: pyt
         return answers(made, batch, SamplingConfig(max_new_tokens=NEW, n_best=4))
 
     check(found(), want)
-    monkeypatch.setattr(places, "_padding", lambda *_: None)
+    monkeypatch.setattr(positions, "_padding", lambda *_: None)
     with pytest.raises(AssertionError):
         check(found(), want)
 
 
 @pytest.mark.parametrize("family", TEXT)
 def test_coupled_text_does_not_depend_on_the_draft(family: str) -> None:
-    batch, sampling = sources(4, seed=8), SamplingConfig(max_new_tokens=NEW, n_best=4)
+    batch, sampling = encoder_inputs(4, seed=8), SamplingConfig(max_new_tokens=NEW, n_best=4)
 
     def texts(method: MethodConfig, rows: int) -> list[Any]:
         return [
@@ -179,7 +179,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_token_rules_of_the_checkpoint_are_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, settings = SETTINGS[name]
     plain, target, _ = models(family)
-    batch = sources(5, seed=11)
+    batch = encoder_inputs(5, seed=11)
     want = batch_beams(plain, batch, 4, list(ENDS), NEW, **settings)
     search = {key: settings[key] for key in ("length_penalty", "early_stopping") if key in settings}
     rules = {key: value for key, value in settings.items() if key not in search}
@@ -207,7 +207,7 @@ def test_token_rules_of_a_decoder_only_target(monkeypatch: pytest.MonkeyPatch) -
     made = scaled("llama")
     monkeypatch.setattr(made.generation_config, "repetition_penalty", 1.4)
     target, draft = CausalForestModel(made, "llama"), CausalForestModel(scaled("llama", 0.02), "llama")
-    batch = [ids * 2 for ids in sources(4)]
+    batch = [ids * 2 for ids in encoder_inputs(4)]
     asked = {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3, "min_new_tokens": 4}
     engines = [
         Engine(target, None, NumberCodec(V, ENDS), MethodConfig(rule="search", depth=0), batch_size=3),
@@ -233,7 +233,7 @@ def test_token_rules_of_a_decoder_only_target(monkeypatch: pytest.MonkeyPatch) -
 def test_a_prefix_begins_the_answer() -> None:
     """As transformers with decoder_input_ids; the text holds the prefix, the count of tokens does not."""
     plain = models("m2m100")[0]
-    batch = sources(3, seed=5)
+    batch = encoder_inputs(3, seed=5)
     plain.generation_config.eos_token_id = list(ENDS)
     start = plain.generation_config.decoder_start_token_id
     sampling = SamplingConfig(max_new_tokens=NEW, prefix="50 60", target_lang=None)
@@ -297,7 +297,7 @@ def test_a_source_is_checked_against_every_encoder() -> None:
     """Guards a token that only the target's encoder knows: the draft's embedding would be read beside its end."""
 
     class Narrow(Seq2SeqForestModel):
-        source_vocab_size = property(lambda self: 50)  # type: ignore[assignment]
+        encoder_vocab_size = property(lambda self: 50)  # type: ignore[assignment]
 
     _, target, draft = models("bart")
     codec = pair_codec(target.module, ENDS)
@@ -330,7 +330,7 @@ def test_sources_are_stored_once_whatever_the_width() -> None:
     sizes = []
     for width in (1, 16):
         one = engine("t5", MethodConfig(rule="search", num_beams=width, depth=0), 2)
-        answers(one, sources(4), SamplingConfig(max_new_tokens=3))
+        answers(one, encoder_inputs(4), SamplingConfig(max_new_tokens=3))
         target = models("t5")[1]
         sizes.append(sum(stored.nbytes for layer in target._cross._own for stored in layer.stored))
         target.release()
@@ -344,7 +344,7 @@ def test_a_shared_encoder_gives_the_same_texts() -> None:
     copy.get_encoder().load_state_dict(plain.get_encoder().state_dict())
     target, draft = Seq2SeqForestModel(plain, "bart"), Seq2SeqForestModel(copy, "bart")
     target.lead(draft)
-    codec, batch = pair_codec(plain, ENDS), sources(7)
+    codec, batch = pair_codec(plain, ENDS), encoder_inputs(7)
     sampling = SamplingConfig(max_new_tokens=NEW, n_best=4)
 
     def texts(method: MethodConfig, rows: int) -> list[Any]:
@@ -362,7 +362,7 @@ def test_streamed_pieces_join_to_the_text_with_its_prefix() -> None:
     sampling = SamplingConfig(max_new_tokens=NEW, prefix="50 60")
     joined: dict[str, str] = {}
     whole: dict[str, str] = {}
-    for piece in one.stream([Request(prompt_ids=tuple(ids), sampling=sampling) for ids in sources(3)]):
+    for piece in one.stream([Request(prompt_ids=tuple(ids), sampling=sampling) for ids in encoder_inputs(3)]):
         joined[piece.request.id] = joined.get(piece.request.id, "") + piece.text
         if piece.result is not None:
             whole[piece.request.id] = piece.result.text
@@ -373,9 +373,9 @@ def test_streamed_pieces_join_to_the_text_with_its_prefix() -> None:
 def test_lookups_read_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards drafts by ngram that know the answer alone."""
     kept: list[list[int]] = []
-    put = Prompts.put
+    put = PromptTable.put
     monkeypatch.setattr(
-        Prompts, "put", lambda self, row, prompt: (kept.append(list(prompt)), put(self, row, prompt))[1]
+        PromptTable, "put", lambda self, row, prompt: (kept.append(list(prompt)), put(self, row, prompt))[1]
     )
     one = engine("t5", MethodConfig(rule="search", depth=2, drafter="ngram"), 1)
     answers(one, [[6, 7, 8]], SamplingConfig(max_new_tokens=4))

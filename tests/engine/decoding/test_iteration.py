@@ -19,7 +19,7 @@ def case(rule: str, *, roots: int = 3) -> IterationCase:
     method = MethodConfig.of({"rule": rule, "num_beams": 3, "drafts_per_layer": 4, "depth": 2, "width": "fixed"})
     sampling = SamplingConfig(max_new_tokens=HISTORY, top_k=0 if rule == "search" else 5)
     generator = torch.Generator().manual_seed(3)
-    return IterationCase.random(method, sampling, generator, torch.device("cpu"), roots=roots, lag=0)
+    return IterationCase.random(method, sampling, generator, torch.device("cpu"), roots=roots, draft_backlog=0)
 
 
 @pytest.mark.parametrize("rule", ["coupled", "search", "rejection"])
@@ -56,7 +56,7 @@ def test_the_report_has_a_line_per_row_and_layer() -> None:
         passed = [layer.passed for layer in layers]
         assert row.steps <= 1 + sum(passed)
         assert all(layer.accepted <= layer.drafted for layer in layers)
-        assert row.trunk <= row.used
+        assert row.common_prefix <= row.used
     assert any(row.steps for row in report.rows)
 
 

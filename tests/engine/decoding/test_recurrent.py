@@ -1,7 +1,7 @@
 """Recurrent and hybrid targets through the engine: transformers' beams, the same text with any draft, long texts.
 
-Guards: a trunk that is folded too early or late in the order of production, rows that get each other's states, a draft
-that rests and comes back with a hole in its state, rounding that adds up in a state over hundreds of tokens.
+Guards: a common prefix that is folded too early or late in the order of production, rows that get each other's states,
+a draft that rests and comes back with a hole in its state, rounding that adds up in a state over hundreds of tokens.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ SUMMED = [
 ]
 
 
-@pytest.mark.parametrize(("family", "walked"), [*((family, True) for family in RECURRENT), *SUMMED])
-def test_search_is_transformers_beam_search(family: str, walked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "by_kernel"), [*((family, True) for family in RECURRENT), *SUMMED])
+def test_search_is_transformers_beam_search(family: str, by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All hypotheses of eight prompts of two lengths, without a draft and with one, in batches of three and of one; by
     kernels of a CPU, and one family of each kind by tensor code."""
-    monkeypatch.setattr(StateCache, "walks", staticmethod(lambda device: walked))
+    monkeypatch.setattr(StateCache, "has_kernel", staticmethod(lambda device: by_kernel))
     generator = torch.Generator().manual_seed(4)
     batch = [torch.randint(3, V, (4 + 5 * (i % 2),), generator=generator).tolist() for i in range(8)]
     want = expected(family, batch)
@@ -125,7 +125,7 @@ class Resting:
 @pytest.mark.parametrize("family", ["mamba2", "qwen3.5", "lfm2"])
 def test_a_draft_that_rested_catches_up(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft is the target itself: after a rest of 28 iterations its first drafts are all taken, which a hole in its
-    state would prevent. What joined the trunk meanwhile is read as a chain."""
+    state would prevent. What joined the common prefix meanwhile is read as a chain."""
     target, draft = CausalForestModel(model(family), family), CausalForestModel(model(family), family)
     made = engine(target, draft, rule="coupled", batch=2, ends=())
     made.log_steps = True
@@ -133,9 +133,9 @@ def test_a_draft_that_rested_catches_up(family: str, monkeypatch: pytest.MonkeyP
     read: list[int] = []
     catch_up = made._caches.catch_up
 
-    def watched(rows: Any, tokens: Any, drafted: Any, trunk: Any) -> None:
-        read.extend(end - start for start, end in zip(drafted, trunk, strict=True))
-        catch_up(rows, tokens, drafted, trunk)
+    def watched(rows: Any, tokens: Any, drafted: Any, common_prefix: Any) -> None:
+        read.extend(end - start for start, end in zip(drafted, common_prefix, strict=True))
+        catch_up(rows, tokens, drafted, common_prefix)
 
     monkeypatch.setattr(made._caches, "catch_up", watched)
     sampling = SamplingConfig(max_new_tokens=80, n_best=1, temperature=0.3)
@@ -179,13 +179,13 @@ def test_a_draft_that_rested_reads_a_prompt_into_states_that_begin_anew(family: 
     caches.begin(share=False)
     caches.reserve(1, 64, 16)
     prompt = torch.randint(3, V, (22,), generator=torch.Generator().manual_seed(3)).tolist()
-    same, trunk = torch.tensor([[19, 20]]), torch.tensor([21])
+    same, common_prefix = torch.tensor([[19, 20]]), torch.tensor([21])
     positions = torch.arange(64)[None]
     logits = []
     for rested in (False, True):
         caches.admit(0, prompt)
         if rested:
-            caches.move(same, same, trunk, trunk, draft=True)
+            caches.move(same, same, common_prefix, common_prefix, draft=True)
         caches.prefill_draft({0: prompt})
         last = torch.tensor([[prompt[-1]]])
         seen = (positions <= 21)[:, None]

@@ -26,7 +26,7 @@ def engine(batch_size: int = 4, eos: tuple[int, ...] = (2,), **method: object) -
 
 
 def test_one_token_prompts_that_end_early_beside_late_rows() -> None:
-    """A row without trunk that kept nothing pointed at slot -1."""
+    """A row without common prefix that kept nothing pointed at slot -1."""
     rows = [
         Request(id=str(i), seed=i, prompt_ids=(1 + i % 9,), sampling=SamplingConfig(max_new_tokens=1 + 13 * (i % 2)))
         for i in range(24)
@@ -60,9 +60,9 @@ class Only(TableLM):
 
 
 def test_impossible_tokens_of_the_draft_stay_impossible() -> None:
-    """-inf became a finite number and made drafts that Q never held: the law was wrong by half."""
-    law = torch.tensor([0.05, 0.05, 0.30, 0.20, 0.20, 0.20])
-    target = TableLM(law.log().expand(6, 6, 6).contiguous())
+    """-inf became a finite number and made drafts that Q never held: the distribution was wrong by half."""
+    distribution = torch.tensor([0.05, 0.05, 0.30, 0.20, 0.20, 0.20])
+    target = TableLM(distribution.log().expand(6, 6, 6).contiguous())
     decoder = Engine(
         target,
         Only(torch.zeros(6, 6, 6)),
@@ -74,7 +74,7 @@ def test_impossible_tokens_of_the_draft_stay_impossible() -> None:
     sampling = SamplingConfig(max_new_tokens=1, top_k=0)
     rows = (Request(id=str(i), seed=i, prompt_ids=(0,), sampling=sampling) for i in range(count))
     seen = torch.bincount(torch.tensor([r.hypotheses[0].token_ids[0] for r in decoder.run(rows)]), minlength=6) / count
-    assert float((seen - law).abs().max()) < 5 * (0.25 / count) ** 0.5  # 5 standard errors
+    assert float((seen - distribution).abs().max()) < 5 * (0.25 / count) ** 0.5  # 5 standard errors
 
 
 def test_ties_at_a_cut_do_not_depend_on_the_neighbours() -> None:

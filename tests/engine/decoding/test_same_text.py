@@ -112,8 +112,8 @@ def test_a_good_draft_saves_target_calls() -> None:
 
 def test_cold_sampling_is_beam_search() -> None:
     """Temperature to zero: the same best text as `search` where no end token can fall behind the W best pairs."""
-    cold = Settings(width=4, max_new=9, temperature=1e-4)
+    greedy = Settings(width=4, max_new=9, temperature=1e-4)
     warm = Settings(width=4, max_new=9)
     expected = texts(run(warm, "search", 30))
     for rule in ("coupled", "rejection"):
-        assert texts(run(cold, rule, 30, width="fixed")) == expected
+        assert texts(run(greedy, rule, 30, width="fixed")) == expected

@@ -12,9 +12,9 @@ from typing import Any
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.decoding.scheduler import READ_AHEAD, RequestQueue, Scheduler
 from dsbd_cli.engine.iteration.observer import Observer
-from dsbd_cli.engine.iteration.request_state import AsDone, RequestState
+from dsbd_cli.engine.iteration.request_state import CompletionOrder, RequestState
 from dsbd_cli.errors import InvalidRowError
-from dsbd_cli.requests import Request, Source
+from dsbd_cli.requests import NumberedRequests, Request
 
 BAD = 3
 
@@ -37,9 +37,9 @@ def queue(count: int, held: int = 0) -> tuple[RequestQueue, list[int]]:
             read.append(number)
             yield Request("a", id=str(number), seed=number)
 
-    results: Any = AsDone()
+    results: Any = CompletionOrder()
     results.held = held
-    return RequestQueue(Source(requests()), Encoder(), results, Observer()), read  # type: ignore[arg-type]
+    return RequestQueue(NumberedRequests(requests()), Encoder(), results, Observer()), read  # type: ignore[arg-type]
 
 
 def scheduler(rows: int) -> Scheduler:

@@ -138,7 +138,7 @@ def test_one_beam_streams_every_token() -> None:
 def test_a_finished_hypothesis_holds_back_what_it_does_not_share() -> None:
     """The best text in the end is not one that the live beams of an earlier iteration led to."""
     target, draft = table_pair(3, VOCABULARY, 0.5, ends={2: 2.5})
-    late = 0
+    draft_backlog = 0
     for rule in ("coupled", "search", "rejection"):
         method = MethodConfig(rule=rule, num_beams=3, depth=2)
         engine = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), method)
@@ -147,8 +147,8 @@ def test_a_finished_hypothesis_holds_back_what_it_does_not_share() -> None:
             pieces = list(engine.stream(asked, seed=seed))
             results = [piece.result for piece in pieces if piece.result is not None]
             assert joined(pieces) == {result.request.id: result.text for result in results}
-            late += sum(len(result.hypotheses[0].token_ids) < 6 < result.stats.steps for result in results)
-    assert late, "no early hypothesis won late"
+            draft_backlog += sum(len(result.hypotheses[0].token_ids) < 6 < result.stats.steps for result in results)
+    assert draft_backlog, "no early hypothesis won late"
 
 
 class Failing(TableLM):

@@ -14,7 +14,7 @@ from torch import Tensor
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.drafting.bridge.draft import BridgedDraft
+from dsbd_cli.engine.drafting.bridge.bridged import BridgedDraft
 from dsbd_cli.engine.drafting.bridge.drafter import BridgeDrafter
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UsageError
@@ -132,7 +132,7 @@ def test_short_positions_of_the_draft() -> None:
     assert sum(result.stats.accepted for result in found) > 0
 
 
-def test_rejection_keeps_the_targets_law() -> None:
+def test_rejection_keeps_the_targets_distribution() -> None:
     """Guards deterministic nodes that are tested as if they had been drawn: the first two tokens of 1500 texts against
     plain sampling of 1500 others; chi-squared over the frequent pairs, false alarms below 1e-5."""
     counts = []

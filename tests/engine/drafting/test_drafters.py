@@ -1,8 +1,8 @@
 """Every drafter through the whole engine: `coupled` and `search` give the very text of plain decoding, `rejection` the
-exact law, whatever proposes the nodes.
+exact distribution, whatever proposes the nodes.
 
-Guards: a node tagged with a law it does not have; a draw chosen after looking at it; a draft cache that misses nodes
-which another drafter added; contexts of the wrong row or beam.
+Guards: a node tagged with a distribution it does not have; a draw chosen after looking at it; a draft cache that misses
+nodes which another drafter added; contexts of the wrong row or beam.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.nodes import DraftLaw
+from dsbd_cli.engine.core.nodes import DraftDistribution
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.drafting.base import DraftContext, LayerDrafts, record_law
+from dsbd_cli.engine.drafting.base import DraftContext, LayerDrafts, record_distribution
 from dsbd_cli.engine.drafting.dynamic_tree import DynamicTree
 from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
 from dsbd_cli.engine.drafting.logits import DraftLogits
@@ -32,16 +32,16 @@ from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 from dsbd_cli.requests import Request, RequestResult
-from tests.engine.decoding.test_law import ENDING, PLAIN, Results, excess
+from tests.engine.decoding.test_distribution import ENDING, PLAIN, Results, excess
 from tests.engine.decoding.test_same_text import texts
 from tests.engine.planning.test_depth import RandomPlanner
-from tests.helpers.plain import Settings, results_law
+from tests.helpers.plain import Settings, results_distribution
 from tests.helpers.toy import HashModel
 from tests.helpers.toys import NumberCodec, table_pair, table_rows
 
 VOCABULARY = 12
 LENGTHS = (2, 9, 5, 14)
-LAW_PROMPT = (0, 1, 0, 1, 1, 0)
+DISTRIBUTION_PROMPT = (0, 1, 0, 1, 1, 0)
 LONE = Settings(width=1, max_new=3, ends=(2,))
 
 ALONE: list[dict[str, Any]] = [
@@ -145,8 +145,8 @@ def test_the_text_is_the_same_when_shapes_change_from_iteration_to_iteration(
     assert len(planner.used) > 5
 
 
-# As in tests/engine/decoding/test_law.py: alpha = 1e-5 per case with fixed seeds.
-LAW = [
+# As in tests/engine/decoding/test_distribution.py: alpha = 1e-5 per case with fixed seeds.
+DISTRIBUTION = [
     ({"drafter": "rsd-c"}, ENDING),
     ({"drafter": "rsd-s"}, ENDING),
     ({"drafter": "rsd-s"}, LONE),
@@ -163,8 +163,8 @@ LAW = [
 ]
 
 
-@pytest.mark.parametrize(("options", "settings"), LAW, ids=[name_of(options) for options, _ in LAW])
-def test_rejection_has_the_exact_law_with_every_drafter(
+@pytest.mark.parametrize(("options", "settings"), DISTRIBUTION, ids=[name_of(options) for options, _ in DISTRIBUTION])
+def test_rejection_has_the_exact_distribution_with_every_drafter(
     options: dict[str, Any], settings: Settings, tmp_path: Path
 ) -> None:
     vocabulary = 4 if settings is PLAIN else 3
@@ -184,23 +184,23 @@ def test_rejection_has_the_exact_law_with_every_drafter(
         depth=2,
         drafts_per_layer=4,
     )
-    counts, accepted = law_counts(engine, settings)
+    counts, accepted = distribution_counts(engine, settings)
     assert accepted > 0
-    assert excess(counts, law_of(settings, vocabulary)) < 1
+    assert excess(counts, distribution_of(settings, vocabulary)) < 1
 
 
-def law_counts(engine: Engine, settings: Settings, requests: int = 4000) -> tuple[Counter[Results], int]:
+def distribution_counts(engine: Engine, settings: Settings, requests: int = 4000) -> tuple[Counter[Results], int]:
     """What comes of a prompt that repeats itself, so that there is something to look up."""
     sampling = SamplingConfig(max_new_tokens=settings.max_new, n_best=settings.width, top_k=0)
-    stream = (Request(id=str(i), seed=i, prompt_ids=LAW_PROMPT, sampling=sampling) for i in range(requests))
+    stream = (Request(id=str(i), seed=i, prompt_ids=DISTRIBUTION_PROMPT, sampling=sampling) for i in range(requests))
     results = list(engine.run(stream))
     counts = Counter(tuple(h.token_ids for h in result.hypotheses) for result in results)
     return counts, sum(result.stats.accepted for result in results)
 
 
 @cache
-def law_of(settings: Settings, vocabulary: int) -> dict[Results, float]:
-    return results_law(table_rows(7, vocabulary, LAW_PROMPT), settings)
+def distribution_of(settings: Settings, vocabulary: int) -> dict[Results, float]:
+    return results_distribution(table_rows(7, vocabulary, DISTRIBUTION_PROMPT), settings)
 
 
 class MisTagged(DynamicTree):
@@ -208,22 +208,22 @@ class MisTagged(DynamicTree):
 
     def drafts(
         self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
-    ) -> tuple[LayerDrafts, DraftLaw | None]:
+    ) -> tuple[LayerDrafts, DraftDistribution | None]:
         drafts, _ = super().drafts(context, forest, layer, logits, count)
         rows = RowDraws(context, forest, layer, logits)
         drafts.sampled = drafts.valid
         index = drafts.above * logits.width + drafts.token
-        return drafts, record_law(rows.candidates, rows.log_q, index, drafts.valid, "parent")
+        return drafts, record_distribution(rows.candidates, rows.log_q, index, drafts.valid, "parent")
 
 
-def test_deterministic_nodes_with_a_law_are_found() -> None:
-    """Mixing up the kinds biases the law by far more than the test needs to see."""
+def test_deterministic_nodes_with_a_distribution_are_found() -> None:
+    """Mixing up the kinds biases the distribution by far more than the test needs to see."""
     options: dict[str, Any] = {"drafter": "dynamic-tree", "tree": "top-k"}
     method: dict[str, Any] = {"rule": "rejection", "num_beams": 1, "depth": 2, "drafts_per_layer": 2}
     engine = make_engine(options, vocabulary=3, seed=7, noise=1.0, batch_size=2000, **method)
     assert engine.draft is not None
     engine._drafter = engine._stepper.drafter = MisTagged(engine.draft, 3, "top-k", 0.1)
-    assert excess(law_counts(engine, LONE, 2000)[0], law_of(LONE, 3)) > 1
+    assert excess(distribution_counts(engine, LONE, 2000)[0], distribution_of(LONE, 3)) > 1
 
 
 class Watched(HashModel):
@@ -254,7 +254,8 @@ def test_a_fused_draft_has_run_all_that_survives(drafter: str, changing: bool, i
         draft.__dict__["seen"] = []
         report = plain_step(*given)
         [forest], [verified] = seen, target.__dict__["seen"][-1:]
-        drafted = [found for found in draft.__dict__["seen"] if found is not None]  # late tokens alone give none
+        # tokens of the backlog alone give none
+        drafted = [found for found in draft.__dict__["seen"] if found is not None]
         assert len(drafted) == forest.depth
         for layer, found in enumerate(drafted):
             nodes, start = forest.layers[layer], forest.offset(layer)

@@ -24,7 +24,7 @@ IDS = torch.arange(1, V, 2)  # no end token is drafted, nor any other even one
 @pytest.mark.parametrize("vocabulary", [50, BLOCKED_FROM + 100, 3 * BLOCKED_FROM])
 @pytest.mark.parametrize("count", [1, 7, 30])
 def test_the_candidates_are_those_of_the_whole_vocabulary(vocabulary: int, count: int) -> None:
-    """Guards column numbers taken for tokens, and a law over other tokens than those that have a column."""
+    """Guards column numbers taken for tokens, and a distribution over other tokens than those that have a column."""
     rng = torch.Generator().manual_seed(vocabulary)
     ids = torch.sort(torch.randperm(vocabulary, generator=rng)[: vocabulary * 2 // 3]).values
     logits = DraftLogits(3 * torch.randn(2, 3, len(ids), generator=rng), ids, vocabulary)

@@ -1,4 +1,4 @@
-"""The drafters that read the text, as tensors, against scalar twins written from their descriptions.
+"""The drafters that read the text, as tensors, against scalar references written from their descriptions.
 
 Guards: an index off by one at the end of a context, a match across rows or beams, a tree cut in the wrong order, a
 binary search that ends beside its range.
@@ -22,7 +22,7 @@ from dsbd_cli.engine.drafting.index import CorpusIndex, CorpusTokens, sort_suffi
 from dsbd_cli.engine.drafting.ngram import FOUND, OTHER, PLACES, NgramDrafter
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths
 from dsbd_cli.engine.drafting.retrieval import HITS, LONGEST, RetrievalDrafter
-from dsbd_cli.engine.drafting.text import Prompts, contexts, suffix
+from dsbd_cli.engine.drafting.text import PromptTable, contexts, suffix
 from dsbd_cli.engine.drafting.trigram import CAP, GAIN, KEPT, TrigramDrafter
 from dsbd_cli.engine.verify.coupled import Coupled
 from dsbd_cli.engine.verify.search import Search
@@ -37,7 +37,7 @@ def make_context(texts: Sequence[Sequence[Sequence[int]]], prompt: int, count: i
     rows, width = len(texts), max(len(beams) for beams in texts)
     new = [len(beams[0]) - prompt for beams in texts]
     beams = Beams.empty(rows, width, 64, max(new) + 3, CPU)
-    prompts = Prompts.empty(rows, CPU)
+    prompts = PromptTable.empty(rows, CPU)
     beams.history += 7  # what stands past the end means nothing
     for row, own in enumerate(texts):
         prompts.put(row, own[0][:prompt])
@@ -63,8 +63,8 @@ def make_context(texts: Sequence[Sequence[Sequence[int]]], prompt: int, count: i
         buffer=ForestBuffer.begin("coupled", ForestSizes(width, count, depth, 64), beams, table, noise),
         row_key=noise[0],
         iteration=noise[1],
-        lag=0,
-        record_law=False,
+        draft_backlog=0,
+        record_distribution=False,
         prompts=prompts,
     )
 
@@ -118,7 +118,7 @@ def lookup(text: list[int], longest: int, depth: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("longest", [1, 3, 12])
-def test_ngram_is_its_scalar_twin(longest: int) -> None:
+def test_ngram_is_its_scalar_reference(longest: int) -> None:
     texts = random_texts(longest)
     context = make_context(texts, 3, 5, 4)
     paths = NgramDrafter(longest, recalls=False).paths(context)
@@ -168,7 +168,7 @@ def guessed_tree(beams: list[list[int]], longest: int, depth: int, count: int) -
 
 @pytest.mark.parametrize("longest", [1, 3, 12])
 @pytest.mark.parametrize("recalls", [False, True])
-def test_the_nodes_of_ngram_are_those_of_its_scalar_twin(longest: int, recalls: bool) -> None:
+def test_the_nodes_of_ngram_are_those_of_its_scalar_reference(longest: int, recalls: bool) -> None:
     """Guards a node that follows a place of another one, and a path past the end of the text that goes on elsewhere
     than at its beginning."""
     texts = [*random_texts(longest), [[1, 2, 3, 4, 2, 3]], [[1, 2, 1, 2, 1, 2], [1, 2, 3, 3, 3, 3]]]
@@ -219,7 +219,7 @@ def trigram_tree(beams: list[list[int]], count: int, depth: int) -> list[tuple[i
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_trigram_is_its_scalar_twin(seed: int) -> None:
+def test_trigram_is_its_scalar_reference(seed: int) -> None:
     texts = random_texts(seed, letters=5)
     paths = TrigramDrafter().paths(make_context(texts, 3, 200, 3))  # no ties at the cut, because there is none
     for row, beams in enumerate(texts):
@@ -263,7 +263,7 @@ def _until_separator(tokens: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_retrieval_is_its_scalar_twin(seed: int) -> None:
+def test_retrieval_is_its_scalar_reference(seed: int) -> None:
     corpus = make_corpus(seed)
     texts = random_texts(seed)
     texts[0][0][-5:] = list(corpus.ids)[10:15] if -1 not in list(corpus.ids)[10:15] else texts[0][0][-5:]
@@ -312,7 +312,7 @@ class Fixed(PathDrafter):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_tree_of_paths_is_its_scalar_twin(seed: int) -> None:
+def test_the_tree_of_paths_is_its_scalar_reference(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows, number, depth, count = 3, 40, 4, 6
     paths = Paths(

@@ -69,7 +69,7 @@ def test_what_ngram_remembers_is_not_read() -> None:
         drafter.select(torch.tensor([1, 0]))
         drafter.select(torch.tensor([1, 0]))
         again = drafter.propose(contexts[1])
-    assert again.flat.valid.sum() > forest.flat.valid.sum()  # known laws have more tokens than places
+    assert again.flat.valid.sum() > forest.flat.valid.sum()  # known distributions have more tokens than places
 
 
 @pytest.mark.parametrize("name", ["rsd-c", "rsd-s", "greedy", "threshold", "top-k"])

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from dsbd_cli.engine.drafting.bridge.prefixes import PrefixCache
+from dsbd_cli.engine.drafting.bridge.prefix_tree import PrefixCache
 from dsbd_cli.engine.protocols import ForestInput
 from tests.helpers.toy import HashModel
 

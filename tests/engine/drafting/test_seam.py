@@ -19,7 +19,7 @@ __all__ = ["index"]
 
 
 @pytest.mark.parametrize("options", [*ALONE, *FUSED], ids=name_of)
-def test_sampled_nodes_stand_first_and_have_a_law(options: dict[str, Any], index: str) -> None:
+def test_sampled_nodes_stand_first_and_have_a_distribution(options: dict[str, Any], index: str) -> None:
     engine = make_engine(options, index, rule="rejection", num_beams=2, drafts_per_layer=6, depth=2)
     inner, forests = engine._drafter.propose, list[Forest]()
 
@@ -32,24 +32,24 @@ def test_sampled_nodes_stand_first_and_have_a_law(options: dict[str, Any], index
     sampled = deterministic = 0
     for forest in forests:
         assert not forest.layers[0].sampled.any()
-        for nodes, law in zip(forest.layers[1:], forest.laws, strict=True):
-            first = 0 if law is None else law.log_drawn.shape[1]
+        for nodes, distribution in zip(forest.layers[1:], forest.distributions, strict=True):
+            first = 0 if distribution is None else distribution.log_drawn.shape[1]
             assert nodes.sampled.shape == nodes.valid.shape
             assert not (nodes.sampled & ~nodes.valid).any()
             assert not nodes.sampled[:, first:].any()
             sampled += int(nodes.sampled.sum())
             deterministic += int((nodes.valid & ~nodes.sampled).sum())
-            if law is None:
+            if distribution is None:
                 continue
             assert not (nodes.valid & ~nodes.sampled)[:, :first].any()
-            total = law.log_q.double().exp().sum(2)
-            if law.scope == "pool":
+            total = distribution.log_q.double().exp().sum(2)
+            if distribution.scope == "pool":
                 assert ((total.sum(1) - 1).abs() < 1e-5).logical_or(total.sum(1) == 0).all()
             else:
                 assert ((total - 1).abs() < 1e-5).all()
             drawn = nodes.sampled[:, :first]
-            assert (law.log_drawn[drawn] <= law.log_rest[drawn] + 1e-9).all()
-            assert torch.isfinite(law.log_rest[drawn]).all()
+            assert (distribution.log_drawn[drawn] <= distribution.log_rest[drawn] + 1e-9).all()
+            assert torch.isfinite(distribution.log_rest[drawn]).all()
     names = options["drafter"].split("+")
     ranked = names[0] in ("ngram", "retrieval", "trigram") or options.get("tree") == "top-k"
     assert (sampled == 0) == ranked
@@ -57,35 +57,35 @@ def test_sampled_nodes_stand_first_and_have_a_law(options: dict[str, Any], index
 
 
 class Promised(TableLM):
-    """Checks what a model is promised of prefills and of the trunk."""
+    """Checks what a model is promised of prefills and of the common prefix."""
 
     chains = moves = 0
-    trunk: Tensor | None = None
+    common_prefix: Tensor | None = None
 
-    def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
-        super().move(source, target, trunk)
-        below = target < trunk.unsqueeze(1)
-        if self.trunk is not None:
-            assert (trunk >= self.trunk).all()
-            assert (source == target)[below & (target < self.trunk.unsqueeze(1))].all()
-        self.trunk, self.moves = trunk.clone(), self.moves + 1
+    def move(self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor) -> None:
+        super().move(src_slots, dst_slots, common_prefix)
+        below = dst_slots < common_prefix.unsqueeze(1)
+        if self.common_prefix is not None:
+            assert (common_prefix >= self.common_prefix).all()
+            assert (src_slots == dst_slots)[below & (dst_slots < self.common_prefix.unsqueeze(1))].all()
+        self.common_prefix, self.moves = common_prefix.clone(), self.moves + 1
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         assert batch.chain == (batch.rows is not None)
         if batch.chain:
             self.chains += 1
-            self.trunk = None  # another request begins
+            self.common_prefix = None  # another request begins
             causal = torch.arange(batch.mask.shape[2]) <= batch.positions.unsqueeze(2)
             assert torch.equal(batch.mask, causal)
-        elif self.trunk is not None:
-            seen = torch.arange(batch.mask.shape[2]) < self.trunk.view(-1, 1, 1)
+        elif self.common_prefix is not None:
+            seen = torch.arange(batch.mask.shape[2]) < self.common_prefix.view(-1, 1, 1)
             assert (batch.mask | ~seen).all()
         return super().forward(batch, logits=logits)
 
 
-def test_what_a_model_is_told_of_prefills_and_of_the_trunk() -> None:
-    """Guards models that keep a state instead of slots: a prefill is one chain, and the trunk only grows, never moves,
-    and is seen by every node."""
+def test_what_a_model_is_told_of_prefills_and_of_the_common_prefix() -> None:
+    """Guards models that keep a state instead of slots: a prefill is one chain, and the common prefix only grows, never
+    moves, and is seen by every node."""
     tables = [Promised(model.table) for model in table_pair(3, 12, 0.5)]
     method = MethodConfig(num_beams=3, depth=3, adaptive_depth=False)
     engine = Engine(tables[0], tables[1], NumberCodec(12, (2,)), method, batch_size=1)

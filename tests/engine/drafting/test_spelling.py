@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dsbd_cli.engine.drafting.bridge.spelling import Spelling, split_word, standing_tail, valid_prefix
+from dsbd_cli.engine.drafting.bridge.token_bytes import Spelling, split_word, standing_suffix, valid_prefix
 
 TEXT = "naïve 東京 🙂👩‍👩‍👧 e\u0301a\u0308 Grüße, ok\n\tx"
 PIECES = [b"", b"a", b"b", b"ab", b"abc", b" ", b" a", b" ab", b"\xf0\x9f", b"\x99\x82", b"\xf0", b"\xff", b"\xff\xff"]
@@ -23,16 +23,16 @@ def test_cuts_leave_whole_characters() -> None:
     assert valid_prefix(b"\x80\x80\x80\x80\x80") == 5  # nothing that could be finished
 
 
-def test_the_standing_tail_is_text_but_for_its_end() -> None:
+def test_the_standing_suffix_is_text_but_for_its_end() -> None:
     data = TEXT.encode() * 3
     for end in range(len(data) + 1):
         for rubbish in (b"", b"\xff", b"\x99\x82", b"\xf0\x9f\xf0"):
-            tail = standing_tail(rubbish + data[:end])
-            assert (rubbish + data[:end]).endswith(tail)
-            tail[: valid_prefix(tail)].decode()
-            assert len(tail) >= min(end, 25)
-    assert standing_tail(b"abc\xff") == b""
-    assert standing_tail(b"ab\xffcd\xf0\x9f") == b"cd\xf0\x9f"
+            suffix = standing_suffix(rubbish + data[:end])
+            assert (rubbish + data[:end]).endswith(suffix)
+            suffix[: valid_prefix(suffix)].decode()
+            assert len(suffix) >= min(end, 25)
+    assert standing_suffix(b"abc\xff") == b""
+    assert standing_suffix(b"ab\xffcd\xf0\x9f") == b"cd\xf0\x9f"
 
 
 def test_the_last_word_is_open() -> None:

@@ -1,4 +1,4 @@
-"""Drafters that run a model: which nodes they draw, and that a node's tag and its law say how it came about.
+"""Drafters that run a model: which nodes they draw, and that a node's tag and its distribution say how it came about.
 
 Guards: children drawn from another node's row, a stochastic beam search that forgets its parent's perturbation, a
 layer chosen by looking at the draws, more or fewer children than asked for.
@@ -35,15 +35,19 @@ class Grown:
     def __init__(self, drafter: BeamDrafter, count: int, depth: int, rule: Rule | None = None) -> None:
         self.context: DraftContext = make_context(TEXTS, 3, count, depth)
         rule = rule or Rejection()
-        self.context.sampler, self.context.drafts_end, self.context.record_law = rule.sampler, rule.drafts_end, True
+        self.context.sampler, self.context.drafts_end, self.context.record_distribution = (
+            rule.sampler,
+            rule.drafts_end,
+            True,
+        )
         self.forest = Forest(self.context.buffer)
         self.rows: list[RowDraws] = []
         for layer in range(depth):
             values = MODEL.table[self.forest.layers[layer].token]
             logits = DraftLogits(values, None, values.shape[-1])
             self.rows.append(RowDraws(self.context, self.forest, layer, logits))
-            drafts, law = drafter.drafts(self.context, self.forest, layer, logits, count)
-            children(self.context, self.forest, layer, drafts, law)
+            drafts, distribution = drafter.drafts(self.context, self.forest, layer, logits, count)
+            children(self.context, self.forest, layer, drafts, distribution)
 
     def below(self, row: int, layer: int) -> dict[int, list[int]]:
         """Parent (place in its layer) -> tokens of its children, in order."""
@@ -67,18 +71,18 @@ def make(name: str) -> BeamDrafter:
 
 @pytest.mark.parametrize("name", ["rsd-c", "rsd-s", "greedy", "threshold"])
 def test_children_are_the_first_draws_of_their_parent(name: str) -> None:
-    """In draw order, sampled, and with the law of their own row."""
+    """In draw order, sampled, and with the distribution of their own row."""
     grown = Grown(make(name), 8, 3)
     for layer in range(3):
         order = grown.rows[layer].keys.argsort(dim=2, descending=True)
         for row in range(2):
             for parent, tokens in grown.below(row, layer).items():
                 assert tokens == order[row, parent, : len(tokens)].tolist()
-        nodes, law = grown.forest.layers[layer + 1], grown.forest.laws[layer]
+        nodes, distribution = grown.forest.layers[layer + 1], grown.forest.distributions[layer]
         assert torch.equal(nodes.sampled, nodes.valid)
-        assert law is not None
-        assert law.scope == "parent"
-        assert torch.allclose(law.log_q.exp().sum(-1), torch.ones(()))
+        assert distribution is not None
+        assert distribution.scope == "parent"
+        assert torch.allclose(distribution.log_q.exp().sum(-1), torch.ones(()))
 
 
 def test_constant_branching_shares_the_nodes() -> None:
@@ -99,14 +103,15 @@ def test_siblings_keep_their_order_and_their_best_is_the_parent() -> None:
     moved = _conditioned(key, above)
     assert torch.equal(moved.argsort(-1), key.argsort(-1))
     assert torch.allclose(moved.amax(-1, keepdim=True), above)
-    # Gumbel numbers with location phi, all of them below a bound: their law function is exp(exp(-T) - exp(-g))
+    # Gumbel numbers with location phi, all of them below a bound: their distribution function is exp(exp(-T) - exp(-g))
     largest = key.amax(-1, keepdim=True)
     expected = -torch.log(torch.exp(-above) - torch.exp(-largest) + torch.exp(-key))
     assert torch.allclose(moved, expected)
 
 
 def test_stochastic_beams_draw_paths_without_replacement() -> None:
-    """The first path of two layers is a draw from the law of paths (Kool et al. 2019): 5 sigma over 4000 rows."""
+    """The first path of two layers is a draw from the distribution of paths (Kool et al. 2019): 5 sigma over 4000
+    rows."""
     table = torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, 0.5], [2.0, 0.3, 0.0]]).log_softmax(-1)
     rows = 4000
     context = make_context([[[1, 1, 1, 2]]] * rows, 3, 2, 2)
@@ -119,10 +124,10 @@ def test_stochastic_beams_draw_paths_without_replacement() -> None:
         children(context, forest, layer, drafts)
     path = forest.layers[2].path_tokens[:, 0]
     share = torch.bincount(path[:, 0] * 3 + path[:, 1], minlength=9).view(3, 3) / rows
-    law = table[2].exp().unsqueeze(1) * table.exp()
-    law[0] = 0  # token 0 ends a text, so no path of two tokens begins with it
-    law = law / law.sum()
-    assert ((share - law).abs() <= 5 * torch.sqrt(law * (1 - law) / rows)).all()
+    distribution = table[2].exp().unsqueeze(1) * table.exp()
+    distribution[0] = 0  # token 0 ends a text, so no path of two tokens begins with it
+    distribution = distribution / distribution.sum()
+    assert ((share - distribution).abs() <= 5 * torch.sqrt(distribution * (1 - distribution) / rows)).all()
 
 
 def test_the_greedy_tree_takes_the_most_valuable_draws() -> None:
@@ -151,7 +156,8 @@ def _left(log_q: torch.Tensor, drawn: torch.Tensor, rank: int) -> float:
 
 
 def test_the_deterministic_tree_is_not_sampled() -> None:
-    """The K best products of q, tagged deterministic and without a law, so rejection tests them as point masses."""
+    """The K best products of q, tagged deterministic and without a distribution, so rejection tests them as point
+    masses."""
     grown = Grown(make("top-k"), 5, 2)
     for layer in range(2):
         nodes = grown.forest.layers[layer]
@@ -159,7 +165,7 @@ def test_the_deterministic_tree_is_not_sampled() -> None:
         weight = weight.masked_fill(~grown.rows[layer].allowed, -math.inf).flatten(1)
         assert torch.allclose(grown.forest.layers[layer + 1].weight, weight.topk(5, dim=1).values)
         assert not grown.forest.layers[layer + 1].sampled.any()
-        assert grown.forest.laws[layer] is None
+        assert grown.forest.distributions[layer] is None
 
 
 @pytest.mark.parametrize("name", ["rsd-c", "rsd-s", "greedy"])

@@ -24,7 +24,7 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.iteration import stepper as step_module
 from dsbd_cli.engine.iteration.cuda_graphs import IterationGraphs
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.models import forest as forests
+from dsbd_cli.models import forest_model as forests
 from dsbd_cli.models.adapted import adapter
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.requests import Request, RequestResult

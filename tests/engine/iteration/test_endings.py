@@ -93,7 +93,7 @@ def test_memory_saving_keeps_one_path() -> None:
         for result in decoder.run(requests(10, max_new_tokens=20)):
             assert len(result.hypotheses[0].token_ids) == 20
             for step in result.stats.step_log:
-                # the row holds one path: everything but the nodes in flight is trunk
+                # the row holds one path: everything but the nodes in flight is common prefix
                 assert step.kv_slots - step.nodes <= step.trunk + 3
             ends = result.stats.step_log[:-1]
             assert all(after.trunk == before.trunk + before.steps for before, after in itertools.pairwise(ends))

@@ -51,11 +51,11 @@ def test_they_are_those_of_a_teacher_forced_pass(name: str) -> None:
             assert tuple(token.token_id for token in beam.tokens) == beam.token_ids
             assert math.fsum(token.logprob for token in beam.tokens) == pytest.approx(beam.logprob, abs=1e-5)
             logits = target.plain(torch.tensor([[*ids, *beam.token_ids]]))[0, len(ids) - 1 : -1]
-            law = logits.float().log_softmax(-1)
-            want = law.gather(1, torch.tensor(beam.token_ids).unsqueeze(1)).squeeze(1)
+            distribution = logits.float().log_softmax(-1)
+            want = distribution.gather(1, torch.tensor(beam.token_ids).unsqueeze(1)).squeeze(1)
             assert [token.logprob for token in beam.tokens] == pytest.approx(want.tolist(), abs=1e-4)
             k = request.sampling.top_logprobs
-            best = law.topk(k) if k else None
+            best = distribution.topk(k) if k else None
             for place, token in enumerate(beam.tokens):
                 assert len(token.top) == k
                 if best is not None:

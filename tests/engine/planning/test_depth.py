@@ -19,8 +19,8 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.planning.acceptance import Acceptance, PassRates
-from dsbd_cli.engine.planning.planner import NOTHING, AdaptivePlanner, Planner, Reading, Shape, planner_for
-from dsbd_cli.engine.planning.timing import Line
+from dsbd_cli.engine.planning.planner import NOTHING, AdaptivePlanner, DraftWork, Planner, Shape, planner_for
+from dsbd_cli.engine.planning.timing import FittedLine
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UsageError
 from dsbd_cli.requests import Request
@@ -38,8 +38,8 @@ class CheckedDraft(TableLM):
         self.target, self.compared = target, 0
         self.fresh: Tensor | None = None  # slots of this iteration's own nodes, which the target has not run
 
-    def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
-        super().move(source, target, trunk)
+    def move(self, source: Tensor, target: Tensor, common_prefix: Tensor) -> None:
+        super().move(source, target, common_prefix)
         self.fresh = None
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
@@ -92,19 +92,19 @@ def test_any_sequence_of_shapes_gives_the_same_text(rule: str, beams: int) -> No
 def test_finds_a_shape_close_to_the_best(world: World, drafts: bool) -> None:
     planner = AdaptivePlanner(method())
     used = [world.iterate(planner) for _ in range(600)]
-    late = used[200:]
-    steps = sum(world.steps(shape) for shape in late)
-    seconds = sum(sum(world.seconds(shape).values()) for shape in late)
+    draft_backlog = used[200:]
+    steps = sum(world.steps(shape) for shape in draft_backlog)
+    seconds = sum(sum(world.seconds(shape).values()) for shape in draft_backlog)
     assert steps / seconds > 0.95 * world.best()
-    assert (max(set(late), key=late.count).depth > 0) == drafts
+    assert (max(set(draft_backlog), key=draft_backlog.count).depth > 0) == drafts
 
 
 def test_notices_that_the_world_changed() -> None:
     planner = AdaptivePlanner(method())
     poor, good = World((0.05, 0.002), 0.01, 0.05), World((0.05, 0.002), 0.003, 0.9)
     assert [poor.iterate(planner).depth for _ in range(200)][-20:].count(0) > 15
-    late = [good.iterate(planner).depth for _ in range(3000)][-50:]
-    assert sum(depth > 0 for depth in late) > 45
+    draft_backlog = [good.iterate(planner).depth for _ in range(3000)][-50:]
+    assert sum(depth > 0 for depth in draft_backlog) > 45
 
 
 def test_a_layer_that_needed_few_drafts_passes_with_few() -> None:
@@ -115,7 +115,7 @@ def test_a_layer_that_needed_few_drafts_passes_with_few() -> None:
 
 
 def test_line_forgets_and_is_never_negative() -> None:
-    line = Line()
+    line = FittedLine()
     assert line.at(3) == 0
     for x in (1, 2, 3, 4):
         line.add(x, 5 - x)
@@ -250,11 +250,11 @@ def test_a_dear_probe_waits_for_a_moment_with_little_to_catch_up_on_and_comes_mo
         gaps[draft] = probes[-1] - probes[-2]
     assert gaps[0.04] > gaps[0.002]
     waits = []
-    for lag in (512, 4):
+    for draft_backlog in (512, 4):
         planner, world = AdaptivePlanner(method()), World((0.05, 0.002), 0.02, 0.0, node=0.0005)
-        for number in range(100):  # the first probe shows what late tokens cost
-            world.iterate(planner, Reading(4 if number < 40 else 512))
-        waits.append(next(number for number in range(2000) if world.iterate(planner, Reading(lag)).depth))
+        for number in range(100):  # the first probe shows what tokens of the backlog cost
+            world.iterate(planner, DraftWork(4 if number < 40 else 512))
+        waits.append(next(number for number in range(2000) if world.iterate(planner, DraftWork(draft_backlog)).depth))
     assert waits[0] > waits[1] + 300
 
 
@@ -282,9 +282,9 @@ class Prefilled(TableLM):
 
     prompts = moves = 0
 
-    def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
+    def move(self, source: Tensor, target: Tensor, common_prefix: Tensor) -> None:
         self.moves += 1
-        super().move(source, target, trunk)
+        super().move(source, target, common_prefix)
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         if batch.rows is not None:
@@ -298,11 +298,11 @@ def test_the_draft_reads_a_prompt_only_when_it_is_to_draft(drafts_for: Callable[
     counted, seen = Prefilled(draft.table), 0
 
     class Planned(RandomPlanner):
-        def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
+        def choose(self, requests: Sequence[Acceptance], reading: DraftWork = NOTHING) -> Shape:
             nonlocal seen
             seen += 1
             prompts = len(requests) * 3
-            assert reading == Reading(reading.lag, 0 if counted.prompts else prompts, prompts)
+            assert reading == DraftWork(reading.draft_backlog, 0 if counted.prompts else prompts, prompts)
             return Shape(drafts_for(seen), 8)
 
     config = MethodConfig(num_beams=3, drafts_per_layer=8, depth=5)
@@ -312,7 +312,7 @@ def test_the_draft_reads_a_prompt_only_when_it_is_to_draft(drafts_for: Callable[
     results = list(engine.run(Request(id=str(i), seed=i, prompt_ids=(i, 1, 2), sampling=sampling) for i in range(4)))
     assert [result.stats.draft_calls for result in results] == [drafts_for(5)] * 4
     assert counted.prompts == 4 * drafts_for(5)
-    # what it holds moves only until all of that is in the trunks
+    # what it holds moves only until all of that is in the common prefixes
     assert bool(counted.moves) == bool(drafts_for(5))
     assert counted.moves < seen / 2
 

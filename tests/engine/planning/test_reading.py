@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from dsbd_cli.engine.planning.acceptance import Acceptance, Lives
-from dsbd_cli.engine.planning.planner import AdaptivePlanner, Reading
+from dsbd_cli.engine.planning.planner import AdaptivePlanner, DraftWork
 from tests.helpers.worlds import World, method
 
 
@@ -30,7 +30,7 @@ def depths(life: int, prompt: int, iterations: int = 1200) -> list[int]:
     for number in range(iterations):
         if number % life == 0:
             world.request, read = Acceptance(), False
-        shape = world.iterate(planner, Reading(0, 0 if read else prompt, prompt))
+        shape = world.iterate(planner, DraftWork(0, 0 if read else prompt, prompt))
         read |= shape.depth > 0
         found.append(shape.depth)
     return found[iterations // 2 :]
@@ -46,7 +46,7 @@ def test_a_long_answer_drafts_although_its_prompt_was_long() -> None:
     """Guards prompts still to come that are charged as if every request were as short as was believed at first."""
     for node, prompt in ((0.002, 2000), (0.002, 4000), (0.0005, 8000)):
         planner, world = AdaptivePlanner(method()), World((0.09, 0.001), 0.008, 0.85, node=node)
-        used = [world.iterate(planner, Reading(0, 0 if number > 1 else prompt, prompt)) for number in range(1000)]
+        used = [world.iterate(planner, DraftWork(0, 0 if number > 1 else prompt, prompt)) for number in range(1000)]
         assert sum(shape.depth > 0 for shape in used) > 800
 
 
@@ -55,10 +55,10 @@ def test_the_first_reading_says_nothing_about_the_next() -> None:
     planner, world = AdaptivePlanner(method()), World((0.015, 0.0), 0.0015, 0.9, node=0.00002)
     depths = []
     for number in range(600):
-        shown = world.at(planner.choose([world.request], Reading(0, 0 if number > 1 else 500, 500)))
+        shown = world.at(planner.choose([world.request], DraftWork(0, 0 if number > 1 else 500, 500)))
         if number == 0:
             shown[3]["read"] = 2.0
-        planner.observe(*shown, Reading(0, 500 if number == 0 else 0, 500))
+        planner.observe(*shown, DraftWork(0, 500 if number == 0 else 0, 500))
         depths.append(shown[0].depth)
     assert sum(depth > 0 for depth in depths) > 550
 
@@ -73,8 +73,8 @@ def test_requests_that_start_over_have_not_ended() -> None:
 
 
 def test_probes_that_read_prompts_are_rarer() -> None:
-    def probes(reading: Reading) -> int:
+    def probes(reading: DraftWork) -> int:
         planner, world = AdaptivePlanner(method()), World((0.05, 0.002), 0.02, 0.0, node=0.0001)
         return sum(world.iterate(planner, reading).depth > 0 for _ in range(6000))
 
-    assert 0 < 2 * probes(Reading(0, 4000, 4000)) < probes(Reading())
+    assert 0 < 2 * probes(DraftWork(0, 4000, 4000)) < probes(DraftWork())

@@ -15,7 +15,7 @@ from dsbd_cli.engine.verify.divergence import divergence
 from dsbd_cli.engine.verify.fuzzy import Fuzzy, layer_divergence
 from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.errors import UsageError
-from tests.engine.decoding.test_law import exact_law, excess, run_engine
+from tests.engine.decoding.test_distribution import exact_distribution, excess, run_engine
 from tests.engine.verify.test_oracles import LayerNoise, assert_same
 from tests.helpers.layers import WARPED, Layer, random_layer
 from tests.helpers.plain import Settings
@@ -25,17 +25,18 @@ from tests.oracles.fuzzy import fuzzy_layer
 from tests.oracles.rules import Pair, normalise
 
 ROWS = 120
-REQUESTS = 3_000  # alpha as in test_law; the other law of the last statistical test is found with these
+# alpha as in test_distribution; the other distribution of the last statistical test is found with these
+REQUESTS = 3_000
 
 
-def laws(layer: Layer, row: int, law: str) -> tuple[dict[Pair, float], dict[Pair, float]]:
-    """The two laws that are compared, over the live beams."""
+def distributions(layer: Layer, row: int, distribution: str) -> tuple[dict[Pair, float], dict[Pair, float]]:
+    """The two distributions that are compared, over the live beams."""
     view, drafts = layer.view, layer.view.drafts
     assert drafts is not None
     nodes = {int(node): beam for beam, node in enumerate(view.node[row]) if view.valid[row, beam]}
     live = set(nodes.values())
-    if law == "warped":
-        p, q = layer.law(row), layer.draft_law(row)
+    if distribution == "warped":
+        p, q = layer.distribution(row), layer.draft_distribution(row)
     else:
         p = {
             (beam, int(token)): math.exp(float(value))
@@ -53,30 +54,32 @@ def laws(layer: Layer, row: int, law: str) -> tuple[dict[Pair, float], dict[Pair
 
 
 @pytest.mark.parametrize("name", DIVERGENCE.choices)
-@pytest.mark.parametrize("law", ["raw", "warped"])
+@pytest.mark.parametrize("distribution", ["raw", "warped"])
 @pytest.mark.parametrize("settings", WARPED[:2])
-def test_divergence_equals_its_oracle(settings: tuple[float, int, float, float], law: str, name: str) -> None:
+def test_divergence_equals_its_oracle(settings: tuple[float, int, float, float], distribution: str, name: str) -> None:
     layer = random_layer(Fuzzy(0.1), 40, 5, settings)
     assert layer.view.drafts is not None
-    found = layer_divergence(layer.view, layer.view.drafts, name, law)
+    found = layer_divergence(layer.view, layer.view.drafts, name, distribution)
     for row in range(40):
-        assert float(found[row]) == pytest.approx(oracle_divergence(*laws(layer, row, law), name), rel=1e-4, abs=1e-5)
+        assert float(found[row]) == pytest.approx(
+            oracle_divergence(*distributions(layer, row, distribution), name), rel=1e-4, abs=1e-5
+        )
 
 
 @pytest.mark.parametrize("settings", WARPED)
 @pytest.mark.parametrize("fallback", ["target", "strict"])
 def test_fuzzy_equals_its_oracle(settings: tuple[float, int, float, float], fallback: str) -> None:
-    rule = Fuzzy(0.2, divergence="js", fallback=fallback, law="raw")
+    rule = Fuzzy(0.2, divergence="js", fallback=fallback, distribution="raw")
     layer = random_layer(rule, ROWS, 8, settings)
     view = layer.view
     view.logprob = view.logprob.clamp(min=-50)  # no token is impossible: which ones are is no business of this rule
     view.width = torch.full_like(view.width, 3)
     draws, close = rule.verify(view), 0
     for row in range(ROWS):
-        distance = oracle_divergence(*laws(layer, row, "raw"), "js")
+        distance = oracle_divergence(*distributions(layer, row, "raw"), "js")
         expected = fuzzy_layer(
-            layer.law(row),
-            layer.draft_law(row),
+            layer.distribution(row),
+            layer.draft_distribution(row),
             layer.drafts(row),
             distance,
             0.2,
@@ -91,7 +94,7 @@ def test_fuzzy_equals_its_oracle(settings: tuple[float, int, float, float], fall
     assert ROWS // 10 < close < ROWS - ROWS // 10
 
 
-def test_equal_laws_have_no_divergence() -> None:
+def test_equal_distributions_have_no_divergence() -> None:
     p = torch.rand(5, 9, dtype=torch.float64)
     p = p / p.sum(1, keepdim=True)
     for name in DIVERGENCE.choices:
@@ -109,38 +112,38 @@ TWO = Settings(width=2, max_new=2, ends=())
 
 
 @pytest.mark.parametrize(("settings", "fallback"), [(ONE, "target"), (TWO, "target"), (TWO, "strict")])
-def test_at_zero_the_law_is_the_target_s(settings: Settings, fallback: str) -> None:
+def test_at_zero_the_distribution_is_the_target_s(settings: Settings, fallback: str) -> None:
     engine = fuzzy_engine(None, settings, fuzzy_threshold=0.0, fallback=fallback, depth=2, drafts_per_layer=2)
-    assert excess(run_engine(engine, settings, REQUESTS), exact_law(7, 3, settings)) < 1
+    assert excess(run_engine(engine, settings, REQUESTS), exact_distribution(7, 3, settings)) < 1
 
 
 def test_at_zero_with_the_target_as_its_own_draft() -> None:
-    """Every divergence is 0, so every layer is taken; its law is still the target's."""
+    """Every divergence is 0, so every layer is taken; its distribution is still the target's."""
     target, _ = table_pair(7, 3, noise=1.0)
     engine = fuzzy_engine(TableLM(target.table), TWO, fuzzy_threshold=0.0, depth=2, drafts_per_layer=4)
-    assert excess(run_engine(engine, TWO, REQUESTS), exact_law(7, 3, TWO)) < 1
+    assert excess(run_engine(engine, TWO, REQUESTS), exact_distribution(7, 3, TWO)) < 1
 
 
-def draft_law(settings: Settings) -> dict[object, float]:
-    """Law of the draft's own text, by multiplication."""
+def draft_distribution(settings: Settings) -> dict[object, float]:
+    """Distribution of the draft's own text, by multiplication."""
     _, draft = table_pair(7, 3, noise=1.0)
     logs = torch.log_softmax(draft.table.double(), -1)
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(settings.max_new):
-        law = {
+        distribution = {
             (*path, token): mass * math.exp(float(logs[((0, 0, *path))[-2], ((0, 0, *path))[-1], token]))
-            for path, mass in law.items()
+            for path, mass in distribution.items()
             for token in range(3)
         }
-    return {((path,)): mass for path, mass in law.items()}
+    return {((path,)): mass for path, mass in distribution.items()}
 
 
 def test_at_the_largest_divergence_the_text_is_the_draft_s() -> None:
     """tv is at most 1. All tokens are drafted, since D is more than their number."""
     engine = fuzzy_engine(None, ONE, fuzzy_threshold=1.0, divergence="tv", depth=4, drafts_per_layer=1)
     counts = run_engine(engine, ONE, REQUESTS)
-    assert excess(counts, draft_law(ONE)) < 1
-    assert excess(counts, exact_law(7, 3, ONE)) > 1
+    assert excess(counts, draft_distribution(ONE)) < 1
+    assert excess(counts, exact_distribution(7, 3, ONE)) > 1
 
 
 @pytest.mark.parametrize(

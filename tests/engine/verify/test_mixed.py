@@ -1,4 +1,5 @@
-"""Rule `rejection` over mixed layers and laws per parent: tensors against the scalar oracle under the same noise."""
+"""Rule `rejection` over mixed layers and distributions per parent: tensors against the scalar oracle under the same
+noise."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.method import MethodConfig
-from dsbd_cli.engine.core.distribution import row_law
+from dsbd_cli.engine.core.distribution import row_distribution
 from dsbd_cli.engine.core.noise import DRAFT, gumbel, stream_key
 from dsbd_cli.engine.core.sampler import entry_index
-from dsbd_cli.engine.drafting.base import LayerDrafts, fuse, record_law
+from dsbd_cli.engine.drafting.base import LayerDrafts, merge_nodes, record_distribution
 from dsbd_cli.engine.verify.base import DraftedLayer
 from dsbd_cli.engine.verify.rules import make_rule
 from tests.engine.verify.test_oracles import LayerNoise, assert_same
@@ -25,7 +26,7 @@ def redraft(layer: Layer, scope: str, settings: tuple[float, int, float, float],
     the same pairs. Returns log_q [R, n, C]."""
     candidates, view = layer.draft_candidates, layer.view
     rows, nodes, wide = candidates.tokens.shape
-    log_q = row_law(candidates, warp_of(rows, settings, "beam")) if scope == "parent" else layer.draft.log_p
+    log_q = row_distribution(candidates, warp_of(rows, settings, "beam")) if scope == "parent" else layer.draft.log_p
     stream = stream_key(view.row_key, view.iteration, 1, DRAFT).view(-1, 1, 1)
     keys = (log_q + gumbel(stream, entry_index(candidates.tokens))).flatten(1)
     value, index = torch.topk(keys, 3, dim=1)
@@ -45,7 +46,7 @@ def redraft(layer: Layer, scope: str, settings: tuple[float, int, float, float],
         sampled=torch.zeros(rows, others, dtype=torch.bool),
         weight=torch.randn(rows, others, generator=generator),
     )
-    fused, _ = fuse(drawn, fixed, fixed.weight, 3 + others)
+    fused, _ = merge_nodes(drawn, fixed, fixed.weight, 3 + others)
     assert view.drafts is not None
     view.drafts = DraftedLayer(
         parent=fused.above + 3,
@@ -53,7 +54,7 @@ def redraft(layer: Layer, scope: str, settings: tuple[float, int, float, float],
         valid=fused.valid,
         sampled=fused.sampled,
         offset=view.drafts.offset,
-        law=record_law(candidates, log_q, index, valid, scope),  # type: ignore[arg-type]
+        distribution=record_distribution(candidates, log_q, index, valid, scope),  # type: ignore[arg-type]
         above_weight=view.drafts.above_weight,
     )
     return log_q
@@ -61,11 +62,11 @@ def redraft(layer: Layer, scope: str, settings: tuple[float, int, float, float],
 
 def oracle_nodes(layer: Layer, row: int, scope: str, log_q: Tensor) -> list[Node]:
     layer.draft.log_p = log_q
-    law, drafts = layer.draft_law(row), layer.view.drafts
+    distribution, drafts = layer.draft_distribution(row), layer.view.drafts
     assert drafts is not None
     pairs, count = layer.drafts(row), int(drafts.sampled[row].sum())
     make = parent_nodes if scope == "parent" else pool_nodes
-    return [*make(law, pairs[:count]), *(Node(pair) for pair in pairs[count:])]
+    return [*make(distribution, pairs[:count]), *(Node(pair) for pair in pairs[count:])]
 
 
 @pytest.mark.parametrize("settings", WARPED)
@@ -80,29 +81,33 @@ def test_mixed_layers_equal_their_oracle(scope: str, others: int, settings: tupl
     for row in range(ROWS):
         nodes = oracle_nodes(layer, row, scope, log_q)
         width = int(layer.view.width[row])
-        expected = MixedRule().verify_nodes(layer.law(row), nodes, layer.ends(), width, 3, LayerNoise(layer, row))
+        expected = MixedRule().verify_nodes(
+            layer.distribution(row), nodes, layer.ends(), width, 3, LayerNoise(layer, row)
+        )
         assert_same(layer, row, draws, expected)
         drafts = layer.view.drafts
         assert drafts is not None
         real = drafts.valid[row].nonzero().flatten().tolist()
         places = [-1 if draw.source is None else drafts.offset + real[draw.source] for draw in expected.live]
         assert draws.node[row, : len(places)].tolist() == places
-        found += sum(draw.source is not None and nodes[draw.source].law is None for draw in expected.live)
+        found += sum(draw.source is not None and nodes[draw.source].distribution is None for draw in expected.live)
     assert (found > 3) == (others > 0)  # deterministic nodes are taken
 
 
-def test_a_layer_without_a_law_has_only_deterministic_nodes() -> None:
+def test_a_layer_without_a_distribution_has_only_deterministic_nodes() -> None:
     rule = make_rule(MethodConfig(rule="rejection"))
     layer = random_layer(rule, ROWS, 3, WARPED[0])
     assert layer.view.drafts is not None
-    layer.view.drafts.law = None
+    layer.view.drafts.distribution = None
     layer.view.drafts.sampled = torch.zeros_like(layer.view.drafts.sampled)
     draws = rule.verify(layer.view)
     passed = 0
     for row in range(ROWS):
         nodes = [Node(pair) for pair in layer.drafts(row)]
         width = int(layer.view.width[row])
-        expected = MixedRule().verify_nodes(layer.law(row), nodes, layer.ends(), width, 3, LayerNoise(layer, row))
+        expected = MixedRule().verify_nodes(
+            layer.distribution(row), nodes, layer.ends(), width, 3, LayerNoise(layer, row)
+        )
         assert_same(layer, row, draws, expected)
         passed += expected.passed
     assert 5 < passed < ROWS - 5
@@ -117,12 +122,12 @@ def test_fusing_keeps_the_first_and_drops_its_equals() -> None:
     first = drafts([(0, 1), (1, 2)], [-5.0, -6.0], True)
     second = drafts([(0, 3), (1, 2), (1, 4), (0, 5)], [-3.0, -1.0, -2.0, -9.0], False)
     second.valid[0, 3] = False
-    fused, place = fuse(first, second, second.weight, 3)
+    fused, place = merge_nodes(first, second, second.weight, 3)
     assert fused.token.tolist() == [[1, 2, 4]]
     assert fused.above.tolist() == [[0, 1, 1]]
     assert fused.sampled.tolist() == [[True, True, False]]
     assert place.tolist() == [[-1, 1, 2, -1]]
-    wide, place = fuse(first, second, second.weight, 7)
+    wide, place = merge_nodes(first, second, second.weight, 7)
     assert wide.valid.tolist() == [[True, True, True, True, False, False, False]]
     assert wide.token[0, :4].tolist() == [1, 2, 4, 3]
     assert place.tolist() == [[3, 1, 2, -1]]

@@ -1,7 +1,7 @@
 """The tensor rules against the scalar oracles under the same noise: thousands of random layers, every decision equal.
 
-Guards: a tensor rule that has the right law on average but takes another path (wrong order, wrong node, wrong stop)
-on some layer.
+Guards: a tensor rule that has the right distribution on average but takes another path (wrong order, wrong node, wrong
+stop) on some layer.
 Near-ties could differ between float32 and float64; none occurs with these seeds, so equality is exact and there are
 no false alarms.
 """
@@ -17,12 +17,12 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.core.noise import ACCEPT, COMPLETION, RESIDUAL, gumbel, path_gumbel, stream_key, uniform
 from dsbd_cli.engine.core.sampler import entry_index
 from dsbd_cli.engine.verify.base import LayerDraws
-from dsbd_cli.engine.verify.rejection import draft_law_at
+from dsbd_cli.engine.verify.rejection import draft_probs_at
 from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.engine.verify.width import expected_width as expected_width_tensor
 from tests.helpers.layers import WARPED, Layer, random_layer
 from tests.oracles.rules import (
-    Law,
+    Distribution,
     LayerResult,
     Pair,
     coupled_layer,
@@ -49,7 +49,7 @@ class LayerNoise:
     def accept(self, probability: float, index: int) -> bool:
         return float(uniform(self._key(ACCEPT), torch.tensor([index]))) < probability
 
-    def draw(self, law: Law, stream: str) -> Pair:
+    def draw(self, distribution: Distribution, stream: str) -> Pair:
         name = stream.split("/", maxsplit=1)[0]
         key = self._key(RESIDUAL if name == "residual" else COMPLETION)
         if stream.startswith("completion/"):  # with replacement every draw has noise of its own
@@ -60,7 +60,7 @@ class LayerNoise:
         keys: dict[Pair, float] = {}
         for beam in range(tokens.shape[1]):
             for column, token in enumerate(tokens[0, beam].tolist()):
-                mass = law.get((beam, token), 0.0)
+                mass = distribution.get((beam, token), 0.0)
                 if mass > 0:
                     keys[beam, token] = float(torch.log(torch.tensor(mass, dtype=torch.float64)) + noise[beam, column])
         return max(keys, key=lambda pair: keys[pair])
@@ -95,8 +95,8 @@ def test_rejection_equals_its_oracle(settings: tuple[float, int, float, float], 
     draws = make_rule(MethodConfig(rule="rejection")).verify(layer.view)
     for row in range(ROWS):
         expected = verify_layer_rejection(
-            layer.law(row),
-            layer.draft_law(row),
+            layer.distribution(row),
+            layer.draft_distribution(row),
             layer.drafts(row),
             layer.ends(),
             int(layer.view.width[row]),
@@ -112,14 +112,14 @@ def test_rejection_equals_its_oracle(settings: tuple[float, int, float, float], 
 @pytest.mark.parametrize("seed", range(4))
 def test_with_replacement_equals_its_oracle(settings: tuple[float, int, float, float], seed: int) -> None:
     """Without end tokens: completing draws then have one noise array each on both sides (ends have a test of their
-    law)."""
+    distribution)."""
     layer = random_layer(make_rule(MethodConfig(rule="with-replacement")), ROWS, seed, settings)
     layer.view.ends = torch.zeros_like(layer.view.ends)
     draws = make_rule(MethodConfig(rule="with-replacement")).verify(layer.view)
     for row in range(ROWS):
         expected = verify_layer_with_replacement(
-            layer.law(row),
-            layer.draft_law(row),
+            layer.distribution(row),
+            layer.draft_distribution(row),
             layer.drafts(row),
             (),
             int(layer.view.width[row]),
@@ -151,7 +151,7 @@ def test_coupled_equals_its_oracle(settings: tuple[float, int, float, float], se
     for row in range(ROWS):
         noise, other = _named(layer, row, shared[row]), _named(layer, row, fresh[row])
         width = int(view.width[row])
-        expected = coupled_layer(layer.law(row), noise, layer.drafts(row), layer.ends(), width, 3, other)
+        expected = coupled_layer(layer.distribution(row), noise, layer.drafts(row), layer.ends(), width, 3, other)
         assert_same(layer, row, draws, expected)
 
 
@@ -179,16 +179,19 @@ def test_width_equals_its_oracle(threshold: float, closeness: float) -> None:
     layer = random_layer(make_rule(MethodConfig(rule="rejection")), ROWS, 11, (1.0, 5, 1.0, 0.0), closeness)
     view = layer.view
     assert view.drafts is not None
-    q = draft_law_at(view, view.drafts).exp()
+    q = draft_probs_at(view, view.drafts).exp()
     width = expected_width_tensor(view.log_p.flatten(1).double().exp(), q, 5, threshold, 1, 3)
     for row in range(ROWS):
-        assert int(width[row]) == expected_width(layer.law(row), layer.draft_law(row), 5, threshold, 1, 3)
+        assert int(width[row]) == expected_width(
+            layer.distribution(row), layer.draft_distribution(row), 5, threshold, 1, 3
+        )
     if threshold == 0.3 and closeness > 0.5:
         assert set(width.tolist()) == {1, 2, 3}
 
 
 def test_every_kind_of_layer_occurs() -> None:
-    """The twin tests would say little if the random layers never passed, never failed or never met an end token."""
+    """The reference tests would say little if the random layers never passed, never failed or never met an end
+    token."""
     layer = random_layer(make_rule(MethodConfig(rule="rejection")), 600, 5, (1.0, 0, 1.0, 0.0))
     draws = make_rule(MethodConfig(rule="rejection")).verify(layer.view)
     assert 60 < int(draws.passed.sum()) < 540

@@ -10,7 +10,7 @@ from dsbd_cli import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.bench.prepare import BenchSpec, Prompt
-from dsbd_cli.lab.bench.runners import Answer, make_runner
+from dsbd_cli.lab.bench.runners import BestAnswer, make_runner
 from dsbd_cli.lab.bench.sweep import plan
 from dsbd_cli.lab.tasks.record import TaskRecord
 from tests.helpers.toys import NumberCodec, table_pair
@@ -18,7 +18,7 @@ from tests.helpers.toys import NumberCodec, table_pair
 SHORT = SamplingConfig(max_new_tokens=6)
 
 
-def answers(method: str, beams: int, runs: object = None) -> list[Answer]:
+def answers(method: str, beams: int, runs: object = None) -> list[BestAnswer]:
     target, _ = table_pair(1, 9, 0.0, {2: 1.0})
     pair = Engine(target, None, NumberCodec(9, (2,)))
     prompts = [Prompt(TaskRecord(f"r{i}", "", "", {}), (i, 3, 4), runs) for i in range(4)]  # type: ignore[arg-type]

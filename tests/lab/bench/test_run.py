@@ -10,8 +10,8 @@ from dsbd_cli import Engine, Request, SamplingConfig, load
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.bench.prepare import BenchSpec, prepare
-from dsbd_cli.lab.bench.run import Bench, Part
-from dsbd_cli.lab.bench.sweep import Setting, plan
+from dsbd_cli.lab.bench.run import Bench, BenchPart
+from dsbd_cli.lab.bench.sweep import SweepSetting, plan
 from dsbd_cli.lab.tasks.choose import open_dataset
 from dsbd_cli.lab.tasks.lines import jsonl_dataset
 from dsbd_cli.requests import derive_seed
@@ -73,7 +73,7 @@ def test_the_time_left_is_told_from_the_first_window(pair: Engine, monkeypatch: 
     spec = bench(pair, ["greedy", "beam-sampling"], records=16, rounds=2, tasks=("qa", "sql"))._spec
     running = Bench(pair, spec, command=["bench"], clock=lambda: now)
 
-    def measure(part: Part, setting: Setting, number: int, window: int) -> None:
+    def measure(part: BenchPart, setting: SweepSetting, number: int, window: int) -> None:
         nonlocal now
         now += (2 if setting.method == "greedy" else 10) * (2 if part.task == "sql" else 1)
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from dsbd_cli.lab.bench.runners import Answer
-from dsbd_cli.lab.bench.sweep import Setting, plan
+from dsbd_cli.lab.bench.runners import BestAnswer
+from dsbd_cli.lab.bench.sweep import SweepSetting, plan
 from dsbd_cli.lab.bench.tally import Tally, bootstrap_mean, middle_half, ratios_of
 from dsbd_cli.lab.metrics.energy import EnergyMeter, EnergyWindow
 from dsbd_cli.lab.reports.bench_cells import work_columns
@@ -33,11 +33,11 @@ def test_the_middle_half() -> None:
     assert (found.value, found.low, found.high) == (3.0, 2.0, 4.0)
 
 
-def settings(*names: str, **sweep: list[int]) -> list[Setting]:
+def settings(*names: str, **sweep: list[int]) -> list[SweepSetting]:
     return list(plan(list(names), sweep).settings)
 
 
-def tally(setting: Setting, speeds: dict[tuple[int, int], float], task: str = "sql") -> Tally:
+def tally(setting: SweepSetting, speeds: dict[tuple[int, int], float], task: str = "sql") -> Tally:
     made = Tally(task, setting, 8)
     for place, speed in speeds.items():
         made.add_time(place, round(100 * speed), EnergyWindow(None, 100.0, "unavailable"), None)
@@ -71,7 +71,7 @@ def test_counters_of_requests_are_summed_by_depth() -> None:
     steps = [StepStats("a", i, 0, 1, 20, 40, 0, layers, 0.0, 0.0, 0.0) for i, layers in enumerate((first, second), 1)]
     stats = RequestStats(target_calls=2, draft_calls=4, steps=3, drafted=32, accepted=8, width_sum=12, step_log=steps)
     stats.drafters = {"beam": DrafterStats(24, 6), "ngram": DrafterStats(8, 2)}
-    answer = Answer("x", 5, -1.0, stats, 1000)
+    answer = BestAnswer("x", 5, -1.0, stats, 1000)
     made.add_answers([answer], [{"exact match": 1.0}], [-1.0])
     row = made.row({}, EnergyMeter(None, reason="none"), "rss")
     assert row.passed_by_depth == (0.5, 0.0)
@@ -88,7 +88,7 @@ def test_energy_counts_only_windows_that_were_measured() -> None:
     made = Tally("sql", setting, 8)
     made.add_time((0, 0), 100, EnergyWindow(50.0, 2.0, "nvml"), 7)
     made.add_time((0, 1), 900, EnergyWindow(None, 0.1, "nvml"), 9)
-    made.add_answers([Answer("", 0, None, None, None, "too long")], [{"exact match": 0.0}], [0.0])
+    made.add_answers([BestAnswer("", 0, None, None, None, "too long")], [{"exact match": 0.0}], [0.0])
     meter = EnergyMeter(None)
     meter.idle_watts = 10.0
     row = made.row({}, meter, "cuda")

@@ -11,7 +11,7 @@ from dsbd_cli import Engine, SamplingConfig, load
 from dsbd_cli.lab.bench.choice import choose, curves, doubts, reference_of, without_reference
 from dsbd_cli.lab.bench.prepare import BenchSpec
 from dsbd_cli.lab.bench.run import Bench
-from dsbd_cli.lab.bench.sweep import Setting, plan
+from dsbd_cli.lab.bench.sweep import SweepSetting, plan
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Interval
 from dsbd_cli.lab.tasks.choose import open_dataset
 from dsbd_cli.lab.tasks.dataset import Dataset
@@ -20,11 +20,11 @@ from dsbd_cli.lab.tasks.record import TaskRecord
 THRESHOLDS = {"fuzzy_threshold": [0.4, 0.1, 0.2]}
 
 
-def settings(*names: str, **sweep: Sequence[float]) -> tuple[Setting, ...]:
+def settings(*names: str, **sweep: Sequence[float]) -> tuple[SweepSetting, ...]:
     return plan(list(names), {**THRESHOLDS, **sweep}).settings
 
 
-def rows(made: Sequence[Setting], numbers: dict[str, tuple[float, float]]) -> dict[str, BenchRow]:
+def rows(made: Sequence[SweepSetting], numbers: dict[str, tuple[float, float]]) -> dict[str, BenchRow]:
     """By name; numbers: label -> score and steps per call."""
     once = Interval(1.0, 1.0, 1.0)
     found = {}
@@ -83,7 +83,7 @@ def test_a_curve_for_each_shape_of_the_forest_and_none_of_one_threshold() -> Non
     assert curves(plan(["dsbd-fuzzy"], {"fuzzy_threshold": [0.3]}).settings) == ()
 
 
-def test_scores_are_held_against_the_target_s_own_law_at_as_many_beams() -> None:
+def test_scores_are_held_against_the_target_s_own_distribution_at_as_many_beams() -> None:
     names = ("beam-search", "dsbd-rejection-threshold", "dsbd-with-replacement", "hf-beam-sampling", "dsbd-fuzzy")
     made = settings(*names)
     assert without_reference(made)

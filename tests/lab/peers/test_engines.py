@@ -17,7 +17,7 @@ from dsbd_cli.errors import ModelError, UsageError
 from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.bench.prepare import BenchSpec, Prompt
 from dsbd_cli.lab.bench.runners import make_runner
-from dsbd_cli.lab.bench.sweep import Setting, plan
+from dsbd_cli.lab.bench.sweep import SweepSetting, plan
 from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.models.checkpoints.registry import resolve
 
@@ -131,7 +131,7 @@ def test_what_they_cannot_do_is_refused(engine: Any) -> None:
 
 def test_a_target_or_package_that_does_not_fit_is_named(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SamplingConfig(max_new_tokens=8)
-    wrong = Setting("llama-cpp-greedy", "", LlamaConfig("greedy"))
+    wrong = SweepSetting("llama-cpp-greedy", "", LlamaConfig("greedy"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="llama-cpp-greedy: it needs a package: pip install xllamacpp"):
         make_runner(engine, wrong, spec(sampling))

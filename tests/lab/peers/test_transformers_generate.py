@@ -15,7 +15,7 @@ from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
 from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.models.adapted.patching import PackedLinear
-from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.ops.select import packing_works
 
@@ -33,8 +33,8 @@ def prompts(engine: Engine) -> list[list[int]]:
 
 
 def peer(engine: Engine, kind: str, num_beams: int = 1, batch_size: int = 4, **sampling: object) -> TransformersPeer:
-    assert isinstance(engine.target, Forest)
-    assert isinstance(engine.draft, Forest)
+    assert isinstance(engine.target, BaseForestModel)
+    assert isinstance(engine.draft, BaseForestModel)
     assert isinstance(engine.codec, HFCodec)
     asked = SamplingConfig(**{"max_new_tokens": 24, **sampling})
     return TransformersPeer(PeerConfig(kind, num_beams), engine.target, engine.draft, engine.codec, asked, batch_size)
@@ -100,7 +100,7 @@ def test_transformers_runs_plain_weights(engine: Engine, tmp_path: Path) -> None
     adapted = load_model(ModelSpec(str(save(tmp_path, "opt")), device="cpu"))[0]
     assert PackedLinear in [type(layer) for layer in adapted.module.modules()]  # type: ignore[attr-defined]
     for forest in (adapted, engine.target):
-        assert isinstance(forest, Forest)
+        assert isinstance(forest, BaseForestModel)
         assert PackedLinear not in [type(layer) for layer in forest.stock().modules()]
         assert forest.stock() is forest.stock()
 
@@ -135,7 +135,7 @@ def test_stop_ends_between_and_within_batches(engine: Engine, prompts: list[list
 
 
 def test_an_empty_answer_costs_nothing(engine: Engine) -> None:
-    assert isinstance(engine.target, Forest)
+    assert isinstance(engine.target, BaseForestModel)
     assert sequence_logprob(engine.target, torch.tensor([1, 2]), []) == 0.0
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import dsbd_cli
 from dsbd_cli import Engine, MethodConfig, ModelSpec
 from dsbd_cli.cli.app import run
-from dsbd_cli.engine.drafting.bridge.draft import BridgedDraft
+from dsbd_cli.engine.drafting.bridge.bridged import BridgedDraft
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.requests import EngineInfo
 from tests.helpers.bridged import TextModel, codec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsbd_cli import MethodConfig
-from dsbd_cli.engine.planning.timing import Line
+from dsbd_cli.engine.planning.timing import FittedLine
 from dsbd_cli.lab.profiling import advice
 from dsbd_cli.lab.profiling.advice import choose
 from dsbd_cli.lab.profiling.probe import SlotPeak, owners
@@ -22,8 +22,8 @@ from dsbd_cli.lab.reports.profile_data import (
 )
 
 
-def line(*points: tuple[int, float]) -> Line:
-    made = Line()
+def line(*points: tuple[int, float]) -> FittedLine:
+    made = FittedLine()
     for nodes, seconds in points:
         made.add(nodes, seconds)
     return made
@@ -82,9 +82,9 @@ def test_the_fastest_is_chosen_and_of_varying_widths_the_widest_near_it() -> Non
 
 
 def test_memory_adds_up_to_the_peak() -> None:
-    slots = SlotPeak(trunk=100, tail=10, in_flight=36, path=115)
+    slots = SlotPeak(common_prefix=100, suffix=10, in_flight=36, path=115)
     found = {one.name: one.bytes for one in owners([("target", 5000), ("draft", 700)], slots, 10, 2000, 4, 9000, 800)}
-    assert (found["KV trunk"], found["KV tail"]) == (1000, 100)
+    assert (found["KV common prefix"], found["KV suffix"]) == (1000, 100)
     assert found["KV in flight"] == 360
     assert found["KV reserved, free"] == 2000 - 1460
     assert found["workspace"] == 9000 - 5000 - 700 - 2000 - 800

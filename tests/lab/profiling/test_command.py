@@ -77,7 +77,7 @@ def test_without_a_draft_and_with_threshold_width(dsbd: Dsbd, prompts: Path) -> 
 
 
 def test_the_forest_of_two_drafters_says_who_proposed(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
-    """The second drafter's nodes stand past the first one's law: they have no Q."""
+    """The second drafter's nodes stand past the first one's distribution: they have no Q."""
     written = tmp_path / "p.json"
     prompts.write_text(json.dumps({"prompt": " ".join(str(token) for token in [*range(VOCABULARY)] * 2)}) + "\n")
     two = ("--records", "1", "--drafter", "beam+ngram:top-k=0", "--show", "2", "--json", str(written))
@@ -453,7 +453,7 @@ def test_a_bridge_is_profiled_and_says_that_it_reads_the_host(dsbd: Dsbd, tmp_pa
     assert sum(one["share"] for one in phases) == pytest.approx(1.0)
     assert all(one["total_s"] >= 0 for one in phases)
     owners = [one["name"] for one in found["memory"]]
-    assert {"weights, draft", "KV trunk", "workspace"} <= set(owners)
+    assert {"weights, draft", "KV common prefix", "workspace"} <= set(owners)
 
 
 def test_depth_auto_is_refused_with_the_reason(dsbd: Dsbd) -> None:

@@ -14,7 +14,7 @@ from dsbd_cli.lab.profiling.timers import PHASES, RunLog
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.patching import pack, plain_linears
-from dsbd_cli.models.forest import size_of
+from dsbd_cli.models.forest_model import size_of
 from dsbd_cli.ops import select
 from dsbd_cli.ops.select import packing_works
 from tests.helpers.tiny import build
@@ -104,7 +104,7 @@ def test_everything_is_logged_once() -> None:
     assert log.span_count("detokenise") <= len(run.results)
     assert log.span_count("prefill") == 2 * 2  # of both models: a batch of two, then one that joins
     assert log.nodes <= log.rows * (2 + 2 * 4)
-    assert log.room >= 2 * run.results[0].stats.kv_peak_slots
+    assert log.most_slots >= 2 * run.results[0].stats.kv_peak_slots
 
 
 def test_no_clock_runs_within_a_captured_iteration() -> None:

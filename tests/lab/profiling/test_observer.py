@@ -39,12 +39,14 @@ class Counting(Observer):
 
     def __init__(self) -> None:
         self.forests = self.layers = self.iterations = 0
-        self.laws = True
+        self.distributions = True
 
     def drafted(self, context: DraftContext, forest: Forest) -> None:
         self.forests += 1
         self.layers += forest.depth + 1
-        self.laws = self.laws and all(law is not None for law in forest.laws)
+        self.distributions = self.distributions and all(
+            distribution is not None for distribution in forest.distributions
+        )
 
     def verified(self, view: LayerView, draws: LayerDraws) -> None:
         self.layers -= 1
@@ -79,7 +81,7 @@ def test_watching_changes_no_text(method: MethodConfig) -> None:
     assert texts[0] == texts[1] == texts[2]
     assert seen.forests == seen.iterations > 0
     assert seen.layers == 0, "each layer of each forest, and the completed one below, is told once"
-    assert seen.laws
+    assert seen.distributions
 
 
 def test_no_kernel_works_behind_the_back_of_an_observer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +91,8 @@ def test_no_kernel_works_behind_the_back_of_an_observer(monkeypatch: pytest.Monk
     vars(one).update(best_tokens=lambda: None, context=SimpleNamespace(keys=None))
     vars(one).update(drafter=SimpleNamespace(by_kernel=True, learn=lambda *_: None))
     monkeypatch.setattr(iteration, "walk_kernel", lambda *_: "kernel")
-    monkeypatch.setattr(iteration, "walked", lambda *_: "by the kernel")
-    monkeypatch.setattr(iteration, "walk", lambda *_: "by tensor code")
+    monkeypatch.setattr(iteration, "verified", lambda *_: "by the kernel")
+    monkeypatch.setattr(iteration, "verify", lambda *_: "by tensor code")
     one.verify()
     assert one.outcome == "by the kernel"
     one.observer = Counting()
@@ -132,9 +134,9 @@ def test_slots_at_the_peak_are_the_engines_own() -> None:
         steps = result.stats.step_log
         assert log.peak.total == max(one.kv_slots for one in steps) == result.stats.kv_peak_slots
         peak = max(steps, key=lambda one: one.kv_slots)
-        assert (log.peak.trunk, log.peak.in_flight) == (peak.trunk, peak.nodes)
+        assert (log.peak.common_prefix, log.peak.in_flight) == (peak.trunk, peak.nodes)
         assert log.peak.path <= 2 + 16
         assert (log.iterations, log.rows) == (len(steps), len(steps))
         assert log.nodes == sum(one.nodes for one in steps)
         assert log.slots == sum(one.kv_slots for one in steps)
-        assert log.room >= log.peak.total
+        assert log.most_slots >= log.peak.total

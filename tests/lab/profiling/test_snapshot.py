@@ -43,7 +43,7 @@ def show(
     return snapshot.shown("r", method.rule, steps[number - 1].steps, names)
 
 
-def law_of(table: Tensor, paths: list[list[int]], normalised: bool) -> dict[tuple[int, ...], float]:
+def distribution_of(table: Tensor, paths: list[list[int]], normalised: bool) -> dict[tuple[int, ...], float]:
     """exp(sum of log p) of every continuation of the paths, by path; each starts with the two prompt tokens."""
     logs = torch.log_softmax(table.double(), -1)
     found = {}
@@ -67,8 +67,8 @@ def path_of(forest: ShownForest, node: ShownNode) -> list[int]:
 
 @pytest.mark.parametrize("name", ["coupled", "coupled threshold", "rejection", "rejection threshold", "search"])
 @pytest.mark.parametrize("seed", [5, 6, 7])
-def test_p_and_q_are_the_laws_of_their_pools(name: str, seed: int) -> None:
-    """Guards against P or Q of the wrong beam, layer or token, and against a law that is not normalised."""
+def test_p_and_q_are_the_distributions_of_their_pools(name: str, seed: int) -> None:
+    """Guards against P or Q of the wrong beam, layer or token, and against a distribution that is not normalised."""
     target, draft = table_pair(3, VOCABULARY, 0.5)
     method = METHODS[name]
     forest = show(target, draft, method, 1, seed)
@@ -77,8 +77,8 @@ def test_p_and_q_are_the_laws_of_their_pools(name: str, seed: int) -> None:
         above = [node for node in forest.nodes if node.layer == layer - 1]
         drafted = [node for node in above if node.state != "completed"]
         live = [node for node in above if node.state in ("root", "accepted")]
-        p = law_of(target.table, [path_of(forest, node) for node in live], normalised)
-        q = law_of(draft.table, [path_of(forest, node) for node in drafted], normalised)
+        p = distribution_of(target.table, [path_of(forest, node) for node in live], normalised)
+        q = distribution_of(draft.table, [path_of(forest, node) for node in drafted], normalised)
         for node in (node for node in forest.nodes if node.layer == layer):
             path = tuple(path_of(forest, node))
             if node.state in ("accepted", "rejected", "completed"):
@@ -99,10 +99,10 @@ def test_what_is_live_in_the_end_is_what_the_next_iteration_begins_with(name: st
         target, draft = table_pair(11, VOCABULARY, 0.4)
         forest = show(target, draft, METHODS[name], number, seed)
         then = show(target, draft, METHODS[name], number + 1, seed)
-        last = [node for node in forest.nodes if node.layer == forest.walked]
+        last = [node for node in forest.nodes if node.layer == forest.verified]
         live = Counter(node.token for node in last if node.state in ("accepted", "completed"))
         assert live == Counter(node.token for node in then.nodes if node.layer == 0)
-        assert all(node.state == "unreached" for node in forest.nodes if node.layer > forest.walked)
+        assert all(node.state == "unreached" for node in forest.nodes if node.layer > forest.verified)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -17,14 +17,14 @@ from rich.text import Text
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.bench.methods import METHODS
-from dsbd_cli.lab.bench.sweep import Setting
-from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Choice, Energy, Interval, pareto_front
+from dsbd_cli.lab.bench.sweep import SweepSetting
+from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, ChosenThreshold, Energy, Interval, pareto_front
 from dsbd_cli.lab.reports.bench_json import json_lines
 from dsbd_cli.lab.reports.bench_markdown import markdown_page
 from dsbd_cli.lab.reports.bench_plot import FAMILIES, bench_figure
 from dsbd_cli.lab.reports.bench_terminal import print_report
 from dsbd_cli.lab.reports.screen import Screen
-from dsbd_cli.lab.reports.style import apart, picture_bytes, require_plots
+from dsbd_cli.lab.reports.style import picture_bytes, require_plots, spread_labels
 
 
 def row(task: str, method: str, place: int, setting: str = "") -> BenchRow:
@@ -74,7 +74,7 @@ def tuned(tasks: tuple[str, ...] = ("sql", "qa")) -> BenchReport:
     dev += [dataclasses.replace(row(task, "dsbd-rejection", 2), records=48) for task in tasks]
     names = [f"dsbd-fuzzy {label}" for label in labels]
     choices = [
-        Choice(task, tuple(some), "dsbd-rejection", 0.02, chosen)
+        ChosenThreshold(task, tuple(some), "dsbd-rejection", 0.02, chosen)
         for task in tasks
         for some, chosen in ((names[:3], names[1]), (names[3:], None))
     ]
@@ -211,7 +211,7 @@ def test_every_json_line_is_complete_by_itself() -> None:
 def test_settings_that_do_not_act_are_null() -> None:
     def written(**changed: object) -> dict[str, object]:
         config = MethodConfig.of(changed)
-        one = dataclasses.replace(row("sql", "greedy", 0), settings=Setting("greedy", "", config).fields())
+        one = dataclasses.replace(row("sql", "greedy", 0), settings=SweepSetting("greedy", "", config).fields())
         found: dict[str, object] = json.loads(json_lines(BenchReport([one], {}, {})))["settings"]
         return found
 
@@ -312,9 +312,9 @@ def test_a_large_sweep_shows_the_best_settings_of_each_method() -> None:
 
 
 def test_labels_stand_apart_in_their_order() -> None:
-    assert apart([10, 10, 50, 11], 5, 0, 100) == [10, 15, 50, 20]
-    assert apart([99, 98, 97], 5, 0, 100) == [100, 95, 90]
-    assert apart([], 5, 0, 100) == []
+    assert spread_labels([10, 10, 50, 11], 5, 0, 100) == [10, 15, 50, 20]
+    assert spread_labels([99, 98, 97], 5, 0, 100) == [100, 95, 90]
+    assert spread_labels([], 5, 0, 100) == []
 
 
 def test_the_curve_has_the_colour_of_its_method_and_steps_per_call_to_the_right() -> None:

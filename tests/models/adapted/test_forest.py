@@ -40,7 +40,7 @@ def test_forest_equals_separate_paths(name: str) -> None:
     nodes in the trash slot."""
     rng = random.Random(3)
     model = build(name)
-    plain = build(name)  # apart, so that the twin does not run through the attention function under test
+    plain = build(name)  # apart, so that the reference does not run through the attention function under test
     forest = CausalForestModel(model, name)
     forest.reserve(2, SLOTS)
     free = [list(range(TRASH)) for _ in range(2)]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from dsbd_cli.errors import UnsupportedModelError
-from dsbd_cli.models.adapted import places
+from dsbd_cli.models.adapted import positions
 from dsbd_cli.models.adapted.crossing import CrossCache
 from dsbd_cli.models.adapted.patching import pack
-from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, encoder_digest, sample_source
-from dsbd_cli.models.checks.invariance import COMPANIES, Company, _logits, is_invariant
+from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, encoder_digest, sample_encoder_input
+from dsbd_cli.models.checks.invariance import COMPANIES, Surroundings, _logits, is_invariant
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.ops.cpu.runtime import on_amd
 from tests.helpers.pairs import FIT, UNFIT, build_pair, perturbed
@@ -60,7 +60,7 @@ def rows_not_moved(model: Seq2SeqForestModel, monkeypatch: pytest.MonkeyPatch) -
 def mask_missing(model: Seq2SeqForestModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shorter source sees the empty places behind it."""
 
-    def across(self: Any, batch: Any, width: int, sight: Any) -> torch.Tensor:
+    def across(self: Any, batch: Any, width: int, metadata: Any) -> torch.Tensor:
         return torch.zeros(len(batch.tokens), 1, batch.tokens.shape[1], width)
 
     monkeypatch.setattr(Seq2SeqForestModel, "_across", across)
@@ -84,19 +84,19 @@ def test_mutants_are_refused(name: str, break_it: Any, monkeypatch: pytest.Monke
 
 
 def test_positions_come_in_the_ways_that_are_known() -> None:
-    ways = {name: Seq2SeqForestModel(build_pair(name), name)._places.ways for name in ("t5", "bart", "whisper")}
-    assert ways == {"t5": ["bias"], "bart": ["table"], "whisper": ["argument"]}
-    assert places.ARGUMENT == "decoder_position_ids"
+    kinds = {name: Seq2SeqForestModel(build_pair(name), name)._places.kinds for name in ("t5", "bart", "whisper")}
+    assert kinds == {"t5": ["bias"], "bart": ["table"], "whisper": ["argument"]}
+    assert positions.ARGUMENT == "decoder_position_ids"
 
 
 def test_the_stock_model_stays_as_it_was() -> None:
     """Guards comparators that run on the same module: outside a forest our positions do nothing."""
     for name in ("t5", "bart"):
         plain = build_pair(name)
-        source, tokens = torch.randint(5, 90, (1, 9)), torch.randint(5, 90, (1, 6))
-        want = plain(input_ids=source, decoder_input_ids=tokens).logits
+        encoder_input, tokens = torch.randint(5, 90, (1, 9)), torch.randint(5, 90, (1, 6))
+        want = plain(input_ids=encoder_input, decoder_input_ids=tokens).logits
         Seq2SeqForestModel(plain, name)
-        assert torch.allclose(plain(input_ids=source, decoder_input_ids=tokens).logits, want, atol=1e-5)
+        assert torch.allclose(plain(input_ids=encoder_input, decoder_input_ids=tokens).logits, want, atol=1e-5)
 
 
 # Wide enough that the kernels of real models are taken.
@@ -108,7 +108,7 @@ WIDE = {
         "decoder_attention_heads": 2,
         "max_position_embeddings": 512,
     },
-    # sources of 64 tokens, the most it takes, have no tail
+    # sources of 64 tokens, the most it takes, have no suffix
     "bart": {"d_model": 128, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
     "whisper": {"d_model": 128, "decoder_attention_heads": 2, "max_target_positions": 448, "max_source_positions": 150},
 }
@@ -137,26 +137,26 @@ def test_a_source_does_not_depend_on_those_that_are_read_with_it(name: str, dtyp
         pytest.skip("this processor does not multiply bfloat16 itself")
     model = Seq2SeqForestModel(module, name)
     assert model._rows_alike
-    sources = [sample_source(model, size, seed) for seed, size in enumerate((9, 31, 32, 33, 100, 140))]
+    encoder_inputs = [sample_encoder_input(model, size, seed) for seed, size in enumerate((9, 31, 32, 33, 100, 140))]
     runs = []
     model._encoder.register_forward_hook(lambda *_: runs.append(1))
 
     def kept(rows: list[int], together: bool) -> list[torch.Tensor]:
         model.release()
-        model.reserve(len(sources), 8)
+        model.reserve(len(encoder_inputs), 8)
         for part in [rows] if together else [[row] for row in rows]:
-            model.encode(part, [sources[row] for row in part])
+            model.encode(part, [encoder_inputs[row] for row in part])
         return [
-            stored[row, :, : len(sources[row])].clone()
+            stored[row, :, : len(encoder_inputs[row])].clone()
             for layer in model._cross._own
             for stored in layer.stored
-            for row in range(len(sources))
+            for row in range(len(encoder_inputs))
         ]
 
     apart = kept([0, 1, 2, 3, 4, 5], together=False)
-    assert len(runs) == len(sources)
+    assert len(runs) == len(encoder_inputs)
     assert all(map(torch.equal, apart, kept([3, 1, 5, 0, 4, 2], together=True)))
-    assert len(runs) == len(sources) + 4  # of 32, 64 and 128 places, and one that stands alone
+    assert len(runs) == len(encoder_inputs) + 4  # of 32, 64 and 128 places, and one that stands alone
     assert is_invariant(model)
 
 
@@ -186,7 +186,7 @@ def test_eager_families_with_a_function_by_name_are_switched(name: str) -> None:
 def test_the_plain_way_depends_on_it(name: str) -> None:
     """The check would prove little if the ordinary attention passed it."""
     model = Seq2SeqForestModel(build_pair(name, **WIDE[name]), name)
-    alone = _logits(model, Company(), by_parts=False)
+    alone = _logits(model, Surroundings(), by_parts=False)
     assert not all(torch.equal(_logits(model, one, by_parts=False), alone) for one in COMPANIES)
 
 
@@ -203,9 +203,9 @@ def test_the_draft_takes_over_what_the_targets_encoder_read() -> None:
     draft.get_encoder().register_forward_hook(lambda *_: ran.append(1))
     for model in (leader, follower, alone):
         model.reserve(3, 8)
-    sources = [sample_source(leader, size, seed) for seed, size in enumerate((9, 40))]
+    encoder_inputs = [sample_encoder_input(leader, size, seed) for seed, size in enumerate((9, 40))]
     for model in (leader, follower, alone):
-        model.encode([2, 0], sources)
+        model.encode([2, 0], encoder_inputs)
     assert not ran
     for mine, theirs in zip(follower._cross._own, alone._cross._own, strict=True):
         for one, another in zip(mine.stored, theirs.stored, strict=True):

@@ -155,7 +155,7 @@ def test_a_large_model_is_told_before_and_after(
     with caplog.at_level(logging.INFO, "dsbd_cli.models.load_model"):
         loading.load_model(spec)
         assert caplog.messages == []
-        monkeypatch.setattr(loading, "TOLD_BYTES", size)
+        monkeypatch.setattr(loading, "LARGE_BYTES", size)
         real, seen = loading._loaded, []
 
         def noting(spec: ModelSpec, **more: Any) -> Any:

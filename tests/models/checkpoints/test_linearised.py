@@ -22,7 +22,7 @@ GROUP = 4
 
 
 def by_token(q: Tensor, k: Tensor, v: Tensor, near: float, far: float) -> Tensor:
-    """The same law as a loop over tokens with a state of the closed groups: q, k, v [n, P]."""
+    """The same distribution as a loop over tokens with a state of the closed groups: q, k, v [n, P]."""
     state, outs = torch.zeros(q.shape[1], v.shape[1], dtype=torch.float64), []
     for token in range(len(q)):
         start = token - token % GROUP

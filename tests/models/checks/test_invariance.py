@@ -20,7 +20,7 @@ from dsbd_cli.models import forest_attention
 from dsbd_cli.models.adapted import attention
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.patching import pack
-from dsbd_cli.models.checks.invariance import Company, _logits, check, is_invariant
+from dsbd_cli.models.checks.invariance import Surroundings, _logits, check, is_invariant
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import LoadedPair, load_pair
 from dsbd_cli.models.recurrent import mixers
@@ -49,7 +49,7 @@ def wide(name: str, dtype: torch.dtype, *, packed: bool = True, **more: Any) -> 
 
 @pytest.fixture(params=["kernel", "torch"])
 def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tail by the kernel, and by the torch code that serves where it does not fit."""
+    """The suffix by the kernel, and by the torch code that serves where it does not fit."""
     if request.param == "torch":
         in_torch(monkeypatch)
 
@@ -84,14 +84,14 @@ RECURRENT_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("walked", [True, False], ids=["walked", "summed"])
+@pytest.mark.parametrize("by_kernel", [True, False], ids=["walked", "summed"])
 @pytest.mark.parametrize("name", RECURRENT_SIZES)
-def test_recurrent_layers_keep_their_bits(name: str, walked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards states against the times at which the trunk was folded, which depend on the drafts.
+def test_recurrent_layers_keep_their_bits(name: str, by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards states against the times at which the common prefix was folded, which depend on the drafts.
 
     In kernels of a CPU, and in the tensor code of a GPU.
     """
-    monkeypatch.setattr(StateCache, "walks", staticmethod(lambda device: walked))
+    monkeypatch.setattr(StateCache, "has_kernel", staticmethod(lambda device: by_kernel))
     model = build(name, **RECURRENT_SIZES[name])
     pack(model)
     forest = CausalForestModel(model, name)
@@ -117,7 +117,7 @@ def narrow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("break_it", [corrections_in_float32, narrow_steps])
 def test_mutants_of_recurrent_layers_are_found(break_it: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the check at load, and both cures: without them the bits of Qwen3.5 move."""
-    monkeypatch.setattr(StateCache, "walks", staticmethod(lambda device: False))
+    monkeypatch.setattr(StateCache, "has_kernel", staticmethod(lambda device: False))
     break_it(monkeypatch)
     model = build("qwen3.5", **DELTA)
     pack(model)
@@ -132,10 +132,10 @@ def test_bits_do_not_depend_on_any_company(name: str) -> None:
     """Guards what the few companies at load do not meet: odd numbers of nodes, rows and slots."""
     model, chance = wide(name, torch.float32), random.Random(5)
     with torch.inference_mode():
-        alone = _logits(model, Company())
+        alone = _logits(model, Surroundings())
         for _ in range(8):
             others, rows = chance.randrange(60), chance.choice([1, 2, 3])
-            company = Company(
+            company = Surroundings(
                 rows=rows,
                 row=chance.randrange(rows),
                 others=others,
@@ -156,7 +156,7 @@ def test_a_model_with_attention_of_its_own_is_not_trusted(name: str) -> None:
 def all_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused kernel over all slots, gaps included."""
 
-    def fused(sight, query, key, value, mask, scale, *more):  # type: ignore[no-untyped-def]
+    def fused(metadata, query, key, value, mask, scale, *more):  # type: ignore[no-untyped-def]
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
@@ -166,7 +166,7 @@ def all_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def narrow_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tail in float32, by slot."""
+    """The suffix in float32, by slot."""
     in_torch(monkeypatch)
     monkeypatch.setattr(forest_attention.torch, "float64", torch.float32)
 
@@ -185,48 +185,48 @@ def test_mutants_are_found(break_it: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert not is_invariant(model)
 
 
-def attended(tail: int) -> torch.Tensor:
-    """[1, n, H, E] of six nodes over 64 settled slots and six more, among `tail` slots whose others are masked."""
+def attended(suffix: int) -> torch.Tensor:
+    """[1, n, H, E] of six nodes over 64 prompt slots and six more, among `suffix` slots whose others are masked."""
     generator = torch.Generator().manual_seed(3)
     query, key, value = (torch.randn(1, heads, 128, 64, generator=generator) for heads in (4, 2, 2))
     seen = torch.zeros(1, 6, 128, dtype=torch.bool)
     seen[..., :64] = True
     seen[..., 64:70] = torch.ones(6, 6).tril().bool()
     additive = torch.zeros(1, 1, 6, 128).masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
-    sight = forest_attention.AttentionMetadata((64,), tail, path_attention=attend)
-    sight.add(additive, seen, whole=True)
-    with attention.seeing(sight):
+    metadata = forest_attention.AttentionMetadata((64,), suffix, path_attention=attend)
+    metadata.add(additive, seen, whole=True)
+    with attention.attention_over(metadata):
         return attention.grouped_attention(torch.nn.Module(), query[:, :, :6], key, value, additive)[0]
 
 
-def test_a_short_tail_has_the_bits_of_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_suffix_has_the_bits_of_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards products of few columns, which take another kernel: LEAST_TAIL keeps them away."""
     kernel = attended(64)
-    assert all(torch.equal(attended(tail), kernel) for tail in range(6, 40))
+    assert all(torch.equal(attended(suffix), kernel) for suffix in range(6, 40))
     in_torch(monkeypatch)
     wide = attended(64)
-    assert all(torch.equal(attended(tail), wide) for tail in range(6, 40))
+    assert all(torch.equal(attended(suffix), wide) for suffix in range(6, 40))
 
 
 @pytest.mark.skipif(not on_amd(), reason="products of few columns are known to take another kernel on AMD alone")
-def test_a_tail_that_is_not_filled_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suffix_that_is_not_filled_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the test above."""
     in_torch(monkeypatch)
     wide = attended(64)
-    monkeypatch.setattr(forest_attention, "LEAST_TAIL", 1)
-    assert not all(torch.equal(attended(tail), wide) for tail in range(6, 12))
+    monkeypatch.setattr(forest_attention, "LEAST_SUFFIX", 1)
+    assert not all(torch.equal(attended(suffix), wide) for suffix in range(6, 12))
 
 
 def of_queries(count: int, dim: int) -> torch.Tensor:
-    """[1, H, E] of the first of so many nodes that see 96 settled slots and one more."""
+    """[1, H, E] of the first of so many nodes that see 96 prompt slots and one more."""
     generator = torch.Generator().manual_seed(4)
     query, key, value = (torch.randn(1, heads, 128, dim, generator=generator) for heads in (4, 4, 4))
     seen = torch.zeros(1, count, 128, dtype=torch.bool)
     seen[..., :97] = True
     additive = torch.zeros(1, 1, count, 128).masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
-    sight = forest_attention.AttentionMetadata((96,), 32, path_attention=attend)
-    sight.add(additive, seen, whole=True)
-    with attention.seeing(sight):
+    metadata = forest_attention.AttentionMetadata((96,), 32, path_attention=attend)
+    metadata.add(additive, seen, whole=True)
+    with attention.attention_over(metadata):
         return attention.grouped_attention(torch.nn.Module(), query[:, :, :count], key, value, additive)[0][:, 0]
 
 
@@ -254,7 +254,7 @@ def test_parts_give_what_the_fused_kernel_gives() -> None:
     """Guards the joining of the two parts: wrong weights would be the same in every company."""
     for name in KINDS:
         model = wide(name, torch.float32)
-        company = Company(others=32, ahead=9, spread=5, slots=512)
+        company = Surroundings(others=32, ahead=9, spread=5, slots=512)
         with torch.inference_mode():
             ours = _logits(model, company)
             plain = _logits(model, company, by_parts=False)
@@ -366,7 +366,7 @@ def test_a_model_whose_bits_a_copy_moves_does_not_share(monkeypatch: pytest.Monk
     """Guards the check at load, and that it says so."""
     good = wide("llama", torch.float32)
     trust(good)
-    assert (good.invariant, good.copies_prefixes, good.told) == (True, True, ())
+    assert (good.invariant, good.copies_prefixes, good.notes) == (True, True, ())
     copy = CausalForestModel.copy_prefixes
 
     def less(self: CausalForestModel, copies: list[tuple[int, int, int]]) -> None:
@@ -376,18 +376,18 @@ def test_a_model_whose_bits_a_copy_moves_does_not_share(monkeypatch: pytest.Monk
     bad = wide("llama", torch.float32)
     trust(bad)
     assert (bad.invariant, bad.copies_prefixes) == (True, False)
-    assert bad.told == ("prompts that begin alike are each read whole: a copied beginning would change bits here",)
+    assert bad.notes == ("prompts that begin alike are each read whole: a copied beginning would change bits here",)
     few = wide("llama", torch.float32, max_position_embeddings=PREFIX_STEP + 4)
     trust(few)
     assert (few.invariant, few.copies_prefixes) == (True, False)
-    assert few.told == (
+    assert few.notes == (
         "prompts that begin alike are each read whole: the model takes too few tokens to check whether a copied "
         "beginning changes bits",
     )
     recurrent = CausalForestModel(build("mamba2"), "mamba2")
     assert not recurrent.copies_prefixes
     recurrent.trust(None, None)
-    assert recurrent.told == ()
+    assert recurrent.notes == ()
 
 
 def test_a_prompt_is_read_the_same_way_beside_a_longer_one() -> None:

@@ -76,7 +76,7 @@ def sees_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CausalForestModel, "move", lambda self, source, target, trunk: None)
+    monkeypatch.setattr(CausalForestModel, "move", lambda self, source, target, common_prefix: None)
 
 
 @pytest.mark.parametrize("break_it", [ignore_windows, windows_by_slot, sees_siblings, moves_nothing])

@@ -25,28 +25,28 @@ from dsbd_cli.models.recurrent.states import (
     StateCache,
     TailBuffer,
 )
-from dsbd_cli.ops.cpu.kernels import scan as walks
+from dsbd_cli.ops.cpu.kernels import scan
 from tests.helpers.tiny import HEAD, RECURRENT, V, build
 
-WALKED = [True, False]  # by kernels of a CPU, and by tensor code as on a GPU
+BY_KERNEL = [True, False]  # by kernels of a CPU, and by tensor code as on a GPU
 MIXED = ("mamba2", "qwen3.5", "kimi-linear", "lfm2", "mamba", "linearised")  # one of each kind of layer
 
 
 @pytest.fixture
-def walked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def by_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether recurrent layers run as kernels of a CPU; otherwise as tensor code."""
-    monkeypatch.setattr(StateCache, "walks", staticmethod(lambda device: bool(request.param)))
+    monkeypatch.setattr(StateCache, "has_kernel", staticmethod(lambda device: bool(request.param)))
     return bool(request.param)
 
 
 def summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recurrent layers run as tensor code."""
-    monkeypatch.setattr(StateCache, "walks", staticmethod(lambda device: False))
+    monkeypatch.setattr(StateCache, "has_kernel", staticmethod(lambda device: False))
 
 
-@pytest.mark.parametrize("walked", WALKED, ids=["walked", "summed"], indirect=True)
+@pytest.mark.parametrize("by_kernel", BY_KERNEL, ids=["walked", "summed"], indirect=True)
 @pytest.mark.parametrize("name", RECURRENT)
-def test_accepts(name: str, walked: bool) -> None:
+def test_accepts(name: str, by_kernel: bool) -> None:
     """Guards every family's seam: names of scans, arguments, what the cache is asked. Margin 10."""
     report = self_test(CausalForestModel(build(name), name))
     assert report.largest_error < report.limit / 10
@@ -64,9 +64,9 @@ HALVES = [
 ]
 
 
-@pytest.mark.parametrize("walked", WALKED, ids=["walked", "summed"], indirect=True)
+@pytest.mark.parametrize("by_kernel", BY_KERNEL, ids=["walked", "summed"], indirect=True)
 @pytest.mark.parametrize(("name", "dtype"), HALVES, ids=str)
-def test_accepts_halves(name: str, dtype: torch.dtype, walked: bool) -> None:
+def test_accepts_halves(name: str, dtype: torch.dtype, by_kernel: bool) -> None:
     """Guards states and inputs kept in the model's own dtype, whose rounding would stay in the state for good."""
     forest = CausalForestModel(build(name).to(dtype), name)
     report = self_test(forest)
@@ -117,14 +117,14 @@ def convolution_by_slot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TailBuffer, "back", lambda self, taps: self.at + torch.arange(1 - taps, 0).view(-1, 1, 1))
 
 
-def walked_convolution_by_slot(patch: pytest.MonkeyPatch) -> None:
-    taps = walks.taps
+def by_kernel_convolution_by_slot(patch: pytest.MonkeyPatch) -> None:
+    taps = scan.taps
 
     def neighbours(*arguments: Any) -> Any:
         own, back = taps(*arguments)
         return own, own + np.arange(-len(back), 0)[:, None]
 
-    patch.setattr(walks, "taps", neighbours)
+    patch.setattr(scan, "taps", neighbours)
 
 
 def uncorrected(patch: pytest.MonkeyPatch) -> None:
@@ -142,8 +142,8 @@ def base_not_cleared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StateCache, "clear", keep_base)
 
 
-def trunk_inputs_lost(patch: pytest.MonkeyPatch) -> None:
-    """The convolution forgets what stood before the tail."""
+def common_prefix_inputs_lost(patch: pytest.MonkeyPatch) -> None:
+    """The convolution forgets what stood before the suffix."""
     advance = LayerMemory.advance
 
     def forget(self: LayerMemory, shift: states.Shift) -> None:
@@ -156,7 +156,7 @@ def trunk_inputs_lost(patch: pytest.MonkeyPatch) -> None:
 
 def line_by_slot(patch: pytest.MonkeyPatch) -> None:
     """A node reads the tokens in the places before it."""
-    forest = walks.forest
+    forest = scan.forest
 
     def neighbours(seen: Any, at: Any, depths: Any, base: Any, lead: int) -> Any:
         plan = forest(seen, at, depths, base, lead)
@@ -164,17 +164,17 @@ def line_by_slot(patch: pytest.MonkeyPatch) -> None:
             line[:count] = range(max(0, line[count - 1] - count + 1), max(count, line[count - 1] + 1))
         return plan
 
-    patch.setattr(walks, "forest", neighbours)
+    patch.setattr(scan, "forest", neighbours)
 
 
 def nothing_recalled(patch: pytest.MonkeyPatch) -> None:
     """u without what the parent's state says of its key."""
-    walk = LinearState._walk
+    walk = LinearState._by_kernel
 
     def scaled(self: LinearState, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, **rest: Any) -> Tensor:
         return walk(self, q, k, v * beta.unsqueeze(3), g)
 
-    patch.setattr(LinearState, "_walk", scaled)
+    patch.setattr(LinearState, "_by_kernel", scaled)
 
 
 def own_group_read_as_an_earlier_one(patch: pytest.MonkeyPatch) -> None:
@@ -189,16 +189,16 @@ MUTANTS = [
     (convolution_by_slot, MIXED),
     (uncorrected, ("qwen3.5", "kimi-linear")),
     (base_not_cleared, MIXED),
-    (trunk_inputs_lost, MIXED),
+    (common_prefix_inputs_lost, MIXED),
 ]
-WALKED_MUTANTS = [
+KERNEL_MUTANTS = [
     (fold_forgotten, ("mamba2", "qwen3.5", "kimi-linear", "linearised")),
     (fold_twice, ("mamba2", "qwen3.5", "kimi-linear", "linearised")),
     (line_by_slot, ("mamba2", "qwen3.5", "kimi-linear", "linearised")),
-    (walked_convolution_by_slot, ("mamba2", "lfm2")),
+    (by_kernel_convolution_by_slot, ("mamba2", "lfm2")),
     (nothing_recalled, ("qwen3.5", "kimi-linear")),
     (base_not_cleared, ("mamba2", "qwen3.5", "linearised")),
-    (trunk_inputs_lost, ("mamba2", "qwen3.5", "lfm2")),
+    (common_prefix_inputs_lost, ("mamba2", "qwen3.5", "lfm2")),
 ]
 
 
@@ -217,9 +217,9 @@ def test_mutants_are_refused(break_it: Any, name: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("break_it", "name"),
-    [pytest.param(mutant, name, id=f"{mutant.__name__}-{name}") for mutant, names in WALKED_MUTANTS for name in names],
+    [pytest.param(mutant, name, id=f"{mutant.__name__}-{name}") for mutant, names in KERNEL_MUTANTS for name in names],
 )
-def test_walked_mutants_are_refused(break_it: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_kernel_mutants_are_refused(break_it: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same of layers that run as kernels."""
     forest = CausalForestModel(build(name), "mutant")
     break_it(monkeypatch)
@@ -244,15 +244,15 @@ def test_others_are_refused_by_name(name: str) -> None:
     assert name in str(caught.value)
 
 
-@pytest.mark.parametrize("walked", WALKED, ids=["walked", "summed"], indirect=True)
-def test_a_row_holds_one_state_whatever_its_length(walked: bool) -> None:
+@pytest.mark.parametrize("by_kernel", BY_KERNEL, ids=["walked", "summed"], indirect=True)
+def test_a_row_holds_one_state_whatever_its_length(by_kernel: bool) -> None:
     """Guards memory that grows with the text or with the beams."""
     forest = CausalForestModel(build("mamba2"), "mamba2")
     assert forest.kv_bytes_per_slot() == 0
-    decays = 8 if walked else 8 + 2 * 8
+    decays = 8 if by_kernel else 8 + 2 * 8
     state, place = 3 * 8 * 16 * 8 * 4, 3 * ((64 + 2 * 2 * 16) + (2 * 16 + 8 * 8 + decays)) * 4
-    kernel = 3 * 3 * (64 + 2 * 2 * 16) * 4  # three inputs of a convolution stay from the trunk
-    inputs = walks.LEAD * 3 * (2 * 16 + 8 * 8 + decays) * 4 if walked else 0  # of tokens that a kernel's state lacks
+    kernel = 3 * 3 * (64 + 2 * 2 * 16) * 4  # three inputs of a convolution stay from the common prefix
+    inputs = scan.LEAD * 3 * (2 * 16 + 8 * 8 + decays) * 4 if by_kernel else 0  # of tokens that a kernel's state lacks
     for window in (0, 24, 96):
         assert forest.state_bytes(window) == state + kernel + inputs + (window + 1) * place
     forest.reserve(2, 1000, 24)
@@ -276,9 +276,9 @@ def test_nan_of_a_failed_row_is_cleared() -> None:
     assert all(t.isfinite().all() for memory in cache.memories.values() for t in memory.tensors())
 
 
-@pytest.mark.parametrize("walked", WALKED, ids=["walked", "summed"], indirect=True)
+@pytest.mark.parametrize("by_kernel", BY_KERNEL, ids=["walked", "summed"], indirect=True)
 @pytest.mark.parametrize("name", ["qwen3.5", "bamba", "jamba"])
-def test_tokens_of_the_trunk_are_not_run_again(name: str, walked: bool) -> None:
+def test_tokens_of_the_common_prefix_are_not_run_again(name: str, by_kernel: bool) -> None:
     """While other rows catch up, a draft is asked for tokens that its state holds. Guards inputs added twice, and keys
     of attention layers that are made anew of a state that lies behind them. The base is where an anchor begins."""
     base, count, behind = 24, 30, 5  # the second row stands so many tokens further back, and is asked for new ones

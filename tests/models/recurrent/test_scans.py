@@ -20,7 +20,7 @@ from dsbd_cli.models.recurrent.scans import (
     convolve,
     delta_chain,
     fold,
-    last,
+    last_sums,
     selective_chain,
     selective_fold,
     selective_read,
@@ -33,7 +33,7 @@ N, P, G, H = 5, 3, 2, 4  # key dim, value dim, key heads, value heads
 
 @dataclass
 class Tree:
-    """A random tree of tokens. parent: of each token, an earlier one; -1 hangs on the trunk's state."""
+    """A random tree of tokens. parent: of each token, an earlier one; -1 hangs on the common prefix's state."""
 
     parent: list[int]
     place: list[int]  # where each token stands
@@ -134,7 +134,7 @@ def test_a_forest_is_its_paths(seed: int, channels: bool, delta: bool) -> None:
 
 @pytest.mark.parametrize(("seed", "channels", "delta"), CASES[:8])
 def test_a_fold_is_the_state_after_its_last_token(seed: int, channels: bool, delta: bool) -> None:
-    """Other places follow those that join the trunk; none at all leaves the state as it is."""
+    """Other places follow those that join the common prefix; none at all leaves the state as it is."""
     size, places = 9, 14
     tree, data = Tree(list(range(-1, size - 1)), list(range(size))), inputs(seed, size, channels)
     u = torch.stack([recurrence(data, tree.path(token), delta=delta)[1] for token in range(size)]).unsqueeze(0)
@@ -145,7 +145,7 @@ def test_a_fold_is_the_state_after_its_last_token(seed: int, channels: bool, del
         folded = fold(stored(data["state"], groups).clone(), *arguments, joined)
         expected = recurrence(data, tree.path(count - 1), delta=delta)[2] if count else data["state"][0]
         torch.testing.assert_close(folded, stored(expected[None], groups), atol=1e-10, rtol=1e-10)
-        assert torch.equal(last(arguments[2], joined), c[:, count - 1] if count else torch.zeros_like(c[:, 0]))
+        assert torch.equal(last_sums(arguments[2], joined), c[:, count - 1] if count else torch.zeros_like(c[:, 0]))
 
 
 @pytest.mark.parametrize("size", [1, PART, PART + 3])
@@ -214,9 +214,9 @@ def test_a_selective_layer_is_its_paths(seed: int) -> None:
     for count in (0, 5, size):
         folded = selective_fold(state, dt, u, b, a, torch.tensor([count]))
         torch.testing.assert_close(folded[0], along(list(range(count))))
-    y, last = selective_chain(dt, u, b, a, state, out)
+    y, last_sums = selective_chain(dt, u, b, a, state, out)
     torch.testing.assert_close(y[0, 7], along(list(range(8))) @ out[0, 7])
-    torch.testing.assert_close(last[0], along(list(range(size))))
+    torch.testing.assert_close(last_sums[0], along(list(range(size))))
 
 
 def test_a_convolution_reads_the_oldest_first() -> None:

@@ -1,4 +1,4 @@
-"""The kernel of the tail against the torch code that specifies it, a float64 reference, and bits in any company."""
+"""The kernel of the suffix against the torch code that specifies it, a float64 reference, and bits in any company."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from dsbd_cli.models import forest_attention
 from dsbd_cli.models.adapted import attention
 from dsbd_cli.models.recurrent import states
-from dsbd_cli.ops.cpu import attention as tail
+from dsbd_cli.ops.cpu import attention as cpu_attention
 from dsbd_cli.ops.select import ops_for
 from tests.helpers.kernels import CPU, refuse, replaced
 
@@ -36,7 +36,7 @@ class Case:
     value: Tensor
     seen: Tensor
     positions: Tensor
-    settled: tuple[int, ...]
+    prompt_part: tuple[int, ...]
     softcap: float | None = None
     sinks: Tensor | None = None
     bias: Tensor | None = None
@@ -46,18 +46,18 @@ class Case:
         return float(self.query.shape[-1] ** -0.5)
 
     def run(self) -> Tensor:
-        """[R, n, H * G, E] by the attention function of the models, with the whole range of slots as tail."""
+        """[R, n, H * G, E] by the attention function of the models, with the whole range of slots as suffix."""
         additive = torch.zeros(self.seen.shape, dtype=self.query.dtype)
         additive = additive.masked_fill_(~self.seen, torch.finfo(self.query.dtype).min)[:, None]
-        sight = forest_attention.AttentionMetadata(
-            self.settled,
+        metadata = forest_attention.AttentionMetadata(
+            self.prompt_part,
             self.seen.shape[-1],
             path_attention=ops_for(CPU, self.query.dtype, ("path_attention",)).path_attention,
             positions=self.positions,
         )
-        sight.add(additive, self.seen, whole=bool(self.seen[..., : min(self.settled)].all()))
+        metadata.add(additive, self.seen, whole=bool(self.seen[..., : min(self.prompt_part)].all()))
         more: dict[str, Any] = {} if self.bias is None else {"position_bias": self.bias}
-        with attention.seeing(sight):
+        with attention.attention_over(metadata):
             module = torch.nn.Module()
             caps = {"softcap": self.softcap, "s_aux": self.sinks}
             return attention.grouped_attention(
@@ -133,12 +133,12 @@ def draw(
 CASES: dict[str, Callable[[torch.dtype], Case]] = {
     "one row": lambda dtype: draw(1, dtype),
     "rows of other lengths": lambda dtype: draw(2, dtype, rows=3, prompts=(100, 70, 161)),
-    "no settled slots": lambda dtype: draw(3, dtype, prompts=(20,), slots=90),
-    "one row without settled slots": lambda dtype: draw(4, dtype, rows=2, prompts=(20, 130)),
+    "no prompt slots": lambda dtype: draw(3, dtype, prompts=(20,), slots=90),
+    "one row without prompt slots": lambda dtype: draw(4, dtype, rows=2, prompts=(20, 130)),
     "one node, one head": lambda dtype: draw(5, dtype, nodes=1, heads=1, groups=1),
     "many heads to one": lambda dtype: draw(6, dtype, heads=1, groups=8, dim=64),
     "fifty beams": lambda dtype: draw(7, dtype, nodes=50, slots=400, groups=1),
-    "a tail of one": lambda dtype: draw(8, dtype, prompts=(96,), slots=98),
+    "a suffix of one": lambda dtype: draw(8, dtype, prompts=(96,), slots=98),
     "window": lambda dtype: draw(9, dtype, window=40),
     "window past the prompt": lambda dtype: draw(10, dtype, window=4),
     "odd heads": lambda dtype: draw(11, dtype, dim=40, out_dim=24),
@@ -167,18 +167,18 @@ def test_it_gives_what_the_torch_code_gives(name: str, dtype: torch.dtype, monke
 def test_the_kernel_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the test above against comparing the torch code with itself."""
     calls = []
-    attend = tail.attend
+    attend = cpu_attention.attend
     with replaced(monkeypatch, "path_attention", op=lambda *a, **k: calls.append(1) or attend(*a, **k)):
         draw(1, torch.bfloat16).run()
     assert calls
-    assert not tail.takes(*(torch.zeros(1, 1, 1, 64, dtype=torch.float16),) * 3)
-    assert not tail.takes(*(torch.zeros(1, 1, 64, 1).transpose(2, 3)[..., ::2],) * 3)
+    assert not cpu_attention.takes(*(torch.zeros(1, 1, 1, 64, dtype=torch.float16),) * 3)
+    assert not cpu_attention.takes(*(torch.zeros(1, 1, 64, 1).transpose(2, 3)[..., ::2],) * 3)
 
 
 def scattered(case: Case, seed: int) -> Case:
     """The same forest with its slots behind the prompt elsewhere, in another order, and others between them."""
     generator = torch.Generator().manual_seed(seed)
-    prompt, slots = case.settled[0], case.seen.shape[-1]
+    prompt, slots = case.prompt_part[0], case.seen.shape[-1]
     room = 2 * slots
     places = torch.arange(slots)
     places[prompt:] = prompt + torch.randperm(room - prompt, generator=generator)[: slots - prompt]
@@ -205,14 +205,16 @@ def test_bits_do_not_depend_on_slots_nodes_or_rows(dtype: torch.dtype) -> None:
     other = draw(22, dtype, groups=4, dim=64, prompts=(150,))
     both = {name: torch.cat((getattr(other, name), getattr(case, name))) for name in ("seen", "positions", "query")}
     both |= {name: torch.cat((getattr(other, name), getattr(case, name))) for name in ("key", "value")}
-    assert torch.equal(replace(case, **both, settled=(150, 100)).run()[1:], wanted)
+    assert torch.equal(replace(case, **both, prompt_part=(150, 100)).run()[1:], wanted)
 
 
 def by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots in the order in which they lie."""
-    of = tail.Paths.of
+    of = cpu_attention.SlotPaths.of
     monkeypatch.setattr(
-        tail.Paths, "of", lambda seen, starts, order: of(seen, starts, torch.arange(order.shape[1]).expand_as(order))
+        cpu_attention.SlotPaths,
+        "of",
+        lambda seen, starts, order: of(seen, starts, torch.arange(order.shape[1]).expand_as(order)),
     )
 
 
@@ -230,17 +232,17 @@ def test_mutants_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the comparison in value: a settled part without its log-sum, and a window that is not kept."""
     case = draw(9, torch.float32, window=40)
     wanted = case.reference()
-    attend = tail.attend
+    attend = cpu_attention.attend
 
-    def unweighed(*arguments: Any, settled: Any, **more: Any) -> Tensor:
-        part, sums = settled
-        return attend(*arguments, settled=(part, torch.zeros_like(sums)), **more)
+    def unweighed(*arguments: Any, prompt_part: Any, **more: Any) -> Tensor:
+        part, sums = prompt_part
+        return attend(*arguments, prompt_part=(part, torch.zeros_like(sums)), **more)
 
-    def unbounded(paths: tail.Paths, *arguments: Any, **more: Any) -> Tensor:
+    def unbounded(paths: cpu_attention.SlotPaths, *arguments: Any, **more: Any) -> Tensor:
         seen = draw(9, torch.float32).seen
         starts = torch.tensor([96])
         order = torch.arange(104)[None]
-        return attend(tail.Paths.of(seen, starts, order), *arguments, **more)
+        return attend(cpu_attention.SlotPaths.of(seen, starts, order), *arguments, **more)
 
     narrow = draw(10, torch.float32, window=4)
     for mutant, of in ((unweighed, case), (unbounded, narrow)):
@@ -257,8 +259,8 @@ def test_threads_do_not_change_bits(groups: int, monkeypatch: pytest.MonkeyPatch
     try:
         torch.set_num_threads(1)
         wanted = case.run()
-        monkeypatch.setattr(tail, "SMALL", 0)
-        monkeypatch.setattr(tail, "FEW", 1)
+        monkeypatch.setattr(cpu_attention, "SMALL", 0)
+        monkeypatch.setattr(cpu_attention, "FEW", 1)
         for threads in (2, 3, 7):
             torch.set_num_threads(threads)
             assert all(torch.equal(case.run(), wanted) for _ in range(4))
@@ -295,7 +297,7 @@ def test_torch_serves_where_numba_cannot_be_loaded(
     case = draw(1, torch.float32)
     with caplog.at_level(logging.WARNING), replaced(monkeypatch, "path_attention", "scan", load=refuse):
         assert (case.run().double() - case.reference()).abs().max() < 1e-5
-        assert not any(states.StateCache.walks(torch.device("cpu")) for _ in range(2))
+        assert not any(states.StateCache.has_kernel(torch.device("cpu")) for _ in range(2))
         case.run()
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2

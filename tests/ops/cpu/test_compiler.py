@@ -14,14 +14,14 @@ from numba import types
 from numba.core.caching import IndexDataCacheFile
 
 from dsbd_cli.ops.cpu.kernels import compiler as compiled
-from dsbd_cli.ops.cpu.kernels.compiler import LOCK, Compiler, distrust
+from dsbd_cli.ops.cpu.kernels.compiler import LOCK, KernelCompiler, distrust
 from dsbd_cli.ops.cpu.kernels.simd import get_i64, put_i32
-from dsbd_cli.ops.cpu.runtime import Kernel
+from dsbd_cli.ops.cpu.runtime import CpuKernel
 
 COMPILING = "compiling the kernels of tests (about 1 s)"
 
 
-def answer(kernel: Kernel) -> int:
+def answer(kernel: CpuKernel) -> int:
     """Of a kernel that puts its answer into the third number."""
     arguments = (ctypes.c_int64 * 3)(0, 0, 0)
     kernel(arguments, 0, 1)  # type: ignore[arg-type]
@@ -35,9 +35,9 @@ def made(source: str | Path) -> list[int]:
         names = runpy.run_path(str(source), names)
     else:
         exec(source, names)
-    compiler = Compiler("tests", seconds=1)
+    compiler = KernelCompiler("tests", seconds=1)
     counts = compiler(types.int64(types.int64))(names["more"])
-    return [counts(3), answer(Kernel(compiler.addressed(names["put"]).address))]
+    return [counts(3), answer(CpuKernel(compiler.addressed(names["put"]).address))]
 
 
 KERNELS = """

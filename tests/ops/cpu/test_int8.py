@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.models.adapted.patching import Int8Linear, quantize
-from dsbd_cli.models.adapted.seq2seq import sample_source
+from dsbd_cli.models.adapted.seq2seq import sample_encoder_input
 from dsbd_cli.models.checkpoints import loader
-from dsbd_cli.models.decoder.forest import DecoderForest
+from dsbd_cli.models.decoder.decoder_forest import DecoderForest
 from dsbd_cli.models.decoder.pack import quantize_decoder
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
@@ -47,12 +47,14 @@ class Attention(nn.Module):
 
 # torch's is exact where the processor adds products of 8 bits in 32
 WAYS = [
-    way for way in dict.fromkeys((module.Torch, select._int8_way())) if module.fault(way, select.packed_linear) is None
+    backend
+    for backend in dict.fromkeys((module.Torch, select._int8_way()))
+    if module.fault(backend, select.packed_linear) is None
 ]
 
 
-@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(params=WAYS, ids=lambda backend: backend.__name__)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """torch's operators, and our kernel where the processor has its instructions."""
     monkeypatch.setattr(select, "_int8_way", lambda: request.param)
     return request.param
@@ -76,7 +78,7 @@ def small(model: nn.Module, x: Tensor) -> int:
 
 
 def int8_reference(linear: nn.Linear, x: Tensor, outliers: Tensor) -> Tensor:
-    """The law of the layer in float64: integers of weights and inputs, and the outliers beside them."""
+    """The distribution of the layer in float64: integers of weights and inputs, and the outliers beside them."""
     kept = torch.ones(linear.in_features, dtype=torch.bool)
     kept[outliers] = False
     weight, ordinary = linear.weight.float() * kept, x.float() * kept
@@ -92,7 +94,7 @@ def int8_reference(linear: nn.Linear, x: Tensor, outliers: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 4, 37])
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("backend")
 def test_equals_a_reference_on_integers(dtype: torch.dtype, bias: bool, rows: int) -> None:
     model, x = block(dtype, bias), inputs(rows, dtype)
     plain = model.left
@@ -108,7 +110,7 @@ def test_equals_a_reference_on_integers(dtype: torch.dtype, bias: bool, rows: in
 
 @needs_int8
 @pytest.mark.parametrize("shape", [(9, 160, 72), (5, 72, 160), (210, 64, 130), (7, 5000, 3)])
-def test_the_sums_are_those_of_the_integers_exactly(way: Any, shape: tuple[int, int, int]) -> None:
+def test_the_sums_are_those_of_the_integers_exactly(backend: Any, shape: tuple[int, int, int]) -> None:
     rows, inputs, outputs = shape
     generator = torch.Generator().manual_seed(4)
     weight = torch.randint(-127, 128, (outputs, inputs), generator=generator)
@@ -117,7 +119,7 @@ def test_the_sums_are_those_of_the_integers_exactly(way: Any, shape: tuple[int, 
     ordinary = x.clone()
     ordinary[:, 0] = 0
     with torch.inference_mode():
-        made = way([weight.float()], torch.tensor([0]), torch.zeros(outputs), select.packed_linear)
+        made = backend([weight.float()], torch.tensor([0]), torch.zeros(outputs), select.packed_linear)
         assert torch.equal(made.scales, torch.ones(outputs))
         levels, steps, few = made.levels(x)
         sums = made.multiply(levels, torch.ones(rows, 1), few)
@@ -132,7 +134,7 @@ def test_the_sums_are_those_of_the_integers_exactly(way: Any, shape: tuple[int, 
 @needs_int8
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("strange", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_in_its_row(way: Any, dtype: torch.dtype, strange: float) -> None:
+def test_what_is_no_number_stays_in_its_row(backend: Any, dtype: torch.dtype, strange: float) -> None:
     """Guards failed rows, which are found by their logits."""
     model, x = block(dtype), inputs(9, dtype)
     small(model, inputs(8, dtype, seed=3))
@@ -162,7 +164,7 @@ def test_the_channels_with_the_largest_values_are_kept_as_they_are() -> None:
 
 @needs_int8
 @pytest.mark.parametrize("threads", [1, 2])
-def test_many_rows_and_threads_change_no_bits(way: Any, threads: int) -> None:
+def test_many_rows_and_threads_change_no_bits(backend: Any, threads: int) -> None:
     """Guards the parts that threads take: of rows, of outputs, and of inputs where the weights fill the cache."""
     generator = torch.Generator().manual_seed(6)
     weight, bias = torch.randn(700, 4800, generator=generator), torch.randn(700, generator=generator)
@@ -170,7 +172,7 @@ def test_many_rows_and_threads_change_no_bits(way: Any, threads: int) -> None:
     before = torch.get_num_threads()
     try:
         with torch.inference_mode():
-            made = way([weight], torch.arange(32), bias, select.packed_linear)
+            made = backend([weight], torch.arange(32), bias, select.packed_linear)
             torch.set_num_threads(1)
             alone = torch.cat([made(x[i : i + 1]) for i in range(130)])
             torch.set_num_threads(threads)
@@ -182,7 +184,7 @@ def test_many_rows_and_threads_change_no_bits(way: Any, threads: int) -> None:
 
 @needs_int8
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("backend")
 def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
     model = block(dtype)
     small(model, inputs(8, dtype, seed=3))
@@ -324,7 +326,7 @@ def test_an_encoder_decoder_model(any_size: None, tmp_path: Path) -> None:
     assert model.invariant
     runs = []
     model._encoder.register_forward_hook(lambda *_: runs.append(1))
-    sources = [sample_source(model, size, seed) for seed, size in enumerate((9, 31, 20))]
+    sources = [sample_encoder_input(model, size, seed) for seed, size in enumerate((9, 31, 20))]
     model.reserve(3, 8)
     model.encode([0, 1, 2], sources)
     together = [stored.clone() for layer in model._cross._own for stored in layer.stored]

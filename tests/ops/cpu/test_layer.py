@@ -1,5 +1,5 @@
-"""What stands between products, by kernels for the CPU: equal to the twins, the same bits for any rows and threads, and
-put to work in whole models."""
+"""What stands between products, by kernels for the CPU: equal to the references, the same bits for any rows and
+threads, and put to work in whole models."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_wrong_kernel_serves_no_model(broken: str, tmp_path: Path, monkeypatch
     with replaced(monkeypatch, broken, op=wrong):
         forest, _ = load_model(ModelSpec(str(folder), dtype="float32", device="cpu"))
     assert isinstance(forest, CausalForestModel)
-    (line,) = forest.told
+    (line,) = forest.notes
     assert "in our own decoder its logits are off by" in line
 
 
@@ -172,4 +172,4 @@ def test_a_wrong_program_serves_no_model(tmp_path: Path, monkeypatch: pytest.Mon
     folder = save_decoder(tmp_path / "model", build_decoder("llama"))
     forest, _ = load_model(ModelSpec(str(folder), dtype="float32", device="cpu"))
     assert isinstance(forest, CausalForestModel)
-    assert len(forest.told) == 1
+    assert len(forest.notes) == 1

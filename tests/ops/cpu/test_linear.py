@@ -20,10 +20,12 @@ needs_packing = pytest.mark.skipif(not packing_works(torch.float32), reason="thi
 
 
 @pytest.fixture(params=["Compiled", "Torch"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Our kernel alone, or torch's operators alone."""
     works = select._works
-    monkeypatch.setattr(select, "_works", lambda way, dtype: way.__name__ == request.param and works(way, dtype))
+    monkeypatch.setattr(
+        select, "_works", lambda backend, dtype: backend.__name__ == request.param and works(backend, dtype)
+    )
     return str(request.param)
 
 
@@ -32,7 +34,7 @@ def serves(dtype: torch.dtype) -> None:
         pytest.skip(f"does not serve {dtype} on this processor")
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(0, 1), (1, 1), (1, 3), (2, 1), (1, 4), (3, 37)])
@@ -49,7 +51,7 @@ def test_equals_the_plain_product(dtype: torch.dtype, bias: bool, shape: tuple[i
     torch.testing.assert_close(packed, plain, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_few_outputs_keep_the_bits_of_a_row(bias: bool) -> None:
     """Guards small layers (gates and steps of recurrent ones), whose plain product changes with the number of rows."""
@@ -66,7 +68,7 @@ def test_a_few_outputs_keep_the_bits_of_a_row(bias: bool) -> None:
             assert torch.equal(model(x[:, :count]), packed[:, :count])
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None:
     serves(dtype)
@@ -79,8 +81,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize(("dtype", "inputs"), [(torch.float32, 2600), (torch.bfloat16, 4500)])
-@pytest.mark.parametrize("way", ["Compiled"], indirect=True)
-def test_parts_of_rows_inputs_and_outputs_change_no_bits(way: str, dtype: torch.dtype, inputs: int) -> None:
+@pytest.mark.parametrize("backend", ["Compiled"], indirect=True)
+def test_parts_of_rows_inputs_and_outputs_change_no_bits(backend: str, dtype: torch.dtype, inputs: int) -> None:
     """Guards what our kernel shares out: inputs beyond a piece, rows beyond a chunk, outputs to threads."""
     serves(dtype)
     generator = torch.Generator().manual_seed(5)
@@ -103,7 +105,7 @@ def test_parts_of_rows_inputs_and_outputs_change_no_bits(way: str, dtype: torch.
         torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inputs_may_be_views(dtype: torch.dtype) -> None:
     serves(dtype)
@@ -114,9 +116,9 @@ def test_inputs_may_be_views(dtype: torch.dtype) -> None:
             assert torch.equal(linear(x), linear(x.contiguous()))
 
 
-@pytest.mark.parametrize("way", ["Compiled"], indirect=True)
+@pytest.mark.parametrize("backend", ["Compiled"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_no_number_stays_in_its_row(way: str, dtype: torch.dtype) -> None:
+def test_what_is_no_number_stays_in_its_row(backend: str, dtype: torch.dtype) -> None:
     """Guards failed rows, which are found by their logits."""
     serves(dtype)
     linear = PackedLinear.of(nn.Linear(160, 72, dtype=dtype).requires_grad_(False))
@@ -129,13 +131,13 @@ def test_what_is_no_number_stays_in_its_row(way: str, dtype: torch.dtype) -> Non
     assert torch.equal(found[[0, 3, 5, 8]], wanted[[0, 3, 5, 8]])
 
 
-@pytest.mark.parametrize("way", ["Compiled"], indirect=True)
-def test_the_default_dtype_of_torch_is_not_the_kernels(way: str) -> None:
+@pytest.mark.parametrize("backend", ["Compiled"], indirect=True)
+def test_the_default_dtype_of_torch_is_not_the_kernels(backend: str) -> None:
     """Guards the kernel's room for sums, which half as many bytes would not hold."""
     serves(torch.float32)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        assert packing.Parts.of(9, 4, 100).room(EAGER).dtype == torch.float32
+        assert packing.Parts.of(9, 4, 100).scratch(EAGER).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -151,7 +153,7 @@ def test_a_width_that_fills_no_words_takes_torchs_way() -> None:
         torch.testing.assert_close(PackedLinear.of(linear)(x), linear(x), rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("backend")
 def test_another_bias_and_a_copy_leave_the_original_alone() -> None:
     serves(torch.float32)
     linear = nn.Linear(160, 72).requires_grad_(False)
@@ -165,7 +167,7 @@ def test_another_bias_and_a_copy_leave_the_original_alone() -> None:
         assert torch.equal(packed(x), before)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_of_one_input_become_one_product(dtype: torch.dtype) -> None:
     """With the bits that each would have alone. Guards parts of a product that begin at another output, and a bias that
@@ -227,7 +229,7 @@ def test_rows_of_a_layer_of_few_inputs_do_not_depend_on_each_other(dtype: torch.
         torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("backend")
 def test_tied_embeddings_stay() -> None:
     serves(torch.float32)
 

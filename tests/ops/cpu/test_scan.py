@@ -18,11 +18,11 @@ from torch import Tensor
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.recurrent import scans
 from dsbd_cli.models.recurrent.states import Shift, TailBuffer, _lines
-from dsbd_cli.ops.cpu.kernels import scan as walks
+from dsbd_cli.ops.cpu.kernels import scan
 from tests.models.recurrent.test_scans import Tree
 
 N, G, H = 6, 2, 4  # key dim, key heads, value heads
-LEAD = walks.LEAD + 2  # a layer may keep more
+LEAD = scan.LEAD + 2  # a layer may keep more
 
 
 def inputs(seed: int, size: int, channels: bool, width: int) -> dict[str, Tensor]:
@@ -87,23 +87,23 @@ class Layer:
         depths = np.full((1, self.places), 999)
         depths[0, tree.place] = [len(tree.path(token)) for token in range(len(tree.parent))]
         before = stored(self.rows, at, own, self.planes)
-        plan = walks.forest(seen, at, depths, np.array([self.base]), LEAD)
+        plan = scan.forest(seen, at, depths, np.array([self.base]), LEAD)
         y = answers(self.state, self.rows, self.rows, own, self.planes, plan, before)
         assert not y[0, -1].any()
         return y[0, :-1]
 
     def fold(self, places: list[int]) -> None:
-        """These join the trunk of row 1, and nothing that of row 0."""
+        """These join the common prefix of row 1, and nothing that of row 0."""
         joined, counts = np.array([[0] * len(places), places], np.int64), np.array([0, len(places)])
-        plan = walks.fold(np.array([0, self.base]), counts, joined, LEAD)
+        plan = scan.fold(np.array([0, self.base]), counts, joined, LEAD)
         none = {name: np.zeros((2, 0, 0, 0), np.float32) for name in ("q", "k", "v")}
         none["beta"] = np.zeros((2, 0, 0), np.float32)
         rows = np.arange(2)
         answers(self.state, rows, rows, none, self.planes, plan)
         assert (self.state[0] == 7).all()
         for plane in self.planes:
-            trunk = np.concatenate((plane[1, :LEAD], plane[1, [LEAD + place for place in places]]))
-            plane[1, :LEAD] = trunk[len(places) :]
+            common_prefix = np.concatenate((plane[1, :LEAD], plane[1, [LEAD + place for place in places]]))
+            plane[1, :LEAD] = common_prefix[len(places) :]
         self.base += len(places)
 
 
@@ -121,26 +121,26 @@ def stored(
     """What y starts from."""
     y = np.full(own["v"].shape, 7, np.float32)
     none = np.empty((*own["beta"].shape[:2], 0), np.float32)
-    walks.put(rows, at, LEAD, own["k"], *spread(own), none, own["g"], none.ravel(), *planes, y)
+    scan.put(rows, at, LEAD, own["k"], *spread(own), none, own["g"], none.ravel(), *planes, y)
     return y
 
 
 def answers(
     state: NDArray[Any], rows: NDArray[Any], held: NDArray[Any], own: dict[str, NDArray[Any]],
-    planes: list[NDArray[Any]], plan: walks.ScanSchedule, y: NDArray[Any] | None = None,
+    planes: list[NDArray[Any]], plan: scan.ScanSchedule, y: NDArray[Any] | None = None,
 ) -> NDArray[Any]:  # fmt: skip
     """y of a plan's nodes, beside what it is before."""
     y = np.zeros(own["v"].shape, np.float32) if y is None else y
-    asked, alike = (walks.pairs(own[name], planes[0], held, plan.lines, plan.counts) for name in ("q", "k"))
-    walks.shared(
-        walks.walk, len(rows) * H, state, rows, held, own["q"], *spread(own), own["beta"], asked, alike, *planes,
-        *plan, y,
+    asked, alike = (scan.pairs(own[name], planes[0], held, plan.lines, plan.counts) for name in ("q", "k"))
+    scan.shared(
+        scan.recurrent_scan, len(rows) * H, state, rows, held, own["q"], *spread(own), own["beta"], asked, alike,
+        *planes, *plan, y,
     )  # fmt: skip
     return y
 
 
 # the value dim: less than a tile, one and a rest, two
-WIDTHS = enumerate((5, walks.TILE + 9, 2 * walks.TILE))
+WIDTHS = enumerate((5, scan.TILE + 9, 2 * scan.TILE))
 CASES = [(*width, channels, delta) for width in WIDTHS for channels in (False, True) for delta in (False, True)]
 
 
@@ -152,7 +152,7 @@ def test_a_forest_is_its_paths(seed: int, width: int, channels: bool, delta: boo
     """
     size, places = 130, 150
     tree, data = Tree.random(seed, size, places=places), inputs(seed, size, channels, width)
-    assert max(len(tree.path(token)) for token in range(size)) > walks.LAG + 2 * walks.BLOCK
+    assert max(len(tree.path(token)) for token in range(size)) > scan.LEAST_ONE_BY_ONE + 2 * scan.BLOCK
     layer = Layer(data, places, delta)
     before = [plane[0].copy() for plane in layer.planes]
     y = np.concatenate((layer.forest(tree, list(range(70))), layer.forest(tree, list(range(70, size)))))
@@ -164,7 +164,8 @@ def test_a_forest_is_its_paths(seed: int, width: int, channels: bool, delta: boo
 
 @pytest.mark.parametrize(("seed", "width", "channels", "delta"), CASES)
 def test_the_bits_are_those_of_the_path(seed: int, width: int, channels: bool, delta: bool) -> None:
-    """One path as a chain, as nodes beside others in forwards of any size, and with any part of it in the trunk."""
+    """One path as a chain, as nodes beside others in forwards of any size, and with any part of it in the common
+    prefix."""
     size, branch = 45, 6
     path = list(range(-1, size - 1))
     data = inputs(seed, size + branch, channels, width)
@@ -172,11 +173,11 @@ def test_the_bits_are_those_of_the_path(seed: int, width: int, channels: bool, d
     state, row, at = data["state"].numpy().copy(), np.array([0]), np.arange(size)[None]
     planes = [np.zeros((1, LEAD + size + 1, *plane.shape[2:]), np.float32) for plane in Layer(data, 0, delta).planes]
     stored(row, at, own, planes)
-    y = answers(state, row, row, own, planes, walks.chain(row, np.array([size]), size, LEAD))
+    y = answers(state, row, row, own, planes, scan.chain(row, np.array([size]), size, LEAD))
     for token in (0, size // 2, size - 1):
         expected, _ = recurrence(data, list(range(token + 1)), delta=delta)
         torch.testing.assert_close(torch.from_numpy(y[0, token]).double(), expected, atol=2e-5, rtol=2e-5)
-    _, after = recurrence(data, list(range((size - walks.LAG) // walks.BLOCK * walks.BLOCK)), delta=delta)
+    _, after = recurrence(data, list(range((size - scan.LEAST_ONE_BY_ONE) // scan.BLOCK * scan.BLOCK)), delta=delta)
     torch.testing.assert_close(torch.from_numpy(state[0]).double(), after, atol=2e-5, rtol=2e-5)
     for joined, step in ((0, size), (5, 1), (24, 4), (33, 5)):
         places = size + branch
@@ -186,8 +187,8 @@ def test_the_bits_are_those_of_the_path(seed: int, width: int, channels: bool, d
         layer.fold(tree.place[: joined // 2])
         layer.fold(tree.place[joined // 2 : joined])
         left = Tree([max(-1, parent - joined) for parent in tree.parent[joined:]], tree.place[joined:])
-        late = {name: part if name == "state" else part[:, joined:] for name, part in data.items()}
-        layer.data = late
+        draft_backlog = {name: part if name == "state" else part[:, joined:] for name, part in data.items()}
+        layer.data = draft_backlog
         for first in range(0, size - joined, step):
             tokens = list(range(first, min(first + step, size - joined)))
             beside = [size - joined + first % branch]
@@ -202,8 +203,8 @@ def test_the_bits_are_those_of_the_path(seed: int, width: int, channels: bool, d
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_sight_and_taps_are_those_of_tensor_code(seed: int) -> None:
-    """Rows with trunks of their own, nodes in the tail, absent ones, and two in one place."""
+def test_scan_mask_and_taps_are_those_of_tensor_code(seed: int) -> None:
+    """Rows with common prefixes of their own, nodes in the suffix, absent ones, and two in one place."""
     rng = np.random.default_rng(seed)
     rows, nodes, active, width, taps = 3, 9, 30, 11, 4
     base = torch.tensor([3, 8, 20])
@@ -220,7 +221,7 @@ def test_sight_and_taps_are_those_of_tensor_code(seed: int) -> None:
     own = positions.gather(1, slots.clamp(max=active - 1))
     batch = ForestInput(torch.zeros_like(slots), own, slots, seen & (positions[:, None] <= own[:, :, None]), positions)
     places = TailBuffer(batch, base, width, trash)
-    found = places.sight
+    found = places.scan_mask
     assert (found.seen == places.seen.numpy()).all()
     assert (found.depths == places.depths.numpy()).all()
     assert (found.at == places.at.numpy()).all()
@@ -241,7 +242,7 @@ def test_what_is_stored_is_scaled_and_y_begins_with_the_skipped_part() -> None:
     at, skip = np.array([[3, places, 0, places, 4]]), np.arange(1, H + 1, dtype=np.float32)
     y, scales = np.empty(own["v"].shape, np.float32), data["beta"].numpy()
     before = layer.planes[1].copy()
-    walks.put(layer.rows, at, LEAD, own["k"], *spread(own), scales, own["g"], skip, *layer.planes, y)
+    scan.put(layer.rows, at, LEAD, own["k"], *spread(own), scales, own["g"], skip, *layer.planes, y)
     assert (y == own["v"] * skip[:, None]).all()
     for node, place in ((0, 3), (2, 0), (4, 4)):
         before[1, LEAD + place] = own["v"][0, node] * scales[0, node][:, None]
@@ -249,16 +250,16 @@ def test_what_is_stored_is_scaled_and_y_begins_with_the_skipped_part() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 2, LEAD, LEAD + 3])
-def test_the_last_tokens_of_the_trunk_come_up_front(count: int) -> None:
-    """As in tensor code, in rows whose trunk grows and rows whose trunk does not."""
+def test_the_last_tokens_of_the_common_prefix_come_up_front(count: int) -> None:
+    """As in tensor code, in rows whose common prefix grows and rows whose common prefix does not."""
     width, base = LEAD + 5, torch.tensor([4, 40, 7])
-    plane = torch.randn(3, LEAD + width + 1, walks.lanes.LANES + 3, generator=torch.Generator().manual_seed(count))
+    plane = torch.randn(3, LEAD + width + 1, scan.lanes.LANES + 3, generator=torch.Generator().manual_seed(count))
     nobody = torch.empty(0, dtype=torch.int64)
     counts = torch.tensor([count, 0, 1])
     shift = Shift(nobody, nobody, base, base + counts, width, int(counts.max()))
     expected = plane.clone()
     shift.join(expected, LEAD)
-    walks.join(plane.numpy(), LEAD, base.numpy(), counts.numpy())
+    scan.join(plane.numpy(), LEAD, base.numpy(), counts.numpy())
     assert torch.equal(plane, expected)
 
 
@@ -278,7 +279,7 @@ def test_tokens_of_any_layout_become_lines() -> None:
 
 def test_threads_share_the_heads() -> None:
     """Guards pairs of row and head that no thread takes, or two."""
-    data, tree = inputs(0, 9, False, walks.TILE + 1), Tree.random(0, 9)
+    data, tree = inputs(0, 9, False, scan.TILE + 1), Tree.random(0, 9)
     alone = Layer(data, 9, True).forest(tree, list(range(9)))
     before = torch.get_num_threads()
     try:
@@ -295,25 +296,25 @@ def test_threads_are_as_many_as_torch_has() -> None:
         for count in (2, 3):
             torch.set_num_threads(count)
             together = threading.Barrier(count, timeout=20)
-            walks.shared(lambda first, last, together=together: together.wait(), 8)
+            scan.shared(lambda first, last, together=together: together.wait(), 8)
     finally:
         torch.set_num_threads(before)
 
 
 def test_threads_are_not_made_anew_when_their_number_changes_and_changes_back() -> None:
     """Guards a pool that is made in every iteration where target and draft, or two engines, use other numbers."""
-    first = walks._threads(2)
-    assert walks._threads(3) is not first
-    assert walks._threads(2) is first
+    first = scan._threads(2)
+    assert scan._threads(3) is not first
+    assert scan._threads(2) is first
 
 
 def test_states_are_overwritten_when_nobody_needs_them() -> None:
-    """One per distance from the trunk's end, whatever the number of branches."""
-    depth, branches = walks.LAG + 2 * walks.BLOCK, 3
+    """One per distance from the common prefix's end, whatever the number of branches."""
+    depth, branches = scan.LEAST_ONE_BY_ONE + 2 * scan.BLOCK, 3
     parents = [-1 if token < branches else token - branches for token in range(depth * branches)]
     tree = Tree(parents, list(range(len(parents))))
     depths = np.array([[len(tree.path(token)) for token in range(len(parents))]])
-    plan = walks.forest(tree.seen(len(parents)).numpy(), np.array([tree.place]), depths, np.array([0]), LEAD)
+    plan = scan.forest(tree.seen(len(parents)).numpy(), np.array([tree.place]), depths, np.array([0]), LEAD)
     assert sorted(plan.order[0]) == tree.place
     assert (plan.sizes[0], plan.buffers) == (
         1 + branches,
@@ -335,7 +336,7 @@ def convolved(x: Tensor, step: int, weight: Tensor, bias: Tensor | None, *, smoo
     ends = np.concatenate((np.arange(lead), lead + at))
     back = np.stack([ends[tap : tap + count] for tap in range(lead)])
     added = np.empty(0, np.float32) if bias is None else bias.numpy()
-    walks.convolve(wide.ravel(), step, plane, lead + at, back, weight.numpy(), added, smooth, out)
+    scan.convolve(wide.ravel(), step, plane, lead + at, back, weight.numpy(), added, smooth, out)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Attention split over a prompt: equal to its twin, and a node has the same bits in any company."""
+"""Attention split over a prompt: equal to its reference, and a node has the same bits in any company."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def test_attention_is_that_of_tensor_code(seed: int) -> None:
 @pytest.mark.parametrize("prompt", [530, 40])
 def test_bits_of_a_node_do_not_depend_on_its_company(prompt: int) -> None:
     """The node's ancestors stand elsewhere, beside other nodes, behind another row. Guards a part of a sum that goes by
-    the number of nodes or slots, and float32 in the tail."""
+    the number of nodes or slots, and float32 in the suffix."""
     generator = torch.Generator().manual_seed(8)
-    tail, dim, heads = 9, 32, 2
+    suffix, dim, heads = 9, 32, 2
     query = torch.randn(1, 2 * heads, 1, dim, generator=generator)
-    keys, values = torch.randn(2, 1, heads, prompt + tail, dim, generator=generator)
-    alone = ask(query, keys, values, torch.ones(1, 1, prompt + tail, dtype=torch.bool), [prompt])
+    keys, values = torch.randn(2, 1, heads, prompt + suffix, dim, generator=generator)
+    alone = ask(query, keys, values, torch.ones(1, 1, prompt + suffix, dtype=torch.bool), [prompt])
     more, slots = 21, prompt + 70
-    place = torch.randperm(slots - prompt, generator=generator)[:tail].sort().values + prompt
+    place = torch.randperm(slots - prompt, generator=generator)[:suffix].sort().values + prompt
     many = torch.randn(2, 2 * heads, more, dim, generator=generator)
     many[1, :, 17] = query[0, :, 0]
     wide = torch.randn(2, 2, heads, slots, dim, generator=generator)

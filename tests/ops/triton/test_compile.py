@@ -31,6 +31,6 @@ def test_every_shape_in_use_compiles_without_spills(capability: int) -> None:
     made = [json.loads(line) for line in done.stdout.splitlines()]
     assert {one["capability"] for one in made} == {capability}
     names = {one["kernel"].removesuffix("_kernel") for one in made}
-    iteration = {"candidates", "begin", "extend", "walk", "commit", "move"}
+    iteration = {"candidates", "begin", "extend", "verify", "commit", "move"}
     assert names == iteration | {"norm", "gated", "rotate", "linear", "summed", "prompt", "tail"}
     assert [one for one in made if one["spilled"] or one["shared"] > SHARED] == []

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.models import forest as forests
+from dsbd_cli.models import forest_model as forests
 from dsbd_cli.models import load_model as stages
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
-from dsbd_cli.models.checks.invariance import Company, _logits
+from dsbd_cli.models.checks.invariance import Surroundings, _logits
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.decoder import load as decoder_load
-from dsbd_cli.models.decoder.forest import DecoderForest
+from dsbd_cli.models.decoder.decoder_forest import DecoderForest
 from dsbd_cli.models.decoder.forward import Decoder
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.decoder.weights import PlainLinear, read_weights
@@ -91,15 +91,16 @@ def test_logits_of_a_node_have_the_same_bits_in_any_company() -> None:
     # with heads of 32 numbers the interpreter's attention sums in an order that goes by the number of queries
     forest = forest_of("llama", "linear", num_hidden_layers=1, head_dim=16)
     forest.attention = partial(attention, exact=True)
-    alone = _logits(forest, Company(others=0))
+    alone = _logits(forest, Surroundings(others=0))
     assert forest.by_parts
-    beside = Company(rows=2, row=1, others=5, ahead=2, spread=2, at_once=2)
+    beside = Surroundings(rows=2, row=1, others=5, ahead=2, spread=2, at_once=2)
     assert torch.equal(_logits(forest, beside), alone)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral window"])
 def test_a_long_prompt_goes_through_the_kernel_without_bits_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trunk of 40 slots, a tail of 24. Guards a kernel that serves a window, whose slots not all nodes see."""
+    """A common prefix of 40 slots, a suffix of 24. Guards a kernel that serves a window, whose slots not all nodes
+    see."""
     monkeypatch.setattr(forests, "LONG", 64)
     calls: list[Any] = []
 
@@ -143,10 +144,10 @@ def test_a_kernel_of_attention_that_fails_at_the_sizes_of_a_model_serves_nothing
     stages._attend_fast(forest)
     if fault == "none":
         assert forest.attention is not None
-        assert forest.told == ()
+        assert forest.notes == ()
         return
     assert forest.attention is None
-    (line,) = forest.told
+    (line,) = forest.notes
     assert ("off by" if fault == "wrong" else "out of resource") in line
     if fault == "raises":  # nor does it end the load of a target whose bits are asked for
         forest.attention = partial(broken, exact=True)
@@ -179,18 +180,20 @@ def test_kernels_of_layers_that_fail_are_left_out(fault: str, tmp_path: Path, mo
 
     monkeypatch.setattr(decoder_load, "_ops", ops_for)
     monkeypatch.setattr(
-        stages._Own, "_attempts", lambda own: [frozenset({"gated"}), frozenset()] if own._known is None else real(own)
+        stages._DecoderLoad,
+        "_attempts",
+        lambda own: [frozenset({"gated"}), frozenset()] if own._known is None else real(own),
     )
     for number in range(2):
         forest, _ = stages.load_model(ModelSpec(str(folder), dtype="float32", device="cpu"))
         assert isinstance(forest, DecoderForest)
-        assert forest.told == ()
+        assert forest.notes == ()
         assert asked[-1] == frozenset()
         assert len(asked) == 2 + number
         self_test(forest)
 
 
-real = stages._Own._attempts
+real = stages._DecoderLoad._attempts
 
 
 class Launches(TorchDispatchMode):
@@ -220,7 +223,7 @@ def test_a_layer_launches_eight_small_kernels_at_most(same_text: bool) -> None:
         batch = chain()
         if same_text:  # as a step gives it on a GPU
             forest.attention = partial(attention, exact=True)
-            batch = replace(batch, settled=(0,), tail=64, prompt=torch.tensor([0]))
+            batch = replace(batch, prompt_slots=(0,), suffix=64, prompt=torch.tensor([0]))
         forest.forward(batch)
         with Launches() as counting:
             forest.forward(batch)

@@ -14,10 +14,10 @@ from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.models import pair
-from dsbd_cli.models.decoder.forest import DecoderForest
+from dsbd_cli.models.decoder.decoder_forest import DecoderForest
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.interface import Choice, Ops
-from dsbd_cli.ops.triton import walk
+from dsbd_cli.ops.triton import verify
 from tests.helpers.toys import NumberCodec, table_pair
 from tests.models.decoders import V
 from tests.ops.triton import DEVICE
@@ -55,7 +55,7 @@ def test_texts_are_those_of_tensor_code(rule: str) -> None:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="these models are on the CPU")
 def test_a_kernel_that_fails_at_a_shape_is_left_out_in_mid_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a run that ends because a kernel which passed its trial needs more of the GPU at the shapes in use."""
-    real, calls = walk.walk, []
+    real, calls = verify.verify, []
 
     def fails(*arguments: object) -> None:
         calls.append(1)
@@ -63,7 +63,7 @@ def test_a_kernel_that_fails_at_a_shape_is_left_out_in_mid_run(monkeypatch: pyte
             raise OutOfResources(300_000, 232_448, "shared memory")
         real(*arguments)
 
-    monkeypatch.setattr(walk, "walk", fails)
+    monkeypatch.setattr(verify, "verify", fails)
     told: list[str] = []
     assert answers("coupled", kernels=True, told=told) == answers("coupled", kernels=False)
     assert len(calls) == 3

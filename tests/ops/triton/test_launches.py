@@ -54,17 +54,17 @@ def forward(model: object, batch: ForestInput, *, logits: bool = True) -> Tensor
 given: list[Tensor | None] = []  # prompts
 
 
-@pytest.mark.parametrize("settled", [None, (0, 0, 0)], ids=["fast", "same text"])
+@pytest.mark.parametrize("prompt_slots", [None, (0, 0, 0)], ids=["fast", "same text"])
 @pytest.mark.parametrize("rule", ["coupled", "search", "rejection"])
 def test_an_iteration_launches_so_little(
-    rule: str, settled: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+    rule: str, prompt_slots: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = MethodConfig.of({"rule": rule, "num_beams": 4, "drafts_per_layer": 8, "depth": LAYERS, "width": "fixed"})
     sampling = SamplingConfig(max_new_tokens=HISTORY, top_k=0 if rule == "search" else 5)
     generator = torch.Generator().manual_seed(1)
-    iteration = IterationCase.random(method, sampling, generator, torch.device("meta"), roots=4, lag=2)
+    iteration = IterationCase.random(method, sampling, generator, torch.device("meta"), roots=4, draft_backlog=2)
     launches, stepper, state = Launches(), iteration.stepper(*ITERATION_KERNELS), iteration.state
-    trunk = state.table.trunk
+    common_prefix = state.table.common_prefix
 
     class Counted(Exception):  # noqa: N818
         pass
@@ -73,15 +73,15 @@ def test_an_iteration_launches_so_little(
         raise Counted
 
     monkeypatch.setattr(step_module, "read_report", told)
-    monkeypatch.setattr(twins._Table, "forward", forward)
+    monkeypatch.setattr(twins._TableModel, "forward", forward)
     given.clear()
     with torch.no_grad(), launches, pytest.raises(Counted):
-        stepper.step(state, replace(iteration.shape, settled=settled))
-    extra = Counter() if settled is None else Counter({"sub": 1})
+        stepper.step(state, replace(iteration.shape, prompt_slots=prompt_slots))
+    extra = Counter() if prompt_slots is None else Counter({"sub": 1})
     assert launches.seen.total() == LAUNCHES + extra.total(), launches.seen
     assert launches.seen.total() + MOVES <= MOST[rule]
-    assert set(launches.seen) == {"begin", "candidates", "extend", "walk", "commit", *extra}
+    assert set(launches.seen) == {"begin", "candidates", "extend", "verify", "commit", *extra}
     *drafts, target = given
     assert drafts == [None] * LAYERS
     assert target is not None
-    assert (target is trunk) == (settled is None)
+    assert (target is common_prefix) == (prompt_slots is None)

@@ -1,18 +1,18 @@
-"""Kernels between a layer's products: equal to their twins, and the same bits for any number of rows."""
+"""Kernels between a layer's products: equal to their references, and the same bits for any number of rows."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from dsbd_cli.ops.triton import Kernel, differences
+from dsbd_cli.ops.triton import KernelCheck, differences
 from dsbd_cli.ops.triton.layers import KERNELS, gated, norm, rotate
 from tests.ops.triton import DEVICE
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_kernel_gives_what_its_twin_gives(kernel: Kernel, seed: int) -> None:
+def test_a_kernel_gives_what_its_reference_gives(kernel: KernelCheck, seed: int) -> None:
     assert list(differences(kernel, DEVICE, seed)) == []
 
 

@@ -15,7 +15,7 @@ from dsbd_cli.cli.run import messages
 from dsbd_cli.engine.iteration import devices
 from dsbd_cli.ops import select
 from dsbd_cli.ops.select import ITERATION_KERNELS as NAMES
-from dsbd_cli.ops.triton import Kernel, attention, layers, products, trial
+from dsbd_cli.ops.triton import KernelCheck, attention, layers, products, trial
 from tests.ops.triton import DEVICE
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -50,7 +50,7 @@ def faults(at: str | None = None, end: str = "pass", fault: str | None = None, s
 
 
 def other(both: torch.Tensor, gelu: bool) -> torch.Tensor:
-    return GATED.twin(both, gelu) * 1.1  # type: ignore[operator]
+    return GATED.reference(both, gelu) * 1.1  # type: ignore[operator]
 
 
 def breaks(both: torch.Tensor, gelu: bool) -> torch.Tensor:
@@ -126,7 +126,7 @@ def test_a_process_that_cannot_start_is_started_once(empty_cache: Path, tmp_path
     assert log.read_text() == "x"
     assert found.keys() == set(TRIED)
     assert len(set(found.values())) == 1
-    assert "no device for this process" in found["walk"]
+    assert "no device for this process" in found["verify"]
     assert list(empty_cache.glob("kernels-*.json")) == []
 
 
@@ -137,7 +137,7 @@ def test_a_process_that_is_late_is_started_again_at_the_next_load(
     monkeypatch.setattr(trial, "LIMIT_S", 0.5)
     found = faults(start="time.sleep(60)")
     assert found.keys() == set(TRIED)
-    assert "cannot be tried, its process does not start within" in found["walk"]
+    assert "cannot be tried, its process does not start within" in found["verify"]
     assert list(empty_cache.glob("kernels-*.json")) == []
 
 
@@ -187,16 +187,16 @@ def test_a_kernel_with_a_fault_is_not_in_use_and_a_line_names_it(monkeypatch: py
         select.ops_for.cache_clear()
         return set(devices.iteration_ops(GPU, kernels).by("triton"))
 
-    monkeypatch.setattr(select, "faults", lambda device: {"walk": "differs from the tensor code: case 0"})
-    assert by_triton(None) == set(NAMES) - {"walk"}
+    monkeypatch.setattr(select, "faults", lambda device: {"verify": "differs from the tensor code: case 0"})
+    assert by_triton(None) == set(NAMES) - {"verify"}
     reasons = {one.op: one.reason for one in devices.iteration_ops(GPU, None).report}
-    assert reasons["walk"] == "differs from the tensor code: case 0"
+    assert reasons["verify"] == "differs from the tensor code: case 0"
     (line,) = select.left_out(GPU, None)
-    assert "the kernel walk is left out" in line
+    assert "the kernel verify is left out" in line
     assert select.left_out(GPU, False) == select.left_out(CPU, None) == ()
-    monkeypatch.setattr(select, "faults", lambda device: dict.fromkeys(("walk", "move"), "fails: no C compiler"))
+    monkeypatch.setattr(select, "faults", lambda device: dict.fromkeys(("verify", "move"), "fails: no C compiler"))
     assert select.left_out(GPU, None) == (
-        "the kernels walk, move are left out, and tensor code runs in their place: each fails: no C compiler",
+        "the kernels verify, move are left out, and tensor code runs in their place: each fails: no C compiler",
     )
     assert by_triton(False) == set()
     select.ops_for.cache_clear()
@@ -205,4 +205,4 @@ def test_a_kernel_with_a_fault_is_not_in_use_and_a_line_names_it(monkeypatch: py
 def test_names_are_one_kernel_each() -> None:
     """Guards a kernel that an engine uses and nobody tries."""
     assert set(TRIED) == {*ALL, *NAMES}
-    assert all(isinstance(kernel, Kernel) for kernel in trial.kernels().values())
+    assert all(isinstance(kernel, KernelCheck) for kernel in trial.kernels().values())

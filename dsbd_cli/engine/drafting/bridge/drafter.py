@@ -21,14 +21,11 @@ from torch import Tensor
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, DrafterInputs, LayerDrafts, children
-from dsbd_cli.engine.drafting.bridge.draft import BridgedDraft
-from dsbd_cli.engine.drafting.bridge.prefixes import PrefixCache
-from dsbd_cli.engine.drafting.bridge.spelling import Spelling, split_word, standing_tail, valid_prefix
+from dsbd_cli.engine.drafting.bridge.bridged import BridgedDraft
+from dsbd_cli.engine.drafting.bridge.prefix_tree import PrefixCache
+from dsbd_cli.engine.drafting.bridge.token_bytes import Spelling, split_word, standing_suffix, valid_prefix
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 from dsbd_cli.errors import UsageError
-
-__all__ = ["BridgeDrafter", "make"]
-
 
 MOST_PER_LAYER, SPARE = 2, 4
 UNSURE = 1e3  # a token that further text may make a longer one stands behind all others
@@ -49,16 +46,16 @@ class _Draft:
     """A text that the draft writes on below a beam.
 
     Attributes:
-        ids: draft tokens from the start of the text. pending: bytes it must say first. said: new bytes.
-        tail: end of the beam's text. tokens: target tokens that spell `said`. score: log-probability of it all.
+        ids: draft tokens from the start of the text. pending: bytes it must say first. new_bytes: new bytes.
+        suffix: end of the beam's text. tokens: target tokens that spell `new_bytes`. score: log-probability of it all.
     """
 
     beam: int
     ids: list[int]
     pending: bytes
-    tail: bytes
+    suffix: bytes
     score: float
-    said: bytes = b""
+    new_bytes: bytes = b""
     tokens: list[int] = field(default_factory=list)
 
 
@@ -155,7 +152,7 @@ class BridgeDrafter(Drafter):
                 used[before] = self._ids(prompt, before)
                 ids = _fitted(prompt.base + used[before], room)
                 if ids:
-                    drafts.append(_Draft(beam, ids, pending, standing_tail(text), weight))
+                    drafts.append(_Draft(beam, ids, pending, standing_suffix(text), weight))
             prompt.known = used
             texts.append(drafts)
             if number in new:  # a prompt that begins like the last one of the row is read from where they part
@@ -185,19 +182,19 @@ class BridgeDrafter(Drafter):
         choices = self._choices(live, width)
         grown = [self._best(*row, width, depth) for row in zip(live, choices, found, strict=True)]
         self._spell([draft for row in grown for draft, _ in row])
-        for row, settled in zip(grown, found, strict=True):
+        for row, known in zip(grown, found, strict=True):
             for draft, parent in row:
                 sure = len(draft.tokens) - bool(draft.tokens and self._ours.may_grow(draft.tokens[-1]))
-                _settle(settled, draft, _common(parent.tokens, draft.tokens), parent.score, depth)
-                _settle(settled, draft, draft.tokens[:sure], draft.score, depth)
-                _settle(settled, draft, draft.tokens, draft.score - UNSURE, depth)
+                _keep_best(known, draft, _common(parent.tokens, draft.tokens), parent.score, depth)
+                _keep_best(known, draft, draft.tokens[:sure], draft.score, depth)
+                _keep_best(known, draft, draft.tokens, draft.score - UNSURE, depth)
         going = [[draft for draft, _ in row if len(draft.tokens) <= depth] for row in grown]
         for number, (row, left) in enumerate(zip(grown, going, strict=True)):
             deep[number] += len(row) - len(left)
         return going
 
     def _best(
-        self, drafts: list[_Draft], choices: list[list[tuple[int, float]]], settled: _Found, width: int, depth: int
+        self, drafts: list[_Draft], choices: list[list[tuple[int, float]]], known: _Found, width: int, depth: int
     ) -> list[tuple[_Draft, _Draft]]:
         """The likeliest `width` texts of one draft token more, each with the one it grew from. Of those that say the
         same, the likeliest; where the draft ends, its text is settled."""
@@ -206,16 +203,16 @@ class BridgeDrafter(Drafter):
             for token, logprob in options:
                 score, data = draft.score + logprob, self._theirs.spell((token,))
                 if token in self._ends and not draft.pending:
-                    _settle(settled, draft, draft.tokens, score, depth)
+                    _keep_best(known, draft, draft.tokens, score, depth)
                 if token in self._ends or not data:
                     continue
-                key = (draft.beam, draft.pending[len(data) :], draft.said + data[len(draft.pending) :])
+                key = (draft.beam, draft.pending[len(data) :], draft.new_bytes + data[len(draft.pending) :])
                 if key not in pool or pool[key][0] < score:
                     pool[key] = (score, draft, token)
         best = heapq.nlargest(width, pool.items(), key=lambda item: item[1][0])
         return [
-            (_Draft(beam, [*parent.ids, token], pending, parent.tail, score, said), parent)
-            for (beam, pending, said), (score, parent, token) in best
+            (_Draft(beam, [*parent.ids, token], pending, parent.suffix, score, new_bytes), parent)
+            for (beam, pending, new_bytes), (score, parent, token) in best
         ]
 
     def _choices(self, live: list[list[_Draft]], width: int) -> list[list[list[tuple[int, float]]]]:
@@ -241,7 +238,7 @@ class BridgeDrafter(Drafter):
             token = int(found[0])
             data = self._theirs.table[token]
             draft.ids.append(token)
-            draft.pending, draft.said = draft.pending[len(data) :], draft.said + data[len(draft.pending) :]
+            draft.pending, draft.new_bytes = draft.pending[len(data) :], draft.new_bytes + data[len(draft.pending) :]
 
     def _agreeing(self, logits: Tensor, live: list[list[_Draft]]) -> Tensor:
         """Logits [R, m, V] of the draft with -inf where a token contradicts what is pending."""
@@ -258,17 +255,19 @@ class BridgeDrafter(Drafter):
 
     def _spell(self, drafts: list[_Draft]) -> None:
         """Target tokens of every text."""
-        drafts = [draft for draft in drafts if draft.said]
+        drafts = [draft for draft in drafts if draft.new_bytes]
         if not drafts:
             return
-        cuts = [max(0, valid_prefix(draft.tail + draft.said) - len(draft.tail)) for draft in drafts]
-        new = [draft.said[:cut] for draft, cut in zip(drafts, cuts, strict=True)]
-        texts = [(draft.tail + said).decode(errors="replace") for draft, said in zip(drafts, new, strict=True)]
+        cuts = [max(0, valid_prefix(draft.suffix + draft.new_bytes) - len(draft.suffix)) for draft in drafts]
+        new = [draft.new_bytes[:cut] for draft, cut in zip(drafts, cuts, strict=True)]
+        texts = [
+            (draft.suffix + new_bytes).decode(errors="replace") for draft, new_bytes in zip(drafts, new, strict=True)
+        ]
         encoded = self._target.encode_pieces(texts)
-        for draft, said, ids in zip(drafts, new, encoded, strict=True):
+        for draft, new_bytes, ids in zip(drafts, new, encoded, strict=True):
             # the beginning of a character is no text, but a target of bytes takes it
-            rest = self._ours.segment(draft.said[len(said) :])
-            draft.tokens = self._ours.align(draft.tail, said, ids) + rest
+            rest = self._ours.segment(draft.new_bytes[len(new_bytes) :])
+            draft.tokens = self._ours.align(draft.suffix, new_bytes, ids) + rest
 
 
 def _common(first: list[int], second: list[int]) -> list[int]:
@@ -280,7 +279,7 @@ def _common(first: list[int], second: list[int]) -> list[int]:
     return second[:same]
 
 
-def _settle(found: _Found, draft: _Draft, tokens: list[int], score: float, depth: int) -> None:
+def _keep_best(found: _Found, draft: _Draft, tokens: list[int], score: float, depth: int) -> None:
     """Take tokens below a beam into the tree, each with the best score it has had."""
     for length in range(1, min(len(tokens), depth) + 1):
         key = (draft.beam, *tokens[:length])
@@ -301,14 +300,14 @@ def _forest(context: DraftContext, found: list[_Found]) -> Forest:
     shape = (depth, len(found), count)
     above, token = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     valid, weight = np.zeros(shape, dtype=bool), np.full(shape, NEG_INF, dtype=np.float32)
-    for row, settled in enumerate(found):
+    for row, known in enumerate(found):
         parents: dict[tuple[int, ...], int] = {(beam,): beam for beam in range(beams.token.shape[1])}
         for layer in range(depth):
-            fitting = [key for key in settled if len(key) == layer + 2 and key[:-1] in parents]
-            best = heapq.nlargest(count, fitting, key=settled.__getitem__)
+            fitting = [key for key in known if len(key) == layer + 2 and key[:-1] in parents]
+            best = heapq.nlargest(count, fitting, key=known.__getitem__)
             for place, key in enumerate(best):
                 above[layer, row, place], token[layer, row, place] = parents[key[:-1]], key[-1]
-                valid[layer, row, place], weight[layer, row, place] = True, settled[key]
+                valid[layer, row, place], weight[layer, row, place] = True, known[key]
             parents = {key: place for place, key in enumerate(best)}
     device = beams.token.device
     tensors = [torch.from_numpy(item).to(device) for item in (above, token, valid, weight)]

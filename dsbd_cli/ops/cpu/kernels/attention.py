@@ -11,7 +11,7 @@ from __future__ import annotations
 from numba import njit, types
 
 from dsbd_cli.ops.cpu.attention import ATTEND, LAYOUT, LIST
-from dsbd_cli.ops.cpu.kernels.compiler import Compiler
+from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
     LANES,
     add,
@@ -43,17 +43,15 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     turn_f32,
 )
 
-__all__ = ["attend", "list_slots"]
+compiled = KernelCompiler("attention", seconds=3, layout=LAYOUT)
 
-compiled = Compiler("attention", seconds=3, layout=LAYOUT)
-
-# The kernel. `at` is the address of a attention.Attend, whose fields have these offsets.
+# The kernel. `at` is the address of a attention.AttentionArguments, whose fields have these offsets.
 
 (
     TAKEN, THREADS, ITEMS, HEADS, GROUPS, NODES, DIM, OUT_DIM, BLOCKS, BLOCK, QUERY, QUERY_ROW, QUERY_HEAD, QUERY_NODE,
     KEY, KEY_ROW, KEY_HEAD, KEY_SLOT, VALUE, VALUE_ROW, VALUE_HEAD, VALUE_SLOT, OUT, SLOTS, COUNTS, BOUNDS, LIST_WIDTH,
-    SETTLED, SETTLED_ROW, SETTLED_HEAD, SETTLED_QUERY, SUMS, SUMS_ROW, SUMS_HEAD, SUMS_QUERY, SINKS, BIAS, BIAS_ROW,
-    BIAS_HEAD, BIAS_NODE, SCRATCH, SCRATCH_BYTES, NARROW, SCALE, CAP,
+    PROMPT_PART, PROMPT_PART_ROW, PROMPT_PART_HEAD, PROMPT_PART_QUERY, SUMS, SUMS_ROW, SUMS_HEAD, SUMS_QUERY, SINKS,
+    BIAS, BIAS_ROW, BIAS_HEAD, BIAS_NODE, SCRATCH, SCRATCH_BYTES, NARROW, SCALE, CAP,
 ) = ATTEND  # fmt: skip
 LOG2_E = 1.4426950408889634
 LEAST = -3.0e38  # a score below all others
@@ -148,7 +146,7 @@ def widen(source, dim, narrow, target):
 
 
 @njit(error_model="numpy")
-def turn(source, step, count, dim, narrow, target, stride):
+def transpose_keys(source, step, count, dim, narrow, target, stride):
     """Keys of count slots, step bytes apart, as float32 [dim, stride]; zeros up to a multiple of LANES slots."""
     line, unit = stride * WORD, 2 if narrow else WORD
     t = 0
@@ -226,15 +224,15 @@ def add_weights(weights, count):
 
 
 @njit(error_model="numpy")
-def write_out(sums, dim, narrow, settled, share, whole, out):
+def write_out(sums, dim, narrow, prompt_part, share, whole, out):
     """(sums + settled * share) / whole; no settled part where its address is 0."""
     e = 0
     unit = 2 if narrow else WORD
     while e < dim:
         vector = e + LANES <= dim
         x = load_f32(sums + e * WORD) if vector else splat(get_f32(sums + e * WORD))
-        if settled != 0:
-            part = settled + e * unit
+        if prompt_part != 0:
+            part = prompt_part + e * unit
             if vector:
                 old = load_bf16(part) if narrow else load_f32(part)
             else:
@@ -266,7 +264,7 @@ def attend(at):
     unit = 2 if narrow else WORD
     scale, cap, base = get_f32(at + SCALE), get_f32(at + CAP), types.float32(LOG2_E)
     factor = scale * base if cap == 0 else cap * base
-    settled, sinks, bias = get_i64(at + SETTLED), get_i64(at + SINKS), get_i64(at + BIAS)
+    prompt_part, sinks, bias = get_i64(at + PROMPT_PART), get_i64(at + SINKS), get_i64(at + BIAS)
     wide = (out_dim + LANES - 1) // LANES * LANES
     keys = get_i64(at + SCRATCH) + take(at + THREADS) * get_i64(at + SCRATCH_BYTES)
     held = types.int64(-1)
@@ -291,7 +289,7 @@ def attend(at):
             held = pair
             step = get_i64(at + KEY_SLOT)
             source = get_i64(at + KEY) + row * get_i64(at + KEY_ROW) + head * get_i64(at + KEY_HEAD) + low * step
-            turn(source, step, used, dim, narrow, keys, stride)
+            transpose_keys(source, step, used, dim, narrow, keys, stride)
             step = get_i64(at + VALUE_SLOT)
             source = get_i64(at + VALUE) + row * get_i64(at + VALUE_ROW) + head * get_i64(at + VALUE_HEAD) + low * step
             for t in range(used):
@@ -319,7 +317,7 @@ def attend(at):
                         biased = bias + row * get_i64(at + BIAS_ROW) + of * get_i64(at + BIAS_HEAD) + low * WORD
                         biased += node * get_i64(at + BIAS_NODE)
                     mass = types.float32(LEAST)
-                    if settled != 0:
+                    if prompt_part != 0:
                         source = get_i64(at + SUMS) + row * get_i64(at + SUMS_ROW) + head * get_i64(at + SUMS_HEAD)
                         mass = get_f32(source + ((group + i) * nodes + node) * get_i64(at + SUMS_QUERY)) * base
                     sink = types.float32(LEAST)
@@ -327,7 +325,7 @@ def attend(at):
                         sink = get_f32(sinks + of * WORD) * base
                     top = weigh(mine, slots, count, factor, biased, max(mass, sink), weights + i * line)
                     whole, share = add_weights(weights + i * line, count), types.float32(0)
-                    if settled != 0:
+                    if prompt_part != 0:
                         share = first(exp2(splat(mass - top)))
                         whole += share
                     if sinks != 0:
@@ -339,10 +337,10 @@ def attend(at):
                 add_up(weights, line, slots, count, values, wide, sums)
                 for i in range(pairs):
                     mine, of = scores + i * line, head * groups + group + i
-                    old = settled
-                    if settled != 0:
-                        old += row * get_i64(at + SETTLED_ROW) + head * get_i64(at + SETTLED_HEAD)
-                        old += ((group + i) * nodes + node) * get_i64(at + SETTLED_QUERY)
+                    old = prompt_part
+                    if prompt_part != 0:
+                        old += row * get_i64(at + PROMPT_PART_ROW) + head * get_i64(at + PROMPT_PART_HEAD)
+                        old += ((group + i) * nodes + node) * get_i64(at + PROMPT_PART_QUERY)
                     out = get_i64(at + OUT) + ((row * nodes + node) * heads * groups + of) * out_dim * unit
                     whole, share = get_f32(mine), get_f32(mine + WORD)
                     write_out(sums + i * wide * WORD, out_dim, narrow, old, share, whole, out)

@@ -17,15 +17,13 @@ from numba.core import caching
 from numba.core.caching import FunctionCache
 from numba.core.event import Event, Listener, install_listener
 
-__all__ = ["Compiler", "distrust"]
-
 LOCK = "dsbd.lock"  # held while kernels are looked up, compiled and kept
 
 _logger = logging.getLogger(__name__)
 _reasons: set[str] = set()  # told, why kernels cannot be kept
 
 
-class Compiler:
+class KernelCompiler:
     """Makes kernels of the functions of one file. A line says when the first of them is not found on disk and has to be
     compiled, and one when they cannot be kept.
 
@@ -35,14 +33,14 @@ class Compiler:
 
     def __init__(self, what: str, seconds: int, layout: int = 0) -> None:
         self.what, self._layout = what, layout
-        self._kept, self._listener = True, _Told(what, seconds)
+        self._kept, self._listener = True, _CompileListener(what, seconds)
 
     def __call__(self, signature: Any) -> Callable[[Any], Any]:
         """Make a kernel with this signature, for Python. Other threads of Python run beside it."""
         return lambda function: self._made(njit, signature, function, nogil=True)
 
     def addressed(self, function: Any) -> Any:
-        """Make a kernel for `runtime.Kernel`, which takes the address of its arguments."""
+        """Make a kernel for `runtime.CpuKernel`, which takes the address of its arguments."""
         return self._made(cfunc, types.void(types.int64), function)
 
     def _made(self, decorator: Any, signature: Any, function: Any, **options: Any) -> Any:
@@ -59,18 +57,18 @@ class Compiler:
                         return decorator(signature, cache=True, **options)(function)
                 except (OSError, RuntimeError) as error:  # a full folder; no folder that numba may write to
                     self._kept, self._listener.folder = False, None
-                    said = " ".join(str(error).split())[:300]
-                    if said not in _reasons:  # a folder that is not trusted is told once, not for every file
-                        _reasons.add(said)
+                    reason = " ".join(str(error).split())[:300]
+                    if reason not in _reasons:  # a folder that is not trusted is told once, not for every file
+                        _reasons.add(reason)
                         _logger.warning(
-                            "every run compiles the kernels of %s: they cannot be kept (%s)", self.what, said
+                            "every run compiles the kernels of %s: they cannot be kept (%s)", self.what, reason
                         )
             return decorator(signature, **options)(function)
 
 
 class _Stamped:
-    """Where numba keeps a kernel of `Compiler`: as elsewhere, but what lies there serves only while no file of this
-    folder and no field of the kernel's arguments has changed."""
+    """Where numba keeps a kernel of `KernelCompiler`: as elsewhere, but what lies there serves only while no file of
+    this folder and no field of the kernel's arguments has changed."""
 
     def __init__(self, function: Any, file: str) -> None:
         super().__init__(function, file)  # type: ignore[call-arg]
@@ -103,16 +101,16 @@ caching.CacheImpl._locator_classes[:0] = map(
 )
 
 
-class _Told(Listener):  # type: ignore[misc]
+class _CompileListener(Listener):  # type: ignore[misc]
     """Hears numba compile, which it does not for what it finds on disk. folder: where the kernels will be kept."""
 
     def __init__(self, what: str, seconds: int) -> None:
-        self._what, self._seconds, self._told = what, seconds, False
+        self._what, self._seconds, self._announced = what, seconds, False
         self.folder: Path | None = None
 
     def on_start(self, event: Event) -> None:
-        if not self._told:
-            self._told = True
+        if not self._announced:
+            self._announced = True
             kept = "" if self.folder is None else f"once, kept in {self.folder}, "
             _logger.warning("compiling the kernels of %s (%sabout %d s)", self._what, kept, self._seconds)
 

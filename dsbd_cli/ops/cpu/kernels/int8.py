@@ -15,7 +15,7 @@ from numba import njit, types
 
 from dsbd_cli.ops.cpu.int8 import CONVERT, LAYOUT, LEVELIZE, MULTIPLY, SMALLEST, ZERO
 from dsbd_cli.ops.cpu.int8 import LEVELS as MOST
-from dsbd_cli.ops.cpu.kernels.compiler import Compiler
+from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
     CHUNK,
     COLUMNS,
@@ -58,11 +58,9 @@ from dsbd_cli.ops.cpu.kernels.simd import (
 )
 from dsbd_cli.ops.cpu.runtime import PRODUCT
 
-__all__ = ["convert", "levelize", "multiply"]
+compiled = KernelCompiler("int8 layers", seconds=3, layout=LAYOUT)
 
-compiled = Compiler("int8 layers", seconds=3, layout=LAYOUT)
-
-# `at` is the address of a int8.Levelize or Multiply, whose fields have these offsets.
+# `at` is the address of a int8.QuantizeRowArguments or Int8Arguments, whose fields have these offsets.
 (L_TAKEN, _, L_ITEMS, L_ROWS, L_SHARE, L_X, L_X_ROW, L_NARROW, L_INPUTS, L_KEPT, L_LEVELS, L_LEVELS_ROW, L_STEPS,
  L_OUTLIERS, L_FEW, L_FEW_INPUTS) = LEVELIZE  # fmt: skip
 (LEVELS, LEVELS_ROW, WEIGHTS, QUADS, PIECE, OFFSETS, SCALES, STEPS, FEW, FEW_WEIGHTS, FEW_INPUTS, BIAS, OUT, OUT_ROW,

@@ -11,7 +11,7 @@ import math
 from numba import njit, types
 
 from dsbd_cli.ops.cpu import layer as layer_ops
-from dsbd_cli.ops.cpu.kernels.compiler import Compiler
+from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
     LANES,
     add,
@@ -35,9 +35,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
 )
 from dsbd_cli.ops.cpu.layer import GATED, LAYOUT, NORM, ROTATE
 
-__all__ = ["gated", "norm", "rotate"]
-
-compiled = Compiler("norms, rotations and activations", seconds=2, layout=LAYOUT)
+compiled = KernelCompiler("norms, rotations and activations", seconds=2, layout=LAYOUT)
 
 # `at` is the address of a Norm, Gated or Rotate of layer.py, whose fields have these offsets.
 assert layer_ops.STEP == LANES
@@ -150,7 +148,7 @@ def gated(at):
 
 
 @njit(error_model="numpy")
-def turn(source, target, cos, sin, dim, unit, weight, eps, one_more, narrow):
+def rotate_head(source, target, cos, sin, dim, unit, weight, eps, one_more, narrow):
     """A head is rotated: its halves are the two coordinates. weight: of a norm before; 0 for none."""
     half = dim // 2 * unit
     scale = splat(types.float32(1))
@@ -196,12 +194,12 @@ def rotate(at):
             cos, sin = get_i64(at + R_COS) + angle, get_i64(at + R_SIN) + angle
             for head in range(heads):
                 target = get_i64(at + R_OUT) + ((request * heads + head) * nodes + node) * size
-                turn(source, target, cos, sin, dim, unit, query_norm, eps, one_more, narrow)
+                rotate_head(source, target, cos, sin, dim, unit, query_norm, eps, one_more, narrow)
                 source += size
             place = get_i64(get_i64(at + R_SLOTS) + row * 8) * kv_heads * size
             for head in range(kv_heads):
                 target = get_i64(at + R_KEYS) + place + head * size
-                turn(source, target, cos, sin, dim, unit, key_norm, eps, one_more, narrow)
+                rotate_head(source, target, cos, sin, dim, unit, key_norm, eps, one_more, narrow)
                 source += size
             target, i = get_i64(at + R_VALUES) + place, types.int64(0)
             while i < kv_heads * size:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from numba import njit, types
 
 from dsbd_cli.ops.cpu import linear as packing
-from dsbd_cli.ops.cpu.kernels.compiler import Compiler
+from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
     COLUMNS,
     LANES,
@@ -33,11 +33,9 @@ from dsbd_cli.ops.cpu.kernels.simd import (
 from dsbd_cli.ops.cpu.linear import LAYOUT, MULTIPLY, PACK, bfloat16_tile
 from dsbd_cli.ops.cpu.runtime import PRODUCT
 
-__all__ = ["multiply", "pack_rows"]
+compiled = KernelCompiler("linear layers", seconds=3, layout=LAYOUT)
 
-compiled = Compiler("linear layers", seconds=3, layout=LAYOUT)
-
-# `at` is the address of a linear.Multiply, whose fields have these offsets.
+# `at` is the address of a linear.LinearArguments, whose fields have these offsets.
 assert packing.COLUMNS == COLUMNS
 (P_TAKEN, _, P_ITEMS, P_ROWS, P_STEPS, P_OUT) = PACK
 X, X_ROW, WEIGHTS, STEPS, PIECE, BIAS, OUT, OUT_ROW, NARROW = MULTIPLY[len(PRODUCT) :]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from numba import njit, types
 
-from dsbd_cli.ops.cpu.kernels.compiler import Compiler
+from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
     LANES,
     add,
@@ -29,11 +29,9 @@ from dsbd_cli.ops.cpu.kernels.simd import (
 )
 from dsbd_cli.ops.cpu.logsumexp import LAYOUT, TOTAL
 
-__all__ = ["totals"]
+compiled = KernelCompiler("sums over the vocabulary", seconds=1, layout=LAYOUT)
 
-compiled = Compiler("sums over the vocabulary", seconds=1, layout=LAYOUT)
-
-# `at` is the address of a logsumexp.Total, whose fields have these offsets.
+# `at` is the address of a logsumexp.LogsumexpArguments, whose fields have these offsets.
 
 (TAKEN, THREADS, ITEMS, VALUES, VALUES_ROW, COUNT, HIGHEST, OUT, NARROW) = TOTAL
 LOG2_E = 1.4426950408889634

@@ -10,15 +10,13 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from dsbd_cli.ops.cpu.kernels.compiler import Compiler
+from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import I32, I64, get_i64, operation, pointer, put_i64
 from dsbd_cli.ops.cpu.program import LAYOUT, RUN
 
-__all__ = ["run"]
+compiled = KernelCompiler("programs", seconds=1, layout=LAYOUT)
 
-compiled = Compiler("programs", seconds=1, layout=LAYOUT)
-
-# `at` is the address of a program.Run, whose fields have these offsets.
+# `at` is the address of a program.ProgramArguments, whose fields have these offsets.
 COUNT, CALLS, TEAM = RUN
 CALL, WORD = 24, 8
 

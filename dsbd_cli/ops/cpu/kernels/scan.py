@@ -1,4 +1,4 @@
-"""Recurrent layers over a packed forest on a CPU, in float32, with the same bits wherever the trunk ends.
+"""Recurrent layers over a packed forest on a CPU, in float32, with the same bits wherever the common prefix ends.
 
 A token reads a state that lies some tokens back, and the tokens since then one by one, as in `scans`:
 
@@ -7,18 +7,19 @@ A token reads a state that lies some tokens back, and the tokens since then one 
     next state:        S_{a + BLOCK} = f S_a + sum_s f_s k_s u_s^T
 
 where f are products of the decays in between. The *anchor* a depends on the position p of a token alone: the last
-multiple of BLOCK that lies at least LAG tokens before it, or 0. So a number takes the same operations in the same order
-wherever the trunk ends and whatever else is in the forward.
+multiple of BLOCK that lies at least LEAST_ONE_BY_ONE tokens before it, or 0. So a number takes the same operations in
+the same order wherever the common prefix ends and whatever else is in the forward.
 
-A row keeps the state at the anchor of the token that would follow its trunk, and the inputs of the last LEAD tokens of
-the trunk before those of the tail. Where branches leave the trunk, their anchors are still in it: up to LAG tokens on,
-nodes at the same distance read the same state, all of them in one product. Longer branches get states of their own,
-which are overwritten when their nodes are done.
+A row keeps the state at the anchor of the token that would follow its common prefix, and the inputs of the last LEAD
+tokens of the common prefix before those of the suffix. Where branches leave the common prefix, their anchors are still
+in it: up to LEAST_ONE_BY_ONE tokens on, nodes at the same distance read the same state, all of them in one product.
+Longer branches get states of their own, which are overwritten when their nodes are done.
 
-One kernel, `walk`, serves the nodes of a forest, a prompt, and a trunk that grows. They differ in their ScanSchedule.
+One kernel, `recurrent_scan`, serves the nodes of a forest, a prompt, and a common prefix that grows. They differ in
+their ScanSchedule.
 
-Letters as in `scans`, but a state is [R, H, N, P]. All arrays lie side by side, and are float32 or int64. `walk` works
-on the pairs first .. last of (row, value head), so that threads can share them.
+Letters as in `scans`, but a state is [R, H, N, P]. All arrays lie side by side, and are float32 or int64.
+`recurrent_scan` works on the pairs first .. last of (row, value head), so that threads can share them.
 """
 
 from __future__ import annotations
@@ -40,37 +41,18 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from dsbd_cli.ops.cpu.kernels import simd as lanes
-from dsbd_cli.ops.cpu.kernels.compiler import Compiler
-
-__all__ = [
-    "BLOCK",
-    "LAG",
-    "LEAD",
-    "ScanMask",
-    "ScanSchedule",
-    "chain",
-    "convolve",
-    "fold",
-    "forest",
-    "join",
-    "pairs",
-    "put",
-    "shared",
-    "sight",
-    "taps",
-    "walk",
-]
+from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 
 BLOCK = 8  # tokens that go into a state at once
-LAG = 16  # tokens that a token reads one by one, at least
-LEAD = LAG + BLOCK - 1  # tokens of the trunk whose inputs are kept
+LEAST_ONE_BY_ONE = 16  # tokens that a token reads one by one, at least
+LEAD = LEAST_ONE_BY_ONE + BLOCK - 1  # tokens of the common prefix whose inputs are kept
 
 LANES = 16 if get_host_cpu_features().get("avx512f") else 8  # numbers of a vector
 SIDE = 4  # vectors of a tile
 TILE = LANES * SIDE  # columns of a state that are worked on together
 MANY, SOME = (6, 3) if LANES == 16 else (3, 2)  # rows of a product whose sums fit into the registers
 AHEAD = 512  # numbers
-compiled = Compiler("recurrent layers", seconds=15)
+compiled = KernelCompiler("recurrent layers", seconds=15)
 
 _LOG2E, _LOG2E_REST, _LN2 = np.float32(1.44269502), np.float32(1.92596299e-8), np.float32(0.693147181)
 _SIDE = 4 * lanes.LANES  # channels of a convolution at a time
@@ -334,7 +316,7 @@ _B1, _B3 = types.boolean[::1], types.boolean[:, :, ::1]
 
 
 class ScanMask(NamedTuple):
-    """Where the nodes of a forward stand in the tail and what they see of it.
+    """Where the nodes of a forward stand in the suffix and what they see of it.
 
     seen: [R, n, T] bool, ancestors and the node itself. at: [R, n] place, T where a node is absent. depths: [R, T] of
     the token in each place. first: [R, n] the first node in each node's place, the node itself where it has none.
@@ -349,7 +331,7 @@ class ScanMask(NamedTuple):
 
 
 @compiled(types.Tuple((_B3, _I2, _I2, _I2, types.boolean))(_B3, _I2, _I2, _I1, types.int64, types.int64))
-def _sight(mask, slots, slot_positions, base, width, trash):
+def _scan_mask(mask, slots, slot_positions, base, width, trash):
     rows, nodes, active = mask.shape
     seen, at = np.zeros((rows, nodes, width), np.bool_), np.empty((rows, nodes), np.int64)
     depths, first = np.empty((rows, width), np.int64), np.empty((rows, nodes), np.int64)
@@ -373,13 +355,13 @@ def _sight(mask, slots, slot_positions, base, width, trash):
     return seen, at, depths, first, alone
 
 
-def sight(
+def scan_mask(
     mask: NDArray[np.bool_], slots: NDArray[np.int64], slot_positions: NDArray[np.int64], base: NDArray[np.int64],
     width: int, trash: int,
 ) -> ScanMask:  # fmt: skip
-    """Return the ScanMask of a ForestInput with mask [R, n, S], slots [R, n] and slot_positions [R, S], after trunks of
-    base [R] tokens, in `width` places."""
-    return ScanMask._make(_sight(mask, slots, slot_positions, base, width, trash))
+    """Return the ScanMask of a ForestInput with mask [R, n, S], slots [R, n] and slot_positions [R, S], after common
+    prefixes of base [R] tokens, in `width` places."""
+    return ScanMask._make(_scan_mask(mask, slots, slot_positions, base, width, trash))
 
 
 @compiled(types.Tuple((_I1, _I2))(_B3, _I2, _I2, _I2, _I1, _I1, types.int64))
@@ -393,7 +375,7 @@ def taps(seen, at, depths, positions, base, numbers, lead):
         for i in range(nodes):
             node = r * nodes + i
             own[node] = start + lead + at[r, i]
-            for tap in range(lead):  # in the trunk, if they are not seen in the tail
+            for tap in range(lead):  # in the common prefix, if they are not seen in the suffix
                 place = lead + positions[r, i] - lead + tap - base[r]
                 back[tap, node] = start + min(max(place, 0), lead + width)
             for place in range(width):
@@ -430,7 +412,7 @@ class ScanSchedule(NamedTuple):
 @njit(error_model="numpy", nogil=True)
 def _anchor(position):
     """Where the state lies that the token of a position reads."""
-    return max(0, (position - LAG) // BLOCK * BLOCK)
+    return max(0, (position - LEAST_ONE_BY_ONE) // BLOCK * BLOCK)
 
 
 @compiled(types.Tuple((_I3, _I2, _I2, _I3, _I2, _I3, _I1, _I2, _I1, types.int64))(_B3, _I2, _I2, _I1, types.int64))
@@ -526,20 +508,23 @@ def _forest(seen, at, depths, base, lead):
 def forest(
     seen: NDArray[np.bool_], at: NDArray[np.int64], depths: NDArray[np.int64], base: NDArray[np.int64], lead: int
 ) -> ScanSchedule:
-    """Plan nodes in planes [rows, lead + T + 1, ...]. seen, at, depths: as in ScanMask. base [R]: tokens of trunks."""
+    """Plan nodes in planes [rows, lead + T + 1, ...]. seen, at, depths: as in ScanMask. base [R]: tokens of common
+    prefixes."""
     return ScanSchedule._make((*_forest(seen, at, depths, base, lead), False))
 
 
 def chain(base: NDArray[np.int64], lengths: NDArray[np.int64], count: int, lead: int) -> ScanSchedule:
-    """Plan tokens that follow the trunk, `lengths` [R] of `count` in each row, in planes [R, lead + count, ...].
+    """Plan tokens that follow the common prefix, `lengths` [R] of `count` in each row, in planes [R, lead + count,
+    ...].
 
-    They become part of the trunk.
+    They become part of the common prefix.
     """
     return _joined(base, lengths, count, np.tile(lead + np.arange(count), (len(base), 1)), lead)
 
 
 def fold(base: NDArray[np.int64], counts: NDArray[np.int64], joined: NDArray[np.int64], lead: int) -> ScanSchedule:
-    """ScanSchedule a trunk that takes the first `counts` [R] of the places joined [R, m] of the tail, and no node."""
+    """ScanSchedule a common prefix that takes the first `counts` [R] of the places joined [R, m] of the suffix, and no
+    node."""
     return _joined(base, counts, 0, lead + joined, lead)
 
 
@@ -622,10 +607,10 @@ def put(rows, at, lead, k, v, step, scales, g, skip, keys, inputs, decays, y):
         for i in range(at.shape[1]):
             own, place = (r * at.shape[1] + i) * step, lead + at[r, i]
             for h in range(heads):
-                source, said = v[own + h * width : own + (h + 1) * width], y[r, i, h]
+                source, result = v[own + h * width : own + (h + 1) * width], y[r, i, h]
                 factor = skip[h] if len(skip) else np.float32(0)
                 for p in range(width):
-                    said[p] = factor * source[p] if len(skip) else np.float32(0)
+                    result[p] = factor * source[p] if len(skip) else np.float32(0)
             if at[r, i] >= places:
                 continue
             keys[rows[r], place] = k[r, i]
@@ -640,13 +625,13 @@ def put(rows, at, lead, k, v, step, scales, g, skip, keys, inputs, decays, y):
 
 @compiled(types.void(_F3, types.int64, _I1, _I1))
 def join(plane, lead, base, counts):
-    """Take the last `lead` tokens of a trunk that grew by `counts` [R] up front, in a plane [rows, lead + T + 1, size].
-    base: [R] tokens that it had before."""
+    """Take the last `lead` tokens of a common prefix that grew by `counts` [R] up front, in a plane [rows, lead + T +
+    1, size]. base: [R] tokens that it had before."""
     places, size = plane.shape[1:]
     width, area = places - lead - 1, lanes.LANES * lanes.WORD
     for r in range(len(base)):
         for place in range(lead if counts[r] else 0):
-            past = place + counts[r] - lead  # from the end of the trunk as it was
+            past = place + counts[r] - lead  # from the end of the common prefix as it was
             source = past + lead if past < 0 else lead + (base[r] + past) % width
             start = plane.ctypes.data + (r * places + source) * size * lanes.WORD
             target = plane.ctypes.data + (r * places + place) * size * lanes.WORD
@@ -657,7 +642,7 @@ def join(plane, lead, base, counts):
 
 
 @njit(error_model="numpy", nogil=True)
-def _fade(decays, plane, h, line, factors):
+def _decay_products(decays, plane, h, line, factors):
     """The product of the decays after each token of a line, where a decay is one number; returns that of all."""
     factor = np.float32(1)
     for past in range(len(line) - 1, -1, -1):
@@ -697,7 +682,7 @@ def _weigh(x, keys, group, decays, plane, h, line, weights):
 
 @compiled(types.void(_F4, _I1, _I1, _F4, _F1, types.int64, _F3, _F4, _F4, _F4, _F4, _F4, _I3, _I2, _I2, _I3,
                      _I2, _I3, _I1, _I2, _I1, types.int64, types.boolean, _F4, types.int64, types.int64))  # fmt: skip
-def walk(state, rows, planes, q, v, step, beta, asked, alike, keys, inputs, decays, lines, counts, order,
+def recurrent_scan(state, rows, planes, q, v, step, beta, asked, alike, keys, inputs, decays, lines, counts, order,
          groups, sources, blocks, sizes, used, uses, buffers, keep, y, first, last):  # fmt: skip
     """y [R, n, H, P] of the nodes of a ScanSchedule, from states [., H, N, P] and planes [., places, ...] as `put`
     leaves them.
@@ -715,7 +700,7 @@ def walk(state, rows, planes, q, v, step, beta, asked, alike, keys, inputs, deca
     area = dim * wide
     # of one row and head: states, inputs of the tokens that are read, what goes into a state
     held, u = np.zeros((buffers, dim, wide), np.float32), np.zeros((places, wide), np.float32)
-    trunk = np.zeros((dim, wide if wide != width else 0), np.float32)
+    common_prefix = np.zeros((dim, wide if wide != width else 0), np.float32)
     e, block = np.empty(dim, np.float32), np.empty((BLOCK, dim), np.float32)
     # of some nodes: what reads the state, what it says, and weights of the tokens since then
     x, x_key = np.empty((MANY, dim), np.float32), np.empty((MANY, dim), np.float32)
@@ -723,7 +708,7 @@ def walk(state, rows, planes, q, v, step, beta, asked, alike, keys, inputs, deca
     weights, weights_key = np.zeros((MANY, LEAD + 1), np.float32), np.zeros((MANY, LEAD + 1), np.float32)
     factors, one = np.empty(LEAD + 1, np.float32), np.ones(1, np.float32)
     # the same for products, which are told where to begin
-    flat_state, flat_held, flat_trunk, flat_u = state.ravel(), held.ravel(), trunk.ravel(), u.ravel()
+    flat_state, flat_held, flat_common_prefix, flat_u = state.ravel(), held.ravel(), common_prefix.ravel(), u.ravel()
     flat_x, flat_x_key, flat_block = x.ravel(), x_key.ravel(), block.ravel()
     flat_found, flat_found_key = found.ravel(), found_key.ravel()
     flat_weights, flat_weights_key = weights.ravel(), weights_key.ravel()
@@ -741,8 +726,8 @@ def walk(state, rows, planes, q, v, step, beta, asked, alike, keys, inputs, deca
         if wide != width:
             for n in range(dim):
                 for p in range(width):
-                    trunk[n, p] = state[row, h, n, p]
-            own, own_at, own_step = flat_trunk, 0, wide
+                    common_prefix[n, p] = state[row, h, n, p]
+            own, own_at, own_step = flat_common_prefix, 0, wide
         for number in range(sizes[r]):
             target, source = groups[r, number, 0], sources[r, number]
             read, read_at, read_step = own, own_at, own_step
@@ -764,7 +749,7 @@ def walk(state, rows, planes, q, v, step, beta, asked, alike, keys, inputs, deca
                     line = lines[r, i, : counts[r, i]]
                     factor = np.float32(1)
                     if single:
-                        factor = _fade(decays, plane, h, line, factors)
+                        factor = _decay_products(decays, plane, h, line, factors)
                         for past in range(len(line)):
                             weights[m, past] = factors[past] * asked[r, i, group, past]
                     for n in range(dim):
@@ -807,7 +792,7 @@ def walk(state, rows, planes, q, v, step, beta, asked, alike, keys, inputs, deca
         if keep and wide != width:
             for n in range(dim):
                 for p in range(width):
-                    state[row, h, n, p] = trunk[n, p]
+                    state[row, h, n, p] = common_prefix[n, p]
 
 
 @njit(error_model="numpy", nogil=True)

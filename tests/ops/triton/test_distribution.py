@@ -1,10 +1,11 @@
-"""The law of an iteration with kernels on, every branch enumerated, against plain beam sampling.
+"""The distribution of an iteration with kernels on, every branch enumerated, against plain beam sampling.
 
 Kernels make their own noise. In triton's interpreter a chooser stands in for it: where a kernel asks for perturbed
 log-probabilities, it takes each possible order in turn, with the probability that the kernel's own numbers give it, and
 so it does with the test of a draft. What follows that iteration is drawn by the oracle.
 
-Guards: draws from another law than the one that drafts are tested against; beams, weights or ends of the wrong node.
+Guards: draws from another distribution than the one that drafts are tested against; beams, weights or ends of the wrong
+node.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from dsbd_cli.engine.core.noise import COMPLETION, DRAFT, RESIDUAL
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.iteration.iteration import Iteration, IterationShape
 from dsbd_cli.engine.iteration.iteration_kernels import walk_kernel
-from dsbd_cli.engine.iteration.state import BatchState, Entry
-from dsbd_cli.ops.triton import draft, walk
+from dsbd_cli.engine.iteration.state import BatchState, NewRow
+from dsbd_cli.ops.triton import draft, verify
 from tests.exact.trees import ROOT, Beam, Model, Path, child
 from tests.ops.triton import DEVICE
-from tests.oracles.rules import Chooser, beam_step, enumerate_law, total_variation
+from tests.oracles.rules import Chooser, beam_step, enumerate_distribution, total_variation
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -69,10 +70,10 @@ class Noise:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.chooser: Chooser | None = None
         self.streams: dict[int, int] = {}  # key -> stream
-        for module in (draft, walk):
+        for module in (draft, verify):
             monkeypatch.setattr(module, "perturbed", self.perturbed)
-        monkeypatch.setattr(walk, "uniform", lambda key, index: (index >= 0).to(walk.tl.float64))
-        monkeypatch.setattr(walk, "passes", self.passes)
+        monkeypatch.setattr(verify, "uniform", lambda key, index: (index >= 0).to(verify.tl.float64))
+        monkeypatch.setattr(verify, "passes", self.passes)
 
     def perturbed(self, logs: Any, key: Any, index: Any) -> Any:
         """Numbers whose order is that of the draws, chosen one by one; what is not drawn comes last."""
@@ -80,17 +81,17 @@ class Noise:
         wanted, of_live = self._wanted(key, sys._getframe(1).f_locals)
         x = logs.handle.data.astype(np.float64)
         token = (np.broadcast_to(index.handle.data, x.shape) & 0xFFFFFFFF).ravel() - 1
-        law = {(0, int(at)): math.exp(x.flat[at]) for at in np.flatnonzero(x > -np.inf)}
+        distribution = {(0, int(at)): math.exp(x.flat[at]) for at in np.flatnonzero(x > -np.inf)}
         places, rank = np.where(x > -np.inf, 0, -np.inf), float(x.size)
-        while law and wanted:
-            drawn = self.chooser.draw(law, "kernel")
+        while distribution and wanted:
+            drawn = self.chooser.draw(distribution, "kernel")
             places.flat[drawn[1]], rank = rank, rank - 1
             wanted -= not of_live or token[drawn[1]] != END
-            law = {pair: mass for pair, mass in law.items() if pair != drawn}
+            distribution = {pair: mass for pair, mass in distribution.items() if pair != drawn}
         return type(logs)(type(logs.handle)(places.astype(logs.handle.data.dtype), logs.handle.dtype), logs.type)
 
     def passes(self, bound: Any, level: Any) -> Any:
-        """Whether a draft is taken. bound: what the draft's law gives it, for the uniform number is 1."""
+        """Whether a draft is taken. bound: what the draft's distribution gives it, for the uniform number is 1."""
         assert self.chooser is not None
         given = bound.handle.data.item()
         chance = level.handle.data.item() / given if given > 0 else 0.0
@@ -118,12 +119,12 @@ def iteration(rule: str, drafts: int) -> Iteration:
     cpu = torch.device("cpu")
     state = BatchState.empty(method, 1, 16, 16, 8, cpu)
     sampling = SamplingConfig(max_new_tokens=8, length_penalty=0.0, **WARP)  # type: ignore[arg-type]
-    state.admit({0: Entry([1, PROMPT], 0, sampling, stop_state=1)})
+    state.admit({0: NewRow([1, PROMPT], 0, sampling, stop_state=1)})
     stops = StopTable([bytes([65 + token]) for token in range(VOCABULARY)], VOCABULARY, cpu)
     endings = Endings(torch.arange(VOCABULARY) == END, 1, stops)
     shape = IterationShape(15, STEPS - 1, drafts, 0, beams=1)
     case = IterationCase(method, state, shape, TARGET.table(), PROPOSER.table(), endings)
-    return case.stepper("draft", "walk").begin(state, shape)
+    return case.stepper("draft", "verify").begin(state, shape)
 
 
 def drafted(rule: str, drafts: int) -> Iteration:
@@ -168,22 +169,24 @@ def logprob(path: Path) -> float:
 
 @cache
 def plain(beams: tuple[Beam, ...], texts: frozenset[Path], steps: int, width: int) -> dict[Outcome, float]:
-    """The law of what `steps` more steps of plain beam sampling leave."""
+    """The distribution of what `steps` more steps of plain beam sampling leave."""
 
     def run(chooser: Chooser) -> Outcome:
         live, ended = beams, set(texts)
         for _ in range(steps):
             pool = TARGET.pool(dict(enumerate(live)))
-            drawn = [child(dict(enumerate(live)), pool, pair) for pair in beam_step(pool.law, {END}, width, chooser)]
+            drawn = [
+                child(dict(enumerate(live)), pool, pair) for pair in beam_step(pool.distribution, {END}, width, chooser)
+            ]
             ended |= {beam.path for beam in drawn if beam.path[-1] == END}
             live = tuple(beam for beam in drawn if beam.path[-1] != END)
         best = sorted(ended, key=logprob, reverse=True)[:width]
         return tuple(beam.path for beam in live), frozenset(best)
 
-    return enumerate_law(run)
+    return enumerate_distribution(run)
 
 
-def law_of(rule: str, noise: Noise, drafts: int = DRAFTS) -> dict[Outcome, float]:
+def distribution_of(rule: str, noise: Noise, drafts: int = DRAFTS) -> dict[Outcome, float]:
     """What an iteration leaves, and plain steps after it where it took fewer than two."""
     forests: list[Iteration] = []
 
@@ -192,27 +195,27 @@ def law_of(rule: str, noise: Noise, drafts: int = DRAFTS) -> dict[Outcome, float
         forests.append(drafted(rule, drafts))
         return len(forests) - 1
 
-    law: defaultdict[Outcome, float] = defaultdict(float)
-    for number, chance in enumerate_law(propose).items():
+    distribution: defaultdict[Outcome, float] = defaultdict(float)
+    for number, chance in enumerate_distribution(propose).items():
         keys = forests[number].context.keys[0]
         noise.streams = {int(layer[stream]): stream for layer in keys for stream in (RESIDUAL, COMPLETION)}
 
-        def walk_down(chooser: Chooser, number: int = number) -> tuple[tuple[Beam, ...], frozenset[Path]]:
+        def verify_down(chooser: Chooser, number: int = number) -> tuple[tuple[Beam, ...], frozenset[Path]]:
             noise.chooser = chooser
             return verified(forests[number])
 
-        for (beams, texts), share in enumerate_law(walk_down).items():
+        for (beams, texts), share in enumerate_distribution(verify_down).items():
             for beam in beams:
                 assert beam.weight == pytest.approx(logprob(beam.path), abs=1e-5)
             for outcome, mass in plain(beams, texts, STEPS - len(beams[0].path), WIDTH[rule]).items():
-                law[outcome] += chance * share * mass
+                distribution[outcome] += chance * share * mass
         noise.streams = {}
-    return law
+    return distribution
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_an_iteration_has_the_law_of_plain_beam_sampling(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = law_of(rule, Noise(monkeypatch))
+def test_an_iteration_has_the_distribution_of_plain_beam_sampling(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = distribution_of(rule, Noise(monkeypatch))
     wanted = plain(tuple(ROOT.values()), frozenset(), STEPS, WIDTH[rule])
     assert len(wanted) > 5
     assert total_variation(found, wanted) < CLOSE
@@ -221,7 +224,10 @@ def test_an_iteration_has_the_law_of_plain_beam_sampling(rule: str, monkeypatch:
 def test_a_wrong_test_of_drafts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: a draft is taken half as often as it should be."""
     noise = Noise(monkeypatch)
-    monkeypatch.setattr(walk, "passes", lambda bound, level: noise.passes(2 * bound, level))
+    monkeypatch.setattr(verify, "passes", lambda bound, level: noise.passes(2 * bound, level))
     assert (
-        total_variation(law_of("rejection", noise, drafts=1), plain(tuple(ROOT.values()), frozenset(), STEPS, 1)) > 0.01
+        total_variation(
+            distribution_of("rejection", noise, drafts=1), plain(tuple(ROOT.values()), frozenset(), STEPS, 1)
+        )
+        > 0.01
     )

@@ -1,5 +1,5 @@
-"""Temperature 0 is the limit of the law: the likeliest pairs, without noise. Guards: noise left in draft or target, a
-law of zeros, a row without noise that changes the rows beside it."""
+"""Temperature 0 is the limit of the distribution: the likeliest pairs, without noise. Guards: noise left in draft or
+target, a distribution of zeros, a row without noise that changes the rows beside it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import InvalidRowError
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.decoding.test_same_text import CASES, VOCABULARY, run, texts
-from tests.helpers.plain import Settings, cold, decode
+from tests.helpers.plain import Settings, decode, greedy
 from tests.helpers.toys import NumberCodec, table_pair, table_rows
 
-COLD = [replace(settings, temperature=0.0) for settings in CASES]
+GREEDY = [replace(settings, temperature=0.0) for settings in CASES]
 
 
-@pytest.mark.parametrize("settings", COLD, ids=["one-beam", "three-beams", "early", "beam-scope"])
+@pytest.mark.parametrize("settings", GREEDY, ids=["one-beam", "three-beams", "early", "beam-scope"])
 @pytest.mark.parametrize("drafted", [False, True])
 def test_temperature_0_equals_the_plain_decoder_without_noise(settings: Settings, drafted: bool) -> None:
     results = run(settings, "coupled", 30, drafted=drafted)
     for i, found in enumerate(texts(results)):
-        expected = decode(table_rows(1, VOCABULARY, (i % 5, i % 7)), settings, cold(settings))
+        expected = decode(table_rows(1, VOCABULARY, (i % 5, i % 7)), settings, greedy(settings))
         assert found == [text.tokens for text in expected]
     if drafted:
         assert sum(result.stats.accepted for result in results) > 0

@@ -10,9 +10,6 @@ import torch
 
 from dsbd_cli.engine.protocols import ForestModel, TextCodec
 
-__all__ = ["AnyDraft", "BridgedDraft"]
-
-
 AnyDraft: TypeAlias = "ForestModel | BridgedDraft"  # a draft with the target's tokens, or with tokens of its own
 
 

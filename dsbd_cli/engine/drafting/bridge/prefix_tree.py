@@ -16,28 +16,26 @@ from torch import Tensor
 
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 
-__all__ = ["PrefixCache"]
-
 STEP = 32
 CHUNK = 512
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class _TokenNode:
     """A token in a slot. seen: bits of the slots it sees, its own among them; depth: its position."""
 
     token: int
     slot: int
     depth: int
     seen: int
-    children: dict[int, _Node] = field(default_factory=dict)
+    children: dict[int, _TokenNode] = field(default_factory=dict)
 
 
-class _Row:
+class _RowTree:
     """The tree of one row."""
 
     def __init__(self, slots: int) -> None:
-        self.root = _Node(-1, -1, -1, 0)
+        self.root = _TokenNode(-1, -1, -1, 0)
         self.free = list(range(slots - 2, -1, -1))  # the last slot is the trash slot
         self.positions = np.zeros(slots, dtype=np.int64)
 
@@ -67,14 +65,14 @@ class _Row:
             node = found
         return len(path)
 
-    def insert(self, path: Sequence[int]) -> tuple[_Node, list[_Node]]:
+    def insert(self, path: Sequence[int]) -> tuple[_TokenNode, list[_TokenNode]]:
         """The last node of a path, and the nodes that had to be made for it."""
         node, made = self.root, []
         for token in path:
             found = node.children.get(token)
             if found is None:
                 slot = self.free.pop()
-                found = _Node(token, slot, node.depth + 1, node.seen | 1 << slot)
+                found = _TokenNode(token, slot, node.depth + 1, node.seen | 1 << slot)
                 self.positions[slot] = found.depth
                 node.children[token] = found
                 made.append(found)
@@ -83,7 +81,7 @@ class _Row:
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Forget every node that is on none of these paths."""
-        kept: dict[_Node, set[int]] = {}
+        kept: dict[_TokenNode, set[int]] = {}
         for path in paths:
             node = self.root
             for token in path:
@@ -110,17 +108,17 @@ class PrefixCache:
     def __init__(self, model: ForestModel) -> None:
         self.model = model
         self.forwards = 0
-        self._rows: list[_Row] = []
+        self._rows: list[_RowTree] = []
         self._slots = 0
         self._kept = model.copies_prefixes  # whether leading slots are all that is left of a text
 
     def reset(self, row: int, path: Sequence[int] = ()) -> None:
         """Forget a row, which may be a new one, but what stands in its leading slots of a path."""
         while len(self._rows) <= row:
-            self._rows.append(_Row(max(self._slots, STEP)))
+            self._rows.append(_RowTree(max(self._slots, STEP)))
         self._slots = max(self._slots, STEP)
         kept = self._rows[row].leading(path) if self._kept else 0
-        self._rows[row] = _Row(self._slots)
+        self._rows[row] = _RowTree(self._slots)
         self._rows[row].insert(path[:kept])
         self.model.reserve(len(self._rows), self._slots)
         self.model.clear(row, kept)
@@ -134,8 +132,8 @@ class PrefixCache:
         """Logits [R, m, V] after each path: paths[row] holds up to m non-empty token sequences. What is stored of them
         is not run again, but for their last tokens. Logits of absent paths are meaningless."""
         self._make_room(paths)
-        lasts: list[list[_Node]] = []
-        fresh: list[list[_Node]] = []
+        lasts: list[list[_TokenNode]] = []
+        fresh: list[list[_TokenNode]] = []
         for row, wanted in zip(self._rows, paths, strict=True):
             found = [row.insert(path) for path in wanted]
             lasts.append([last for last, _ in found])
@@ -172,7 +170,7 @@ class PrefixCache:
             for row in self._rows:
                 row.grow(self._slots)
 
-    def _forward(self, nodes: Sequence[Sequence[_Node | None]], *, logits: bool) -> Tensor | None:
+    def _forward(self, nodes: Sequence[Sequence[_TokenNode | None]], *, logits: bool) -> Tensor | None:
         """Run nodes of each row; None, and what fills up shorter rows, goes to the trash slot and sees slot 0."""
         count, width = len(nodes), max(map(len, nodes))
         active = self._slots

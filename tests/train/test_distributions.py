@@ -1,4 +1,4 @@
-"""Laws of answers and the divergence from them, against plain sums; batches; students of several families."""
+"""Distributions of answers and the divergence from them, against plain sums; batches; students of several families."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 from dsbd_cli.models.load_model import load_model
-from dsbd_cli.train import laws, training
-from dsbd_cli.train.answers import Answer
-from dsbd_cli.train.laws import Law, Teacher, divergence
+from dsbd_cli.train import distributions, training
+from dsbd_cli.train.distributions import Teacher, TopDistribution, divergence
 from dsbd_cli.train.student import StudentShape, new_student, student_shape
+from dsbd_cli.train.target_answers import AnswerTokens
 from dsbd_cli.train.training import Recipe, Training
 from tests.helpers.checkpoints import save
 from tests.helpers.tiny import V, build
 
 ANSWERS = [
-    Answer((5, 9, 11), (7, 3, 20, 2)),
-    Answer((5,), (8, 8)),
-    Answer((30, 31, 32, 33, 34, 35), (40, 41, 42)),
-    Answer((12, 13), (50,)),
+    AnswerTokens((5, 9, 11), (7, 3, 20, 2)),
+    AnswerTokens((5,), (8, 8)),
+    AnswerTokens((30, 31, 32, 33, 34, 35), (40, 41, 42)),
+    AnswerTokens((12, 13), (50,)),
 ]
 
 
@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("llama"))
 
 
-def plain_logs(model: Any, answer: Answer) -> Tensor:
+def plain_logs(model: Any, answer: AnswerTokens) -> Tensor:
     """[n, V] of a transformers model without any of our code."""
     ids = torch.tensor([[*answer.prompt, *answer.tokens]])
     logs: Tensor = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
@@ -46,30 +46,30 @@ def plain_logs(model: Any, answer: Answer) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3 window", "lfm2", "mamba2"])
-def test_a_law_is_the_targets(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards prefill, chunks of an answer, recurrent layers, and which token a law belongs to."""
-    monkeypatch.setattr(laws, "CHUNK", 2)
+def test_a_distribution_is_the_targets(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards prefill, chunks of an answer, recurrent layers, and which token a distribution belongs to."""
+    monkeypatch.setattr(distributions, "CHUNK", 2)
     target, _ = load_model(spec_of(save(tmp_path / "model", family)))
     model = build(family).to(torch.bfloat16).float()
     teacher = Teacher(target)
     for answer in ANSWERS:
-        law, plain = teacher.law(answer), plain_logs(model, answer)
-        best = plain.topk(laws.TOP, -1)
-        assert law.logs.shape == (len(answer.tokens), laws.TOP)
-        torch.testing.assert_close(law.logs, best.values, atol=2e-4, rtol=1e-4)
-        torch.testing.assert_close(plain.gather(1, law.ids.long()), law.logs, atol=2e-4, rtol=1e-4)
+        distribution, plain = teacher.distribution(answer), plain_logs(model, answer)
+        best = plain.topk(distributions.TOP, -1)
+        assert distribution.logs.shape == (len(answer.tokens), distributions.TOP)
+        torch.testing.assert_close(distribution.logs, best.values, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(plain.gather(1, distribution.ids.long()), distribution.logs, atol=2e-4, rtol=1e-4)
 
 
-def test_a_law_has_the_same_bits_whenever_it_is_computed(checkpoint: Path) -> None:
+def test_a_distribution_has_the_same_bits_whenever_it_is_computed(checkpoint: Path) -> None:
     target, _ = load_model(spec_of(checkpoint))
     kept, forgetful = Teacher(target), Teacher(target, kept_bytes=0)
-    first = [kept.law(answer) for answer in ANSWERS]
-    for answer, law in reversed(list(zip(ANSWERS, first, strict=True))):
-        assert kept.law(answer) is law
-        again = forgetful.law(answer)
-        assert again is not law
-        assert torch.equal(again.ids, law.ids)
-        assert torch.equal(again.logs, law.logs)
+    first = [kept.distribution(answer) for answer in ANSWERS]
+    for answer, distribution in reversed(list(zip(ANSWERS, first, strict=True))):
+        assert kept.distribution(answer) is distribution
+        again = forgetful.distribution(answer)
+        assert again is not distribution
+        assert torch.equal(again.ids, distribution.ids)
+        assert torch.equal(again.logs, distribution.logs)
 
 
 def plain_divergence(p: list[float], q: list[float]) -> float:
@@ -78,7 +78,7 @@ def plain_divergence(p: list[float], q: list[float]) -> float:
 
 @pytest.mark.parametrize("kept", [3, 9])
 def test_the_divergence_is_that_of_the_kept_tokens_and_the_rest(kept: int) -> None:
-    """In float64 by hand: the tokens of the target's law one by one, all others together."""
+    """In float64 by hand: the tokens of the target's distribution one by one, all others together."""
     generator = torch.Generator().manual_seed(3)
     target, draft = torch.randn(2, 5, 12, generator=generator)
     best = target.log_softmax(-1).topk(kept, -1)
@@ -101,15 +101,15 @@ def test_all_tokens_kept_leave_no_number_undefined() -> None:
 
 
 class Known(Teacher):
-    """A teacher whose laws are given."""
+    """A teacher whose distributions are given."""
 
     def __init__(self) -> None:
         super().__init__(None)  # type: ignore[arg-type]
 
-    def _compute(self, answer: Answer) -> Law:
+    def _compute(self, answer: AnswerTokens) -> TopDistribution:
         generator = torch.Generator().manual_seed(sum(answer.tokens))
         best = torch.randn(len(answer.tokens), V, generator=generator).log_softmax(-1).topk(8, -1)
-        return Law(best.indices.to(torch.int32), best.values)
+        return TopDistribution(best.indices.to(torch.int32), best.values)
 
 
 def test_a_step_does_not_depend_on_how_its_answers_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,9 +126,9 @@ def test_a_step_does_not_depend_on_how_its_answers_are_put_together(monkeypatch:
     assert loss == pytest.approx(other_loss, rel=1e-5)
     torch.testing.assert_close(weights, others, atol=1e-4, rtol=1e-4)
     by_hand = sum(
-        divergence(plain_logs(build("llama"), one), law.ids, law.logs).sum().item()
+        divergence(plain_logs(build("llama"), one), distribution.ids, distribution.logs).sum().item()
         for one in ANSWERS
-        for law in [Known().law(one)]
+        for distribution in [Known().distribution(one)]
     )
     assert loss == pytest.approx(by_hand / sum(len(one.tokens) for one in ANSWERS), rel=1e-4)
 

@@ -18,8 +18,6 @@ import typer
 
 from dsbd_cli.errors import UsageError, reading, shorten
 
-__all__ = ["check_variables", "job_text", "place_of", "read_environment", "read_job"]
-
 PREFIX = "DSBD_"
 OTHER_VARIABLES = ("DSBD_MODELS_FILE", "DSBD_DEBUG")  # read elsewhere, for every command
 NOT_IN_A_FILE = ("config", "print_config", "set")

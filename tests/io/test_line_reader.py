@@ -17,9 +17,9 @@ from typing import BinaryIO
 import pytest
 
 from dsbd_cli.errors import DsbdError
-from dsbd_cli.io.lines import source as module
+from dsbd_cli.io.lines import line_reader as module
 from dsbd_cli.io.lines.compression import open_input
-from dsbd_cli.io.lines.source import LineSource
+from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.records.row import LongLine
 
 WAIT_S = 600.0  # only so that a fault does not hang the suite
@@ -48,20 +48,20 @@ def input_threads() -> int:
 def test_a_file(tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(b"a\n\nb\r\nc")
-    with path.open("rb") as stream, LineSource(stream, "in") as source:
-        assert [item for item in source if item is not None] == [(1, b"a"), (3, b"b"), (4, b"c")]
+    with path.open("rb") as stream, LineReader(stream, "in") as reader:
+        assert [item for item in reader if item is not None] == [(1, b"a"), (3, b"b"), (4, b"c")]
     assert input_threads() == 0
 
 
 def test_a_stream_in_memory() -> None:
-    with LineSource(io.BytesIO(b"a\nb"), "memory") as source:
-        assert [item for item in source if item is not None] == [(1, b"a"), (2, b"b")]
+    with LineReader(io.BytesIO(b"a\nb"), "memory") as reader:
+        assert [item for item in reader if item is not None] == [(1, b"a"), (2, b"b")]
 
 
 def test_a_slow_producer_is_answered_line_by_line() -> None:
     """Each line is had before the next one is written, and meanwhile the consumer is told that nothing is ready."""
-    with pipe() as (reading, writing), LineSource(reading, "pipe") as source:
-        items = iter(source)
+    with pipe() as (reading, writing), LineReader(reading, "pipe") as reader:
+        items = iter(reader)
         assert next(items) is None
         for number in range(1, 6):
             writing.write(b"line %d\nhalf" % number)
@@ -75,10 +75,10 @@ def test_a_slow_producer_is_answered_line_by_line() -> None:
 def test_who_computes_meanwhile_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is busy asks again after each step; only one that comes back at once has time to wait."""
     waits: list[float] = []
-    take = LineSource._take
-    monkeypatch.setattr(LineSource, "_take", lambda self, wait: waits.append(wait) or take(self, wait))
-    with pipe() as (reading, _), LineSource(reading, "pipe") as source:
-        items = iter(source)
+    take = LineReader._take
+    monkeypatch.setattr(LineReader, "_take", lambda self, wait: waits.append(wait) or take(self, wait))
+    with pipe() as (reading, _), LineReader(reading, "pipe") as reader:
+        items = iter(reader)
         for pause in (0, 0, 0.05, 0.05):
             time.sleep(pause)
             assert next(items) is None
@@ -90,8 +90,8 @@ def test_a_fast_producer_is_never_waited_for(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(module, "WAIT_S", WAIT_S)  # on a busy machine the thread may be late
     path = tmp_path / "in"
     path.write_bytes(b"x" * 200 + b"\n" + b"y" * 100 + b"\n" * 3 + b"z\n" * 100_000)
-    with path.open("rb") as stream, LineSource(stream, "in") as source:
-        assert None not in list(source)
+    with path.open("rb") as stream, LineReader(stream, "in") as reader:
+        assert None not in list(reader)
 
 
 def test_memory_is_bounded_for_a_slow_consumer(tmp_path: Path) -> None:
@@ -99,13 +99,13 @@ def test_memory_is_bounded_for_a_slow_consumer(tmp_path: Path) -> None:
     size = 60 << 20
     path.write_bytes((b"x" * 999 + b"\n") * (size // 1000))
     tracemalloc.start()
-    with path.open("rb") as stream, LineSource(stream, "in") as source:
-        items = iter(source)
+    with path.open("rb") as stream, LineReader(stream, "in") as reader:
+        items = iter(reader)
         next_line(items)
         time.sleep(0.5)
         for _ in range(3):
             next_line(items)
-        held = source._held_bytes
+        held = reader._held_bytes
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert held < module.MAX_HELD_BYTES + (1 << 18)
@@ -118,25 +118,25 @@ def test_a_long_line_comes_alone_and_a_longer_one_not_at_all(tmp_path: Path) -> 
         for size in (10_000_000, 12_000_000):
             stream.write(b"x" * size + b"\n")
         stream.write(b"end")
-    with path.open("rb") as stream, LineSource(stream, "in", limit=10_000_000) as source:
-        items = [item for item in source if item is not None]
+    with path.open("rb") as stream, LineReader(stream, "in", limit=10_000_000) as reader:
+        items = [item for item in reader if item is not None]
     assert items == [(1, b"x" * 10_000_000), (2, LongLine(12_000_000, b"x" * 256)), (3, b"end")]
 
 
 def test_a_consumer_that_stops_early_leaves_no_thread(tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(b"x" * 99 + b"\n" + b"line\n" * 1_000_000)
-    with path.open("rb") as stream, LineSource(stream, "in") as source:
-        next_line(iter(source))
+    with path.open("rb") as stream, LineReader(stream, "in") as reader:
+        next_line(iter(reader))
     assert input_threads() == 0
     with pipe() as (reading, writing):
-        with LineSource(reading, "pipe") as source:
+        with LineReader(reading, "pipe") as reader:
             writing.write(b"a\nb")
-            next_line(iter(source))
-            with pytest.raises(ZeroDivisionError), source:
+            next_line(iter(reader))
+            with pytest.raises(ZeroDivisionError), reader:
                 raise ZeroDivisionError
         assert input_threads() == 0
-        assert list(source) == []
+        assert list(reader) == []
 
 
 class Failing(io.BytesIO):
@@ -151,15 +151,15 @@ class Failing(io.BytesIO):
 def test_a_read_error_comes_after_the_lines_before_it() -> None:
     message = r"^cannot read disk behind line 2: Input/output error$"
     got: list[object] = []
-    with pytest.raises(DsbdError, match=message), LineSource(Failing(b"1\n2\n3333333\n"), "disk") as source:
-        got += [item for item in source if item is not None]
+    with pytest.raises(DsbdError, match=message), LineReader(Failing(b"1\n2\n3333333\n"), "disk") as reader:
+        got += [item for item in reader if item is not None]
     assert got == [(1, b"1"), (2, b"2")]
 
 
 def test_another_error_is_not_hidden_by_a_read_error() -> None:
     def fail() -> None:
-        with LineSource(Failing(b"1\n2\n3333333\n"), "disk") as source:
-            list(source)
+        with LineReader(Failing(b"1\n2\n3333333\n"), "disk") as reader:
+            list(reader)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -168,8 +168,8 @@ def test_another_error_is_not_hidden_by_a_read_error() -> None:
 
 def test_a_read_error_can_be_asked_for() -> None:
     with pytest.raises(DsbdError, match="torn behind line 0: it ends in the middle"):  # noqa: SIM117
-        with LineSource(Torn(), "torn") as source:
-            assert [item for item in source if item is not None] == []
+        with LineReader(Torn(), "torn") as reader:
+            assert [item for item in reader if item is not None] == []
 
 
 class Torn(io.BytesIO):
@@ -179,8 +179,8 @@ class Torn(io.BytesIO):
 
 CHILD = """
 import sys
-from dsbd_cli.io.lines.source import LineSource
-with LineSource(sys.stdin.buffer, "standard input") as source:
+from dsbd_cli.io.lines.line_reader import LineReader
+with LineReader(sys.stdin.buffer, "standard input") as source:
     for item in source:
         if item is not None:
             break
@@ -214,5 +214,5 @@ def test_a_compressed_file(tmp_path: Path) -> None:
 
     path = tmp_path / "in.gz"
     path.write_bytes(gzip.compress(b"a\nb\n"))
-    with open_input(path) as stream, LineSource(stream, "in.gz") as source:
-        assert [item for item in source if item is not None] == [(1, b"a"), (2, b"b")]
+    with open_input(path) as stream, LineReader(stream, "in.gz") as reader:
+        assert [item for item in reader if item is not None] == [(1, b"a"), (2, b"b")]

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, M2M100Config, M2M100Tokenizer, MBartToke
 from dsbd_cli import Request, SamplingConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import InvalidRowError, ModelError
-from dsbd_cli.models.adapted.sources import Seq2SeqCodec
+from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
 from dsbd_cli.models.load_adapted import _source_codec
 from tests.helpers.checkpoints import wrap
 
@@ -43,32 +43,32 @@ def asked(**settings: Any) -> Request:
 def test_nllb_says_the_source_language_and_forces_the_other() -> None:
     tokenizer = nllb()
     one = codec(tokenizer, "m2m_100")
-    made = one.source(asked(source_lang="fra_Latn", target_lang="deu_Latn"))
-    assert tokenizer.convert_ids_to_tokens(made.source.tolist())[0] == "fra_Latn"
+    made = one.encoder_input(asked(source_lang="fra_Latn", target_lang="deu_Latn"))
+    assert tokenizer.convert_ids_to_tokens(made.encoder_input.tolist())[0] == "fra_Latn"
     assert (made.prompt, made.prefix) == ([2], 0)
     assert tokenizer.convert_ids_to_tokens([made.forced]) == ["deu_Latn"]
     # the next row, without a language of its own, has the tokenizer's
-    plain = one.source(asked(target_lang="deu_Latn"))
-    assert tokenizer.convert_ids_to_tokens(plain.source.tolist())[0] == "eng_Latn"
+    plain = one.encoder_input(asked(target_lang="deu_Latn"))
+    assert tokenizer.convert_ids_to_tokens(plain.encoder_input.tolist())[0] == "eng_Latn"
 
 
 def test_a_prefix_stands_behind_the_forced_language() -> None:
     tokenizer = nllb()
-    made = codec(tokenizer, "m2m_100").source(asked(target_lang="deu_Latn", prefix="b"))
+    made = codec(tokenizer, "m2m_100").encoder_input(asked(target_lang="deu_Latn", prefix="b"))
     language = tokenizer.convert_tokens_to_ids("deu_Latn")
     assert made.prompt[:2] == [2, language]
     assert (made.forced, made.prefix) == (None, len(made.prompt) - 2)
     # that of the checkpoint, where the row names none
-    own = codec(tokenizer, "m2m_100", forced=language).source(asked(prefix="b"))
+    own = codec(tokenizer, "m2m_100", forced=language).encoder_input(asked(prefix="b"))
     assert own.prompt == made.prompt
 
 
 def test_mbart_begins_with_the_language() -> None:
     tokenizer = MBartTokenizer(vocab=[(piece, -1.0) for piece in PIECES], src_lang="en_XX")
     romanian, french = tokenizer.convert_tokens_to_ids(["ro_RO", "fr_XX"])
-    made = codec(tokenizer, "mbart", start=romanian).source(asked(target_lang="fr_XX"))
+    made = codec(tokenizer, "mbart", start=romanian).encoder_input(asked(target_lang="fr_XX"))
     assert (made.prompt, made.forced) == ([french], None)
-    assert codec(tokenizer, "mbart", start=romanian).source(asked()).prompt == [romanian]
+    assert codec(tokenizer, "mbart", start=romanian).encoder_input(asked()).prompt == [romanian]
 
 
 def test_m2m100_knows_languages_that_its_vocabulary_lacks(tmp_path: Path) -> None:
@@ -85,13 +85,13 @@ def test_m2m100_knows_languages_that_its_vocabulary_lacks(tmp_path: Path) -> Non
     M2M100Config().save_pretrained(tmp_path / "saved")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
     one = codec(tokenizer, "m2m_100")
-    made = one.source(Request("the dog", sampling=SamplingConfig(source_lang="de", target_lang="fr")))
-    assert tokenizer.convert_ids_to_tokens(made.source.tolist())[0] == "__de__"
+    made = one.encoder_input(Request("the dog", sampling=SamplingConfig(source_lang="de", target_lang="fr")))
+    assert tokenizer.convert_ids_to_tokens(made.encoder_input.tolist())[0] == "__de__"
     assert made.forced == tokenizer.get_lang_id("fr")
-    assert one.decode([made.forced, *made.source.tolist()[1:]]) == "the dog"
+    assert one.decode([made.forced, *made.encoder_input.tolist()[1:]]) == "the dog"
     assert b" dog" in one.token_bytes()
     with pytest.raises(InvalidRowError, match=r"target_lang is 'xx', .* it knows af, am, ar and others"):
-        one.source(asked(target_lang="xx"))
+        one.encoder_input(asked(target_lang="xx"))
 
 
 def test_marks_stand_before_the_text() -> None:
@@ -99,9 +99,9 @@ def test_marks_stand_before_the_text() -> None:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     one = codec(wrap(tokenizer), "marian")
-    assert one.source(asked(target_lang="fra")).source.tolist() == [5, 3, 4]
+    assert one.encoder_input(asked(target_lang="fra")).encoder_input.tolist() == [5, 3, 4]
     with pytest.raises(InvalidRowError, match="target_lang is 'deu'"):
-        one.source(asked(target_lang="deu"))
+        one.encoder_input(asked(target_lang="deu"))
 
 
 @pytest.mark.parametrize(
@@ -114,16 +114,16 @@ def test_marks_stand_before_the_text() -> None:
 )
 def test_languages_that_are_missing_or_unknown_are_told(settings: dict[str, str], told: str) -> None:
     with pytest.raises(InvalidRowError, match=told):
-        codec(nllb(), "m2m_100").source(asked(**settings))
+        codec(nllb(), "m2m_100").encoder_input(asked(**settings))
 
 
 def test_a_source_is_cut_behind_its_language() -> None:
     one = codec(nllb(), "m2m_100")
-    source = one.source(asked(target_lang="deu_Latn")).source
-    kept = one.cut(source, 3)
+    encoder_input = one.encoder_input(asked(target_lang="deu_Latn")).encoder_input
+    kept = one.cut(encoder_input, 3)
     assert kept is not None
-    assert kept.tolist() == [int(source[0]), *source[-2:].tolist()]
-    assert one.cut(source, 0) is None
+    assert kept.tolist() == [int(encoder_input[0]), *encoder_input[-2:].tolist()]
+    assert one.cut(encoder_input, 0) is None
 
 
 def test_a_checkpoint_without_a_first_token_is_refused() -> None:

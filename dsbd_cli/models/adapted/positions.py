@@ -20,13 +20,11 @@ from torch import Tensor, nn
 
 from dsbd_cli.errors import UnsupportedModelError
 
-__all__ = ["DecoderPositions"]
-
 ARGUMENT = "decoder_position_ids"
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class NodePositions:
     """Positions [R, n] of the nodes of the forward under way, of what its slots hold, [R, S], and the nodes' tokens
     [R, n], where they matter."""
 
@@ -44,26 +42,26 @@ class DecoderPositions:
 
     Attributes:
         argument: name of the argument that takes the positions, None where there is none.
-        ways: which of `argument`, `table` and `bias` the decoder has.
+        kinds: which of `argument`, `table` and `bias` the decoder has.
     """
 
     def __init__(self, model: Any, limit: int) -> None:
         """limit: P, positions of a table. Raises UnsupportedModelError where no way is found."""
-        self._now: Here | None = None
+        self._now: NodePositions | None = None
         decoder = model.get_decoder()
         self.argument = ARGUMENT if ARGUMENT in inspect.signature(type(model).forward).parameters else None
-        self.ways = ["argument"] if self.argument else []
+        self.kinds = ["argument"] if self.argument else []
         child = getattr(decoder, "embed_positions", None)
         if self.argument is None and isinstance(child, nn.Module):
             self._table = _table(model, decoder, child, limit)
             self._padding = _padding(model, decoder, child, self._table)
             child.forward = self._from_table(child.forward)
-            self.ways.append("table")
+            self.kinds.append("table")
         biased = [module for module in decoder.modules() if getattr(module, "has_relative_attention_bias", False)]
         for module in biased:
             module.compute_bias = types.MethodType(self._bias(module), module)
-        self.ways += ["bias"] if biased else []
-        if not self.ways:
+        self.kinds += ["bias"] if biased else []
+        if not self.kinds:
             raise UnsupportedModelError(
                 f"{type(model).__name__} takes its decoder's positions in no known way, so that they would be counted "
                 "by cache slot; use another model"
@@ -72,7 +70,7 @@ class DecoderPositions:
     @contextlib.contextmanager
     def at(self, positions: Tensor, slot_positions: Tensor, tokens: Tensor | None = None) -> Iterator[None]:
         """Forwards inside are those of a forest: positions [R, n], slot_positions [R, S], tokens [R, n] int64."""
-        self._now = Here(positions, slot_positions, tokens)
+        self._now = NodePositions(positions, slot_positions, tokens)
         try:
             yield
         finally:
@@ -124,7 +122,7 @@ def _padding(model: Any, decoder: Any, child: nn.Module, table: Tensor) -> tuple
     token = getattr(child, "padding_idx", None)
     if token is None or not 0 <= token < decoder.get_input_embeddings().weight.shape[0]:
         return None
-    row = _heard(model, decoder, child, torch.tensor([[token]]))[-1]
+    row = _output_of_child(model, decoder, child, torch.tensor([[token]]))[-1]
     return None if torch.equal(row, table[0]) else (token, row)
 
 
@@ -132,10 +130,10 @@ def _table(model: Any, decoder: Any, child: nn.Module, limit: int) -> Tensor:
     """[P, d]: what the child gives a plain chain of P tokens."""
     padding = getattr(child, "padding_idx", None)
     token = next(index for index in range(5, 8) if index != padding)
-    return _heard(model, decoder, child, torch.full((1, limit), token))[-limit:].clone()
+    return _output_of_child(model, decoder, child, torch.full((1, limit), token))[-limit:].clone()
 
 
-def _heard(model: Any, decoder: Any, child: nn.Module, ids: Tensor) -> Tensor:
+def _output_of_child(model: Any, decoder: Any, child: nn.Module, ids: Tensor) -> Tensor:
     """[P, d]: what the child gives tokens [1, P] int64, heard in an ordinary forward of the decoder.
 
     Calling the child oneself would need to know its arguments, which differ from model to model.
@@ -146,12 +144,12 @@ def _heard(model: Any, decoder: Any, child: nn.Module, ids: Tensor) -> Tensor:
         heard.append(out)
         raise _HeardError
 
-    source = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    encoded = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     hook = child.register_forward_hook(hear)
     why = "it has none"
     try:
         with torch.no_grad():
-            decoder(input_ids=ids.to(model.device), encoder_hidden_states=source, use_cache=False)
+            decoder(input_ids=ids.to(model.device), encoder_hidden_states=encoded, use_cache=False)
     except _HeardError:
         pass
     except Exception as error:  # a decoder that takes other arguments raises what it likes

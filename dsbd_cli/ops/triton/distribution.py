@@ -1,4 +1,4 @@
-"""Device functions that several kernels share: noise, the order of numbers, the pool law.
+"""Device functions that several kernels share: noise, the order of numbers, the pool distribution.
 
 They compute what core/noise.py and engine/core/distribution.py compute, number by number. Two things differ in their
 making. log(1 - u) stands for log1p(-u): u has 52 bits and a half, so 1 - u is exact and the two are equal to the last
@@ -12,26 +12,6 @@ from collections.abc import Sequence
 
 import triton
 import triton.language as tl
-
-__all__ = [
-    "child_path",
-    "child_state",
-    "cut",
-    "ending_of",
-    "is_finite",
-    "is_some",
-    "kth",
-    "largest",
-    "ordered",
-    "passes",
-    "perturbed",
-    "pool_constants",
-    "pool_law",
-    "stream_key",
-    "uniform",
-    "unordered",
-    "value_at",
-]
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MIX_A = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -47,8 +27,8 @@ RULES = {"coupled": 0, "search": 1, "rejection": 2}
 
 def pool_constants(rule: str, flags: Sequence[bool], pairs: int) -> dict[str, int | bool]:
     """How a kernel is launched that holds a pool of so many pairs, padded. flags: stop strings, top-k, top-p, min-p,
-    cold rows, warp of each beam."""
-    names = ("STOPS", "TOP_K", "TOP_P", "MIN_P", "COLD", "BEAM")
+    greedy rows, warp of each beam."""
+    names = ("STOPS", "TOP_K", "TOP_P", "MIN_P", "GREEDY", "BEAM")
     warps = 4 if pairs <= 1024 else 8
     return {
         "RULE": RULES[rule],
@@ -97,13 +77,14 @@ def gumbel(key, index):
 
 @triton.jit
 def perturbed(logs, key, index):
-    """logs + noise.gumbel: the largest ones are draws without replacement from the law that `logs` are of."""
+    """logs + noise.gumbel: the largest ones are draws without replacement from the distribution that `logs` are of."""
     return logs + gumbel(key, index).to(logs.dtype)
 
 
 @triton.jit
 def passes(bound, level):
-    """The test of a draft. bound: a uniform number times what its law gives it, level: what the target's gives it."""
+    """The test of a draft. bound: a uniform number times what its distribution gives it, level: what the target's gives
+    it."""
     return bound < level
 
 
@@ -241,36 +222,36 @@ def from_best(x):
 
 
 @triton.jit
-def pool_law(
+def pool_distribution(
     logprobs,
     weight,
     temperature,
     top_k,
     top_p,
     min_p,
-    cold,
+    greedy,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     MIN_P: tl.constexpr,
-    COLD: tl.constexpr,
+    GREEDY: tl.constexpr,
     BEAM: tl.constexpr,
     NP: tl.constexpr,
     CP: tl.constexpr,
 ):
-    """probs.pool_law of one request: log_p and weight [NP, CP]. logprobs: [NP, CP], -inf in the padding; weight: [NP],
-    -inf for dead beams. BEAM: each beam's row is warped."""
+    """probs.pool_distribution of one request: log_p and weight [NP, CP]. logprobs: [NP, CP], -inf in the padding;
+    weight: [NP], -inf for dead beams. BEAM: each beam's row is warped."""
     if BEAM:
         best = from_best(logprobs)
-        law = cut(tl.div_rn(best, temperature), top_k, top_p, min_p, TOP_K, TOP_P, MIN_P)
-        if COLD:
-            law = tl.where(cold & (law > NEG_INF), best, law)
-        joint = weight[:, None] + law
+        distribution = cut(tl.div_rn(best, temperature), top_k, top_p, min_p, TOP_K, TOP_P, MIN_P)
+        if GREEDY:
+            distribution = tl.where(greedy & (distribution > NEG_INF), best, distribution)
+        joint = weight[:, None] + distribution
         below = from_best(tl.reshape(joint, (1, NP * CP)))
         log_p = tl.reshape(below - log_mass(below), (NP, CP))
     else:
         joint = weight[:, None] + logprobs
         scaled = tl.div_rn(from_best(tl.reshape(joint, (1, NP * CP))), temperature)
         log_p = tl.reshape(cut(scaled, top_k, top_p, min_p, TOP_K, TOP_P, MIN_P), (NP, CP))
-    if COLD:
-        log_p = tl.where(cold & (log_p > NEG_INF), joint, log_p)
+    if GREEDY:
+        log_p = tl.where(greedy & (log_p > NEG_INF), joint, log_p)
     return log_p, joint

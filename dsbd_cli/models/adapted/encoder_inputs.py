@@ -15,13 +15,10 @@ from torch import Tensor
 
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.token_rules import Timestamps
-from dsbd_cli.engine.protocols import SourceRequest
+from dsbd_cli.engine.protocols import EncoderRequest
 from dsbd_cli.errors import InvalidRowError, shorten
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.requests import Request, Segment
-
-__all__ = ["Seq2SeqCodec"]
-
 
 MARKS = (">>{}<<", "<2{}>")  # how a language stands before a source's text: Marian, MADLAD
 MULTILINGUAL = ("m2m_100", "mbart")  # architectures that cannot do without a target language
@@ -41,46 +38,52 @@ class Seq2SeqCodec(HFCodec):
         self._speaks = hasattr(tokenizer, "src_lang")  # the tokenizer knows languages itself
         codes: Any = getattr(tokenizer, "lang_code_to_id", None)  # M2M100 keeps them out of its vocabulary
         self._codes: Mapping[str, int] = codes if isinstance(codes, Mapping) else {}
-        self._silent: Container[int] = frozenset(self._codes.values())  # tokens that are no text
+        self._no_text: Container[int] = frozenset(self._codes.values())  # tokens that are no text
 
-    def source(self, request: Request) -> SourceRequest:
+    def encoder_input(self, request: Request) -> EncoderRequest:
         """Source, decoder prompt and forced token of a request. Raises InvalidRowError."""
         asked = request.sampling
         if request.audio is not None:
             raise InvalidRowError(f"audio is {shorten(request.audio)}, but the target reads text: give a prompt")
         forced, start = self.begin(asked)
-        ids = list(request.prompt_ids) if request.prompt_ids is not None else self._source_ids(request)
+        ids = list(request.prompt_ids) if request.prompt_ids is not None else self._encoder_ids(request)
         return self._joined(torch.tensor(ids, dtype=torch.int64), [start], forced, asked)
 
     def decode(self, ids: list[int]) -> str:
         """Text of generated ids, without special tokens, languages and times."""
-        return super().decode([token for token in ids if token not in self._silent])
+        return super().decode([token for token in ids if token not in self._no_text])
 
     def segments(self, ids: Sequence[int]) -> tuple[Segment, ...]:
         """None: text has no times."""
         return ()
 
-    def cut(self, source: Tensor, room: int) -> Tensor | None:
+    def cut(self, encoder_input: Tensor, room: int) -> Tensor | None:
         """The last tokens of a source that fit, after those that every source begins with; None where none do."""
         empty = self.encode("")
         begin = 0
-        while begin < min(len(empty), len(source)) and empty[begin] == int(source[begin]):
+        while begin < min(len(empty), len(encoder_input)) and empty[begin] == int(encoder_input[begin]):
             begin += 1
-        return torch.cat((source[:begin], source[len(source) - room + begin :])) if room > begin else None
+        return (
+            torch.cat((encoder_input[:begin], encoder_input[len(encoder_input) - room + begin :]))
+            if room > begin
+            else None
+        )
 
-    def _joined(self, source: Tensor, begin: list[int], forced: int | None, asked: SamplingConfig) -> SourceRequest:
+    def _joined(
+        self, encoder_input: Tensor, begin: list[int], forced: int | None, asked: SamplingConfig
+    ) -> EncoderRequest:
         """With the prefix behind the decoder's first tokens. What is forced after them is known then."""
         if asked.prefix is None:
-            return SourceRequest(source, begin, 0, forced)
+            return EncoderRequest(encoder_input, begin, 0, forced)
         prefix = self.encode_pieces([asked.prefix])[0]
         if not prefix:
             raise InvalidRowError(f"prefix is {shorten(asked.prefix)}, which has no tokens: drop it")
         if forced is None and len(begin) == 1:
             forced = self._given_bos
         begin = begin if forced is None else [*begin, forced]
-        return SourceRequest(source, [*begin, *prefix], len(prefix), None)
+        return EncoderRequest(encoder_input, [*begin, *prefix], len(prefix), None)
 
-    def _source_ids(self, request: Request) -> list[int]:
+    def _encoder_ids(self, request: Request) -> list[int]:
         if request.messages is not None:
             return self.encode_chat([dict(message) for message in request.messages])
         asked, text = request.sampling, request.prompt or ""

@@ -17,7 +17,7 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.checks.kernels import HISTORY, KERNELS, IterationCase, kernels
 from dsbd_cli.ops.select import ITERATION_KERNELS
-from dsbd_cli.ops.triton import Kernel, commit, differences, draft, walk
+from dsbd_cli.ops.triton import KernelCheck, commit, differences, draft, verify
 from tests.ops.triton import DEVICE
 
 # triton's interpreter computes the branches that are not taken too
@@ -43,7 +43,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def made(method: dict[str, Any], sampling: dict[str, Any]) -> list[Kernel]:
+def made(method: dict[str, Any], sampling: dict[str, Any]) -> list[KernelCheck]:
     shape = {"num_beams": 3, "drafts_per_layer": 4, "depth": 2, "width": "fixed"}
     return kernels([(MethodConfig.of(shape | method), SamplingConfig(max_new_tokens=HISTORY, **sampling))])
 
@@ -59,7 +59,7 @@ def counted(name: str, module: Any, patch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an iteration leaves is computed once for the same kernels: all kernels are compared over the same cases, and
-    the twin of one may be another's, or the tensor code alone."""
+    the reference of one may be another's, or the tensor code alone."""
     made: dict[object, IterationCase] = {}
     left: dict[object, tuple[torch.Tensor, ...]] = {}
     random, run = IterationCase.random, IterationCase.run
@@ -82,7 +82,7 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_iterations_are_those_of_tensor_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = {
         "draft": counted("extend", draft, monkeypatch),
-        "walk": counted("walk", walk, monkeypatch),
+        "verify": counted("verify", verify, monkeypatch),
         "commit": counted("commit", commit, monkeypatch),
     }
     with torch.inference_mode():
@@ -98,13 +98,13 @@ def test_others_are_those_of_tensor_code(name: str) -> None:
     assert list(differences(kernel, DEVICE)) == []
 
 
-def test_every_kernel_in_use_has_a_twin() -> None:
+def test_every_kernel_in_use_has_a_reference() -> None:
     assert {kernel.name for kernel in KERNELS} == {*ITERATION_KERNELS}
 
 
 @pytest.mark.parametrize("place", ["token", "valid"])
 def test_a_wrong_walk_is_found(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = walk.walk
+    real = verify.verify
 
     def wrong(*arguments: Any) -> None:
         real(*arguments)
@@ -114,13 +114,13 @@ def test_a_wrong_walk_is_found(place: str, monkeypatch: pytest.MonkeyPatch) -> N
         else:
             out[3][:, -1] ^= True
 
-    monkeypatch.setattr(walk, "walk", wrong)
-    kernel = next(one for one in made({"rule": "search"}, {}) if one.name == "walk")
+    monkeypatch.setattr(verify, "verify", wrong)
+    kernel = next(one for one in made({"rule": "search"}, {}) if one.name == "verify")
     with torch.inference_mode():
         assert list(differences(kernel, DEVICE))
 
 
 def test_a_kernel_is_compared_with_what_it_should_give() -> None:
     kernel = next(one for one in KERNELS if one.name == "candidates")
-    other = dataclasses.replace(kernel, op=lambda logits, count: (kernel.twin(logits, count)[0] + 1, logits))
+    other = dataclasses.replace(kernel, op=lambda logits, count: (kernel.reference(logits, count)[0] + 1, logits))
     assert "in place of" in next(differences(other, DEVICE))

@@ -8,10 +8,8 @@ from itertools import accumulate
 
 import numpy as np
 
-__all__ = ["Spelling", "split_word", "standing_tail", "valid_prefix"]
-
 LONGEST_WORD = 24
-TAIL = 32
+SUFFIX_BYTES = 32
 
 
 class Spelling:
@@ -69,25 +67,25 @@ class Spelling:
             end -= len(self.table[found[1]])
         return tokens[::-1]
 
-    def align(self, tail: bytes, new: bytes, encoded: Sequence[int]) -> list[int]:
-        """Tokens that spell `new` after a text that ends in `tail`, from `encoded`: what the tokenizer makes of tail
-        and new together.
+    def align(self, suffix: bytes, new: bytes, encoded: Sequence[int]) -> list[int]:
+        """Tokens that spell `new` after a text that ends in `suffix`, from `encoded`: what the tokenizer makes of
+        suffix and new together.
 
-        From the first place on where a token of `encoded` begins at or after the end of the tail, its tokens are
+        From the first place on where a token of `encoded` begins at or after the end of the suffix, its tokens are
         taken; up to there, and where it spells something else, the fewest tokens that spell the bytes.
         """
         tokens = [token for token in encoded if token < len(self.table) and self.table[token]]
         spelled = self.spell(tokens)
-        whole = tail + new
+        whole = suffix + new
         # some tokenizers begin every text with a space
         shift = 1 if spelled[:1] == b" " and not whole.startswith(spelled) else 0
         if not whole.startswith(spelled[shift:]):
             return self.segment(new)
         ends = list(accumulate(len(self.table[token]) for token in tokens))
-        border = len(tail) + shift
+        border = len(suffix) + shift
         for number, end in enumerate(ends):
             if end >= border:
-                return [*self.segment(whole[len(tail) : end - shift]), *tokens[number + 1 :]]
+                return [*self.segment(whole[len(suffix) : end - shift]), *tokens[number + 1 :]]
         return self.segment(new)
 
 
@@ -110,17 +108,17 @@ def valid_prefix(data: bytes) -> int:
     return len(data)
 
 
-def standing_tail(data: bytes) -> bytes:
+def standing_suffix(data: bytes) -> bytes:
     """The last bytes of a text, from the beginning of a character on, with nothing invalid but an unfinished end."""
-    tail = data[-TAIL:]
-    while tail and 0x80 <= tail[0] < 0xC0:
-        tail = tail[1:]
-    whole = valid_prefix(tail)
+    suffix = data[-SUFFIX_BYTES:]
+    while suffix and 0x80 <= suffix[0] < 0xC0:
+        suffix = suffix[1:]
+    whole = valid_prefix(suffix)
     try:
-        tail[:whole].decode()
+        suffix[:whole].decode()
     except UnicodeDecodeError as error:
-        return standing_tail(tail[error.end :])
-    return tail
+        return standing_suffix(suffix[error.end :])
+    return suffix
 
 
 def split_word(text: bytes) -> tuple[bytes, bytes]:

@@ -2,7 +2,7 @@
 
 On a CPU a forward of few nodes is a program, built when its shape comes first. On a GPU it is captured by the engine.
 
-Letters: R rows, n nodes, S active slots, T tail slots, H hidden width, E head dim, V vocabulary.
+Letters: R rows, n nodes, S active slots, T suffix slots, H hidden width, E head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs, MaskView, PathView, View
 from dsbd_cli.models.decoder.weights import PlainLinear
-from dsbd_cli.models.forest import Forest, ModelSize
 from dsbd_cli.models.forest_attention import LEAST_DIM, AttentionMetadata, Blocks, filled_queries
+from dsbd_cli.models.forest_model import BaseForestModel, ModelSize
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
-from dsbd_cli.ops.cpu.attention import Paths
+from dsbd_cli.ops.cpu.attention import SlotPaths
 from dsbd_cli.ops.cpu.linear import PackedProduct
 from dsbd_cli.ops.cpu.program import Arena, Program
 from dsbd_cli.ops.cpu.runtime import EAGER
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import LAYERS
 
-__all__ = ["DecoderForest"]
-
 MOST_NODES = 256  # with more, Python's part is small beside the products
 MOST_PROGRAMS = 64
-LEAST_ROOM = 64  # slots of a path, and between its ends; more in powers of two
+LEAST_PADDED = 64  # slots of a path, and between its ends; more in powers of two
 POSITION_STEP = 1024  # rotary tables grow in such steps
 
 
@@ -58,7 +56,7 @@ class _LayerProgram:
             _load_view(view, given_view)
 
 
-class DecoderForest(Forest):
+class DecoderForest(BaseForestModel):
     """A decoder over a packed forest.
 
     hidden: numbers of layers after which hidden states are wanted (0: the embeddings). They are in `hidden_states`
@@ -230,7 +228,7 @@ class DecoderForest(Forest):
         self, batch: ForestInput, hidden: Tensor, inputs: LayerInputs
     ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
         few = hidden.shape[:2].numel() <= MOST_NODES
-        fixed = all(not isinstance(view, MaskView) or view.sight is None for view in inputs.views)
+        fixed = all(not isinstance(view, MaskView) or view.metadata is None for view in inputs.views)
         if not (self.ops.program is not None and few and fixed and batch.rows is None and not batch.chain):
             return self.decoder.layers(hidden, inputs, EAGER, self._watched)
         if self._programs_of != self.generation:
@@ -282,30 +280,35 @@ class DecoderForest(Forest):
 
     def _views(self, batch: ForestInput) -> list[View]:
         """Return what the nodes see, one view for each kind of window."""
-        sight, spec = self._sees(batch), self.decoder.spec
-        self._split = sight is not None
-        by_paths = sight is not None and sight.kernel is None and not sight.fast and self.ops.path_attention is not None
+        metadata, spec = self._attention_metadata(batch), self.decoder.spec
+        self._split = metadata is not None
+        by_paths = (
+            metadata is not None
+            and metadata.kernel is None
+            and not metadata.fast
+            and self.ops.path_attention is not None
+        )
         seen = [_seen(batch, window) for window in spec.kinds]
-        # where all nodes see all settled slots no mask is added to scores: what is seen is its own name then
+        # where all nodes see all prompt slots no mask is added to scores: what is seen is its own name then
         plain = [by_paths and window is None for window in spec.kinds]
         masks = [one if bare else _additive(one, self._dtype) for one, bare in zip(seen, plain, strict=True)]
-        if sight is None:
+        if metadata is None:
             blocks = Blocks.of(batch)
             return [MaskView(mask, batch.rows, blocks) for mask in masks]
         for mask, one, window in zip(masks, seen, spec.kinds, strict=True):
-            sight.add(mask, one, whole=window is None)
+            metadata.add(mask, one, whole=window is None)
         if not by_paths:
-            return [MaskView(mask, batch.rows, sight) for mask in masks]
+            return [MaskView(mask, batch.rows, metadata) for mask in masks]
         odd = spec.softcap is not None or spec.head_dim < LEAST_DIM
-        return [self._path_view(sight.all_tail() if odd else sight, mask, batch) for mask in masks]
+        return [self._path_view(metadata.all_suffix() if odd else metadata, mask, batch) for mask in masks]
 
-    def _path_view(self, sight: AttentionMetadata, mask: Tensor, batch: ForestInput) -> PathView:
-        spec, most = self.decoder.spec, max(sight.settled)
+    def _path_view(self, metadata: AttentionMetadata, mask: Tensor, batch: ForestInput) -> PathView:
+        spec, most = self.decoder.spec, max(metadata.prompt_slots)
         queries = filled_queries(spec.heads, spec.kv_heads, batch.tokens.shape[1], spec.head_dim, self._dtype)
-        head = sight.head(mask, queries) if most else None
+        head = metadata.head(mask, queries) if most else None
         assert self.ops.path_attention is not None
         head = None if head is None else head[..., :most]
-        return PathView(sight.settled if most else (), sight.paths(mask), head, self.ops.path_attention)
+        return PathView(metadata.prompt_slots if most else (), metadata.paths(mask), head, self.ops.path_attention)
 
 
 def _seen(batch: ForestInput, window: int | None) -> Tensor:
@@ -324,27 +327,27 @@ def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
 def _key_of(view: View) -> Hashable:
     """Return what of a view a program is bound to."""
     if isinstance(view, PathView):
-        return view.settled, _room(view.paths.slots.shape[2]), _room(view.paths.span)
+        return view.prompt_slots, _padded(view.paths.slots.shape[2]), _padded(view.paths.span)
     assert isinstance(view, MaskView)
     return view.mask.shape
 
 
-def _room(size: int) -> int:
+def _padded(size: int) -> int:
     """Slots that a program has room for where a forward has so many."""
-    return max(LEAST_ROOM, 1 << (size - 1).bit_length())
+    return max(LEAST_PADDED, 1 << (size - 1).bit_length())
 
 
 def _place_of(view: View) -> View:
     """Return the place of such views in a program, with room for longer paths."""
     if isinstance(view, MaskView):
-        return replace(view, mask=view.mask.clone(memory_format=torch.contiguous_format), sight=None)
+        return replace(view, mask=view.mask.clone(memory_format=torch.contiguous_format), metadata=None)
     assert isinstance(view, PathView)
     paths = view.paths
-    slots = torch.zeros(*paths.slots.shape[:2], _room(paths.slots.shape[2]), dtype=torch.int32)
-    place = Paths(slots, paths.counts.clone(), paths.bounds.clone(), _room(paths.span), 0)
+    slots = torch.zeros(*paths.slots.shape[:2], _padded(paths.slots.shape[2]), dtype=torch.int32)
+    place = SlotPaths(slots, paths.counts.clone(), paths.bounds.clone(), _padded(paths.span), 0)
     slots[:, :, : paths.slots.shape[2]].copy_(paths.slots)
     head = None if view.head is None else view.head.clone(memory_format=torch.contiguous_format)
-    return PathView(view.settled, place, head, view.kernel)
+    return PathView(view.prompt_slots, place, head, view.kernel)
 
 
 def _load_view(place: View, view: View) -> None:
@@ -368,7 +371,7 @@ def _stored(linear: object) -> Sequence[Tensor]:
     if isinstance(linear, PackedProduct):
         return [linear.weights]
     found: Any = linear
-    return [found.way.weights]
+    return [found.backend.weights]
 
 
 def _widths(linears: Sequence[Any], spec: Any) -> list[tuple[Any, int]]:

@@ -1,6 +1,7 @@
 """A loaded model over a packed forest, as the engine sees it: what models of every kind share.
 
-A kind of model says how one forward is computed: decoder/forest.py for our own, adapter.py for those of transformers.
+A kind of model says how one forward is computed: decoder/decoder_forest.py for our own, adapter.py for those of
+transformers.
 
 Shape letters: R rows, n nodes of a forward, S active cache slots, V vocabulary, B sequences, T tokens of a sequence.
 """
@@ -21,8 +22,6 @@ from dsbd_cli.errors import ModelError, UnsupportedModelError
 from dsbd_cli.models.forest_attention import AttentionMetadata
 from dsbd_cli.models.kv_cache import KVCache
 from dsbd_cli.ops.interface import Ops
-
-__all__ = ["Forest", "ModelSize", "SelfTestReport", "repeated", "size_of", "unsupported"]
 
 CALIBRATION = 2, 64  # sequences and their tokens; more of them find no better outliers
 NOT_COPIED = "prompts that begin alike are each read whole: a copied beginning would change bits here"
@@ -55,15 +54,15 @@ class SelfTestReport:
 
 def size_of(model: ForestModel) -> ModelSize | None:
     """Return the sizes of a loaded model; None of any other."""
-    return model.size if isinstance(model, Forest) else None
+    return model.size if isinstance(model, BaseForestModel) else None
 
 
-class Forest:
+class BaseForestModel:
     """A loaded model over a packed forest. A kind of model has `_run`, one forward, and `plain`.
 
     Attributes:
-        name: as it was asked for. invariant: whether `settled` keeps its promise on this machine (invariance.py);
-        varies: why not. told: what the user should know of how it runs. tested: what the check at load measured.
+        name: as it was asked for. invariant: whether `prompt_slots` keeps its promise on this machine (invariance.py);
+        varies: why not. notes: what the user should know of how it runs. tested: what the check at load measured.
         attention: the attention kernel of a GPU. quantized: what its linear layers were made at load.
     """
 
@@ -71,12 +70,12 @@ class Forest:
         self.name = name
         self.invariant = False
         self.varies: str | None = None
-        self.told: tuple[str, ...] = ()
+        self.notes: tuple[str, ...] = ()
         self.tested: SelfTestReport | None = None
         self.attention: Callable[..., Tensor | None] | None = None
         self.quantized: str | None = None
         self._device, self._cache = device, cache
-        self._sight: AttentionMetadata | None = None
+        self._metadata: AttentionMetadata | None = None
         self._dtype, self._width = torch.float32, 0
         self._kept: Tensor | None = None
         self.copies_prefixes = True
@@ -144,7 +143,7 @@ class Forest:
 
     @property
     def by_parts(self) -> bool:
-        """All layers of the last forward split their keys into settled slots and tail."""
+        """All layers of the last forward split their keys into prompt slots and suffix."""
         raise NotImplementedError
 
     def stock(self) -> nn.Module:
@@ -187,8 +186,8 @@ class Forest:
         return self._kept
 
     def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
-        """Own cache memory for rows x slots, of which `window` lie past the trunk at most (None: all); grows only and
-        keeps what is there."""
+        """Own cache memory for rows x slots, of which `window` lie past the common prefix at most (None: all); grows
+        only and keeps what is there."""
         self._cache.reserve(rows, slots, window)
 
     def release(self) -> None:
@@ -219,7 +218,8 @@ class Forest:
         """Hold recurrent states in this dtype, where there are any; before `reserve`."""
 
     def state_bytes(self, window: int) -> int:
-        """Bytes of a row's recurrent states and of the inputs of `window` slots past its trunk; 0 for attention."""
+        """Bytes of a row's recurrent states and of the inputs of `window` slots past its common prefix; 0 for
+        attention."""
         return self._cache.bytes_of_states(window)
 
     def use_ops(self, ops: Ops) -> None:
@@ -228,17 +228,17 @@ class Forest:
         self._cache.ops = ops
 
     @torch.no_grad()
-    def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
-        """Copy cache contents slot by slot within each row: source, target [R, T] int64. Recurrent states take in what
-        joined the trunk [R]."""
-        self._cache.advance(source, target, trunk)
+    def move(self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor) -> None:
+        """Copy cache contents slot by slot within each row: src_slots, dst_slots [R, T] int64. Recurrent states take in
+        what joined the common prefix [R]."""
+        self._cache.advance(src_slots, dst_slots, common_prefix)
 
     @torch.no_grad()
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         """Write the nodes, return logits [R, n, V] in the model's dtype, [R, n, m] where the head lacks tokens (see
         head_ids); with logits=False the head is not run."""
         rows, count = batch.tokens.shape
-        if self._fills and batch.settled is not None and rows * count < LEAST_ROWS:
+        if self._fills and batch.prompt_slots is not None and rows * count < LEAST_ROWS:
             batch = repeated(batch, -(-LEAST_ROWS // rows))
         found = self._run(batch, logits=logits)
         return None if found is None else self._fitted(found.to(self._device))[:, :count]
@@ -249,22 +249,22 @@ class Forest:
         self.varies, self.invariant = varies, varies is None
         if self.invariant:
             if self.copies_prefixes and not copies:
-                self.told += (NOT_ASKED if copies is None else NOT_COPIED,)
+                self.notes += (NOT_ASKED if copies is None else NOT_COPIED,)
             self.copies_prefixes = bool(copies)
 
-    def _sees(self, batch: ForestInput) -> AttentionMetadata | None:
+    def _attention_metadata(self, batch: ForestInput) -> AttentionMetadata | None:
         """Return what the layers of a forest's forward may split their keys by, and keep it for by_parts."""
-        kernel, prompt, tail = self.attention, batch.prompt, batch.tail
-        settled = None if batch.chain else batch.settled
-        fast = settled is None
-        if settled is None and kernel is not None and prompt is not None and batch.mask.shape[-1] >= LONG:
-            settled, tail = (0,) * len(batch.tokens), batch.mask.shape[-1]
-        self._sight = (
+        kernel, prompt, suffix = self.attention, batch.prompt, batch.suffix
+        prompt_slots = None if batch.chain else batch.prompt_slots
+        fast = prompt_slots is None
+        if prompt_slots is None and kernel is not None and prompt is not None and batch.mask.shape[-1] >= LONG:
+            prompt_slots, suffix = (0,) * len(batch.tokens), batch.mask.shape[-1]
+        self._metadata = (
             None
-            if settled is None
+            if prompt_slots is None
             else AttentionMetadata(
-                settled,
-                tail,
+                prompt_slots,
+                suffix,
                 kernel=kernel,
                 path_attention=self.ops.path_attention,
                 prompt=prompt,
@@ -272,7 +272,7 @@ class Forest:
                 fast=fast,
             )
         )
-        return self._sight
+        return self._metadata
 
     def _fitted(self, logits: Tensor) -> Tensor:
         if self._kept is not None:
@@ -300,8 +300,8 @@ def unsupported(architecture: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError, ModelError):
         raise
     except Exception as error:
-        said = " ".join(str(error).split())[:160]
+        reason = " ".join(str(error).split())[:160]
         raise UnsupportedModelError(
-            f"{architecture} cannot hold a tree of tokens ({type(error).__name__}: {said}); "
+            f"{architecture} cannot hold a tree of tokens ({type(error).__name__}: {reason}); "
             "use a model whose attention goes by mask and position_ids, such as Llama, Qwen or OPT"
         ) from error

@@ -19,18 +19,16 @@ from dsbd_cli.io.records.row import MAX_LINE_BYTES, LongLine
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["LineSource"]
-
 MAX_HELD_LINES = 4096
 MAX_HELD_BYTES = 8 << 20
 WAIT_S = 0.02
 BUSY_S = 0.005
 
 
-class LineSource:
+class LineReader:
     """Iterates over (line number, line), and None when nothing has come within about 20 ms.
 
-        with LineSource(stream, "prompts.jsonl") as source:
+        with LineReader(stream, "prompts.jsonl") as source:
             for item in source:  # tuple[int, bytes | LongLine] | None
 
     The line goes as it is to RowReader.read or read_text. A read error ends the iteration like the end of the file,

@@ -18,8 +18,6 @@ from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 
-__all__ = ["GrammarDrafter", "make"]
-
 LEAST_SHARE = 1e-30  # of a beam that the others outweigh: a path's weight is above 0
 Layer = list[tuple[int, int, GrammarState]]  # place of the parent in the layer above, token, state after it
 

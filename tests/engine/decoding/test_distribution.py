@@ -1,5 +1,5 @@
-"""The law of whole results through the whole engine, against the exact law of the plain decoder (enumerated, not
-sampled).
+"""The distribution of whole results through the whole engine, against the exact distribution of the plain decoder
+(enumerated, not sampled).
 
 Chi-square over complete results (all hypotheses in order), bins of expectation under 5 pooled, alpha = 1e-5 per case
 with fixed seeds: a
@@ -22,17 +22,17 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.verify.rejection import Rejection
 from dsbd_cli.requests import Request
-from tests.helpers.plain import Settings, decode, results_law, sampled
+from tests.helpers.plain import Settings, decode, results_distribution, sampled
 from tests.helpers.toys import NumberCodec, table_pair, table_rows
-from tests.oracles.rules import enumerate_law
+from tests.oracles.rules import enumerate_distribution
 
 REQUESTS = 6_000
 Results = tuple[tuple[int, ...], ...]
 
 
 @cache
-def exact_law(seed: int, vocabulary: int, settings: Settings) -> dict[Results, float]:
-    return results_law(table_rows(seed, vocabulary), settings)
+def exact_distribution(seed: int, vocabulary: int, settings: Settings) -> dict[Results, float]:
+    return results_distribution(table_rows(seed, vocabulary), settings)
 
 
 def run_engine(engine: Engine, settings: Settings, requests: int = REQUESTS) -> Counter[Results]:
@@ -48,13 +48,13 @@ def run_engine(engine: Engine, settings: Settings, requests: int = REQUESTS) -> 
     return Counter(tuple(h.token_ids for h in result.hypotheses) for result in engine.run(stream))
 
 
-def excess(counts: Counter[Results], law: dict[Results, float]) -> float:
+def excess(counts: Counter[Results], distribution: dict[Results, float]) -> float:
     """Chi-square statistic over its critical value at alpha = 1e-5 (Wilson-Hilferty); above 1 rejects. Impossible
     results are infinite."""
     total = sum(counts.values())
-    if set(counts) - set(law):
+    if set(counts) - set(distribution):
         return math.inf
-    bins = [(counts[key], total * mass) for key, mass in law.items()]
+    bins = [(counts[key], total * mass) for key, mass in distribution.items()]
     small = [item for item in bins if item[1] < 5]
     bins = [item for item in bins if item[1] >= 5]
     if small:
@@ -87,26 +87,26 @@ BEAM = Settings(width=2, max_new=3, ends=(2,), temperature=1.5, scope="beam")
 )
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 @pytest.mark.parametrize("depth", [0, 2])
-def test_law_of_the_results(settings: Settings, vocabulary: int, rule: str, depth: int) -> None:
+def test_distribution_of_the_results(settings: Settings, vocabulary: int, rule: str, depth: int) -> None:
     engine = make_engine(7, vocabulary, settings, rule=rule, depth=depth, drafts_per_layer=4)
     counts = run_engine(engine, settings)
-    assert excess(counts, exact_law(7, vocabulary, settings)) < 1
+    assert excess(counts, exact_distribution(7, vocabulary, settings)) < 1
 
 
-def test_law_at_one_beam_is_ancestral_sampling() -> None:
+def test_distribution_at_one_beam_is_ancestral_sampling() -> None:
     """W=1, K=1 is speculative sampling (Leviathan et al. 2023)."""
     settings = Settings(width=1, max_new=4, ends=(2,))
     engine = make_engine(3, 3, settings, rule="rejection", depth=3, drafts_per_layer=1)
-    assert excess(run_engine(engine, settings), exact_law(3, 3, settings)) < 1
+    assert excess(run_engine(engine, settings), exact_distribution(3, 3, settings)) < 1
 
 
 @pytest.mark.parametrize("settings", [PLAIN, Settings(width=1, max_new=4, ends=(2,))], ids=["two beams", "one beam"])
-def test_steps_one_by_one_have_the_law_of_whole_runs(settings: Settings) -> None:
-    rows, law = table_rows(7, 4), results_law(table_rows(7, 4), settings)
-    whole = enumerate_law(
+def test_steps_one_by_one_have_the_distribution_of_whole_runs(settings: Settings) -> None:
+    rows, distribution = table_rows(7, 4), results_distribution(table_rows(7, 4), settings)
+    whole = enumerate_distribution(
         lambda chooser: tuple(text.tokens for text in decode(rows, settings, sampled(chooser, settings)))
     )
-    assert law == pytest.approx(whole, abs=1e-12)
+    assert distribution == pytest.approx(whole, abs=1e-12)
 
 
 class AlwaysAccept(Rejection):
@@ -119,13 +119,13 @@ class AlwaysAccept(Rejection):
 def test_a_mutant_is_found() -> None:
     engine = make_engine(7, 3, ENDING, rule="rejection", depth=2, drafts_per_layer=4)
     engine._stepper.rule = AlwaysAccept()
-    assert excess(run_engine(engine, ENDING, 4000), exact_law(7, 3, ENDING)) > 1
+    assert excess(run_engine(engine, ENDING, 4000), exact_distribution(7, 3, ENDING)) > 1
 
 
-def test_the_other_law_is_found() -> None:
-    """Draws with replacement are another law; the test must tell them apart, or it proves nothing."""
+def test_the_other_distribution_is_found() -> None:
+    """Draws with replacement are another distribution; the test must tell them apart, or it proves nothing."""
     engine = make_engine(7, 3, ENDING, rule="with-replacement", depth=2, drafts_per_layer=4)
-    assert excess(run_engine(engine, ENDING, 4000), exact_law(7, 3, ENDING)) > 1
+    assert excess(run_engine(engine, ENDING, 4000), exact_distribution(7, 3, ENDING)) > 1
 
 
 def test_results_do_not_repeat_a_sequence() -> None:

@@ -14,14 +14,12 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import RowError
 from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.io.lines.lock import open_locked
-from dsbd_cli.io.lines.resume import cut, whole_size
+from dsbd_cli.io.lines.resume import truncate_at, whole_size
 from dsbd_cli.requests import Request, RequestResult
-
-__all__ = ["Answer", "answered", "make_answers", "read_answers"]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerTokens:
     """Token ids of one answer and of the prompt before it."""
 
     prompt: tuple[int, ...]
@@ -29,13 +27,13 @@ class Answer:
 
 
 @contextmanager
-def answered(path: Path) -> Iterator[tuple[int, LineWriter]]:
+def open_answers(path: Path) -> Iterator[tuple[int, LineWriter]]:
     """How many prompts the file has answers to, and what writes further lines. A torn last line is dropped.
 
     Raises OutputError where it cannot be written, or another run writes it.
     """
     stream = open_locked(path, create_only=False)
-    cut(stream, whole_size(stream))
+    truncate_at(stream, whole_size(stream))
     stream.seek(0)
     lines = sum(1 for _ in stream)
     writer = LineWriter(stream, str(path), owned=True)
@@ -44,17 +42,17 @@ def answered(path: Path) -> Iterator[tuple[int, LineWriter]]:
 
 
 def make_answers(
-    engine: Engine, requests: Sequence[Request], writer: LineWriter, told: Callable[[int], None]
+    engine: Engine, requests: Sequence[Request], writer: LineWriter, on_answer: Callable[[int], None]
 ) -> list[RowError]:
-    """Answer the requests and write a line for each; ends early where the engine is stopped. told: after each, how many
-    are done. Returns the errors of those that cannot be answered."""
+    """Answer the requests and write a line for each; ends early where the engine is stopped. on_answer: after each, how
+    many are done. Returns the errors of those that cannot be answered."""
     encoder = Encoder.alone(engine.target, engine.codec, engine.method)
     failed = []
     for number, result in enumerate(engine.run(requests), 1):
         if result.error is not None:
             failed.append(result.error)
         writer.write(orjson.dumps(_line(encoder, result)))
-        told(number)
+        on_answer(number)
     return failed
 
 
@@ -70,7 +68,7 @@ def _line(encoder: Encoder, result: RequestResult) -> dict[str, object]:
     }
 
 
-def read_answers(path: Path) -> list[Answer]:
+def read_answers(path: Path) -> list[AnswerTokens]:
     """All answers of the file, in its order; each text of a prompt once."""
     found = []
     with path.open("rb") as stream:
@@ -78,5 +76,5 @@ def read_answers(path: Path) -> list[Answer]:
             record = orjson.loads(line)
             prompt = tuple(record.get("prompt_ids", ()))
             texts = dict.fromkeys(tuple(tokens) for tokens in record.get("answers", ()))
-            found += [Answer(prompt, tokens) for tokens in texts if prompt and tokens]
+            found += [AnswerTokens(prompt, tokens) for tokens in texts if prompt and tokens]
     return found

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from dsbd_cli.config.variant import Exactness
 from dsbd_cli.errors import DsbdError, RowError, UsageError, WorkerLostError, plural, shorten
 from dsbd_cli.models.checkpoints.hub import locate
-from dsbd_cli.requests import EngineInfo, Request, RequestResult, Source
+from dsbd_cli.requests import EngineInfo, NumberedRequests, Request, RequestResult
 from dsbd_cli.scale.quiet import quiet
 from dsbd_cli.scale.window import MAX_DEATHS, Window
 from dsbd_cli.scale.worker import Exchange, Failure, Worker, WorkerInfo, WorkerSetup
@@ -32,8 +32,6 @@ from dsbd_cli.stats import RequestStats
 if TYPE_CHECKING:
     import ray
     from ray.actor import ActorHandle
-
-__all__ = ["PoolConfig", "RayEngine", "WorkerReport", "cpus_each"]
 
 HELD_BATCHES = 2  # rows at a worker, in batches: one that runs, one that waits in its inbox
 AHEAD = 8  # rows that are read ahead to keep the input's order, in rows that all workers hold
@@ -87,7 +85,7 @@ class WorkerReport:
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _WorkerSlot:
     """A worker as the driver sees it."""
 
     report: WorkerReport
@@ -124,7 +122,7 @@ class RayEngine:
         import ray  # noqa: F401  # sets up loggers
 
         self._stack.enter_context(quiet())
-        self._places: list[_Place] = []
+        self._places: list[_WorkerSlot] = []
         self._info: WorkerInfo | None = None
         self._weaker: Exactness | None = None
         self._last_death = ""
@@ -208,24 +206,24 @@ class RayEngine:
         for place in self._places:
             if place.joined:
                 window.join(place.number)
-        source = Source(requests, seed)
+        numbered = NumberedRequests(requests, seed)
         while not self._stopping:
-            starved = self._read(source, window)
+            starved = self._read(numbered, window)
             for _, result in window.ready():
                 yield result
-            if source.exhausted() and window.finished:
+            if numbered.exhausted() and window.finished:
                 return
-            self._send(window, ended=source.exhausted())
+            self._send(window, ended=numbered.exhausted())
             self._receive(window, wait_s=0.0 if starved else WAIT_S)
 
     # Rows
 
-    def _read(self, source: Source, window: RowWindow) -> bool:
+    def _read(self, numbered: NumberedRequests, window: RowWindow) -> bool:
         """Read what there is room for. True: the input has nothing ready."""
-        while window.room > 0 and not source.exhausted():
-            item = source.next()
+        while window.room > 0 and not numbered.exhausted():
+            item = numbered.next()
             if item is None:
-                return not source.exhausted()
+                return not numbered.exhausted()
             number, request = item
             if isinstance(request, RowError):
                 window.pass_by(RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
@@ -253,7 +251,7 @@ class RayEngine:
                     self._end(place)
                     place.gone = True
 
-    def _called(self, place: _Place, call: ray.ObjectRef[object]) -> None:
+    def _called(self, place: _WorkerSlot, call: ray.ObjectRef[object]) -> None:
         place.call, place.called = call, time.monotonic()
 
     def _receive(self, window: RowWindow | None, wait_s: float) -> None:
@@ -289,7 +287,7 @@ class RayEngine:
                 if silence > self._config.timeout_s:
                     self._died(place, window, f"it gave no sign of life for {silence:.0f} s")
 
-    def _answered(self, place: _Place, window: RowWindow, exchange: Exchange) -> None:
+    def _answered(self, place: _WorkerSlot, window: RowWindow, exchange: Exchange) -> None:
         if exchange.exactness not in (None, self._loaded.exactness):
             self._weaker = exchange.exactness
         for number, answer in exchange.answers:
@@ -307,7 +305,7 @@ class RayEngine:
 
     # Workers
 
-    def _greeted(self, place: _Place, window: RowWindow | None, info: WorkerInfo) -> None:
+    def _greeted(self, place: _WorkerSlot, window: RowWindow | None, info: WorkerInfo) -> None:
         """A worker has loaded."""
         if self._info is None:
             self._info = info
@@ -322,14 +320,14 @@ class RayEngine:
         if window is not None:
             window.join(place.number)
 
-    def _failed(self, place: _Place, window: RowWindow | None, failure: Failure) -> None:
+    def _failed(self, place: _WorkerSlot, window: RowWindow | None, failure: Failure) -> None:
         """The engine of a worker has ended. An error of ours ends the run, as it would in one process; another one may
         be the machine's, and counts as a death."""
         if (error := failure.error) is not None:
             raise error
         self._died(place, window, str(failure))
 
-    def _died(self, place: _Place, window: RowWindow | None, reason: str) -> None:
+    def _died(self, place: _WorkerSlot, window: RowWindow | None, reason: str) -> None:
         """A worker is gone, or of no use: another one takes its place, its rows are sent again."""
         self._end(place)
         rows = 0 if window is None else window.holds(place.number)
@@ -355,7 +353,7 @@ class RayEngine:
         if all(one.gone for one in self._places):
             raise DsbdError(f"no worker is left, the last one to die was {self._last_death}")
 
-    def _end(self, place: _Place) -> None:
+    def _end(self, place: _WorkerSlot) -> None:
         """Kill the actor, if there is one. Ray sends a signal to a process that does not answer within some seconds. We
         send none: a host name and a process id may mean another process."""
         import ray
@@ -368,7 +366,7 @@ class RayEngine:
         place.actor = place.call = None
         place.joined = False
 
-    def _begin(self, place: _Place) -> None:
+    def _begin(self, place: _WorkerSlot) -> None:
         import ray
 
         made = ray.remote(Worker).options(num_cpus=self._cpus, num_gpus=self._gpus, max_restarts=0, max_task_retries=0)
@@ -409,9 +407,9 @@ class RayEngine:
                 raise DsbdError(f"{where}: {shorten(_last_line(error))}{token}") from error
         if local and (node := context.address_info["node_ip_address"]) not in LOOPBACK:  # type: ignore[attr-defined]
             raise DsbdError(f"Ray listens on {node}, where others reach it; ray 2.60 listens on 127.0.0.1 alone")
-        self._settle([node["Resources"] for node in ray.nodes() if node["Alive"]])  # type: ignore[no-untyped-call]
+        self._share_out([node["Resources"] for node in ray.nodes() if node["Alive"]])  # type: ignore[no-untyped-call]
 
-    def _settle(self, nodes: list[dict[str, float]]) -> None:
+    def _share_out(self, nodes: list[dict[str, float]]) -> None:
         """Workers, and what each gets, from what Ray's nodes have. Raises UsageError."""
         gpus = sum(int(node.get("GPU", 0)) for node in nodes)
         processes = self._config.processes
@@ -428,21 +426,21 @@ class RayEngine:
             )
         cpus = [int(node.get("CPU", 0)) for node in nodes]
         self._cpus = processes if self._gpus else max(processes, cpus_each(cpus, most))
-        self._places = [_Place(WorkerReport(number)) for number in range(most)]
+        self._places = [_WorkerSlot(WorkerReport(number)) for number in range(most)]
 
     def _wait_for_workers(self) -> None:
         """Until as many as the run needs have loaded."""
         import ray
 
-        begun, told = time.monotonic(), False
+        begun, warned = time.monotonic(), False
         least = min(self._config.least, len(self._places))
         while sum(place.joined for place in self._places) < least and not self._stopping:
             self._send(None)
             self._receive(None, WAIT_S)
             if sum(not place.gone for place in self._places) < least:
                 raise DsbdError(f"fewer than {least} workers are left, the last one to die was {self._last_death}")
-            if not told and time.monotonic() - begun > SLOW_START_S and not all(p.alive for p in self._places):
-                told = True
+            if not warned and time.monotonic() - begun > SLOW_START_S and not all(p.alive for p in self._places):
+                warned = True
                 free = ray.available_resources()  # type: ignore[no-untyped-call]
                 self._warn(
                     f"{sum(place.alive for place in self._places)} of {len(self._places)} workers have a place so far; "

@@ -1,4 +1,4 @@
-"""The walk down a verified forest: one program per request, one layer after another, until one does not pass.
+"""Verification of a forest: one program per request, one layer after another, until one does not pass.
 
 Letters: R requests, W0 roots, W beams, K drafts per layer, D layers, N = W0 + D*K nodes, C candidates per node, F = W
 finished hypotheses kept.
@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.ops.triton.draft import MOST_PAIRS, STREAMS
-from dsbd_cli.ops.triton.law import (
+from dsbd_cli.ops.triton.distribution import (
     NEG_INF,
     RULES,
     child_state,
@@ -27,13 +26,12 @@ from dsbd_cli.ops.triton.law import (
     passes,
     perturbed,
     pool_constants,
-    pool_law,
+    pool_distribution,
     uniform,
     unordered,
     value_at,
 )
-
-__all__ = ["COLUMNS", "FIRST", "fits", "walk"]
+from dsbd_cli.ops.triton.draft import MOST_PAIRS, STREAMS
 
 FIRST = 7  # numbers of a row in the report before those of its layers
 COLUMNS = 9  # numbers of a layer
@@ -71,11 +69,11 @@ def find(tokens, start, count, wanted, STEPS: tl.constexpr):
 
 @triton.jit
 def tested(left, log_q, index_of, sampled, ends, bound, log_rest, count, beams, w, k, flat):
-    """The tests of `count` drafts in turn. left: log P of the pool, float64; log_q: of the law that the drafts come
-    from. index_of, sampled, ends, bound, log_rest: of each draft its place in the pool and what is known of it.
+    """The tests of `count` drafts in turn. left: log P of the pool, float64; log_q: of the distribution that the drafts
+    come from. index_of, sampled, ends, bound, log_rest: of each draft its place in the pool and what is known of it.
 
-    Returns what is left of P, the law of the next draw, what ended, and the live draws: their places, which there are,
-    their drafts, how many drafts were taken and how many of these live.
+    Returns what is left of P, the distribution of the next draw, what ended, and the live draws: their places, which
+    there are, their drafts, how many drafts were taken and how many of these live.
     """
     share = tl.exp(left)
     residual = share
@@ -152,13 +150,13 @@ def completed(
 
 @triton.jit
 def best_finished(
-    score, h_logprob, h_length, h_by_length, h_source, h_node, h_token, e_score, e_logprob, e_node, e_token,
+    score, h_logprob, h_length, h_by_length, h_origin, h_node, h_token, e_score, e_logprob, e_node, e_token,
     cut_score, n_logprob, n_parent, n_token, reached, beams, w,
 ):  # fmt: skip
     """The best of three lists of hypotheses: the finished ones (h_) and those that end here (e_), both in order, and
     the live draws that the length limit ends (cut_score, n_). Of equal ones, in this order."""
     m_score, m_logprob, m_length = score, h_logprob, h_length
-    m_by_length, m_source, m_node, m_token = h_by_length, h_source, h_node, h_token
+    m_by_length, m_origin, m_node, m_token = h_by_length, h_origin, h_node, h_token
     old = tl.full((), 0, tl.int32)
     ended_here = tl.full((), 0, tl.int32)
     cuts = cut_score
@@ -181,8 +179,8 @@ def best_finished(
         m_length = tl.where(now, tl.sum(tl.where(here, of_length, 0), 0), m_length)
         of_by = tl.where(is_old, h_by_length, is_cut.to(tl.int32))
         m_by_length = tl.where(now, tl.sum(tl.where(here, of_by, 0), 0), m_by_length)
-        of_source = tl.where(is_old, h_source, -1)
-        m_source = tl.where(now, tl.sum(tl.where(here, of_source, 0), 0), m_source)
+        of_origin = tl.where(is_old, h_origin, -1)
+        m_origin = tl.where(now, tl.sum(tl.where(here, of_origin, 0), 0), m_origin)
         of_node = tl.where(is_old, h_node, tl.where(is_end, e_node, n_parent).to(tl.int64))
         m_node = tl.where(now, tl.sum(tl.where(here, of_node, 0), 0), m_node)
         of_token = tl.where(is_old, h_token, tl.where(is_end, e_token, n_token))
@@ -190,7 +188,7 @@ def best_finished(
         old += is_old.to(tl.int32)
         ended_here += is_end.to(tl.int32)
         cuts = tl.where(is_cut & (w == at_cut), NEG_INF, cuts)
-    return m_score, m_logprob, m_length, m_by_length, m_source, m_node, m_token
+    return m_score, m_logprob, m_length, m_by_length, m_origin, m_node, m_token
 
 
 @triton.jit
@@ -225,7 +223,7 @@ def first_counters(report, valid, source, base, roots, drafted, depth, beams, k)
 
 
 @triton.jit
-def ranked(log_p, path, token, cold, ending, pairs, beams, w, flat, RULE: tl.constexpr, COLD: tl.constexpr):
+def ranked(log_p, path, token, greedy, ending, pairs, beams, w, flat, RULE: tl.constexpr, GREEDY: tl.constexpr):
     """The live draws of the rules that draw all at once: the largest of log P and the noise, or of the scores alone.
     pairs: of the pool, at most.
 
@@ -234,8 +232,8 @@ def ranked(log_p, path, token, cold, ending, pairs, beams, w, flat, RULE: tl.con
     pool = tl.reshape(log_p, flat.shape)
     if RULE == 0:
         noisy = perturbed(log_p, path[:, None], token + 1)
-        if COLD:
-            noisy = tl.where(cold, log_p, noisy)
+        if GREEDY:
+            noisy = tl.where(greedy, log_p, noisy)
         pool = tl.reshape(noisy, flat.shape)
     chosen, drawn, _, last = largest(tl.where(ending, NEG_INF, pool), beams, w, flat)
     countable = drawn
@@ -250,7 +248,7 @@ def ranked(log_p, path, token, cold, ending, pairs, beams, w, flat, RULE: tl.con
 
 
 @triton.jit(do_not_specialize=["nodes", "candidates", "drafted", "roots", "depth", "beams", "beam_stride", "q_count"])
-def walk_kernel(
+def verify_kernel(
     tokens,
     logprobs,
     path,
@@ -268,7 +266,7 @@ def walk_kernel(
     f_logprob,
     f_length,
     f_by_length,
-    f_source,
+    f_origin,
     f_node,
     f_token,
     eos,
@@ -277,7 +275,7 @@ def walk_kernel(
     top_k,
     top_p,
     min_p,
-    cold,
+    greedy,
     active,
     max_new,
     penalty,
@@ -285,7 +283,7 @@ def walk_kernel(
     keys,
     q_tokens,
     q_logs,
-    q_law,
+    q_distribution,
     o_parent,
     o_token,
     o_node,
@@ -312,7 +310,7 @@ def walk_kernel(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     MIN_P: tl.constexpr,
-    COLD: tl.constexpr,
+    GREEDY: tl.constexpr,
     BEAM: tl.constexpr,
     STEPS: tl.constexpr,
     Q_STEPS: tl.constexpr,
@@ -348,7 +346,7 @@ def walk_kernel(
     h_logprob = tl.load(f_logprob + mine, mask=kept, other=NEG_INF)
     h_length = tl.load(f_length + mine, mask=kept, other=0)
     h_by_length = tl.load(f_by_length + mine, mask=kept, other=0).to(tl.int32)
-    h_source = tl.load(f_source + mine, mask=kept, other=0)
+    h_origin = tl.load(f_origin + mine, mask=kept, other=0)
     h_node = tl.load(f_node + mine, mask=kept, other=0)
     h_token = tl.load(f_token + mine, mask=kept, other=0)
     steps = tl.full((), 0, tl.int32)
@@ -366,18 +364,18 @@ def walk_kernel(
             log_p = raw
             joint = raw
         else:
-            log_p, joint = pool_law(
+            log_p, joint = pool_distribution(
                 lp,
                 tl.where(alive, weight, NEG_INF),
                 tl.load(temperature + row),
                 tl.load(top_k + row),
                 tl.load(top_p + row),
                 tl.load(min_p + row),
-                tl.load(cold + row) != 0,
+                tl.load(greedy + row) != 0,
                 TOP_K,
                 TOP_P,
                 MIN_P,
-                COLD,
+                GREEDY,
                 BEAM,
                 WP,
                 CP,
@@ -407,9 +405,11 @@ def walk_kernel(
             d_sampled = tl.load(sampled + base + below + k, mask=there, other=0) != 0
             d_state = tl.load(stop_state + base + tl.maximum(d_parent, 0), mask=there, other=1)
             _, d_ends = child_state(eos, stops, d_state, tl.maximum(d_token, 0), there, vocabulary, STOPS)
-            law_at = (row * depth + layer) * drafted + k
-            log_drawn = tl.load(q_law + law_at, mask=there, other=0.0)
-            log_rest = tl.load(q_law + rows.to(tl.int64) * depth * drafted + law_at, mask=there, other=0.0)
+            distribution_at = (row * depth + layer) * drafted + k
+            log_drawn = tl.load(q_distribution + distribution_at, mask=there, other=0.0)
+            log_rest = tl.load(
+                q_distribution + rows.to(tl.int64) * depth * drafted + distribution_at, mask=there, other=0.0
+            )
             bound = uniform(tl.load(keys_at + ACCEPT), k) * tl.exp(log_drawn - log_rest)
             q_start = (base + known)[:, None] * q_count
             q_column = tl.minimum(find(q_tokens, q_start, q_count, tok, Q_STEPS), q_count - 1)
@@ -451,7 +451,7 @@ def walk_kernel(
             path_of = tl.load(path + base + known, mask=kept, other=0)
             pairs = candidates * tl.where(layer > 0, beams, roots)
             chosen, drawn, countable, ended = ranked(
-                log_p, path_of, tok, tl.load(cold + row) != 0, ending, pairs, beams, w, flat, RULE, COLD
+                log_p, path_of, tok, tl.load(greedy + row) != 0, ending, pairs, beams, w, flat, RULE, GREEDY
             )
         beam = chosen // CP
         column = chosen % CP
@@ -486,14 +486,14 @@ def walk_kernel(
             column_of = report + HEAD + layer * WIDE
             parents = (d_parent[:, None] == node[None, :]) & (alive & ((w < roots) | (layer > 0)))[None, :]
             living = (tl.max(parents.to(tl.int32), 1) > 0) & d_valid
-            n_source = tl.load(source + base + n_node, mask=is_node, other=0)
-            needed = tl.max(tl.where(is_node & (n_source != 1), found + 1, 0), 0)
+            n_drafter_id = tl.load(source + base + n_node, mask=is_node, other=0)
+            needed = tl.max(tl.where(is_node & (n_drafter_id != 1), found + 1, 0), 0)
             tl.store(column_of + 0, tl.full((), 1, tl.int64))
             tl.store(column_of + 2, tl.sum(living.to(tl.int64), 0))
             tl.store(column_of + 4, accepted.to(tl.int64))
             tl.store(column_of + 5, passed.to(tl.int64))
             tl.store(column_of + 6, tl.where(passed, needed, 0).to(tl.int64))
-            tl.store(column_of + 8, tl.sum((is_node & (n_source == 1)).to(tl.int64), 0))
+            tl.store(column_of + 8, tl.sum((is_node & (n_drafter_id == 1)).to(tl.int64), 0))
         tl.store(o_before + (row * (depth + 1) + layer) * beams + w, node.to(tl.int64), mask=kept)
         # what ended here, best first, and live draws that the length limit ends
         steps += 1
@@ -510,12 +510,12 @@ def walk_kernel(
         if tl.maximum(tl.max(e_score, 0), tl.max(cut_score, 0)) > NEG_INF:
             e_node = several(known, w, e_index // CP)
             e_token = tl.load(tokens + (base + e_node) * candidates + e_index % CP, mask=kept, other=0)
-            score, h_logprob, h_length, h_by_length, h_source, h_node, h_token = best_finished(
+            score, h_logprob, h_length, h_by_length, h_origin, h_node, h_token = best_finished(
                 score,
                 h_logprob,
                 h_length,
                 h_by_length,
-                h_source,
+                h_origin,
                 h_node,
                 h_token,
                 e_score,
@@ -555,7 +555,7 @@ def walk_kernel(
     tl.store(f_logprob + mine, h_logprob, mask=kept)
     tl.store(f_length + mine, h_length, mask=kept)
     tl.store(f_by_length + mine, h_by_length != 0, mask=kept)
-    tl.store(f_source + mine, h_source, mask=kept)
+    tl.store(f_origin + mine, h_origin, mask=kept)
     tl.store(f_node + mine, h_node, mask=kept)
     tl.store(f_token + mine, h_token, mask=kept)
     tl.store(report + 0, tl.maximum(done, broken.to(tl.int32)).to(tl.int64))
@@ -569,8 +569,8 @@ def fits(beams: int, roots: int, candidates: int, drafts: int, rule: str) -> boo
     return rule in RULES and beams <= MOST_BEAMS and roots <= beams and padded <= MOST_PAIRS and drafts <= 64
 
 
-@torch.library.custom_op("dsbd::walk", mutates_args="unknown")
-def walk(
+@torch.library.custom_op("dsbd::verify", mutates_args="unknown")
+def verify(
     candidates: Sequence[Tensor],
     nodes: Sequence[Tensor],
     beams: Sequence[Tensor],
@@ -579,29 +579,29 @@ def walk(
     warp: Sequence[Tensor],
     limits: Sequence[Tensor],
     keys: Tensor,
-    law: Sequence[Tensor],
+    distribution: Sequence[Tensor],
     out: Sequence[Tensor],
     drafts: int,
     rule: str,
     flags: Sequence[bool],
 ) -> None:
-    """decoding.walk.walk. Finished hypotheses change in place; the rest is written to `out`.
+    """verify_forest.verify_forest. Finished hypotheses change in place; the rest is written to `out`.
 
     candidates: tokens, logprobs [R, N, C]. nodes: path, stop_state, parent, token, valid, source, sampled [R, N].
     beams: valid, weight, logprob [R, W0], length [R]. finished: score, logprob, length, by_length, source, node, token
     [R, F]. endings: eos [V], table of the stop automaton. warp: temperature, top_k, top_p, min_p, cold. limits: active,
-    max_new, length_penalty, early [R]. keys [R, D + 1, STREAMS]. law: tokens, log_q [R, N, Cq], log_drawn and log_rest
-    [2, R, D, K]; or nothing. out: parent, token, node, valid, weight, logprob [R, W]; before [R, D + 1, W]; report
-    [R, FIRST + D * COLUMNS] int64, of which 0 to 3 are done, invalid, steps and the sum of widths. flags: of
-    law.pool_constants.
+    max_new, length_penalty, early [R]. keys [R, D + 1, STREAMS]. distribution: tokens, log_q [R, N, Cq], log_drawn and
+    log_rest [2, R, D, K]; or nothing. out: parent, token, node, valid, weight, logprob [R, W]; before [R, D + 1, W];
+    report [R, FIRST + D * COLUMNS] int64, of which 0 to 3 are done, invalid, steps and the sum of widths. flags: of
+    distribution.pool_constants.
     """
     rows, count, own = candidates[0].shape
     width, roots = out[0].shape[1], beams[0].shape[1]
     pairs = triton.next_power_of_2(width) * triton.next_power_of_2(own)
-    given = law or (nodes[3], warp[0], warp[0])
-    q_count = given[0].shape[2] if law else 1
+    given = distribution or (nodes[3], warp[0], warp[0])
+    q_count = given[0].shape[2] if distribution else 1
     with torch.cuda.device_of(keys):
-        walk_kernel[(rows,)](
+        verify_kernel[(rows,)](
             *(*candidates, *nodes, *beams, *finished, *endings, *warp, *limits, keys, *given, *out),
             *(
                 count,
@@ -624,6 +624,6 @@ def walk(
         )
 
 
-@walk.register_fake
+@verify.register_fake
 def _(*arguments: object) -> None:
     return None

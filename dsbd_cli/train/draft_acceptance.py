@@ -10,21 +10,19 @@ from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
 from dsbd_cli.lab.profiling.runs import ProfiledPair
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT
 from dsbd_cli.requests import Request
-from dsbd_cli.train.record import Acceptance, Speed
-
-__all__ = ["measure_acceptance", "measured_speed"]
+from dsbd_cli.train.run_record import DraftAcceptance, Speed
 
 
 def measure_acceptance(
-    engine: Engine, requests: Sequence[Request], told: Callable[[int], None] = lambda number: None
-) -> Acceptance | None:
-    """The engine on these requests; requests that fail are left out. None where nothing was drafted. told: after each,
-    how many are done."""
+    engine: Engine, requests: Sequence[Request], on_answer: Callable[[int], None] = lambda number: None
+) -> DraftAcceptance | None:
+    """The engine on these requests; requests that fail are left out. None where nothing was drafted. on_answer: after
+    each, how many are done."""
     engine.log_steps = True
     depth = engine.method.depth
     reached, passed, steps, calls = [0] * depth, [0] * depth, 0, 0
     for number, result in enumerate(engine.run(requests), 1):
-        told(number)
+        on_answer(number)
         if result.error is not None:
             continue
         steps, calls = steps + result.stats.steps, calls + result.stats.target_calls
@@ -34,7 +32,7 @@ def measure_acceptance(
                 passed[place] += layer.passed
     if not calls or not reached[0]:
         return None
-    return Acceptance(steps / calls, tuple(p / r for p, r in zip(passed, reached, strict=True) if r))
+    return DraftAcceptance(steps / calls, tuple(p / r for p, r in zip(passed, reached, strict=True) if r))
 
 
 def measured_speed(engine: Engine, requests: Sequence[Request], budget: Budget) -> Speed | None:

@@ -10,8 +10,6 @@ import orjson
 from dsbd_cli.errors import UsageError
 from dsbd_cli.io.lines.resume import write_atomically
 
-__all__ = ["BATCH", "RECORD", "Acceptance", "Milestone", "Record", "Speed", "TrainingPlan", "read_record"]
-
 RECORD = "dsbd_distill.json"
 SCHEMA = "dsbd.distill/1"
 BATCH = 8  # answers of a step
@@ -45,7 +43,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class DraftAcceptance:
     """steps_per_call: steps that one target call yields. by_depth: of the times that a layer was reached, how often it
     passed, the first layer first; layers that were never reached are left out."""
 
@@ -60,7 +58,7 @@ class Milestone:
 
     step: int
     loss: float | None
-    acceptance: Acceptance | None
+    acceptance: DraftAcceptance | None
     speed: Speed | None = None
 
 
@@ -98,5 +96,5 @@ def _milestone(found: dict[str, object]) -> Milestone:
         raise TypeError
     passed = None
     if isinstance(acceptance, dict):
-        passed = Acceptance(acceptance["steps_per_call"], tuple(acceptance["by_depth"]))
+        passed = DraftAcceptance(acceptance["steps_per_call"], tuple(acceptance["by_depth"]))
     return Milestone(step, loss, passed, Speed(**speed) if isinstance(speed, dict) else None)

@@ -9,8 +9,6 @@ from dsbd_cli.errors import InvalidRowError, shorten
 from dsbd_cli.io.records.parse import parse_object
 from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, LongLine, content_key
 
-__all__ = ["Candidate", "CandidateRow", "group_of_lines", "record_row"]
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -53,8 +51,8 @@ def record_row(line: bytes | LongLine, *, index: int, number: int) -> CandidateR
         _check_failed(record)
         found, metadata = _of_openai(record) if "response" in record else _of_native(record)
     except InvalidRowError as error:
-        told = InvalidRowError(f"line {number}: {error}")
-        return CandidateRow(index, number, row_id, key, error=told)
+        failure = InvalidRowError(f"line {number}: {error}")
+        return CandidateRow(index, number, row_id, key, error=failure)
     return CandidateRow(index, number, row_id, key, found, metadata)
 
 

@@ -8,8 +8,6 @@ from typing import TypeVar
 
 from dsbd_cli.errors import KINDS, UsageError, shorten
 
-__all__ = ["field", "items", "read_json", "read_text"]
-
 T = TypeVar("T")
 
 

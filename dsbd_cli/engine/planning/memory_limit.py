@@ -12,17 +12,6 @@ from dsbd_cli.engine.planning.planner import deepest
 from dsbd_cli.engine.protocols import ForestModel
 from dsbd_cli.errors import UsageError
 
-__all__ = [
-    "PEEK",
-    "check_memory",
-    "fitting_rows",
-    "footprint",
-    "free_bytes",
-    "least_bytes",
-    "memory_bytes",
-    "out_of_memory",
-]
-
 CGROUP = Path("/sys/fs/cgroup")
 PEEK = 64  # requests looked at for their lengths
 SHARE = 0.7  # of the free memory; the rest is for activations and fragments
@@ -105,7 +94,7 @@ def fitting_rows(
     device = models[0].device
     here = [model for model in models if model.device == device]
     row = slots * sum(model.kv_bytes_per_slot() for model in here) + nodes * models[0].vocab_size * LOGIT_BYTES
-    row += sum(model.state_bytes(3 * nodes) for model in here)  # a tail is seldom longer: twice the nodes, and those
+    row += sum(model.state_bytes(3 * nodes) for model in here)  # a suffix is seldom longer: twice the nodes, and those
     row += beside
     available = free_bytes(device) if free is None else free
     return max(1, min(int(SHARE * available) // max(row, 1), MOST_ROWS.get(device.type, 16)))
