@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Backend = Literal["torch", "numba", "triton"]
 
 
-class Choice(NamedTuple):
+class OpChoice(NamedTuple):
     """Backend that serves an operation, and the reason."""
 
     op: str
@@ -88,7 +88,7 @@ class Ops:
     draft: Callable[..., ModuleType | None] = _no_size
     walk: Callable[..., ModuleType | None] = _no_size
     commit: Callable[..., ModuleType | None] = _no_size
-    report: tuple[Choice, ...] = ()
+    report: tuple[OpChoice, ...] = ()
 
     @property
     def facts(self) -> tuple[tuple[str, str, str], ...]:
@@ -104,6 +104,6 @@ class Ops:
         taken = {choice.op for choice in self.report if choice.backend != "torch" and choice.op in names}
         if not taken:
             return self
-        report = tuple(Choice(one.op, "torch", reason) if one.op in taken else one for one in self.report)
+        report = tuple(OpChoice(one.op, "torch", reason) if one.op in taken else one for one in self.report)
         plain = Ops()
         return replace(self, **{name: getattr(plain, name) for name in taken}, report=report)

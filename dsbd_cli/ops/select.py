@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu import attention, int8, layer, linear, logsumexp, program, scan
 from dsbd_cli.ops.cpu.runtime import unloadable
-from dsbd_cli.ops.interface import Choice, Linear, Ops
+from dsbd_cli.ops.interface import Linear, OpChoice, Ops
 from dsbd_cli.ops.triton import available
 from dsbd_cli.ops.triton.trial import faults
 
@@ -44,7 +44,7 @@ def ops_for(
     wanted: those that will be called; the others are plain torch. widths: of a decoder's rows, gates and half heads.
     kernels: whether triton's may serve; None: on a GPU. True where there is no triton leaves all to torch.
     """
-    found, report = dict[str, Any](), list[Choice]()
+    found, report = dict[str, Any](), list[OpChoice]()
     missing = "not wanted" if kernels is False else triton_missing(device, asked=bool(kernels))
     names = [name for name in wanted if name in TRITON] if missing is None else []
     wrong = faults(device) if names and device.type == "cuda" else {}
@@ -52,13 +52,13 @@ def ops_for(
     for name in wanted:
         reason = missing or wrong.get(name) or _triton_unfit(name, dtype, widths)
         if name in by_triton and reason is None:
-            found[name], choice = by_triton[name], Choice(name, "triton", f"it gives on {device} what torch gives")
+            found[name], choice = by_triton[name], OpChoice(name, "triton", f"it gives on {device} what torch gives")
         elif device.type == "cpu" and name == "linear":
             found[name], choice = packed_linear, _packing(dtype)
         elif device.type == "cpu" and name in NUMBA and (reason := _numba_missing(name, dtype, widths)) is None:
-            found[name], choice = NUMBA[name].op, Choice(name, "numba", "it runs on this processor")
+            found[name], choice = NUMBA[name].op, OpChoice(name, "numba", "it runs on this processor")
         else:
-            choice = Choice(name, "torch", reason or f"no kernel serves {device}")
+            choice = OpChoice(name, "torch", reason or f"no kernel serves {device}")
         report.append(choice)
     return Ops(**found, report=tuple(report))
 
@@ -117,10 +117,10 @@ def packing_works(dtype: torch.dtype) -> bool:
     return _works(linear.Compiled, dtype) or _works(linear.Torch, dtype)
 
 
-def _packing(dtype: torch.dtype) -> Choice:
+def _packing(dtype: torch.dtype) -> OpChoice:
     if _works(linear.Compiled, dtype):
-        return Choice("linear", "numba", "weights lie in the order in which the kernel reads them")
-    return Choice(
+        return OpChoice("linear", "numba", "weights lie in the order in which the kernel reads them")
+    return OpChoice(
         "linear", "torch", "weights are packed by oneDNN" if packing_works(dtype) else "nothing packs weights"
     )
 

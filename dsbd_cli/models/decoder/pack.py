@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.models.decoder.forward import Decoder
-from dsbd_cli.models.decoder.weights import Linear, PlainLinear
+from dsbd_cli.models.decoder.weights import PlainLinear
 from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS, outlier_channels
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
-from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.interface import Linear, Ops
 from dsbd_cli.ops.select import int8_linear
 
 Outliers = Mapping[str, Tensor]

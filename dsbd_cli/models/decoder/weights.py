@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,12 @@ from torch import Tensor, nn
 from dsbd_cli.models.checkpoints.head import TrimmedHead
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
+from dsbd_cli.ops.interface import Linear
 
 NORMS = ("input_norm", "attention_norm", "mlp_norm", "output_norm", "query_norm", "key_norm")
 INDEX = "model.safetensors.index.json"
 Tensors = Mapping[str, Callable[[], Tensor]]
 """Names of a checkpoint's tensors, and how to get at each."""
-
-
-class Linear(Protocol):
-    """x W^T + b."""
-
-    parts: list[int]
-
-    def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        """x [..., i] -> [..., o]."""
 
 
 class PlainLinear:
