@@ -9,7 +9,7 @@ import torch
 
 from dsbd_cli.engine.iteration.devices import iteration_ops
 from dsbd_cli.ops import reference
-from dsbd_cli.ops.interface import Choice, Ops
+from dsbd_cli.ops.interface import OpChoice, Ops
 from dsbd_cli.ops.select import DECODER, ITERATION, NUMBA, TRITON, ops_for, packed_linear
 from tests.helpers.kernels import CPU, refuse, replaced, serves
 
@@ -49,7 +49,7 @@ def test_an_operation_that_is_left_out_is_plain_torch_from_then_on() -> None:
     left = found.without("norm", "verify", reason="it fails")
     assert left.norm is reference.norm
     assert left.gated is found.gated
-    assert left.report[0] == Choice("norm", "torch", "it fails")
+    assert left.report[0] == OpChoice("norm", "torch", "it fails")
     assert left.without("norm") is left
 
 

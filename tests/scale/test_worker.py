@@ -15,7 +15,7 @@ import pytest
 
 import dsbd_cli
 from dsbd_cli import MethodConfig, Request, SamplingConfig, UsageError, loading
-from dsbd_cli.ops.interface import Choice
+from dsbd_cli.ops.interface import OpChoice
 from dsbd_cli.requests import EngineInfo
 from dsbd_cli.scale import Answer
 from dsbd_cli.scale.worker import SENT, Exchange, Failure, Worker, WorkerInfo, WorkerSetup, checkpoint_hash
@@ -174,7 +174,7 @@ def test_what_an_engine_tells_goes_to_the_driver() -> None:
     def load() -> FakeEngine:
         made = fake()
         made.info = EngineInfo(
-            "target", None, "float32", "cpu", notes=("a", "b"), ops=(Choice("verify", "torch", "it fails"),)
+            "target", None, "float32", "cpu", notes=("a", "b"), ops=(OpChoice("verify", "torch", "it fails"),)
         )
         return made
 

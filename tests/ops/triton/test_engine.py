@@ -16,7 +16,7 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.models import pair
 from dsbd_cli.models.decoder.decoder_forest import DecoderForest
 from dsbd_cli.ops import reference
-from dsbd_cli.ops.interface import Choice, Ops
+from dsbd_cli.ops.interface import OpChoice, Ops
 from dsbd_cli.ops.triton import verify
 from tests.helpers.toys import NumberCodec, table_pair
 from tests.models.decoders import V
@@ -93,7 +93,7 @@ def test_a_kernel_of_a_layer_that_fails_is_left_out_in_mid_run() -> None:
         return [result.hypotheses[0].token_ids for result in engine.run(rows)], engine.exactness
 
     plain, target = (forest_of("llama") for _ in range(2))
-    target.decoder.ops = Ops(norm=fails, report=(Choice("norm", "triton", "for this test"),))
+    target.decoder.ops = Ops(norm=fails, report=(OpChoice("norm", "triton", "for this test"),))
     for model in (plain, target):
         model.trust(None, True)
     last = [calls[0] + 30]
