@@ -68,7 +68,7 @@ class Ops:
     Of an iteration. Tensor code of the engine is their reference, and None leaves a call to it:
         log_total: values [m, V] -> log of the sum of exp of each row [m, 1].
         candidates: logits [R, n, V] -> tokens and log-probabilities [R, n, C] of the best, or None.
-        draft, walk, commit: the kernels for such sizes, or None: begin and extend a forest (without sizes: begin it
+        draft, verify, commit: the kernels for such sizes, or None: begin and extend a forest (without sizes: begin it
             alone); verify it; keep what survives.
 
     report: what was decided of each operation that was asked for.
@@ -86,7 +86,7 @@ class Ops:
     log_total: Callable[[Tensor, Tensor], Tensor] = reference.log_total
     candidates: Callable[[Tensor, int], tuple[Tensor, Tensor] | None] = _no_candidates
     draft: Callable[..., ModuleType | None] = _no_size
-    walk: Callable[..., ModuleType | None] = _no_size
+    verify: Callable[..., ModuleType | None] = _no_size
     commit: Callable[..., ModuleType | None] = _no_size
     report: tuple[OpChoice, ...] = ()
 

@@ -108,7 +108,7 @@ class Loop(Generic[Item]):
             report = self.stepper.step(batch.state, sizes)
             seconds = self.stepper.timer.seconds()
         self.stepper.observer.iterated([job for _, job in running], sizes.nodes, seconds)
-        # how far each walk came, and how long it took, decides on the next forest
+        # how far each row came, and how long it took, decides on the next forest
         layers = [report.layers[row] for row, _ in running]
         self.planner.observe(shape, requests, layers, seconds | read.seconds(), reading, self.stepper.steady)
         names = self.method.drafter_names if "+" in self.method.drafter else ()

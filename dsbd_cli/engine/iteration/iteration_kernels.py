@@ -27,7 +27,7 @@ def walk_kernel(ops: Ops, state: BatchState, forest: Forest, candidates: Candida
     if method.dynamic or (method.rule == "rejection" and forest.depth and not forest.buffer.distribution):
         return None
     drafts, roots, width = forest.drafts_per_layer, forest.num_beams, candidates.tokens.shape[2]
-    return ops.walk(method.num_beams, roots, width, drafts, method.rule)
+    return ops.verify(method.num_beams, roots, width, drafts, method.rule)
 
 
 def verify_with_kernel(
@@ -53,7 +53,7 @@ def verify_with_kernel(
         logprob=new(width, dtype=real),
     )
     before, report = new(depth + 1, width), new(kernel.FIRST + depth * kernel.COLUMNS)
-    kernel.walk(
+    kernel.verify(
         [candidates.tokens.contiguous(), candidates.logprobs.contiguous()],
         [flat.path, flat.stop_state, flat.parent, flat.token, flat.valid, flat.drafter_id, flat.sampled],
         [value.contiguous() for value in (beams.valid, beams.weight, beams.logprob, beams.length)],

@@ -287,7 +287,7 @@ def commit(
     ancestors [R, N, T]. table: used, common_prefix, drafted, positions, tokens, which change. beams: history [R, W0,
     L], and length, depth, iteration [R], which change. finished: length, and source, node, token, tokens, which change.
     out: valid, token, weight, logprob, path, stop_state, ancestors, history [R, W, ..]; the history may be that of
-    `beams`. moved: source, target [R, T]. report: of `walk`; 4 to 6 become used, common_prefix and drafted. stopping:
+    `beams`. moved: source, target [R, T]. report: of `verify`; 4 to 6 become used, common_prefix and drafted. stopping:
     stop strings.
     """
     rows, width = live[0].shape
