@@ -21,6 +21,7 @@ from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.decoding.loop import Loop
 from dsbd_cli.engine.planning.planner import CertainPlanner, Shape
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.requests import Request, RequestResult
@@ -256,9 +257,9 @@ def test_nothing_is_drafted_where_nothing_is_certain() -> None:
 def test_a_free_row_of_the_batch_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner is told of rows that run; one that is free would make drafts look less worth than they are."""
     runner = engine(rule="coupled", num_beams=2, batch=4, drafter="grammar", depth=4, drafts_per_layer=4)
-    cut, iterate, told, running = runner._planner.cut, runner._iterate, [], []
+    cut, iterate, told, running = runner._planner.cut, Loop._iterate, [], []
     monkeypatch.setattr(runner._planner, "cut", lambda *given: (told.append(len(given[1])), cut(*given))[1])
-    monkeypatch.setattr(runner, "_iterate", lambda *given: (running.append(len(given[0].running)), iterate(*given))[1])
+    monkeypatch.setattr(Loop, "_iterate", lambda *given: (running.append(len(given[1].running)), iterate(*given))[1])
     runner.generate([request(None if size else "a", size, max_new_tokens=1 + 7 * size) for size in (0, 1, 1, 1)])
     assert told == running
     assert 3 in running

@@ -91,8 +91,8 @@ def test_no_kernel_works_behind_the_back_of_an_observer(monkeypatch: pytest.Monk
     vars(one).update(best_tokens=lambda: None, context=SimpleNamespace(keys=None))
     vars(one).update(drafter=SimpleNamespace(by_kernel=True, learn=lambda *_: None))
     monkeypatch.setattr(iteration, "walk_kernel", lambda *_: "kernel")
-    monkeypatch.setattr(iteration, "verified", lambda *_: "by the kernel")
-    monkeypatch.setattr(iteration, "verify", lambda *_: "by tensor code")
+    monkeypatch.setattr(iteration, "verify_with_kernel", lambda *_: "by the kernel")
+    monkeypatch.setattr(iteration, "verify_forest", lambda *_: "by tensor code")
     one.verify()
     assert one.outcome == "by the kernel"
     one.observer = Counting()

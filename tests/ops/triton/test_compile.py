@@ -32,5 +32,5 @@ def test_every_shape_in_use_compiles_without_spills(capability: int) -> None:
     assert {one["capability"] for one in made} == {capability}
     names = {one["kernel"].removesuffix("_kernel") for one in made}
     iteration = {"candidates", "begin", "extend", "verify", "commit", "move"}
-    assert names == iteration | {"norm", "gated", "rotate", "linear", "summed", "prompt", "tail"}
+    assert names == iteration | {"norm", "gated", "rotate", "linear", "summed", "prompt", "suffix"}
     assert [one for one in made if one["spilled"] or one["shared"] > SHARED] == []

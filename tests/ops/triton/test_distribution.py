@@ -139,7 +139,7 @@ def verified(drafted: Iteration) -> tuple[tuple[Beam, ...], frozenset[Path]]:
     made, forest = copy.copy(drafted), drafted.forest
     width = made.state.method.num_beams
     made.state = state = replace(made.state, finished=replace(made.state.finished))
-    for name in ("score", "logprob", "length", "by_length", "source", "node", "token"):
+    for name in ("score", "logprob", "length", "by_length", "origin", "node", "token"):
         setattr(state.finished, name, getattr(drafted.state.finished, name).clone())
     made.target()
     made.verify()

@@ -76,7 +76,7 @@ def test_all_are_tried_and_the_result_is_kept(empty_cache: Path) -> None:
 
 
 def test_a_line_tells_of_the_first_compilation_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    messages.set_style(json_lines=False, tracebacks=False)
+    messages.set_style()
     faults()
     line = capsys.readouterr().err
     assert line.startswith(f"dsbd: compiling {len(TRIED)} GPU kernels (once, 5 minutes at most; kept in ")
