@@ -18,7 +18,7 @@ from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models.adapted.attention import use_grouped_attention
-from dsbd_cli.models.adapted.patching import Int8Linear, PackedLinear
+from dsbd_cli.models.adapted.patching import Int8Linear, PackedExperts, PackedLinear
 from dsbd_cli.models.adapted.reads import HostReads
 from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.checkpoints.generation import checkpoint_rules
@@ -178,7 +178,9 @@ class TransformersForest(BaseForestModel):
         mixture all count as read."""
         # weights in the processor's own order are no parameters
         layers = [one for one in self._model.modules() if isinstance(one, PackedLinear | Int8Linear)]
-        packed = {id(one.packed): one.packed for one in layers}.values()
+        experts = [one.forward for one in self._model.modules() if isinstance(one.forward, PackedExperts)]
+        parts = [*(one.packed for one in layers), *(part for one in experts for part in one.packed)]
+        packed = {id(part): part for part in parts}.values()
         weights = [*{one.data_ptr(): one for one in self._model.parameters()}.values(), *packed]
         buffers = {one.data_ptr(): one for one in self._model.buffers()}.values()
         held = sum(one.numel() * one.element_size() for one in (*weights, *buffers))

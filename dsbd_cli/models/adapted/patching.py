@@ -1,6 +1,6 @@
 """Linear layers of transformers' models replaced on a CPU, in place: by packed ones, or by int8 ones.
 
-Letters: o output channels, i input channels of a layer.
+Letters: o output channels, i input channels of a layer; t tokens, k experts of a token.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS, Int8Product, outlier_channels
@@ -61,8 +63,84 @@ class PackedLinear(nn.Module):
         return other
 
 
+class PackedExperts:
+    """Forward of the experts of a mixture with packed weights. Inference only.
+
+    Their gate, activation and norm serve as they are; their weights lie on `meta`.
+    """
+
+    def __init__(self, experts: Any, rise: list[PackedProduct], fall: list[PackedProduct]) -> None:
+        """rise, fall: products before and after the activation, one for each expert."""
+        self._experts, self._rise, self._fall = experts, rise, fall
+        for name in _weights_of_experts(experts):
+            held = getattr(experts, name)
+            delattr(experts, name)
+            setattr(experts, name, torch.empty_like(held, device="meta", requires_grad=False))
+
+    @classmethod
+    def of(cls, experts: Any) -> PackedExperts | None:
+        """Pack the experts of a module and free their weights; None where nothing packs such weights."""
+        rise, fall = (_expert_products(experts, name) for name in _weights_of_experts(experts))
+        return None if rise is None or fall is None else cls(experts, rise, fall)
+
+    @property
+    def packed(self) -> list[Tensor]:
+        """The weights as they are stored, of each product of each expert."""
+        return [product.weights for product in (*self._rise, *self._fall)]
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Tokens [t, i], their experts [t, k] int64 and the weights of these [t, k] -> [t, i], of the same dtype."""
+        chosen, order = top_k_index.flatten().sort(stable=True)
+        counts = torch.bincount(chosen, minlength=len(self._rise))[: len(self._rise)].tolist()
+        given = hidden_states[order // top_k_index.shape[1]].split([*counts, len(order) - sum(counts)])
+        made = [self._expert(expert, x) for expert, x in enumerate(given[:-1]) if len(x)]
+        said = hidden_states.new_zeros(len(order), hidden_states.shape[1])  # ids past the last expert stand for none
+        if made:
+            said[order[: sum(counts)]] = torch.cat(made)
+        parts = (said.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(2)).float().unbind(1)
+        total = parts[0]
+        for part in parts[1:]:  # one after another: a sum of torch's chooses an order by shape
+            total = total + part
+        return total.to(hidden_states.dtype)
+
+    def _expert(self, number: int, x: Tensor) -> Tensor:
+        """[s, i] of tokens [s, i] through one expert."""
+        experts = self._experts
+        risen = self._rise[number].compute(x)
+        risen = experts._apply_gate(risen) if experts.has_gate else experts.act_fn(risen)
+        fallen = self._fall[number].compute(risen)
+        return experts.post_expert_norm(fallen) if experts.has_post_expert_norm else fallen
+
+
+class PackedRouter(TorchFunctionMode):
+    """Forward of a router of experts, in which a product with its weight is a packed one."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self._forward = router.forward
+        self._products: dict[torch.dtype, PackedProduct | None] = {}  # many routers multiply in float32
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the router returns."""
+        with self:
+            return self._forward(*args, **kwargs)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not nn.functional.linear or kwargs:
+            return func(*args, **kwargs)
+        x, weight, *bias = args
+        if weight.dtype not in self._products:
+            self._products[weight.dtype] = packed_linear([weight.detach()], bias or [None])
+        product = self._products[weight.dtype]
+        return func(*args) if product is None else product.compute(x)
+
+
 def pack(model: nn.Module) -> int:
-    """Replace the plain linear layers of a model on the CPU by packed ones, in place; return how many.
+    """Replace the plain linear layers of a model on the CPU by packed ones, in place; return how many. Experts and
+    routers of mixtures get a forward with packed products.
 
     Each original weight is freed as soon as it is packed, unless something else shares it (tied embeddings).
     """
@@ -71,6 +149,12 @@ def pack(model: nn.Module) -> int:
     for parent, name in found:
         if (packed := PackedLinear.of(getattr(parent, name))) is not None:
             setattr(parent, name, packed)
+            made += 1
+    for module in model.modules():
+        if _routes(module):
+            module.forward = PackedRouter(module)
+        elif _mixes(module) and (experts := PackedExperts.of(module)) is not None:
+            module.forward = experts
             made += 1
     return made
 
@@ -101,6 +185,41 @@ def _suits(linear: nn.Linear | Conv1D, least: int, fewest: int) -> bool:
     plain = weight.device.type == "cpu" and not hooked and (bias is None or bias.dtype == weight.dtype)
     outputs, inputs = weight_of(linear).shape
     return plain and weight.is_floating_point() and inputs >= fewest and outputs >= least
+
+
+def _mixes(module: nn.Module) -> bool:
+    """Whether a module has the experts of a mixture in the form that transformers' own kernels of them take, so that
+    what they compute is known."""
+    if "forward" in vars(module) or getattr(module, "_is_expert_parallel", True) or not hasattr(module, "_apply_gate"):
+        return False
+    return all(_plain(getattr(module, name, None), 3) for name in _weights_of_experts(module))
+
+
+def _weights_of_experts(experts: Any) -> tuple[str, str]:
+    """Names of the weights that come before and after the activation."""
+    return ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
+
+
+def _expert_products(experts: Any, name: str) -> list[PackedProduct] | None:
+    """Products with the weights of this name, [experts, o, i] or the other way round; None where nothing packs them."""
+    weights = getattr(experts, name).detach()
+    weights = weights.transpose(1, 2) if experts.is_transposed else weights
+    biases = getattr(experts, f"{name}_bias").detach() if experts.has_bias else [None] * len(weights)
+    made = [packed_linear([weight], [bias]) for weight, bias in zip(weights, biases, strict=True)]
+    found = [product for product in made if product is not None]
+    return found if len(found) == len(made) else None
+
+
+def _routes(module: nn.Module) -> bool:
+    """Whether a module is a router with a weight of its own: not with a linear layer, which is packed by itself."""
+    named = type(module).__name__.endswith("Router") and "forward" not in vars(module)
+    return named and _plain(getattr(module, "weight", None), 2)
+
+
+def _plain(weight: Any, dims: int) -> bool:
+    """Whether it is a plain weight on the CPU, [o, i] or one for each expert."""
+    plain = isinstance(weight, nn.Parameter) and type(weight.data) is Tensor and weight.dim() == dims
+    return plain and weight.device.type == "cpu"
 
 
 class Int8Linear(nn.Module):

@@ -17,7 +17,7 @@ from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.protocols import ForestModel
 from dsbd_cli.models import forest_attention
-from dsbd_cli.models.adapted import attention
+from dsbd_cli.models.adapted import attention, patching
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.patching import pack
 from dsbd_cli.models.checks.invariance import Surroundings, _logits, check, is_invariant
@@ -74,11 +74,13 @@ RECURRENT_SIZES: dict[str, dict[str, Any]] = {
     "lfm2": {"hidden_size": 128, "intermediate_size": 192},
     "bamba": WIDE | {"intermediate_size": 192},
     "falcon-h1": WIDE | {"intermediate_size": 192, "head_dim": 32, "mamba_d_ssm": 256},
-    "granite-hybrid": WIDE | {"intermediate_size": 192, "shared_intermediate_size": 128, "num_local_experts": 0},
+    "granite-hybrid": WIDE | {"intermediate_size": 192, "shared_intermediate_size": 128},
     "qwen3.5": DELTA,
-    "qwen3-next": DELTA | {"linear_num_value_heads": 32, "linear_value_head_dim": 8, "mlp_only_layers": [0, 1, 2]},
+    "qwen3.5-moe": DELTA,
+    "qwen3-next": DELTA | {"linear_num_value_heads": 32, "linear_value_head_dim": 8},
     "olmo-hybrid": DELTA,
-    "kimi-linear": {"hidden_size": 128, "intermediate_size": 192, "linear_head_dim": 16, "first_k_dense_replace": 3},
+    "kimi-linear": {"hidden_size": 128, "intermediate_size": 192, "linear_head_dim": 16},
+    "lfm2-moe": {"hidden_size": 128, "intermediate_size": 192},
     "lfm3": {"hidden_size": 128, "intermediate_size": 192},
     "linearised": {"hidden_size": 128, "intermediate_size": 192},
 }
@@ -151,6 +153,18 @@ def test_bits_do_not_depend_on_any_company(name: str) -> None:
 def test_a_model_with_attention_of_its_own_is_not_trusted(name: str) -> None:
     """Guards against luck: such a model's bits may stay in this one text."""
     assert not is_invariant(wide(name, torch.float32))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_experts_of_the_library_are_not_trusted(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against luck in bfloat16: rounding hides what moves, from the companies of the check but not from all."""
+    if not packed:
+        monkeypatch.setattr(patching, "_mixes", lambda _: False)
+    model = build("qwen3-next").to(torch.bfloat16)
+    pack(model)
+    forest = CausalForestModel(model, "qwen3-next")
+    forest.keep_states_in(torch.float64)
+    assert is_invariant(forest) == packed
 
 
 def all_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from dsbd_cli.ops.cpu import linear as packing
 from dsbd_cli.ops.cpu import runtime as native
 from dsbd_cli.ops.cpu.runtime import EAGER
 from dsbd_cli.ops.select import packed_linear, packing_works
+from tests.helpers.tiny import build
 
 needs_packing = pytest.mark.skipif(not packing_works(torch.float32), reason="this torch build cannot pack weights")
 
@@ -227,6 +228,33 @@ def test_rows_of_a_layer_of_few_inputs_do_not_depend_on_each_other(dtype: torch.
                 assert torch.equal(layer(alone)[0], together[row])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("name", ["qwen3-next", "granite-hybrid", "gpt-oss window"])  # one, with biases and turned
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_and_their_router_keep_the_bits_of_a_token(name: str, dtype: torch.dtype) -> None:
+    """Guards mixtures: the library multiplies all tokens of an expert at once, and a log-probability moved with the
+    draft. The sums are those of the library."""
+    serves(dtype)
+    model = build(name, num_experts_per_tok=2, intermediate_size=64).to(dtype)  # by 32: torch's sigmoid goes by place
+    (block, *_) = (one for one in model.modules() if hasattr(one, "experts"))
+    hidden = model.config.hidden_size
+    x = torch.randn(1, 400, hidden, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+    def run(tokens: torch.Tensor) -> torch.Tensor:
+        out = block(tokens)
+        return out[0] if isinstance(out, tuple) else out
+
+    with torch.inference_mode():
+        plain = run(x)
+        before = pack(model)
+        assert pack(model) == 0 < before
+        packed = run(x)
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(packed, plain, rtol=tolerance, atol=tolerance)
+        for count in (1, 2, 3, 7, 50, 133):
+            assert torch.equal(torch.cat([run(part) for part in x.split(count, 1)], 1), packed), count
 
 
 @pytest.mark.usefixtures("backend")
