@@ -53,8 +53,8 @@ _logger = logging.getLogger(__name__)
 def load_model(spec: ModelSpec, *, anew: bool = False) -> tuple[BaseForestModel, HFCodec]:
     """Return one model, checked, and its codec. A target that is to be `invariant` is asked whether it is.
 
-    Of a large one a line is logged before and after. anew: make all checks, whatever an earlier load has found. Raises
-    ModelNotFoundError, ModelError, UnsupportedModelError and UsageError.
+    Of a large one a line is logged before and after. anew: make all checks, of all layers, whatever an earlier load has
+    found. Raises ModelNotFoundError, ModelError, UnsupportedModelError and UsageError.
     """
     size, began = stored_bytes(locate(spec)), time.monotonic()
     if size < LARGE_BYTES:
@@ -72,7 +72,7 @@ def _loaded(spec: ModelSpec, *, anew: bool) -> tuple[BaseForestModel, HFCodec]:
     found = _described(spec, place) if known is None or not known.get("plain") else _recalled(known)
     if isinstance(found, str):
         return _adapted(spec)
-    loaded = _DecoderLoad(spec, place, found, digest, known).load()
+    loaded = _DecoderLoad(spec, place, found, digest, known, whole=anew).load()
     if isinstance(loaded, str):
         forest, codec = _adapted(spec)
         forest.notes = (*forest.notes, f"the {spec.role} runs through transformers: in our own decoder {loaded}")
@@ -129,10 +129,18 @@ class _DecoderLoad:
     """A checkpoint on its way into our own decoder."""
 
     def __init__(
-        self, spec: ModelSpec, place: Path, description: _Description, digest: str, known: dict[str, Any] | None
+        self,
+        spec: ModelSpec,
+        place: Path,
+        description: _Description,
+        digest: str,
+        known: dict[str, Any] | None,
+        *,
+        whole: bool,
     ) -> None:
+        """whole: all layers are checked for invariance, not a few of each kind."""
         self._spec, self._place, self._is, self._digest, self._known = spec, place, description, digest, known
-        self._device = device_of(spec)
+        self._device, self._whole = device_of(spec), whole
         self._wanted = spec.role == "target" and spec.numerics == "invariant"
 
     def load(self) -> tuple[BaseForestModel, HFCodec] | str:
@@ -244,7 +252,7 @@ class _DecoderLoad:
         if not packed:
             outliers = pack(forest, self._spec, None)
         forest.tested = tested = tested or _self_test(forest)
-        found = _verdict(forest) if self._wanted else Verdict(verdicts.UNASKED)
+        found = _verdict(forest, whole=self._whole) if self._wanted else Verdict(verdicts.UNASKED)
         if found.varies is not None and "linear" in kernels:
             return found.varies
         report = [tested.median_error, tested.largest_error, tested.limit]
@@ -266,15 +274,15 @@ def _self_test(forest: BaseForestModel) -> Any:
     return self_test(forest)
 
 
-def _verdict(forest: DecoderForest) -> Verdict:
+def _verdict(forest: DecoderForest, *, whole: bool = False) -> Verdict:
     """Ask whether a node's logits depend on its company; a kernel that fails at the sizes of this model gives none.
 
-    On a CPU a few layers of each kind are asked: the others are the same operations on the same shapes.
+    On a CPU a few layers of each kind are asked, unless `whole`: the others are the same operations on the same shapes.
     """
     from dsbd_cli.models.checks.invariance import check
 
     try:
-        return check(forest.shallow(LAYERS_CHECKED) if forest.device.type == "cpu" else forest)
+        return check(forest if whole or forest.device.type != "cpu" else forest.shallow(LAYERS_CHECKED))
     except Exception as failed:
         if forest.attention is None:
             raise

@@ -648,6 +648,20 @@ def test_a_few_layers_of_each_kind_are_asked_for_invariance(
     assert check(few).varies is not None
 
 
+def test_all_layers_are_checked_where_it_is_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a first load the first ones of a kind, for `dsbd doctor` all."""
+    asked: list[int] = []
+    monkeypatch.setattr(stages, "LAYERS_CHECKED", 1)
+    monkeypatch.setattr(
+        "dsbd_cli.models.checks.invariance.check",
+        lambda forest: asked.append(forest.decoder.spec.layers) or check(forest),
+    )
+    whole = decoder_of(folder).decoder.spec.layers
+    load_model(spec_for(folder), anew=True)
+    assert asked == [1, whole]
+    assert whole > 1
+
+
 def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another file, number of threads, dtype or role is asked anew, and so is all of it where `anew` is said."""
     made = counted(monkeypatch)
