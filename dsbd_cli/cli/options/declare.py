@@ -12,13 +12,12 @@ from typing import Annotated, Literal, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dsbd_cli.cli.options.precedence import check_variables, place_of, read_environment
+from dsbd_cli.cli.options.precedence import NO, YES, check_variables, place_of, read_environment
 from dsbd_cli.config.spelling import typed_names
 from dsbd_cli.errors import KINDS, SETTINGS, UsageError, option_name
 
 T = TypeVar("T")
 METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}  # where an option names no other
-YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 # options of commands that take nothing from a job file or the environment
 Output = Annotated[Path, typer.Option("--output", "-o", help="file to write", metavar="FILE", show_default=False)]

@@ -1,7 +1,7 @@
 """Where an option's value comes from: the command line, else the job file, else the environment, else the default.
 
 File and environment become the default map of the command's context. A value there is read as the same word on the
-command line would be.
+command line would be; in a file it must have the option's type.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ import dataclasses
 import difflib
 import os
 import tomllib
+import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import orjson
 import typer
 
-from dsbd_cli.errors import UsageError, reading, shorten
+from dsbd_cli.errors import KINDS, UsageError, reading, shorten
 
 PREFIX = "DSBD_"
+OR_AUTO = ("depth", "batch_size", "workers")  # numbers that may also be the word auto
 OTHER_VARIABLES = ("DSBD_MODELS_FILE", "DSBD_DEBUG")  # read elsewhere, for every command
+YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 NOT_IN_A_FILE = ("config", "print_config", "set")
 PLACES = "dsbd_cli.places"  # in a context: of a value that does not come from the command line, where it stands
 
@@ -28,6 +31,10 @@ def read_environment(ctx: typer.Context) -> None:
     """Make the values of DSBD_ variables defaults of the command's options. A variable without text is not given."""
     names = {one.name: variable(one.name) for one in ctx.command.params if one.name not in ("print_config", "set")}
     given = {name: os.environ[place] for name, place in names.items() if os.environ.get(place)}
+    for one in ctx.command.params:
+        word = given.get(one.name, "") if getattr(one, "is_flag", False) else ""
+        if word and word.lower() not in (*YES, *NO):
+            raise UsageError(f"{names[one.name]}: {word!r} is not {KINDS[bool]}")
     _add(ctx, given, names)
 
 
@@ -51,8 +58,28 @@ def read_job(ctx: typer.Context, path: Path | None) -> Path | None:
         if name in given:
             raise UsageError(f"--config {path}: {key} is given twice, once with _ and once with -: drop one")
         given[name] = value
+    _check_types(ctx, given, f"--config {path}")
     _add(ctx, given, {name: f"--config {path}: {name}" for name in given})
     return path
+
+
+def _check_types(ctx: typer.Context, given: Mapping[str, object], place: str) -> None:
+    """Raise UsageError for a value of TOML that has not its option's type: a file says whether it means 3 or '3'."""
+    groups = vars(ctx.command.callback).get("groups", ())
+    hints = {name: hint for group in groups for name, hint in typing.get_type_hints(group).items()}
+    for name, value in given.items():
+        hint = next((one for one in typing.get_args(hints[name]) if one is not type(None)), hints[name])
+        choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+        if choices:
+            fits, expected = value in choices, f"one of {', '.join(choices)}"
+        elif typing.get_origin(hint) is list:
+            fits, expected = isinstance(value, str | list), "a list of strings"  # of what: see _add
+        elif hint in (int, float, bool):
+            fits, expected = type(value) is hint or (hint is float and type(value) is int), KINDS[hint]
+        else:
+            fits, expected = isinstance(value, str) or (name in OR_AUTO and type(value) is int), "a string"
+        if not fits:
+            raise UsageError(f"{place}: {name} is {shorten(value)}, but must be {expected}")
 
 
 def place_of(ctx: typer.Context, name: str) -> str | None:
