@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import dsbd_cli
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.ops.cpu.runtime import processor
 
@@ -83,10 +84,9 @@ def _path(digest: str) -> Path:
 
 @functools.cache
 def _code() -> str:
-    """Return a digest of the files that decide what a model computes."""
+    """Return a digest of the package's files, which decide what a model computes."""
     digest = hashlib.sha256()
-    package = Path(__file__).resolve().parents[2]
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(Path(dsbd_cli.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
