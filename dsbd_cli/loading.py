@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +14,7 @@ from dsbd_cli.config.checking import check_value
 from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig
 from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
 from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.models.chat import begin_rendering
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.requests import EngineInfo
 from dsbd_cli.threads import processors, wait_without_spinning
@@ -83,16 +87,18 @@ def load(
     for wanted in (spec, draft_spec):
         if wanted is not None:
             locate(wanted)
+    begin_rendering(locate(spec))  # beside the imports
     wait_without_spinning()
     # heavy imports only now, so that a wrong name is told at once
-    import torch
+    with _without_collection():
+        import torch
 
-    from dsbd_cli.engine.checks.captures import prove_captures
-    from dsbd_cli.engine.constraints.catalogues import open_catalogues
-    from dsbd_cli.engine.decoding.engine import Engine
-    from dsbd_cli.engine.iteration.devices import iteration_ops
-    from dsbd_cli.models.pair import load_pair
-    from dsbd_cli.ops.select import left_out
+        from dsbd_cli.engine.checks.captures import prove_captures
+        from dsbd_cli.engine.constraints.catalogues import open_catalogues
+        from dsbd_cli.engine.decoding.engine import Engine
+        from dsbd_cli.engine.iteration.devices import iteration_ops
+        from dsbd_cli.models.pair import load_pair
+        from dsbd_cli.ops.select import left_out
 
     _take_threads(threads)
     if kernels and spec.device_map is None:  # told before a large model is loaded
@@ -129,6 +135,18 @@ def load(
     )
     prove_captures(engine)
     return engine
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Import without the garbage collector, which would search all that the imports make again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _take_threads(wanted: int | None) -> None:

@@ -1,8 +1,8 @@
 """Conversations through a checkpoint's chat template, rendered by a child process with limits of time and memory.
 
 A template is a program that comes with the checkpoint: it may loop for ever, or make a text that no memory holds. The
-child is started at the first conversation, serves all tokenizers of the process, and is started anew where a template
-has ended it.
+child is started while a model with a template loads, or at the first conversation. It serves all tokenizers of the
+process, and is started anew where a template has ended it.
 """
 
 from __future__ import annotations
@@ -58,6 +58,12 @@ class Renderer:
             raise InvalidRowError(f"the model's chat template refuses these messages: {found['error']}")
         return found["text"]
 
+    def begin(self) -> None:
+        """Start the child now, so that its imports run beside other work."""
+        with self._lock:
+            if self._child is None or self._owner != os.getpid():
+                self._start()
+
     def close(self) -> None:
         """End the child."""
         child, self._child = self._child, None
@@ -112,6 +118,15 @@ def _end(child: subprocess.Popen[bytes]) -> int:
 
 _renderer = Renderer()
 atexit.register(_renderer.close)
+
+
+def begin_rendering(folder: Path) -> None:
+    """Start the child that renders, which imports for a second, where a checkpoint's folder has a chat template."""
+    settings = folder / "tokenizer_config.json"
+    if (folder / "chat_template.jinja").is_file() or (
+        settings.is_file() and b'"chat_template"' in settings.read_bytes()
+    ):
+        _renderer.begin()
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bool) -> str:

@@ -5,6 +5,7 @@ Our own decoder serves what it knows (decoder/), transformers everything else.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -40,6 +41,7 @@ from dsbd_cli.models.decoder.decoder_forest import DecoderForest
 from dsbd_cli.models.decoder.load import DecoderCheckpoint, decoder_forest, differs, pack, spec_or_reason, tensors_of
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.forest_model import BaseForestModel, SelfTestReport
+from dsbd_cli.models.stored_tokenizer import store, stored
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops.select import GPU_LAYERS, ops_for
@@ -87,7 +89,7 @@ class _Description:
     Attributes:
         dtype: what it computes in, None where transformers decides.
         plain: the weights are safetensors files that hold what a forward computes with.
-        config: what transformers read. tokenizer: module and name of its class. Each where it is known.
+        config: what transformers read. tokenizer: what an earlier load has stored. Each where it is known.
     """
 
     sort: DecoderSpec
@@ -96,7 +98,7 @@ class _Description:
     architecture: str
     eos: Any
     config: Any = None
-    tokenizer: tuple[str, str] | None = None
+    tokenizer: dict[str, Any] | None = None
 
 
 def _described(spec: ModelSpec, place: Path) -> _Description | str:
@@ -119,10 +121,8 @@ def _described(spec: ModelSpec, place: Path) -> _Description | str:
 def _recalled(known: dict[str, Any]) -> _Description:
     """Return what an earlier load has read: transformers' config classes take seconds to import."""
     sort = DecoderSpec.from_json(known["spec"])
-    module, name = known["tokenizer"]
     dtype = getattr(torch, known["dtype"])
-    named = (str(module), str(name)) if module.partition(".")[0] == "transformers" else None
-    return _Description(sort, dtype, True, known["architecture"], known["eos"], tokenizer=named)
+    return _Description(sort, dtype, True, known["architecture"], known["eos"], tokenizer=known["tokenizer"])
 
 
 class _DecoderLoad:
@@ -147,10 +147,11 @@ class _DecoderLoad:
         """Return model and codec; why transformers has to run it."""
         if self._known is not None and self._known["decoder"] is not None:
             return str(self._known["decoder"])
-        # Python imports beside the kernels that pack. Nothing else may run there: to load a model, transformers sets
-        # the dtype of the whole process.
-        with quiet(), ThreadPoolExecutor(1) as beside:
-            tokenizer = beside.submit(load_tokenizer, self._place, self._spec, self._is.tokenizer)
+        # A second thread imports modules and makes the tokenizer while this one packs weights. It does nothing else: to
+        # load a model, transformers sets the dtype of the whole process.
+        silence = quiet() if self._is.tokenizer is None else contextlib.nullcontext()  # quiet imports transformers
+        with silence, ThreadPoolExecutor(1) as beside:
+            tokenizer = beside.submit(self._tokenizer)
             if self._is.config is not None:
                 beside.submit(import_decoder_code, self._is.config)
             found = self._loaded(tokenizer)
@@ -191,15 +192,27 @@ class _DecoderLoad:
         verdicts.write_verdict(self._digest, {"decoder": reason})
         return reason
 
+    def _tokenizer(self) -> Any:
+        """Return the tokenizer: what an earlier load has stored, or transformers'."""
+        load = partial(_load_quietly, self._place, self._spec)
+        if self._is.tokenizer is None:
+            return load_tokenizer(self._place, self._spec)
+        return stored(self._is.tokenizer, load) or load()
+
     def _codec(self, forest: BaseForestModel, tokenizer: Any) -> HFCodec:
         return HFCodec(tokenizer, eos_ids(forest.settings, tokenizer))
 
-    def _keep(self, found: Mapping[str, object], forest: BaseForestModel, tokenizer: type) -> None:
+    def _keep(self, found: Mapping[str, object], forest: BaseForestModel, tokenizer: Any) -> None:
         """Keep what was found, and what the checkpoint is."""
         name = str(forest.weights_dtype).removeprefix("torch.")
-        what = {"spec": asdict(self._is.sort), "dtype": name, "plain": self._is.plain, "eos": self._is.eos}
-        classes = {"architecture": self._is.architecture, "tokenizer": (tokenizer.__module__, tokenizer.__name__)}
-        verdicts.write_verdict(self._digest, {"decoder": None, **found, **what, **classes})
+        what: dict[str, object] = {
+            "spec": asdict(self._is.sort),
+            "dtype": name,
+            "plain": self._is.plain,
+            "eos": self._is.eos,
+        }
+        what |= {"architecture": self._is.architecture, "tokenizer": store(tokenizer)}
+        verdicts.write_verdict(self._digest, {"decoder": None, **found, **what})
 
     def _stock(self) -> Any:
         """Return transformers' model of the checkpoint."""
@@ -257,8 +270,13 @@ class _DecoderLoad:
             return found.varies
         report = [tested.median_error, tested.largest_error, tested.limit]
         made = {"varies": found.varies, "copies": found.copies, "outliers": outliers, "tested": report}
-        self._keep({**made, "kernels": sorted(kernels)}, forest, type(tokenizer.result()))
+        self._keep({**made, "kernels": sorted(kernels)}, forest, tokenizer.result())
         return found
+
+
+def _load_quietly(place: Path, spec: ModelSpec) -> Any:
+    with quiet():
+        return load_tokenizer(place, spec)
 
 
 def _adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from dsbd_cli.errors import InvalidRowError
 from dsbd_cli.models.chat import render
+from dsbd_cli.models.stored_tokenizer import StoredTokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\u2581"
@@ -69,15 +70,29 @@ class HFCodec:
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
+        self._original: Any = None
         self._eos_ids = eos_ids
         self._bytes: list[bytes] | None = None
         self._cover: _Cover | None = None
         self._rendered: tuple[list[dict[str, str]], str] | None = None  # the last conversation: its size is asked first
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """The transformers tokenizer, for comparators and pair checks."""
-        return self._tokenizer
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer, for those that hand it on. It is loaded now where a stored one serves."""
+        if self._original is None:
+            made = self._tokenizer
+            self._original = made.original() if isinstance(made, StoredTokenizer) else made
+        return self._original
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """All tokens with their ids, added ones too."""
+        return self._tokenizer.get_vocab()
+
+    @property
+    def added_tokens(self) -> Mapping[int, AddedToken]:
+        """Tokens outside the trained vocabulary, by id."""
+        return self._tokenizer.added_tokens_decoder
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -187,14 +202,15 @@ def _token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     special = set(tokenizer.all_special_ids) | {index for index, token in added.items() if token.special}
     style = _style(tokenizer, vocabulary)
     alphabet, shown = byte_alphabet(), tokenizer.convert_ids_to_tokens
+    letters = frozenset(alphabet)
     for token, index in vocabulary.items():
         if index in special:
             continue
         if index in added:
             # a normalized added token is kept, and decoded, in its normalized form
             table[index] = _marked(shown(index)) if style == "marked" else added[index].content.encode()
-        elif style == "byte-level" and all(char in alphabet for char in token):
-            table[index] = bytes(alphabet[char] for char in token)
+        elif style == "byte-level" and letters.issuperset(token):
+            table[index] = bytes(map(alphabet.__getitem__, token))
         elif style == "marked":
             table[index] = _marked(token)
         elif style == "bytes":
@@ -233,8 +249,7 @@ def _covering(tokenizer: Tokenizer, table: list[bytes]) -> _Cover:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return _Cover()
-    made = json.loads(backend.to_str())
-    steps = [*_steps(made.get("normalizer")), *_steps(made.get("pre_tokenizer"))]
+    steps = [*_steps(_part(backend.normalizer)), *_steps(_part(backend.pre_tokenizer))]
     keeps = all(step.get("type") in KEEPING and step.get("behavior") != "Removed" for step in steps)
     replaced = [step for step in steps if step.get("type") == "Replace"]
     keeps = keeps and all(
@@ -245,12 +260,24 @@ def _covering(tokenizer: Tokenizer, table: list[bytes]) -> _Cover:
     greedy = any(getattr(token, "lstrip", False) or getattr(token, "rstrip", False) for token in added)
     held = set(table)
     dropped = bytes(byte for byte in UTF8_BYTES if bytes([byte]) not in held)
-    whole = by_bytes or (made["model"].get("byte_fallback") and not dropped)
+    whole = by_bytes or (_falls_back(backend.model) and not dropped)
     shrinks = any(step.get("type") == "NFC" for step in steps)
     if not (keeps and whole) or greedy or (shrinks and dropped):  # NFC may make bytes that are then dropped
         return _Cover()
     longest = max(*map(len, table), *(len(token.content.encode()) for token in added))
     return _Cover(longest * NFC_SHRINKS if shrinks else longest, dropped)
+
+
+def _falls_back(model: Any) -> bool:
+    """Whether a tokenizer's model writes text that it has no tokens for as bytes."""
+    if hasattr(model, "byte_fallback"):
+        return bool(model.byte_fallback)
+    return bool(json.loads(model.__getstate__()).get("byte_fallback"))  # a Unigram model, which shows it nowhere else
+
+
+def _part(part: Any) -> object:
+    """Return a part of a tokenizer as tokenizers serialises it. The vocabulary would take most of the time."""
+    return None if part is None else json.loads(part.__getstate__())
 
 
 def _steps(part: object) -> list[dict[str, Any]]:
@@ -271,7 +298,7 @@ def _style(tokenizer: Tokenizer, vocabulary: dict[str, int]) -> str:
     """How tokens stand for text: told by the decoder of a fast tokenizer, else by what the vocabulary looks like."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        kinds = _decoder_kinds(json.loads(backend.to_str()).get("decoder"))
+        kinds = _decoder_kinds(_part(backend.decoder))
         if "ByteLevel" in kinds:
             return "byte-level"
         if kinds & {"Metaspace", "ByteFallback", "Replace"}:

@@ -23,7 +23,7 @@ from dsbd_cli.ops.cpu.runtime import processor
 
 _logger = logging.getLogger(__name__)
 
-FORMAT = "dsbd.verdict/1"
+FORMAT = "dsbd.verdict/2"
 KEYS = {
     "architecture", "copies", "dtype", "eos", "kernels", "outliers", "plain", "spec", "tested", "tokenizer", "varies",
 }  # fmt: skip
@@ -42,6 +42,7 @@ def fingerprint(spec: ModelSpec, place: Path) -> str:
         "environment": sorted((name, value) for name, value in os.environ.items() if name.startswith(LIBRARIES)),
         "torch": torch.__version__,
         "transformers": version("transformers"),  # without its import, which takes seconds
+        "tokenizers": version("tokenizers"),
         "spec": {name: value for name, value in asdict(spec).items() if name != "source"},
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
@@ -77,9 +78,13 @@ def write_verdict(digest: str, found: Mapping[str, object]) -> None:
         _logger.warning("every load checks the model anew: %s cannot be written (%s)", place.parent, error.strerror)
 
 
+def cache_folder() -> Path:
+    """Return the folder of what loads keep."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsbd"
+
+
 def _path(digest: str) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "dsbd" / "verdicts" / f"{digest}.json"
+    return cache_folder() / "verdicts" / f"{digest}.json"
 
 
 @functools.cache

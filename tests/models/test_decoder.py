@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -695,6 +697,18 @@ def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "__version__", "99.0.0")
     decoder_of(folder)
     assert len(made) == 11
+
+
+def test_a_later_load_imports_nothing_of_transformers(folder: Path) -> None:
+    """Guards the start: importing it and making a tokenizer take seconds. The ids are those of the first load."""
+    first = load_model(spec_for(folder))[1]
+    code = (
+        "import sys; from dsbd_cli import ModelSpec, load; "
+        f"engine = load(ModelSpec({str(folder)!r}, dtype='float32', device='cpu'), None); "
+        "print('transformers' in sys.modules, engine.codec.encode('w5 w9 </s>'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split(maxsplit=1) == ["False", f"{first.encode('w5 w9 </s>')}\n"], done.stderr
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"format": "other/1", "decoder": null}', "\x00"])

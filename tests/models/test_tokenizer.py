@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import ByT5Tokenizer
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from dsbd_cli.engine.decoding.results import text_of
 from dsbd_cli.errors import InvalidRowError
+from dsbd_cli.models.stored_tokenizer import StoredTokenizer, store, stored
 from dsbd_cli.models.tokenizer import HFCodec, byte_alphabet
 from tests.helpers.checkpoints import CHAT, KINDS, TEXTS, byte_level, numbers, wrap
 
@@ -186,3 +189,77 @@ def test_only_the_end_of_a_long_text_is_tokenized_where_the_rest_is_cut(tokenize
     ids = codec.encode_chat([{"role": "user", "content": "x" * 1000 + "fox dog"}], 7)
     assert ids == codec.encode("fox dog")
     assert ids[0] == made.bos_token_id
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "dsbd" / "tokenizers"
+
+
+def through_disk(tokenizer: Any) -> StoredTokenizer:
+    facts = store(tokenizer)
+    found = stored(json.loads(json.dumps(facts)), lambda: tokenizer)
+    assert found is not None
+    return found
+
+
+def test_a_stored_tokenizer_does_what_transformers_does(tokenizer: Any, cache: Path) -> None:
+    """Ids, texts, bytes, bounds, conversations and special tokens; padding of an earlier call is not stored."""
+    tokenizer("a", padding="max_length", truncation=True, max_length=3) if tokenizer.pad_token else None
+    mine, theirs = HFCodec(through_disk(tokenizer), (2,)), HFCodec(tokenizer, (2,))
+    for text in [*TEXTS, "", " ", "wholly unseen: Ωµ漢字 <extra word></s> <s>!\n"]:
+        assert mine.encode(text) == theirs.encode(text)
+        assert mine.encode_pieces([text, "a b"]) == theirs.encode_pieces([text, "a b"])
+        assert mine.least_tokens(text) == theirs.least_tokens(text)
+        messages = [{"role": "user", "content": text}]
+        assert mine.encode_chat(messages) == theirs.encode_chat(messages)
+    rng = random.Random(3)
+    for _ in range(200):
+        ids = rng.choices(range(len(theirs.vocabulary)), k=12)
+        assert mine.decode(ids) == theirs.decode(ids)
+    for name in ("token_bytes", "tokenizer_json"):
+        assert getattr(mine, name)() == getattr(theirs, name)()
+    for name in ("vocabulary", "bytes_per_token", "has_template", "tokenizer"):
+        assert getattr(mine, name) == getattr(theirs, name)
+    assert {i: (t.content, t.special) for i, t in mine.added_tokens.items()} == {
+        i: (t.content, t.special) for i, t in theirs.added_tokens.items()
+    }
+
+
+def test_a_tokenizer_without_a_template_is_stored_without_one(cache: Path) -> None:
+    assert not HFCodec(through_disk(wrap(byte_level())), ()).has_template
+
+
+class Overriding(PreTrainedTokenizerFast):
+    def _decode(self, *args: Any, **options: Any) -> str:
+        return "another text"
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: Overriding(tokenizer_object=byte_level()),
+        ByT5Tokenizer,
+        lambda: wrap(byte_level(), split_special_tokens=True),
+        lambda: wrap(byte_level(), chat_template={"one": "a", "two": "b"}),
+    ],
+)
+def test_a_tokenizer_that_does_more_than_its_backend_is_not_stored(made: Any, cache: Path) -> None:
+    assert store(made()) is None
+    assert not cache.exists()
+
+
+def test_a_changed_file_is_no_stored_tokenizer(cache: Path) -> None:
+    facts = store(wrap(byte_level()))
+    assert facts is not None
+    (file,) = cache.iterdir()
+    file.write_bytes(file.read_bytes().replace(b"byte_fallback", b"byte-fallback"))
+    assert stored(facts, object) is None
+    file.unlink()
+    assert stored(facts, object) is None
+
+
+def test_a_cache_that_cannot_be_written_stores_nothing(cache: Path) -> None:
+    cache.parent.write_text("no folder", encoding="utf-8")
+    assert store(wrap(byte_level())) is None

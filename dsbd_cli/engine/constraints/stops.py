@@ -8,6 +8,7 @@ exactly where an end-of-sequence token would, inside any layer, and nothing is r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -55,15 +56,21 @@ class StopTable:
     """
 
     def __init__(self, token_bytes: Sequence[bytes], vocab_size: int, device: torch.device) -> None:
-        padded = list(token_bytes[:vocab_size]) + [b""] * max(0, vocab_size - len(token_bytes))
-        longest = max((len(item) for item in padded), default=0)
-        self._bytes = np.full((vocab_size, max(longest, 1)), -1, dtype=np.int16)
-        for token, item in enumerate(padded):
-            self._bytes[token, : len(item)] = list(item)
+        self._token_bytes, self._vocab_size = token_bytes, vocab_size
         self.table = torch.stack((torch.zeros(vocab_size), torch.ones(vocab_size))).to(device=device, dtype=torch.int32)
         self._states = 2  # rows in use
         self._starts: dict[tuple[str, ...], int] = {(): NO_STOPS}
         self.version = 0
+
+    @functools.cached_property
+    def _bytes(self) -> np.ndarray:
+        """Bytes of every token [V, longest] int16, filled up with -1. Made for the first stop string."""
+        some = self._token_bytes[: self._vocab_size]
+        longest = max(map(len, some), default=0)
+        made = np.full((self._vocab_size, max(longest, 1)), -1, dtype=np.int16)
+        for token, item in enumerate(some):
+            made[token, : len(item)] = list(item)
+        return made
 
     def forget(self) -> None:
         """Drop sets when many have gathered; only while no request holds a state."""

@@ -100,7 +100,7 @@ def fit(target: str, draft: str, *, trust_remote_code: bool = False) -> Fit:
     limits = [limit for limit in (our_limit, their_limit) if limit is not None]
     if our_limit != their_limit:
         notes += (f"positions differ: {our_limit} in the target, {their_limit} in the draft; the fewer count",)
-    shared = ours.tokenizer.get_vocab().items() & theirs.tokenizer.get_vocab().items()
+    shared = ours.vocabulary.items() & theirs.vocabulary.items()
     return Fit(len(shared), min(limits, default=None), notes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import io
 import json
@@ -83,16 +82,14 @@ def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return ()
 
 
-def load_tokenizer(folder: Path, spec: ModelSpec, kind: tuple[str, str] | None = None) -> Any:
-    """Return the tokenizer in a checkpoint folder or a GGUF file.
-
-    kind: module and name of its class, where an earlier load has found it: AutoTokenizer imports config classes.
-    """
+def load_tokenizer(folder: Path, spec: ModelSpec) -> Any:
+    """Return the tokenizer in a checkpoint folder or a GGUF file."""
     if (tokenizer := byte_tokenizer(folder)) is not None:
         return tokenizer
+    from transformers import AutoTokenizer
+
     try:
-        module, name = kind or ("transformers", "AutoTokenizer")
-        return getattr(importlib.import_module(module), name).from_pretrained(**_source(folder), **_local(spec))
+        return AutoTokenizer.from_pretrained(**_source(folder), **_local(spec))
     except Exception as error:
         hint = "" if read_config(folder) is None else ": mamba_ssm writes none, so put a tokenizer beside its weights"
         raise ModelError(f"{_name(spec)}: its tokenizer cannot be loaded: {_one_line(error)}{hint}") from error

@@ -32,17 +32,17 @@ def check_pair(target: HFCodec, draft: HFCodec, target_width: int, draft_width: 
 
 def markers(target: HFCodec, draft: HFCodec) -> dict[int, int]:
     """Special tokens that both tokenizers have, by name: the target's id -> the draft's."""
-    theirs = {token.content: index for index, token in draft.tokenizer.added_tokens_decoder.items() if token.special}
-    ours = target.tokenizer.added_tokens_decoder.items()
+    theirs = {token.content: index for index, token in draft.added_tokens.items() if token.special}
+    ours = target.added_tokens.items()
     return {index: theirs[token.content] for index, token in ours if token.special and token.content in theirs}
 
 
 def _tokens(codec: HFCodec) -> dict[int, str]:
-    return {index: token for token, index in codec.tokenizer.get_vocab().items()}
+    return {index: token for token, index in codec.vocabulary.items()}
 
 
 def _added(codec: HFCodec) -> set[int]:
-    return set(codec.tokenizer.added_tokens_decoder)
+    return set(codec.added_tokens)
 
 
 def _differing(wrong: list[int], ours: dict[int, str], theirs: dict[int, str]) -> str:

@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from numba import cfunc, njit, types
+from llvmlite import binding
+from numba import njit, types
 from numba.core import caching
 from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
 from numba.core.event import Event, Listener, install_listener
+from numba.core.runtime import _nrt_python
 
 LOCK = "dsbd.lock"  # held while kernels are looked up, compiled and kept
 
@@ -41,7 +44,7 @@ class KernelCompiler:
 
     def addressed(self, function: Any) -> Any:
         """Make a kernel for `runtime.CpuKernel`, which takes the address of its arguments."""
-        return self._made(cfunc, types.void(types.int64), function)
+        return self._made(_callback, types.void(types.int64), function)
 
     def _made(self, decorator: Any, signature: Any, function: Any, **options: Any) -> Any:
         options["error_model"] = "numpy"
@@ -64,6 +67,30 @@ class KernelCompiler:
                             "every run compiles the kernels of %s: they cannot be kept (%s)", self.what, reason
                         )
             return decorator(signature, **options)(function)
+
+
+def _callback(signature: Any, *, cache: bool = False, **options: Any) -> Callable[[Any], Any]:
+    """Make a callback as numba.cfunc does, but load it from disk without what numba needs to compile: half a second."""
+
+    def make(function: Any) -> Any:
+        made: Any = CFunc(function, (signature.args, signature.return_type), locals={}, options=options)
+        if cache:
+            made._cache = _QuickCache(function)
+        made.compile()
+        return made
+
+    return make
+
+
+class _QuickCache(FunctionCache):  # type: ignore[misc]
+    """Kernels on disk, loaded without the registries of numba's compiler."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the kernel of a signature, None where there is none."""
+        for name, address in _nrt_python.c_helpers.items():  # functions that an object file names; none is called
+            binding.add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
+        with self._guard_against_spurious_io_errors():
+            return self._load_overload(sig, target_context)
 
 
 class _Stamped:
