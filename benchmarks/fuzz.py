@@ -42,7 +42,7 @@ from dsbd_cli.models.adapted.patching import pack, quantize
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checks.invariance import check
-from dsbd_cli.models.decoder.load import DecoderCheckpoint, decoder_forest
+from dsbd_cli.models.decoder.load import DecoderCheckpoint, build_decoder
 from dsbd_cli.models.decoder.pack import find_outliers, quantize_decoder
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.forest_model import BaseForestModel
@@ -367,7 +367,7 @@ def _int8(family: str, size: int, dtype: torch.dtype, tokenizer: PreTrainedToken
         tensors = {name: partial(state.__getitem__, name) for name in state}
         source = DecoderCheckpoint(spec, tensors, dtype, torch.device("cpu"))
         settings = CheckpointSettings.of(model.config, {})
-        target = own = decoder_forest(ModelSpec(family), source, settings, None, lambda: model, frozenset())
+        target = own = build_decoder(ModelSpec(family), source, settings, None, lambda: model, frozenset())
         outliers = find_outliers(own.decoder, lambda: own.plain(torch.arange(64)[None] % size))
         quantize_decoder(own.decoder, outliers, least=0)
         target.quantized = "int8"

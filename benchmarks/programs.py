@@ -26,7 +26,7 @@ from benchmarks.equal import encoded
 from benchmarks.instruct_prompts import prompts
 from benchmarks.invariance import signature
 from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig
-from dsbd_cli.models.decoder.decoder_forest import DecoderForest
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 
 PROGRAMS, CALLED = "programs", "layer by layer"
 
@@ -34,7 +34,7 @@ PROGRAMS, CALLED = "programs", "layer by layer"
 @contextmanager
 def way(name: str, engine: Engine) -> Iterator[None]:
     """How layers of the engine's models run inside."""
-    decoders = [model.decoder for model in (engine.target, engine.draft) if isinstance(model, DecoderForest)]
+    decoders = [model.decoder for model in (engine.target, engine.draft) if isinstance(model, DecoderForestModel)]
     before = [decoder.ops for decoder in decoders]
     for decoder in decoders:
         decoder.ops = replace(decoder.ops, program=decoder.ops.program if name == PROGRAMS else None)
@@ -64,7 +64,7 @@ def main() -> None:
         draft,
         method=MethodConfig.of({"rule": options.rule, **({} if draft else {"depth": 0})}),
     )
-    if not isinstance(first.target, DecoderForest) or first.target.ops.program is None:
+    if not isinstance(first.target, DecoderForestModel) or first.target.ops.program is None:
         parser.error(f"{options.target} runs no programs here")
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens)
     runs, lines = list[dict[str, object]](), list[dict[str, str]]()

@@ -31,8 +31,8 @@ from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checkpoints.loader import eos_ids, load_tokenizer
 from dsbd_cli.models.checkpoints.registry import resolve
 from dsbd_cli.models.checks.invariance import is_invariant
-from dsbd_cli.models.decoder.decoder_forest import DecoderForest
-from dsbd_cli.models.decoder.load import DecoderCheckpoint, decoder_forest, pack
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
+from dsbd_cli.models.decoder.load import DecoderCheckpoint, build_decoder, pack
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.ops.select import ops_for
@@ -46,8 +46,8 @@ NEW_TOKENS = 48
 class Bench:
     """Models and requests that all methods share. plain: (target, draft) as transformers loads them."""
 
-    target: DecoderForest
-    draft: DecoderForest
+    target: DecoderForestModel
+    draft: DecoderForestModel
     plain: tuple[Any, Any]
     codec: HFCodec
     requests: tuple[Request, ...]
@@ -118,7 +118,7 @@ def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Ben
     return Bench(target, draft, (plain[0], plain[1]), codec, requests)
 
 
-def own(model: Any, name: str) -> DecoderForest:
+def own(model: Any, name: str) -> DecoderForestModel:
     """Return our own decoder with the weights of a transformers model, as it is loaded."""
     spec, state, device = spec_of(model.config), model.state_dict(), model.device
     assert isinstance(spec, DecoderSpec), spec
@@ -126,7 +126,7 @@ def own(model: Any, name: str) -> DecoderForest:
     kernels = ops_for(device, model.dtype, ("norm", "gated", "rotate")).by("triton")
     role, settings = ModelSpec(name, device=device.type), CheckpointSettings.of(model.config, {})
     source = DecoderCheckpoint(spec, tensors, model.dtype, device)
-    forest = decoder_forest(role, source, settings, None, lambda: model, frozenset(kernels))
+    forest = build_decoder(role, source, settings, None, lambda: model, frozenset(kernels))
     pack(forest, role, None)
     return forest
 

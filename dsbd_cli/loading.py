@@ -98,7 +98,7 @@ def load(
         from dsbd_cli.engine.decoding.engine import Engine
         from dsbd_cli.engine.iteration.devices import iteration_ops
         from dsbd_cli.models.pair import load_pair
-        from dsbd_cli.ops.select import left_out
+        from dsbd_cli.ops.select import rejected_kernels
 
     _take_threads(threads)
     if kernels and spec.device_map is None:  # told before a large model is loaded
@@ -116,7 +116,7 @@ def load(
         draft_dtype=pair.draft_dtype,
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
         chat=pair.codec.has_template,
-        notes=(*pair.notes, *left_out(pair.target.device, kernels), *lines),
+        notes=(*pair.notes, *rejected_kernels(pair.target.device, kernels), *lines),
         ops=pair.target.ops.facts,
         threads=torch.get_num_threads(),
     )

@@ -1,6 +1,6 @@
 """A loaded model over a packed forest, as the engine sees it: what models of every kind share.
 
-A kind of model says how one forward is computed: decoder/decoder_forest.py for our own, adapter.py for those of
+A kind of model says how one forward is computed: decoder/decoder_model.py for our own, adapter.py for those of
 transformers.
 
 Shape letters: R rows, n nodes of a forward, S active cache slots, V vocabulary, B sequences, T tokens of a sequence.

@@ -37,8 +37,8 @@ from dsbd_cli.models.checkpoints.loader import (
     load_tokenizer,
     quiet,
 )
-from dsbd_cli.models.decoder.decoder_forest import DecoderForest
-from dsbd_cli.models.decoder.load import DecoderCheckpoint, decoder_forest, differs, pack, spec_or_reason, tensors_of
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
+from dsbd_cli.models.decoder.load import DecoderCheckpoint, build_decoder, differs, pack, spec_or_reason, tensors_of
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.forest_model import BaseForestModel, SelfTestReport
 from dsbd_cli.models.stored_tokenizer import store, stored
@@ -76,9 +76,9 @@ def _loaded(spec: ModelSpec, *, anew: bool) -> tuple[BaseForestModel, HFCodec]:
         return _adapted(spec)
     loaded = _DecoderLoad(spec, place, found, digest, known, whole=anew).load()
     if isinstance(loaded, str):
-        forest, codec = _adapted(spec)
-        forest.notes = (*forest.notes, f"the {spec.role} runs through transformers: in our own decoder {loaded}")
-        return forest, codec
+        model, codec = _adapted(spec)
+        model.notes = (*model.notes, f"the {spec.role} runs through transformers: in our own decoder {loaded}")
+        return model, codec
     return loaded
 
 
@@ -92,7 +92,7 @@ class _Description:
         config: what transformers read. tokenizer: what an earlier load has stored. Each where it is known.
     """
 
-    sort: DecoderSpec
+    decoder_spec: DecoderSpec
     dtype: torch.dtype | None
     plain: bool
     architecture: str
@@ -105,24 +105,24 @@ def _described(spec: ModelSpec, place: Path) -> _Description | str:
     """Read a checkpoint's config by transformers' classes, or say why transformers has to run it."""
     with quiet():
         config = load_config(place, spec)
-    sort = spec_or_reason(spec, config)
-    if isinstance(sort, str):
-        return sort
+    decoder_spec = spec_or_reason(spec, config)
+    if isinstance(decoder_spec, str):
+        return decoder_spec
     check_quantize(spec, config)
     plain, dtype = is_plain(place, config), dtype_of(spec, config, place)
     if dtype == "auto":
         dtype = config.dtype if plain else None
-    if sort.wide_rotary and dtype != torch.float32:
-        return "its angles stay float32"
+    if decoder_spec.wide_rotary and dtype != torch.float32:
+        return "it keeps its rotary cosines in float32"
     settings = CheckpointSettings.of(config, {})
-    return _Description(sort, dtype, plain, settings.architecture, settings.eos, config)
+    return _Description(decoder_spec, dtype, plain, settings.architecture, settings.eos, config)
 
 
 def _recalled(known: dict[str, Any]) -> _Description:
     """Return what an earlier load has read: transformers' config classes take seconds to import."""
-    sort = DecoderSpec.from_json(known["spec"])
+    decoder_spec = DecoderSpec.from_json(known["spec"])
     dtype = getattr(torch, known["dtype"])
-    return _Description(sort, dtype, True, known["architecture"], known["eos"], tokenizer=known["tokenizer"])
+    return _Description(decoder_spec, dtype, True, known["architecture"], known["eos"], tokenizer=known["tokenizer"])
 
 
 class _DecoderLoad:
@@ -139,55 +139,59 @@ class _DecoderLoad:
         whole: bool,
     ) -> None:
         """whole: all layers are checked for invariance, not a few of each kind."""
-        self._spec, self._place, self._is, self._digest, self._known = spec, place, description, digest, known
+        self._spec, self._place, self._description, self._digest, self._known = spec, place, description, digest, known
         self._device, self._whole = device_of(spec), whole
-        self._wanted = spec.role == "target" and spec.numerics == "invariant"
+        self._theirs: Any = None  # a model that transformers had to make, and its tensors
+        self._state: dict[str, Tensor] = {}
+        self._asked_invariant = spec.role == "target" and spec.numerics == "invariant"
 
     def load(self) -> tuple[BaseForestModel, HFCodec] | str:
-        """Return model and codec; why transformers has to run it."""
+        """Return the model and its codec, or the reason why transformers has to run it."""
         if self._known is not None and self._known["decoder"] is not None:
             return str(self._known["decoder"])
         # A second thread imports modules and makes the tokenizer while this one packs weights. It does nothing else: to
         # load a model, transformers sets the dtype of the whole process.
-        silence = quiet() if self._is.tokenizer is None else contextlib.nullcontext()  # quiet imports transformers
+        known = self._description.tokenizer is not None
+        silence = contextlib.nullcontext() if known else quiet()  # which imports transformers
         with silence, ThreadPoolExecutor(1) as beside:
             tokenizer = beside.submit(self._tokenizer)
-            if self._is.config is not None:
-                beside.submit(import_decoder_code, self._is.config)
+            if self._description.config is not None:
+                beside.submit(import_decoder_code, self._description.config)
             found = self._loaded(tokenizer)
             return found if isinstance(found, str) else (found, self._codec(found, tokenizer.result()))
 
     def _loaded(self, tokenizer: Future[Any]) -> BaseForestModel | str:
-        """Return the model; why transformers has to run it."""
-        theirs, dtype = None, self._is.dtype
-        if self._is.plain:
+        """Return the model, or the reason why transformers has to run it."""
+        dtype = self._description.dtype
+        if self._description.plain:
             tensors, generation = tensors_of(self._place, self._spec), read_generation(self._place)
         else:  # pickles, or blocks that transformers makes plain weights
-            theirs = self._stock()
-            state = theirs.state_dict()
-            tensors = {name: partial(state.__getitem__, name) for name in state}
+            theirs = self._theirs = self._stock()
+            self._state = theirs.state_dict()
+            tensors = {name: partial(self._state.__getitem__, name) for name in self._state}
             generation, dtype = theirs.generation_config.to_dict(), theirs.dtype
+            del theirs
         assert dtype is not None
-        settings = CheckpointSettings(self._is.architecture, self._is.eos, generation)
-        source, reason = DecoderCheckpoint(self._is.sort, tensors, dtype, self._device), None
+        settings = CheckpointSettings(self._description.architecture, self._description.eos, generation)
+        source, reason = DecoderCheckpoint(self._description.decoder_spec, tensors, dtype, self._device), None
         head = read_head(self._place) if self._place.is_dir() else None
         if head is not None and self._spec.role == "target":
             raise trimmed_target(self._spec)
         for kernels in self._attempts():
             try:
-                forest = decoder_forest(self._spec, source, settings, head, self._stock, kernels)
+                model = build_decoder(self._spec, source, settings, head, self._stock, kernels)
             except (KeyError, ValueError) as error:
                 self._stock()  # says in its words what is wrong with the files
                 reason = f"a tensor is not where it should be ({error})"
                 break
             try:
-                reason = self._verified(forest, theirs, kernels, tokenizer)
+                reason = self._verified(model, kernels, tokenizer)
             except Exception as failed:
                 if not kernels:
                     raise
                 reason = f"a kernel fails ({_one_line(failed)})"  # at a width that was not tried
             if reason is None:
-                return forest
+                return model
         assert reason is not None
         verdicts.write_verdict(self._digest, {"decoder": reason})
         return reason
@@ -195,23 +199,23 @@ class _DecoderLoad:
     def _tokenizer(self) -> Any:
         """Return the tokenizer: what an earlier load has stored, or transformers'."""
         load = partial(_load_quietly, self._place, self._spec)
-        if self._is.tokenizer is None:
+        if self._description.tokenizer is None:
             return load_tokenizer(self._place, self._spec)
-        return stored(self._is.tokenizer, load) or load()
+        return stored(self._description.tokenizer, load) or load()
 
-    def _codec(self, forest: BaseForestModel, tokenizer: Any) -> HFCodec:
-        return HFCodec(tokenizer, eos_ids(forest.settings, tokenizer))
+    def _codec(self, model: BaseForestModel, tokenizer: Any) -> HFCodec:
+        return HFCodec(tokenizer, eos_ids(model.settings, tokenizer))
 
-    def _keep(self, found: Mapping[str, object], forest: BaseForestModel, tokenizer: Any) -> None:
+    def _keep(self, found: Mapping[str, object], model: BaseForestModel, tokenizer: Any) -> None:
         """Keep what was found, and what the checkpoint is."""
-        name = str(forest.weights_dtype).removeprefix("torch.")
+        name = str(model.weights_dtype).removeprefix("torch.")
         what: dict[str, object] = {
-            "spec": asdict(self._is.sort),
+            "spec": asdict(self._description.decoder_spec),
             "dtype": name,
-            "plain": self._is.plain,
-            "eos": self._is.eos,
+            "plain": self._description.plain,
+            "eos": self._description.eos,
         }
-        what |= {"architecture": self._is.architecture, "tokenizer": store(tokenizer)}
+        what |= {"architecture": self._description.architecture, "tokenizer": store(tokenizer)}
         verdicts.write_verdict(self._digest, {"decoder": None, **found, **what})
 
     def _stock(self) -> Any:
@@ -225,52 +229,55 @@ class _DecoderLoad:
         may = None if self._spec.kernels else False
         allowed = frozenset(ops_for(self._device, torch.float32, GPU_LAYERS, kernels=may).by("triton"))
         without = allowed - {"linear"}
-        return [*dict.fromkeys((allowed, without, frozenset[str]()) if self._wanted else (without, frozenset[str]()))]
+        best = [allowed] if self._asked_invariant else []
+        return [*dict.fromkeys((*best, without, frozenset[str]()))]
 
-    def _verified(self, forest: Any, theirs: Any, kernels: frozenset[str], tokenizer: Future[Any]) -> str | None:
-        """Pack a forest's weights and check it, or recall what an earlier load has found; return why it cannot
+    def _verified(self, model: Any, kernels: frozenset[str], tokenizer: Future[Any]) -> str | None:
+        """Pack a model's weights and check it, or recall what an earlier load has found; return why it cannot
         serve."""
         if "linear" in kernels:
-            forest.attention = _attention(forest, exact=True)
+            model.attention = _attention(model, exact=True)
         try:
             if self._known is None:
-                found = self._checked(forest, theirs, kernels, tokenizer)
+                found = self._checked(model, kernels, tokenizer)
                 if isinstance(found, str):
                     return found
             else:
-                pack(forest, self._spec, self._known.get("outliers"))
-                forest.tested = SelfTestReport(*self._known["tested"])
+                pack(model, self._spec, self._known.get("outliers"))
+                model.tested = SelfTestReport(*self._known["tested"])
                 found = Verdict(self._known["varies"], self._known["copies"])
         except UnsupportedModelError as error:
             return str(error)
-        if self._wanted and found.varies is not None and self._device.type == "cuda" and kernels:
-            _attend_fast(forest)
-        forest.trust(found.varies, found.copies)
+        if self._asked_invariant and found.varies is not None and self._device.type == "cuda" and kernels:
+            _try_split_attention(model)
+        model.trust(found.varies, found.copies)
         return None
 
-    def _checked(self, forest: Any, theirs: Any, kernels: frozenset[str], tokenizer: Future[Any]) -> Verdict | str:
-        """Pack a forest's weights, check it and keep what was found; return why it cannot serve."""
+    def _checked(self, model: Any, kernels: frozenset[str], tokenizer: Future[Any]) -> Verdict | str:
+        """Pack a model's weights, check it and keep what was found; return why it cannot serve."""
         tested = outliers = None
         quantized = self._spec.quantize is not None
         if quantized:  # the limits are those of the checkpoint's rounding
-            tested = _self_test(forest)
-        packed = theirs is None and not quantized  # a model in memory is freed before its weights are packed
+            tested = _self_test(model)
+        packed = self._theirs is None and not quantized
         if packed:
-            pack(forest, self._spec, None)
-        theirs = self._stock() if theirs is None else theirs
-        reason = differs(forest, theirs)
+            pack(model, self._spec, None)
+        theirs, self._theirs = self._theirs or self._stock(), None
+        reason = differs(model, theirs)
         del theirs
+        if self._device.type == "cpu":  # there is no other attempt: each plain weight is freed as soon as it is packed
+            self._state.clear()
         if reason is not None:
             return reason
         if not packed:
-            outliers = pack(forest, self._spec, None)
-        forest.tested = tested = tested or _self_test(forest)
-        found = _verdict(forest, whole=self._whole) if self._wanted else Verdict(verdicts.UNASKED)
+            outliers = pack(model, self._spec, None)
+        model.tested = tested = tested or _self_test(model)
+        found = _verdict(model, whole=self._whole) if self._asked_invariant else Verdict(verdicts.UNASKED)
         if found.varies is not None and "linear" in kernels:
             return found.varies
         report = [tested.median_error, tested.largest_error, tested.limit]
         made = {"varies": found.varies, "copies": found.copies, "outliers": outliers, "tested": report}
-        self._keep({**made, "kernels": sorted(kernels)}, forest, tokenizer.result())
+        self._keep({**made, "kernels": sorted(kernels)}, model, tokenizer.result())
         return found
 
 
@@ -286,13 +293,13 @@ def _adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
     return load_adapted(spec)
 
 
-def _self_test(forest: BaseForestModel) -> Any:
+def _self_test(model: BaseForestModel) -> Any:
     from dsbd_cli.models.checks.selftest import self_test
 
-    return self_test(forest)
+    return self_test(model)
 
 
-def _verdict(forest: DecoderForest, *, whole: bool = False) -> Verdict:
+def _verdict(model: DecoderForestModel, *, whole: bool = False) -> Verdict:
     """Ask whether a node's logits depend on its company; a kernel that fails at the sizes of this model gives none.
 
     On a CPU a few layers of each kind are asked, unless `whole`: the others are the same operations on the same shapes.
@@ -300,35 +307,35 @@ def _verdict(forest: DecoderForest, *, whole: bool = False) -> Verdict:
     from dsbd_cli.models.checks.invariance import check
 
     try:
-        return check(forest if whole or forest.device.type != "cpu" else forest.shallow(LAYERS_CHECKED))
+        return check(model if whole or model.device.type != "cpu" else model.shallow(LAYERS_CHECKED))
     except Exception as failed:
-        if forest.attention is None:
+        if model.attention is None:
             raise
         return Verdict(f"a kernel fails ({_one_line(failed)})")
 
 
-def _attention(forest: BaseForestModel, *, exact: bool) -> Callable[..., Tensor | None] | None:
+def _attention(model: BaseForestModel, *, exact: bool) -> Callable[..., Tensor | None] | None:
     """Return the kernel of attention, where it does what it should. exact: its bits do not depend on the drafts."""
-    attention = ops_for(forest.device, forest.weights_dtype, ("attention",)).attention
+    attention = ops_for(model.device, model.weights_dtype, ("attention",)).attention
     return None if attention is None else partial(attention, exact=exact)
 
 
-def _attend_fast(forest: BaseForestModel) -> None:
+def _try_split_attention(model: BaseForestModel) -> None:
     """Have the kernel of attention serve long prompts, where the logits of a text stay what they are with it."""
-    from dsbd_cli.models.checks.invariance import parting
+    from dsbd_cli.models.checks.invariance import shift_by_splitting
     from dsbd_cli.models.verdicts import LIMITS
 
-    forest.attention = _attention(forest, exact=False)
-    if forest.attention is None:
+    model.attention = _attention(model, exact=False)
+    if model.attention is None:
         return
     try:
-        error = parting(forest)
-        fault = None if error <= LIMITS[forest.weights_dtype] else f"its logits are off by {error:.1g} of their spread"
+        error = shift_by_splitting(model)
+        fault = None if error <= LIMITS[model.weights_dtype] else f"its logits are off by {error:.1g} of their spread"
     except Exception as failed:
         fault = f"the kernel fails ({_one_line(failed)})"
     if fault is not None:
-        forest.attention = None
-        forest.notes = (*forest.notes, f"torch's attention serves long prompts, too: with the kernel {fault}")
+        model.attention = None
+        model.notes = (*model.notes, f"torch's attention serves long prompts, too: with the kernel {fault}")
 
 
 def _one_line(error: Exception) -> str:

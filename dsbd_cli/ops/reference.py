@@ -22,20 +22,20 @@ LOWEST = -80.0
 
 
 def norm(
-    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: bool, run: Eager = EAGER
+    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset: bool, run: Eager = EAGER
 ) -> tuple[Tensor, Tensor]:
     """x (+ more) [..., H] over its root mean square, times weight [H], and the sum that was normalised (empty without
-    `more`). one_more: times (1 + weight) in float32, as Gemma does."""
-    return run.compute(lambda: _norm(x, more, weight, eps, one_more))
+    `more`). unit_offset: times (1 + weight) in float32, as Gemma does."""
+    return run.compute(lambda: _norm(x, more, weight, eps, unit_offset))
 
 
-def _norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: bool) -> tuple[Tensor, Tensor]:
+def _norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
     summed = x.new_empty(0)
     if more is not None:
         x = summed = x + more
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if one_more:
+    if unit_offset:
         return (wide * (1.0 + weight.to(torch.float32))).to(x.dtype), summed
     return weight * wide.to(x.dtype), summed
 
@@ -61,7 +61,7 @@ def rotate(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 0.0,
-    one_more: bool = False,
+    unit_offset: bool = False,
     run: Eager = EAGER,
 ) -> Tensor:
     """Queries [R, Q, n, E], rotated; keys and values go to their slots.
@@ -78,7 +78,7 @@ def rotate(
         turning, resting = states[:, :, : heads + kv_heads], states[:, :, heads + kv_heads :]
         if query_norm is not None and key_norm is not None:
             parts = (turning[:, :, :heads], query_norm), (turning[:, :, heads:], key_norm)
-            turning = torch.cat([_norm(part, None, weight, eps, one_more)[0] for part, weight in parts], 2)
+            turning = torch.cat([_norm(part, None, weight, eps, unit_offset)[0] for part, weight in parts], 2)
         first, second = turning.chunk(2, -1)
         turned = turning * cos.unsqueeze(2) + torch.cat((-second, first), -1) * sin.unsqueeze(2)
         keys.flatten(0, 1).index_copy_(0, slots, turned[:, :, heads:].flatten(0, 1))

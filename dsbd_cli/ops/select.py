@@ -41,8 +41,9 @@ def ops_for(
 ) -> Ops:
     """Return the operations for a device and dtype.
 
-    wanted: those that will be called; the others are plain torch. widths: of a decoder's rows, gates and half heads.
-    kernels: whether triton's may serve; None: on a GPU. True where there is no triton leaves all to torch.
+    wanted: those that will be called; the others are plain torch. widths: a decoder's hidden size, inner size and half
+    head size, which kernels need in multiples. kernels: whether triton's may serve; None: on a GPU. True where there is
+    no triton leaves all to torch.
     """
     found, report = dict[str, Any](), list[OpChoice]()
     missing = "not wanted" if kernels is False else triton_missing(device, asked=bool(kernels))
@@ -52,7 +53,10 @@ def ops_for(
     for name in wanted:
         reason = missing or wrong.get(name) or _triton_unfit(name, dtype, widths)
         if name in by_triton and reason is None:
-            found[name], choice = by_triton[name], OpChoice(name, "triton", f"it gives on {device} what torch gives")
+            found[name], choice = (
+                by_triton[name],
+                OpChoice(name, "triton", f"its results on {device} are those of torch"),
+            )
         elif device.type == "cpu" and name == "linear":
             found[name], choice = packed_linear, _packing(dtype)
         elif device.type == "cpu" and name in NUMBA and (reason := _numba_missing(name, dtype, widths)) is None:
@@ -79,11 +83,11 @@ def _log_total(values: Tensor, highest: Tensor) -> Tensor:
     return reference.log_total(values, highest) if total is None else total
 
 
-_BETWEEN = "torch computes norms, rotations and activations"
+_TORCH_LAYERS = "torch computes norms, rotations and activations"
 NUMBA = {
-    "norm": _Numba(layer.norm, layer.compiled, _BETWEEN),
-    "gated": _Numba(layer.gated, layer.compiled, _BETWEEN),
-    "rotate": _Numba(layer.rotate, layer.compiled, _BETWEEN),
+    "norm": _Numba(layer.norm, layer.compiled, _TORCH_LAYERS),
+    "gated": _Numba(layer.gated, layer.compiled, _TORCH_LAYERS),
+    "rotate": _Numba(layer.rotate, layer.compiled, _TORCH_LAYERS),
     "program": _Numba(program.Program, program.compiled, "layers are called one by one"),
     "path_attention": _Numba(attention.attend, attention.compiled, "torch computes attention over the suffix"),
     "log_total": _Numba(_log_total, logsumexp.compiled, "torch computes the sums over the vocabulary"),
@@ -97,7 +101,7 @@ def _numba_missing(name: str, dtype: torch.dtype, widths: frozenset[int]) -> str
     if name in (*LAYERS, "path_attention") and dtype not in FLOATS:
         return f"the kernels do not compute in {dtype}"
     if name in LAYERS and any(width % layer.STEP for width in widths):
-        return f"a width is no multiple of {layer.STEP}"
+        return f"a width is not a multiple of {layer.STEP}"
     if name == "program" and (reason := _numba_missing("norm", dtype, widths)) is not None:
         return reason
     return _unloadable(*NUMBA[name][1:])
@@ -107,18 +111,18 @@ def packed_linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) ->
     """Return weights [o, i] of one dtype on a CPU, and biases [o] or None of each, as one packed product; None where no
     packed product gives the plain one."""
     for way in (linear.Compiled, linear.Torch):
-        if way.takes(weights[0]) and _works(way, weights[0].dtype):
+        if way.takes(weights[0]) and _packs(way, weights[0].dtype):
             return linear.PackedProduct(weights, biases, way)
     return None
 
 
 def packing_works(dtype: torch.dtype) -> bool:
     """Whether this build of torch on this processor has a packed product that equals the plain one."""
-    return _works(linear.Compiled, dtype) or _works(linear.Torch, dtype)
+    return _packs(linear.Compiled, dtype) or _packs(linear.Torch, dtype)
 
 
 def _packing(dtype: torch.dtype) -> OpChoice:
-    if _works(linear.Compiled, dtype):
+    if _packs(linear.Compiled, dtype):
         return OpChoice("linear", "numba", "weights lie in the order in which the kernel reads them")
     return OpChoice(
         "linear", "torch", "weights are packed by oneDNN" if packing_works(dtype) else "nothing packs weights"
@@ -126,7 +130,7 @@ def _packing(dtype: torch.dtype) -> OpChoice:
 
 
 @functools.cache
-def _works(way: type[linear.Compiled] | type[linear.Torch], dtype: torch.dtype) -> bool:
+def _packs(way: type[linear.Compiled] | type[linear.Torch], dtype: torch.dtype) -> bool:
     """Whether a packed product serves here, and gives the plain one."""
     if dtype not in FLOATS or not way.able(dtype):
         return False
@@ -227,9 +231,8 @@ def kernel_failed(error: Exception) -> bool:
     return own or isinstance(error, CalledProcessError) or "Triton Error" in str(error)
 
 
-def left_out(device: torch.device, kernels: bool | None) -> tuple[str, ...]:
-    """Return which kernels of triton do not run because they do not give on this device what torch gives; a line per
-    kind of fault."""
+def rejected_kernels(device: torch.device, kernels: bool | None) -> tuple[str, ...]:
+    """Return a line per fault that kernels of triton have on this device, so that tensor code runs in their place."""
     if device.type != "cuda" or kernels is False:
         return ()
     alike: dict[str, list[str]] = {}

@@ -36,7 +36,7 @@ class Loop(Generic[Item]):
         method, codec, caches, tables, drafter, stepper, planner, scheduler, recovery: of the engine.
         stopping: the engine was asked to stop.
         one_root: a row's first iteration may have one root. log_steps: results hold a StepStats per iteration.
-        queue: requests of the run. results: where their results go, and what is given out meanwhile.
+        queue: requests of the run. results: where their results go, and the partial texts that are streamed.
     """
 
     method: MethodConfig
@@ -89,18 +89,18 @@ class Loop(Generic[Item]):
                 self.drafter.select(torch.tensor(kept, device=self.caches.target.device))
 
     def _iterate(self, batch: Batch) -> None:
-        """One iteration of all rows: choose the forest, run it, learn from it, hand out what is certain."""
+        """One iteration of all rows: choose the forest, run it, learn from it, hand out the text that is settled."""
         running = batch.running
         requests = [job.acceptance for _, job in running]
         # D layers of K drafts: what promises most steps per second, and no deeper than what is left to generate
         left = max(job.max_new - job.stats.steps for _, job in running)
-        reading = batch.reading()
-        shape = self.planner.choose(requests, reading).within(left)
-        certain = self.drafter.certain(batch.state.beams, *shape)
-        self._shape = shape = shape if certain is None else self.planner.cut(shape, certain)
-        read = PhaseTimer(events(self.caches.models[-1].device))
+        draft_work = batch.reading()
+        shape = self.planner.choose(requests, draft_work).within(left)
+        sure = self.drafter.sure_to_pass(batch.state.beams, *shape)
+        self._shape = shape = shape if sure is None else self.planner.cut(shape, sure)
+        prompt_timer = PhaseTimer(events(self.caches.models[-1].device))
         if shape.depth:
-            batch.read_prompts(read)
+            batch.read_prompts(prompt_timer)
         # static shapes: slots and a suffix window for W + D*K nodes
         sizes = batch.iteration_shape(shape, batch.reading(), narrow=self.one_root and self.stepper.graphs is None)
         # draft the forest, one target forward over it, verify layer by layer, commit: Stepper.step
@@ -110,7 +110,7 @@ class Loop(Generic[Item]):
         self.stepper.observer.iterated([job for _, job in running], sizes.nodes, seconds)
         # how far each row came, and how long it took, decides on the next forest
         layers = [report.layers[row] for row, _ in running]
-        self.planner.observe(shape, requests, layers, seconds | read.seconds(), reading, self.stepper.steady)
+        self.planner.observe(shape, requests, layers, seconds | prompt_timer.seconds(), draft_work, self.stepper.steady)
         names = self.method.drafter_names if "+" in self.method.drafter else ()
         for row, job in running:
             counters = report.rows[row]
@@ -120,25 +120,25 @@ class Loop(Generic[Item]):
             self.scheduler.steps += counters.steps
             job.stats.draft_calls += report.draft_calls
             job.used, job.common_prefix, job.drafted = counters.used, counters.common_prefix, counters.drafted
-        over = [row for row, _ in running if report.rows[row].invalid or report.rows[row].done]
-        if over:
-            self._hand_out(batch, over, report)
+        done = [row for row, _ in running if report.rows[row].invalid or report.rows[row].done]
+        if done:
+            self._hand_out(batch, done, report)
         for row, job in batch.running:
             self.results.progress(job, partial(common_tokens, batch.state, row))
 
     def _hand_out(self, batch: Batch, rows: list[int], report: Report) -> None:
-        """Results of rows that are done, and errors of those whose model returned NaN. The rows are free then."""
+        """Put results of rows that are done, and errors of those whose model returned NaN, and free the rows."""
         jobs, state, grammars = dict(batch.running), batch.state, self.tables.grammars.compiler
         for row in rows:
             if report.rows[row].invalid:
                 self.caches.forget(row)
-        over = ended(state.finished, rows)
+        finished = ended(state.finished, rows)
         with self.stepper.observer.span("detokenise"):
             found = {
                 row: broken(jobs[row])
                 if report.rows[row].invalid
                 else collect(one, row, jobs[row], self.codec, grammars, state.trace)
-                for row, one in zip(rows, over, strict=True)
+                for row, one in zip(rows, finished, strict=True)
             }
         for row, result in found.items():
             self.results.put(jobs[row].number, result)

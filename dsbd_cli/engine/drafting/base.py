@@ -137,7 +137,7 @@ class Drafter(Protocol):
         """Roots and D layers of K nodes."""
         ...
 
-    def certain(self, beams: Beams, depth: int, count: int) -> list[list[int]] | None:
+    def sure_to_pass(self, beams: Beams, depth: int, count: int) -> list[list[int]] | None:
         """For every row that runs, how many nodes each layer has that is certain to pass, where the drafter knows it
         before an iteration of `depth` layers of `count` nodes at most; None where it does not."""
         return None

@@ -47,7 +47,7 @@ class GrammarDrafter(PathDrafter):
                 found[-1] += [(beam, path, max(share, LEAST_SHARE) / len(paths)) for path in paths]
         return _padded(found, depth, context.beams.token.device)
 
-    def certain(self, beams: Beams, depth: int, count: int) -> list[list[int]]:
+    def sure_to_pass(self, beams: Beams, depth: int, count: int) -> list[list[int]]:
         """For every row that runs, how many nodes each layer has that is certain to pass, `count` at most in each."""
         found = []
         for states, runs in zip(self.states(beams), beams.valid.any(1).tolist(), strict=True):

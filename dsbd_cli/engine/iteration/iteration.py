@@ -20,7 +20,7 @@ from dsbd_cli.engine.drafting.base import DraftContext, Drafter, Endings
 from dsbd_cli.engine.drafting.beam import MERGED_BACKLOG, run
 from dsbd_cli.engine.iteration.commit_beams import best_only, commit_beams, pack_counters
 from dsbd_cli.engine.iteration.finished import Live
-from dsbd_cli.engine.iteration.iteration_kernels import commit_with_kernel, verify_with_kernel, walk_kernel
+from dsbd_cli.engine.iteration.iteration_kernels import commit_with_kernel, verification_kernel, verify_with_kernel
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.verify_forest import VerifiedForest, verify_forest
@@ -105,7 +105,7 @@ class Iteration:
         self.context = self._context()
         self.forest = self.drafter.propose(self.context)
         self.report.draft_calls = self.drafter.calls
-        if self.observer.looks:
+        if self.observer.attached:
             self.observer.drafted(self.context, self.forest)
 
     def target(self) -> None:
@@ -117,17 +117,17 @@ class Iteration:
         self.logits = logits
 
     def verify(self) -> None:
-        """3. Verify layer by layer: a layer passes if it yields its width in live beams. The first that does not is
-        completed by the exact distribution, and so is the bonus layer below the last one."""
+        """3. Verify layer by layer: a layer passes if all live beams that it needs are drafted nodes. The first that
+        does not is completed by the exact distribution, and so is the bonus layer below the last one."""
         state, forest = self.state, self.forest
         self.candidates = self.best_tokens()
         self.drafter.learn(forest, self.candidates)
-        given = state, forest, self.candidates, self.rule, self.endings, self.context.keys
-        kernel = None if self.observer.looks else walk_kernel(self.ops, state, forest, self.candidates)
+        arguments = state, forest, self.candidates, self.rule, self.endings, self.context.keys
+        kernel = None if self.observer.attached else verification_kernel(self.ops, state, forest, self.candidates)
         if kernel is not None:
-            self.outcome = verify_with_kernel(kernel, *given)
+            self.outcome = verify_with_kernel(kernel, *arguments)
         else:
-            self.outcome = verify_forest(*given, self.observer if self.observer.looks else None)
+            self.outcome = verify_forest(*arguments, self.observer if self.observer.attached else None)
 
     def commit(self) -> None:
         """4. Commit: the final beams become the live ones, and both caches keep only their ancestors."""
@@ -141,7 +141,7 @@ class Iteration:
             src_slots, dst_slots = commit_beams(state, forest, outcome, live, self.endings)
             counters = pack_counters(state, outcome)
         self.caches.move(src_slots, dst_slots, table.common_prefix, table.drafted, draft=not self.shape.idle)
-        self._limit(live)
+        self._step_legal_states(live)
         self.report.counters = counters
 
     def verify_and_commit(self) -> None:
@@ -175,7 +175,7 @@ class Iteration:
             row_key=state.row_key,
             iteration=state.iteration,
             draft_backlog=shape.draft_backlog,
-            record_distribution=self.rule.needs_distribution or state.method.dynamic or self.observer.looks,
+            record_distribution=self.rule.needs_distribution or state.method.dynamic or self.observer.attached,
             prompts=state.prompts,
             stopping=self.stopping,
             legal=self.legal,
@@ -202,7 +202,7 @@ class Iteration:
         if (
             self.legal is not None
             or not self.drafter.by_kernel
-            or self.observer.looks
+            or self.observer.attached
             or sizes.draft_backlog > MERGED_BACKLOG
         ):
             return None
@@ -218,8 +218,8 @@ class Iteration:
         """All nodes, as the target reads them."""
         state, shape, prompt = self.state, self.shape, None
         if self.caches.target.device.type != "cpu":
-            # the common prefix, which is there; where bits are promised the prompt without its last token, which is the
-            # root
+            # Without prompt_slots the caches hold the common prefix. With them, where bits are promised, they hold each
+            # prompt without its last token, which is the root.
             prompt = state.table.common_prefix if shape.prompt_slots is None else state.beams.depth - state.beams.length
         batch = self.forest.buffer.input()
         return replace(batch, prompt_slots=shape.prompt_slots, suffix=shape.suffix, prompt=prompt)
@@ -232,7 +232,7 @@ class Iteration:
             place = (state.beams, state.finished, self.forest, self.candidates, self.logits, outcome.before)
             state.trace.follow(*place, live.parent, live.token, outcome.steps)
 
-    def _limit(self, live: Live) -> None:
+    def _step_legal_states(self, live: Live) -> None:
         """Move the legal states to the new beams."""
         beams, legal_state = self.state.beams, self.forest.flat.legal_state
         if self.legal is not None:

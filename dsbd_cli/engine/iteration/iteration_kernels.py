@@ -20,7 +20,7 @@ from dsbd_cli.engine.verify.base import Rule
 from dsbd_cli.ops.interface import Ops
 
 
-def walk_kernel(ops: Ops, state: BatchState, forest: Forest, candidates: Candidates) -> ModuleType | None:
+def verification_kernel(ops: Ops, state: BatchState, forest: Forest, candidates: Candidates) -> ModuleType | None:
     """Return the kernel that verifies such a forest, None where tensor code does. It has the rules coupled, search and
     rejection at a fixed width; rejection compares with distributions that `extend` recorded."""
     method = state.method

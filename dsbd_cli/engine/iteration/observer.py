@@ -15,11 +15,11 @@ from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 class Observer(CacheObserver):
     """Is told what an engine does, and changes nothing. Every method does nothing unless it is overridden.
 
-    looks: `drafted` and `verified` are wanted. Tensor code drafts and verifies then, not a kernel or a CUDA graph, and
-    the draft's distribution Q is kept in every case.
+    attached: `drafted` and `verified` are wanted. Tensor code drafts and verifies then, not a kernel or a CUDA graph,
+    and the draft's distribution Q is kept in every case.
     """
 
-    looks: bool = False
+    attached: bool = False
 
     def span(self, name: str) -> AbstractContextManager[object]:
         """A context around a part of the work: tokenise, prefill, draft, target, verify, compact (within verify) or

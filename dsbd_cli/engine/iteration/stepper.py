@@ -55,7 +55,7 @@ class Stepper:
         self.steady = shape.beams == state.method.num_beams
         report = iteration.report
         self.timer.start()
-        if self.graphs is None or self.observer.looks or (legal is not None and legal.on_host):
+        if self.graphs is None or self.observer.attached or (legal is not None and legal.on_host):
             for name, phase in zip(PHASES, phases, strict=True):
                 with self.observer.span(name):
                     phase()

@@ -1,4 +1,4 @@
-"""VerifiedForest down a verified forest: from the roots, one beam-sampling step per layer, until a layer does not pass.
+"""Verify a drafted forest: from the roots, one beam-sampling step per layer, until a layer does not pass.
 
 Everything is tensor code over [R, ...] with static shapes. All layers are verified for all rows; what lies below the
 layer where a row stopped is not used.

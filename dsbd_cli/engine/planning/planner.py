@@ -82,8 +82,8 @@ class Planner:
         """Shape of the next iteration."""
         return self._configured
 
-    def cut(self, shape: Shape, certain: Sequence[Sequence[int]]) -> Shape:
-        """Return what is worth drafting of a shape where it is known which layers pass. certain: of each running row
+    def cut(self, shape: Shape, sure: Sequence[Sequence[int]]) -> Shape:
+        """Return what is worth drafting of a shape where it is known which layers pass. sure: of each running row
         the sizes of those layers."""
         return shape
 
@@ -118,18 +118,18 @@ class CertainPlanner(Planner):
         self._beams, self._line = method.num_beams, FittedLine()
         self._warm = set[tuple[int, Shape]]()
 
-    def cut(self, shape: Shape, certain: Sequence[Sequence[int]]) -> Shape:
+    def cut(self, shape: Shape, sure: Sequence[Sequence[int]]) -> Shape:
         """Return what is worth drafting."""
         rest, per_node = self._line.fit()
         if not self._line.weight:
             rest, per_node = UNTIMED, 1.0
         best, most = Shape(0, shape.drafts_per_layer), 0.0
-        widest, rows = 1, max(1, len(certain))
-        for depth in range(max(map(len, certain), default=0) + 1):
+        widest, rows = 1, max(1, len(sure))
+        for depth in range(max(map(len, sure), default=0) + 1):
             if depth:
-                widest = max([widest, *(layers[depth - 1] for layers in certain if len(layers) >= depth)])
+                widest = max([widest, *(layers[depth - 1] for layers in sure if len(layers) >= depth)])
             now = Shape(depth, widest if depth else shape.drafts_per_layer)
-            steps = sum(1 + min(depth, len(layers)) for layers in certain)
+            steps = sum(1 + min(depth, len(layers)) for layers in sure)
             goodput = steps / max(1e-9, rest + per_node * rows * now.nodes(self._beams))
             if goodput > most:
                 best, most = now, goodput

@@ -112,7 +112,7 @@ def _locate(view: LayerView, drafts: DraftedLayer) -> _Places:
 
 
 def _normalise(probs: Tensor, otherwise: Tensor) -> Tensor:
-    """law / sum(distribution); where the sum underflows, `otherwise`."""
+    """Return probs / sum(probs); `otherwise` where the sum underflows."""
     total = probs.sum(-1, keepdim=True)
     return torch.where(total > TINY, probs / total, otherwise)
 

@@ -254,13 +254,13 @@ def _graphs(pair: LoadedPair) -> tuple[State, str, Facts]:
 def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
     """Tell what serves each operation of the target and of an iteration: state, sentence and facts."""
     from dsbd_cli.engine.iteration.devices import iteration_ops
-    from dsbd_cli.ops.select import left_out
+    from dsbd_cli.ops.select import rejected_kernels
 
     target, alike = pair.target, dict[tuple[str, str], list[str]]()
     found = {one.op: one for one in (*target.ops.report, *iteration_ops(target.device, None).report)}
     for one in found.values():
         alike.setdefault((one.backend, one.reason), []).append(one.op)
-    products, wrong = _products(target), left_out(target.device, None)
+    products, wrong = _products(target), rejected_kernels(target.device, None)
     ours = sum(getattr(one, "compiled", False) for one in products)
     facts: Facts = {
         "ops": {name: {"backend": one.backend, "reason": one.reason} for name, one in found.items()},
@@ -280,9 +280,9 @@ def _products(target: ForestModel) -> list[object]:
 
     from dsbd_cli.models.adapted.adapter import TransformersForest
     from dsbd_cli.models.adapted.patching import Int8Linear, PackedLinear
-    from dsbd_cli.models.decoder.decoder_forest import DecoderForest
+    from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 
-    if isinstance(target, DecoderForest):
+    if isinstance(target, DecoderForestModel):
         weights = target.decoder.weights
         names = ("qkv", "out", "gate_up", "down")
         return [*(getattr(layer, name) for layer in weights.layers for name in names), weights.head]

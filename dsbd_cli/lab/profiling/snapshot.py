@@ -36,7 +36,7 @@ class Snapshot(Observer):
     forest: Forest | None = None
     layers: list[_Layer] = field(default_factory=list)
     row: int = 0
-    looks: bool = True
+    attached: bool = True
     _here: bool = False
 
     def drafted(self, context: DraftContext, forest: Forest) -> None:

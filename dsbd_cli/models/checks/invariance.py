@@ -128,7 +128,7 @@ def _copies(model: CheckableModel, alone: Tensor) -> bool | None:
 
 
 @torch.inference_mode()
-def parting(model: CheckableModel) -> float:
+def shift_by_splitting(model: CheckableModel) -> float:
     """How far the logits of the text's last token move where layers split their keys: root mean square, relative to the
     spread. Leaves the cache released."""
     try:

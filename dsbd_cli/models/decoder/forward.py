@@ -1,7 +1,7 @@
 """The forward of the standard decoder, as its formula reads.
 
-Each operation takes `run`: `EAGER` runs kernels at once, a `Program` keeps them. What the layers of one forward share
-is in `LayerInputs`.
+Each operation takes `run`: `EAGER` runs kernels at once, a `Program` keeps them, to be run again. What the layers
+of one forward share is in `LayerInputs`.
 
 Letters: R rows, n nodes, m = R * n, H hidden width, Q query heads, K kv heads, E head dim, V vocabulary, S slots.
 """
@@ -24,7 +24,7 @@ from dsbd_cli.ops.interface import Ops
 
 
 class View(Protocol):
-    """View that the nodes of a forward have of the keys, in the layers of one kind."""
+    """How the nodes of one forward attend to cached keys, in all layers with the same window."""
 
     def attend(
         self,
@@ -93,7 +93,7 @@ class MaskView:
 class LayerInputs:
     """Inputs that the layers of one forward share.
 
-    slots: [m] int64 into rows x slots of the planes, where keys and values are written.
+    slots: [m] int64 flat indices, row * S + slot, of the planes: where keys and values are written.
     angles: cosines and sines [R, n, E], by kind of rotary positions.
     views: by kind of window.
     planes: keys and values [R', S', K, E] of a layer.
@@ -146,7 +146,7 @@ class Decoder:
 
     def finish(self, residual: Tensor, branch: Tensor) -> Tensor:
         """Return the last norm of the sum [R, n, H] of both."""
-        return self.ops.norm(branch, residual, self.weights.norm, self.spec.eps, self.spec.one_more, EAGER)[0]
+        return self.ops.norm(branch, residual, self.weights.norm, self.spec.eps, self.spec.unit_offset, EAGER)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, n, V], or of as many tokens as the head has, of what `finish` gave."""
@@ -161,10 +161,10 @@ class Decoder:
         keys, values = inputs.planes(number)
         qkv = layer.qkv.compute(x, run)
         norms: tuple[Tensor | None, Tensor | None] = layer.query_norm, layer.key_norm
-        if spec.wide_norms:
+        if spec.norms_over_all_heads:
             qkv, norms = self._wide_norms(layer, qkv, run), (None, None)
         cos, sin = inputs.angles[spec.rotary[number]]
-        query = self.ops.rotate(qkv, cos, sin, inputs.slots, keys, values, *norms, spec.eps, spec.one_more, run)
+        query = self.ops.rotate(qkv, cos, sin, inputs.slots, keys, values, *norms, spec.eps, spec.unit_offset, run)
         view = inputs.views[spec.kinds.index(spec.windows[number])]
         attended = view.attend(query, keys, values, spec.scale, spec.softcap, run)
         return layer.out.compute(attended.flatten(2), run)
@@ -177,13 +177,13 @@ class Decoder:
                 residual = run.compute(lambda: before + more)
             return residual, residual
         if branch is None:
-            return self.ops.norm(residual, None, norm, self.spec.eps, self.spec.one_more, run)[0], residual
-        return self.ops.norm(branch, residual, norm, self.spec.eps, self.spec.one_more, run)
+            return self.ops.norm(residual, None, norm, self.spec.eps, self.spec.unit_offset, run)[0], residual
+        return self.ops.norm(branch, residual, norm, self.spec.eps, self.spec.unit_offset, run)
 
     def _leave(self, norm: Tensor | None, branch: Tensor, run: Eager) -> Tensor:
         """Return what a branch adds to the residual stream."""
         if norm is not None:
-            branch = self.ops.norm(branch, None, norm, self.spec.eps, self.spec.one_more, run)[0]
+            branch = self.ops.norm(branch, None, norm, self.spec.eps, self.spec.unit_offset, run)[0]
         if self.spec.residual_scale == 1:
             return branch
         return run.compute(lambda: branch * self.spec.residual_scale)
@@ -197,7 +197,7 @@ class Decoder:
         def normed() -> Tensor:
             *parts, value = qkv.split(layer.qkv.parts, -1)
             found = [
-                norm(part.contiguous(), None, weight, self.spec.eps, self.spec.one_more, EAGER)[0]
+                norm(part.contiguous(), None, weight, self.spec.eps, self.spec.unit_offset, EAGER)[0]
                 for part, weight in zip(parts, norms, strict=True)
             ]
             return torch.cat((*found, value), -1)

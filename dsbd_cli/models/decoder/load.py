@@ -18,7 +18,7 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UsageError
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checkpoints.head import TrimmedHead
-from dsbd_cli.models.decoder.decoder_forest import DecoderForest
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.forward import Decoder
 from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_decoder
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
@@ -41,41 +41,43 @@ class DecoderCheckpoint:
     device: torch.device
 
 
-def spec_or_reason(model: ModelSpec, config: Any) -> DecoderSpec | str:
+def spec_or_reason(spec: ModelSpec, config: Any) -> DecoderSpec | str:
     """Return the spec of a checkpoint, or why transformers runs it."""
-    if model.tensor_parallel > 1:
+    if spec.tensor_parallel > 1:
         return "it is split over several processes"
-    if model.device_map is not None:
+    if spec.device_map is not None:
         return "a device map spreads it"
-    if model.trust_remote_code and getattr(config, "auto_map", None):
+    if spec.trust_remote_code and getattr(config, "auto_map", None):
         return "it brings its own code"
     return spec_of(config)
 
 
-def decoder_forest(
-    model: ModelSpec,
+def build_decoder(
+    spec: ModelSpec,
     checkpoint: DecoderCheckpoint,
     settings: CheckpointSettings,
     head: TrimmedHead | None,
     stock: Callable[[], Any],
     kernels: frozenset[str],
-) -> DecoderForest:
-    """Return a forest whose products still have the checkpoint's plain weights.
+) -> DecoderForestModel:
+    """Return a model whose products still have the checkpoint's plain weights.
 
     head: rows in the place of the checkpoint's head. stock: loads the model as transformers runs it. kernels: names of
     those that a GPU may run. Raises KeyError and ValueError for tensors that are missing or have other shapes.
     """
-    spec = checkpoint.spec
-    weights = read_weights(spec, checkpoint.tensors, checkpoint.dtype, head)
+    decoder_spec = checkpoint.spec
+    weights = read_weights(decoder_spec, checkpoint.tensors, checkpoint.dtype, head)
     if checkpoint.device.type != "cpu":
         weights.to(checkpoint.device)
-    forest = DecoderForest(Decoder(spec, weights, _ops(spec, checkpoint, kernels)), model.source, settings, stock)
+    model = DecoderForestModel(
+        Decoder(decoder_spec, weights, _ops(decoder_spec, checkpoint, kernels)), spec.source, settings, stock
+    )
     if head is not None:
-        forest.spread(head.ids, head.vocab_size)
-    return forest
+        model.spread(head.ids, head.vocab_size)
+    return model
 
 
-def tensors_of(folder: Path, model: ModelSpec) -> Tensors:
+def tensors_of(folder: Path, spec: ModelSpec) -> Tensors:
     """Return a folder's tensors. Raises ModelError."""
     from safetensors import SafetensorError
 
@@ -83,22 +85,22 @@ def tensors_of(folder: Path, model: ModelSpec) -> Tensors:
         return read_tensors(folder)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"{_name(model)} cannot be loaded: {reason}") from error
+        raise ModelError(f"{_name(spec)} cannot be loaded: {reason}") from error
 
 
 @torch.inference_mode()
-def differs(forest: DecoderForest, theirs: Any) -> str | None:
+def differs(model: DecoderForestModel, theirs: Any) -> str | None:
     """Compare the logits of a short text with those of transformers' model. Return what differs; None: nothing."""
     from dsbd_cli.models.verdicts import PADDING, limit_for
 
-    count = min(TOKENS, forest.max_positions or TOKENS)
-    tokens = torch.arange(count, device=forest.device).remainder(forest.vocab_size)[None]
+    count = min(TOKENS, model.max_positions or TOKENS)
+    tokens = torch.arange(count, device=model.device).remainder(model.vocab_size)[None]
 
     def logits(ids: Tensor) -> Tensor:
         found: Tensor = theirs(input_ids=ids, use_cache=False).logits[:, :count].float()
         return found
 
-    wanted, found = logits(tokens), forest.plain(tokens).float()
+    wanted, found = logits(tokens), model.plain(tokens).float()
     if found.shape != wanted.shape:
         return f"its logits have {found.shape[-1]} columns and transformers' {wanted.shape[-1]}"
 
@@ -106,46 +108,48 @@ def differs(forest: DecoderForest, theirs: Any) -> str | None:
         return float((one - wanted).square().mean().sqrt() / wanted.std())
 
     error = apart(found)
-    limit = limit_for(forest.weights_dtype, error, lambda: apart(logits(torch.nn.functional.pad(tokens, (0, PADDING)))))
+    limit = limit_for(model.weights_dtype, error, lambda: apart(logits(torch.nn.functional.pad(tokens, (0, PADDING)))))
     return None if error <= limit else f"its logits are off by {error:.1g} of their spread"
 
 
-def pack(forest: DecoderForest, model: ModelSpec, outliers: dict[str, list[int]] | None) -> dict[str, list[int]] | None:
+def pack(
+    model: DecoderForestModel, spec: ModelSpec, outliers: dict[str, list[int]] | None
+) -> dict[str, list[int]] | None:
     """Pack the weights, or make them int8. outliers: channels by product, of an earlier load; None: they are found.
 
     Returns the outliers of int8. Raises UsageError where no product is large enough for int8.
     """
-    decoder = forest.decoder
-    if model.quantize is None:
-        pack_decoder(decoder, forest.device)
-        forest.forget_programs()
+    decoder = model.decoder
+    if spec.quantize is None:
+        pack_decoder(decoder, model.device)
+        model.forget_programs()
         return None
     if outliers is None:
-        found = find_outliers(decoder, lambda: _calibrate(forest))
+        found = find_outliers(decoder, lambda: _calibrate(model))
     else:
         found = {name: torch.tensor(channels) for name, channels in outliers.items()}
     if not quantize_decoder(decoder, found):
-        reason = f"the {model.role} model {model.source!r} has no linear layer of {LEAST_WEIGHTS} weights or more"
-        raise UsageError(f"quantize is {model.quantize}, but {reason}: drop it", field="quantize", value=model.quantize)
-    forest.quantized = model.quantize
-    forest.forget_programs()
+        reason = f"the {spec.role} model {spec.source!r} has no linear layer of {LEAST_WEIGHTS} weights or more"
+        raise UsageError(f"quantize is {spec.quantize}, but {reason}: drop it", field="quantize", value=spec.quantize)
+    model.quantized = spec.quantize
+    model.forget_programs()
     return {name: channels.tolist() for name, channels in found.items()}
 
 
-def _calibrate(forest: DecoderForest) -> None:
+def _calibrate(model: DecoderForestModel) -> None:
     """Run random tokens, by which outliers are found; more of them find no better ones."""
-    shape = CALIBRATION[0], min(CALIBRATION[1], forest.max_positions or CALIBRATION[1])
-    rows = len(forest.decoder.weights.table)
-    forest.plain(torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(19)))
+    shape = CALIBRATION[0], min(CALIBRATION[1], model.max_positions or CALIBRATION[1])
+    rows = len(model.decoder.weights.table)
+    model.plain(torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(19)))
 
 
-def _ops(spec: DecoderSpec, source: DecoderCheckpoint, kernels: frozenset[str]) -> Ops:
-    widths = {spec.hidden, spec.inner, spec.head_dim // 2}
-    if spec.wide_norms:
-        widths |= {spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim}
+def _ops(decoder_spec: DecoderSpec, source: DecoderCheckpoint, kernels: frozenset[str]) -> Ops:
+    widths = {decoder_spec.hidden, decoder_spec.inner, decoder_spec.head_dim // 2}
+    if decoder_spec.norms_over_all_heads:
+        widths |= {decoder_spec.heads * decoder_spec.head_dim, decoder_spec.kv_heads * decoder_spec.head_dim}
     ops = ops_for(source.device, source.dtype, DECODER, widths=frozenset(widths), kernels=None if kernels else False)
     return ops if source.device.type == "cpu" else ops.without(*(set(GPU_LAYERS) - kernels))
 
 
-def _name(model: ModelSpec) -> str:
-    return f"{model.role} model {model.source!r}"
+def _name(spec: ModelSpec) -> str:
+    return f"{spec.role} model {spec.source!r}"

@@ -70,10 +70,10 @@ class DecoderSpec:
     Attributes:
         family: model_type of the checkpoint, which names its tensors.
         hidden, inner, layers, heads, kv_heads, head_dim, vocabulary: sizes.
-        eps: of the norms. one_more: their weights are 1 + weight.
+        eps: of the norms. unit_offset: their weights are 1 + weight.
         gelu: the gate goes through gelu (tanh) in place of silu.
         qkv_bias, out_bias, mlp_bias: which products have one.
-        head_norms: queries and keys are normalised head by head. wide_norms: over all heads together.
+        head_norms: queries and keys are normalised head by head. norms_over_all_heads: over all heads together.
         pre_norms, post_norms: norms before and after attention and MLP.
         tied: the head is the embedding table.
         windows: per layer, the width of its sliding window in positions; None without one.
@@ -98,13 +98,13 @@ class DecoderSpec:
     rotary: tuple[int, ...]
     scale: float
     positions: int | None
-    one_more: bool = False
+    unit_offset: bool = False
     gelu: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     head_norms: bool = False
-    wide_norms: bool = False
+    norms_over_all_heads: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     tied: bool = False
@@ -268,7 +268,7 @@ def _smollm3(config: Any) -> dict[str, Any]:
 def _gemma(config: Any) -> dict[str, Any]:
     bias = bool(getattr(config, "attention_bias", False))
     return {
-        "one_more": True,
+        "unit_offset": True,
         "embedding_scale": config.hidden_size**0.5,
         "qkv_bias": bias,
         "out_bias": bias,
@@ -310,7 +310,7 @@ def _olmo2(config: Any) -> dict[str, Any]:
     return {
         "qkv_bias": bias,
         "out_bias": bias,
-        "wide_norms": True,
+        "norms_over_all_heads": True,
         "pre_norms": False,
         "post_norms": True,
         "wide_rotary": True,

@@ -177,8 +177,8 @@ class _Reader:
         norms: dict[str, Tensor | None] = dict.fromkeys(NORMS)
         for place, name in self._norm_names():
             norms[place] = self.norm(f"{at}{name}.weight", spec.hidden)
-        if spec.head_norms or spec.wide_norms:
-            wide = (query, key) if spec.wide_norms else (spec.head_dim, spec.head_dim)
+        if spec.head_norms or spec.norms_over_all_heads:
+            wide = (query, key) if spec.norms_over_all_heads else (spec.head_dim, spec.head_dim)
             norms["query_norm"] = self._turned(self.norm(f"{at}self_attn.q_norm.weight", wide[0]))
             norms["key_norm"] = self._turned(self.norm(f"{at}self_attn.k_norm.weight", wide[1]))
         if spec.family == "phi3":

@@ -30,7 +30,7 @@ class NormArguments(ctypes.Structure):
 
     _fields_ = (
         *fields("taken", "threads", "items", "rows", "share", "width", "x", "x_row", "more", "more_row", "weight",
-                "out", "summed", "one_more", "narrow"),
+                "out", "summed", "unit_offset", "narrow"),
         ("eps", ctypes.c_float),
     )  # fmt: skip
 
@@ -48,7 +48,7 @@ class RotateArguments(ctypes.Structure):
 
     _fields_ = (
         *fields("taken", "threads", "items", "rows", "share", "nodes", "heads", "kv_heads", "dim", "both", "both_row",
-                "cos", "sin", "angle_row", "slots", "out", "keys", "values", "query_norm", "key_norm", "one_more",
+                "cos", "sin", "angle_row", "slots", "out", "keys", "values", "query_norm", "key_norm", "unit_offset",
                 "narrow"),
         ("eps", ctypes.c_float),
     )  # fmt: skip
@@ -68,7 +68,7 @@ LAYOUT = zlib.crc32(
 
 
 def norm(
-    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: bool, run: Eager = EAGER
+    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset: bool, run: Eager = EAGER
 ) -> tuple[Tensor, Tensor]:
     """Do what `reference.norm` does."""
     flat, rows, row = _flat(x)
@@ -84,7 +84,7 @@ def norm(
     items, share = _shares(rows, torch.get_num_threads())
     arguments = NormArguments(
         0, 0, items, rows, share, width, flat.data_ptr(), row * unit, 0 if given is None else given.data_ptr(),
-        given_row * unit, weight.data_ptr(), out.data_ptr(), summed.data_ptr(), one_more, unit == 2, eps,
+        given_row * unit, weight.data_ptr(), out.data_ptr(), summed.data_ptr(), unit_offset, unit == 2, eps,
     )  # fmt: skip
     run.launch(compiled()[0], arguments, rows * width * COSTS, items)
     return out, summed
@@ -113,7 +113,7 @@ def rotate(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 0.0,
-    one_more: bool = False,
+    unit_offset: bool = False,
     run: Eager = EAGER,
 ) -> Tensor:
     """Do what `reference.rotate` does."""
@@ -134,7 +134,7 @@ def rotate(
         0, 0, items, count, share, nodes, heads, kv_heads, dim, flat.data_ptr(), row * unit, cos.data_ptr(),
         sin.data_ptr(), 0 if angles == 1 else nodes * dim * unit, slots.data_ptr(), out.data_ptr(), keys.data_ptr(),
         values.data_ptr(), 0 if query_norm is None else query_norm.data_ptr(),
-        0 if key_norm is None else key_norm.data_ptr(), one_more, unit == 2, eps,
+        0 if key_norm is None else key_norm.data_ptr(), unit_offset, unit == 2, eps,
     )  # fmt: skip
     run.launch(compiled()[2], arguments, count * width * COSTS, items)
     return out

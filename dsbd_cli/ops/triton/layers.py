@@ -51,7 +51,7 @@ def norm_kernel(x, more, weight, out, summed, width, eps, ADDS: tl.constexpr, ON
 
 
 @torch.library.custom_op("dsbd::norm", mutates_args=())
-def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: bool) -> tuple[Tensor, Tensor]:
+def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
     """Compute reference.norm by a kernel."""
     width = x.shape[-1]
     x = x.contiguous()
@@ -62,7 +62,7 @@ def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: b
         norm_kernel[(x.numel() // width,)](
             *(x, x if more is None else more, weight, out, summed, width, eps),
             ADDS=more is not None,
-            ONE_MORE=one_more,
+            ONE_MORE=unit_offset,
             P=padded,
             num_warps=min(16, max(4, padded // 512)),
             enable_fp_fusion=False,
@@ -71,7 +71,7 @@ def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: b
 
 
 @norm.register_fake
-def _(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: bool) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(0) if more is None else torch.empty_like(x)
 
 
@@ -179,7 +179,7 @@ def rotate(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 0.0,
-    one_more: bool = False,
+    unit_offset: bool = False,
 ) -> Tensor:
     """Compute reference.rotate by a kernel."""
     rows, nodes, width = both.shape
@@ -195,7 +195,7 @@ def rotate(
             KEYS=kv_heads,
             HALF=dim // 2,
             NORMS=query_norm is not None,
-            ONE_MORE=one_more,
+            ONE_MORE=unit_offset,
             P=triton.next_power_of_2(dim // 2),
             num_warps=1,
             enable_fp_fusion=False,
@@ -225,10 +225,10 @@ def _real(generator: torch.Generator, device: torch.device, dtype: torch.dtype, 
 
 def _norm_cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
     for dtype in _dtypes(device):
-        for rows, width, adds, one_more in ((3, 64, True, False), (1, 96, False, False), (5, 640, True, True)):
+        for rows, width, adds, unit_offset in ((3, 64, True, False), (1, 96, False, False), (5, 640, True, True)):
             x = _real(generator, device, dtype, rows, width) * 3
             more = _real(generator, device, dtype, rows, width) if adds else None
-            yield x, more, _real(generator, device, dtype, width), 1e-5, one_more
+            yield x, more, _real(generator, device, dtype, width), 1e-5, unit_offset
 
 
 def _gated_cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:

@@ -50,8 +50,8 @@ def test_the_size_of_a_model_counts_shared_weights_once(tied: bool) -> None:
 @pytest.mark.parametrize("way", ["Compiled", "Torch"])
 def test_packed_weights_are_counted_as_they_are_stored(way: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the outputs that they are filled up with."""
-    works = select._works
-    monkeypatch.setattr(select, "_works", lambda one, dtype: one.__name__ == way and works(one, dtype))
+    works = select._packs
+    monkeypatch.setattr(select, "_packs", lambda one, dtype: one.__name__ == way and works(one, dtype))
     if not packing_works(torch.float32):
         pytest.skip("does not serve on this processor")
     module = build("llama", tie_word_embeddings=tied, hidden_size=64, intermediate_size=96)

@@ -35,7 +35,7 @@ METHODS = [
 class Counting(Observer):
     """Counts what it is told."""
 
-    looks = True
+    attached = True
 
     def __init__(self) -> None:
         self.forests = self.layers = self.iterations = 0
@@ -90,7 +90,7 @@ def test_no_kernel_works_behind_the_back_of_an_observer(monkeypatch: pytest.Monk
     vars(one).update(ops=Ops(), observer=Observer(), legal=None, state=None, forest=None, rule=None, endings=None)
     vars(one).update(best_tokens=lambda: None, context=SimpleNamespace(keys=None))
     vars(one).update(drafter=SimpleNamespace(by_kernel=True, learn=lambda *_: None))
-    monkeypatch.setattr(iteration, "walk_kernel", lambda *_: "kernel")
+    monkeypatch.setattr(iteration, "verification_kernel", lambda *_: "kernel")
     monkeypatch.setattr(iteration, "verify_with_kernel", lambda *_: "by the kernel")
     monkeypatch.setattr(iteration, "verify_forest", lambda *_: "by tensor code")
     one.verify()

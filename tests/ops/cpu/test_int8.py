@@ -16,7 +16,7 @@ from dsbd_cli.errors import UsageError
 from dsbd_cli.models.adapted.patching import Int8Linear, quantize
 from dsbd_cli.models.adapted.seq2seq import sample_encoder_input
 from dsbd_cli.models.checkpoints import loader
-from dsbd_cli.models.decoder.decoder_forest import DecoderForest
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.pack import quantize_decoder
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
@@ -280,7 +280,7 @@ def test_a_loaded_model_is_close_and_invariant(family: str, dtype: str, any_size
     pair = load_pair(spec, None)
     assert pair.target_dtype == f"int8+{dtype}"
     target: Any = pair.target
-    assert isinstance(target, DecoderForest) == (family != "opt")
+    assert isinstance(target, DecoderForestModel) == (family != "opt")
     if family == "opt":
         assert Int8Linear in {type(layer) for layer in target.module.modules()}
     else:

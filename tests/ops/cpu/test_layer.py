@@ -46,14 +46,14 @@ def normal(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
 
 
 @DTYPES
-@pytest.mark.parametrize("one_more", [False, True])
+@pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
-def test_norm(dtype: torch.dtype, one_more: bool, adds: bool) -> None:
+def test_norm(dtype: torch.dtype, unit_offset: bool, adds: bool) -> None:
     wide = normal(dtype, 3, 5, 112) * 3
     for x in (wide[..., :96], wide[:1, :1, 16:112], wide.transpose(0, 1)[..., :32]):
         more = normal(dtype, *x.shape, seed=1) if adds else None
         weight = normal(dtype, x.shape[-1], seed=2)
-        found, wanted = (how(x, more, weight, 1e-5, one_more) for how in (layer_ops.norm, reference.norm))
+        found, wanted = (how(x, more, weight, 1e-5, unit_offset) for how in (layer_ops.norm, reference.norm))
         torch.testing.assert_close(found[0], wanted[0], **CLOSE[dtype])
         assert torch.equal(found[1], wanted[1])
 

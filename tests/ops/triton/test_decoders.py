@@ -23,7 +23,7 @@ from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checks.invariance import Surroundings, _logits
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.decoder import load as decoder_load
-from dsbd_cli.models.decoder.decoder_forest import DecoderForest
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.forward import Decoder
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.decoder.weights import PlainLinear, read_weights
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="these models are 
 WITHOUT_PRODUCTS = ("norm", "gated", "rotate")
 
 
-def forest_of(family: str, *kernels: str, **changes: Any) -> DecoderForest:
+def forest_of(family: str, *kernels: str, **changes: Any) -> DecoderForestModel:
     """A decoder whose operations are those kernels, and plain torch elsewhere."""
     model = build_decoder(family, **changes)
     spec, state = spec_of(model.config), model.state_dict()
@@ -53,7 +53,7 @@ def forest_of(family: str, *kernels: str, **changes: Any) -> DecoderForest:
                 setattr(layer, name, ops.linear(linear.weights, linear.biases))
         assert isinstance(weights.head, PlainLinear)
         weights.head = ops.linear(weights.head.weights, weights.head.biases)
-    return DecoderForest(Decoder(spec, weights, ops), family, CheckpointSettings.of(model.config, {}))
+    return DecoderForestModel(Decoder(spec, weights, ops), family, CheckpointSettings.of(model.config, {}))
 
 
 def chain() -> ForestInput:
@@ -142,7 +142,7 @@ def test_a_kernel_of_attention_that_fails_at_the_sizes_of_a_model_serves_nothing
     monkeypatch.setattr(stages, "ops_for", lambda *_: Ops(**triton_ops(["attention"])))
     monkeypatch.setattr(kernels_attention, "attention", broken)
     forest = forest_of("llama", num_hidden_layers=1)
-    stages._attend_fast(forest)
+    stages._try_split_attention(forest)
     if fault == "none":
         assert forest.attention is not None
         assert forest.notes == ()
@@ -187,7 +187,7 @@ def test_kernels_of_layers_that_fail_are_left_out(fault: str, tmp_path: Path, mo
     )
     for number in range(2):
         forest, _ = stages.load_model(ModelSpec(str(folder), dtype="float32", device="cpu"))
-        assert isinstance(forest, DecoderForest)
+        assert isinstance(forest, DecoderForestModel)
         assert forest.notes == ()
         assert asked[-1] == frozenset()
         assert len(asked) == 2 + number

@@ -29,7 +29,7 @@ from dsbd_cli.engine.constraints.stops import StopTable
 from dsbd_cli.engine.core.noise import COMPLETION, DRAFT, RESIDUAL
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.iteration.iteration import Iteration, IterationShape
-from dsbd_cli.engine.iteration.iteration_kernels import walk_kernel
+from dsbd_cli.engine.iteration.iteration_kernels import verification_kernel
 from dsbd_cli.engine.iteration.state import BatchState, NewRow
 from dsbd_cli.ops.triton import draft, verify
 from tests.exact.trees import ROOT, Beam, Model, Path, child
@@ -143,7 +143,7 @@ def verified(drafted: Iteration) -> tuple[tuple[Beam, ...], frozenset[Path]]:
         setattr(state.finished, name, getattr(drafted.state.finished, name).clone())
     made.target()
     made.verify()
-    assert walk_kernel(made.ops, made.state, made.forest, made.candidates) is not None, "the kernel walks"
+    assert verification_kernel(made.ops, made.state, made.forest, made.candidates) is not None, "the kernel walks"
     outcome = made.outcome
     live, ended, steps = outcome.live, state.finished, int(outcome.steps)
 

@@ -14,7 +14,7 @@ from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.models import pair
-from dsbd_cli.models.decoder.decoder_forest import DecoderForest
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.interface import OpChoice, Ops
 from dsbd_cli.ops.triton import verify
@@ -84,7 +84,7 @@ def test_a_kernel_of_a_layer_that_fails_is_left_out_in_mid_run() -> None:
             raise OutOfResources(300_000, 232_448, "shared memory")
         return reference.norm(*arguments)
 
-    def texts(target: DecoderForest, told: list[str]) -> tuple[list[tuple[int, ...]], str]:
+    def texts(target: DecoderForestModel, told: list[str]) -> tuple[list[tuple[int, ...]], str]:
         engine = Engine(target, None, NumberCodec(V, (2,)), MethodConfig(rule="search", num_beams=2), batch_size=2)
         engine.tell = told.append
         rows = [

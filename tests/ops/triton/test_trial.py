@@ -191,11 +191,11 @@ def test_a_kernel_with_a_fault_is_not_in_use_and_a_line_names_it(monkeypatch: py
     assert by_triton(None) == set(NAMES) - {"verify"}
     reasons = {one.op: one.reason for one in devices.iteration_ops(GPU, None).report}
     assert reasons["verify"] == "differs from the tensor code: case 0"
-    (line,) = select.left_out(GPU, None)
+    (line,) = select.rejected_kernels(GPU, None)
     assert "the kernel verify is left out" in line
-    assert select.left_out(GPU, False) == select.left_out(CPU, None) == ()
+    assert select.rejected_kernels(GPU, False) == select.rejected_kernels(CPU, None) == ()
     monkeypatch.setattr(select, "faults", lambda device: dict.fromkeys(("verify", "move"), "fails: no C compiler"))
-    assert select.left_out(GPU, None) == (
+    assert select.rejected_kernels(GPU, None) == (
         "the kernels verify, move are left out, and tensor code runs in their place: each fails: no C compiler",
     )
     assert by_triton(False) == set()

@@ -75,9 +75,9 @@ def scale_of(squares, width, eps):
 
 
 @njit(error_model="numpy")
-def scaled(value, scale, weight, one_more, narrow):
+def scaled(value, scale, weight, unit_offset, narrow):
     """A number of a norm: to be stored, or rounded."""
-    if one_more:
+    if unit_offset:
         return mul(mul(value, scale), add(splat(types.float32(1)), weight))
     return mul(weight, near(mul(value, scale), narrow))
 
@@ -85,7 +85,7 @@ def scaled(value, scale, weight, one_more, narrow):
 @compiled.addressed
 def norm(at):
     """Rows (and what is added to them) over their root mean squares, times weights."""
-    width, narrow, one_more = get_i64(at + N_WIDTH), get_i64(at + N_NARROW), get_i64(at + N_ONE_MORE)
+    width, narrow, unit_offset = get_i64(at + N_WIDTH), get_i64(at + N_NARROW), get_i64(at + N_ONE_MORE)
     unit = types.int64(2) if narrow else types.int64(4)
     weight, eps = get_i64(at + N_WEIGHT), get_f32(at + N_EPS)
     while True:
@@ -115,7 +115,7 @@ def norm(at):
             scale = splat(scale_of(total(squares), width, eps))
             i = types.int64(0)
             while i < width:
-                value = scaled(load(x + i * unit, narrow), scale, load(weight + i * unit, narrow), one_more, narrow)
+                value = scaled(load(x + i * unit, narrow), scale, load(weight + i * unit, narrow), unit_offset, narrow)
                 store(out + i * unit, value, narrow)
                 i += LANES
 
@@ -148,7 +148,7 @@ def gated(at):
 
 
 @njit(error_model="numpy")
-def rotate_head(source, target, cos, sin, dim, unit, weight, eps, one_more, narrow):
+def rotate_head(source, target, cos, sin, dim, unit, weight, eps, unit_offset, narrow):
     """A head is rotated: its halves are the two coordinates. weight: of a norm before; 0 for none."""
     half = dim // 2 * unit
     scale = splat(types.float32(1))
@@ -164,8 +164,8 @@ def rotate_head(source, target, cos, sin, dim, unit, weight, eps, one_more, narr
     while i < half:
         first, second = load(source + i, narrow), load(source + half + i, narrow)
         if weight != 0:
-            first = near(scaled(first, scale, load(weight + i, narrow), one_more, narrow), narrow)
-            second = near(scaled(second, scale, load(weight + half + i, narrow), one_more, narrow), narrow)
+            first = near(scaled(first, scale, load(weight + i, narrow), unit_offset, narrow), narrow)
+            second = near(scaled(second, scale, load(weight + half + i, narrow), unit_offset, narrow), narrow)
         one, two = near(mul(first, load(cos + i, narrow)), narrow), near(mul(second, load(sin + i, narrow)), narrow)
         store(target + i, sub(one, two), narrow)
         one = near(mul(second, load(cos + half + i, narrow)), narrow)
@@ -181,7 +181,7 @@ def rotate(at):
     unit = types.int64(2) if narrow else types.int64(4)
     heads, kv_heads, size = get_i64(at + R_HEADS), get_i64(at + R_KV_HEADS), dim * unit
     query_norm, key_norm = get_i64(at + R_QUERY_NORM), get_i64(at + R_KEY_NORM)
-    eps, one_more = get_f32(at + R_EPS), get_i64(at + R_ONE_MORE)
+    eps, unit_offset = get_f32(at + R_EPS), get_i64(at + R_ONE_MORE)
     while True:
         item = take(at + R_TAKEN)
         if item >= get_i64(at + R_ITEMS):
@@ -194,12 +194,12 @@ def rotate(at):
             cos, sin = get_i64(at + R_COS) + angle, get_i64(at + R_SIN) + angle
             for head in range(heads):
                 target = get_i64(at + R_OUT) + ((request * heads + head) * nodes + node) * size
-                rotate_head(source, target, cos, sin, dim, unit, query_norm, eps, one_more, narrow)
+                rotate_head(source, target, cos, sin, dim, unit, query_norm, eps, unit_offset, narrow)
                 source += size
             place = get_i64(get_i64(at + R_SLOTS) + row * 8) * kv_heads * size
             for head in range(kv_heads):
                 target = get_i64(at + R_KEYS) + place + head * size
-                rotate_head(source, target, cos, sin, dim, unit, key_norm, eps, one_more, narrow)
+                rotate_head(source, target, cos, sin, dim, unit, key_norm, eps, unit_offset, narrow)
                 source += size
             target, i = get_i64(at + R_VALUES) + place, types.int64(0)
             while i < kv_heads * size:

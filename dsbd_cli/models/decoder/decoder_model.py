@@ -56,7 +56,7 @@ class _LayerProgram:
             _load_view(view, given_view)
 
 
-class DecoderForest(BaseForestModel):
+class DecoderForestModel(BaseForestModel):
     """A decoder over a packed forest.
 
     hidden: numbers of layers after which hidden states are wanted (0: the embeddings). They are in `hidden_states`
@@ -152,7 +152,7 @@ class DecoderForest(BaseForestModel):
         module: nn.Module = self._stock
         return module
 
-    def shallow(self, each: int) -> DecoderForest:
+    def shallow(self, each: int) -> DecoderForestModel:
         """Return a forest of the same weights with the first `each` layers of every kind, and a cache of its own."""
         spec, weights, kinds = self.decoder.spec, self.decoder.weights, Counter[Hashable]()
         chosen = []
@@ -167,7 +167,7 @@ class DecoderForest(BaseForestModel):
             rotary=tuple(spec.rotary[number] for number in chosen),
         )
         layers = replace(weights, layers=[weights.layers[number] for number in chosen])
-        forest = DecoderForest(Decoder(few, layers, self.decoder.ops), self.name, self._settings)
+        forest = DecoderForestModel(Decoder(few, layers, self.decoder.ops), self.name, self._settings)
         forest.attention = self.attention
         return forest
 
