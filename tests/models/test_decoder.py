@@ -706,7 +706,10 @@ def test_a_later_load_imports_nothing_of_transformers(folder: Path) -> None:
         f"engine = load(ModelSpec({str(folder)!r}, dtype='float32', device='cpu'), None); "
         "print('transformers' in sys.modules, engine.codec.encode('w5 w9 </s>'))"
     )
-    found = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout for _ in range(2)]
+    found = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
     assert found == ["True [5, 9, 2]\n", "False [5, 9, 2]\n"]
 
 
