@@ -56,7 +56,8 @@ def measured(command: list[str], stdin: bytes, cache: str) -> dict[str, float]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         cwd=ROOT,
-        env={**os.environ, "XDG_CACHE_HOME": cache},
+        # an installed package has compiled modules: let Python keep those of a clone, too
+        env={**os.environ, "XDG_CACHE_HOME": cache, "PYTHONDONTWRITEBYTECODE": ""},
     )
     assert process.stdin is not None
     assert process.stdout is not None
