@@ -90,7 +90,7 @@ def test_lists_that_nobody_reads_end_quietly(arguments: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_keeps_what_is_written(start: Start, number: signal.Signals) -> None:
     """The slow row has many iterations: guards against a run that ends a row or a batch first."""
-    process = start("generate", "--batch-size", "1", "--log", "verbose")
+    process = start("generate", "--batch-size", "1", "--set", "log=verbose")
     pipe(process.stdin).write(ROW + b'{"prompt": "slow"}\n')
     pipe(process.stdin).flush()
     first = pipe(process.stdout).readline()
