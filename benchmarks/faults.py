@@ -359,7 +359,7 @@ def clock_backwards(folder: Folder) -> Result:
     summary = folder.path / "summary.json"
     clock = {"FAKE_CLOCK": "backwards", "FAKE_LOG_S": "0.05"}
     begun = time.perf_counter()
-    code, err = folder.finish("--summary", str(summary), row_s=0.01, environment=clock)
+    code, err = folder.finish("--set", f"summary={summary}", row_s=0.01, environment=clock)
     seconds = time.perf_counter() - begun
     require(code == 3, f"ended with {code}: {err}")
     said = json.loads(summary.read_bytes())

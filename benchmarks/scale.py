@@ -44,10 +44,10 @@ def write_prompts(path: Path, rows: int, *, short: bool = False) -> Path:
 
 
 def generate(command: list[str], source: Path, *options: str) -> tuple[Run, float]:
-    """The --summary of one run, and the driver's own processor seconds."""
+    """The --set summary of one run, and the driver's own processor seconds."""
     with tempfile.TemporaryDirectory() as name:
         summary = Path(name) / "summary.json"
-        call = [*command, "generate", "-i", str(source), "-o", f"{name}/out.jsonl", "--summary", str(summary), "-q"]
+        call = [*command, "generate", "-i", str(source), "-o", f"{name}/out.jsonl", "--set", f"summary={summary}", "-q"]
         one = {**os.environ, "OMP_NUM_THREADS": "1", "DSBD_TARGET": "builtin:target", "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen([*call, *options], cwd=ROOT, env=one)
         _, status, used = os.wait4(process.pid, 0)  # of this process alone: Ray's are not waited for by it

@@ -63,6 +63,8 @@ SETTINGS = (
     "gpu",
     "index",
     "length_penalty",
+    "log",
+    "max_errors",
     "memory_saving",
     "min_p",
     "numerics",
@@ -72,11 +74,13 @@ SETTINGS = (
     "require_valid",
     "source_lang",
     "stats",
+    "summary",
     "target_lang",
     "tensor_parallel",
     "token_logprobs",
     "token_rules",
     "warp_scope",
+    "width",
 )
 
 

@@ -22,7 +22,8 @@ def parse(
         expected = f"one of {', '.join(variants)}"
         message = f"{option} is {shorten(name)}, but must be {expected}"
         raise UsageError(message, field=option, value=name, expected=expected)
-    return name, _settings(f"{option} {text}", variants[name].usage, variants[name].settings, settings, complete)
+    typed = f"{option}={text}" if option.startswith("--set ") else f"{option} {text}"
+    return name, _settings(typed, variants[name].usage, variants[name].settings, settings, complete)
 
 
 def parse_settings(option: str, text: str, settings: Sequence[Setting[object]]) -> dict[str, Value]:
@@ -107,7 +108,7 @@ def help_lines(variants: Iterable[Variant]) -> str:
 
 
 def typed_names(options: Iterable[str]) -> dict[str, str]:
-    """Name each field as on a command line that has these options: `--depth`, or `min of --width`."""
+    """Name each field as on a command line that has these options: `--depth`, or `min of --set width`."""
     options = list(options)
     owners: dict[str, tuple[Variant, ...]] = {
         "verify": tuple(RULES.values()),

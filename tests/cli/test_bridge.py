@@ -103,7 +103,7 @@ def test_refusals(pair: tuple[str, str], tmp_path: Path, capfd: pytest.CaptureFi
     for options, message in (
         (["--drafter", "bridge+ngram"], "fuses with none"),
         (["--drafter", "bridge", "--verify", "with-replacement"], "which only drafter beam gives"),
-        (["--drafter", "bridge", "--width", "threshold"], "use width fixed"),
+        (["--drafter", "bridge", "--set", "width=threshold"], "use width fixed"),
     ):
         generate(pair, tmp_path, *options, code=2)
         assert message in capfd.readouterr().err

@@ -100,7 +100,7 @@ def test_rows_that_were_cut_are_counted_and_fail_on_demand(files: Path, capsys: 
     for more, code, failed in (([], 0, 0), (["--set", "require-valid=true"], 3, 1)):
         out = files / f"out{code}.jsonl"
         told = files / f"summary{code}.json"
-        assert run(["generate", *options, *more, "-o", str(out), "--quiet", "--summary", str(told)]) == code
+        assert run(["generate", *options, *more, "-o", str(out), "--quiet", "--set", f"summary={told}"]) == code
         summary = json.loads(told.read_text())
         assert (summary["rows"]["invalid"], summary["rows"]["failed"], summary["exit_code"]) == (1, failed, code)
         first, second = map(json.loads, out.read_text().splitlines())

@@ -11,7 +11,7 @@ import pytest
 
 from dsbd_cli.cli.commands.bench import bench
 from dsbd_cli.cli.commands.generate import generate
-from dsbd_cli.errors import SETTINGS
+from dsbd_cli.errors import SETTINGS, option_name
 from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]
@@ -86,7 +86,12 @@ def test_every_setting_is_declared_by_some_command(dsbd: Dsbd) -> None:
     """Guards a name that is no longer declared, and one that is still an option of its own beside --set."""
     groups = [group for command in (generate, bench) for group in command.__dict__["groups"]]
     assert set(SETTINGS) <= {item.name for group in groups for item in fields(group)}
-    assert "No such option: --warp-scope" in dsbd("generate", "--warp-scope", "beam").err
+    for name in {item.name for group in generate.__dict__["groups"] for item in fields(group)} & set(SETTINGS):
+        typed = "--" + name.replace("_", "-")
+        refused = dsbd("generate", typed, "1")
+        assert (refused.code, refused.err.count("\n")) == (2, 1)
+        assert f"No such option: {typed} (Possible options: " in refused.err
+        assert option_name(name) in refused.err
 
 
 @pytest.mark.parametrize(
@@ -109,7 +114,7 @@ def test_every_setting_is_declared_by_some_command(dsbd: Dsbd) -> None:
         ("num_beams = 3\nnum-beams = 3", "is given twice"),
         ("num_beams = ", "is not TOML"),
         ("num_beams = 0", "--num-beams is 0"),
-        ("quiet = true\nlog = 'verbose'", "--quiet and --log verbose cannot be used together"),
+        ("quiet = true\nlog = 'verbose'", "--quiet and --set log=verbose cannot be used together"),
     ],
 )
 def test_a_wrong_file_is_refused_with_one_line(dsbd: Dsbd, job: Callable[[str], str], text: str, message: str) -> None:
@@ -167,7 +172,7 @@ def test_variables_that_other_parts_read_are_no_options(
         [],
         ["--decode", "search", "--n-best", "2", "--set", "early-stopping=true"],
         ["--stop", 'a"\\b\n\x7f', "--stop", "é🙂", "--top-p", "0.5", "--temperature", "1e-3", "--input-format", "auto"],
-        ["--input", "my prompts.jsonl", "--output-format", "openai", "--max-errors", "3", "--quiet"],
+        ["--input", "my prompts.jsonl", "--output-format", "openai", "--set", "max-errors=3", "--quiet"],
     ],
 )
 def test_what_is_printed_is_accepted_and_means_the_same(

@@ -93,8 +93,8 @@ def test_the_text_does_not_depend_on_the_drafter(generate: Call, rule: str) -> N
     [
         "--decode search --set early-stopping=true",
         "--verify rejection",
-        "--verify with-replacement --width threshold:min=2",
-        "--width threshold --set memory-saving=true",
+        "--verify with-replacement --set width=threshold:min=2",
+        "--set width=threshold --set memory-saving=true",
         "--set warp-scope=beam --top-p 0.9",
         "--num-beams 2 --n-best 2 --set length-penalty=0 --set min-p=0.01",
     ],
@@ -153,7 +153,7 @@ def test_records_summary_and_the_line_of_settings_say_the_threads(
     """Another number of threads may round differently. So it is said, and a run may go on with another one."""
     before, lines = torch.get_num_threads(), ['{"id": 1, "prompt": "a"}', '{"id": 2, "prompt": "b"}']
     summary, output = tmp_path / "summary.json", tmp_path / "out.jsonl"
-    again = ("--output", str(output), "--log", "verbose", "--summary", str(summary), "--existing")
+    again = ("--output", str(output), "--set", "log=verbose", "--set", f"summary={summary}", "--existing")
     try:
         generate("--threads", "3", *again, "overwrite", lines=lines[:1], code=0)
         assert ", cpu, 3 threads)" in capsys.readouterr().err

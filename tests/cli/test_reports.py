@@ -69,23 +69,23 @@ def test_the_live_line_of_two_drafters_keeps_its_clock() -> None:
 
 
 def test_json_logs(dsbd: Dsbd) -> None:
-    outcome = dsbd("generate", "--log", "json", lines=[*ROWS, ROWS[0]])
+    outcome = dsbd("generate", "--set", "log=json", lines=[*ROWS, ROWS[0]])
     events = [json.loads(line) for line in outcome.err.splitlines()]
     assert [event["event"] for event in events] == ["start", "row_failed", "warning", "summary"] or [
         event["event"] for event in events
     ] == ["start", "warning", "row_failed", "summary"]
     assert all(set(event) >= {"time", "level", "event", "message"} for event in events)
     assert events[-1]["rows"]["failed"] == 1
-    failed = dsbd("generate", "--log", "json", "--batch-size", "1", lines=[{"prompt": "no memory"}])
+    failed = dsbd("generate", "--set", "log=json", "--batch-size", "1", lines=[{"prompt": "no memory"}])
     last = json.loads(failed.err.splitlines()[-1])
     assert (last["level"], last["event"], last["message"]) == ("error", "error", "the device is out of memory")
-    assert dsbd("generate", "--log", "json", "--quiet", lines=ROWS).err == ""
+    assert dsbd("generate", "--set", "log=json", "--quiet", lines=ROWS).err == ""
     assert dsbd("generate", "--top-p", "2").err.startswith("dsbd: error: "), "the next command speaks plainly again"
 
 
 def test_the_summary_file(dsbd: Dsbd, tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
-    assert dsbd("generate", "--seed", "5", "--summary", str(path), lines=ROWS).code == 3
+    assert dsbd("generate", "--seed", "5", "--set", f"summary={path}", lines=ROWS).code == 3
     said = json.loads(path.read_bytes())
     assert (said["schema"], said["ending"], said["exit_code"]) == ("dsbd.summary/1", "complete", 3)
     assert said["rows"]["written"] == 2
@@ -98,15 +98,15 @@ def test_the_summary_file(dsbd: Dsbd, tmp_path: Path) -> None:
     assert said["settings"]["target"] == "builtin:target"
     assert said["versions"]["dsbd"] == __version__
     assert said["versions"]["torch"]
-    refused = dsbd("generate", "--summary", str(path), lines=ROWS)
+    refused = dsbd("generate", "--set", f"summary={path}", lines=ROWS)
     assert refused.code == 2
     assert "exists" in refused.err
     failed = dsbd(
         "generate",
         "--existing",
         "overwrite",
-        "--summary",
-        str(path),
+        "--set",
+        f"summary={path}",
         "--batch-size",
         "1",
         lines=[{"prompt": "no memory"}],

@@ -76,10 +76,10 @@ def test_other_settings_are_refused_by_name(job: Callable[..., Outcome], tmp_pat
     assert "--seed was 1 and is 2" in outcome.err
     for same in (
         "--batch-size 3",
-        "--max-errors 9",
-        "--log verbose",
+        "--set max-errors=9",
+        "--set log=verbose",
         "--device cpu",
-        "--summary " + str(tmp_path / "s"),
+        "--set summary=" + str(tmp_path / "s"),
     ):
         assert job("--existing", "resume", "--seed", "1", *same.split()).code == 3
     assert (tmp_path / "out").read_bytes() == before

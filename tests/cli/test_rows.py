@@ -69,7 +69,7 @@ NEEDS_NONE: dict[str, tuple[bytes, int]] = {
 @pytest.mark.parametrize(("lines", "failed"), NEEDS_NONE.values(), ids=NEEDS_NONE)
 def test_without_a_row_to_answer_no_model_is_loaded(dsbd: Dsbd, tmp_path: Path, lines: bytes, failed: int) -> None:
     output = tmp_path / "out.jsonl"
-    outcome = dsbd("generate", "-o", str(output), "--summary", str(tmp_path / "s"), lines=lines)
+    outcome = dsbd("generate", "-o", str(output), "--set", f"summary={tmp_path / 's'}", lines=lines)
     assert (outcome.code, outcome.loads) == (3 if failed else 0, [])
     assert ["error" in json.loads(line) for line in output.read_bytes().splitlines()] == [True] * failed
     again = dsbd("generate", "-o", str(output), "--existing", "retry", lines=lines)
@@ -83,7 +83,7 @@ def test_the_model_is_loaded_at_the_first_row_that_needs_it(dsbd: Dsbd) -> None:
     assert (outcome.code, len(outcome.loads)) == (3, 1)
     assert ["error" in record for record in outcome.records] == [True, False, True]
     assert [record["index"] for record in outcome.records] == [0, 1, 2]
-    ended = dsbd("generate", "--max-errors", "1", lines=b'broken\n{"prompt": "a"}\n')
+    ended = dsbd("generate", "--set", "max-errors=1", lines=b'broken\n{"prompt": "a"}\n')
     assert (ended.code, len(ended.loads), len(ended.records)) == (1, 1, 1), "no load after the one before"
 
 
@@ -91,11 +91,11 @@ def test_what_cannot_be_written_is_told_before_a_model_is_loaded(dsbd: Dsbd) -> 
     for options in (
         ("-o", "/proc/out.jsonl"),
         ("--set", "stats=/proc/steps.jsonl"),
-        ("--summary", "/proc/summary.json"),
+        ("--set", "summary=/proc/summary.json"),
     ):
         outcome = dsbd("generate", *options)
         assert (outcome.code, outcome.out, outcome.loads) == (1, "", [])
-        assert f"cannot write {options[1].removeprefix('stats=')}: " in outcome.err
+        assert f"cannot write {options[1].split('=')[-1]}: " in outcome.err
 
 
 def test_an_unknown_field_is_warned_of_once_or_refused(dsbd: Dsbd) -> None:
@@ -110,7 +110,7 @@ def test_an_unknown_field_is_warned_of_once_or_refused(dsbd: Dsbd) -> None:
     assert ["error" in record for record in strict.records] == [True, True]
 
 
-@pytest.mark.parametrize(("options", "written"), [("--max-errors 1", 2), ("--max-errors 2", 4)])
+@pytest.mark.parametrize(("options", "written"), [("--set max-errors=1", 2), ("--set max-errors=2", 4)])
 @pytest.mark.parametrize("batch", ["1", "8"])
 def test_errors_end_the_run_where_they_are_too_many(dsbd: Dsbd, options: str, written: int, batch: str) -> None:
     lines = rows("a", "fail", "c", "fail", "e")
@@ -119,7 +119,7 @@ def test_errors_end_the_run_where_they_are_too_many(dsbd: Dsbd, options: str, wr
     assert "error" in outcome.records[-1]
     assert outcome.err.startswith("dsbd: error: ")
     assert f"failed, the last one at line {written}" in outcome.err
-    assert dsbd("generate", "--max-errors", "3", lines=lines).code == 3
+    assert dsbd("generate", "--set", "max-errors=3", lines=lines).code == 3
 
 
 def test_metadata_comes_back(dsbd: Dsbd) -> None:

@@ -36,7 +36,7 @@ def test_the_live_line_counts_tokens_of_rows_that_are_not_done(start: Start) -> 
 
 
 def test_the_log_counts_tokens_of_rows_that_are_not_done(start: Start) -> None:
-    process = start("generate", "--batch-size", "1", "--log", "json", env={**os.environ, "FAKE_LOG_S": "0.2"})
+    process = start("generate", "--batch-size", "1", "--set", "log=json", env={**os.environ, "FAKE_LOG_S": "0.2"})
     pipe(process.stdin).write(SLOW)
     pipe(process.stdin).flush()
     line = b""
@@ -132,14 +132,14 @@ def test_the_command_that_goes_on_is_not_broken(start: Start, tmp_path: os.PathL
     """Guards against a command that cannot be copied from a narrow terminal."""
     output = os.path.join(tmp_path, "out.jsonl")
     with terminal(40) as (ours, theirs):
-        process = start("generate", "-o", output, "--max-errors", "1", stderr=theirs)
+        process = start("generate", "-o", output, "--set", "max-errors=1", stderr=theirs)
         os.close(theirs)
         pipe(process.stdin).write(b"broken\n")
         pipe(process.stdin).close()
         process.stdin = None
         text = read(ours)
         process.communicate()
-    assert f"dsbd generate -o {output} --max-errors 1 --existing resume\n" in text
+    assert f"dsbd generate -o {output} --set max-errors=1 --existing resume\n" in text
 
 
 @pytest.mark.parametrize("where", ["terminal", "pipe"])
@@ -148,7 +148,7 @@ def test_a_name_cannot_steer_the_terminal(start: Start, tmp_path: os.PathLike[st
     name = "\x1b]0;owned\x07\x9b31m\u202e\u2028"
     row = json.dumps({"id": name, "prompt": "fail"}) + "\n"
     output = os.path.join(tmp_path, f"{name}.jsonl")
-    call = ("generate", "-o", output, "--log", "verbose", "--max-errors", "1")
+    call = ("generate", "-o", output, "--set", "log=verbose", "--set", "max-errors=1")
     if where == "pipe":
         process = start(*call)
         text = process.communicate(row.encode())[1].decode()

@@ -70,10 +70,19 @@ def test_nothing_behind_the_colon_is_nothing() -> None:
     assert parse_drafter("ngram:") == ("ngram", {})
 
 
+def test_a_job_file_shows_every_width_with_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which is none of --help, because it is a setting."""
+    assert app.run(["generate", "--print-config"]) == 0
+    text = re.sub(r"[\s#]+", "", capsys.readouterr().out)
+    for one in WIDTHS.values():
+        assert re.sub(r"\s+", "", one.help) in text
+        assert all(f"{setting.name}:" in one.help for setting in one.settings)
+
+
 def test_the_page_shows_every_variant_with_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["generate", "--help"]) == 0
     text = re.sub(r"[\s│]+", "", capsys.readouterr().out)
-    for one in (*sampling_rules().values(), *WIDTHS.values(), *DRAFTERS.values(), FUSION):
+    for one in (*sampling_rules().values(), *DRAFTERS.values(), FUSION):
         assert re.sub(r"\s+", "", one.help) in text
         assert all(f"{setting.name}:" in one.help for setting in one.settings)
     main = text.split("Mainoptions")[1].split("Inputandoutput")[0]

@@ -51,7 +51,7 @@ def test_killed_workers(job: MakeJob, undisturbed: Undisturbed) -> None:
     made = job(240)
     summary = made.folder / "summary.json"
     made.gate.hold(5)
-    process = made.start("--summary", str(summary))
+    process = made.start("--set", f"summary={summary}")
     for number in range(5):
         made.reach(process, 5 + 40 * number, os.getpid())
         workers = made.holders(process, os.getpid())
@@ -120,7 +120,7 @@ def test_schemas_that_would_end_a_worker(cluster: Any, tmp_path: Path) -> None:
     for place, schema in ((1, chain("defs", 3_000)), (2, chain("allOf", 3_000)), (4, explosion)):
         rows[place]["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
     made, summary = Job(tmp_path, cluster.address, rows, module="dsbd_cli"), tmp_path / "summary.json"
-    code, _, err = made.finish("--summary", str(summary), workers="1")
+    code, _, err = made.finish("--set", f"summary={summary}", workers="1")
     assert code == 3, err
     records = [json.loads(line) for line in made.output.read_text().splitlines()]
     assert [record["index"] for record in records] == list(range(6))
@@ -182,7 +182,7 @@ def test_one_worker_on_a_ray_of_its_own(job: MakeJob, undisturbed: Undisturbed, 
     """Records on standard output, and on standard error our lines alone, though the worker dies. Nothing is left."""
     made = job(60)
     made.gate.hold(10)
-    options = ("-o", "-", "--existing", "error", "--workers", "1", "--log", "verbose")
+    options = ("-o", "-", "--existing", "error", "--workers", "1", "--set", "log=verbose")
     own = ray_folder / "own"
     own.mkdir()
     with made.output.open("wb") as output:

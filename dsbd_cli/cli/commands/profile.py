@@ -268,7 +268,7 @@ def _renderer(groups: tuple[object, ...], prompts: Path | None) -> Callable[[For
 def _narrowed(groups: tuple[object, ...], min_width: int) -> str:
     """The threshold width as given, with another least width."""
     given = next((one.width for one in groups if isinstance(one, MethodOptions)), None)
-    name, settings = parse("--width", given, WIDTHS) if given is not None else ("", {})
+    name, settings = parse(option_name("width"), given, WIDTHS) if given is not None else ("", {})
     wide = WIDTHS[name] if name and WIDTHS[name].dynamic else next(one for one in WIDTHS.values() if one.dynamic)
     return spell(wide, {**settings, MIN_WIDTH.field: min_width})
 

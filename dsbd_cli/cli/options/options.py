@@ -69,7 +69,7 @@ class FileOptions(StreamOptions):
     )
     existing: Existing | None = option(
         MAIN,
-        "where --output exists: error; overwrite (also --set stats and --summary); resume: answer only the rows "
+        "where --output exists: error; overwrite (also --set stats and --set summary); resume: answer only the rows "
         "that it does not hold; retry: resume, and answer its failed rows again",
         default="error",
         metavar="WHAT",

@@ -85,7 +85,7 @@ def run_settings(
         _refuse(
             "there is no draft",
             ("--drafts-per-layer", method.drafts_per_layer),
-            (f"--width {wide}", wide),
+            (f"{option_name('width')}={wide}", wide),
         )
     if not rule.samples:
         _refuse(
@@ -96,7 +96,7 @@ def run_settings(
             ("--top-p", sampling.top_p),
             (option_name("min_p"), sampling.min_p),
             (option_name("warp_scope"), method.warp_scope),
-            (f"--width {wide}", wide),
+            (f"{option_name('width')}={wide}", wide),
             ("--seed", sampling.seed),
         )
     if allow is not None and sampling.stop:
@@ -210,7 +210,7 @@ def _chosen(given: MethodOptions) -> dict[str, object]:
     found |= {"drafter": name, **settings}
     for field, text, variants in (("rule", given.verify, sampling_rules()), ("width", given.width, WIDTHS)):
         if text is not None:
-            name, settings = parse("--verify" if field == "rule" else "--width", text, variants)
+            name, settings = parse("--verify" if field == "rule" else option_name(field), text, variants)
             found |= {field: found["rule"] if given.decode == "search" and field == "rule" else name, **settings}
     return found
 

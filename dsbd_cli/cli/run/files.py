@@ -68,15 +68,15 @@ def check_files(files: FileOptions) -> None:
     writes(files).load()
     named = [
         (option, path)
-        for option, path in (("--output", files.output), ("--set stats", files.stats), ("--summary", files.summary))
+        for option, path in (("--output", files.output), ("--set stats", files.stats), ("--set summary", files.summary))
         if path is not None and path != STANDARD
     ]
-    for option, path in (("--set stats", files.stats), ("--summary", files.summary)):
+    for option, path in (("--set stats", files.stats), ("--set summary", files.summary)):
         if path == STANDARD:
             raise UsageError(f"{option} needs a file: on standard output its lines would mix with the records")
     if files.existing == "overwrite" and not named:
         raise UsageError(
-            "--existing overwrite replaces --output, --set stats and --summary, but none is given: drop it"
+            "--existing overwrite replaces --output, --set stats and --set summary, but none is given: drop it"
         )
     _check_resume(files)
     for option, path in named:

@@ -33,11 +33,11 @@ class ReadRow(Protocol):
 
 
 class TooManyErrorsError(DsbdError):
-    """Error of a run in which as many rows failed as --max-errors allows."""
+    """Error of a run in which as many rows failed as --set max-errors allows."""
 
 
 def check_errors(failed: int, most: int | None, details: str) -> None:
-    """Raises TooManyErrorsError where as many rows failed as --max-errors says. details: what else there is to say."""
+    """Raises TooManyErrorsError where as many rows failed as --set max-errors says. details: what else to say."""
     if most is not None and failed >= most:
         rows = "a row has" if most == 1 else f"{most} rows have"
         raise TooManyErrorsError(f"{rows} failed{details}")

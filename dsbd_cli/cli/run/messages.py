@@ -34,7 +34,7 @@ class _Lines(logging.Handler):
 
 
 def set_style(*, json_lines: bool = False, quiet: bool | None = False) -> None:
-    """From now on every line is a JSON object (--log json), and nothing is said but errors (--quiet)."""
+    """From now on every line is a JSON object (--set log=json), and nothing is said but errors (--quiet)."""
     global _json, _quiet
     _json, _quiet = json_lines, bool(quiet)
     library = logging.getLogger("dsbd_cli")

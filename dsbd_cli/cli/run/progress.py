@@ -29,7 +29,7 @@ def begin_talk(talk: TalkOptions) -> None:
     """From now on messages are as the options want them. Raises UsageError for two that contradict each other."""
     set_style(json_lines=talk.log == "json", quiet=talk.quiet)
     if talk.quiet and talk.log == "verbose":
-        raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
+        raise UsageError("--quiet and --set log=verbose cannot be used together: give one of them")
 
 
 def row_line(index: int, row_id: str, error: object) -> str:
@@ -128,7 +128,7 @@ class Reporter:
             say(message, event="summary", fields=self.totals.numbers())
 
     def _name_failures(self) -> None:
-        """The first rows that failed, and where the others are; --log verbose has told each as it failed."""
+        """The first rows that failed, and where the others are; --set log=verbose has told each as it failed."""
         if self._verbose or not self._failures:
             return
         for text in self._failures:

@@ -1,4 +1,4 @@
-"""--summary: one JSON file that says what a run did, with what, and how it ended; written however it ends."""
+"""`--set summary`: one JSON file that says what a run did, with what, and how it ended; written however it ends."""
 
 from __future__ import annotations
 

@@ -107,9 +107,9 @@ def test_the_pieces_joined_are_the_best_text(method: dict[str, Any], codec: type
             for seed, end in enumerate(ends)
             for place, request in enumerate(requests(**{**end, "n_best": min(end.get("n_best", 1), most)}))
         ]
-        engine = make(codec(VOCABULARY, (2,)), batch_size=5 * len(ends), **method)
-        plain = list(engine.run(asked))
-        pieces = list(engine.stream(asked))
+        words = codec(VOCABULARY, (2,))
+        plain = list(make(words, batch_size=len(asked), **method).run(asked))
+        pieces = list(make(words, batch_size=5 * len(ends), **method).stream(asked))
         results = {piece.request.id: piece.result for piece in pieces if piece.result is not None}
         assert len(results) == len(plain) == 12 * len(ends)
         for expected in plain:

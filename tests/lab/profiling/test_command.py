@@ -70,7 +70,7 @@ def test_without_a_draft_and_with_threshold_width(dsbd: Dsbd, prompts: Path) -> 
     assert (done.code, done.faults) == (0, [])
     assert "Acceptance by depth" not in done.out
     assert "--draft none" in done.out
-    wide = ("--width", "threshold:min=2", "--verify", "rejection")
+    wide = ("--set", "width=threshold:min=2", "--verify", "rejection")
     done = dsbd("profile", "--input", str(prompts), *FEW, *wide)
     assert (done.code, done.faults) == (0, [])
     assert "D=4 K=3 W_min=2" in done.out
@@ -159,7 +159,7 @@ def unloadable(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--input", "{old}", "--task", "sql"), "--input and --task cannot be used together"),
         (("--input", "{old}"), "line 2: "),
         (("--input", "{empty}"), "holds no prompt"),
-        (("--draft", "none", "--width", "threshold:min=2"), "--width threshold:min=2 would do nothing"),
+        (("--draft", "none", "--set", "width=threshold:min=2"), "--set width=threshold:min=2 would do nothing"),
     ],
 )
 def test_what_is_refused_before_anything_is_loaded(
@@ -323,13 +323,14 @@ def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions
     words = shlex.split(_renderer((PairOptions(), given), Path("my prompts.jsonl"))(setting))
     assert words[:2] == ["dsbd", "generate"]
     assert words[-2:] == ["--input", "my prompts.jsonl"]
-    options = dict(zip(*[iter(words[2:])] * 2, strict=True))
+    pairs = list(zip(*[iter(words[2:])] * 2, strict=True))
+    options, settings = dict(pairs), dict(value.split("=", 1) for name, value in pairs if name == "--set")
     method = MethodOptions(
         verify=options.get("--verify"),
         num_beams=int(options["--num-beams"]) if "--num-beams" in options else None,
         drafts_per_layer=int(options["--drafts-per-layer"]) if "--drafts-per-layer" in options else None,
         depth=options.get("--depth"),
-        width=options.get("--width"),
+        width=settings.get("width"),
     )
     pair = PairOptions(draft=options.get("--draft"))
     found = run_settings(pair, method, SamplingOptions(), DeviceOptions(), RowOptions()).method
@@ -338,7 +339,7 @@ def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions
         assert found.drafts_per_layer == setting.drafts_per_layer
         assert setting.min_width is None or (found.width, found.value(MIN_WIDTH)) == ("threshold", setting.min_width)
     assert found.rule == (given.verify or "coupled")
-    assert options.get("--set") == ("memory-saving=true" if given.memory_saving else None)
+    assert settings.get("memory-saving") == ("true" if given.memory_saving else None)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +356,7 @@ def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions
         (
             (MethodOptions(verify="rejection"), SamplingOptions(temperature=0.5), DeviceOptions(dtype="float32")),
             ForestSize(4, 12, 2),
-            "--drafts-per-layer 12 --verify rejection --width threshold:min=2 --temperature 0.5 --dtype float32",
+            "--drafts-per-layer 12 --verify rejection --set width=threshold:min=2 --temperature 0.5 --dtype float32",
         ),
         ((MethodOptions(warp_scope="beam", memory_saving=False),), ForestSize(4, 8), "--depth 4 --set warp-scope=beam"),
     ],

@@ -307,7 +307,7 @@ def test_texts_and_logprobs_to_the_last_bit(rule: str, dtype: str) -> None:
     for batch in (3, 6):
         assert texts(pair.target, None, pair.codec, batch, rule=rule, depth=0) == alone
     assert texts(pair.target, pair.draft, pair.codec, 4, rule=rule, depth=3) == alone
-    assert texts(pair.target, None, pair.codec, 1, rule=rule, depth=4, drafter="ngram") == alone
+    assert texts(pair.target, None, pair.codec, 3, rule=rule, depth=4, drafter="ngram") == alone
 
 
 def test_fast_numerics_promise_less() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -59,11 +59,51 @@ def _remembered(real: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return call
 
 
+def _shaped_once(shape: Sequence[Any], known: dict[tuple[int, ...], Any], make: Callable[[], Any]) -> Any:
+    """What belongs to a shape, made once. shape: of integers, or of constants that stand for them."""
+    key = tuple(one.value if isinstance(one, tl.constexpr) else one for one in shape)
+    if key not in known:
+        known[key] = make()
+    return known[key]
+
+
+def _typed_once(real: Callable[..., None]) -> Callable[..., None]:
+    """triton's `block_type.__init__`, which checks and spells a shape at each call."""
+    known: dict[tuple[int, ...], Any] = {}
+
+    def call(self: Any, element_ty: Any, shape: Any) -> None:
+        def make() -> tuple[Any, int, str]:
+            real(self, element_ty, shape)
+            return self.shape, self.numel, str(self.shape)
+
+        self.shape, self.numel, text = _shaped_once(shape, known, make)
+        self.element_ty, self.name = element_ty, f"<{text}, {element_ty}>"
+
+    return call
+
+
+def _constants_once(real: Callable[..., None]) -> Callable[..., None]:
+    """triton's `tensor.__init__`, which makes constants of a shape at each call."""
+    known: dict[tuple[int, ...], Any] = {}
+
+    def call(self: Any, handle: Any, type: Any) -> None:
+        def make() -> tuple[Any, Any]:
+            real(self, handle, type)
+            return self.shape, self.numel
+
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = _shaped_once(type.shape if type.is_block() else (), known, make)
+
+    return call
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _fewer_repetitions() -> Iterator[None]:
     """Most of the interpreter's time goes to finding out the same again."""
     with (
         patch.object(interpreter, "_patch_lang", _patched_once(interpreter._patch_lang)),
         patch.object(interpreter, "_get_np_dtype", _remembered(interpreter._get_np_dtype)),
+        patch.object(tl.block_type, "__init__", _typed_once(tl.block_type.__init__)),
+        patch.object(tl.tensor, "__init__", _constants_once(tl.tensor.__init__)),
     ):
         yield
