@@ -42,7 +42,7 @@ from dsbd_cli.models.decoder.load import DecoderCheckpoint, build_decoder, diffe
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.forest_model import BaseForestModel, SelfTestReport
 from dsbd_cli.models.stored_tokenizer import store, stored
-from dsbd_cli.models.tokenizer import HFCodec
+from dsbd_cli.models.tokenizer import HFCodec, bytes_of_tokens
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops.select import GPU_LAYERS, ops_for
 
@@ -155,10 +155,13 @@ class _DecoderLoad:
         silence = contextlib.nullcontext() if known else quiet()  # which imports transformers
         with silence, ThreadPoolExecutor(1) as beside:
             tokenizer = beside.submit(self._tokenizer)
+            table = beside.submit(lambda: bytes_of_tokens(tokenizer.result()))
             if self._description.config is not None:
                 beside.submit(import_decoder_code, self._description.config)
             found = self._loaded(tokenizer)
-            return found if isinstance(found, str) else (found, self._codec(found, tokenizer.result()))
+            if isinstance(found, str):
+                return found
+            return found, HFCodec(tokenizer.result(), eos_ids(found.settings, tokenizer.result()), table.result())
 
     def _loaded(self, tokenizer: Future[Any]) -> BaseForestModel | str:
         """Return the model, or the reason why transformers has to run it."""
@@ -202,9 +205,6 @@ class _DecoderLoad:
         if self._description.tokenizer is None:
             return load_tokenizer(self._place, self._spec)
         return stored(self._description.tokenizer, load) or load()
-
-    def _codec(self, model: BaseForestModel, tokenizer: Any) -> HFCodec:
-        return HFCodec(tokenizer, eos_ids(model.settings, tokenizer))
 
     def _keep(self, found: Mapping[str, object], model: BaseForestModel, tokenizer: Any) -> None:
         """Keep what was found, and what the checkpoint is."""

@@ -68,11 +68,13 @@ class Tokenizer(Protocol):
 class HFCodec:
     """Text to ids and back through one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos_ids: tuple[int, ...], table: list[bytes] | None = None) -> None:
+        """eos_ids: tokens that end a sequence. table: what `bytes_of_tokens` gives for the tokenizer, where it is
+        known."""
         self._tokenizer = tokenizer
         self._original: Any = None
         self._eos_ids = eos_ids
-        self._bytes: list[bytes] | None = None
+        self._bytes = table
         self._cover: _Cover | None = None
         self._rendered: tuple[list[dict[str, str]], str] | None = None  # the last conversation: its size is asked first
 
@@ -191,11 +193,12 @@ class HFCodec:
         One list is made and kept: do not change it. Model logits may be wider than this list (padding ids).
         """
         if self._bytes is None:
-            self._bytes = _token_bytes(self._tokenizer)
+            self._bytes = bytes_of_tokens(self._tokenizer)
         return self._bytes
 
 
-def _token_bytes(tokenizer: Tokenizer) -> list[bytes]:
+def bytes_of_tokens(tokenizer: Tokenizer) -> list[bytes]:
+    """Return the bytes of every token, as HFCodec.token_bytes does."""
     vocabulary = tokenizer.get_vocab()
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
     added = tokenizer.added_tokens_decoder

@@ -104,11 +104,10 @@ def check(model: CheckableModel) -> Verdict:
     if _size(model) < 1:
         return Verdict(f"it has positions for {model.max_positions} tokens only, too few for the check")
     try:
-        alone = _logits(model, Surroundings())
+        with HalfProducts() as products:
+            alone = _logits(model, Surroundings())
         if not model.by_parts:
             return Verdict("some of its layers do not attend by our function")
-        with HalfProducts() as products:
-            _logits(model, Surroundings())
         if products.found and model.device.type == "cpu":
             return Verdict("some of its half-precision products are torch's own, which go by the number of rows")
         for company in COMPANIES:
