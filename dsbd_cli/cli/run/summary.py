@@ -114,8 +114,9 @@ class Totals:
     def add(self, result: RequestResult) -> None:
         """Count what one result cost and gave."""
         self.prompt_tokens += result.prompt_tokens
-        self.tokens += sum(beam.num_tokens for beam in result.hypotheses[:1])
-        self.all_tokens += sum(beam.num_tokens for beam in result.hypotheses)
+        counts = [beam.num_tokens for beam in result.hypotheses]
+        self.tokens += counts[0] if counts else 0
+        self.all_tokens += sum(counts)
         self.truncated_rows += result.truncated_tokens > 0
         self.invalid_rows += result.invalid
         self.stats.add(result.stats)

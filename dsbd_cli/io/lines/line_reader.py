@@ -35,7 +35,7 @@ class LineReader:
     so that what was read can still be answered; then `check()`, or leaving the `with` block without an exception,
     raises it as a DsbdError.
 
-    Held are 4096 lines or 8 MiB, whatever comes first, and one line more.
+    Held are 4096 lines or 8 MiB, whatever comes first, and one line more; as many may have been taken already.
     """
 
     def __init__(self, stream: BinaryIO, name: str, *, limit: int = MAX_LINE_BYTES) -> None:
@@ -57,23 +57,24 @@ class LineReader:
         while True:
             # One that computed meanwhile is not kept waiting; one that comes back at once has nothing else to do.
             busy = left is not None and time.monotonic() - left > BUSY_S
-            line = self._take(0.0 if busy else WAIT_S)
-            left = time.monotonic() if line is None else None
-            if line is None and self._ended and not self._held:
-                return
-            yield line
+            lines = self._take(0.0 if busy else WAIT_S)
+            left = None if lines else time.monotonic()
+            if not lines:
+                if self._ended and not self._held:
+                    return
+                yield None
+            while lines and not self._closed:
+                yield lines.popleft()
 
-    def _take(self, wait_s: float) -> NumberedLine | None:
-        """The next line; None if none has come in time, and at the end."""
+    def _take(self, wait_s: float) -> deque[NumberedLine]:
+        """Take all lines that are held; none if none has come in time, and at the end."""
         with self._changed:
             if not self._held and not self._ended and wait_s:
                 self._changed.wait_for(lambda: self._held or self._ended, wait_s)
-            if not self._held:
-                return None
-            line = self._held.popleft()
-            self._held_bytes -= _size(line)
-            self._changed.notify_all()
-            return line
+            lines, self._held, self._held_bytes = self._held, deque(), 0
+            if lines:
+                self._changed.notify_all()
+            return lines
 
     def _read(self) -> None:
         """Read lines until the end: the work of the thread."""
