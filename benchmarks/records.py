@@ -27,10 +27,10 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.io.lines.line_reader import LineReader
-from dsbd_cli.io.records.native import native_record
-from dsbd_cli.io.records.openai import openai_record
-from dsbd_cli.io.records.output import MethodRecord
+from dsbd_cli.io.records.native_record import native_record
+from dsbd_cli.io.records.openai_record import openai_record
 from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.io.records.record_parts import MethodRecord
 from dsbd_cli.io.records.row import Row
 from dsbd_cli.requests import Hypothesis, Request, RequestResult
 from dsbd_cli.stats import RequestStats

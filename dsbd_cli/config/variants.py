@@ -281,19 +281,19 @@ LOOKUPS = Variant(name="A+B", text="two that read text", settings=(SECOND_DRAFTS
 FORMATS: dict[str, Format] = _table(
     Format(
         name="native",
-        make="dsbd_cli.io.records.native:native_record",
+        make="dsbd_cli.io.records.native_record:native_record",
         text="records with scores and counters",
         resumable=True,
     ),
     Format(
         name="openai",
-        make="dsbd_cli.io.records.openai:openai_record",
+        make="dsbd_cli.io.records.openai_record:openai_record",
         text="lines of the OpenAI batch form",
         resumable=True,
     ),
     Format(
         name="text",
-        make="dsbd_cli.io.records.native:text_record",
+        make="dsbd_cli.io.records.native_record:text_record",
         text="the text alone, escaped as in JSON; an empty line for a row that failed",
     ),
 )

@@ -77,7 +77,7 @@ FORMAT = '''
 """id and text with a tab between them."""
 
 from dsbd_cli.config import variant
-from dsbd_cli.io.records.output import row_error
+from dsbd_cli.io.records.record_parts import row_error
 
 OFFER = variant.Format(name="tsv", make="extension:tsv", text="id, tab, text")
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.io.lines.jsonl import read_lines
-from dsbd_cli.io.records.native import native_record, text_record
-from dsbd_cli.io.records.openai import openai_record
-from dsbd_cli.io.records.output import MethodRecord
+from dsbd_cli.io.records.native_record import native_record, text_record
+from dsbd_cli.io.records.openai_record import openai_record
 from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.io.records.record_parts import MethodRecord
 from dsbd_cli.io.records.row import Row
 from dsbd_cli.requests import Hypothesis, RequestResult
 from dsbd_cli.stats import RequestStats
@@ -169,9 +169,9 @@ CHILD = """
 import resource
 from dsbd_cli.io.lines.jsonl import read_lines
 from dsbd_cli.config.method import MethodConfig
-from dsbd_cli.io.records.output import MethodRecord
+from dsbd_cli.io.records.record_parts import MethodRecord
 from dsbd_cli.io.records.reader import RowReader
-from dsbd_cli.io.records.native import native_record
+from dsbd_cli.io.records.native_record import native_record
 import io
 SIZE = 10_000_000
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))

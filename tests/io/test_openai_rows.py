@@ -9,7 +9,7 @@ import pytest
 
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.io.records.forms import UNSUPPORTED
+from dsbd_cli.io.records.input_forms import UNSUPPORTED
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.io.records.row import Row
 from dsbd_cli.requests import Request, derive_seed

@@ -16,10 +16,10 @@ from dsbd_cli.cli.run.summary import Totals
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import InvalidRowError, NumericalError, OutOfMemoryRowError, PromptTooLongError, RowError
-from dsbd_cli.io.records.native import native_record, step_records, text_record
-from dsbd_cli.io.records.openai import openai_record
-from dsbd_cli.io.records.output import MethodRecord, fingerprint_difference, row_error, run_fingerprint
+from dsbd_cli.io.records.native_record import native_record, step_records, text_record
+from dsbd_cli.io.records.openai_record import openai_record
 from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.io.records.record_parts import MethodRecord, fingerprint_difference, row_error, run_fingerprint
 from dsbd_cli.io.records.row import Row
 from dsbd_cli.requests import Hypothesis, RequestResult, TokenDetail
 from dsbd_cli.stats import DrafterStats, LayerStats, RequestStats, StepStats

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.io.records.forms import ROW_FIELDS
+from dsbd_cli.io.records.input_forms import ROW_FIELDS
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.io.records.row import LongLine, Row
 from dsbd_cli.requests import Request, derive_seed

@@ -30,7 +30,7 @@ from dsbd_cli.cli.options.settings import RunSettings, run_settings
 from dsbd_cli.cli.run.files import can_resume, check_files, count_rows, file_hash, open_input_lines, resuming, writes
 from dsbd_cli.cli.run.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
 from dsbd_cli.cli.run.messages import say
-from dsbd_cli.cli.run.outputs import Outputs
+from dsbd_cli.cli.run.output_files import Outputs
 from dsbd_cli.cli.run.progress import Reporter, begin_talk
 from dsbd_cli.cli.run.shard import Shard, shard_of, sharded_files
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
@@ -38,7 +38,7 @@ from dsbd_cli.cli.run.summary import Summary, rows_exit_code
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.errors import UsageError, plural
 from dsbd_cli.io.lines.line_reader import LineReader
-from dsbd_cli.io.records.output import MethodRecord, run_fingerprint
+from dsbd_cli.io.records.record_parts import MethodRecord, run_fingerprint
 from dsbd_cli.io.records.row import LongLine, Row
 
 if TYPE_CHECKING:

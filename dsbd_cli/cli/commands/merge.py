@@ -21,7 +21,7 @@ from dsbd_cli.io.lines.jsonl import LineWriter, check_new
 from dsbd_cli.io.lines.lock import open_locked, open_shared
 from dsbd_cli.io.lines.parts import PartFile, in_order, one_after_another, scan
 from dsbd_cli.io.lines.resume import Settings, read_run, replacing, settings_file, write_settings
-from dsbd_cli.io.records.output import fingerprint_difference
+from dsbd_cli.io.records.record_parts import fingerprint_difference
 
 SHOWN = 5  # parts that are named in a message, at most
 BESIDE = "give parts, with the file beside each of them"

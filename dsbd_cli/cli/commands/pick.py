@@ -18,7 +18,7 @@ from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import MAIN, MAX_ERRORS, PIPED, Existing, FileOptions, StreamOptions, TalkOptions
 from dsbd_cli.cli.run.files import can_resume, check_files, open_input_lines, resuming
 from dsbd_cli.cli.run.flow import check_errors
-from dsbd_cli.cli.run.outputs import Outputs
+from dsbd_cli.cli.run.output_files import Outputs
 from dsbd_cli.cli.run.progress import Reporter, begin_talk, row_line
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import rows_exit_code
@@ -26,7 +26,7 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError, option_name, plural, reading
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.line_reader import LineReader
-from dsbd_cli.io.records.output import dump_line
+from dsbd_cli.io.records.record_parts import dump_line
 from dsbd_cli.io.records.row import LongLine
 from dsbd_cli.pick.candidate_rows import CandidateRow, group_of_lines, record_row
 from dsbd_cli.pick.choosers import METRICS, ByRisk, ByScore, ByVote, Choice, Chooser, Equal, Weights

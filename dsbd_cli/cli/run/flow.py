@@ -12,8 +12,8 @@ from dsbd_cli.cli.run.shard import Shard
 from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError
 from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.io.lines.resume import DoneRows
-from dsbd_cli.io.records.native import step_records
-from dsbd_cli.io.records.output import row_error
+from dsbd_cli.io.records.native_record import step_records
+from dsbd_cli.io.records.record_parts import row_error
 from dsbd_cli.io.records.row import LongLine, Row
 from dsbd_cli.requests import Request, RequestResult
 

@@ -19,7 +19,7 @@ from dsbd_cli.cli.run.signals import StoppedError
 from dsbd_cli.errors import DsbdError, OutputError, plural
 from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
 from dsbd_cli.io.lines.resume import check_replaceable, write_atomically
-from dsbd_cli.io.records.native import drafter_fields, phase_seconds
+from dsbd_cli.io.records.native_record import drafter_fields, phase_seconds
 from dsbd_cli.lab.metrics.environment import installed
 from dsbd_cli.requests import EngineInfo, RequestResult
 from dsbd_cli.stats import RequestStats

@@ -17,8 +17,8 @@ from dsbd_cli.engine.drafting.bridge.bridged import AnyDraft, BridgedDraft
 from dsbd_cli.engine.protocols import ForestModel, TextCodec
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.io.lines.jsonl import LineWriter
-from dsbd_cli.io.records.native import native_record
-from dsbd_cli.io.records.output import MethodRecord
+from dsbd_cli.io.records.native_record import native_record
+from dsbd_cli.io.records.record_parts import MethodRecord
 from dsbd_cli.io.records.row import Row
 from dsbd_cli.lab.metrics.memory import synchronise
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError

@@ -32,7 +32,7 @@ from dsbd_cli.io.lines.resume import (
     whole_size,
     write_settings,
 )
-from dsbd_cli.io.records.output import fingerprint_difference
+from dsbd_cli.io.records.record_parts import fingerprint_difference
 
 
 class Outputs:

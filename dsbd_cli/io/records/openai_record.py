@@ -13,8 +13,8 @@ from __future__ import annotations
 import orjson
 
 from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongError, RowError
-from dsbd_cli.io.records.native import usage
-from dsbd_cli.io.records.output import MethodRecord, dump_line, row_error
+from dsbd_cli.io.records.native_record import usage
+from dsbd_cli.io.records.record_parts import MethodRecord, dump_line, row_error
 from dsbd_cli.io.records.row import Fields, Row
 from dsbd_cli.requests import Hypothesis, Request, RequestResult, TokenDetail
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from dsbd_cli.io.records.output import MethodRecord, dump_line, row_error
+from dsbd_cli.io.records.record_parts import MethodRecord, dump_line, row_error
 from dsbd_cli.io.records.row import Fields, Row
 from dsbd_cli.requests import Hypothesis, RequestResult
 from dsbd_cli.stats import DrafterStats, RequestStats, StepStats
