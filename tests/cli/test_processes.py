@@ -219,8 +219,9 @@ def test_start_up_imports_neither_torch_nor_transformers() -> None:
 
 
 @pytest.mark.parametrize("module", ["dsbd_cli.cli.app", "typer", "torch", "transformers"])
-def test_an_interrupt_during_start_is_one_line(module: str) -> None:
-    """The signal comes as the module begins to be imported."""
+def test_an_interrupt_during_start_is_one_line(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes as the module begins to be imported; transformers only at a first load."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code = (
         "import runpy, signal, sys\n"
         "class Interrupting:\n"

@@ -301,14 +301,14 @@ def test_acceptance_is_counted_by_drafter(index: str) -> None:
 class Looking(Observer):
     """Looks at everything and does nothing."""
 
-    looks = True
+    attached = True
 
 
 class Counting(Observer):
     """Counts by drafter what an engine of drafter beam+retrieval drafts and accepts in the layers it reaches. All texts
     have `length` tokens."""
 
-    looks = True
+    attached = True
 
     def __init__(self, engine: Engine, length: int) -> None:
         self.nodes, self.accepted, self.length = Counter[str](), Counter[str](), length

@@ -23,9 +23,9 @@ needs_packing = pytest.mark.skipif(not packing_works(torch.float32), reason="thi
 @pytest.fixture(params=["Compiled", "Torch"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Our kernel alone, or torch's operators alone."""
-    works = select._works
+    works = select._packs
     monkeypatch.setattr(
-        select, "_works", lambda backend, dtype: backend.__name__ == request.param and works(backend, dtype)
+        select, "_packs", lambda backend, dtype: backend.__name__ == request.param and works(backend, dtype)
     )
     return str(request.param)
 
@@ -145,7 +145,7 @@ def test_the_default_dtype_of_torch_is_not_the_kernels(backend: str) -> None:
 
 @needs_packing
 def test_a_width_that_fills_no_words_takes_torchs_way() -> None:
-    if not select._works(packing.Torch, torch.bfloat16):
+    if not select._packs(packing.Torch, torch.bfloat16):
         pytest.skip("torch's way does not serve bfloat16 on this processor, so such a layer stays as it is")
     torch.manual_seed(7)
     linear = nn.Linear(161, 72, dtype=torch.bfloat16).requires_grad_(False)
