@@ -9,16 +9,14 @@ beams, no draft. `first`: what checks at load find is not kept yet (each run has
 is. Kernels are compiled before. transformers loads the same folder in the same dtype and generates as many tokens.
 Memory is the process's own (RssAnon), sampled every 20 ms; files that are mapped do not count.
 
-The host of a virtual machine may take free memory back, and give it again page by page when it is used, which takes
-seconds for some GB. So a run with a target is made twice: as the machine is, and after another process has just written
-as much memory (`memory at hand`).
+The host of a virtual machine may take free memory back, and give it again page by page when it is used. That takes
+seconds for some GB, and counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import subprocess
 import sys
@@ -87,16 +85,6 @@ def measured(command: list[str], stdin: bytes, cache: str) -> dict[str, float]:
     return {"first_s": first, "all_s": time.perf_counter() - start, "processor_s": spent, "own_gb": most * 1024 / 1e9}
 
 
-def take_memory(size: int) -> None:
-    """Write so many bytes of memory in another process, and free them."""
-    if not (child := os.fork()):
-        taken = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for place in range(0, size, mmap.PAGESIZE):
-            taken[place] = 1
-        os._exit(0)
-    os.waitpid(child, 0)
-
-
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -113,19 +101,13 @@ def main() -> None:
         dsbd += ["--dtype", options.dtype, "--max-new-tokens", str(TOKENS)]
         dsbd += ["--quantize", options.quantize] if options.quantize else []
         stdin = json.dumps(PROMPT).encode() + b"\n"
-    stored = 0
-    if options.target:  # as much again for what is between
-        stored = 2 * sum(file.stat().st_size for file in Path(options.target).glob("*.safetensors"))
     runs = list[dict[str, object]]()
     with tempfile.TemporaryDirectory() as kept:
         measured(dsbd, stdin, kept)  # compiles kernels, reads files
         for number in range(options.rounds):
-            for beside in ("", ", memory at hand")[: 2 if options.target else 1]:
-                with tempfile.TemporaryDirectory() as empty:
-                    for way, cache in (("first", empty), ("later", kept)):
-                        if beside:
-                            take_memory(stored)
-                        runs.append({"way": way + beside, "round": number, **measured(dsbd, stdin, cache)})
+            with tempfile.TemporaryDirectory() as empty:
+                for way, cache in (("first", empty), ("later", kept)):
+                    runs.append({"way": way, "round": number, **measured(dsbd, stdin, cache)})
             if options.target:
                 theirs = [sys.executable, "-c", THEIRS, options.target, options.dtype]
                 runs.append({"way": "transformers", "round": number, **measured(theirs, b"", kept)})
