@@ -230,19 +230,20 @@ class ForestBuffer:
             slots=torch.where(behind >= 0, behind, trash),
             mask=mask,
             slot_positions=self._positions,
+            late=self.sizes.draft_backlog,
         )
 
     def late_and_roots(self) -> ForestInput:
         """Return the input of a forward over the tokens of the backlog and the roots."""
         if self.layout is None:
             (tokens, positions, slots), mask = self.joined[0].unbind(0), self.joined[1]
-            return ForestInput(tokens, positions, slots, mask, self._positions)
+            return ForestInput(tokens, positions, slots, mask, self._positions, late=self.sizes.draft_backlog)
         draft_backlog, own = self.draft_backlog(), self.input(0)
         tokens, positions, slots, mask = (
             torch.cat((getattr(draft_backlog, name), getattr(own, name)), 1)
             for name in ("tokens", "positions", "slots", "mask")
         )
-        return ForestInput(tokens, positions, slots, mask, self._positions)
+        return ForestInput(tokens, positions, slots, mask, self._positions, late=draft_backlog.late)
 
     @property
     def _positions(self) -> Tensor:
