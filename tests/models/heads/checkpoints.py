@@ -109,7 +109,7 @@ class ScalarHead:
         self.tensors = {self._plain(name): value for name, value in tensors.items()}
         layer = config.get("transformer_layer_config", config)
         self.theta, self.eps = layer.get("rope_theta", 10000.0), layer["rms_norm_eps"]
-        self.embedding = self.tensors.get("embed_tokens.weight", target.get_input_embeddings().weight)
+        self.embedding = self.tensors.get("embed_tokens", target.get_input_embeddings().weight)
 
     @staticmethod
     def _plain(name: str) -> str:

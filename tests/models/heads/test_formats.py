@@ -190,7 +190,7 @@ def test_mtp_that_is_not_understood(form: str, tmp_path: Path) -> None:
     target = load_model(spec_for(place, "draft"))[0]
     at = "mtp." if form == "qwen" else "model.layers.4."
     change(place, lambda one: one.update({f"{at}strange.weight": torch.ones(64)}))
-    with pytest.raises(ModelError, match="the tensor strange.weight is not known"):
+    with pytest.raises(ModelError, match=r"the tensor strange\.weight is not known"):
         read("mtp", target)
     second = "mtp.layers.1.mlp.up_proj.weight" if form == "qwen" else "model.layers.5.eh_proj.weight"
     change(place, lambda one: one.update({second: torch.ones(64)}))
@@ -201,7 +201,7 @@ def test_mtp_that_is_not_understood(form: str, tmp_path: Path) -> None:
 def test_one_head_reads_a_target(target: Any, tmp_path: Path) -> None:
     place = eagle3(tmp_path, "raw")
     read(place, target)
-    with pytest.raises(ModelError, match="a head reads the states of .* already"):
+    with pytest.raises(ModelError, match=r"a head reads the states of .* already"):
         read(place, target)
     target.tap(None)
     target.tap(StateTap((1,), 64, lambda taken: taken[0]))

@@ -26,6 +26,7 @@ from dsbd_cli.engine.drafting.base import DraftContext
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.planning.planner import Shape
 from dsbd_cli.engine.protocols import ForestInput, HeadModel
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel, StateTap
 from dsbd_cli.models.heads.head_model import HeadForestModel
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
@@ -58,7 +59,7 @@ def save_pair(folder: Path, form: str, dtype: torch.dtype = torch.float32, **cha
     """Write a target and its head; return both, and transformers' target."""
     theirs = build_decoder("llama", num_hidden_layers=LAYERS, **changes)
     target = save_decoder(folder / "target", theirs, dtype)
-    kind = form.split()[0]
+    kind = form.split(maxsplit=1)[0]
     if kind in ("qwen", "deepseek"):
         return add_mtp(target, kind), "mtp", theirs
     return target, str(eagle3(folder / "head", kind, **FORMS[form])), theirs
@@ -99,6 +100,7 @@ class Watch(Observer):
     """Compares the states of all live beams and the laws of all drafted nodes with formulas.
 
     logits: of the head, of each forward of a layer in this iteration. worst: largest differences of states and laws.
+    passed: layers that were drafted and that passed. before: key, length and layers of each row's last iteration.
     """
 
     head: HeadForestModel
@@ -106,7 +108,8 @@ class Watch(Observer):
     logits: list[Tensor] = field(default_factory=list)
     worst: list[float] = field(default_factory=lambda: [0.0, 0.0])
     counted: list[int] = field(default_factory=lambda: [0, 0])
-    depths: list[int] = field(default_factory=list)
+    passed: set[tuple[int, int]] = field(default_factory=set)
+    before: dict[int, tuple[tuple[int, int], int]] = field(default_factory=dict)
     attached: bool = True
 
     def __post_init__(self) -> None:
@@ -116,7 +119,6 @@ class Watch(Observer):
     def drafted(self, context: DraftContext, forest: Forest) -> None:
         table, beams = context.table, context.beams
         states = self.head.target.states
-        self.depths.append(forest.depth)
         texts: dict[tuple[int, int], list[int]] = {}
         for row, root in beams.valid.nonzero().tolist():
             prefix = int(table.common_prefix[row])
@@ -125,11 +127,16 @@ class Watch(Observer):
             assert table.positions[row, slots].tolist() == [*range(len(text))]
             if text:
                 self.note(0, apart(states[row, slots], self.truth(tuple(text))))
-        laws = [one for one in self.logits if one is not None]
+        for row, text in enumerate(zip(context.row_key.tolist(), beams.length.tolist(), strict=True)):
+            before, depth = self.before.get(row, ((0, 0), 0))
+            if before[0] == text[0]:
+                self.passed.add((depth, text[1] - before[1] - 1))
+            self.before[row] = text, forest.depth
+        laws = list(self.logits)
         assert len(laws) == forest.depth
-        for depth, found in enumerate(laws):
+        for depth, law in enumerate(laws):
             nodes = forest.layers[depth]
-            found = found[:, -nodes.token.shape[1] :]
+            found = law[:, -nodes.token.shape[1] :]
             for row, node in nodes.valid.nonzero().tolist():
                 text = texts[row, int(nodes.root[row, node])]
                 start = int(beams.token[row, int(nodes.root[row, node])])
@@ -150,17 +157,23 @@ def follow(head: HeadForestModel, guide: Any, watch: Watch, monkeypatch: pytest.
         found, better = forward(batch, logits=logits), guide.forward(batch, logits=logits)
         if logits:
             watch.logits.append(found.clone())
+            better[..., ::7] = float("-inf")  # which some layers fail for
             better = better if head.head_ids is None else better[..., head.head_ids]
         return better
 
     monkeypatch.setattr(head, "forward", both)
+
+    def of_both(name: str) -> Callable[..., None]:
+        calls = getattr(head, name), getattr(guide, name)
+
+        def call(*given: Any, **more: Any) -> None:
+            for one in calls:
+                one(*given, **more)
+
+        return call
+
     for name in ("reserve", "release", "select_rows", "clear", "copy_prefixes", "move"):
-
-        def call(*given: Any, mine: Any = getattr(head, name), other: Any = getattr(guide, name), **more: Any) -> None:
-            mine(*given, **more)
-            other(*given, **more)
-
-        monkeypatch.setattr(head, name, call)
+        monkeypatch.setattr(head, name, of_both(name))
 
 
 def requests(new: int, rule: str) -> Iterator[Request]:
@@ -216,19 +229,16 @@ def test_states_and_laws_are_those_of_a_formula(
     engine = engine_of(pair.target, head, rule, beams, max(depths))
     choose(engine, depths, monkeypatch)
     engine.observe(watch)
-    passed: set[int] = set()
     found = []
     for result in engine.run(requests(6, rule)):
         assert result.error is None
         found.append([(beam.token_ids, beam.logprob) for beam in result.hypotheses])
-        passed.add(result.stats.accepted)
     assert found == plain
     assert watch.worst[0] <= 1e-5, "states"
     assert watch.worst[1] <= 1e-5, "laws"
-    assert watch.counted[0] > 50
-    assert watch.counted[1] > 50
-    assert max(passed) > 10
-    assert set(watch.depths) == set(depths)
+    assert min(watch.counted) > 20
+    assert {depth for depth, _ in watch.passed} == set(depths)
+    assert len({count for depth, count in watch.passed if depth}) > 2
 
 
 @pytest.mark.parametrize("form", ["speculators", "qwen"])
@@ -245,7 +255,12 @@ def test_no_text_depends_on_the_head(form: str, rule: str, beams: int, loaded: L
 def test_no_text_depends_on_the_taps(loaded: Loads) -> None:
     pair, head, _ = loaded("speculators")
     untapped, _ = load_model(spec_for(pair.target.name))
-    assert answers(engine_of(untapped, None, "search", 4)) == answers(engine_of(pair.target, head, "search", 4))
+    plain = answers(engine_of(untapped, None, "search", 4))
+    assert answers(engine_of(pair.target, head, "search", 4)) == plain
+    assert isinstance(untapped, DecoderForestModel)
+    untapped.tap(StateTap((2,), 64, lambda taken: taken[0]))  # programs that were built without it are dropped
+    assert answers(engine_of(untapped, None, "search", 4)) == plain
+    assert untapped.states.any()
 
 
 @needs_int8
@@ -287,7 +302,7 @@ def test_what_the_engine_sees(loaded: Loads) -> None:
 
 def test_a_state_goes_where_its_slot_goes(loaded: Loads) -> None:
     """Guards select_rows, clear and copies, of which a text alone would not tell."""
-    pair, head, formula = loaded("qwen")
+    pair, _, formula = loaded("qwen")
     target = pair.target
     target.release()
     target.reserve(3, 20)
@@ -320,4 +335,4 @@ def test_the_one_call_takes_a_head(tmp_path: Path) -> None:
         assert engine.info is not None
         assert engine.info.draft == "mtp"
         assert "draft: MTP layer (mtp.*); it reads the states after the final norm" in engine.info.notes
-        assert engine.generate("w5 w6").num_tokens
+        assert engine.generate("w5 w6").hypotheses
