@@ -42,7 +42,7 @@ class ForestInput:
             counted.
         chain: a prefill. The real nodes of a row stand first, follow one another from the row's common prefix on, and
             each sees all before it; they join the common prefix.
-        late: how many leading nodes the draft runs after the target has run them.
+        late: how many leading nodes the target has run before; of a draft, where logits are wanted.
     """
 
     tokens: Tensor

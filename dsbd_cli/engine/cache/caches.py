@@ -52,6 +52,7 @@ class Caches:
         # found once, because a check of a protocol asks every property
         self._readers = [model for model in self.models if isinstance(model, EncoderDecoderModel)]
         self.draft_guesses = isinstance(draft, HeadModel)
+        assert not isinstance(draft, HeadModel) or draft.target is target, "a head reads the states of its own target"
         self.slots = self.window = 0
         self.observer = CacheObserver()
         self._recurrent = any(model.state_bytes(0) for model in self.models)

@@ -230,7 +230,6 @@ class ForestBuffer:
             slots=torch.where(behind >= 0, behind, trash),
             mask=mask,
             slot_positions=self._positions,
-            late=self.sizes.draft_backlog,
         )
 
     def late_and_roots(self) -> ForestInput:
@@ -243,7 +242,7 @@ class ForestBuffer:
             torch.cat((getattr(draft_backlog, name), getattr(own, name)), 1)
             for name in ("tokens", "positions", "slots", "mask")
         )
-        return ForestInput(tokens, positions, slots, mask, self._positions, late=draft_backlog.late)
+        return ForestInput(tokens, positions, slots, mask, self._positions, late=self.sizes.draft_backlog)
 
     @property
     def _positions(self) -> Tensor:

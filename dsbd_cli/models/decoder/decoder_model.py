@@ -154,10 +154,10 @@ class DecoderForestModel(BaseForestModel):
     def size(self) -> ModelSize:
         weights, spec = self.decoder.weights, self.decoder.spec
         linears = [linear for layer in weights.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        stored = [held for linear in (*linears, weights.head) for held in _stored(linear)]
+        held = [one for linear in (*linears, weights.head) for one in stored(linear)]
         table = weights.table
-        shared = any(one.data_ptr() == table.data_ptr() for one in stored)
-        read = sum(one.nbytes for one in stored)
+        shared = any(one.data_ptr() == table.data_ptr() for one in held)
+        read = sum(one.nbytes for one in held)
         count = sum(sum(linear.parts) * wide for linear, wide in _widths(linears, spec)) + self._width * spec.hidden
         return ModelSize(read + (0 if shared else table.nbytes), read, 2 * count)
 
@@ -194,9 +194,8 @@ class DecoderForestModel(BaseForestModel):
             raise ModelError(f"a head reads the states of {self.name!r} already: load the model once for each head")
         self._tap = tap
         self._watched = self._hidden if tap is None else self._hidden | frozenset(tap.layers)
-        self.forget_programs()
         if tap is not None:
-            self._cache.add_states(PlaneSpec(1, tap.width, self._dtype, self._device))
+            self._cache.add_states(PlaneSpec(1, tap.width, self._dtype, self._device))  # which ends all programs
 
     @property
     def states(self) -> Tensor:
@@ -400,8 +399,8 @@ def _load_view(place: View, view: View) -> None:
         place.head.copy_(view.head)
 
 
-def _stored(linear: object) -> Sequence[Tensor]:
-    """The memory that a product's weights take."""
+def stored(linear: object) -> Sequence[Tensor]:
+    """Return the memory that a product's weights take."""
     if isinstance(linear, PlainLinear):
         return linear.weights
     if isinstance(linear, PackedProduct):

@@ -39,6 +39,7 @@ IDLE = frozenset(
     transformer_layer_config transformers_version _attn_implementation _name_or_path
     """.split()
 )
+LEFT_OUT = ("layer_types", "max_window_layers", "model_type", "num_hidden_layers", "sliding_window")
 LAYER = ("input_layernorm.", "post_attention_layernorm.", "self_attn.", "mlp.")
 UNUSED = frozenset(("t2d", "embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"))
 
@@ -245,9 +246,14 @@ def _layer_spec(settings: Mapping[str, Any]) -> DecoderSpec:
         raise ModelError(f"its layer is of {kind}, which is not known here: llama and qwen3 are")
     if settings.get("num_hidden_layers", 1) != 1:
         raise ModelError(f"it has {settings['num_hidden_layers']} layers, and one is known here")
-    left = {name: value for name, value in settings.items() if name in KNOWN - {"model_type"}}
-    with quiet():
-        spec = spec_of(AutoConfig.for_model(kind, **{**left, "num_hidden_layers": 1}))
+    if settings.get("use_sliding_window") or "sliding_attention" in (settings.get("layer_types") or ())[:1]:
+        raise ModelError("its layer has a sliding window, which is not known here")
+    left = {name: value for name, value in settings.items() if name in KNOWN and name not in LEFT_OUT}
+    try:
+        with quiet():
+            spec = spec_of(AutoConfig.for_model(kind, **left, num_hidden_layers=1))
+    except Exception as error:  # of transformers' own checks
+        raise ModelError(f"its config is wrong: {' '.join(str(error).split())[:160]}") from None
     if isinstance(spec, str):
         raise ModelError(spec)
     return replace(spec, windows=(None,))

@@ -17,10 +17,11 @@ from torch import Tensor
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
-from dsbd_cli.models.decoder.decoder_model import DecoderForestModel, StateTap
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel, StateTap, stored
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import DecoderWeights
+from dsbd_cli.models.forest_model import ModelSize
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
 from dsbd_cli.ops.interface import Linear, Ops
@@ -157,6 +158,18 @@ class HeadForestModel(DecoderForestModel):
     def capturable(self) -> bool:
         return False
 
+    @property
+    def size(self) -> ModelSize:
+        found, (mine, theirs) = super().size, (one.decoder.weights for one in (self, self._target))
+        sizes = {one.data_ptr(): one.nbytes for one in (mine.table, *stored(mine.head))}
+        shared = sum(sizes[one.data_ptr()] for one in (theirs.table, *stored(theirs.head)) if one.data_ptr() in sizes)
+        return replace(found, held_bytes=found.held_bytes - shared)
+
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
+        """Own cache memory as every model does. The target gets as much, because states stand in its slots."""
+        self._target.reserve(rows, slots, window)
+        super().reserve(rows, slots, window)
+
     def read_from(self, layers: Sequence[int]) -> None:
         """Have the target's states made of its hidden states after so many layers from now on."""
         self._target.tap(None)
@@ -178,13 +191,14 @@ class HeadForestModel(DecoderForestModel):
         hidden = head.start(head.embed(self._known(batch.tokens)), states)
         inputs = LayerInputs(write.flat, self._rotated(batch.positions), self._views(batch), cache.planes)
         residual, branch, _ = self._layers(batch, hidden, inputs)
-        if batch.chain and not logits:
-            return None
+        if not logits:
+            return None  # the target has run all nodes
         spec = head.spec
         last, summed = head.ops.norm(branch, residual, head.weights.norm, spec.eps, spec.unit_offset, EAGER)
-        if not batch.chain and batch.late < batch.tokens.shape[1]:
-            self._guess(batch, head.guess(summed, last))
-        return head.logits(last) if logits else None
+        # states of nodes that the target has run are the truth; the others' are guesses
+        guesses, known = head.guess(summed, last), batch.late
+        self._target.states[_rows(batch), batch.slots[:, known:]] = guesses[:, known:]
+        return head.logits(last)
 
     def _parents(self, batch: ForestInput) -> Tensor:
         """Return the state [R, n, H] in the slot of each node's parent; zero where it has none."""
@@ -192,10 +206,6 @@ class HeadForestModel(DecoderForestModel):
         before = batch.mask & (batch.slot_positions[:, None] == batch.positions[..., None] - 1)
         found, slot = before.to(torch.int8).max(-1)
         return torch.where(found.unsqueeze(-1) > 0, self._target.states[_rows(batch), slot], 0)
-
-    def _guess(self, batch: ForestInput, guesses: Tensor) -> None:
-        """Write the states of nodes that the target has not run; those of the others are the truth."""
-        self._target.states[_rows(batch), batch.slots[:, batch.late :]] = guesses[:, batch.late :]
 
 
 def _rows(batch: ForestInput) -> Tensor:

@@ -100,8 +100,7 @@ def _loss(model: HeadForestModel, text: Sequence[int]) -> float:
         rows=torch.zeros(1, dtype=torch.int64, device=target.device),
         chain=True,
     )
-    for one in (target, model):
-        one.reserve(1, count + 1)
+    model.reserve(1, count + 1)
     target.forward(batch, logits=False)
     found = model.forward(batch)
     assert found is not None

@@ -142,6 +142,8 @@ def test_settings_that_do_not_fit(settings: dict[str, Any], says: str | None, ta
         ({"vocab_size": 98}, "a vocabulary of 98 tokens, and the target's is 97"),
         ({"num_hidden_layers": 2}, "it has 2 layers"),
         ({"model_type": "mistral"}, "its layer is of mistral"),
+        ({"layer_types": ["sliding_attention"]}, "its layer has a sliding window"),
+        ({"hidden_size": "wide"}, "its config is wrong"),
         ({"hidden_act": "relu"}, "its activation is relu"),
         ({"logit_scale": 0.5}, "logit_scale = 0.5, which is not known"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),

@@ -281,10 +281,9 @@ def test_no_text_of_an_int8_target_depends_on_the_head(form: str, any_size: None
 @pytest.mark.parametrize("drafter", ["beam", "rsd-s", "dynamic-tree", "beam+ngram"])
 def test_all_rules_and_drafters_run(drafter: str, loaded: Loads) -> None:
     pair, head, _ = loaded("speculators")
-    rules = ("rejection", "coupled") if drafter != "beam" else ("rejection",)
-    for rule in rules:
-        for beams in (1, 3):
-            engine = engine_of(pair.target, head, rule, beams, 2, drafter=drafter, width="fixed")
+    for rule, width in (("rejection", "fixed"), ("rejection", "threshold"), ("coupled", "fixed")):
+        for beams in (1, 3) if width == "fixed" or drafter.startswith("beam") else ():
+            engine = engine_of(pair.target, head, rule, beams, 2, drafter=drafter, width=width)
             assert all(len(beam[0]) for answer in answers(engine) for beam in answer)
 
 
@@ -296,7 +295,13 @@ def test_what_the_engine_sees(loaded: Loads) -> None:
     assert head.head_ids.tolist() == KEPT.tolist()
     assert (head.vocab_size, head.max_positions) == (V, pair.target.max_positions)
     assert pair.target.kv_bytes_per_slot() == 4 * (LAYERS * 2 * 2 * 32 + 64)
+    assert pair.target._cache.attending == LAYERS
     assert head.kv_bytes_per_slot() == 4 * 2 * 2 * 32
+    assert head.size.held_bytes < pair.target.size.held_bytes / 2  # the embeddings are the target's
+    pair.target.release()
+    head.reserve(1, 8)  # alone, as `dsbd profile` runs a draft
+    assert pair.target.states.shape[1:] == (8, 64)
+    head.release()
     assert pair.notes[-1].startswith("draft: EAGLE-3, speculators form, 78 of 97 tokens, norm_before_residual; ")
 
 
