@@ -41,9 +41,9 @@ def load(
     """Load a target, and a draft where there is one, into an engine.
 
     target, draft: alias, folder or hub id; or a ModelSpec, which also says dtype, device and what else there is to
-    loading. A draft that is only named is loaded as the target is. draft `auto`: the built-in draft for the built-in
-    target, and None for any other. draft None: no draft model; a method that was not told to draft is then plain
-    decoding.
+    loading. A draft may be a draft head, or `mtp`, the target's own. A draft that is only named is loaded as the target
+    is. draft `auto`: the built-in draft for the built-in target, and None for any other. draft None: no draft model; a
+    method that was not told to draft is then plain decoding.
     method: how to decode; the default is the command's.
     batch_size: requests decoded together at most; None for as many as fit in memory.
     on_too_long: a prompt that does not fit the models' positions fails (`error`), or loses tokens on its left
@@ -85,7 +85,7 @@ def load(
     if allow is not None and not os.path.isfile(allow):
         raise UsageError(f"allow is {shorten(os.fspath(allow))}, which is no file", field="allow", value=allow)
     for wanted in (spec, draft_spec):
-        if wanted is not None:
+        if wanted is not None and not wanted.in_target:
             locate(wanted)
     begin_rendering(locate(spec))  # beside the imports
     wait_without_spinning()

@@ -18,6 +18,8 @@ ON_TOO_LONG, QUANTIZE, NUMERICS, DTYPES = map(get_args, (OnTooLong, Quantize, Nu
 BUILTIN_TARGET = "builtin:target"
 BUILTIN_DRAFT = "builtin:draft"  # of the built-in target alone: another one has none, unless one is named
 
+MTP_DRAFT = "mtp"  # the head that lies in the target's own checkpoint
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -67,6 +69,11 @@ class ModelSpec:
             refuse("quantize", self.quantize, f"device_map is {self.device_map!r}: int8 runs on the CPU only")
         if self.quantize is not None and self.tensor_parallel > 1:
             refuse("quantize", self.quantize, f"tensor_parallel is {self.tensor_parallel}: drop one of them")
+
+    @property
+    def in_target(self) -> bool:
+        """Whether this draft is the MTP layer of the target's own checkpoint, so that there is no other one."""
+        return self.role == "draft" and self.source == MTP_DRAFT
 
     def of_draft(self, source: str, device: str | None = None) -> ModelSpec:
         """A draft that is loaded as this target is. device: one of its own."""

@@ -42,6 +42,7 @@ class ForestInput:
             counted.
         chain: a prefill. The real nodes of a row stand first, follow one another from the row's common prefix on, and
             each sees all before it; they join the common prefix.
+        late: how many leading nodes the target has run before; of a draft, where logits are wanted.
     """
 
     tokens: Tensor
@@ -54,6 +55,7 @@ class ForestInput:
     suffix: int = 0
     chain: bool = False
     prompt: Tensor | None = None
+    late: int = 0
 
     def to(self, device: torch.device) -> ForestInput:
         """The same on another device."""
@@ -68,6 +70,7 @@ class ForestInput:
             self.suffix,
             self.chain,
             None if self.prompt is None else self.prompt.to(device),
+            self.late,
         )
 
 
@@ -201,6 +204,20 @@ class EncoderDecoderModel(ForestModel, Protocol):
 
     def encoder_bytes(self, encoder_input: Tensor) -> int:
         """Bytes of memory that a row holds for this source."""
+        ...
+
+
+@runtime_checkable
+class HeadModel(ForestModel, Protocol):
+    """ForestModel of a draft head: it reads the states that the target leaves in its slots.
+
+    Of drafted nodes it reads its own guesses. What it holds of them is made anew from the target's states once they
+    are accepted, so only the roots of a forest count as run.
+    """
+
+    @property
+    def target(self) -> ForestModel:
+        """Return the target whose states it reads."""
         ...
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.ops.interface import Ops
 
+STATES = -1  # in the place of a layer's number: the plane of states that a draft head reads
+
 
 @dataclass(frozen=True, slots=True)
 class PlaneSpec:
@@ -97,7 +99,7 @@ class KVCache:
     @property
     def attending(self) -> int:
         """Layers that hold keys and values."""
-        return len({layer for layer, _ in self._plane_specs})
+        return len({layer for layer, _ in self._plane_specs} - {STATES})
 
     def bytes_of_states(self, window: int) -> int:
         """Bytes that a row holds beside keys and values, whatever its length: see states.py."""
@@ -180,6 +182,17 @@ class KVCache:
         """Remember what keys and values of all layers look like, before any memory is taken."""
         assert not self.slots
         self._plane_specs = {(number, side): pair[side] for number, pair in enumerate(layers) for side in (0, 1)}
+
+    def add_states(self, spec: PlaneSpec) -> None:
+        """Hold one more vector in each slot: a state, which goes wherever the slot's keys and values go."""
+        self._plane_specs[STATES, 0] = spec
+        self._grow(spec)
+        self._bind()
+
+    @property
+    def states(self) -> Tensor:
+        """The states of all slots [R', S', H], a view."""
+        return self._planes[STATES, 0].flatten(2)
 
     def write(self, plane: Tensor, states: Tensor) -> Tensor:
         """Put states [R, H, n, E] into a plane [R', S', H, E]; return what is active (a view if rows is None)."""

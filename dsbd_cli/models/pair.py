@@ -10,6 +10,7 @@ from dsbd_cli.errors import PairError
 from dsbd_cli.models.checkpoints.generation import settings_notes
 from dsbd_cli.models.checkpoints.vocabulary import check_pair, markers
 from dsbd_cli.models.forest_model import BaseForestModel
+from dsbd_cli.models.heads.load import load_head, names_head
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.tokenizer import HFCodec
 
@@ -46,6 +47,12 @@ def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = Fal
     notes = (*settings_notes(model.settings), *model.notes)
     if draft is None:
         return LoadedPair(model, None, codec, _dtype_name(model), None, notes=notes)
+    if names_head(draft):
+        if bridged:
+            raise PairError("--drafter bridge drafts through text, which a draft head does not write: drop one of them")
+        head = load_head(draft, target, model)
+        notes = (*notes, *(f"draft: {line}" for line in head.notes))
+        return LoadedPair(model, head, codec, _dtype_name(model), _dtype_name(head), notes=notes)
     small, small_codec = load_model(draft, anew=anew)
     notes = (*notes, *(f"draft: {line}" for line in small.notes))
     dtypes = _dtype_name(model), _dtype_name(small)

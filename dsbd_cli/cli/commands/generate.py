@@ -325,7 +325,8 @@ class _GenerateRun:
 
         settings = self._settings
         assert settings.batch_size is not None
-        models = (settings.target,) if settings.draft is None else (settings.target, settings.draft)
+        pair = (settings.target, settings.draft)
+        models = tuple(model for model in pair if model is not None and not model.in_target)
         setup = WorkerSetup(load, models, settings.batch_size)
         engine = RayEngine(setup, pool, self.reporter.warn)
         self._workers_open.callback(engine.close)

@@ -108,7 +108,7 @@ class PairOptions:
     target: str | None = option(MAIN, "alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL")
     draft: str | None = option(
         MAIN,
-        "alias, folder or hub id; none: no draft",
+        "alias, folder or hub id of a model or a draft head; mtp: the target's own MTP layer; none: no draft",
         default=f"{BUILTIN_DRAFT} with the built-in target, else none",
         metavar="MODEL",
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.cache.prefill import prefill
 from dsbd_cli.engine.cache.prefix_index import PrefixIndex
-from dsbd_cli.engine.protocols import EncoderDecoderModel, ForestInput, ForestModel
+from dsbd_cli.engine.protocols import EncoderDecoderModel, ForestInput, ForestModel, HeadModel
 
 
 def _bucket(size: int, step: int) -> int:
@@ -37,6 +37,7 @@ class Caches:
     Attributes:
         models: target and draft, or the target alone. slots: S, reserved per row; the last one is the trash slot.
         window: slots past its common prefix that a row has room for; recurrent models alone go by it.
+        draft_guesses: the draft is a head, which runs accepted drafts again.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class Caches:
         self.models = [target] if draft is None else [target, draft]
         # found once, because a check of a protocol asks every property
         self._readers = [model for model in self.models if isinstance(model, EncoderDecoderModel)]
+        self.draft_guesses = isinstance(draft, HeadModel)
+        assert not isinstance(draft, HeadModel) or draft.target is target, "a head reads the states of its own target"
         self.slots = self.window = 0
         self.observer = CacheObserver()
         self._recurrent = any(model.state_bytes(0) for model in self.models)

@@ -236,13 +236,13 @@ class ForestBuffer:
         """Return the input of a forward over the tokens of the backlog and the roots."""
         if self.layout is None:
             (tokens, positions, slots), mask = self.joined[0].unbind(0), self.joined[1]
-            return ForestInput(tokens, positions, slots, mask, self._positions)
+            return ForestInput(tokens, positions, slots, mask, self._positions, late=self.sizes.draft_backlog)
         draft_backlog, own = self.draft_backlog(), self.input(0)
         tokens, positions, slots, mask = (
             torch.cat((getattr(draft_backlog, name), getattr(own, name)), 1)
             for name in ("tokens", "positions", "slots", "mask")
         )
-        return ForestInput(tokens, positions, slots, mask, self._positions)
+        return ForestInput(tokens, positions, slots, mask, self._positions, late=self.sizes.draft_backlog)
 
     @property
     def _positions(self) -> Tensor:

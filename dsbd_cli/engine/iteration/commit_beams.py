@@ -19,10 +19,16 @@ from dsbd_cli.engine.iteration.verify_forest import VerifiedForest
 
 
 def commit_beams(
-    state: BatchState, forest: Forest, outcome: VerifiedForest, live: Live, endings: Endings
+    state: BatchState,
+    forest: Forest,
+    outcome: VerifiedForest,
+    live: Live,
+    endings: Endings,
+    *,
+    draft_guesses: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Make the final beams the live ones and order their slots. Returns source and target [R, T] of the slots that the
-    caches have to move."""
+    caches have to move. draft_guesses: drafted nodes count as not run by the draft (see HeadModel)."""
     beams, table = state.beams, state.table
     _store_finished(state, forest, outcome)
     going = state.active & ~outcome.done.to(torch.bool)
@@ -30,7 +36,8 @@ def commit_beams(
     beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, outcome.steps)
     ancestors = at_nodes(forest.flat.ancestors, live.parent)
     # the draft has run all layers but the last; without a drafted layer nothing new
-    run_by_draft = table.used + forest.offset(forest.depth) if forest.depth else table.drafted
+    run = 1 if draft_guesses else forest.depth
+    run_by_draft = table.used + forest.offset(run) if forest.depth else table.drafted
     moved = compact(table, ancestors, live.valid, run_by_draft)
     beams.valid, beams.token, beams.weight, beams.logprob = live.valid, live.token, live.weight, live.logprob
     beams.path = extend_path(forest.flat.path.gather(1, live.parent), live.token)

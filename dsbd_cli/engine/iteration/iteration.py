@@ -134,11 +134,13 @@ class Iteration:
         state, forest, outcome, table = self.state, self.forest, self.outcome, self.state.table
         live = best_only(outcome.live) if state.method.memory_saving else outcome.live
         self._trace(live)
-        if (kernel := self.ops.commit(state.finished.score.shape[1], state.beams.ancestors.shape[2])) is not None:
+        kernel = self.ops.commit(state.finished.score.shape[1], state.beams.ancestors.shape[2])
+        guesses = self.caches.draft_guesses
+        if kernel is not None and not guesses:
             counters = pack_counters(state, outcome) if outcome.report is None else outcome.report
             src_slots, dst_slots = commit_with_kernel(kernel, state, forest, live, counters, self.endings)
         else:
-            src_slots, dst_slots = commit_beams(state, forest, outcome, live, self.endings)
+            src_slots, dst_slots = commit_beams(state, forest, outcome, live, self.endings, draft_guesses=guesses)
             counters = pack_counters(state, outcome)
         self.caches.move(src_slots, dst_slots, table.common_prefix, table.drafted, draft=not self.shape.idle)
         self._step_legal_states(live)

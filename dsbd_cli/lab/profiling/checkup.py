@@ -162,6 +162,12 @@ def _gpu() -> tuple[State, str, Facts]:
 
 
 def _pair(target: ModelSpec, draft: ModelSpec) -> tuple[State, str, Facts]:
+    from dsbd_cli.models.heads.formats import is_head
+
+    if draft.in_target:
+        return "ok", "the draft is the target's own MTP layer", {}
+    if is_head(local_folder(draft)):
+        return "ok", "the draft is a head, which has no tokenizer; whether it fits is told at load", {}
     found = fit(target.source, draft.source, trust_remote_code=target.trust_remote_code)
     limit = "no limit of positions" if found.positions is None else f"{found.positions:,} positions"
     text = "; ".join([f"target and draft fit: {found.tokens:,} tokens in common, {limit}", *found.notes])
@@ -175,7 +181,7 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
     from dsbd_cli.models.pair import load_pair
 
     for spec in (target, draft):
-        if spec is None:
+        if spec is None or spec.in_target:
             continue
         folder = local_folder(spec)
         if not is_gguf(folder) and not has_weights(folder):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.errors import ModelError
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs, MaskView, PathView, View
 from dsbd_cli.models.decoder.weights import PlainLinear
@@ -34,6 +35,20 @@ MOST_NODES = 256  # with more, Python's part is small beside the products
 MOST_PROGRAMS = 64
 LEAST_PADDED = 64  # slots of a path, and between its ends; more in powers of two
 POSITION_STEP = 1024  # rotary tables grow in such steps
+
+
+@dataclass(frozen=True, slots=True)
+class StateTap:
+    """State that each forward leaves in the slots of its nodes, for a draft head.
+
+    Attributes:
+        layers: after so many layers hidden states are taken; none: after the final norm. width: H of a state.
+        fuse: hidden states [R, n, H'] of each -> state [R, n, H].
+    """
+
+    layers: tuple[int, ...]
+    width: int
+    fuse: Callable[[list[Tensor]], Tensor]
 
 
 @dataclass(slots=True)
@@ -79,7 +94,8 @@ class DecoderForestModel(BaseForestModel):
         self.decoder, self._settings = decoder, settings
         self._load_stock = stock
         self._stock: Any = None
-        self._watched = frozenset(hidden)
+        self._watched = self._hidden = frozenset(hidden)
+        self._tap: StateTap | None = None
         self.hidden_states: dict[int, Tensor] = {}
         plane = PlaneSpec(spec.kv_heads, spec.head_dim, weights.dtype, device)
         self._cache.learn_all([(plane, plane)] * spec.layers)
@@ -138,10 +154,10 @@ class DecoderForestModel(BaseForestModel):
     def size(self) -> ModelSize:
         weights, spec = self.decoder.weights, self.decoder.spec
         linears = [linear for layer in weights.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        stored = [held for linear in (*linears, weights.head) for held in _stored(linear)]
+        held = [one for linear in (*linears, weights.head) for one in stored(linear)]
         table = weights.table
-        shared = any(one.data_ptr() == table.data_ptr() for one in stored)
-        read = sum(one.nbytes for one in stored)
+        shared = any(one.data_ptr() == table.data_ptr() for one in held)
+        read = sum(one.nbytes for one in held)
         count = sum(sum(linear.parts) * wide for linear, wide in _widths(linears, spec)) + self._width * spec.hidden
         return ModelSize(read + (0 if shared else table.nbytes), read, 2 * count)
 
@@ -170,6 +186,21 @@ class DecoderForestModel(BaseForestModel):
         forest = DecoderForestModel(Decoder(few, layers, self.decoder.ops), self.name, self._settings)
         forest.attention = self.attention
         return forest
+
+    def tap(self, tap: StateTap | None) -> None:
+        """Leave such states in the slots from the next forward on; None: no longer. Raises ModelError where another
+        head reads the states already."""
+        if tap is not None and self._tap is not None:
+            raise ModelError(f"a head reads the states of {self.name!r} already: load the model once for each head")
+        self._tap = tap
+        self._watched = self._hidden if tap is None else self._hidden | frozenset(tap.layers)
+        if tap is not None:
+            self._cache.add_states(PlaneSpec(1, tap.width, self._dtype, self._device))  # which ends all programs
+
+    @property
+    def states(self) -> Tensor:
+        """The states of all slots [R', S', H], where there is a tap."""
+        return self._cache.states
 
     def leave_kernels(self) -> bool:
         plain = self.ops.without(*LAYERS, reason="a kernel failed")
@@ -215,9 +246,13 @@ class DecoderForestModel(BaseForestModel):
         assert write is not None
         inputs = LayerInputs(write.flat, self._rotated(batch.positions), self._views(batch), self._cache.planes)
         residual, branch, self.hidden_states = self._layers(batch, hidden, inputs)
-        if not logits:
+        if self._tap is None and not logits:
             return None
-        return decoder.logits(decoder.finish(residual, branch))
+        last = decoder.finish(residual, branch)
+        if self._tap is not None:
+            taken = [self.hidden_states[number] for number in self._tap.layers] or [last]
+            self._cache.states.flatten(0, 1).index_copy_(0, write.flat, self._tap.fuse(taken).flatten(0, 1))
+        return decoder.logits(last) if logits else None
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Token ids [R, n]. A narrower draft knows no id of its target's extra ones: any legal id will do, only
@@ -364,8 +399,8 @@ def _load_view(place: View, view: View) -> None:
         place.head.copy_(view.head)
 
 
-def _stored(linear: object) -> Sequence[Tensor]:
-    """The memory that a product's weights take."""
+def stored(linear: object) -> Sequence[Tensor]:
+    """Return the memory that a product's weights take."""
     if isinstance(linear, PlainLinear):
         return linear.weights
     if isinstance(linear, PackedProduct):

@@ -69,9 +69,8 @@ def build_decoder(
     weights = read_weights(decoder_spec, checkpoint.tensors, checkpoint.dtype, head)
     if checkpoint.device.type != "cpu":
         weights.to(checkpoint.device)
-    model = DecoderForestModel(
-        Decoder(decoder_spec, weights, _ops(decoder_spec, checkpoint, kernels)), spec.source, settings, stock
-    )
+    ops = decoder_ops(decoder_spec, checkpoint.device, checkpoint.dtype, kernels)
+    model = DecoderForestModel(Decoder(decoder_spec, weights, ops), spec.source, settings, stock)
     if head is not None:
         model.spread(head.ids, head.vocab_size)
     return model
@@ -143,12 +142,15 @@ def _calibrate(model: DecoderForestModel) -> None:
     model.plain(torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(19)))
 
 
-def _ops(decoder_spec: DecoderSpec, source: DecoderCheckpoint, kernels: frozenset[str]) -> Ops:
+def decoder_ops(
+    decoder_spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kernels: frozenset[str] = frozenset()
+) -> Ops:
+    """Return the operations of a decoder. kernels: names of those that a GPU may run."""
     widths = {decoder_spec.hidden, decoder_spec.inner, decoder_spec.head_dim // 2}
     if decoder_spec.norms_over_all_heads:
         widths |= {decoder_spec.heads * decoder_spec.head_dim, decoder_spec.kv_heads * decoder_spec.head_dim}
-    ops = ops_for(source.device, source.dtype, DECODER, widths=frozenset(widths), kernels=None if kernels else False)
-    return ops if source.device.type == "cpu" else ops.without(*(set(GPU_LAYERS) - kernels))
+    ops = ops_for(device, dtype, DECODER, widths=frozenset(widths), kernels=None if kernels else False)
+    return ops if device.type == "cpu" else ops.without(*(set(GPU_LAYERS) - kernels))
 
 
 def _name(spec: ModelSpec) -> str:

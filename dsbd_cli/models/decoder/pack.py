@@ -26,9 +26,9 @@ def pack_decoder(decoder: Decoder, device: torch.device) -> None:
     weights = decoder.weights
     for layer in weights.layers:
         for name, linear in [*layer.linears]:
-            setattr(layer, name, _packed(linear, weights.dtype, device, decoder.ops))
+            setattr(layer, name, packed(linear, weights.dtype, device, decoder.ops))
     if isinstance(weights.head, PlainLinear):
-        weights.head = _packed(weights.head, weights.dtype, device, decoder.ops)
+        weights.head = packed(weights.head, weights.dtype, device, decoder.ops)
 
 
 def quantize_decoder(decoder: Decoder, outliers: Outliers, least: int = LEAST_WEIGHTS) -> int:
@@ -85,7 +85,8 @@ def _count(linear: PlainLinear) -> int:
     return sum(weight.numel() for weight in linear.weights)
 
 
-def _packed(linear: PlainLinear, dtype: torch.dtype, device: torch.device, ops: Ops) -> Linear:
+def packed(linear: PlainLinear, dtype: torch.dtype, device: torch.device, ops: Ops) -> Linear:
+    """Return a product packed for a device; plain where nothing else serves."""
     weights = [weight.to(device, dtype) for weight in linear.weights]
     biases = [None if bias is None else bias.to(device, dtype) for bias in linear.biases]
     return ops.linear(weights, biases) or linear

@@ -136,7 +136,7 @@ def read_weights(
     head: rows in the place of the checkpoint's head. Raises KeyError for a tensor that is missing, ValueError for one
     of another shape.
     """
-    reader = _Reader(spec, tensors, dtype)
+    reader = WeightReader(spec, tensors, dtype)
     layers = [reader.layer(number) for number in range(spec.layers)]
     table = reader.tensor("embed_tokens.weight", spec.vocabulary, spec.hidden)
     if head is not None:
@@ -153,7 +153,9 @@ def read_weights(
 
 
 @dataclass(slots=True)
-class _Reader:
+class WeightReader:
+    """Reads the tensors of a decoder; raises what `read_weights` raises."""
+
     spec: DecoderSpec
     tensors: Tensors
     dtype: torch.dtype
@@ -171,8 +173,10 @@ class _Reader:
         """Return weights of a norm, in the dtype that is computed in."""
         return self.tensor(name, width).to(self.dtype)
 
-    def layer(self, number: int) -> LayerWeights:
+    def layer(self, number: int, inputs: int | None = None) -> LayerWeights:
+        """Return a layer. inputs: of queries, keys and values; None: hidden."""
         spec, at = self.spec, f"layers.{number}."
+        inputs = inputs or spec.hidden
         query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         norms: dict[str, Tensor | None] = dict.fromkeys(NORMS)
         for place, name in self._norm_names():
@@ -182,11 +186,11 @@ class _Reader:
             norms["query_norm"] = self._turned(self.norm(f"{at}self_attn.q_norm.weight", wide[0]))
             norms["key_norm"] = self._turned(self.norm(f"{at}self_attn.k_norm.weight", wide[1]))
         if spec.family == "phi3":
-            qkv = self._parts(f"{at}self_attn.qkv_proj", (query, key, key), spec.hidden, bias=False)
+            qkv = self._parts(f"{at}self_attn.qkv_proj", (query, key, key), inputs, bias=False)
             gate_up = self._parts(f"{at}mlp.gate_up_proj", (2 * spec.inner,), spec.hidden, bias=False)
         else:
             heads = [(f"{at}self_attn.{name}_proj", size) for name, size in (("q", query), ("k", key), ("v", key))]
-            qkv = self._joined(heads, spec.hidden, bias=spec.qkv_bias)
+            qkv = self._joined(heads, inputs, bias=spec.qkv_bias)
             sides = [(f"{at}mlp.{name}_proj", spec.inner) for name in ("gate", "up")]
             gate_up = self._joined(sides, spec.hidden, bias=spec.mlp_bias)
         qkv.weights = [*map(self._turned, qkv.weights[:2]), qkv.weights[2]]

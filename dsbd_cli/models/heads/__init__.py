@@ -1,0 +1,1 @@
+"""Draft heads: one layer on the target's own hidden states."""

@@ -1,0 +1,311 @@
+"""Readers of draft heads: EAGLE-3 as `speculators` writes it, EAGLE-3 in its raw form, MTP layers inside a checkpoint.
+
+What is not understood is refused by name: a wrong head never shows in a text, only in its speed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.errors import ModelError, PairError
+from dsbd_cli.models.checkpoints.loader import quiet
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
+from dsbd_cli.models.decoder.load import decoder_ops
+from dsbd_cli.models.decoder.pack import pack_decoder, packed
+from dsbd_cli.models.decoder.spec import KNOWN, DecoderSpec, spec_of
+from dsbd_cli.models.decoder.weights import DecoderWeights, PlainLinear, Tensors, WeightReader, read_tensors
+from dsbd_cli.models.heads.head_model import Eagle3Decoder, Eagle3Parts, HeadDecoder, MtpDecoder, MtpParts
+from dsbd_cli.ops.interface import Linear
+
+SPECULATORS = "speculators_model_type"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+PICKLE = "pytorch_model.bin"
+# settings of a head itself, beside those of its layer
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+OWN = frozenset((*FLAGS, LAYER_IDS, "draft_vocab_size", "target_hidden_size", "use_aux_hidden_state"))
+# settings that do not change what a head computes
+IDLE = frozenset(
+    """
+    architectures auto_map dtype eagle_config embed_requires_grad enable_sp_ulysses has_no_defaults_at_init model_type
+    num_aux_hidden_states speculators_config speculators_model_type speculators_version target_model_type torch_dtype
+    transformer_layer_config transformers_version _attn_implementation _name_or_path
+    """.split()
+)
+LEFT_OUT = ("layer_types", "max_window_layers", "model_type", "num_hidden_layers", "sliding_window")
+LAYER = ("input_layernorm.", "post_attention_layernorm.", "self_attn.", "mlp.")
+UNUSED = frozenset(("t2d", "embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"))
+
+
+@dataclass(frozen=True, slots=True)
+class FoundHead:
+    """A head that was read and fits its target.
+
+    Attributes:
+        decoder: with packed weights. ids: [m] int64, ascending, tokens of the columns of its logits; None: all.
+        layers: choices of layers of the target after which hidden states are taken, the documented one first.
+        form: what was read, in words.
+    """
+
+    decoder: HeadDecoder
+    ids: Tensor | None
+    layers: tuple[tuple[int, ...], ...]
+    form: str
+
+
+class _Names(Mapping[str, Callable[[], Tensor]]):
+    """Tensors by the names of a decoder's first layer, which notes what was taken."""
+
+    def __init__(self, tensors: Tensors, name: Callable[[str], str]) -> None:
+        self._tensors, self.taken = {name(full): get for full, get in tensors.items()}, set[str]()
+
+    def __getitem__(self, name: str) -> Callable[[], Tensor]:
+        self.taken.add(name)
+        return self._tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def refuse_rest(self, known: frozenset[str] = frozenset()) -> None:
+        """Raises ModelError for a tensor that nothing has asked for."""
+        rest = sorted(name for name in self._tensors.keys() - self.taken - known if "rotary_emb" not in name)
+        if rest:
+            raise ModelError(f"the tensor {rest[0]} is not known here")
+
+
+def is_head(folder: Path) -> bool:
+    """Whether a folder holds a draft head rather than a model, by its config and the names of its tensors."""
+    config = _config(folder) if (folder / "config.json").is_file() else {}
+    named = config.get("architectures") or ()
+    if SPECULATORS in config or any("Eagle3" in str(one) for one in named):
+        return True
+    return config.get("num_hidden_layers") == 1 and any("midlayer." in name for name in _tensors(folder))
+
+
+def read_eagle3(folder: Path, target: DecoderForestModel) -> FoundHead:
+    """Read an EAGLE-3 head. Raises ModelError for what is not understood, PairError for another target's head."""
+    config = _config(folder)
+    kind = config.get(SPECULATORS)
+    if kind not in (None, "eagle3"):
+        raise ModelError(f"its form is {kind}, which is not known here: eagle3 is")
+    layer = dict(config.get("transformer_layer_config") or config)
+    own = {**config, **(config.get("eagle_config") or {})}
+    _refuse_unknown(own, {*OWN, *IDLE, *(KNOWN if kind is None else ())})
+    _refuse_unknown(layer, {*KNOWN, *IDLE, *(OWN if kind is None else ())})
+    if own.get("use_aux_hidden_state") is False:
+        raise ModelError("it takes no hidden states of inner layers (use_aux_hidden_state): EAGLE-1 is not known here")
+    spec = _layer_spec(layer)
+    theirs, vocabulary = target.decoder.spec.hidden, target.vocab_size
+    if own.get("target_hidden_size") not in (None, theirs):
+        raise PairError(f"it is for a target of width {own['target_hidden_size']}, and the target's is {theirs}")
+    if spec.vocabulary != vocabulary:
+        raise PairError(f"it is for a vocabulary of {spec.vocabulary} tokens, and the target's is {vocabulary}")
+    tensors = _Names(
+        _tensors(folder), lambda name: name.removeprefix("model.").replace("midlayer.", "layers.0.").removesuffix("_")
+    )
+    layers = _layer_ids(own.get(LAYER_IDS), target.decoder.spec.layers, speculators=kind is not None)
+    flags = {name: bool(own.get(name)) for name in FLAGS}
+    decoder, ids = _eagle3(tensors, spec, target, len(layers[0]), flags, own.get("draft_vocab_size"))
+    tensors.refuse_rest(UNUSED)
+    kept = "all tokens" if ids is None else f"{len(ids)} of {vocabulary} tokens"
+    said = ", ".join(name for name in FLAGS if flags[name])
+    form = f"EAGLE-3, {'speculators' if kind else 'raw'} form, {kept}" + (f", {said}" if said else "")
+    return FoundHead(decoder, ids, layers, form)
+
+
+def read_mtp(tensors: Tensors, target: DecoderForestModel) -> FoundHead:
+    """Read the MTP layer of the target's own checkpoint. Raises ModelError where there is none."""
+    spec, body = target.decoder.spec, target.decoder.weights
+    deep, second = f"model.layers.{spec.layers}.", f"model.layers.{spec.layers + 1}."
+    if "mtp.fc.weight" in tensors:
+        names, form, prefix = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), "mtp.*", "mtp."
+    elif f"{deep}eh_proj.weight" in tensors:
+        names, form, prefix = ("eh_proj", "enorm", "hnorm", "shared_head.norm"), f"{deep}*", deep
+    else:
+        raise ModelError("it holds no MTP layer: neither mtp.fc nor an eh_proj behind the last layer")
+    if any(name.startswith(("mtp.layers.1.", second)) for name in tensors):
+        raise ModelError("it has several MTP layers, and one is known here")
+    inner = "layers.0." if prefix == deep else ""  # of names of the layer itself
+    own = {name.removeprefix(prefix): get for name, get in tensors.items() if name.startswith(prefix)}
+    found = _Names(own, lambda name: inner + name if name.startswith(LAYER) else name)
+    one = replace(spec, layers=1, windows=(None,), rotary=(spec.rotary[-1],))
+    reader = WeightReader(one, found, target.weights_dtype)
+    fc, token_norm, state_norm, last_norm = names
+    weights = DecoderWeights(
+        body.table, [reader.layer(0)], reader.norm(f"{last_norm}.weight", spec.hidden), body.head, body.dtype
+    )
+    parts = MtpParts(
+        _product(reader, fc, 2 * spec.hidden, target),
+        *(_on(reader.norm(f"{name}.weight", spec.hidden), target) for name in (token_norm, state_norm)),
+    )
+    if "shared_head.head.weight" in found:
+        head = reader.tensor("shared_head.head.weight", spec.vocabulary, spec.hidden)
+        weights.head = PlainLinear([head], [None])
+    found.refuse_rest(frozenset(("embed_tokens.weight",)))
+    decoder = MtpDecoder(one, weights, _ops(one, target), parts)
+    _ready(decoder, target)
+    return FoundHead(decoder, None, ((),), f"MTP layer ({form})")
+
+
+def _eagle3(
+    tensors: _Names, spec: DecoderSpec, target: DecoderForestModel, taps: int, flags: Mapping[str, bool], rows: Any
+) -> tuple[Eagle3Decoder, Tensor | None]:
+    """Return the head and the tokens of its columns."""
+    theirs, body, vocabulary = target.decoder.spec.hidden, target.decoder.weights, target.vocab_size
+    reader = WeightReader(spec, tensors, target.weights_dtype)
+    table, width = body.table, spec.hidden
+    if "embed_tokens.weight" in tensors:
+        table = _on(reader.tensor("embed_tokens.weight", spec.vocabulary, width), target)
+    elif width != theirs:
+        raise PairError(f"it has no embeddings and is {width} wide, and the target's are {theirs} wide")
+    ids, order = _kept(tensors, vocabulary, rows)
+    if "lm_head.weight" in tensors:
+        head = reader.tensor("lm_head.weight", vocabulary if ids is None else len(ids), width)
+        last: Linear = PlainLinear([head if order is None else head[order]], [None])
+    elif ids is None and width == theirs:
+        last = body.head
+    else:
+        raise ModelError("lm_head.weight is missing")
+    parts = Eagle3Parts(
+        fc=_product(reader, "fc", taps * theirs, target),
+        hidden_norm=_on(reader.norm("layers.0.hidden_norm.weight", width), target),
+        joined_norm=_on(reader.norm("input_norm.weight", taps * theirs), target) if flags["norm_before_fc"] else None,
+        tap_norms=[_on(reader.norm(f"fc_norm.{one}.weight", theirs), target) for one in range(taps)]
+        if flags["fc_norm"]
+        else (),
+        norm_before_residual=flags["norm_before_residual"],
+        norm_output=flags["norm_output"],
+    )
+    weights = DecoderWeights(
+        table, [reader.layer(0, 2 * width)], reader.norm("norm.weight", width), last, target.weights_dtype
+    )
+    decoder = Eagle3Decoder(spec, weights, _ops(spec, target), parts)
+    _ready(decoder, target)
+    return decoder, ids
+
+
+def _kept(tensors: _Names, vocabulary: int, rows: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return tokens [m] of the head's columns, ascending, and the order [m] of its rows that gives them."""
+    if "d2t" not in tensors:
+        if rows not in (None, vocabulary):
+            raise ModelError(f"it has {rows} of {vocabulary} tokens, but no d2t, which would say which")
+        return None, None
+    offsets = tensors["d2t"]().to(torch.int64)
+    ids = torch.arange(len(offsets)) + offsets  # d2t holds offsets, not ids
+    if rows not in (None, len(ids)):
+        raise ModelError(f"d2t has {len(ids)} tokens, but its config says {rows}")
+    ids, order = ids.sort()
+    if not (int(ids[0]) >= 0 and bool((ids.diff() > 0).all())):
+        raise ModelError("d2t does not give different tokens")
+    if int(ids[-1]) >= vocabulary:
+        raise PairError(f"it has the token {int(ids[-1])}, and the target's vocabulary has {vocabulary} tokens")
+    if "t2d" in tensors:
+        kept = tensors["t2d"]().to(torch.bool)
+        if len(kept) != vocabulary:
+            raise PairError(f"t2d has {len(kept)} tokens, and the target's vocabulary has {vocabulary}")
+        if not torch.equal(kept.nonzero().flatten(), ids):
+            raise ModelError("d2t and t2d name different tokens")
+    return ids, order
+
+
+def _layer_ids(given: Any, layers: int, *, speculators: bool) -> tuple[tuple[int, ...], ...]:
+    """Return choices of how many layers of the target to take hidden states after, the documented one first.
+
+    Ids name layers whose inputs are taken (vLLM, speculators) or layers whose outputs are (SGLang, SpecForge).
+    """
+    if given is None:
+        given = (2, layers // 2, layers - 3)
+        choices = [0]
+    else:
+        choices = [0, 1] if speculators else [1, 0]
+    found = [tuple(int(one) + more for one in given) for more in choices]
+    fitting = tuple(one for one in found if one and min(one) >= 0 and max(one) <= layers)
+    if not fitting:
+        raise PairError(f"it reads the layers {', '.join(map(str, given))}, and the target has {layers}")
+    return fitting
+
+
+def _layer_spec(settings: Mapping[str, Any]) -> DecoderSpec:
+    from transformers import AutoConfig
+
+    kind = settings.get("model_type", "llama")
+    if kind not in ("llama", "qwen3"):
+        raise ModelError(f"its layer is of {kind}, which is not known here: llama and qwen3 are")
+    if settings.get("num_hidden_layers", 1) != 1:
+        raise ModelError(f"it has {settings['num_hidden_layers']} layers, and one is known here")
+    if settings.get("use_sliding_window") or "sliding_attention" in (settings.get("layer_types") or ())[:1]:
+        raise ModelError("its layer has a sliding window, which is not known here")
+    left = {name: value for name, value in settings.items() if name in KNOWN and name not in LEFT_OUT}
+    try:
+        with quiet():
+            spec = spec_of(AutoConfig.for_model(kind, **left, num_hidden_layers=1))
+    except Exception as error:  # of transformers' own checks
+        raise ModelError(f"its config is wrong: {' '.join(str(error).split())[:160]}") from None
+    if isinstance(spec, str):
+        raise ModelError(spec)
+    return replace(spec, windows=(None,))
+
+
+def _refuse_unknown(settings: Mapping[str, Any], known: Collection[str]) -> None:
+    for name, value in sorted(settings.items()):
+        if name not in known and value is not None and value is not False:
+            raise ModelError(f"its config says {name} = {value!r}, which is not known here")
+
+
+def _product(reader: WeightReader, name: str, inputs: int, target: DecoderForestModel) -> Linear:
+    spec = reader.spec
+    weight = reader.tensor(f"{name}.weight", spec.hidden, inputs)
+    return packed(PlainLinear([weight], [None]), target.weights_dtype, target.device, _ops(spec, target))
+
+
+def _ready(decoder: HeadDecoder, target: DecoderForestModel) -> None:
+    """Move a head's weights to where the target is, and pack them."""
+    if target.device.type != "cpu":
+        decoder.weights.to(target.device)
+    pack_decoder(decoder, target.device)
+
+
+def _ops(spec: DecoderSpec, target: DecoderForestModel) -> Any:
+    return decoder_ops(spec, target.device, target.weights_dtype)
+
+
+def _on(tensor: Tensor, target: DecoderForestModel) -> Tensor:
+    return tensor.to(target.device)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    place = folder / "config.json"
+    try:
+        found = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{place} cannot be read: {' '.join(str(error).split())[:120]}") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{place} is no object of settings")
+    return found
+
+
+def _tensors(folder: Path) -> Tensors:
+    """Return the tensors of a folder, from safetensors files or a pickle of plain tensors."""
+    from safetensors import SafetensorError
+
+    try:
+        found = read_tensors(folder)
+        if not found and (folder / PICKLE).is_file():
+            state = torch.load(folder / PICKLE, map_location="cpu", weights_only=True, mmap=True)
+            found = {name: partial(state.__getitem__, name) for name in state}
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"its weights cannot be read: {' '.join(str(error).split())[:160]}") from None
+    return found

@@ -1,0 +1,221 @@
+"""A draft head over a packed forest: one layer that reads, of each node, its token and the state of its parent.
+
+A state is a vector in a slot of the target's cache. Of a node that the target has run it is made of the target's
+hidden states; of a drafted node it is the head's own guess, which the target's next forward writes over.
+
+Letters: R rows, n nodes, S slots, H width of a state and of the head, T hidden width of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.errors import ModelError
+from dsbd_cli.models.checkpoints.generation import CheckpointSettings
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel, StateTap, stored
+from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
+from dsbd_cli.models.decoder.spec import DecoderSpec
+from dsbd_cli.models.decoder.weights import DecoderWeights
+from dsbd_cli.models.forest_model import ModelSize
+from dsbd_cli.ops import reference
+from dsbd_cli.ops.cpu.runtime import EAGER, Eager
+from dsbd_cli.ops.interface import Linear, Ops
+
+
+class HeadDecoder(Decoder):
+    """A decoder of one layer that begins with a token and a state, and ends with logits and a state."""
+
+    def fuse(self, taken: list[Tensor]) -> Tensor:
+        """Return states [R, n, H] of nodes of which the target has said these hidden states [R, n, T]."""
+        raise NotImplementedError
+
+    def start(self, embedded: Tensor, states: Tensor) -> Tensor:
+        """Return what the layer is given, [R, n, H or 2H], of embeddings and states [R, n, H]."""
+        raise NotImplementedError
+
+    def guess(self, summed: Tensor, last: Tensor) -> Tensor:
+        """Return states [R, n, H] of the head's own nodes. summed, last: before and after its final norm."""
+        raise NotImplementedError
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.ops.norm(x, None, weight, self.spec.eps, self.spec.unit_offset, EAGER)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Parts:
+    """Parts that an EAGLE-3 head has beside a layer.
+
+    Attributes:
+        fc: [T * taps -> H], joins hidden states of the target. hidden_norm: [H], of states.
+        joined_norm: [T * taps], of all hidden states together (norm_before_fc). tap_norms: [T] of each (fc_norm).
+        norm_before_residual: the residual stream begins with the normalised state.
+        norm_output: guesses are normalised.
+    """
+
+    fc: Linear
+    hidden_norm: Tensor
+    joined_norm: Tensor | None = None
+    tap_norms: Sequence[Tensor] = ()
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+
+class Eagle3Decoder(HeadDecoder):
+    """EAGLE-3: queries, keys and values of token and state side by side [2H]; the residual stream begins with the
+    state."""
+
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops, parts: Eagle3Parts) -> None:
+        super().__init__(spec, weights, ops)
+        self.parts = parts
+
+    def fuse(self, taken: list[Tensor]) -> Tensor:
+        parts, eps = self.parts, self.spec.eps
+        if parts.tap_norms:
+            normed = zip(taken, parts.tap_norms, strict=True)
+            taken = [reference.norm(one, None, weight, eps, False)[0] for one, weight in normed]
+        joined = torch.cat(taken, -1)
+        if parts.joined_norm is not None:
+            joined = reference.norm(joined, None, parts.joined_norm, eps, False)[0]
+        return parts.fc.compute(joined)
+
+    def start(self, embedded: Tensor, states: Tensor) -> Tensor:
+        return torch.cat((embedded, states), -1)
+
+    def guess(self, summed: Tensor, last: Tensor) -> Tensor:
+        return last if self.parts.norm_output else summed
+
+    def _enter(self, norm: Tensor | None, residual: Tensor, branch: Tensor | None, run: Eager) -> tuple[Tensor, Tensor]:
+        if branch is not None:
+            return super()._enter(norm, residual, branch, run)
+        assert norm is not None, "families without a norm before the layer are refused"
+
+        def entered() -> tuple[Tensor, Tensor]:
+            embedded, states = (half.contiguous() for half in residual.chunk(2, -1))
+            normed = self._normed(states, self.parts.hidden_norm)
+            x = torch.cat((self._normed(embedded, norm), normed), -1)
+            return x, normed if self.parts.norm_before_residual else states
+
+        return run.compute(entered)
+
+
+@dataclass(frozen=True, slots=True)
+class MtpParts:
+    """Parts that an MTP layer has beside a layer. fc: [2H -> H], joins token and state; token_norm, state_norm: [H]."""
+
+    fc: Linear
+    token_norm: Tensor
+    state_norm: Tensor
+
+
+class MtpDecoder(HeadDecoder):
+    """Multi-token prediction: token and state are joined before an ordinary layer of the target's kind. States are
+    those after the final norm."""
+
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops, parts: MtpParts) -> None:
+        super().__init__(spec, weights, ops)
+        self.parts = parts
+
+    def fuse(self, taken: list[Tensor]) -> Tensor:
+        return taken[0]
+
+    def start(self, embedded: Tensor, states: Tensor) -> Tensor:
+        token, state = self._normed(embedded, self.parts.token_norm), self._normed(states, self.parts.state_norm)
+        return self.parts.fc.compute(torch.cat((token, state), -1))
+
+    def guess(self, summed: Tensor, last: Tensor) -> Tensor:
+        return last
+
+
+class HeadForestModel(DecoderForestModel):
+    """A head and the target whose states it reads and guesses.
+
+    form: what was read, for messages. layers: after so many layers of the target hidden states are taken; none: after
+    its final norm.
+    """
+
+    def __init__(
+        self, target: DecoderForestModel, decoder: HeadDecoder, layers: Sequence[int], name: str, form: str
+    ) -> None:
+        super().__init__(decoder, name, CheckpointSettings(form, None, {}))
+        self._head, self._target = decoder, target
+        target.tap(self._tap_after(layers))
+
+    @property
+    def target(self) -> DecoderForestModel:
+        """Return the target whose states it reads."""
+        return self._target
+
+    @property
+    def max_positions(self) -> int | None:
+        return self._target.max_positions
+
+    @property
+    def capturable(self) -> bool:
+        return False
+
+    @property
+    def size(self) -> ModelSize:
+        found, (mine, theirs) = super().size, (one.decoder.weights for one in (self, self._target))
+        sizes = {one.data_ptr(): one.nbytes for one in (mine.table, *stored(mine.head))}
+        shared = sum(sizes[one.data_ptr()] for one in (theirs.table, *stored(theirs.head)) if one.data_ptr() in sizes)
+        return replace(found, held_bytes=found.held_bytes - shared)
+
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
+        """Own cache memory as every model does. The target gets as much, because states stand in its slots."""
+        self._target.reserve(rows, slots, window)
+        super().reserve(rows, slots, window)
+
+    def read_from(self, layers: Sequence[int]) -> None:
+        """Have the target's states made of its hidden states after so many layers from now on."""
+        self._target.tap(None)
+        self._target.tap(self._tap_after(layers))
+
+    def _tap_after(self, layers: Sequence[int]) -> StateTap:
+        return StateTap(tuple(layers), self._head.spec.hidden, self._head.fuse)
+
+    def stock(self) -> torch.nn.Module:
+        raise ModelError(f"{self.name!r} is a draft head, which transformers cannot run: compare without it")
+
+    def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
+        head, cache = self._head, self._cache
+        states = self._parents(batch)
+        batch = replace(batch, mask=_without_first(batch.mask), prompt=None)
+        cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
+        write = cache.under_way
+        assert write is not None
+        hidden = head.start(head.embed(self._known(batch.tokens)), states)
+        inputs = LayerInputs(write.flat, self._rotated(batch.positions), self._views(batch), cache.planes)
+        residual, branch, _ = self._layers(batch, hidden, inputs)
+        if not logits:
+            return None  # the target has run all nodes
+        spec = head.spec
+        last, summed = head.ops.norm(branch, residual, head.weights.norm, spec.eps, spec.unit_offset, EAGER)
+        # states of nodes that the target has run are the truth; the others' are guesses
+        guesses, known = head.guess(summed, last), batch.late
+        self._target.states[_rows(batch), batch.slots[:, known:]] = guesses[:, known:]
+        return head.logits(last)
+
+    def _parents(self, batch: ForestInput) -> Tensor:
+        """Return the state [R, n, H] in the slot of each node's parent; zero where it has none."""
+        # positions along a path follow one another, and no two slots of a path share one
+        before = batch.mask & (batch.slot_positions[:, None] == batch.positions[..., None] - 1)
+        found, slot = before.to(torch.int8).max(-1)
+        return torch.where(found.unsqueeze(-1) > 0, self._target.states[_rows(batch), slot], 0)
+
+
+def _rows(batch: ForestInput) -> Tensor:
+    """Return the cache rows [R, 1] of a batch."""
+    rows = torch.arange(len(batch.slots), device=batch.slots.device) if batch.rows is None else batch.rows
+    return rows.unsqueeze(1)
+
+
+def _without_first(mask: Tensor) -> Tensor:
+    """[R, n, S] without slot 0 where a node sees anything else: no state stands before the first token, so no head was
+    trained to see it."""
+    first = mask[..., :1] & ~mask[..., 1:].any(-1, keepdim=True)
+    return torch.cat((first, mask[..., 1:]), -1)

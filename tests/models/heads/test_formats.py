@@ -1,0 +1,229 @@
+"""Readers of draft heads: what is read, and that whatever is not understood is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.errors import ModelError, PairError
+from dsbd_cli.models.decoder.decoder_model import StateTap
+from dsbd_cli.models.heads import load as heads
+from dsbd_cli.models.heads.formats import is_head
+from dsbd_cli.models.heads.load import load_head
+from dsbd_cli.models.load_model import load_model
+from dsbd_cli.models.pair import load_pair
+from tests.helpers.checkpoints import save
+from tests.models.decoders import V, build_decoder, save_decoder
+from tests.models.heads.checkpoints import KEPT, LAYERS, add_mtp, eagle3
+
+
+def spec_for(source: Path | str, role: Any = "target", **more: Any) -> ModelSpec:
+    return ModelSpec(str(source), role, dtype="float32", device="cpu", **more)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_decoder(tmp_path_factory.mktemp("target"), build_decoder("llama", num_hidden_layers=LAYERS))
+
+
+@pytest.fixture
+def target(folder: Path) -> Any:
+    return load_model(spec_for(folder, "draft"))[0]  # as a draft no verdict on its bits is asked for
+
+
+def change(folder: Path, changed: Callable[[dict[str, Tensor]], object]) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    changed(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def read(source: Path | str, target: Any) -> Any:
+    return load_head(spec_for(source, "draft"), spec_for(target.name), target)
+
+
+def test_heads_are_recognised_by_their_files(folder: Path, tmp_path: Path) -> None:
+    assert is_head(eagle3(tmp_path / "a", "speculators"))
+    assert is_head(eagle3(tmp_path / "b", "raw"))
+    assert is_head(eagle3(tmp_path / "c", "raw", architectures=None))  # by its tensors
+    assert not is_head(folder)
+    assert not is_head(tmp_path)
+    assert not is_head(save_decoder(tmp_path / "d", build_decoder("llama", num_hidden_layers=1)))
+
+
+def test_a_pickle_is_read(target: Any, tmp_path: Path) -> None:
+    place = eagle3(tmp_path, "raw")
+    torch.save(load_file(place / "model.safetensors"), place / "pytorch_model.bin")
+    (place / "model.safetensors").unlink()
+    assert read(place, target).head_ids.tolist() == KEPT.tolist()
+
+
+def test_d2t_in_any_order(target: Any, tmp_path: Path) -> None:
+    """Guards that d2t is offsets and that rows of the head follow their tokens."""
+    place = eagle3(tmp_path, "raw")
+    rows = load_file(place / "model.safetensors")["lm_head.weight"]
+    order = torch.randperm(len(KEPT), generator=torch.Generator().manual_seed(0))
+
+    def shuffle(tensors: dict[str, Tensor]) -> None:
+        tensors["d2t"] = KEPT[order] - torch.arange(len(KEPT))
+        tensors["lm_head.weight"] = rows[order]
+
+    found = read(change(place, shuffle), target)
+    assert found.head_ids.tolist() == KEPT.tolist()
+    x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(found.decoder.weights.head.compute(x), x @ rows.T)
+
+
+@pytest.mark.parametrize("form", ["speculators", "raw"])
+@pytest.mark.parametrize("better", [0, 1])
+def test_both_conventions_of_layer_numbers_are_tried(
+    form: str, better: int, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = []
+    real = heads._loss
+
+    def loss(model: Any, text: Any) -> float:
+        losses.append((model.target._tap.layers, real(model, text)))
+        return float(len(losses) - 1 != better)
+
+    monkeypatch.setattr(heads, "_loss", loss)
+    ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    place = eagle3(tmp_path, form, **(ids if form == "speculators" else {"eagle_config": ids}))
+    found = read(place, target)
+    documented = [(0, 1, 2), (1, 2, 3)] if form == "speculators" else [(1, 2, 3), (0, 1, 2)]
+    assert [layers for layers, _ in losses] == documented
+    assert losses[0][1] != losses[1][1]
+    assert target._tap.layers == documented[better]
+    chosen = ", ".join(map(str, documented[better]))
+    assert f"after {chosen} layers (loss 0.00 on a text of the target; 1.00 one layer off)" in found.notes[0]
+
+
+def test_without_layer_numbers_those_of_the_paper_are_taken(tmp_path: Path) -> None:
+    deep = load_model(spec_for(save_decoder(tmp_path / "t", build_decoder("llama", num_hidden_layers=8)), "draft"))[0]
+    found = read(eagle3(tmp_path / "h", "raw", eagle_config=None), deep)
+    assert found.notes[0].endswith("it reads the states after 2, 4, 5 layers")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"norm_of_something": True}, "norm_of_something = True, which is not known"),
+        ({"speculators_model_type": "dflash"}, "its form is dflash"),
+        ({"target_hidden_size": 128}, "for a target of width 128, and the target's is 64"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "it reads the layers 1, 2, 9, and the target has 4"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight is 64 x 192"),
+        ({"draft_vocab_size": 70}, "d2t has 78 tokens, but its config says 70"),
+        ({"norm_before_fc": None, "fc_norm": True, "unused": None}, None),
+    ],
+)
+def test_settings_that_do_not_fit(settings: dict[str, Any], says: str | None, target: Any, tmp_path: Path) -> None:
+    place = eagle3(tmp_path, "speculators", **settings)
+    if says is None:
+        assert "fc_norm" in read(place, target).notes[0]
+        return
+    with pytest.raises(ModelError, match=says) as caught:
+        read(place, target)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert target._tap is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"vocab_size": 98}, "a vocabulary of 98 tokens, and the target's is 97"),
+        ({"num_hidden_layers": 2}, "it has 2 layers"),
+        ({"model_type": "mistral"}, "its layer is of mistral"),
+        ({"layer_types": ["sliding_attention"]}, "its layer has a sliding window"),
+        ({"hidden_size": "wide"}, "its config is wrong"),
+        ({"hidden_act": "relu"}, "its activation is relu"),
+        ({"logit_scale": 0.5}, "logit_scale = 0.5, which is not known"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"hidden_size": 128}, "it has no embeddings and is 128 wide, and the target's are 64 wide"),
+    ],
+)
+def test_raw_settings_that_do_not_fit(settings: dict[str, Any], says: str, target: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=says):
+        read(eagle3(tmp_path, "raw", **settings), target)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (lambda one: one.update(norm_strange=torch.ones(64)), "the tensor norm_strange is not known"),
+        (lambda one: one.pop("fc.weight"), "fc.weight is missing"),
+        (lambda one: one.pop("lm_head.weight"), "lm_head.weight is missing"),
+        (lambda one: one.pop("d2t"), "78 of 97 tokens, but no d2t"),
+        (lambda one: one.update(t2d=torch.ones(V, dtype=torch.bool)), "d2t and t2d name different tokens"),
+        (lambda one: one.update(t2d=torch.ones(V + 1, dtype=torch.bool)), "t2d has 98 tokens"),
+        (lambda one: one.update(d2t=one["d2t"] + 10), "it has the token 99"),
+        (lambda one: one.update(d2t=torch.zeros_like(one["d2t"]) - torch.arange(78)), "does not give different"),
+        (lambda one: one.update({"norm.weight": torch.ones(32)}), "norm.weight is 32"),
+    ],
+)
+def test_tensors_that_do_not_fit(changed: Any, says: str, target: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=says):
+        read(change(eagle3(tmp_path, "raw"), changed), target)
+
+
+def test_a_damaged_folder(target: Any, tmp_path: Path) -> None:
+    place = eagle3(tmp_path, "raw")
+    (place / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ModelError, match="its weights cannot be read"):
+        read(place, target)
+
+
+def test_a_target_without_an_mtp_layer(target: Any) -> None:
+    with pytest.raises(ModelError, match="the target's own MTP layer cannot be read: it holds no MTP layer"):
+        read("mtp", target)
+
+
+@pytest.mark.parametrize("form", ["qwen", "deepseek"])
+def test_mtp_that_is_not_understood(form: str, tmp_path: Path) -> None:
+    place = add_mtp(save_decoder(tmp_path, build_decoder("llama", num_hidden_layers=LAYERS)), form)
+    target = load_model(spec_for(place, "draft"))[0]
+    at = "mtp." if form == "qwen" else "model.layers.4."
+    change(place, lambda one: one.update({f"{at}strange.weight": torch.ones(64)}))
+    with pytest.raises(ModelError, match=r"the tensor strange\.weight is not known"):
+        read("mtp", target)
+    second = "mtp.layers.1.mlp.up_proj.weight" if form == "qwen" else "model.layers.5.eh_proj.weight"
+    change(place, lambda one: one.update({second: torch.ones(64)}))
+    with pytest.raises(ModelError, match="several MTP layers"):
+        read("mtp", target)
+
+
+def test_one_head_reads_a_target(target: Any, tmp_path: Path) -> None:
+    place = eagle3(tmp_path, "raw")
+    read(place, target)
+    with pytest.raises(ModelError, match=r"a head reads the states of .* already"):
+        read(place, target)
+    target.tap(None)
+    target.tap(StateTap((1,), 64, lambda taken: taken[0]))
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [("gpt2", "runs through transformers"), ("qwen3.5", "recurrent and hybrid models")],
+)
+def test_targets_that_run_through_transformers_are_refused(family: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(PairError, match=says):
+        load_pair(spec_for(save(tmp_path / "t", family)), spec_for(eagle3(tmp_path / "h", "raw"), "draft"))
+
+
+def test_heads_do_not_draft_through_text(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(PairError, match="--drafter bridge drafts through text"):
+        load_pair(spec_for(folder), spec_for(eagle3(tmp_path, "raw"), "draft"), bridged=True)
+
+
+def test_a_settings_file_that_is_no_object(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps([]))
+    with pytest.raises(ModelError, match="is no object of settings"):
+        is_head(tmp_path)
