@@ -162,7 +162,7 @@ def test_kernels_of_layers_that_fail_are_left_out(fault: str, tmp_path: Path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder, asked = save_decoder(tmp_path / "model", build_decoder("llama")), list[frozenset[str]]()
 
-    def ops_for(spec: DecoderSpec, source: Any, kernels: frozenset[str]) -> Ops:
+    def ops_for(spec: DecoderSpec, device: Any, dtype: Any, kernels: frozenset[str]) -> Ops:
         asked.append(kernels)
         return Ops(norm=norm, rotate=rotate) if "gated" in kernels else Ops()
 
@@ -179,7 +179,7 @@ def test_kernels_of_layers_that_fail_are_left_out(fault: str, tmp_path: Path, mo
             keys.flatten(0, 1)[slots] *= 1.5
         return out
 
-    monkeypatch.setattr(decoder_load, "_ops", ops_for)
+    monkeypatch.setattr(decoder_load, "decoder_ops", ops_for)
     monkeypatch.setattr(
         stages._DecoderLoad,
         "_attempts",
