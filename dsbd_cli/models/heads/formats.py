@@ -135,7 +135,7 @@ def read_mtp(tensors: Tensors, target: DecoderForestModel) -> FoundHead:
     elif f"{deep}eh_proj.weight" in tensors:
         names, form, prefix = ("eh_proj", "enorm", "hnorm", "shared_head.norm"), f"{deep}*", deep
     else:
-        raise ModelError("it holds no MTP layer: neither mtp.fc nor an eh_proj behind the last layer")
+        raise ModelError("the checkpoint has none (no mtp.fc, and no eh_proj behind the last layer)")
     if any(name.startswith(("mtp.layers.1.", second)) for name in tensors):
         raise ModelError("it has several MTP layers, and one is known here")
     inner = "layers.0." if prefix == deep else ""  # of names of the layer itself

@@ -182,7 +182,7 @@ def test_a_damaged_folder(target: Any, tmp_path: Path) -> None:
 
 
 def test_a_target_without_an_mtp_layer(target: Any) -> None:
-    with pytest.raises(ModelError, match="the target's own MTP layer cannot be read: it holds no MTP layer"):
+    with pytest.raises(ModelError, match="the target's own MTP layer cannot be read: the checkpoint has none"):
         read("mtp", target)
 
 
