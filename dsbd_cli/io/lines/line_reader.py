@@ -19,8 +19,8 @@ from dsbd_cli.io.records.row import MAX_LINE_BYTES, LongLine
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-MAX_HELD_LINES = 4096
-MAX_HELD_BYTES = 8 << 20
+MAX_HELD_LINES = 2048
+MAX_HELD_BYTES = 4 << 20
 WAIT_S = 0.02
 BUSY_S = 0.005
 
@@ -35,7 +35,7 @@ class LineReader:
     so that what was read can still be answered; then `check()`, or leaving the `with` block without an exception,
     raises it as a DsbdError.
 
-    Held are 4096 lines or 8 MiB, whatever comes first, and one line more; as many may have been taken already.
+    Held are 2048 lines or 4 MiB, whatever comes first, and one line more; as many may have been taken already.
     """
 
     def __init__(self, stream: BinaryIO, name: str, *, limit: int = MAX_LINE_BYTES) -> None:

@@ -65,8 +65,13 @@ class CheckpointSettings:
 def read_generation(folder: Path) -> dict[str, Any]:
     """Return the generation settings of a checkpoint folder. Raises ModelError."""
     place = folder / "generation_config.json"
+    return read_settings(place) if place.is_file() else {}
+
+
+def read_settings(place: Path) -> dict[str, Any]:
+    """Return the settings in a JSON file of a checkpoint. Raises ModelError."""
     try:
-        found = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+        found = json.loads(place.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{place} cannot be read: {' '.join(str(error).split())[:120]}") from None
     if not isinstance(found, dict):

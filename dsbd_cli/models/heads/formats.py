@@ -5,7 +5,6 @@ What is not understood is refused by name: a wrong head never shows in a text, o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.errors import ModelError, PairError
+from dsbd_cli.models.checkpoints.generation import read_settings
 from dsbd_cli.models.checkpoints.loader import quiet
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import decoder_ops
@@ -88,7 +88,7 @@ class _Names(Mapping[str, Callable[[], Tensor]]):
 
 def is_head(folder: Path) -> bool:
     """Whether a folder holds a draft head rather than a model, by its config and the names of its tensors."""
-    config = _config(folder) if (folder / "config.json").is_file() else {}
+    config = read_settings(folder / "config.json") if (folder / "config.json").is_file() else {}
     named = config.get("architectures") or ()
     if SPECULATORS in config or any("Eagle3" in str(one) for one in named):
         return True
@@ -97,7 +97,7 @@ def is_head(folder: Path) -> bool:
 
 def read_eagle3(folder: Path, target: DecoderForestModel) -> FoundHead:
     """Read an EAGLE-3 head. Raises ModelError for what is not understood, PairError for another target's head."""
-    config = _config(folder)
+    config = read_settings(folder / "config.json")
     kind = config.get(SPECULATORS)
     if kind not in (None, "eagle3"):
         raise ModelError(f"its form is {kind}, which is not known here: eagle3 is")
@@ -284,17 +284,6 @@ def _ops(spec: DecoderSpec, target: DecoderForestModel) -> Any:
 
 def _on(tensor: Tensor, target: DecoderForestModel) -> Tensor:
     return tensor.to(target.device)
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    place = folder / "config.json"
-    try:
-        found = json.loads(place.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{place} cannot be read: {' '.join(str(error).split())[:120]}") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{place} is no object of settings")
-    return found
 
 
 def _tensors(folder: Path) -> Tensors:
