@@ -46,7 +46,7 @@ from dsbd_cli.models.tokenizer import HFCodec, bytes_of_tokens
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops.select import GPU_LAYERS, ops_for
 
-LAYERS_CHECKED = 4  # of each kind, for invariance
+LAYERS_CHECKED = 2  # of each kind, by the self-test and for invariance: the others are the same operations
 LARGE_BYTES = 64 << 20  # loading less takes no time that needs a line
 
 _logger = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ class _DecoderLoad:
         tested = outliers = None
         quantized = self._spec.quantize is not None
         if quantized:  # the limits are those of the checkpoint's rounding
-            tested = _self_test(model)
+            tested = self._self_test(model)
         packed = self._theirs is None and not quantized
         if packed:
             pack(model, self._spec, None)
@@ -271,14 +271,27 @@ class _DecoderLoad:
             return reason
         if not packed:
             outliers = pack(model, self._spec, None)
-        model.tested = tested = tested or _self_test(model)
-        found = _verdict(model, whole=self._whole) if self._asked_invariant else Verdict(verdicts.UNASKED)
+        model.tested = tested = tested or self._self_test(model)
+        found = _verdict(self._few(model)) if self._asked_invariant else Verdict(verdicts.UNASKED)
         if found.varies is not None and "linear" in kernels:
             return found.varies
         report = [tested.median_error, tested.largest_error, tested.limit]
         made = {"varies": found.varies, "copies": found.copies, "outliers": outliers, "tested": report}
         self._keep({**made, "kernels": sorted(kernels)}, model, tokenizer.result())
         return found
+
+
+    def _few(self, model: DecoderForestModel) -> DecoderForestModel:
+        """Return the layers that are checked: on a CPU a few of each kind, unless all were asked for.
+
+        The others are the same operations on the same shapes, and the comparison with transformers runs them all.
+        """
+        return model if self._whole or self._device.type != "cpu" else model.shallow(LAYERS_CHECKED)
+
+    def _self_test(self, model: DecoderForestModel) -> SelfTestReport:
+        from dsbd_cli.models.checks.selftest import self_test
+
+        return self_test(self._few(model))
 
 
 def _load_quietly(place: Path, spec: ModelSpec) -> Any:
@@ -293,21 +306,12 @@ def _adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
     return load_adapted(spec)
 
 
-def _self_test(model: BaseForestModel) -> Any:
-    from dsbd_cli.models.checks.selftest import self_test
-
-    return self_test(model)
-
-
-def _verdict(model: DecoderForestModel, *, whole: bool = False) -> Verdict:
-    """Ask whether a node's logits depend on its company; a kernel that fails at the sizes of this model gives none.
-
-    On a CPU a few layers of each kind are asked, unless `whole`: the others are the same operations on the same shapes.
-    """
+def _verdict(model: DecoderForestModel) -> Verdict:
+    """Ask whether a node's logits depend on its company; a kernel that fails at the sizes of this model gives none."""
     from dsbd_cli.models.checks.invariance import check
 
     try:
-        return check(model if whole or model.device.type != "cpu" else model.shallow(LAYERS_CHECKED))
+        return check(model)
     except Exception as failed:
         if model.attention is None:
             raise
