@@ -26,8 +26,8 @@ class ModelSpec:
     """Where a checkpoint is and how to load it.
 
     Attributes:
-        source: alias, folder or hub id, as the user wrote it; `builtin:target` and `builtin:draft` are the shipped
-            pair.
+        source: alias, folder or hub id, as the user wrote it, with `@revision` of a hub id and `+adapter` for each
+            adapter; `builtin:target` and `builtin:draft` are the shipped pair.
         role: `target` or `draft`; named in errors. `load` knows it.
         dtype: auto, float32, bfloat16 or float16.
         device: torch device string, or `auto`.

@@ -24,7 +24,7 @@ from dsbd_cli.models import verdicts
 from dsbd_cli.models.checkpoints.damage import stored_bytes
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, read_generation
 from dsbd_cli.models.checkpoints.head import read_head, trimmed_target
-from dsbd_cli.models.checkpoints.hub import locate
+from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
 from dsbd_cli.models.checkpoints.loader import (
     check_quantize,
     device_of,
@@ -69,7 +69,7 @@ def load_model(spec: ModelSpec, *, anew: bool = False) -> tuple[BaseForestModel,
 
 def _loaded(spec: ModelSpec, *, anew: bool) -> tuple[BaseForestModel, HFCodec]:
     place = locate(spec)
-    digest = verdicts.fingerprint(spec, place)
+    digest = verdicts.fingerprint(spec, place, *locate_adapters(spec))
     known = None if anew else verdicts.read_verdict(digest)
     found = _described(spec, place) if known is None or not known.get("plain") else _recalled(known)
     if isinstance(found, str):
@@ -109,7 +109,8 @@ def _described(spec: ModelSpec, place: Path) -> _Description | str:
     if isinstance(decoder_spec, str):
         return decoder_spec
     check_quantize(spec, config)
-    plain, dtype = is_plain(place, config), dtype_of(spec, config, place)
+    plain = is_plain(place, config) and not locate_adapters(spec)
+    dtype = dtype_of(spec, config, place)
     if dtype == "auto":
         dtype = config.dtype if plain else None
     if decoder_spec.wide_rotary and dtype != torch.float32:
@@ -165,18 +166,20 @@ class _DecoderLoad:
 
     def _loaded(self, tokenizer: Future[Any]) -> BaseForestModel | str:
         """Return the model, or the reason why transformers has to run it."""
-        dtype = self._description.dtype
+        decoder_spec, dtype = self._description.decoder_spec, self._description.dtype
         if self._description.plain:
             tensors, generation = tensors_of(self._place, self._spec), read_generation(self._place)
-        else:  # pickles, or blocks that transformers makes plain weights
+        else:  # pickles, adapters, or blocks that transformers makes plain weights
             theirs = self._theirs = self._stock()
             self._state = theirs.state_dict()
             tensors = {name: partial(self._state.__getitem__, name) for name in self._state}
             generation, dtype = theirs.generation_config.to_dict(), theirs.dtype
+            if not theirs.config.get_text_config(decoder=True).tie_word_embeddings:  # an adapter may bring a head
+                decoder_spec = replace(decoder_spec, tied=False)
             del theirs
         assert dtype is not None
         settings = CheckpointSettings(self._description.architecture, self._description.eos, generation)
-        source, reason = DecoderCheckpoint(self._description.decoder_spec, tensors, dtype, self._device), None
+        source, reason = DecoderCheckpoint(decoder_spec, tensors, dtype, self._device), None
         head = read_head(self._place) if self._place.is_dir() else None
         if head is not None and self._spec.role == "target":
             raise trimmed_target(self._spec)
@@ -279,7 +282,6 @@ class _DecoderLoad:
         made = {"varies": found.varies, "copies": found.copies, "outliers": outliers, "tested": report}
         self._keep({**made, "kernels": sorted(kernels)}, model, tokenizer.result())
         return found
-
 
     def _few(self, model: DecoderForestModel) -> DecoderForestModel:
         """Return the layers that are checked: on a CPU a few of each kind, unless all were asked for.

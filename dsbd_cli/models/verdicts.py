@@ -30,11 +30,13 @@ KEYS = {
 UNASKED = "nobody asked for the work that it takes"
 
 
-def fingerprint(spec: ModelSpec, place: Path) -> str:
-    """Return a digest of all that the checks of a checkpoint depend on."""
-    files = [place] if place.is_file() else sorted(path for path in place.iterdir() if path.is_file())
+def fingerprint(spec: ModelSpec, *places: Path) -> str:
+    """Return a digest of all that the checks of a checkpoint depend on. places: of its files, and of its adapters'."""
+    files = [file for place in places for file in ([place] if place.is_file() else sorted(place.iterdir()))]
     facts = {
-        "files": [(str(path.resolve()), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files],
+        "files": [
+            (str(path.resolve()), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files if path.is_file()
+        ],
         "code": _code(),
         "processor": (processor()[0], sorted(processor()[1])),
         "threads": torch.get_num_threads(),

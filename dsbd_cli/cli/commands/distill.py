@@ -66,7 +66,9 @@ SPEED_S = 60.0  # for runs with and without the draft, before and after
 class DistillOptions:
     """Options of `dsbd distill`: what is distilled into what, from which prompts, and how long."""
 
-    target: str | None = option(MAIN, "alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL")
+    target: str | None = option(
+        MAIN, "alias, folder or hub id[@REVISION], [+ADAPTER]", default=BUILTIN_TARGET, metavar="MODEL"
+    )
     input: Path | None = option(
         MAIN,
         f"prompts as generate reads them (required); every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is "

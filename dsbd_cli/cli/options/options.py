@@ -105,7 +105,9 @@ class JobOptions:
 class PairOptions:
     """The two models."""
 
-    target: str | None = option(MAIN, "alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL")
+    target: str | None = option(
+        MAIN, "alias, folder or hub id[@REVISION], [+ADAPTER]", default=BUILTIN_TARGET, metavar="MODEL"
+    )
     draft: str | None = option(
         MAIN,
         "alias, folder or hub id of a model or a draft head; mtp: the target's own MTP layer; none: no draft",

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import DsbdError, ModelNotFoundError, OutputError, UsageError
 from dsbd_cli.models.checkpoints.hub import cached_folder, has_weights
-from dsbd_cli.models.checkpoints.registry import ALIASES, BUILTIN, resolve, user_aliases, user_file
+from dsbd_cli.models.checkpoints.registry import ALIASES, BUILTIN, parts_of, resolve, user_aliases, user_file
 
 if TYPE_CHECKING:
     from dsbd_cli.models.tokenizer import HFCodec
@@ -62,7 +62,7 @@ def listed() -> list[CatalogEntry]:
 def _state(source: str) -> State:
     try:
         location = resolve(source)
-        folder = Path(location.path) if location.kind == "folder" else cached_folder(location.path)
+        folder = Path(location.path) if location.kind == "folder" else cached_folder(location)
     except DsbdError:
         return "absent"
     if folder is None or not (folder / "config.json").is_file():
@@ -142,7 +142,7 @@ def local_folder(spec: ModelSpec) -> Path:
     location = resolve(spec.source, spec.role)
     if location.kind != "hub":
         return locate(spec)
-    folder = cached_folder(location.path)
+    folder = cached_folder(location)
     if folder is None:
         raise ModelNotFoundError(
             f"{spec.role} model {spec.source!r} is not on this machine: fetch it, or its small files alone with "
@@ -184,6 +184,8 @@ def _place(name: str, source: str, path: Path) -> str:
         raise UsageError(f"{name} is there already and means {own[name]}: change it in {path}")
     if name == source:
         raise UsageError(f"{name} would mean itself: name a folder or a hub id")
+    if parts_of(source)[1]:
+        raise UsageError(f"{source} has an adapter, but a name stands for a model alone: NAME+ADAPTER uses it")
     location = resolve(source, "target")
     return str(Path(location.path).resolve()) if location.kind == "folder" else location.path
 

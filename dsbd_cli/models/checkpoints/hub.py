@@ -5,6 +5,7 @@ The hub's library, which takes a while to import, is imported for hub ids only.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import socket
 import threading
@@ -13,8 +14,8 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError, ModelNotFoundError
-from dsbd_cli.models.checkpoints.registry import resolve
+from dsbd_cli.errors import ModelError, ModelNotFoundError, UsageError
+from dsbd_cli.models.checkpoints.registry import Location, hub_location, parts_of, resolve
 
 CONNECT_TIMEOUT_S = 2.0
 
@@ -22,13 +23,16 @@ _COMMON = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 _SAFE = ["model.safetensors", "model-*.safetensors"]
 _PICKLE = ["pytorch_model.bin", "pytorch_model-*.bin"]
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
 
 def locate(spec: ModelSpec) -> Path:
-    """Folder with the checkpoint's files, fetched from the hub if they are not here yet, or a GGUF file. Imports no
-    tensor library, so that a wrong name is told at once."""
+    """Folder with the checkpoint's files, fetched from the hub if they are not here yet, or a GGUF file; its adapters
+    are looked for, too. Imports no tensor library, so that a wrong name is told at once."""
     location = resolve(spec.source, spec.role)
+    locate_adapters(spec)
     if location.kind == "hub":
-        return folder_of(location.path, spec.role)
+        return folder_of(location, spec.role)
     folder = Path(location.path)
     if location.kind == "file":
         return folder
@@ -46,27 +50,75 @@ def locate(spec: ModelSpec) -> Path:
     return folder
 
 
-def folder_of(repo: str, role: str) -> Path:
+def locate_adapters(spec: ModelSpec) -> list[Path]:
+    """Folders of the adapters in `model+adapter`, fetched from the hub if they are not here yet.
+
+    Raises ModelNotFoundError, ModelError for a folder that holds none, UsageError where adapters cannot be merged.
+    """
+    folders = [_adapter_folder(source, f"{spec.role} adapter {source!r}") for source in parts_of(spec.source)[1]]
+    if not folders:
+        return []
+    for field, value in (("device_map", spec.device_map), ("tensor_parallel", spec.tensor_parallel)):
+        if value not in (None, 1):
+            reason = "adapters are merged on one device: drop it, or load a merged checkpoint"
+            raise UsageError(f"{field} is {value}, but {reason}", field=field, value=value)
+    if importlib.util.find_spec("peft") is None:
+        raise UsageError(f"{spec.role} model {spec.source!r} has an adapter, which needs: pip install 'dsbd[adapters]'")
+    return folders
+
+
+def _adapter_folder(source: str, name: str) -> Path:
+    folder = Path(source).expanduser()
+    if not folder.exists() and (location := hub_location(source)) is not None:
+        folder = _hub_folder(location, name, ADAPTER_CONFIG, [[ADAPTER_CONFIG, ADAPTER_WEIGHTS]])
+    if not folder.is_dir():
+        raise ModelNotFoundError(f"{name}: there is no such folder")
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise ModelError(f"{name}: {folder} holds no {ADAPTER_CONFIG}, so it is no adapter of peft")
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        hint = ": adapter_model.bin is a pickle, save it as safetensors" if any(folder.glob("*.bin")) else ""
+        raise ModelError(f"{name}: {folder} holds no {ADAPTER_WEIGHTS}{hint}")
+    return folder
+
+
+def folder_of(location: Location, role: str) -> Path:
     """Folder with the files of a hub repository, downloaded if they are not all cached.
 
     Raises ModelNotFoundError within seconds when they are not cached and the hub cannot be reached.
     """
+    name = f"{role} model {shown(location)!r}"
+    folder = _hub_folder(location, name, "config.json", [[*_COMMON, *_SAFE], [*_COMMON, *_PICKLE]])
+    if "gguf" in location.path.lower() and not has_weights(folder):
+        raise ModelNotFoundError(
+            f"{name} holds GGUF files: download the one you want (`hf download {location.path} FILE`) and give it"
+        )
+    return folder
+
+
+def shown(location: Location) -> str:
+    """A hub id with its revision."""
+    return location.path if location.revision is None else f"{location.path}@{location.revision}"
+
+
+def _hub_folder(location: Location, name: str, config: str, patterns: list[list[str]]) -> Path:
+    """Folder of a repository, of the cache where its files are there. patterns: of the files to fetch; further ones
+    where the first brought no weights."""
     from huggingface_hub import constants
 
-    cached = cached_folder(repo)
-    if cached is not None and has_weights(cached):
+    cached = cached_folder(location, config)
+    if cached is not None and (config == ADAPTER_CONFIG or has_weights(cached)):
         return cached
     if constants.HF_HUB_OFFLINE:
         raise ModelNotFoundError(
-            f"{role} model {repo!r} is not in the hub cache ({constants.HF_HUB_CACHE}) and HF_HUB_OFFLINE is set: "
+            f"{name} is not in the hub cache ({constants.HF_HUB_CACHE}) and HF_HUB_OFFLINE is set: "
             "download it first, or give a folder"
         )
     if not reachable(constants.ENDPOINT):
         raise ModelNotFoundError(
-            f"{role} model {repo!r} is not in the hub cache ({constants.HF_HUB_CACHE}) and {constants.ENDPOINT} "
+            f"{name} is not in the hub cache ({constants.HF_HUB_CACHE}) and {constants.ENDPOINT} "
             "cannot be reached: connect, set HF_HOME to where it was downloaded, or give a folder"
         )
-    return _download(repo, role)
+    return _download(location, name, patterns)
 
 
 def gguf_files(folder: Path) -> list[Path]:
@@ -75,16 +127,17 @@ def gguf_files(folder: Path) -> list[Path]:
     return [] if any(others) else sorted(folder.glob("*.gguf"))
 
 
-def cached_folder(repo: str) -> Path | None:
+def cached_folder(location: Location, config: str = "config.json") -> Path | None:
     """Snapshot folder of a repository whose config is in the local hub cache."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        config = try_to_load_from_cache(repo, "config.json", cache_dir=constants.HF_HUB_CACHE)
+        cache = constants.HF_HUB_CACHE
+        found = try_to_load_from_cache(location.path, config, cache_dir=cache, revision=location.revision)
     except HFValidationError:
-        raise ModelNotFoundError(f"{repo!r} is not a possible hub id") from None
-    return Path(config).parent if isinstance(config, str) else None
+        raise ModelNotFoundError(f"{location.path!r} is not a possible hub id") from None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def has_weights(folder: Path) -> bool:
@@ -123,28 +176,31 @@ def reachable(endpoint: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
     return opened.is_set()
 
 
-def _download(repo: str, role: str) -> Path:
+def _download(location: Location, name: str, patterns: list[list[str]]) -> Path:
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
+    repo, revision = location.path, location.revision
     try:
-        folder = Path(snapshot_download(repo, allow_patterns=[*_COMMON, *_SAFE]))
-        if not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(repo, allow_patterns=[*_COMMON, *_PICKLE]))
+        for wanted in patterns:
+            folder = Path(snapshot_download(repo, revision=revision, allow_patterns=wanted))
+            if any(folder.glob("*.safetensors")):
+                break
     except GatedRepoError:
         raise ModelNotFoundError(
-            f"{role} model {repo!r} is gated: accept its licence on {constants.ENDPOINT}/{repo}, "
-            "then run `hf auth login`"
+            f"{name} is gated: accept its licence on {constants.ENDPOINT}/{repo}, then run `hf auth login`"
         ) from None
     except RepositoryNotFoundError:
-        raise ModelNotFoundError(
-            f"{role} model {repo!r} is not on {constants.ENDPOINT}, or is private: check the id"
-        ) from None
+        raise ModelNotFoundError(f"{name} is not on {constants.ENDPOINT}, or is private: check the id") from None
+    except RevisionNotFoundError:
+        raise ModelNotFoundError(f"{name}: the repository has no revision {revision!r}") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())[:160]
-        raise ModelNotFoundError(f"{role} model {repo!r} could not be downloaded: {reason}") from error
-    if "gguf" in repo.lower() and not has_weights(folder):
-        raise ModelNotFoundError(
-            f"{role} model {repo!r} holds GGUF files: download the one you want (`hf download {repo} FILE`) and give it"
-        )
+        raise ModelNotFoundError(f"{name} could not be downloaded: {reason}") from error
     return folder

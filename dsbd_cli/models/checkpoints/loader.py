@@ -16,6 +16,7 @@ import torch
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
+from dsbd_cli.models.checkpoints.adapters import merge_adapters
 from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, unsafe_pickle
 from dsbd_cli.models.checkpoints.head import head_keys, install, read_head
 from dsbd_cli.models.checkpoints.hub import locate
@@ -56,7 +57,7 @@ def load_network(spec: ModelSpec, config: Any = None, **more: Any) -> Any:
         # bars are drawn while these are unpacked, and nobody is asked
         barred = is_gguf(folder) or _method_of(config) == COMPRESSED
         with contextlib.redirect_stderr(io.StringIO()) if barred else contextlib.nullcontext():
-            model = _model(folder, spec, config, placement)
+            model = merge_adapters(_model(folder, spec, config, placement), spec)
     model.eval()
     model.requires_grad_(False)
     return model

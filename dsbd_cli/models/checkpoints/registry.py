@@ -54,15 +54,20 @@ ALIASES: dict[str, str] = {
 
 BUILTIN: tuple[str, ...] = ("builtin:target", "builtin:draft")
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w][\w./-]*))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a model is: `path` is a folder or a GGUF file that exists, or an id on the hub."""
+    """Where a model is: `path` is a folder or a GGUF file that exists, or an id on the hub.
+
+    Attributes:
+        revision: a branch, tag or commit on the hub; None: its main branch.
+    """
 
     kind: Literal["folder", "file", "hub"]
     path: str
+    revision: str | None = None
 
 
 def user_file() -> Path:
@@ -101,11 +106,24 @@ def known_names() -> list[str]:
     return sorted({*BUILTIN, *ALIASES, *user_aliases()})
 
 
+def parts_of(source: str) -> tuple[str, tuple[str, ...]]:
+    """Split `model+adapter+adapter` into the model and its adapters. A name or a path that is there as it is written is
+    not split."""
+    if "+" not in source or source in ALIASES or source in user_aliases() or Path(source).expanduser().exists():
+        return source, ()
+    model, *adapters = source.split("+")
+    return model, tuple(adapters)
+
+
 def resolve(source: str, role: str = "target") -> Location:
-    """Where `source` is: the shipped pair, then the user's names, our names, an existing folder, a hub id.
+    """Where the model of `source` is: the shipped pair, then the user's names, our names, an existing folder, a hub id
+    with `@revision` or without.
 
     Raises ModelNotFoundError (naming the role) for a folder that is missing and for a name that nobody knows.
     """
+    source, adapters = parts_of(source)
+    if not all((source, *adapters)):
+        raise ModelNotFoundError(f"{role} model {'+'.join((source, *adapters))!r} has an empty name beside a +")
     if source.startswith("builtin:"):
         return _builtin(source, role)
     named = {**ALIASES, **user_aliases()}.get(source)
@@ -120,12 +138,19 @@ def resolve(source: str, role: str = "target") -> Location:
         raise ModelNotFoundError(
             f"{role} model {shown} is a file: give the folder that holds config.json, or a file that ends in .gguf"
         )
+    if hub := hub_location(place):
+        return hub
     if _looks_like_path(place) or folder.suffix.lower() == ".gguf":
         what = "file" if folder.suffix.lower() == ".gguf" else "folder"
         raise ModelNotFoundError(f"{role} model {shown}: there is no such {what}")
-    if _HUB_ID.fullmatch(place):
-        return Location("hub", place)
     raise ModelNotFoundError(f"{role} model {shown} is not known{_near(source)}")
+
+
+def hub_location(source: str) -> Location | None:
+    """Return the place of a hub id with its revision; None for what is none."""
+    if _looks_like_path(source.partition("@")[0]) or not (found := _HUB_ID.fullmatch(source)):
+        return None
+    return None if source.lower().endswith(".gguf") else Location("hub", found[1], found[2])
 
 
 def _builtin(source: str, role: str) -> Location:

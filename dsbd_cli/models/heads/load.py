@@ -10,7 +10,7 @@ from torch import Tensor
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError, PairError
-from dsbd_cli.models.checkpoints.hub import locate
+from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
 from dsbd_cli.models.checkpoints.loader import device_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import tensors_of
@@ -33,6 +33,8 @@ def load_head(spec: ModelSpec, target_spec: ModelSpec, target: BaseForestModel) 
     """Return a head that drafts for a target. Raises PairError and ModelError, each in one line that names the head."""
     if not isinstance(target, DecoderForestModel):
         raise PairError(f"{_name(spec)} reads hidden states of the target, but {_unfit(target)}")
+    if locate_adapters(spec):
+        raise PairError(f"{_name(spec)} has an adapter, which a head does not take: drop it")
     if device_of(spec) != target.device:
         raise PairError(f"{_name(spec)} runs where its target does, on {target.device}: name no device for it")
     try:

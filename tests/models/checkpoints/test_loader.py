@@ -44,6 +44,20 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
+def test_a_revision_is_that_of_the_cache(hub_cache: Path, checkpoint: Path) -> None:
+    """A tag leads to its own snapshot; one that is not cached is named, and main is not taken for it."""
+    cache_as(hub_cache, "org/model", checkpoint)
+    home = hub_cache / "models--org--model"
+    shutil.copytree(checkpoint, home / "snapshots" / ("1" * 40))
+    (home / "refs" / "v1").write_text("1" * 40, encoding="utf-8")
+    for source, commit in (("org/model", "0"), ("org/model@v1", "1"), ("org/model@" + "1" * 40, "1")):
+        assert hub.locate(ModelSpec(source)).name == commit * 40
+    with pytest.raises(ModelNotFoundError, match="'org/model@v2' is not in the hub cache"):
+        hub.locate(ModelSpec("org/model@v2"))
+    with pytest.raises(ModelNotFoundError, match="there is no such folder"):
+        hub.locate(ModelSpec(f"{checkpoint}@v1"))
+
+
 def test_folder_loads_quietly(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards half precision on the CPU, training mode, gradients, and progress bars on stderr."""
     model, tokenizer = load(ModelSpec(str(checkpoint), device="cpu"))

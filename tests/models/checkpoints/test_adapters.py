@@ -1,0 +1,311 @@
+"""Adapters: a model named with them computes what peft's merged model computes; what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+
+import dsbd_cli
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.errors import DsbdError
+from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
+from dsbd_cli.models.checkpoints.loader import load_network
+from dsbd_cli.models.checkpoints.registry import parts_of
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
+from dsbd_cli.models.heads.load import load_head
+from dsbd_cli.models.load_model import load_model
+from dsbd_cli.models.verdicts import fingerprint
+from tests.helpers.checkpoints import numbers
+from tests.helpers.pairs import build_pair
+from tests.helpers.tiny import build
+from tests.models.decoders import build_decoder, save_decoder
+
+# peft asks transformers for what it is about to rename
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+BUILD: dict[str, Any] = {
+    "llama": build_decoder,
+    "llama tied": build_decoder,
+    "qwen2": build_decoder,
+    "gemma3": build_decoder,
+    "m2m100": build_pair,
+    "whisper": build_pair,
+    "qwen3.5": build,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora": {"use_rslora": True, "r": 4},
+    "dora": {"use_dora": True},
+    "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.down_proj": 32}},
+    "head": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "bias": {"bias": "all"},
+}
+
+
+def adapt(model: Any, folder: Path, seed: int = 1, **settings: Any) -> Any:
+    """Save a random adapter of a model; return the model with it merged."""
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(**{"r": 3, "lora_alpha": 5, "target_modules": "all-linear", **settings})
+    adapted = peft.get_peft_model(deepcopy(model), config)
+    for name, weight in adapted.named_parameters():
+        if weight.requires_grad:
+            move = 0.3 if "lora" in name else 0.1
+            weight.data.add_(move * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))))
+    adapted.save_pretrained(str(folder))
+    return adapted.merge_and_unload()
+
+
+def saved(folder: Path, model: Any) -> Path:
+    """Write a checkpoint folder with a tokenizer."""
+    model.save_pretrained(folder)
+    numbers().save_pretrained(folder)
+    return folder
+
+
+def spec_of(source: object, **more: Any) -> ModelSpec:
+    return ModelSpec(str(source), device="cpu", **{"dtype": "float32", **more})
+
+
+SEARCH = dsbd_cli.MethodConfig(rule="search", num_beams=3)
+SAMPLING = dsbd_cli.SamplingConfig(max_new_tokens=9, n_best=3)
+
+
+def answers(source: object, draft: str | None = None, **more: Any) -> list[Any]:
+    """Token ids and log-probabilities of all beams, to the last bit."""
+    engine = dsbd_cli.load(spec_of(source, **more), draft, method=SEARCH)
+    rows = [dsbd_cli.Request(prompt=text, sampling=SAMPLING) for text in ("w5 w9 w40", "w7 w7 w8 w50 w3")]
+    return [[(beam.token_ids, beam.logprob) for beam in result.hypotheses] for result in engine.run(rows)]
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_the_weights_are_those_of_the_merged_model(name: str, tmp_path: Path) -> None:
+    """Of decoders, encoder-decoder and recurrent models, to the last bit."""
+    model = BUILD[name](name)
+    base = saved(tmp_path / "base", model)
+    merged = adapt(model, tmp_path / "adapter").state_dict()
+    found = load_network(spec_of(f"{base}+{tmp_path / 'adapter'}")).state_dict()
+    assert found.keys() == merged.keys()
+    assert all(torch.equal(found[key], merged[key]) for key in merged)
+    plain = model.state_dict()
+    assert sum(not torch.equal(plain[key], merged[key]) for key in merged) > 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama", "llama tied"])
+def test_kinds_of_adapters(name: str, kind: str, tmp_path: Path) -> None:
+    """All beams of our own decoder are those of the merged checkpoint; with an LM head for a tied one, too."""
+    model = build_decoder(name, mlp_bias=kind == "bias")
+    base = saved(tmp_path / "base", model)
+    merged = adapt(model, tmp_path / "adapter", **KINDS[kind])
+    if kind == "head":
+        merged.config.tie_word_embeddings = False
+    found = answers(f"{base}+{tmp_path / 'adapter'}")
+    assert found == answers(saved(tmp_path / "merged", merged))
+    assert found != answers(base)
+    forest, _ = load_model(spec_of(f"{base}+{tmp_path / 'adapter'}"))
+    assert isinstance(forest, DecoderForestModel), forest.notes
+    assert forest.invariant
+
+
+@pytest.mark.parametrize("name", ["m2m100", "qwen3.5"])
+def test_beams_of_adapted_models(name: str, tmp_path: Path) -> None:
+    model = BUILD[name](name)
+    base = saved(tmp_path / "base", model)
+    merged = saved(tmp_path / "merged", adapt(model, tmp_path / "adapter"))
+    found = answers(f"{base}+{tmp_path / 'adapter'}")
+    assert found == answers(merged) != answers(base)
+
+
+def test_adapters_add_up_one_after_the_other(tmp_path: Path) -> None:
+    model = build_decoder("llama")
+    base = save_decoder(tmp_path / "base", model)
+    once = adapt(model, tmp_path / "one")
+    adapt(model, tmp_path / "two", seed=2)
+    twice = peft.PeftModel.from_pretrained(deepcopy(once), str(tmp_path / "two")).merge_and_unload()
+    found = answers(f"{base}+{tmp_path / 'one'}+{tmp_path / 'two'}")
+    assert found == answers(saved(tmp_path / "merged", twice)) != answers(saved(tmp_path / "once", once))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="int8 runs on the CPU")
+def test_int8_is_that_of_the_merged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsbd_cli.models.decoder import load as stage
+    from dsbd_cli.models.decoder import pack
+
+    for module in (stage, pack):
+        monkeypatch.setattr(module, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(pack.quantize_decoder, "__defaults__", (1,))
+    model = build_decoder("llama")
+    base = save_decoder(tmp_path / "base", model, torch.bfloat16)
+    adapt(model.to(torch.bfloat16), tmp_path / "adapter")
+    folder = f"{base}+{tmp_path / 'adapter'}"
+    merged = saved(tmp_path / "merged", load_network(spec_of(folder, dtype="bfloat16")))
+    asked = {"dtype": "bfloat16", "quantize": "int8"}
+    assert answers(folder, **asked) == answers(merged, **asked) != answers(base, **asked)
+
+
+def test_a_changed_adapter_is_another_model(tmp_path: Path) -> None:
+    """What an earlier load has found of the base, or of the adapter before, is not taken for it."""
+    base, other = save_decoder(tmp_path / "base", build_decoder("llama")), tmp_path / "adapter"
+    adapt(build_decoder("llama"), other)
+    both = spec_of(f"{base}+{other}")
+
+    def found() -> str:
+        return fingerprint(both, locate(both), *locate_adapters(both))
+
+    first = found()
+    assert found() == first != fingerprint(both, base)
+    tensors = load_file(other / "adapter_model.safetensors")
+    save_file({**tensors, "more": torch.ones(1)}, other / "adapter_model.safetensors")
+    assert found() != first
+
+
+def test_a_draft_may_have_one(tmp_path: Path) -> None:
+    model = build_decoder("llama")
+    base = save_decoder(tmp_path / "base", model)
+    adapt(model, tmp_path / "adapter")
+    target = f"{base}+{tmp_path / 'adapter'}"
+    assert answers(target) == answers(target, str(base)) == answers(target, target)
+
+
+def test_names_with_a_plus_that_are_there_are_names(tmp_path: Path) -> None:
+    (tmp_path / "llama+lora").mkdir()
+    assert parts_of(str(tmp_path / "llama+lora")) == (str(tmp_path / "llama+lora"), ())
+    assert parts_of(f"{tmp_path}/llama+lora+x") == (f"{tmp_path}/llama", ("lora", "x"))
+    assert parts_of("org/base@v1+org/adapter@v2") == ("org/base@v1", ("org/adapter@v2",))
+
+
+def _prompt_tuning(folder: Path) -> None:
+    model = build_decoder("llama")
+    config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    peft.get_peft_model(deepcopy(model), config).save_pretrained(str(folder))
+
+
+def _another_model(folder: Path) -> None:
+    adapt(build_decoder("llama", num_hidden_layers=5), folder)
+
+
+def _another_size(folder: Path) -> None:
+    adapt(build_decoder("llama", intermediate_size=48), folder)
+
+
+def _half(folder: Path) -> None:
+    adapt(build_decoder("llama"), folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors.pop(min(tensors))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def _nan(folder: Path) -> None:
+    adapt(build_decoder("llama"), folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors[min(tensors)][:] = float("nan")
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def _cut_off(folder: Path) -> None:
+    adapt(build_decoder("llama"), folder)
+    place = folder / "adapter_model.safetensors"
+    place.write_bytes(place.read_bytes()[:-9])
+
+
+def _no_json(folder: Path) -> None:
+    adapt(build_decoder("llama"), folder)
+    (folder / "adapter_config.json").write_text("{", encoding="utf-8")
+
+
+def _no_kind(folder: Path) -> None:
+    adapt(build_decoder("llama"), folder)
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "MAGIC"}), encoding="utf-8")
+
+
+def _pickle(folder: Path) -> None:
+    adapt(build_decoder("llama"), folder)
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+
+
+def _a_checkpoint(folder: Path) -> None:
+    save_decoder(folder, build_decoder("llama"))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (_prompt_tuning, "PROMPT_TUNING, which is no change of weights and cannot be merged"),
+        (_another_model, r"does not fit: the model has no .*layers\.3"),
+        (_another_size, "cannot be merged: .*size mismatch"),
+        (_half, "does not fit: adapter_model.safetensors has no .*lora_A"),
+        (_nan, "cannot be merged: .*NaN"),
+        (_cut_off, "cannot be merged"),
+        (_no_json, "cannot be merged"),
+        (_no_kind, "cannot be merged"),
+        (_pickle, "holds no adapter_model.safetensors: adapter_model.bin is a pickle"),
+        (_a_checkpoint, "holds no adapter_config.json"),
+    ],
+)
+def test_refusals(make: Any, said: str, tmp_path: Path) -> None:
+    """One line that names the adapter."""
+    base = save_decoder(tmp_path / "base", build_decoder("llama"))
+    make(tmp_path / "adapter")
+    with pytest.raises(DsbdError, match=said) as caught:
+        load_model(spec_of(f"{base}+{tmp_path / 'adapter'}"))
+    assert "target adapter" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    base = save_decoder(tmp_path / "base", build_decoder("llama"))
+    for source, said in (
+        (f"{base}+./none", "target adapter './none': there is no such folder"),
+        (f"{base}+", "has an empty name beside a"),
+        (f"+{base}", "has an empty name beside a"),
+        (f"{base}+org/adapter", "target adapter 'org/adapter' is not in the hub cache"),
+    ):
+        with pytest.raises(DsbdError, match=said):
+            locate(spec_of(source))
+
+
+def test_where_adapters_cannot_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_decoder("llama")
+    base = save_decoder(tmp_path / "base", model)
+    adapt(model, tmp_path / "adapter")
+    both = f"{base}+{tmp_path / 'adapter'}"
+    with pytest.raises(DsbdError, match="device_map is auto, but adapters are merged on one device"):
+        locate(ModelSpec(both, device_map="auto"))
+    with pytest.raises(DsbdError, match="tensor_parallel is 2, but adapters are merged on one device"):
+        locate(ModelSpec(both, tensor_parallel=2))
+    forest, _ = load_model(spec_of(base))
+    with pytest.raises(DsbdError, match="has an adapter, which a head does not take"):
+        load_head(spec_of(both, role="draft"), spec_of(base), forest)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DsbdError, match=r"pip install 'dsbd\[adapters\]'"):
+        locate(spec_of(both))
+
+
+def test_an_adapter_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a revision, too."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    model = build_decoder("llama")
+    base = save_decoder(tmp_path / "base", model)
+    adapt(model, tmp_path / "adapter")
+    home = tmp_path / "hub" / "models--org--adapter"
+    shutil.copytree(tmp_path / "adapter", home / "snapshots" / ("1" * 40))
+    (home / "refs").mkdir()
+    for name in ("main", "v2"):
+        (home / "refs" / name).write_text("1" * 40, encoding="utf-8")
+    wanted = answers(f"{base}+{tmp_path / 'adapter'}")
+    assert answers(f"{base}+org/adapter") == answers(f"{base}+org/adapter@v2") == wanted
+    with pytest.raises(DsbdError, match="'org/adapter@v3' is not in the hub cache"):
+        locate(spec_of(f"{base}+org/adapter@v3"))
