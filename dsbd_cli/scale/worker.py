@@ -6,7 +6,6 @@ the process hangs.
 
 from __future__ import annotations
 
-import hashlib
 import queue
 import signal
 import socket
@@ -14,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from dsbd_cli import errors
@@ -71,11 +69,11 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Facts of what a worker has loaded, and where. checkpoints: hashes of the models' files, see `checkpoint_hash`.
+    """Facts of what a worker has loaded, and where. checkpoints: digests of the models' files, see `checkpoint_digest`.
     allowed: what its catalogues hold."""
 
     dsbd: str
-    checkpoints: tuple[str, ...]
+    checkpoints: tuple[tuple[str, ...], ...]
     exactness: Exactness
     allowed: str | None
     host: str
@@ -198,11 +196,11 @@ class Worker:
             self._outbox.put(None)
 
     def _described(self, engine: RunsRequests) -> WorkerInfo:
-        from dsbd_cli.models.checkpoints.hub import locate
+        from dsbd_cli.models.checkpoints.digest import checkpoint_digest
 
         return WorkerInfo(
             dsbd=__version__,
-            checkpoints=tuple([checkpoint_hash(locate(model)) for model in self._setup.models]),
+            checkpoints=tuple(tuple(checkpoint_digest(model).values()) for model in self._setup.models),
             exactness=engine.exactness,
             allowed=engine.allowed,
             host=socket.gethostname(),
@@ -226,18 +224,3 @@ class Worker:
             request = replace(request)
             self._numbers[id(request)] = (number, request)
             yield request
-
-
-def checkpoint_hash(folder: Path) -> str:
-    """Return the hash of a checkpoint, 16 hex digits.
-
-    It is of its JSON files (config, tokenizer, weight index) and the names and sizes of its weights, whose bytes are
-    not read. A GGUF file is all of these.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
-        if path.suffix == ".json":
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-        elif path.suffix.lower() in (".safetensors", ".bin", ".model", ".jinja", ".gguf"):
-            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
-    return digest.hexdigest()

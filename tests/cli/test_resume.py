@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from dsbd_cli.models.checkpoints import registry
 from tests.cli.conftest import Outcome, pipe
 
 Dsbd = Callable[..., Outcome]
@@ -91,6 +93,31 @@ def test_other_settings_are_refused_by_name(job: Callable[..., Outcome], tmp_pat
     ):
         refused = job("--existing", "resume", "--seed", "1", *other.split())
         assert (refused.code, "other settings" in refused.err) == (2, True)
+
+
+BUILTIN = Path(registry.__file__).parents[1] / "builtin" / "target"
+
+
+def test_another_checkpoint_under_the_same_name_is_refused(job: Callable[..., Outcome], tmp_path: Path) -> None:
+    """A config, a tokenizer or weights that have changed are told apart; a copy in another folder is the same model."""
+    model = shutil.copytree(BUILTIN, tmp_path / "model")
+    target = ("--target", str(model), "--draft", "none")
+    assert job(*target, lines=ROWS[:1]).code == 0
+    assert job(*target, "--existing", "resume").code == 0
+    copy = shutil.copytree(model, tmp_path / "copy")
+    assert job("--target", str(copy), "--draft", "none", "--existing", "resume").code == 0
+    before = (tmp_path / "out").read_bytes()
+    for part, file in (("config", "config.json"), ("tokenizer", "tokenizer.json"), ("weights", "model.safetensors")):
+        other = shutil.copytree(BUILTIN, tmp_path / part)
+        (other / file).write_bytes((other / file).read_bytes() + b" ")
+        shutil.rmtree(model)
+        shutil.copytree(other, model)
+        outcome = job(*target, "--existing", "resume")
+        assert outcome.code == 2
+        [line] = outcome.err.splitlines()
+        assert f"made with other settings: the digest of the target's {part} was '" in line
+        assert line.count(" was ") == 2  # of the sentence, and one difference
+        assert (tmp_path / "out").read_bytes() == before
 
 
 def test_a_file_without_records_may_be_begun_with_other_settings(job: Callable[..., Outcome], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from dsbd_cli.cli.run.shard import Shard, shard_of
 from dsbd_cli.errors import UsageError
 from dsbd_cli.io.lines.lock import open_locked
+from dsbd_cli.models.checkpoints import registry
 from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]
@@ -190,6 +192,22 @@ def test_what_does_not_belong_together_is_told(
     assert message in done.err
     assert not (folder.path / "all.jsonl").exists()
     assert not list(folder.path.glob(".*.tmp"))
+
+
+def test_parts_of_two_checkpoints_do_not_belong_together(folder: Folder, tmp_path: Path) -> None:
+    """Under one name; copies in several folders do."""
+    builtin = Path(registry.__file__).parents[1] / "builtin" / "target"
+    models = [shutil.copytree(builtin, tmp_path / name) for name in ("one", "two", "three")]
+    tokenizer = models[2] / "tokenizer.json"
+    tokenizer.write_bytes(tokenizer.read_bytes() + b" ")
+    parts = [str(folder.path / f"out.jsonl.{part}-of-2") for part in range(2)]
+    for second, code in ((models[1], 3), (models[2], 2)):
+        for part, model in enumerate((models[0], second)):
+            given = ("--shard", f"{part}/2", "--target", str(model), "--draft", "none", "--existing", "overwrite")
+            assert folder.run(*given).code == 3 - 3 * (part == 0)
+        outcome = folder.merge(*parts, "--existing", "overwrite")
+        assert outcome.code == code, outcome.err
+    assert "the digest of the target's tokenizer was '" in outcome.err
 
 
 def test_a_row_that_the_input_cannot_have(folder: Folder) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from dsbd_cli import MethodConfig, Request, SamplingConfig, UsageError, loading
 from dsbd_cli.ops.interface import OpChoice
 from dsbd_cli.requests import EngineInfo
 from dsbd_cli.scale import Answer
-from dsbd_cli.scale.worker import SENT, Exchange, Failure, Worker, WorkerInfo, WorkerSetup, checkpoint_hash
+from dsbd_cli.scale.worker import SENT, Exchange, Failure, Worker, WorkerInfo, WorkerSetup
 from tests.helpers.fake import FakeEngine
 
 METHOD = MethodConfig(num_beams=2)
@@ -193,17 +192,6 @@ def test_workers_that_differ_are_told_apart() -> None:
     assert one.difference(replace(one, engine=replace(info, device="cpu"))) == "device is cpu there and cuda here"
     for change in ({"dtype": "bfloat16"}, {"draft_dtype": "float32"}, {"chat": True}):
         assert one.difference(replace(one, engine=replace(info, **change))) is not None
-
-
-def test_a_checkpoint_that_changed_has_another_hash(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"12345678")
-    before = checkpoint_hash(tmp_path)
-    assert checkpoint_hash(tmp_path) == before
-    (tmp_path / "model.safetensors").write_bytes(b"123456789")
-    middle = checkpoint_hash(tmp_path)
-    (tmp_path / "config.json").write_text('{"a": 1}')
-    assert len({before, middle, checkpoint_hash(tmp_path)}) == 3
 
 
 # Answer: the same for Ray Data

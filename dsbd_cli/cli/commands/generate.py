@@ -40,6 +40,7 @@ from dsbd_cli.errors import UsageError, plural
 from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.records.record_parts import MethodRecord, run_fingerprint
 from dsbd_cli.io.records.row import LongLine, Row
+from dsbd_cli.models.checkpoints.digest import checkpoint_digest, commit_of
 
 if TYPE_CHECKING:
     from dsbd_cli.scale.worker import LoadEngine, RunsRequests
@@ -143,6 +144,8 @@ class _GenerateRun:
             None if settings.draft is None else settings.draft.source,
             quantize=settings.target.quantize,
         )
+        kept = files.summary is not None or files.output not in (None, STANDARD)
+        local = kept and (pool is None or pool.address is None)
         self._fingerprint = run_fingerprint(
             self._method,
             settings.rows,
@@ -157,7 +160,9 @@ class _GenerateRun:
             grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
             require_valid=require_valid,
             dsbd=__version__,
+            **(_digests(settings) if local else {}),
         )
+        self._commits = _commits(settings) if local else {}
         self._shard = shard
         if shard is not None:
             assert files.input is not None
@@ -175,7 +180,7 @@ class _GenerateRun:
             self.reporter.input_rows = rows if rows is None or self._shard is None else self._shard.rows(rows)
             outputs = stack.enter_context(Outputs(self._files, self._fingerprint))
             outputs.tell(self.reporter)
-            settings = {**self._fingerprint, "batch_size": self._settings.batch_size}
+            settings = {**self._fingerprint, "batch_size": self._settings.batch_size, **self._commits}
             summary = stack.enter_context(Summary(self._files.summary, self.reporter.totals, settings))
             stack.callback(self.reporter.stop)
             reader = stack.enter_context(LineReader(stream, name))
@@ -325,9 +330,7 @@ class _GenerateRun:
 
         settings = self._settings
         assert settings.batch_size is not None
-        pair = (settings.target, settings.draft)
-        models = tuple(model for model in pair if model is not None and not model.in_target)
-        setup = WorkerSetup(load, models, settings.batch_size)
+        setup = WorkerSetup(load, settings.models, settings.batch_size)
         engine = RayEngine(setup, pool, self.reporter.warn)
         self._workers_open.callback(engine.close)
         with self.reporter.waiting(lambda: f"loading, {engine.describe()}"):
@@ -335,6 +338,18 @@ class _GenerateRun:
         summary.workers = lambda: engine.reports
         self.reporter.note = engine.describe
         return engine
+
+
+def _digests(settings: RunSettings) -> dict[str, str]:
+    """Digests of the models' files. Of a Ray on other machines this one may be without them; its workers compare."""
+    return {
+        f"{model.role}_{part}": digest for model in settings.models for part, digest in checkpoint_digest(model).items()
+    }
+
+
+def _commits(settings: RunSettings) -> dict[str, str]:
+    """Commits of the models that came from the hub."""
+    return {f"{model.role}_commit": commit for model in settings.models if (commit := commit_of(model)) is not None}
 
 
 def _describe(settings: RunSettings, engine: RunsRequests) -> str:

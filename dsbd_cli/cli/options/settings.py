@@ -35,6 +35,11 @@ SPREADS = ("balanced", "balanced_low_0", "sequential")  # names of device maps t
 TYPED = {
     **typed_names(item.name for group in (*PIPED, FileOptions, AnswerOptions) for item in fields(group)),
     "rule": "--decode or --verify",
+    **{
+        f"{role}_{part}": f"the digest of the {role}'s {part}"
+        for role in ("target", "draft")
+        for part in ("config", "tokenizer", "weights")
+    },
 }
 
 
@@ -54,6 +59,12 @@ class RunSettings:
     threads: int | None
     cuda_graphs: bool | None
     kernels: bool | None
+
+    @property
+    def models(self) -> tuple[ModelSpec, ...]:
+        """Target and draft, as far as they are checkpoints of their own."""
+        pair = (self.target, self.draft)
+        return tuple(model for model in pair if model is not None and not model.in_target)
 
 
 def run_settings(

@@ -124,14 +124,22 @@ def fingerprint_difference(
     old: Mapping[str, object], new: Mapping[str, object], typed: Mapping[str, str] | None = None
 ) -> str | None:
     """`temperature was 0.7 and is 1.0, seed was 0 and is 3`, or None where nothing differs. typed: what a setting is
-    called where it is typed."""
+    called where it is typed. A model of another name whose files have the same digests is the same."""
+    same = {role for role in ("target", "draft") if _same_files(role, old, new)}
     differences = []
     for name in dict.fromkeys([*new, *old]):
+        if name in same:
+            continue
         before, now = old.get(name), new.get(name)
         if before != now or isinstance(before, bool) is not isinstance(now, bool):
             shown = (typed or {}).get(name, name if name.isidentifier() else shorten(name))
             differences.append(f"{shown} was {_value(before)} and is {_value(now)}")
     return ", ".join(differences) or None
+
+
+def _same_files(role: str, old: Mapping[str, object], new: Mapping[str, object]) -> bool:
+    digests = [(old.get(f"{role}_{part}"), new.get(f"{role}_{part}")) for part in ("config", "tokenizer", "weights")]
+    return all(before is not None and before == now for before, now in digests)
 
 
 def _value(value: object) -> str:

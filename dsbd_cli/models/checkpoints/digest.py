@@ -1,0 +1,81 @@
+"""Digests of a checkpoint's files, by which a later run notices that a name means another model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
+
+SAMPLES = 512  # blocks of a file of weights that are read
+BLOCK = 4096  # bytes
+HEADER = 1 << 24  # bytes of a safetensors header that are read
+WEIGHTS = (".safetensors", ".bin", ".gguf")
+TOKENIZERS = (".model", ".jinja", ".txt", ".tiktoken")
+TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+
+
+def checkpoint_digest(spec: ModelSpec) -> dict[str, str]:
+    """Return digests of 16 hex digits of a model's `config`, `tokenizer` and `weights`, its adapters' among the last.
+
+    They are of the content: a copy in another folder has the same. Of weights the size, the header and a block of each
+    tensor are read, or 512 blocks of a file with more; a model that was trained further has changed in all of them.
+    Raises ModelNotFoundError and ModelError.
+    """
+    digests = {part: blake2b(digest_size=8) for part in ("config", "tokenizer", "weights")}
+    for number, place in enumerate((locate(spec), *locate_adapters(spec))):
+        for path in sorted(place.iterdir()) if place.is_dir() else [place]:
+            part = _part(path) if number == 0 else "weights"
+            if part is None or not path.is_file():
+                continue
+            named = path.name if place.is_dir() else path.suffix  # a GGUF file may have any name
+            digests[part].update(f"{number} {named} {path.stat().st_size}\0".encode())
+            for block in _blocks(path):
+                digests[part].update(block)
+    return {part: digest.hexdigest() for part, digest in digests.items()}
+
+
+def commit_of(spec: ModelSpec) -> str | None:
+    """Return the commit of a model of the hub, as its cache says; None of a folder of one's own."""
+    place = locate(spec)
+    return place.name if place.parent.name == "snapshots" else None
+
+
+def _part(path: Path) -> str | None:
+    """Return what a file is of; None: nothing that a run reads."""
+    if path.suffix.lower() in WEIGHTS or path.name.endswith(".index.json"):
+        return "weights"
+    if path.suffix in TOKENIZERS or (path.suffix == ".json" and path.name.startswith(TOKENIZER_FILES)):
+        return "tokenizer"
+    return "config" if path.suffix in (".json", ".py") else None
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Read a small file, or parts of a file of weights."""
+    if path.suffix.lower() not in WEIGHTS:
+        yield path.read_bytes()
+        return
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        places = [size * number // SAMPLES for number in range(SAMPLES)]
+        if path.suffix == ".safetensors":
+            start = 8 + min(int.from_bytes(file.read(8), "little"), HEADER)
+            header = file.read(start - 8)
+            yield header
+            places = _middles(header, start) or places
+        for place in places:
+            file.seek(place)
+            yield file.read(BLOCK)
+
+
+def _middles(header: bytes, start: int) -> list[int]:
+    """Return where the middle of each tensor is; nothing where there are too many, or the header is damaged."""
+    try:
+        tensors = [one["data_offsets"] for name, one in json.loads(header).items() if name != "__metadata__"]
+        middles = sorted(start + (int(first) + int(last)) // 2 for first, last in tensors)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return middles if len(middles) <= SAMPLES and min(middles, default=0) >= 0 else []
