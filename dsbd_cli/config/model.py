@@ -76,6 +76,7 @@ class ModelSpec:
         return self.role == "draft" and self.source == MTP_DRAFT
 
     def of_draft(self, source: str, device: str | None = None) -> ModelSpec:
-        """A draft that is loaded as this target is. device: one of its own."""
-        same = self.device if self.device_map is None else "auto"
-        return replace(self, source=source, role="draft", device=device or same, device_map=None, tensor_parallel=1)
+        """A draft that is loaded as this target is, but that its code is not trusted. device: one of its own."""
+        place = device or (self.device if self.device_map is None else "auto")
+        alike = replace(self, source=source, role="draft", device=place, device_map=None, tensor_parallel=1)
+        return replace(alike, trust_remote_code=False)

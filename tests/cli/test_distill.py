@@ -196,7 +196,7 @@ def test_the_verdict(speed: Speed, said: str) -> None:
     )
 
 
-@pytest.mark.parametrize("words", [[], ["--trust-remote-code"]], ids=["plain", "trusted"])
+@pytest.mark.parametrize("words", [[], ["--trust-remote-code", "target"]], ids=["plain", "trusted"])
 def test_code_of_a_checkpoint_runs_on_demand(
     target: str, prompts: str, tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

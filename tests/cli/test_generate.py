@@ -181,14 +181,14 @@ def test_chat_makes_a_prompt_what_a_user_says(
 def test_options_reach_the_library(dsbd: Dsbd) -> None:
     outcome = dsbd(
         *"generate --target t --draft d --dtype bfloat16 --device cuda:1,cpu --batch-size 3".split(),
-        *"--set gpu=plain --trust-remote-code --num-beams 6 --threads 2".split(),
+        *"--set gpu=plain --trust-remote-code target --num-beams 6 --threads 2".split(),
     )
     [call] = outcome.loads
     method = call.pop("method")
     assert (method.num_beams, method.drafts_per_layer) == (6, 12)
     assert call == {
         "target": ModelSpec("t", "target", "bfloat16", "cuda:1", trust_remote_code=True),
-        "draft": ModelSpec("d", "draft", "bfloat16", "cpu", trust_remote_code=True),
+        "draft": ModelSpec("d", "draft", "bfloat16", "cpu"),
         "cuda_graphs": False,
         "kernels": False,
         "batch_size": 3,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -26,6 +27,8 @@ REFUSED = {
     "--max-new-tokens 0": "--max-new-tokens is 0",
     "--num-beams 0": "--num-beams is 0",
     "--seed -1": "--seed is -1, but must be an integer from 0 to 2**63 - 1",
+    "--draft none --trust-remote-code both": "--trust-remote-code is both, but there is no draft model",
+    "--trust-remote-code all": "--trust-remote-code",
     "--n-best 5": "--n-best is 5, but num_beams is 4: lower it, or raise that",
     "--batch-size 0": "--batch-size is 0",
     "--drafts-per-layer 3": "--drafts-per-layer is 3, but a layer needs 4",
@@ -174,6 +177,15 @@ def test_settled(dsbd: Dsbd, options: str, draft: str | None, fields: dict[str, 
     method = call["method"]
     resolved = {**asdict(method), **method.resolved}
     assert {name: resolved[name] for name in fields} == fields
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, ""), ("target", "t"), ("draft", "d"), ("both", "td")])
+def test_code_runs_of_the_models_that_are_named(given: Literal["target", "draft", "both"] | None, wanted: str) -> None:
+    settings = run_settings(
+        PairOptions("t", "d"), MethodOptions(), SamplingOptions(), DeviceOptions(trust_remote_code=given)
+    )
+    assert "".join(model.source for model in settings.models if model.trust_remote_code) == wanted
+    assert not ModelSpec("t", trust_remote_code=True).of_draft("d").trust_remote_code
 
 
 def test_a_named_target_without_a_draft_is_profiled_as_it_is() -> None:

@@ -391,8 +391,9 @@ class _Distilling:
         return training
 
     def _draft_spec(self, source: str, dtype: str) -> ModelSpec:
-        draft = self._spec.of_draft(source, self._draft_device)
-        return replace(draft, dtype=dtype if dtype in DTYPES else "auto")
+        """A draft that is made of the target, whose code it may bring."""
+        draft = replace(self._spec.of_draft(source, self._draft_device), dtype=dtype if dtype in DTYPES else "auto")
+        return replace(draft, trust_remote_code=self._spec.trust_remote_code)
 
     def _save(self, training: Training) -> None:
         from dsbd_cli.train.student import save_student

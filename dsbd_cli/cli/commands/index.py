@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,7 +20,8 @@ Corpus = Annotated[list[Path], typer.Argument(metavar="CORPUS", help="texts, or 
 Target = Annotated[str, typer.Option("--target", help="whose tokenizer: alias, folder or hub id", metavar="MODEL")]
 Field = Annotated[str, typer.Option("--field", help="the text in a line of a .jsonl file", metavar="NAME")]
 Trust = Annotated[
-    bool, typer.Option("--trust-remote-code", help="run code that a checkpoint brings with it", metavar="")
+    Literal["target"] | None,
+    typer.Option("--trust-remote-code", help="target: run code that its checkpoint brings with it", metavar="MODEL"),
 ]
 
 
@@ -31,7 +32,7 @@ def index(
     field: Field = "text",
     existing: Existing = "error",
     quiet: Quiet = False,
-    trust_remote_code: Trust = False,
+    trust_remote_code: Trust = None,
 ) -> None:
     """Index texts for dsbd generate --drafter retrieval:FILE: tokens of the target, and their suffix array.
 
@@ -48,7 +49,7 @@ def index(
     from dsbd_cli.models.checkpoints.catalog import tokenizer_of
 
     set_style(quiet=quiet)
-    codec = tokenizer_of(ModelSpec(target, trust_remote_code=trust_remote_code))
+    codec = tokenizer_of(ModelSpec(target, trust_remote_code=trust_remote_code is not None))
     tokens, reported = CorpusTokens(), 0
     for piece in _pieces(corpus, field):
         if piece is None:

@@ -35,6 +35,7 @@ MAX_ERRORS = "end the run with exit code 1 when N rows have failed"
 InputFormat = Literal["auto", "strict", "text"]
 Existing = Literal["error", "overwrite", "resume", "retry"]
 Decode = Literal["search", "sample"]
+Trusted = Literal["target", "draft", "both"]
 _METHOD, _SAMPLING = MethodConfig(), SamplingConfig()
 
 
@@ -224,7 +225,9 @@ class LoadOptions:
         default="auto",
         metavar="DEVICE",
     )
-    trust_remote_code: bool | None = flag(DEVICES, "run code that a checkpoint brings with it")
+    trust_remote_code: Trusted | None = option(
+        DEVICES, "run code that this model's checkpoint brings with it: target, draft or both", metavar="MODEL"
+    )
 
 
 @dataclass(frozen=True)

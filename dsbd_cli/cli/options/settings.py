@@ -148,8 +148,14 @@ def _model_specs(target: str, draft: str | None, devices: DeviceOptions) -> tupl
     place, draft_device = devices_of(devices.device)
     spread = place is not None and (place.startswith("{") or place in SPREADS)
     given |= {"device_map": place, "device": None} if spread else {"device": place}
+    trusted = devices.trust_remote_code
+    given["trust_remote_code"] = trusted in ("target", "both")
     spec = ModelSpec(target, **{name: value for name, value in given.items() if value is not None})
-    return spec, None if draft is None else spec.of_draft(draft, draft_device)
+    if draft is None:
+        if trusted in ("draft", "both"):
+            raise UsageError(f"--trust-remote-code is {trusted}, but there is no draft model: name the target alone")
+        return spec, None
+    return spec, replace(spec.of_draft(draft, draft_device), trust_remote_code=trusted in ("draft", "both"))
 
 
 def devices_of(device: str | None) -> tuple[str | None, str | None]:

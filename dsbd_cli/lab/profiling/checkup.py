@@ -168,7 +168,7 @@ def _pair(target: ModelSpec, draft: ModelSpec) -> tuple[State, str, Facts]:
         return "ok", "the draft is the target's own MTP layer", {}
     if is_head(local_folder(draft)):
         return "ok", "the draft is a head, which has no tokenizer; whether it fits is told at load", {}
-    found = fit(target.source, draft.source, trust_remote_code=target.trust_remote_code)
+    found = fit(target, draft)
     limit = "no limit of positions" if found.positions is None else f"{found.positions:,} positions"
     text = "; ".join([f"target and draft fit: {found.tokens:,} tokens in common, {limit}", *found.notes])
     return "ok", text, {"tokens": found.tokens, "positions": found.positions, "notes": list(found.notes)}

@@ -79,8 +79,8 @@ class Fit:
     notes: tuple[str, ...]
 
 
-def fit(target: str, draft: str, *, trust_remote_code: bool = False) -> Fit:
-    """Whether a draft can draft for a target, as far as tokenizers and configs tell; no weights are loaded.
+def fit(large: ModelSpec, small: ModelSpec) -> Fit:
+    """Whether a small model can draft for a large one, as far as tokenizers and configs tell; no weights are loaded.
 
     Raises PairError where they do not fit, UnsupportedModelError for a trimmed target, ModelNotFoundError or ModelError
     where their files are not here.
@@ -88,8 +88,6 @@ def fit(target: str, draft: str, *, trust_remote_code: bool = False) -> Fit:
     from dsbd_cli.models.checkpoints.head import head_rows, trimmed_target
     from dsbd_cli.models.checkpoints.vocabulary import check_pair
 
-    large = ModelSpec(target, "target", trust_remote_code=trust_remote_code)
-    small = ModelSpec(draft, "draft", trust_remote_code=trust_remote_code)
     ours, our_width, our_limit = _described(large)
     theirs, their_width, their_limit = _described(small)
     if head_rows(local_folder(large)) is not None:

@@ -141,15 +141,15 @@ def load_config(folder: Path, spec: ModelSpec) -> Any:
     try:
         config = AutoConfig.from_pretrained(**_source(folder), **_local(spec))
     except Exception as error:
-        hint = "" if spec.trust_remote_code or is_gguf(folder) else _remote_code_hint(folder)
+        hint = "" if spec.trust_remote_code or is_gguf(folder) else _remote_code_hint(folder, spec.role)
         raise ModelError(f"{_name(spec)}: its config cannot be read: {_one_line(error)}{hint}") from error
     mark(folder, config)
     return config
 
 
-def _remote_code_hint(folder: Path) -> str:
+def _remote_code_hint(folder: Path, role: str) -> str:
     wants = "auto_map" in (folder / "config.json").read_text(encoding="utf-8", errors="replace")
-    return " (it brings its own code: --trust-remote-code runs it)" if wants else ""
+    return f" (it brings its own code: --trust-remote-code {role} runs it)" if wants else ""
 
 
 def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]) -> Any:
