@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo real test test-slow lint types docs docs-check clean
+.PHONY: help demo real test test-slow wheel-test lint types docs docs-check clean
 
 # The first Python that is new enough; another one with: make PYTHON=/path/to/python
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -46,6 +46,9 @@ test: $(READY) ## run the suite
 test-slow: $(READY) ## run all slow tests, and note that they passed
 	$(PYTEST) -m slow --slow
 	$(BIN)/python -m tests.helpers.slow
+
+wheel-test: ## build the wheel, install it into an empty environment, use it away from the clone
+	.ci/wheel-test
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check .
