@@ -26,7 +26,8 @@ from dsbd_cli.engine.drafting.base import DraftContext
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.planning.planner import Shape
 from dsbd_cli.engine.protocols import ForestInput, HeadModel
-from dsbd_cli.models.decoder.decoder_model import DecoderForestModel, StateTap
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
+from dsbd_cli.models.forest_model import StateTap
 from dsbd_cli.models.heads.head_model import HeadForestModel
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
@@ -272,7 +273,7 @@ def test_no_text_of_an_int8_target_depends_on_the_head(form: str, any_size: None
         spec_for(target, dtype="bfloat16", quantize="int8"), spec_for(source, "draft", "bfloat16", quantize="int8")
     )
     assert pair.target_dtype == "int8+bfloat16"
-    assert pair.draft_dtype == "bfloat16"
+    assert pair.draft_dtype == "int8+bfloat16"
     for rule, beams in (("search", 4), ("coupled", 1)):
         plain = answers(engine_of(pair.target, None, rule, beams))
         assert answers(engine_of(pair.target, pair.draft, rule, beams)) == plain
@@ -302,7 +303,8 @@ def test_what_the_engine_sees(loaded: Loads) -> None:
     head.reserve(1, 8)  # alone, as `dsbd profile` runs a draft
     assert pair.target.states.shape[1:] == (8, 64)
     head.release()
-    assert pair.notes[-1].startswith("draft: EAGLE-3, speculators form, 78 of 97 tokens, norm_before_residual; ")
+    assert pair.draft_form.startswith("EAGLE-3, speculators form, 78 of 97 tokens, norm_before_residual; ")
+    assert not any("EAGLE" in note for note in pair.notes)  # which are warnings of each run
 
 
 def test_a_state_goes_where_its_slot_goes(loaded: Loads) -> None:
@@ -339,5 +341,6 @@ def test_the_one_call_takes_a_head(tmp_path: Path) -> None:
         engine = dsbd_cli.load(spec_for(target), draft, method=method)
         assert engine.info is not None
         assert engine.info.draft == "mtp"
-        assert "draft: MTP layer (mtp.*); it reads the states after the final norm" in engine.info.notes
+        assert engine.info.draft_form == "MTP layer (mtp.*); it reads the states after the final norm"
+        assert not engine.info.notes
         assert engine.generate("w5 w6").hypotheses
