@@ -25,6 +25,8 @@ from dsbd_cli.models.heads.formats import HeadTensors, MtpNames, find_mtp
 from dsbd_cli.models.heads.head_model import AFTER_NORM, TargetHead, without_first
 
 HEAD = "shared_head.head.weight"
+# settings of MTP layers, and what is known of each; others must be idle
+KNOWN_MTP = {"num_mtp_layers": 1, "mtp_num_hidden_layers": 1, "mtp_layer_types": ["full_attention"]}
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")  # which are the target's
 
 
@@ -106,6 +108,9 @@ def _one_layer(found: HeadTensors, names: MtpNames, theirs: Any, target: BaseFor
         raise ModelError("its weights are quantised, which is not known here")
     if config.get_text_config(decoder=True) is not config:
         raise ModelError(f"{type(theirs).__name__} is not a model of text alone")
+    for name, value in config.to_dict().items():
+        if "mtp" in name and value and value != KNOWN_MTP.get(name):
+            raise ModelError(f"the target's config says {name} = {value!r}, which is not known here")
     layer = [one for one in found if one.startswith("layers.0.") and "rotary_emb" not in one]
     state = {f"model.{one}": found[one]() for one in layer}
     state["model.norm.weight"] = found[f"{names.norm}.weight"]()

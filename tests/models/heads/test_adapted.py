@@ -69,6 +69,7 @@ def test_states_and_laws_are_those_of_a_formula(
 ) -> None:
     """Guards the plane of states through prompts, forests, moves, refill and growth, the layer that was read, and the
     head's laws after iterations in which some layers, none or all passed and after iterations without drafts."""
+    monkeypatch.setattr("dsbd_cli.engine.cache.prefill.CHUNK", 32)  # tokens of a prompt that are read at once
     pair, head, formula = loaded(family)
     guide, _ = load_model(spec_for(pair.target.name, "draft"))
     plain = answers(engine_of(pair.target, None, rule, beams))
@@ -238,6 +239,20 @@ def test_a_layer_that_is_not_understood(
         load_head(spec_for("mtp", "draft"), spec_for(folder), target)
     assert "\n" not in str(caught.value)
     assert "the target's own MTP layer cannot be read: " in str(caught.value)
+
+
+def test_settings_of_an_mtp_layer_that_are_not_known(tmp_path: Path) -> None:
+    folder, _ = save_target(tmp_path, "qwen3.5")
+    config = json.loads((folder / "config.json").read_text())
+    known = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    for more, says in ((known, None), ({"mtp_layer_types": ["sliding_attention"]}, r"mtp_layer_types = \['sliding")):
+        (folder / "config.json").write_text(json.dumps({**config, **more}))
+        target, _ = load_model(spec_for(folder, "draft"))
+        if says is None:
+            assert load_head(spec_for("mtp", "draft"), spec_for(folder), target)
+            continue
+        with pytest.raises(ModelError, match=says):
+            load_head(spec_for("mtp", "draft"), spec_for(folder), target)
 
 
 def test_a_head_of_its_own(tmp_path: Path) -> None:

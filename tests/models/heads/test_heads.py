@@ -31,6 +31,7 @@ from dsbd_cli.models.forest_model import StateTap
 from dsbd_cli.models.heads.head_model import HeadForestModel
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
+from dsbd_cli.ops.cpu.int8 import Int8Product
 from dsbd_cli.requests import Request
 from tests.helpers.toys import NumberCodec
 from tests.models.decoders import V, build_decoder, save_decoder
@@ -274,6 +275,8 @@ def test_no_text_of_an_int8_target_depends_on_the_head(form: str, any_size: None
     )
     assert pair.target_dtype == "int8+bfloat16"
     assert pair.draft_dtype == "int8+bfloat16"
+    decoder: Any = pair.draft.decoder  # type: ignore[union-attr]
+    assert {type(one) for one in (decoder.parts.fc, decoder.weights.layers[0].qkv)} == {Int8Product}
     for rule, beams in (("search", 4), ("coupled", 1)):
         plain = answers(engine_of(pair.target, None, rule, beams))
         assert answers(engine_of(pair.target, pair.draft, rule, beams)) == plain
