@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import dsbd_cli
+from dsbd_cli.cli.app import run
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
@@ -347,3 +348,18 @@ def test_the_one_call_takes_a_head(tmp_path: Path) -> None:
         assert engine.info.draft_form == "MTP layer (mtp.*); it reads the states after the final norm"
         assert not engine.info.notes
         assert engine.generate("w5 w6").hypotheses
+
+
+def test_what_was_read_of_a_head_is_no_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, source, _ = save_pair(tmp_path, "qwen")
+    prompts, output, summary = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "summary.json"))
+    prompts.write_text('{"prompt": "w5 w6"}\n')
+    form = "MTP layer (mtp.*); it reads the states after the final norm"
+    for log in ("brief", "verbose"):
+        files = ["-i", str(prompts), "-o", str(output), "--existing", "overwrite", "--set", f"summary={summary}"]
+        models = ["--target", str(target), "--draft", source, "--max-new-tokens", "4", "--dtype", "float32"]
+        assert run(["generate", *files, *models, "--set", f"log={log}"]) == 0
+        said = capsys.readouterr().err
+        assert "warning" not in said
+        assert (form in said) == (log == "verbose")
+        assert json.loads(summary.read_bytes())["device"]["draft_form"] == form
