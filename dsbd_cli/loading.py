@@ -115,6 +115,7 @@ def load(
         device=str(pair.target.device),
         draft_dtype=pair.draft_dtype,
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
+        draft_form=pair.draft_form,
         chat=pair.codec.has_template,
         notes=(*pair.notes, *rejected_kernels(pair.target.device, kernels), *lines),
         ops=pair.target.ops.facts,

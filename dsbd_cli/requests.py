@@ -211,7 +211,7 @@ class EngineInfo:
     """Names, dtypes and devices of the models that run, for records and reports.
 
     Attributes:
-        notes: what the user should know of the target.
+        draft_form: what was read of a draft head. notes: what the user should know of the target.
         ops: operation, backend and reason, of the target and of iterations.
         threads: of the processor. chat: the target has a chat template.
     """
@@ -222,6 +222,7 @@ class EngineInfo:
     device: str
     draft_dtype: str | None = None
     draft_device: str | None = None
+    draft_form: str | None = None
     notes: tuple[str, ...] = ()
     ops: tuple[tuple[str, str, str], ...] = ()
     threads: int | None = None

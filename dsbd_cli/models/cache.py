@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
+from dsbd_cli.models.kv_cache import STATES, KVCache, PlaneSpec
 
 
 class ForestLayer(CacheLayerMixin):
@@ -73,4 +73,5 @@ class ForestCache(KVCache, Cache):
     def _bind(self) -> None:
         super()._bind()
         for number, side in self._plane_specs:
-            setattr(self.layers[number], "values" if side else "keys", self._planes.get((number, side)))
+            if number != STATES:
+                setattr(self.layers[number], "values" if side else "keys", self._planes.get((number, side)))

@@ -20,7 +20,7 @@ from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.errors import ModelError, UnsupportedModelError
 from dsbd_cli.models.forest_attention import AttentionMetadata
-from dsbd_cli.models.kv_cache import KVCache
+from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops.interface import Ops
 
 CALIBRATION = 2, 64  # sequences and their tokens; more of them find no better outliers
@@ -41,6 +41,20 @@ class ModelSize:
     held_bytes: int
     read_bytes: int
     flops_per_node: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateTap:
+    """State that each forward leaves in the slots of its nodes, for a draft head.
+
+    Attributes:
+        layers: after so many layers hidden states are taken; none: after the final norm. width: H of a state.
+        fuse: hidden states [R, n, H'] of each -> state [R, n, H].
+    """
+
+    layers: tuple[int, ...]
+    width: int
+    fuse: Callable[[list[Tensor]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +90,7 @@ class BaseForestModel:
         self.quantized: str | None = None
         self._device, self._cache = device, cache
         self._metadata: AttentionMetadata | None = None
+        self._tap: StateTap | None = None
         self._dtype, self._width = torch.float32, 0
         self._kept: Tensor | None = None
         self.copies_prefixes = True
@@ -114,6 +129,21 @@ class BaseForestModel:
     @property
     def max_positions(self) -> int | None:
         """Positions the model was made for; None when unbounded."""
+        raise NotImplementedError
+
+    @property
+    def embeddings(self) -> Tensor:
+        """Embedding table [V, H]."""
+        raise NotImplementedError
+
+    @property
+    def hidden_size(self) -> int:
+        """H, width of a hidden state."""
+        raise NotImplementedError
+
+    @property
+    def layer_count(self) -> int:
+        """Number of decoder layers."""
         raise NotImplementedError
 
     @property
@@ -213,6 +243,28 @@ class BaseForestModel:
     def kv_bytes_per_slot(self) -> int:
         """Bytes of keys and values that one token holds over all layers."""
         return self._cache.bytes_per_slot
+
+    def tap(self, tap: StateTap | None) -> None:
+        """Leave such states in the slots from the next forward on; None: no longer. Raises ModelError where another
+        head reads the states already, UnsupportedModelError where the model does not give them."""
+        if tap is not None and self._tap is not None:
+            raise ModelError(f"a head reads the states of {self.name!r} already: load the model once for each head")
+        self._tap = tap
+        if tap is not None:
+            self._cache.add_states(PlaneSpec(1, tap.width, self.weights_dtype, self._device))
+
+    @property
+    def states(self) -> Tensor:
+        """The states of all slots [R', S', H], where there is a tap."""
+        return self._cache.states
+
+    def _leave_states(self, taken: list[Tensor]) -> None:
+        """Put what the tap makes of hidden states [R, n, H'] into the slots of the nodes that have run."""
+        write = self._cache.under_way
+        assert write is not None
+        assert self._tap is not None
+        made = self._tap.fuse(taken).flatten(0, 1)
+        self.states.flatten(0, 1).index_copy_(0, write.flat, made.to(self.states.dtype))
 
     def keep_states_in(self, precision: torch.dtype) -> None:
         """Hold recurrent states in this dtype, where there are any; before `reserve`."""

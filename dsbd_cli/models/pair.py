@@ -22,7 +22,7 @@ class LoadedPair:
     Attributes:
         target_dtype: torch's name without prefix: float32, bfloat16, float16; `int8+bfloat16` where linear layers are
             int8 and the rest is bfloat16.
-        draft_dtype: the same, None without a draft.
+        draft_dtype: the same, None without a draft. draft_form: what was read of a draft head, None without one.
         differences: differences that do not matter for the result, for the user to read.
         notes: what the user should know: generation settings that are not done, kernels of layers that are left out.
     """
@@ -34,6 +34,7 @@ class LoadedPair:
     draft_dtype: str | None
     differences: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    draft_form: str | None = None
 
 
 def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = False, anew: bool = False) -> LoadedPair:
@@ -51,8 +52,7 @@ def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = Fal
         if bridged:
             raise PairError("--drafter bridge drafts through text, which a draft head does not write: drop one of them")
         head = load_head(draft, target, model)
-        notes = (*notes, *(f"draft: {line}" for line in head.notes))
-        return LoadedPair(model, head, codec, _dtype_name(model), _dtype_name(head), notes=notes)
+        return LoadedPair(model, head, codec, _dtype_name(model), _dtype_name(head), notes=notes, draft_form=head.form)
     small, small_codec = load_model(draft, anew=anew)
     notes = (*notes, *(f"draft: {line}" for line in small.notes))
     dtypes = _dtype_name(model), _dtype_name(small)

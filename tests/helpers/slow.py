@@ -21,7 +21,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "tests/engine/constraints/test_schemas.py": GRAMMARS,
     "tests/models/test_tensor_parallel.py": ("dsbd_cli/models", "dsbd_cli/engine/protocols.py"),
     "tests/ops/triton/test_compile.py": ("dsbd_cli/ops/triton",),
-    "tests/scale/test_faults.py": RAY,
+    "tests/scale/test_faults.py": (*RAY, "dsbd_cli/models/heads", "tests/models/heads"),
     "tests/scale/test_ray_data.py": RAY,
     "tests/test_python.py": (
         "README.md",

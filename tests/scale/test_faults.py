@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 
 from tests.engine.core.test_schemas import chain
+from tests.models.decoders import build_decoder, save_decoder
+from tests.models.heads.adapted import save_target
+from tests.models.heads.checkpoints import LAYERS, eagle3
 from tests.scale.conftest import Job, kill, prompts, wait_until_ended
 
 pytest.importorskip("ray")
@@ -131,6 +134,34 @@ def test_schemas_that_would_end_a_worker(cluster: Any, tmp_path: Path) -> None:
     before = made.records()
     code, _, err = made.finish(workers="1")
     assert (code, made.records()) == (3, before), err
+
+
+@pytest.mark.parametrize("head", ["mtp", "eagle3"])
+def test_workers_with_a_draft_head(head: str, cluster: Any, tmp_path: Path) -> None:
+    """Real engines; the MTP layer lies in the checkpoint of a hybrid, the EAGLE-3 head in a folder of its own."""
+    if head == "mtp":
+        target, _ = save_target(tmp_path / "target", "qwen3.5")
+    else:
+        target = save_decoder(tmp_path / "target", build_decoder("llama", num_hidden_layers=LAYERS))
+        head = str(eagle3(tmp_path / "head", "speculators"))
+    prompts = [" ".join(f"w{5 + (7 * row + place) % 90}" for place in range(2 + row)) for row in range(8)]
+    texts = []
+    for name, draft, workers in (
+        ("none", ("none",), None),
+        ("one", (head, "--depth", "2"), None),
+        ("two", (head, "--depth", "2"), "2"),
+    ):
+        (tmp_path / name).mkdir()
+        made = Job(tmp_path / name, cluster.address, [{"prompt": one} for one in prompts], module="dsbd_cli")
+        options = ("--target", str(target), "--decode", "search", "--max-new-tokens", "8", "--draft", *draft)
+        code, _, err = made.finish(*options, workers=workers)
+        assert code == 0, err
+        assert "warning" not in err
+        records = [json.loads(line) for line in made.output.read_text().splitlines()]
+        texts.append([(record["text"], record["logprob"], record["beams"]) for record in records])
+        assert all(record["stats"]["drafted"] > 0 for record in records) == (name != "none")
+    assert texts[0] == texts[1] == texts[2]
+    assert len(texts[0]) == len(prompts)
 
 
 def test_a_hung_worker(job: MakeJob, undisturbed: Undisturbed) -> None:

@@ -364,6 +364,7 @@ def _describe(settings: RunSettings, engine: RunsRequests) -> str:
     if info is not None:
         threads = "" if info.threads is None else f", {plural(info.threads, 'thread')}"
         models += f" ({info.dtype}, {info.device}{threads})"
+        models += "" if info.draft_form is None else f"; draft: {info.draft_form}"
     return (
         f"{models}; rule {method.rule}, {method.num_beams} beams, {drafts}, width {method.width} ({engine.exactness})"
         f"{allowed}"

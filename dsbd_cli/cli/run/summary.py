@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SUMMARY_SCHEMA = "dsbd.summary/1"
 PACKAGES = ("torch", "transformers", "tokenizers")
 ROWS_FAILED = 3
-ENGINE_FIELDS = ("device", "dtype", "draft_device", "draft_dtype", "threads")
+ENGINE_FIELDS = ("device", "dtype", "draft_device", "draft_dtype", "draft_form", "threads")
 
 
 def rows_exit_code(totals: Totals) -> int:

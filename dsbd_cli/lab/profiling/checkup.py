@@ -208,8 +208,9 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
         }
     if draft is None:
         lines.append("no draft")
-    facts["told"] = list(pair.notes)
-    return "ok", "; ".join([*lines, f"loaded and tested in {took:.1f} s", *pair.notes]), facts
+    told = [*([] if pair.draft_form is None else [f"draft: {pair.draft_form}"]), *pair.notes]
+    facts["told"] = told
+    return "ok", "; ".join([*lines, f"loaded and tested in {took:.1f} s", *told]), facts
 
 
 def _both(pair: LoadedPair) -> list[ForestModel]:

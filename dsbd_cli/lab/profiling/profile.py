@@ -352,14 +352,15 @@ def _roofline(job: ProfileSpec, bench: ProfiledPair) -> Roofline | None:
 @torch.inference_mode()
 def _one_forward(model: ForestModel, slots: int, nodes: int, clock: Callable[[], float]) -> float:
     """Seconds of one forward of one row with logits, after one to warm up: enough to plan by. The nodes stand at the
-    end of `slots` active ones, all of which they see."""
+    end of `slots` active ones and are siblings: each sees itself and all slots before the nodes."""
     model.release()
     model.reserve(1, slots + 1)
     device = model.device
     tokens = (torch.arange(nodes, device=device) * 7919 % model.vocab_size).view(1, nodes)
     at = torch.arange(slots - nodes, slots, device=device).view(1, nodes)
-    positions = torch.arange(slots, device=device).clamp(max=(model.max_positions or slots) - 1).view(1, slots)
-    mask = torch.ones(1, nodes, slots, dtype=torch.bool, device=device)
+    last = min(slots - nodes, (model.max_positions or slots) - 1)
+    positions = torch.arange(slots, device=device).clamp(max=last).view(1, slots)
+    mask = (positions < last).repeat(nodes, 1)[None] | (torch.arange(slots, device=device) == at[0, :, None])
     batch = ForestInput(tokens, positions.gather(1, at), at, mask, positions)
     start = 0.0
     for _ in range(2):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.protocols import ForestInput
@@ -23,12 +24,13 @@ from dsbd_cli.models.adapted.reads import HostReads
 from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.checkpoints.generation import checkpoint_rules
 from dsbd_cli.models.forest_attention import AttentionMetadata
-from dsbd_cli.models.forest_model import CALIBRATION, BaseForestModel, ModelSize, unsupported
+from dsbd_cli.models.forest_model import CALIBRATION, BaseForestModel, ModelSize, StateTap, unsupported
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import MODEL, ops_for
 
 # Layer kinds whose state is one key and one value per token, so that a tree of tokens can be held.
 _LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+LAST = -1  # in the place of a number of layers: the hidden state after the final norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,8 @@ class TransformersForest(BaseForestModel):
         self._mask_dtype = model.dtype
         use_grouped_attention(model)
         self._reads = False
+        self._heard: dict[int, Tensor] = {}  # hidden states of the last forward, by layers before them
+        self._hooks: list[RemovableHandle] = []
         logits = self._probe()
         if self.kv_bytes_per_slot():
             self._mask_dtype = self._cache.dtype
@@ -133,6 +137,19 @@ class TransformersForest(BaseForestModel):
             # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths
             limit = rope.get("original_max_position_embeddings") or limit
         return int(limit) if limit else None
+
+    @property
+    def embeddings(self) -> Tensor:
+        table: Tensor = self._model.get_input_embeddings().weight
+        return table
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._config.hidden_size)
+
+    @property
+    def layer_count(self) -> int:
+        return int(self._config.num_hidden_layers)
 
     @property
     def token_rules(self) -> TokenRules:
@@ -217,6 +234,43 @@ class TransformersForest(BaseForestModel):
     def _calibrate(self, tokens: Tensor) -> None:
         self.plain(tokens)
 
+    def tap(self, tap: StateTap | None) -> None:
+        stack = getattr(self._body, "layers", None)
+        if tap is not None and tap.layers and not (isinstance(stack, nn.ModuleList) and len(stack) == self.layer_count):
+            raise UnsupportedModelError(f"{self.architecture} has no plain list of layers to take hidden states after")
+        super().tap(tap)
+        for hook in self._hooks:
+            hook.remove()
+        self._heard.clear()
+        self._hooks = [] if tap is None else self._hear(tap.layers)
+
+    def _hear(self, layers: tuple[int, ...]) -> list[RemovableHandle]:
+        """Note hidden states after so many layers in each forward; none: after the final norm."""
+
+        def note(number: int) -> Callable[[nn.Module, Any, Any], None]:
+            def noted(module: nn.Module, given: Any, said: Any) -> None:
+                keep(number, said if isinstance(said, Tensor) else said[0])
+
+            return noted
+
+        def note_input(module: nn.Module, given: Any, named: Any) -> None:
+            keep(0, given[0] if given else named["hidden_states"])
+
+        def keep(number: int, hidden: Tensor) -> None:
+            if hidden.dim() != 3 or hidden.shape[-1] != self.hidden_size:
+                raise UnsupportedModelError(f"{self.architecture} has layers that give no plain hidden states")
+            self._heard[number] = hidden
+
+        if not layers:
+            return [self._body.register_forward_hook(note(LAST))]
+        stack = self._body.layers
+        return [
+            stack[number - 1].register_forward_hook(note(number))
+            if number
+            else stack[0].register_forward_pre_hook(note_input, with_kwargs=True)
+            for number in dict.fromkeys(layers)
+        ]
+
     def layers_replaced(self) -> None:
         """Ask again what was settled by the kind of its linear layers, which have become others."""
 
@@ -234,6 +288,8 @@ class TransformersForest(BaseForestModel):
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         output = self._call(self._model if logits else self._body, batch)
+        if self._tap is not None:
+            self._leave_states([self._heard[number] for number in self._tap.layers or (LAST,)])
         found: Tensor | None = output.logits if logits else None
         return found
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError
@@ -44,10 +45,15 @@ class CausalForestModel(TransformersForest):
     def _masks_wanted(self) -> MaskPlan:
         return MaskPlan.of(self._config, recurrent=isinstance(self._cache, StateCache))
 
-    def _call(self, runner: Any, batch: ForestInput) -> Any:
+    def _call(self, runner: Any, batch: ForestInput, embedded: Tensor | None = None) -> Any:
+        """embedded: [R, n, H], in the place of the tokens."""
         metadata = self._attention_metadata(batch)
         with self._cache.running(batch), attention_over(metadata or Blocks.of(batch)):
-            arguments = {"input_ids": self._inputs(batch), "use_cache": True, "return_dict": True}
+            arguments: dict[str, Any] = {"use_cache": True, "return_dict": True}
+            if embedded is None:
+                arguments["input_ids"] = self._inputs(batch)
+            else:
+                arguments["inputs_embeds"] = embedded
             if self._without_attention:
                 return runner(cache_params=self._cache, **arguments)
             return runner(

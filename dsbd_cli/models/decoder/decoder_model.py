@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.errors import ModelError
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs, MaskView, PathView, View
 from dsbd_cli.models.decoder.weights import PlainLinear
 from dsbd_cli.models.forest_attention import LEAST_DIM, AttentionMetadata, Blocks, filled_queries
-from dsbd_cli.models.forest_model import BaseForestModel, ModelSize
+from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops.cpu.attention import SlotPaths
 from dsbd_cli.ops.cpu.linear import PackedProduct
@@ -35,20 +34,6 @@ MOST_NODES = 256  # with more, Python's part is small beside the products
 MOST_PROGRAMS = 64
 LEAST_PADDED = 64  # slots of a path, and between its ends; more in powers of two
 POSITION_STEP = 1024  # rotary tables grow in such steps
-
-
-@dataclass(frozen=True, slots=True)
-class StateTap:
-    """State that each forward leaves in the slots of its nodes, for a draft head.
-
-    Attributes:
-        layers: after so many layers hidden states are taken; none: after the final norm. width: H of a state.
-        fuse: hidden states [R, n, H'] of each -> state [R, n, H].
-    """
-
-    layers: tuple[int, ...]
-    width: int
-    fuse: Callable[[list[Tensor]], Tensor]
 
 
 @dataclass(slots=True)
@@ -95,7 +80,6 @@ class DecoderForestModel(BaseForestModel):
         self._load_stock = stock
         self._stock: Any = None
         self._watched = self._hidden = frozenset(hidden)
-        self._tap: StateTap | None = None
         self.hidden_states: dict[int, Tensor] = {}
         plane = PlaneSpec(spec.kv_heads, spec.head_dim, weights.dtype, device)
         self._cache.learn_all([(plane, plane)] * spec.layers)
@@ -119,6 +103,18 @@ class DecoderForestModel(BaseForestModel):
     @property
     def max_positions(self) -> int | None:
         return self.decoder.spec.positions
+
+    @property
+    def embeddings(self) -> Tensor:
+        return self.decoder.weights.table
+
+    @property
+    def hidden_size(self) -> int:
+        return self.decoder.spec.hidden
+
+    @property
+    def layer_count(self) -> int:
+        return self.decoder.spec.layers
 
     @property
     def token_rules(self) -> TokenRules:
@@ -188,19 +184,8 @@ class DecoderForestModel(BaseForestModel):
         return forest
 
     def tap(self, tap: StateTap | None) -> None:
-        """Leave such states in the slots from the next forward on; None: no longer. Raises ModelError where another
-        head reads the states already."""
-        if tap is not None and self._tap is not None:
-            raise ModelError(f"a head reads the states of {self.name!r} already: load the model once for each head")
-        self._tap = tap
+        super().tap(tap)  # which ends all programs
         self._watched = self._hidden if tap is None else self._hidden | frozenset(tap.layers)
-        if tap is not None:
-            self._cache.add_states(PlaneSpec(1, tap.width, self._dtype, self._device))  # which ends all programs
-
-    @property
-    def states(self) -> Tensor:
-        """The states of all slots [R', S', H], where there is a tap."""
-        return self._cache.states
 
     def leave_kernels(self) -> bool:
         plain = self.ops.without(*LAYERS, reason="a kernel failed")
@@ -250,8 +235,7 @@ class DecoderForestModel(BaseForestModel):
             return None
         last = decoder.finish(residual, branch)
         if self._tap is not None:
-            taken = [self.hidden_states[number] for number in self._tap.layers] or [last]
-            self._cache.states.flatten(0, 1).index_copy_(0, write.flat, self._tap.fuse(taken).flatten(0, 1))
+            self._leave_states([self.hidden_states[number] for number in self._tap.layers] or [last])
         return decoder.logits(last) if logits else None
 
     def _known(self, tokens: Tensor) -> Tensor:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.models.decoder.spec import DecoderSpec
-from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights
+from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights, PlainLinear
 from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, attention, prompt_attention
 from dsbd_cli.ops.cpu.attention import SlotPaths
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
@@ -112,6 +112,16 @@ class Decoder:
         self.spec, self.weights, self.ops = spec, weights, ops
         # rounded to the dtype, as the families that scale their embeddings do
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype, device=weights.table.device)
+
+    def plain_products(self) -> list[tuple[str, Any, str]]:
+        """Return the products that still have the checkpoint's weights: name, object that holds it, and its field."""
+        weights = self.weights
+        found: list[tuple[str, Any, str]] = [
+            (f"{number}.{name}", layer, name)
+            for number, layer in enumerate(weights.layers)
+            for name, _ in layer.linears
+        ]
+        return [*found, ("head", weights, "head")] if isinstance(weights.head, PlainLinear) else found
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [R, n, H] of tokens [R, n]."""

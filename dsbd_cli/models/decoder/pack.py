@@ -23,25 +23,18 @@ Outliers = Mapping[str, Tensor]
 
 def pack_decoder(decoder: Decoder, device: torch.device) -> None:
     """Pack all products that are still plain, one after another; each plain weight is freed as soon as it is packed."""
-    weights = decoder.weights
-    for layer in weights.layers:
-        for name, linear in [*layer.linears]:
-            setattr(layer, name, packed(linear, weights.dtype, device, decoder.ops))
-    if isinstance(weights.head, PlainLinear):
-        weights.head = packed(weights.head, weights.dtype, device, decoder.ops)
+    for _, owner, name in decoder.plain_products():
+        setattr(owner, name, packed(getattr(owner, name), decoder.weights.dtype, device, decoder.ops))
 
 
 def quantize_decoder(decoder: Decoder, outliers: Outliers, least: int = LEAST_WEIGHTS) -> int:
     """Make the products of `least` weights or more int8, in place; return how many. Others are packed."""
-    weights, made = decoder.weights, 0
-    for number, layer in enumerate(weights.layers):
-        for name, linear in [*layer.linears]:
-            if _count(linear) >= least:
-                setattr(layer, name, _quantized(linear, weights.dtype, outliers[f"{number}.{name}"]))
-                made += 1
-    if isinstance(weights.head, PlainLinear) and _count(weights.head) >= least:
-        weights.head = _quantized(weights.head, weights.dtype, outliers["head"])
-        made += 1
+    made = 0
+    for full, owner, name in decoder.plain_products():
+        linear = getattr(owner, name)
+        if _count(linear) >= least:
+            setattr(owner, name, _quantized(linear, decoder.weights.dtype, outliers[full]))
+            made += 1
     pack_decoder(decoder, torch.device("cpu"))
     return made
 
@@ -49,21 +42,16 @@ def quantize_decoder(decoder: Decoder, outliers: Outliers, least: int = LEAST_WE
 def find_outliers(decoder: Decoder, calibrate: Callable[[], object]) -> dict[str, Tensor]:
     """Return the input channels with the largest values that `calibrate`, which runs tokens through the decoder, shows
     to each product."""
-    weights = decoder.weights
-    watched: dict[str, _Watched] = {}
-    before = [dict(layer.linears) for layer in weights.layers], weights.head
-    for number, linears in enumerate(before[0]):
-        for name, linear in linears.items():
-            watched[f"{number}.{name}"] = one = _Watched(linear)
-            setattr(weights.layers[number], name, one)
-    watched["head"] = weights.head = _Watched(before[1])
+    found = decoder.plain_products()
+    before = [getattr(owner, name) for _, owner, name in found]
+    watched = {full: _Watched(linear) for (full, *_), linear in zip(found, before, strict=True)}
+    for full, owner, name in found:
+        setattr(owner, name, watched[full])
     try:
         calibrate()
     finally:
-        for layer, linears in zip(weights.layers, before[0], strict=True):
-            for name, linear in linears.items():
-                setattr(layer, name, linear)
-        weights.head = before[1]
+        for (_, owner, name), linear in zip(found, before, strict=True):
+            setattr(owner, name, linear)
     return {name: outlier_channels(one.largest) for name, one in watched.items() if one.largest is not None}
 
 

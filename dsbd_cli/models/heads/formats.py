@@ -19,9 +19,9 @@ from dsbd_cli.models.checkpoints.generation import read_settings
 from dsbd_cli.models.checkpoints.loader import quiet
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import decoder_ops
-from dsbd_cli.models.decoder.pack import pack_decoder, packed
 from dsbd_cli.models.decoder.spec import KNOWN, DecoderSpec, spec_of
 from dsbd_cli.models.decoder.weights import DecoderWeights, PlainLinear, Tensors, WeightReader, read_tensors
+from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.heads.head_model import Eagle3Decoder, Eagle3Parts, HeadDecoder, MtpDecoder, MtpParts
 from dsbd_cli.ops.interface import Linear
 
@@ -49,7 +49,8 @@ class FoundHead:
     """A head that was read and fits its target.
 
     Attributes:
-        decoder: with packed weights. ids: [m] int64, ascending, tokens of the columns of its logits; None: all.
+        decoder: where the target is, with plain weights. ids: [m] int64, ascending, tokens of the columns of its
+        logits; None: all.
         layers: choices of layers of the target after which hidden states are taken, the documented one first.
         form: what was read, in words.
     """
@@ -60,7 +61,18 @@ class FoundHead:
     form: str
 
 
-class _Names(Mapping[str, Callable[[], Tensor]]):
+@dataclass(frozen=True, slots=True)
+class MtpNames:
+    """Names of what an MTP layer has beside an ordinary layer, without `.weight`. form: what was read, in words."""
+
+    form: str
+    fc: str
+    token_norm: str
+    state_norm: str
+    norm: str
+
+
+class HeadTensors(Mapping[str, Callable[[], Tensor]]):
     """Tensors by the names of a decoder's first layer, which notes what was taken."""
 
     def __init__(self, tensors: Tensors, name: Callable[[str], str]) -> None:
@@ -95,7 +107,7 @@ def is_head(folder: Path) -> bool:
     return config.get("num_hidden_layers") == 1 and any("midlayer." in name for name in _tensors(folder))
 
 
-def read_eagle3(folder: Path, target: DecoderForestModel) -> FoundHead:
+def read_eagle3(folder: Path, target: BaseForestModel) -> FoundHead:
     """Read an EAGLE-3 head. Raises ModelError for what is not understood, PairError for another target's head."""
     config = read_settings(folder / "config.json")
     kind = config.get(SPECULATORS)
@@ -108,15 +120,15 @@ def read_eagle3(folder: Path, target: DecoderForestModel) -> FoundHead:
     if own.get("use_aux_hidden_state") is False:
         raise ModelError("it takes no hidden states of inner layers (use_aux_hidden_state): EAGLE-1 is not known here")
     spec = _layer_spec(layer)
-    theirs, vocabulary = target.decoder.spec.hidden, target.vocab_size
+    theirs, vocabulary = target.hidden_size, target.vocab_size
     if own.get("target_hidden_size") not in (None, theirs):
         raise PairError(f"it is for a target of width {own['target_hidden_size']}, and the target's is {theirs}")
     if spec.vocabulary != vocabulary:
         raise PairError(f"it is for a vocabulary of {spec.vocabulary} tokens, and the target's is {vocabulary}")
-    tensors = _Names(
+    tensors = HeadTensors(
         _tensors(folder), lambda name: name.removeprefix("model.").replace("midlayer.", "layers.0.").removesuffix("_")
     )
-    layers = _layer_ids(own.get(LAYER_IDS), target.decoder.spec.layers, speculators=kind is not None)
+    layers = _layer_ids(own.get(LAYER_IDS), target.layer_count, speculators=kind is not None)
     flags = {name: bool(own.get(name)) for name in FLAGS}
     decoder, ids = _eagle3(tensors, spec, target, len(layers[0]), flags, own.get("draft_vocab_size"))
     tensors.refuse_rest(UNUSED)
@@ -129,44 +141,50 @@ def read_eagle3(folder: Path, target: DecoderForestModel) -> FoundHead:
 def read_mtp(tensors: Tensors, target: DecoderForestModel) -> FoundHead:
     """Read the MTP layer of the target's own checkpoint. Raises ModelError where there is none."""
     spec, body = target.decoder.spec, target.decoder.weights
-    deep, second = f"model.layers.{spec.layers}.", f"model.layers.{spec.layers + 1}."
-    if "mtp.fc.weight" in tensors:
-        names, form, prefix = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), "mtp.*", "mtp."
-    elif f"{deep}eh_proj.weight" in tensors:
-        names, form, prefix = ("eh_proj", "enorm", "hnorm", "shared_head.norm"), f"{deep}*", deep
-    else:
-        raise ModelError("the checkpoint has none (no mtp.fc, and no eh_proj behind the last layer)")
-    if any(name.startswith(("mtp.layers.1.", second)) for name in tensors):
-        raise ModelError("it has several MTP layers, and one is known here")
-    inner = "layers.0." if prefix == deep else ""  # of names of the layer itself
-    own = {name.removeprefix(prefix): get for name, get in tensors.items() if name.startswith(prefix)}
-    found = _Names(own, lambda name: inner + name if name.startswith(LAYER) else name)
+    names, found = find_mtp(tensors, spec.layers)
     one = replace(spec, layers=1, windows=(None,), rotary=(spec.rotary[-1],))
     reader = WeightReader(one, found, target.weights_dtype)
-    fc, token_norm, state_norm, last_norm = names
     weights = DecoderWeights(
-        body.table, [reader.layer(0)], reader.norm(f"{last_norm}.weight", spec.hidden), body.head, body.dtype
+        body.table, [reader.layer(0)], reader.norm(f"{names.norm}.weight", spec.hidden), body.head, body.dtype
     )
     parts = MtpParts(
-        _product(reader, fc, 2 * spec.hidden, target),
-        *(_on(reader.norm(f"{name}.weight", spec.hidden), target) for name in (token_norm, state_norm)),
+        _product(reader, names.fc, 2 * spec.hidden),
+        *(_on(reader.norm(f"{name}.weight", spec.hidden), target) for name in (names.token_norm, names.state_norm)),
     )
     if "shared_head.head.weight" in found:
         head = reader.tensor("shared_head.head.weight", spec.vocabulary, spec.hidden)
         weights.head = PlainLinear([head], [None])
     found.refuse_rest(frozenset(("embed_tokens.weight",)))
     decoder = MtpDecoder(one, weights, _ops(one, target), parts)
-    _ready(decoder, target)
-    return FoundHead(decoder, None, ((),), f"MTP layer ({form})")
+    _placed(decoder, target)
+    return FoundHead(decoder, None, ((),), names.form)
+
+
+def find_mtp(tensors: Tensors, layers: int) -> tuple[MtpNames, HeadTensors]:
+    """Return the MTP layer behind so many layers of a checkpoint: names, and tensors by the names of a decoder's first
+    layer. Raises ModelError where there is none, or several."""
+    deep, second = f"model.layers.{layers}.", f"model.layers.{layers + 1}."
+    if "mtp.fc.weight" in tensors:
+        prefix, inner = "mtp.", ""
+        names = MtpNames("MTP layer (mtp.*)", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    elif f"{deep}eh_proj.weight" in tensors:
+        prefix, inner = deep, "layers.0."
+        names = MtpNames(f"MTP layer ({deep}*)", "eh_proj", "enorm", "hnorm", "shared_head.norm")
+    else:
+        raise ModelError("the checkpoint has none (no mtp.fc, and no eh_proj behind the last layer)")
+    if any(name.startswith(("mtp.layers.1.", second)) for name in tensors):
+        raise ModelError("it has several MTP layers, and one is known here")
+    own = {name.removeprefix(prefix): get for name, get in tensors.items() if name.startswith(prefix)}
+    return names, HeadTensors(own, lambda name: inner + name if name.startswith(LAYER) else name)
 
 
 def _eagle3(
-    tensors: _Names, spec: DecoderSpec, target: DecoderForestModel, taps: int, flags: Mapping[str, bool], rows: Any
+    tensors: HeadTensors, spec: DecoderSpec, target: BaseForestModel, taps: int, flags: Mapping[str, bool], rows: Any
 ) -> tuple[Eagle3Decoder, Tensor | None]:
     """Return the head and the tokens of its columns."""
-    theirs, body, vocabulary = target.decoder.spec.hidden, target.decoder.weights, target.vocab_size
+    theirs, vocabulary = target.hidden_size, target.vocab_size
     reader = WeightReader(spec, tensors, target.weights_dtype)
-    table, width = body.table, spec.hidden
+    table, width = target.embeddings, spec.hidden
     if "embed_tokens.weight" in tensors:
         table = _on(reader.tensor("embed_tokens.weight", spec.vocabulary, width), target)
     elif width != theirs:
@@ -175,12 +193,12 @@ def _eagle3(
     if "lm_head.weight" in tensors:
         head = reader.tensor("lm_head.weight", vocabulary if ids is None else len(ids), width)
         last: Linear = PlainLinear([head if order is None else head[order]], [None])
-    elif ids is None and width == theirs:
-        last = body.head
+    elif ids is None and width == theirs and isinstance(target, DecoderForestModel):
+        last = target.decoder.weights.head
     else:
         raise ModelError("lm_head.weight is missing")
     parts = Eagle3Parts(
-        fc=_product(reader, "fc", taps * theirs, target),
+        fc=_product(reader, "fc", taps * theirs),
         hidden_norm=_on(reader.norm("layers.0.hidden_norm.weight", width), target),
         joined_norm=_on(reader.norm("input_norm.weight", taps * theirs), target) if flags["norm_before_fc"] else None,
         tap_norms=[_on(reader.norm(f"fc_norm.{one}.weight", theirs), target) for one in range(taps)]
@@ -193,11 +211,11 @@ def _eagle3(
         table, [reader.layer(0, 2 * width)], reader.norm("norm.weight", width), last, target.weights_dtype
     )
     decoder = Eagle3Decoder(spec, weights, _ops(spec, target), parts)
-    _ready(decoder, target)
+    _placed(decoder, target)
     return decoder, ids
 
 
-def _kept(tensors: _Names, vocabulary: int, rows: Any) -> tuple[Tensor | None, Tensor | None]:
+def _kept(tensors: HeadTensors, vocabulary: int, rows: Any) -> tuple[Tensor | None, Tensor | None]:
     """Return tokens [m] of the head's columns, ascending, and the order [m] of its rows that gives them."""
     if "d2t" not in tensors:
         if rows not in (None, vocabulary):
@@ -265,24 +283,22 @@ def _refuse_unknown(settings: Mapping[str, Any], known: Collection[str]) -> None
             raise ModelError(f"its config says {name} = {value!r}, which is not known here")
 
 
-def _product(reader: WeightReader, name: str, inputs: int, target: DecoderForestModel) -> Linear:
-    spec = reader.spec
-    weight = reader.tensor(f"{name}.weight", spec.hidden, inputs)
-    return packed(PlainLinear([weight], [None]), target.weights_dtype, target.device, _ops(spec, target))
+def _product(reader: WeightReader, name: str, inputs: int) -> Linear:
+    return PlainLinear([reader.tensor(f"{name}.weight", reader.spec.hidden, inputs)], [None])
 
 
-def _ready(decoder: HeadDecoder, target: DecoderForestModel) -> None:
-    """Move a head's weights to where the target is, and pack them."""
+def _placed(decoder: HeadDecoder, target: BaseForestModel) -> None:
+    """Move a head's weights to where the target is."""
     if target.device.type != "cpu":
         decoder.weights.to(target.device)
-    pack_decoder(decoder, target.device)
+        decoder.parts.fc.to(target.device)  # type: ignore[attr-defined]  # a plain one
 
 
-def _ops(spec: DecoderSpec, target: DecoderForestModel) -> Any:
+def _ops(spec: DecoderSpec, target: BaseForestModel) -> Any:
     return decoder_ops(spec, target.device, target.weights_dtype)
 
 
-def _on(tensor: Tensor, target: DecoderForestModel) -> Tensor:
+def _on(tensor: Tensor, target: BaseForestModel) -> Tensor:
     return tensor.to(target.device)
 
 

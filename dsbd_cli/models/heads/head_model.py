@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,18 +18,27 @@ from torch import Tensor
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
-from dsbd_cli.models.decoder.decoder_model import DecoderForestModel, StateTap, stored
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel, stored
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
+from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_decoder
 from dsbd_cli.models.decoder.spec import DecoderSpec
-from dsbd_cli.models.decoder.weights import DecoderWeights
-from dsbd_cli.models.forest_model import ModelSize
+from dsbd_cli.models.decoder.weights import DecoderWeights, PlainLinear
+from dsbd_cli.models.forest_model import CALIBRATION, BaseForestModel, ModelSize, StateTap
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
 from dsbd_cli.ops.interface import Linear, Ops
 
+AFTER_NORM = "it reads the states after the final norm"
+
 
 class HeadDecoder(Decoder):
     """A decoder of one layer that begins with a token and a state, and ends with logits and a state."""
+
+    parts: Eagle3Parts | MtpParts
+
+    def plain_products(self) -> list[tuple[str, Any, str]]:
+        found = super().plain_products()
+        return [*found, ("fc", self.parts, "fc")] if isinstance(self.parts.fc, PlainLinear) else found
 
     def fuse(self, taken: list[Tensor]) -> Tensor:
         """Return states [R, n, H] of nodes of which the target has said these hidden states [R, n, T]."""
@@ -46,7 +56,7 @@ class HeadDecoder(Decoder):
         return self.ops.norm(x, None, weight, self.spec.eps, self.spec.unit_offset, EAGER)[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Eagle3Parts:
     """Parts that an EAGLE-3 head has beside a layer.
 
@@ -68,6 +78,8 @@ class Eagle3Parts:
 class Eagle3Decoder(HeadDecoder):
     """EAGLE-3: queries, keys and values of token and state side by side [2H]; the residual stream begins with the
     state."""
+
+    parts: Eagle3Parts
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops, parts: Eagle3Parts) -> None:
         super().__init__(spec, weights, ops)
@@ -103,7 +115,7 @@ class Eagle3Decoder(HeadDecoder):
         return run.compute(entered)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MtpParts:
     """Parts that an MTP layer has beside a layer. fc: [2H -> H], joins token and state; token_norm, state_norm: [H]."""
 
@@ -115,6 +127,8 @@ class MtpParts:
 class MtpDecoder(HeadDecoder):
     """Multi-token prediction: token and state are joined before an ordinary layer of the target's kind. States are
     those after the final norm."""
+
+    parts: MtpParts
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops, parts: MtpParts) -> None:
         super().__init__(spec, weights, ops)
@@ -131,22 +145,17 @@ class MtpDecoder(HeadDecoder):
         return last
 
 
-class HeadForestModel(DecoderForestModel):
-    """A head and the target whose states it reads and guesses.
+class TargetHead(BaseForestModel):
+    """A head and the target whose states it reads and guesses: what heads share, whatever runs their layer.
 
-    form: what was read, for messages. layers: after so many layers of the target hidden states are taken; none: after
-    its final norm.
+    form: what was read, for messages.
     """
 
-    def __init__(
-        self, target: DecoderForestModel, decoder: HeadDecoder, layers: Sequence[int], name: str, form: str
-    ) -> None:
-        super().__init__(decoder, name, CheckpointSettings(form, None, {}))
-        self._head, self._target = decoder, target
-        target.tap(self._tap_after(layers))
+    _target: BaseForestModel
+    form: str
 
     @property
-    def target(self) -> DecoderForestModel:
+    def target(self) -> BaseForestModel:
         """Return the target whose states it reads."""
         return self._target
 
@@ -158,17 +167,94 @@ class HeadForestModel(DecoderForestModel):
     def capturable(self) -> bool:
         return False
 
-    @property
-    def size(self) -> ModelSize:
-        found, (mine, theirs) = super().size, (one.decoder.weights for one in (self, self._target))
-        sizes = {one.data_ptr(): one.nbytes for one in (mine.table, *stored(mine.head))}
-        shared = sum(sizes[one.data_ptr()] for one in (theirs.table, *stored(theirs.head)) if one.data_ptr() in sizes)
-        return replace(found, held_bytes=found.held_bytes - shared)
-
     def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
         """Own cache memory as every model does. The target gets as much, because states stand in its slots."""
         self._target.reserve(rows, slots, window)
         super().reserve(rows, slots, window)
+
+    def stock(self) -> torch.nn.Module:
+        raise ModelError(f"{self.name!r} is a draft head, which transformers cannot run: compare without it")
+
+    def pack(self) -> None:
+        """Pack what still has plain weights."""
+        raise NotImplementedError
+
+    def quantize(self) -> int:
+        """Make large products int8 and pack the others; return how many are int8."""
+        raise NotImplementedError
+
+    def _read_random(self) -> None:
+        """Run the random tokens by which outliers are found."""
+        shape = CALIBRATION[0], min(CALIBRATION[1], self.max_positions or CALIBRATION[1])
+        rows = len(self._target.embeddings)
+        self.read(torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(19)))
+
+    @torch.inference_mode()
+    def read(self, tokens: Tensor) -> Tensor:
+        """Return logits [B, T, m] of sequences [B, T] that the target has read before; gives both caches back."""
+        count, length = tokens.shape
+        places = torch.arange(length, device=self.device)
+        batch = ForestInput(
+            tokens=tokens.to(self.device),
+            positions=places.expand(count, -1),
+            slots=places.expand(count, -1),
+            mask=(places <= places[:, None]).expand(count, -1, -1),
+            slot_positions=places.expand(count, -1),
+            rows=torch.arange(count, device=self.device),
+            chain=True,
+        )
+        self.reserve(count, length + 1)
+        self._target.forward(batch, logits=False)
+        found = self.forward(batch)
+        assert found is not None
+        for one in (self._target, self):
+            one.release()
+        return found
+
+    def _guess(self, batch: ForestInput, guesses: Tensor) -> None:
+        """Put guesses [R, n, H] of nodes into their slots, but of those that the target has run."""
+        known = batch.late
+        self._target.states[_rows(batch), batch.slots[:, known:]] = guesses[:, known:]
+
+    def _parents(self, batch: ForestInput) -> Tensor:
+        """Return the state [R, n, H] in the slot of each node's parent; zero where it has none."""
+        # positions along a path follow one another, and no two slots of a path share one
+        before = batch.mask & (batch.slot_positions[:, None] == batch.positions[..., None] - 1)
+        found, slot = before.to(torch.int8).max(-1)
+        return torch.where(found.unsqueeze(-1) > 0, self._target.states[_rows(batch), slot], 0)
+
+
+class HeadForestModel(TargetHead, DecoderForestModel):
+    """A head whose layer our own decoder runs.
+
+    layers: after so many layers of the target hidden states are taken; none: after its final norm.
+    """
+
+    def __init__(
+        self, target: BaseForestModel, decoder: HeadDecoder, layers: Sequence[int], name: str, form: str
+    ) -> None:
+        super().__init__(decoder, name, CheckpointSettings(form, None, {}))
+        self._head, self._target, self.form = decoder, target, form
+        target.tap(self._tap_after(layers))
+
+    @property
+    def size(self) -> ModelSize:
+        found, mine, target = super().size, self.decoder.weights, self._target
+        theirs = [target.embeddings]
+        if isinstance(target, DecoderForestModel):
+            theirs += stored(target.decoder.weights.head)
+        sizes = {one.data_ptr(): one.nbytes for one in (mine.table, *stored(mine.head))}
+        shared = sum(sizes[one.data_ptr()] for one in theirs if one.data_ptr() in sizes)
+        return replace(found, held_bytes=found.held_bytes - shared)
+
+    def pack(self) -> None:
+        pack_decoder(self.decoder, self.device)
+        self.forget_programs()
+
+    def quantize(self) -> int:
+        made = quantize_decoder(self.decoder, find_outliers(self.decoder, self._read_random))
+        self.forget_programs()
+        return made
 
     def read_from(self, layers: Sequence[int]) -> None:
         """Have the target's states made of its hidden states after so many layers from now on."""
@@ -178,13 +264,10 @@ class HeadForestModel(DecoderForestModel):
     def _tap_after(self, layers: Sequence[int]) -> StateTap:
         return StateTap(tuple(layers), self._head.spec.hidden, self._head.fuse)
 
-    def stock(self) -> torch.nn.Module:
-        raise ModelError(f"{self.name!r} is a draft head, which transformers cannot run: compare without it")
-
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         head, cache = self._head, self._cache
         states = self._parents(batch)
-        batch = replace(batch, mask=_without_first(batch.mask), prompt=None)
+        batch = without_first(batch)
         cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
         write = cache.under_way
         assert write is not None
@@ -195,17 +278,8 @@ class HeadForestModel(DecoderForestModel):
             return None  # the target has run all nodes
         spec = head.spec
         last, summed = head.ops.norm(branch, residual, head.weights.norm, spec.eps, spec.unit_offset, EAGER)
-        # states of nodes that the target has run are the truth; the others' are guesses
-        guesses, known = head.guess(summed, last), batch.late
-        self._target.states[_rows(batch), batch.slots[:, known:]] = guesses[:, known:]
+        self._guess(batch, head.guess(summed, last))
         return head.logits(last)
-
-    def _parents(self, batch: ForestInput) -> Tensor:
-        """Return the state [R, n, H] in the slot of each node's parent; zero where it has none."""
-        # positions along a path follow one another, and no two slots of a path share one
-        before = batch.mask & (batch.slot_positions[:, None] == batch.positions[..., None] - 1)
-        found, slot = before.to(torch.int8).max(-1)
-        return torch.where(found.unsqueeze(-1) > 0, self._target.states[_rows(batch), slot], 0)
 
 
 def _rows(batch: ForestInput) -> Tensor:
@@ -214,8 +288,9 @@ def _rows(batch: ForestInput) -> Tensor:
     return rows.unsqueeze(1)
 
 
-def _without_first(mask: Tensor) -> Tensor:
-    """[R, n, S] without slot 0 where a node sees anything else: no state stands before the first token, so no head was
-    trained to see it."""
-    first = mask[..., :1] & ~mask[..., 1:].any(-1, keepdim=True)
-    return torch.cat((first, mask[..., 1:]), -1)
+def without_first(batch: ForestInput) -> ForestInput:
+    """Return the same without slot 0 where a node sees anything else: no state stands before the first token, so no
+    head was trained to see it."""
+    first, others = batch.mask[..., :1], batch.mask[..., 1:]
+    mask = torch.cat((first & ~others.any(-1, keepdim=True), others), -1)
+    return replace(batch, mask=mask, prompt=None)

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.errors import ModelError, PairError
+from dsbd_cli.errors import ModelError, PairError, UsageError
 from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
-from dsbd_cli.models.checkpoints.loader import device_of
+from dsbd_cli.models.checkpoints.loader import check_quantize, device_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import tensors_of
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.heads.formats import FoundHead, is_head, read_eagle3, read_mtp
-from dsbd_cli.models.heads.head_model import HeadForestModel
+from dsbd_cli.models.heads.head_model import AFTER_NORM, HeadForestModel, TargetHead
+from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
 
 TRIAL = 24  # tokens of the text by which the convention of layer numbers is found
 
@@ -29,40 +29,64 @@ def names_head(spec: ModelSpec) -> bool:
     return place.is_dir() and is_head(place)
 
 
-def load_head(spec: ModelSpec, target_spec: ModelSpec, target: BaseForestModel) -> HeadForestModel:
+def load_head(spec: ModelSpec, target_spec: ModelSpec, target: BaseForestModel) -> TargetHead:
     """Return a head that drafts for a target. Raises PairError and ModelError, each in one line that names the head."""
-    if not isinstance(target, DecoderForestModel):
-        raise PairError(f"{_name(spec)} reads hidden states of the target, but {_unfit(target)}")
+    if (unfit := _unfit(target, target_spec)) is not None:
+        raise PairError(f"{_name(spec)} reads hidden states of the target, but {unfit}")
     if locate_adapters(spec):
         raise PairError(f"{_name(spec)} has an adapter, which a head does not take: drop it")
     if device_of(spec) != target.device:
         raise PairError(f"{_name(spec)} runs where its target does, on {target.device}: name no device for it")
     try:
-        if spec.in_target:
-            found = read_mtp(tensors_of(locate(target_spec), target_spec), target)
-        else:
-            found = read_eagle3(locate(spec), target)
-        model = HeadForestModel(target, found.decoder, found.layers[0], spec.source, found.form)
+        model = _loaded(spec, target_spec, target)
+        _pack(model, spec)
+        model.read(torch.zeros(1, 3, dtype=torch.int64))  # what cannot run is told now
     except PairError as error:
         raise PairError(f"{_name(spec)} does not fit: {error}") from None
-    except ModelError as error:
-        raise ModelError(f"{_name(spec)} cannot be read: {error}") from None
     except KeyError as error:
         raise ModelError(f"{_name(spec)} cannot be read: the tensor {error.args[0]} is missing") from None
-    except ValueError as error:
+    except (ModelError, ValueError) as error:
         raise ModelError(f"{_name(spec)} cannot be read: {error}") from None
+    return model
+
+
+def _loaded(spec: ModelSpec, target_spec: ModelSpec, target: BaseForestModel) -> TargetHead:
+    """Read a head. Raises what its readers raise."""
+    tensors = tensors_of(locate(target_spec), target_spec) if spec.in_target else {}
+    if spec.in_target and not isinstance(target, DecoderForestModel):
+        from dsbd_cli.models.heads.adapted_head import read_adapted_mtp
+
+        return read_adapted_mtp(tensors, target, spec.source)
+    if spec.in_target:
+        assert isinstance(target, DecoderForestModel)
+        found = read_mtp(tensors, target)
+    else:
+        found = read_eagle3(locate(spec), target)
+    model = HeadForestModel(target, found.decoder, found.layers[0], spec.source, found.form)
     if found.ids is None:
         model.fit_width(target.vocab_size)
     else:
         model.spread(found.ids, target.vocab_size)
-    model.notes = (f"{found.form}; {_choose_layers(model, found)}",)
+    model.form = f"{found.form}; {_choose_layers(model, found)}"
     return model
+
+
+def _pack(model: TargetHead, spec: ModelSpec) -> None:
+    """Pack a head's weights, or make them int8. Raises UsageError where int8 cannot be had."""
+    check_quantize(spec, None)
+    if spec.quantize is None:
+        model.pack()
+        return
+    if not model.quantize():
+        reason = f"{_name(spec)} has no linear layer of {LEAST_WEIGHTS} weights or more: drop it"
+        raise UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
+    model.quantized = spec.quantize
 
 
 def _choose_layers(model: HeadForestModel, found: FoundHead) -> str:
     """Read from the layers by which the head predicts the target's own text best; say which."""
     if not found.layers[0]:
-        return "it reads the states after the final norm"
+        return AFTER_NORM
     if len(found.layers) > 1:
         text = _greedy(model.target)
         losses = []
@@ -78,9 +102,9 @@ def _choose_layers(model: HeadForestModel, found: FoundHead) -> str:
 
 
 @torch.inference_mode()
-def _greedy(target: DecoderForestModel) -> list[int]:
+def _greedy(target: BaseForestModel) -> list[int]:
     """Return a short text of the target, behind its first token."""
-    eos = target.settings.eos
+    eos = target.settings.config.get_text_config(decoder=True).eos_token_id
     text = [eos if isinstance(eos, int) else 0]
     for _ in range(min(TRIAL, target.max_positions or TRIAL) - 1):
         text.append(int(target.plain(torch.tensor([text]))[0, -1].argmax()))
@@ -91,28 +115,13 @@ def _greedy(target: DecoderForestModel) -> list[int]:
 def _loss(model: HeadForestModel, text: Sequence[int]) -> float:
     """Return the mean loss, in nats, of the text under the head, where it reads true states alone; tokens that the
     head lacks are left out."""
-    target, count = model.target, len(text)
-    places = torch.arange(count, device=target.device)
-    batch = ForestInput(
-        tokens=torch.tensor([text], device=target.device),
-        positions=places[None],
-        slots=places[None],
-        mask=(places <= places[:, None])[None],
-        slot_positions=places[None],
-        rows=torch.zeros(1, dtype=torch.int64, device=target.device),
-        chain=True,
-    )
-    model.reserve(1, count + 1)
-    target.forward(batch, logits=False)
-    found = model.forward(batch)
-    assert found is not None
-    for one in (target, model):
-        one.release()
-    wide = torch.full((count, target.vocab_size), float("-inf"), device=target.device)
+    tokens = torch.tensor([text], device=model.device)
+    found = model.read(tokens)
+    wide = torch.full((len(text), model.vocab_size), float("-inf"), device=model.device)
     columns = slice(None) if model.head_ids is None else model.head_ids
     wide[:, columns] = found[0].float()
     # the first token has no state before it
-    said: Tensor = wide.log_softmax(-1)[1:-1].gather(1, batch.tokens[0, 2:, None])
+    said: Tensor = wide.log_softmax(-1)[1:-1].gather(1, tokens[0, 2:, None])
     there = said[said > float("-inf")]
     return float(-there.mean()) if len(there) else 0.0
 
@@ -121,12 +130,15 @@ def _numbers(layers: Sequence[int]) -> str:
     return ", ".join(map(str, layers))
 
 
-def _unfit(target: BaseForestModel) -> str:
+def _unfit(target: BaseForestModel, spec: ModelSpec) -> str | None:
+    """Return why no head reads such a target; None: one may."""
     if target.paired:
         return "a model with an encoder has none that a head was made for"
-    if target.state_bytes(0):
-        return "recurrent and hybrid models, which run through transformers, do not give theirs yet"
-    return "this one runs through transformers, which does not give them here"
+    if not target.kv_bytes_per_slot():
+        return "all layers of this one are recurrent: no slot holds a token, and a head attends to tokens"
+    if spec.tensor_parallel > 1 or spec.device_map is not None:
+        return "this one is spread over several processes or devices (tensor_parallel, device_map)"
+    return None
 
 
 def _name(spec: ModelSpec) -> str:

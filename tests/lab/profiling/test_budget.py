@@ -8,15 +8,17 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 from rich.console import Console
 from rich.measure import Measurement
 from rich.text import Text
 
 from dsbd_cli import MethodConfig, Request, SamplingConfig
+from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.profiling import advice
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
-from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
+from dsbd_cli.lab.profiling.profile import ProfileSpec, _one_forward, take_profile
 from dsbd_cli.lab.profiling.runs import ProfiledPair
 from dsbd_cli.lab.reports.profile_data import ForestSize, Profile
 from dsbd_cli.lab.reports.profile_plots import profile_figure
@@ -46,6 +48,24 @@ def profiled(per_node: float, seconds: float, method: MethodConfig = METHOD) -> 
     found = take_profile(ProfileSpec(bench, method, 3, "dsbd profile", "float32", None, render))
     assert found is not None
     return found, clock, told
+
+
+@pytest.mark.parametrize("limit", [None, 20])
+def test_the_nodes_of_a_timed_forward_are_a_forest(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that saw each other were no forest: the kernels of recurrent layers wrote past their memory."""
+    given: list[ForestInput] = []
+    model, _ = table_pair(2, 8, 0.5)
+    monkeypatch.setattr(type(model), "max_positions", limit)
+    monkeypatch.setattr(model, "forward", given.append)
+    _one_forward(model, 32, 5, lambda: 0.0)
+    for batch in given:
+        seen = batch.mask[0].gather(1, batch.slots.expand(5, -1))
+        assert torch.equal(seen, torch.eye(5, dtype=torch.bool))  # themselves alone
+        last = 27 if limit is None else limit - 1
+        assert batch.positions.tolist() == [[last] * 5]
+        before = batch.mask[0] & (batch.slot_positions[0] < last)
+        assert before.sum(1).tolist() == [last] * 5  # and all that stands before them
+    assert len(given) == 2
 
 
 def test_fast_models_are_measured_whole() -> None:

@@ -134,7 +134,7 @@ class ScalarHead:
 
     def logits(self, path: list[int], known: int) -> Tensor:
         """[m] logits behind a path. known: leading tokens whose states the target has said; others are guesses."""
-        states = self.truth(path[:known]) if known else torch.zeros(0, 64)
+        states = self.truth(path[:known]) if known else torch.zeros(0, 64, dtype=self.embedding.dtype)
         for count in range(known, len(path)):  # tokens 1 .. count are read, which gives the state of the last
             guess, _ = self._last(path[: count + 1], states)
             states = torch.cat((states, guess[None]))

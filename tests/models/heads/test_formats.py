@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, PairError
-from dsbd_cli.models.decoder.decoder_model import StateTap
+from dsbd_cli.models.forest_model import StateTap
 from dsbd_cli.models.heads import load as heads
 from dsbd_cli.models.heads.formats import is_head
 from dsbd_cli.models.heads.load import load_head
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
-from tests.helpers.checkpoints import save
+from tests.helpers.checkpoints import numbers, save
+from tests.helpers.pairs import build_pair
+from tests.helpers.tiny import build
 from tests.models.decoders import V, build_decoder, save_decoder
 from tests.models.heads.checkpoints import KEPT, LAYERS, add_mtp, eagle3
 
@@ -103,13 +106,13 @@ def test_both_conventions_of_layer_numbers_are_tried(
     assert losses[0][1] != losses[1][1]
     assert target._tap.layers == documented[better]
     chosen = ", ".join(map(str, documented[better]))
-    assert f"after {chosen} layers (loss 0.00 on a text of the target; 1.00 one layer off)" in found.notes[0]
+    assert f"after {chosen} layers (loss 0.00 on a text of the target; 1.00 one layer off)" in found.form
 
 
 def test_without_layer_numbers_those_of_the_paper_are_taken(tmp_path: Path) -> None:
     deep = load_model(spec_for(save_decoder(tmp_path / "t", build_decoder("llama", num_hidden_layers=8)), "draft"))[0]
     found = read(eagle3(tmp_path / "h", "raw", eagle_config=None), deep)
-    assert found.notes[0].endswith("it reads the states after 2, 4, 5 layers")
+    assert found.form.endswith("it reads the states after 2, 4, 5 layers")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +130,7 @@ def test_without_layer_numbers_those_of_the_paper_are_taken(tmp_path: Path) -> N
 def test_settings_that_do_not_fit(settings: dict[str, Any], says: str | None, target: Any, tmp_path: Path) -> None:
     place = eagle3(tmp_path, "speculators", **settings)
     if says is None:
-        assert "fc_norm" in read(place, target).notes[0]
+        assert "fc_norm" in read(place, target).form
         return
     with pytest.raises(ModelError, match=says) as caught:
         read(place, target)
@@ -209,13 +212,30 @@ def test_one_head_reads_a_target(target: Any, tmp_path: Path) -> None:
     target.tap(StateTap((1,), 64, lambda taken: taken[0]))
 
 
+@pytest.mark.parametrize("source", ["mtp", "eagle3"])
 @pytest.mark.parametrize(
     ("family", "says"),
-    [("gpt2", "runs through transformers"), ("qwen3.5", "recurrent and hybrid models")],
+    [("bart", "a model with an encoder has none"), ("mamba2", "all layers of this one are recurrent")],
 )
-def test_targets_that_run_through_transformers_are_refused(family: str, says: str, tmp_path: Path) -> None:
-    with pytest.raises(PairError, match=says):
-        load_pair(spec_for(save(tmp_path / "t", family)), spec_for(eagle3(tmp_path / "h", "raw"), "draft"))
+def test_targets_without_states_are_refused(family: str, source: str, says: str, tmp_path: Path) -> None:
+    target, head = tmp_path / "t", "mtp" if source == "mtp" else eagle3(tmp_path / "h", "raw")
+    (build_pair(family) if family == "bart" else build(family)).save_pretrained(target)
+    numbers().save_pretrained(target)
+    with pytest.raises(PairError, match=says) as caught:
+        load_pair(spec_for(target), spec_for(head, "draft"))
+    assert "\n" not in str(caught.value)
+
+
+def test_targets_that_are_spread_are_refused(target: Any) -> None:
+    spread = replace(spec_for(target.name), device="auto", device_map="auto")
+    with pytest.raises(PairError, match="this one is spread over several processes or devices"):
+        load_head(spec_for("mtp", "draft"), spread, target)
+
+
+def test_a_target_without_a_list_of_layers(tmp_path: Path) -> None:
+    place = save(tmp_path / "t", "gpt2", n_embd=64, n_layer=4)
+    with pytest.raises(ModelError, match="GPT2LMHeadModel has no plain list of layers to take hidden states after"):
+        load_pair(spec_for(place), spec_for(eagle3(tmp_path / "h", "raw"), "draft"))
 
 
 def test_heads_do_not_draft_through_text(folder: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import dsbd_cli
+from dsbd_cli.cli.app import run
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
@@ -26,10 +27,12 @@ from dsbd_cli.engine.drafting.base import DraftContext
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.planning.planner import Shape
 from dsbd_cli.engine.protocols import ForestInput, HeadModel
-from dsbd_cli.models.decoder.decoder_model import DecoderForestModel, StateTap
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
+from dsbd_cli.models.forest_model import StateTap
 from dsbd_cli.models.heads.head_model import HeadForestModel
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
+from dsbd_cli.ops.cpu.int8 import Int8Product
 from dsbd_cli.requests import Request
 from tests.helpers.toys import NumberCodec
 from tests.models.decoders import V, build_decoder, save_decoder
@@ -272,7 +275,9 @@ def test_no_text_of_an_int8_target_depends_on_the_head(form: str, any_size: None
         spec_for(target, dtype="bfloat16", quantize="int8"), spec_for(source, "draft", "bfloat16", quantize="int8")
     )
     assert pair.target_dtype == "int8+bfloat16"
-    assert pair.draft_dtype == "bfloat16"
+    assert pair.draft_dtype == "int8+bfloat16"
+    decoder: Any = pair.draft.decoder  # type: ignore[union-attr]
+    assert {type(one) for one in (decoder.parts.fc, decoder.weights.layers[0].qkv)} == {Int8Product}
     for rule, beams in (("search", 4), ("coupled", 1)):
         plain = answers(engine_of(pair.target, None, rule, beams))
         assert answers(engine_of(pair.target, pair.draft, rule, beams)) == plain
@@ -302,7 +307,8 @@ def test_what_the_engine_sees(loaded: Loads) -> None:
     head.reserve(1, 8)  # alone, as `dsbd profile` runs a draft
     assert pair.target.states.shape[1:] == (8, 64)
     head.release()
-    assert pair.notes[-1].startswith("draft: EAGLE-3, speculators form, 78 of 97 tokens, norm_before_residual; ")
+    assert pair.draft_form.startswith("EAGLE-3, speculators form, 78 of 97 tokens, norm_before_residual; ")
+    assert not any("EAGLE" in note for note in pair.notes)  # which are warnings of each run
 
 
 def test_a_state_goes_where_its_slot_goes(loaded: Loads) -> None:
@@ -339,5 +345,21 @@ def test_the_one_call_takes_a_head(tmp_path: Path) -> None:
         engine = dsbd_cli.load(spec_for(target), draft, method=method)
         assert engine.info is not None
         assert engine.info.draft == "mtp"
-        assert "draft: MTP layer (mtp.*); it reads the states after the final norm" in engine.info.notes
+        assert engine.info.draft_form == "MTP layer (mtp.*); it reads the states after the final norm"
+        assert not engine.info.notes
         assert engine.generate("w5 w6").hypotheses
+
+
+def test_what_was_read_of_a_head_is_no_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, source, _ = save_pair(tmp_path, "qwen")
+    prompts, output, summary = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "summary.json"))
+    prompts.write_text('{"prompt": "w5 w6"}\n')
+    form = "MTP layer (mtp.*); it reads the states after the final norm"
+    for log in ("brief", "verbose"):
+        files = ["-i", str(prompts), "-o", str(output), "--existing", "overwrite", "--set", f"summary={summary}"]
+        models = ["--target", str(target), "--draft", source, "--max-new-tokens", "4", "--dtype", "float32"]
+        assert run(["generate", *files, *models, "--set", f"log={log}"]) == 0
+        said = capsys.readouterr().err
+        assert "warning" not in said
+        assert (form in said) == (log == "verbose")
+        assert json.loads(summary.read_bytes())["device"]["draft_form"] == form

@@ -1,0 +1,179 @@
+"""MTP layers of targets that transformers runs: a model of the target's own class that has this layer alone.
+
+So gated attention, latent attention and mixtures of experts are what they are in the target, and the layer is packed,
+masked and cached as every adapted model. It is given token and state joined in the place of embeddings.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.errors import ModelError
+from dsbd_cli.models.adapted.adapter import LAST
+from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.adapted.patching import pack, quantize
+from dsbd_cli.models.checkpoints.loader import quiet
+from dsbd_cli.models.decoder.weights import Tensors
+from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap
+from dsbd_cli.models.heads.formats import HeadTensors, MtpNames, find_mtp
+from dsbd_cli.models.heads.head_model import AFTER_NORM, TargetHead, without_first
+
+HEAD = "shared_head.head.weight"
+# settings of MTP layers, and what is known of each; others must be idle
+KNOWN_MTP = {"num_mtp_layers": 1, "mtp_num_hidden_layers": 1, "mtp_layer_types": ["full_attention"]}
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")  # which are the target's
+
+
+class MtpForestModel(TargetHead, CausalForestModel):
+    """An MTP layer and the adapted target whose states it reads and guesses. States are those after the final norm.
+
+    model: of the target's class, with that layer alone, and beside it `mtp_fc`, `mtp_token_norm` and `mtp_state_norm`,
+    which join token and state.
+    """
+
+    def __init__(self, target: BaseForestModel, model: Any, name: str, form: str) -> None:
+        self._target, self.form = target, f"{form}; {AFTER_NORM}"
+        target.tap(StateTap((), target.hidden_size, lambda taken: taken[0]))
+        super().__init__(model, name)
+        target.release()
+        self._hear(())
+
+    @property
+    def architecture(self) -> str:
+        return self.form
+
+    @property
+    def size(self) -> ModelSize:
+        found = super().size
+        theirs = {one.data_ptr() for one in _tables(self._target.settings)}
+        shared = sum(one.nbytes for one in _tables(self._model) if one.data_ptr() in theirs)
+        return replace(found, held_bytes=found.held_bytes - shared)
+
+    def pack(self) -> None:
+        if self.device.type == "cpu":
+            pack(self.module)
+
+    def quantize(self) -> int:
+        made = quantize(self.module, self._read_random)
+        self.pack()
+        self.layers_replaced()
+        return made
+
+    def _call(self, runner: Any, batch: ForestInput, embedded: Tensor | None = None) -> Any:
+        """Run the layer over nodes joined with the states of their parents."""
+        one, states = self._model, self._parents(batch)
+        token, state = one.mtp_token_norm(one.get_input_embeddings()(self._inputs(batch))), one.mtp_state_norm(states)
+        return super()._call(runner, without_first(batch), one.mtp_fc(torch.cat((token, state), -1)))
+
+    def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
+        found = super()._run(batch, logits=logits)
+        if found is not None:
+            self._guess(batch, self._heard[LAST])
+        return found
+
+
+def _tables(model: Any) -> list[Tensor]:
+    """Return the memory of a model's embeddings and of its LM head."""
+    head = model.get_output_embeddings()
+    found = [model.get_input_embeddings().weight, getattr(head, "packed", head.weight)]
+    return list({one.data_ptr(): one for one in found}.values())
+
+
+def read_adapted_mtp(tensors: Tensors, target: BaseForestModel, name: str) -> MtpForestModel:
+    """Read the MTP layer of an adapted target's own checkpoint. Raises ModelError where there is none, or one that is
+    not understood."""
+    names, found = find_mtp(tensors, target.layer_count)
+    theirs = target.settings
+    model = _one_layer(found, names, theirs, target)
+    own_head = HEAD in found
+    model.set_input_embeddings(theirs.get_input_embeddings())
+    model.set_output_embeddings(_linear(found, HEAD, target) if own_head else theirs.get_output_embeddings())
+    found.refuse_rest(frozenset(("embed_tokens.weight",)))
+    model.eval().requires_grad_(False).to(target.device)
+    head = MtpForestModel(target, model, name, names.form)
+    head.fit_width(target.vocab_size)
+    return head
+
+
+def _one_layer(found: HeadTensors, names: MtpNames, theirs: Any, target: BaseForestModel) -> Any:
+    """Return a model of the target's class with the MTP layer alone, whose embeddings and LM head are stand-ins."""
+    config = theirs.config
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError("its weights are quantised, which is not known here")
+    if config.get_text_config(decoder=True) is not config:
+        raise ModelError(f"{type(theirs).__name__} is not a model of text alone")
+    for name, value in config.to_dict().items():
+        if "mtp" in name and value and value != KNOWN_MTP.get(name):
+            raise ModelError(f"the target's config says {name} = {value!r}, which is not known here")
+    layer = [one for one in found if one.startswith("layers.0.") and "rotary_emb" not in one]
+    state = {f"model.{one}": found[one]() for one in layer}
+    state["model.norm.weight"] = found[f"{names.norm}.weight"]()
+    sparse = any(".mlp.experts." in one for one in layer)
+    with quiet():
+        try:
+            model, report = type(theirs).from_pretrained(
+                None,
+                config=_config(config, sparse=sparse),
+                state_dict=state,
+                dtype=target.weights_dtype,
+                attn_implementation=getattr(theirs, "stock_attention", None),
+                output_loading_info=True,
+            )
+        except (ValueError, RuntimeError, AttributeError, TypeError) as error:
+            reason = " ".join(str(error).split())[:160]
+            raise ModelError(f"{type(theirs).__name__} cannot be made of its layer: {reason}") from None
+    for what, keys in (("missing", report["missing_keys"]), ("not known here", report["unexpected_keys"])):
+        if rest := sorted(set(keys) - set(TABLES)):
+            raise ModelError(f"the tensor {rest[0].removeprefix('model.')} is {what}")
+    hidden = target.hidden_size
+    model.mtp_fc = _linear(found, f"{names.fc}.weight", target, 2 * hidden)
+    for place, name in (("mtp_token_norm", names.token_norm), ("mtp_state_norm", names.state_norm)):
+        norm = copy.deepcopy(model.base_model.norm)
+        norm.weight = nn.Parameter(_tensor(found, f"{name}.weight", (hidden,)).to(norm.weight.dtype))
+        setattr(model, place, norm)
+    return model
+
+
+def _config(config: Any, *, sparse: bool) -> Any:
+    """Return the settings of such a model. sparse: the layer has a mixture of experts."""
+    one = copy.deepcopy(config)
+    changes = {
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "mlp_layer_types": ["sparse" if sparse else "dense"],
+        "first_k_dense_replace": 0 if sparse else 1,
+        "mlp_only_layers": [] if sparse else [0],
+        "decoder_sparse_step": 1,
+        "vocab_size": 1,  # of the stand-ins
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    for name, value in changes.items():
+        if getattr(one, name, None) is not None:
+            setattr(one, name, value)
+    return one
+
+
+def _linear(found: HeadTensors, name: str, target: BaseForestModel, inputs: int | None = None) -> nn.Linear:
+    """Return a product of a head; without `inputs` an LM head."""
+    hidden = target.hidden_size
+    shape = (target.vocab_size, hidden) if inputs is None else (hidden, inputs)
+    made = nn.Linear(1, 1, bias=False, device="meta")
+    made.weight = nn.Parameter(_tensor(found, name, shape).to(target.weights_dtype))
+    made.out_features, made.in_features = shape
+    return made
+
+
+def _tensor(found: HeadTensors, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor. Raises KeyError where it is missing, ModelError where it has another shape."""
+    tensor = found[name]()
+    if tensor.shape != shape:
+        sizes = [" x ".join(map(str, one)) for one in (tensor.shape, shape)]
+        raise ModelError(f"the tensor {name} is {sizes[0]}, not {sizes[1]}")
+    return tensor
