@@ -35,8 +35,8 @@ from dsbd_cli.ops.cpu.runtime import on_amd
 PROMPT_SLOTS_STEP = 32  # prompt slots are counted in such steps: an odd remainder takes another kernel
 LEAST_PROMPT_SLOTS = 64  # a shorter prompt is all suffix
 QUERY_STEP = 4  # queries too: a rest of fewer than four rows takes another kernel
-# Elsewhere than on AMD's processors a rest of fewer than 12 rows does, too, where numbers are float32 and heads wider
-# than 64. Torch takes queries in blocks of a multiple of 32.
+# Elsewhere than on AMD's processors a rest of fewer than 12 rows does, too, where heads are wider than 64: in float32,
+# and in half types where the processor multiplies these as float32. Torch takes queries in blocks of a multiple of 32.
 QUERY_BLOCK, LEAST_REST, NARROW_DIM = 32, 12, 64
 LEAST_SUFFIX = 16  # slots: products of fewer than twelve columns take another kernel
 LEAST_DIM = 32  # smaller heads take other kernels
@@ -193,7 +193,7 @@ class AttentionMetadata:
     def head_for(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
         """Return `head` for queries [R, H * G, n, E] and keys [R, H, S, E]."""
         _, heads, count, dim = query.shape
-        return self.head(mask, filled_queries(heads, key.shape[1], count, dim, query.dtype))
+        return self.head(mask, filled_queries(heads, key.shape[1], count, dim))
 
     def pick(self, states: Tensor, dtype: torch.dtype) -> Tensor:
         """Keys or values [R, H, S, E] of the tail: [R, H, T, E]. What lies past the last slot is 0."""
@@ -359,12 +359,12 @@ def _by_paths(
     )
 
 
-def filled_queries(heads: int, kv_heads: int, count: int, dim: int, dtype: torch.dtype) -> int:
+def filled_queries(heads: int, kv_heads: int, count: int, dim: int) -> int:
     """Return m: how many queries per kv head torch's kernel is given, so that each keeps its bits."""
     queries = heads // kv_heads * count
     missing = -queries % QUERY_STEP
     rest = (queries + missing) % QUERY_BLOCK
-    if 0 < rest < LEAST_REST and dim > NARROW_DIM and dtype == torch.float32 and not on_amd():
+    if 0 < rest < LEAST_REST and dim > NARROW_DIM and not on_amd():
         missing += LEAST_REST - rest
     return queries + missing
 
@@ -373,7 +373,7 @@ def _grouped(query: Tensor, kv_heads: int) -> Tensor:
     """[R, H * G, n, E] as [R, H, m, E], filled up to as many queries as keep the bits of each."""
     rows, heads, count, dim = query.shape
     queries = heads // kv_heads * count
-    missing = filled_queries(heads, kv_heads, count, dim, query.dtype) - queries
+    missing = filled_queries(heads, kv_heads, count, dim) - queries
     grouped = query.reshape(rows, kv_heads, queries, dim)
     return nn.functional.pad(grouped, (0, 0, 0, missing)) if missing else grouped
 

@@ -323,7 +323,7 @@ class DecoderForestModel(BaseForestModel):
 
     def _path_view(self, metadata: AttentionMetadata, mask: Tensor, batch: ForestInput) -> PathView:
         spec, most = self.decoder.spec, max(metadata.prompt_slots)
-        queries = filled_queries(spec.heads, spec.kv_heads, batch.tokens.shape[1], spec.head_dim, self._dtype)
+        queries = filled_queries(spec.heads, spec.kv_heads, batch.tokens.shape[1], spec.head_dim)
         head = metadata.head(mask, queries) if most else None
         assert self.ops.path_attention is not None
         head = None if head is None else head[..., :most]

@@ -231,26 +231,29 @@ def test_a_suffix_that_is_not_filled_up_is_found(monkeypatch: pytest.MonkeyPatch
     assert not all(torch.equal(attended(suffix), wide) for suffix in range(6, 12))
 
 
-def of_queries(count: int, dim: int) -> torch.Tensor:
+def of_queries(count: int, dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """[1, H, E] of the first of so many nodes that see 96 prompt slots and one more."""
     generator = torch.Generator().manual_seed(4)
-    query, key, value = (torch.randn(1, heads, 128, dim, generator=generator) for heads in (4, 4, 4))
+    query, key, value = (torch.randn(1, heads, 128, dim, generator=generator).to(dtype) for heads in (4, 4, 4))
     seen = torch.zeros(1, count, 128, dtype=torch.bool)
     seen[..., :97] = True
-    additive = torch.zeros(1, 1, count, 128).masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
+    additive = torch.zeros(1, 1, count, 128, dtype=dtype).masked_fill_(~seen[:, None], torch.finfo(dtype).min)
     metadata = forest_attention.AttentionMetadata((96,), 32, path_attention=attend)
     metadata.add(additive, seen, whole=True)
     with attention.attention_over(metadata):
         return attention.grouped_attention(torch.nn.Module(), query[:, :, :count], key, value, additive)[0][:, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_a_query_has_the_same_bits_beside_any_number_of_others(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_has_the_same_bits_beside_any_number_of_others(
+    dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards products of few rows, which take another kernel: what is filled up keeps them away."""
     for change in (lambda: None, lambda: in_torch(monkeypatch)):
         change()
-        many = of_queries(96, dim)
-        assert all(torch.equal(of_queries(count, dim), many) for count in range(1, 70))
+        many = of_queries(96, dim, dtype)
+        assert all(torch.equal(of_queries(count, dim, dtype), many) for count in range(1, 70))
 
 
 @pytest.mark.skipif(on_amd(), reason="products of few rows take no other kernel on AMD")
