@@ -29,14 +29,15 @@ class RandomGate(Gate):
 
 
 class RandomPlanner(Planner):
-    """Any shape at any time; often none, so that the draft falls far behind. cuts: of RandomGate."""
+    """Any shape at any time; often none, so that the draft falls far behind. gated: and any layer may be given up.
+    cuts: of RandomGate."""
 
-    def __init__(self, seed: int, depth: int, drafts: int) -> None:
+    def __init__(self, seed: int, depth: int, drafts: int, *, gated: bool = True) -> None:
         self.random, self.depth, self.drafts, self.used = random.Random(seed), depth, drafts, set[Shape]()
-        self.cuts = set[int]()
+        self.gated, self.cuts = gated, set[int]()
 
     def gate(self, shape: Shape, rows: Sequence[int]) -> Gate | None:
-        if not shape.depth or self.random.random() < 0.3:
+        if not self.gated or not shape.depth or self.random.random() < 0.3:
             return None
         return RandomGate(0.0, rows, random=self.random, cuts=self.cuts)
 

@@ -192,9 +192,10 @@ def pair_confidence(context: DraftContext, nodes: LayerNodes, weight: Tensor) ->
     """
     if context.gate is None:
         return None
-    pairs = weight.flatten(1)
+    live = nodes.valid & ~nodes.ends
+    pairs = torch.where(live.unsqueeze(-1), weight, NEG_INF).flatten(1)
     best = pairs.topk(min(context.num_beams, pairs.shape[1]), 1).values
-    total = torch.logsumexp(torch.where(nodes.valid & ~nodes.ends, nodes.weight, NEG_INF), 1)
+    total = torch.logsumexp(torch.where(live, nodes.weight, NEG_INF), 1)
     return (torch.logsumexp(best, 1) - total).exp().nan_to_num(nan=0.0)
 
 

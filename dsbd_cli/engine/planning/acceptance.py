@@ -117,10 +117,9 @@ class PassRates:
         own = [request for request in requests if request.reached is not None]
         alive = (len(requests) - len(own)) * rates.cumprod(0)
         if own:
-            reached, passed = (
-                np.stack([getattr(one, name) for one in own]).reshape(-1, *size) for name in ("reached", "passed")
-            )
-            alive += ((passed + TRUST * rates) / (reached + TRUST)).cumprod(1).sum(0)
+            came, held = (np.stack([getattr(one, name) for one in own]) for name in ("reached", "passed"))
+            chances = (held.reshape(-1, *size) + TRUST * rates) / (came.reshape(-1, *size) + TRUST)
+            alive += chances.cumprod(1).sum(0)
         return len(requests) + alive.cumsum(0).transpose(1, 2, 0)
 
 
