@@ -1,5 +1,5 @@
 """One iteration: draft a forest, run the target once over it, verify it, commit what survives. Device tensors in and
-out: nothing is read back to the host."""
+out: nothing is read back to the host, but what a gate asks for."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.planning.acceptance import Acceptance, PassRates
-from dsbd_cli.engine.planning.planner import NOTHING, AdaptivePlanner, DraftWork, Planner, Shape, planner_for
+from dsbd_cli.engine.planning.planner import NOTHING, AdaptivePlanner, DraftWork, Gate, Planner, Shape, planner_for
 from dsbd_cli.engine.planning.timing import FittedLine
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UsageError
@@ -333,6 +333,43 @@ def test_of_two_drafters_the_first_has_fewer_nodes_to_pass_with() -> None:
         MethodConfig(drafter="beam+ngram", num_beams=1, drafts_per_layer=4, adaptive_depth=True)
     )
     assert {shape.drafts_per_layer for shape in with_drafts._shapes} == {2, 3, 4}
+
+
+def test_an_iteration_informs_on_all_larger_least_confidences() -> None:
+    """Every other layer is sure and passes, the others are unsure and fail. What an iteration kept from the target
+    says nothing of choices that would have given it, and all of those that would not."""
+    rates, request = PassRates([4, 8], 2, least=(0.0, 0.5, 0.9)), Acceptance()
+    passing, failing = (LayerCounters(reached=1, passed=one, needed=4 * one) for one in (1, 0))
+    nothing = LayerCounters()
+    for _ in range(200):
+        rates.count([request], [[passing, failing]], 8, 0.0, [0.7, 0.3])
+        rates.count([request], [[failing, nothing]], 8, 0.0, [0.3, 0.7])
+    assert rates.given()[:, 0] == pytest.approx([1, 0.5, 0], abs=0.08)
+    assert rates.given()[:, 1] == pytest.approx([1, 0, 0], abs=0.08)
+    steps = rates.steps([request])
+    assert steps[:, 0, 0] == pytest.approx([1.5, 1.5, 1], abs=0.1)
+    assert steps[:, 0, 1] == pytest.approx([1.5, 1.5, 1], abs=0.1)
+    for _ in range(200):  # now none is sure, and the target sees none
+        rates.count([request], [[]], 8, 0.5, [0.3])
+    assert rates.given()[:, 0] == pytest.approx([1, 0, 0], abs=0.08)
+    assert rates.steps([request])[:, 0, 0] == pytest.approx([1.5, 1, 1], abs=0.1)
+
+
+def test_a_gate_goes_by_the_rows_that_run() -> None:
+    gate = Gate(0.5, [1, 3])
+    assert gate([0.0, 0.9, 0.0, 0.3])
+    assert not gate([1.0, 0.7, 1.0, 0.2])
+    assert gate.confidences == pytest.approx([0.6, 0.45])
+    assert not Gate(0.0, [0])([0.0])  # nothing is drafted
+
+
+def test_what_is_drafted_is_kept_from_the_target_only_by_auto_on_a_cpu() -> None:
+    for config, gated, found in ((method(), True, True), (method(), False, False), (MethodConfig(depth=3), True, False)):
+        planner = planner_for(config, gated=gated)
+        assert (planner.gate(Shape(2, 8, 0.5), [0]) is not None) == found
+        assert planner.gate(Shape(0, 8), [0]) is None
+        if isinstance(planner, AdaptivePlanner):
+            assert ({shape.least_confidence for shape in planner._shapes} == {0.0}) != gated
 
 
 class Narrow(TableLM):
