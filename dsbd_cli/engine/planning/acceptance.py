@@ -23,7 +23,7 @@ Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Acceptance:
     """Counts [D, M] of verifications that came to a layer and of those that passed it. None until something was
     seen."""
