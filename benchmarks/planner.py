@@ -75,9 +75,7 @@ WORLDS: dict[str, World] = {
     "first iterations slow": World((0.03, 0.0005), (0.004, 0.0001), (0.75,), cold=4.0, setup=2.0),
     "captured as graphs": World((0.012, 0.0), (0.001, 0.0), (0.7,), captured=0.5, setup=1.0, requests=240),
     "little memory": World((0.05, 0.0003), (0.003, 0.0001), (0.75,), rows=4, room=100),
-    "surest quarter pays": World(
-        (0.045, 0.0035), (0.004, 0.0001), (0.2275,), sure=(*((0.2, 0.02),) * 3, (0.95, 0.85)), wide=0.0
-    ),
+    "sure ones pay": World((0.03, 0.008), (0.004, 0.0001), (0.46,), sure=((0.2, 0.02), (0.95, 0.9)), wide=0.0),
     "sure of nothing": World((0.05, 0.002), (0.004, 0.0002), (0.1,), sure=((0.1, 0.1), (0.2, 0.1)), wide=0.02),
     "sure and wrong": World((0.05, 0.002), (0.004, 0.0002), (0.1,), sure=((0.5, 0.1), (0.95, 0.1)), wide=0.02),
     "short run": World((0.05, 0.002), (0.008, 0.0003), (0.4,), read=0.0002, answer=30, requests=8),

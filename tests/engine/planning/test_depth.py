@@ -364,7 +364,11 @@ def test_a_gate_goes_by_the_rows_that_run() -> None:
 
 
 def test_what_is_drafted_is_kept_from_the_target_only_by_auto_on_a_cpu() -> None:
-    for config, gated, found in ((method(), True, True), (method(), False, False), (MethodConfig(depth=3), True, False)):
+    for config, gated, found in (
+        (method(), True, True),
+        (method(), False, False),
+        (MethodConfig(depth=3), True, False),
+    ):
         planner = planner_for(config, gated=gated)
         assert (planner.gate(Shape(2, 8, 0.5), [0]) is not None) == found
         assert planner.gate(Shape(0, 8), [0]) is None

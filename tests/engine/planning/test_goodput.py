@@ -26,7 +26,7 @@ def test_the_planner_finds_the_fastest_shape(name: str) -> None:
 
 
 def test_drafts_that_are_sure_pay_where_drafts_do_not() -> None:
-    world = WORLDS["surest quarter pays"]
+    world = WORLDS["sure ones pay"]
     assert not best_fixed(world).drafting
     sure, any_ = (serve(world, AdaptivePlanner(METHOD, gated=gated)).goodput for gated in (True, False))
     assert sure > 1.04 * any_
