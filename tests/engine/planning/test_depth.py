@@ -355,6 +355,20 @@ def test_an_iteration_informs_on_all_larger_least_confidences() -> None:
     assert rates.steps([request])[:, 0, 0] == pytest.approx([1.5, 1, 1], abs=0.1)
 
 
+def test_seconds_are_of_what_is_drafted_and_of_what_goes_to_the_target() -> None:
+    """Every other forest is sure in both layers, the others in none: a second layer is drafted below a sure one."""
+    planner, request = AdaptivePlanner(method(), gated=True), Acceptance()
+    layers = [[LayerCounters(reached=1), LayerCounters()]]
+    for turn in range(400):
+        shape = Shape(2, 8 if turn % 4 < 2 else 4)
+        seconds = {"draft": 2 * 0.003, "target": 0.05 + 0.001 * shape.nodes(4), "verify": 0.0}
+        planner.observe(shape, [request], layers, seconds, gate=Gate(0.0, [0], [0.6, 0.6] if turn % 2 else [0.3, 0.3]))
+    found = planner._seconds(1)
+    assert found[planner._at[Shape(2, 8)]] == pytest.approx(0.05 + 0.001 * 20 + 0.003 * 2, rel=0.02)
+    assert found[planner._at[Shape(2, 8, 0.5)]] == pytest.approx(0.05 + 0.001 * 12 + 0.003 * 1.5, rel=0.02)
+    assert found[planner._at[Shape(2, 8, 0.7)]] == pytest.approx(0.05 + 0.001 * 4 + 0.003, rel=0.02)
+
+
 def test_a_gate_goes_by_the_rows_that_run() -> None:
     gate = Gate(0.5, [1, 3])
     assert gate([0.0, 0.9, 0.0, 0.3])
