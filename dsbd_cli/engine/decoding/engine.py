@@ -113,7 +113,7 @@ class Engine:
         )
         self._use(ops)
         # on a GPU nothing is read before an iteration has ended
-        self._planner = planner_for(self.method, gated=device.type == "cpu" and graphs is None)
+        self._planner = planner_for(self.method, gated=device.type == "cpu")
         self._scheduler = Scheduler(self._caches, self.method, batch_size)
         self._recovery = Recovery(self._scheduler, self._caches, self._drafter, self._leave_kernels, self._tell)
         self.observe(Observer())

@@ -105,7 +105,8 @@ class Loop(Generic[Item]):
         sizes = batch.iteration_shape(shape, batch.reading(), narrow=self.one_root and self.stepper.graphs is None)
         # draft the forest, one target forward over it, verify layer by layer, commit: Stepper.step
         with current(self.caches.target.device):
-            gate = self.planner.gate(shape, [row for row, _ in running])
+            captured = self.stepper.graphs is not None
+            gate = None if captured else self.planner.gate(shape, [row for row, _ in running])
             report = self.stepper.step(batch.state, sizes, gate)
             seconds = self.stepper.timer.seconds()
         nodes = replace(sizes, depth=len(report.layers[0])).nodes  # what went to the target
