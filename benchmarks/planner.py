@@ -9,14 +9,14 @@ its own that a draft is a pair its layer needs. So the numbers are the same on e
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.planning.acceptance import Acceptance
-from dsbd_cli.engine.planning.planner import AdaptivePlanner, DraftWork, Shape
+from dsbd_cli.engine.planning.planner import AdaptivePlanner, DraftWork, Gate, Shape
 
 __all__ = ["WORLDS", "World", "best_fixed", "serve", "serve_fixed"]
 
@@ -32,6 +32,8 @@ class World:
         target, draft: seconds of a forward, fixed and per node. verify: seconds per layer. read: per prompt token.
         rates: chance of a layer to pass with as many drafts as beams, request by request in turn. later: the same from
             the middle of the run on. wide: what each further draft closes of the gap to 1.
+        sure: the draft's confidence in a layer and the chance in place of the request's, one of these pairs for each
+            layer of each request. Empty: the draft cannot tell.
         prompt, answer: tokens of each request. requests, rows: how many, and how many at once.
         cold: what the first iteration of a shape takes more, as a factor. setup: seconds of the very first draft.
         captured: the third iteration of a shape takes this many seconds more, and the two before it twice as long.
@@ -43,6 +45,7 @@ class World:
     rates: tuple[float, ...]
     later: tuple[float, ...] = ()
     wide: float = 0.15
+    sure: tuple[tuple[float, float], ...] = ()
     verify: float = 0.001
     read: float = 0.0
     prompt: int = 100
@@ -72,6 +75,9 @@ WORLDS: dict[str, World] = {
     "first iterations slow": World((0.03, 0.0005), (0.004, 0.0001), (0.75,), cold=4.0, setup=2.0),
     "captured as graphs": World((0.012, 0.0), (0.001, 0.0), (0.7,), captured=0.5, setup=1.0, requests=240),
     "little memory": World((0.05, 0.0003), (0.003, 0.0001), (0.75,), rows=4, room=100),
+    "sure ones pay": World((0.03, 0.008), (0.004, 0.0001), (0.46,), sure=((0.2, 0.02), (0.95, 0.9)), wide=0.0),
+    "sure of nothing": World((0.05, 0.002), (0.004, 0.0002), (0.1,), sure=((0.1, 0.1), (0.2, 0.1)), wide=0.02),
+    "sure and wrong": World((0.05, 0.002), (0.004, 0.0002), (0.1,), sure=((0.5, 0.1), (0.95, 0.1)), wide=0.02),
     "short run": World((0.05, 0.002), (0.008, 0.0003), (0.4,), read=0.0002, answer=30, requests=8),
     "short run, never pays": World((0.05, 0.004), (0.01, 0.0005), (0.2,), read=0.0002, answer=14, requests=24, rows=8),
 }
@@ -81,6 +87,7 @@ class Chooser(Protocol):
     """What of a planner a run needs."""
 
     choose: Callable[..., Shape]
+    gate: Callable[..., Gate | None]
     observe: Callable[..., None]
     out_of_memory: Callable[..., bool]
 
@@ -108,7 +115,7 @@ def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
     waiting = [_Request(rate, world.answer) for rate in _rates(world)]
     running: list[_Request] = []
     seconds, steps, iterations, drafted, first = 0.0, 0, 0, 0, True
-    timed = dict[tuple[Shape, int, int], dict[str, float]]()
+    timed = dict[tuple[Shape, int, int, int], dict[str, float]]()
     while waiting or running:
         while waiting and len(running) < world.rows:
             running.append(waiting.pop(0))
@@ -124,14 +131,16 @@ def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
             steps -= sum(world.answer - max(0, one.left) for one in running)
             running = []
             continue
-        number = seen[shape, rows] = seen.get((shape, rows), 0) + 1
-        key = shape, rows, reading.draft_backlog
+        gate = planner.gate(shape, range(rows))
+        layers, drafted_layers = _walks(world, shape, running, gate, rng)
+        ran = shape._replace(depth=len(layers[0]))
+        number = seen[ran, rows] = seen.get((ran, rows), 0) + 1
+        key = ran, rows, reading.draft_backlog, drafted_layers
         times = timed[key] = timed.get(key) or _times(world, *key)
         times = _slow(world, shape, number, times)
         if shape.depth and unread:
             times = times | {"read": world.read * unread + world.setup * first}
             first = False
-        layers = [_walk(world, shape, one, rng) for one in running]
         planner.observe(
             shape,
             shown,
@@ -139,6 +148,7 @@ def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
             times,
             reading if shape.depth or not reading.draft_backlog else replace(reading, draft_backlog=0),
             not world.captured or number > 3,
+            gate,
         )
         seconds, iterations, drafted = seconds + sum(times.values()), iterations + 1, drafted + (shape.depth > 0)
         for one, found in zip(running, layers, strict=True):
@@ -175,7 +185,7 @@ def serve_fixed(world: World, shape: Shape, seed: int = 1) -> Served:
         if number > 3 and rows in usual:
             took = usual[rows]
         else:
-            took = sum(_slow(world, shape, number, _times(world, shape, rows, 0)).values())
+            took = sum(_slow(world, shape, number, _times(world, shape, rows, 0, shape.depth)).values())
             if number > 3:
                 usual[rows] = took
         if shape.depth and unread:
@@ -204,10 +214,11 @@ def _padded(draft_backlog: int) -> int:
     return size if draft_backlog else 0
 
 
-def _times(world: World, shape: Shape, rows: int, draft_backlog: int) -> dict[str, float]:
-    drafting = shape.depth * world.draft[0]
-    if shape.depth:
-        drafting += world.draft[1] * rows * (BEAMS + (shape.depth - 1) * shape.drafts_per_layer + draft_backlog)
+def _times(world: World, shape: Shape, rows: int, draft_backlog: int, drafted: int) -> dict[str, float]:
+    """shape: of what goes to the target; drafted: layers that were."""
+    drafting = drafted * world.draft[0]
+    if drafted:
+        drafting += world.draft[1] * rows * (BEAMS + (drafted - 1) * shape.drafts_per_layer + draft_backlog)
     target = world.target[0] + world.target[1] * rows * shape.nodes(BEAMS)
     return {"draft": drafting, "target": target, "verify": world.verify * (1 + shape.depth)}
 
@@ -234,10 +245,29 @@ def _passes(wide: float, shape: Shape, rate: float, chance: Callable[[], float])
     return found
 
 
-def _walk(world: World, shape: Shape, request: _Request, rng: random.Random) -> list[LayerCounters]:
+def _walks(
+    world: World, shape: Shape, running: list[_Request], gate: Gate | None, rng: random.Random
+) -> tuple[list[list[LayerCounters]], int]:
+    """Counters of all requests' layers that go to the target, and how many were drafted."""
+    if gate is None or not world.sure:
+        sure = [rng.choices(world.sure, k=shape.depth) if world.sure else None for _ in running]
+        return [_walk(world, shape, one, rng, own) for one, own in zip(running, sure, strict=True)], shape.depth
+    layers = list[list[tuple[float, float]]]()
+    while len(layers) < shape.depth:
+        layers.append([rng.choice(world.sure) for _ in running])
+        if not gate([confidence for confidence, _ in layers[-1]]):
+            break
+    given = shape._replace(depth=sum(one > gate.least for one in gate.confidences))
+    return [_walk(world, given, one, rng, own) for one, *own in zip(running, *layers, strict=True)], len(layers)
+
+
+def _walk(
+    world: World, shape: Shape, request: _Request, rng: random.Random, sure: Sequence[tuple[float, float]] | None
+) -> list[LayerCounters]:
     """Counters of a request's layers."""
-    layers, alive, chance, most, wide, rate = [], True, rng.random, shape.drafts_per_layer, world.wide, request.rate
-    for _ in range(shape.depth):
+    layers, alive, chance, most, wide = [], True, rng.random, shape.drafts_per_layer, world.wide
+    for number in range(shape.depth):
+        rate = request.rate if sure is None else sure[number][1]
         needed = BEAMS if chance() < rate else BEAMS + 1
         while needed > BEAMS and chance() >= wide and needed <= most:
             needed += 1
@@ -251,7 +281,7 @@ def main() -> None:
     """Print the table."""
     print(f"{'world':30} {'best fixed':>10} {'auto':>8} {'of it':>7} {'drafting':>9}")
     for name, world in WORLDS.items():
-        best, auto = best_fixed(world), serve(world, AdaptivePlanner(METHOD))
+        best, auto = best_fixed(world), serve(world, AdaptivePlanner(METHOD, gated=True))
         share = auto.goodput / best.goodput
         print(f"{name:30} {best.goodput:10.2f} {auto.goodput:8.2f} {share:7.1%} {auto.drafting:9.0%}")
 

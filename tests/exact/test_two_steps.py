@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.oracles.width import expected_width
 
 from .cases import EXACT
 from .test_one_layer import width_error
-from .trees import ROOT, Beam, Model, Setting, Step, plain_steps, speculative_steps
+from .trees import ROOT, Beam, Forest, Model, Setting, Step, plain_steps, speculative_steps
 
 P3, Q3 = Model(1, 3), Model(2, 3)
 ENDS = frozenset({0})
@@ -69,6 +70,49 @@ def test_two_steps_have_the_distribution_of_plain_beam_sampling(name: str) -> No
 @pytest.mark.parametrize("name", THREE_STEPS)
 def test_three_steps_reach_the_bonus_layer(name: str) -> None:
     assert distribution_error(THREE_STEPS[name], 3) < EXACT
+
+
+def confidence(forest: Forest, layer: int) -> float:
+    """The mass of the W likeliest pairs of what a layer is drawn from."""
+    return sum(sorted(forest.layer(layer)[0].values())[-forest.setting.full_width :])
+
+
+def mass_of_drafts(forest: Forest, layer: int) -> float:
+    distribution, drafts = forest.layer(layer)
+    return sum(map(distribution.__getitem__, drafts))
+
+
+GATES = {
+    "by what the layer is drawn from": lambda forest, layer: confidence(forest, layer) > 0.5,
+    "by what was drawn above": lambda forest, layer: layer == 0 or (0, 0) in forest.layer(layer - 1)[1],
+}
+WRONG_GATES = {
+    "by the layer's own draws": lambda forest, layer: mass_of_drafts(forest, layer) > 0.5,
+    "by what is drawn below": lambda forest, layer: layer == 1 or confidence(forest, 1) > 0.5,
+}
+GATED = {
+    "D=2 K=1 W=1": Setting(P3, Q3, 1, 1, 2),
+    "D=2 K=2 W=1": Setting(P3, Q3, 1, 2, 2),
+    "D=2 K=2 W=2": FIXED["D=2 K=2 W=2"],
+}
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("name", GATED)
+def test_a_layer_may_be_kept_from_the_target_by_what_was_known_before_its_draws(name: str, gate: str) -> None:
+    said = set[bool]()
+
+    def watched(forest: Forest, layer: int) -> bool:
+        said.add(GATES[gate](forest, layer))
+        return GATES[gate](forest, layer)
+
+    assert distribution_error(replace(GATED[name], gate=watched), 2) < EXACT
+    assert said == {False, True}
+
+
+@pytest.mark.parametrize("gate", WRONG_GATES)
+def test_a_gate_that_looks_at_the_draws_is_found(gate: str) -> None:
+    assert distribution_error(replace(GATED["D=2 K=1 W=1"], gate=WRONG_GATES[gate]), 2) > 1e-3
 
 
 @pytest.mark.parametrize("depth", [1, 2])

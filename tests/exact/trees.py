@@ -89,7 +89,8 @@ def child(beams: dict[int, Beam], pool: Pool, pair: Pair) -> Beam:
 
 @dataclass(frozen=True)
 class Setting:
-    """`drafts` is K, `depth` D, `full_width` W. `eager` drafts all layers before the first test, as an engine does."""
+    """`drafts` is K, `depth` D, `full_width` W. `eager` drafts all layers before the first test, as an engine does.
+    `gate`: a layer of this number goes to the target; those below one that does not are not drafted."""
 
     target: Model
     draft: Model
@@ -101,6 +102,7 @@ class Setting:
     policy: WidthPolicy | None = None
     eager: bool = False
     limit: int | None = None
+    gate: Callable[[Forest, int], bool] = lambda forest, layer: True
 
     @property
     def replacement(self) -> bool:
@@ -168,10 +170,11 @@ def speculative_steps(setting: Setting, steps: int, chooser: Chooser) -> tuple[S
 def _verify_layer(
     setting: Setting, forest: Forest, layer: int, live: dict[int, Beam], chooser: Chooser
 ) -> tuple[Step, dict[int, Beam]]:
-    """One step, and the live beams after it, keyed by draft node if the layer passed. After D layers, the bonus."""
+    """One step, and the live beams after it, keyed by draft node if the layer passed. After D layers, or the last one
+    that goes to the target, the bonus."""
     pool = setting.target.pool(live)
-    distribution, drafts = forest.layer(layer) if layer < setting.depth else ({}, ())
-    bonus = layer == setting.depth
+    bonus = layer == setting.depth or not setting.gate(forest, layer)
+    distribution, drafts = ({}, ()) if bonus else forest.layer(layer)
     width = setting.full_width if bonus or setting.policy is None else setting.policy(pool.distribution, distribution)
     result = setting.rule.verify(
         pool.distribution, distribution, drafts, setting.ends, width, setting.full_width, chooser, setting.limit

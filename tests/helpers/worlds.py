@@ -4,18 +4,42 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.planning.acceptance import Acceptance
-from dsbd_cli.engine.planning.planner import NOTHING, AdaptivePlanner, DraftWork, Planner, Shape
+from dsbd_cli.engine.planning.planner import NOTHING, AdaptivePlanner, DraftWork, Gate, Planner, Shape
+
+
+@dataclass(slots=True)
+class RandomGate(Gate):
+    """Gives any layer up. cuts: depths that forests were cut to."""
+
+    random: random.Random = field(default_factory=random.Random)
+    cuts: set[int] = field(default_factory=set)
+
+    def __call__(self, confidence: Sequence[float]) -> bool:
+        assert all(0 <= confidence[row] <= 1.001 for row in self.rows)
+        self.confidences.append(0.0)
+        on = self.random.random() < 0.7
+        if not on:
+            self.cuts.add(len(self.confidences) - 1)
+        return on
 
 
 class RandomPlanner(Planner):
-    """Any shape at any time; often none, so that the draft falls far behind."""
+    """Any shape at any time; often none, so that the draft falls far behind. gated: and any layer may be given up.
+    cuts: of RandomGate."""
 
-    def __init__(self, seed: int, depth: int, drafts: int) -> None:
+    def __init__(self, seed: int, depth: int, drafts: int, *, gated: bool = True) -> None:
         self.random, self.depth, self.drafts, self.used = random.Random(seed), depth, drafts, set[Shape]()
+        self.gated, self.cuts = gated, set[int]()
+
+    def gate(self, shape: Shape, rows: Sequence[int]) -> Gate | None:
+        if not self.gated or not shape.depth or self.random.random() < 0.3:
+            return None
+        return RandomGate(0.0, rows, random=self.random, cuts=self.cuts)
 
     def choose(self, requests: Sequence[Acceptance], reading: DraftWork = NOTHING) -> Shape:
         depth = 0 if self.random.random() < 0.7 else self.random.randint(1, self.depth)
@@ -31,6 +55,7 @@ class RandomPlanner(Planner):
         seconds: dict[str, float],
         reading: DraftWork = NOTHING,
         steady: bool = True,
+        gate: Gate | None = None,
     ) -> None:
         assert set(seconds) >= {"draft", "target", "verify"}
 

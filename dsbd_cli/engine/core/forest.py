@@ -15,11 +15,12 @@ from dsbd_cli.engine.core.nodes import DraftDistribution, LayerNodes
 @dataclass(slots=True)
 class Forest:
     """Layers 0 (roots) to D, and the distribution each drafted layer came from (distributions[l] is the distribution of
-    layer l + 1)."""
+    layer l + 1). cut: a layer below the last one was drafted too, but does not go to the target."""
 
     buffer: ForestBuffer
     layers: list[LayerNodes] = field(init=False)
     distributions: list[DraftDistribution | None] = field(default_factory=list)
+    cut: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.layers = [self.buffer.layer(0)]
@@ -38,6 +39,16 @@ class Forest:
     def depth(self) -> int:
         """D, layers that are drafted by now."""
         return len(self.layers) - 1
+
+    @property
+    def layers_run(self) -> int:
+        """Layers, from the roots down, whose nodes a draft model has run: all above the last one that it drafted."""
+        return self.depth + self.cut
+
+    def end(self) -> None:
+        """Leave out the layers that are not there yet: the forest is complete, and the last one drafted was in vain."""
+        self.cut = True
+        self.buffer.end(self.depth)
 
     def offset(self, layer: int) -> int:
         """Index of the first node of a layer."""

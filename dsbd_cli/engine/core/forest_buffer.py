@@ -6,7 +6,7 @@ the backlog.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
 
 import torch
@@ -164,6 +164,12 @@ class ForestBuffer:
         trash = table.positions.shape[1] - 1
         kernel.begin(own, made._table, list(noise), tensors, keys, joined, trash, sizes.last_position)
         return made
+
+    def end(self, layers: int) -> None:
+        """Keep the memory of the roots and of so many layers, which tensor code has written."""
+        assert self.kernel is None
+        assert len(self.written) == layers + 1
+        self.sizes = replace(self.sizes, layers=layers)
 
     @property
     def _table(self) -> list[Tensor]:

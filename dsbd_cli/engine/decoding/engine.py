@@ -112,7 +112,8 @@ class Engine:
             self._tables.constraints,
         )
         self._use(ops)
-        self._planner = planner_for(self.method)
+        # on a GPU nothing is read before an iteration has ended
+        self._planner = planner_for(self.method, gated=device.type == "cpu")
         self._scheduler = Scheduler(self._caches, self.method, batch_size)
         self._recovery = Recovery(self._scheduler, self._caches, self._drafter, self._leave_kernels, self._tell)
         self.observe(Observer())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -96,7 +96,7 @@ class Loop(Generic[Item]):
         left = max(job.max_new - job.stats.steps for _, job in running)
         draft_work = batch.reading()
         shape = self.planner.choose(requests, draft_work).within(left)
-        sure = self.drafter.sure_to_pass(batch.state.beams, *shape)
+        sure = self.drafter.sure_to_pass(batch.state.beams, shape.depth, shape.drafts_per_layer)
         self._shape = shape = shape if sure is None else self.planner.cut(shape, sure)
         prompt_timer = PhaseTimer(events(self.caches.models[-1].device))
         if shape.depth:
@@ -105,18 +105,20 @@ class Loop(Generic[Item]):
         sizes = batch.iteration_shape(shape, batch.reading(), narrow=self.one_root and self.stepper.graphs is None)
         # draft the forest, one target forward over it, verify layer by layer, commit: Stepper.step
         with current(self.caches.target.device):
-            report = self.stepper.step(batch.state, sizes)
+            captured = self.stepper.graphs is not None
+            gate = None if captured else self.planner.gate(shape, [row for row, _ in running])
+            report = self.stepper.step(batch.state, sizes, gate)
             seconds = self.stepper.timer.seconds()
-        self.stepper.observer.iterated([job for _, job in running], sizes.nodes, seconds)
+        nodes = replace(sizes, depth=len(report.layers[0])).nodes  # what went to the target
+        self.stepper.observer.iterated([job for _, job in running], nodes, seconds)
         # how far each row came, and how long it took, decides on the next forest
         layers = [report.layers[row] for row, _ in running]
-        self.planner.observe(shape, requests, layers, seconds | prompt_timer.seconds(), draft_work, self.stepper.steady)
+        steady, seconds_of_all = self.stepper.steady, seconds | prompt_timer.seconds()
+        self.planner.observe(shape, requests, layers, seconds_of_all, draft_work, steady, gate)
         names = self.method.drafter_names if "+" in self.method.drafter else ()
         for row, job in running:
             counters = report.rows[row]
-            record_iteration(
-                job, counters, report.layers[row], seconds, len(running), sizes.nodes, self.log_steps, names
-            )
+            record_iteration(job, counters, report.layers[row], seconds, len(running), nodes, self.log_steps, names)
             self.scheduler.steps += counters.steps
             job.stats.draft_calls += report.draft_calls
             job.used, job.common_prefix, job.drafted = counters.used, counters.common_prefix, counters.drafted

@@ -83,12 +83,12 @@ class DraftContext:
     Attributes:
         beams, table: live beams and slots. buffer: of this iteration's nodes, with the roots in it. sampler: how drafts
             are drawn. drafts_end: an end token may be drafted.
-        warp, endings: the rows' settings. depth: D. drafts_per_layer: K. row_key, iteration: [R] int64.
+        warp, endings: the rows' settings. num_beams: W. depth: D. drafts_per_layer: K. row_key, iteration: [R] int64.
         draft_backlog: most used slots of a row that the draft has not run, or
             more. record_distribution: the layer distributions Q are needed. prompts: only where the drafter reads the
             text (needs_text).
         stopping: the engine was asked to stop. legal: the constraints that act, None where there are none.
-        ops: what serves.
+        ops: what serves. gate: see goes_on; None: all that is drafted goes to the target.
     """
 
     beams: Beams
@@ -98,6 +98,7 @@ class DraftContext:
     drafts_end: bool
     warp: Warp
     endings: Endings
+    num_beams: int
     depth: int
     drafts_per_layer: int
     row_key: Tensor
@@ -108,6 +109,7 @@ class DraftContext:
     stopping: Callable[[], bool] = lambda: False
     legal: Legal | None = None
     ops: Ops | None = None
+    gate: Callable[[list[float]], bool] | None = None
 
     @property
     def keys(self) -> Tensor:
@@ -171,6 +173,7 @@ class LayerDrafts:
         above: [R, m] int64, index of the parent among the nodes of the layer above (0 .. n-1).
         token: [R, m] int64. valid, sampled: [R, m] bool (sampled implies valid).
         weight: [R, m] float32, running weight under whatever proposed it.
+        confidence: [R] float32, see pair_confidence; None where the drafter cannot tell.
     """
 
     above: Tensor
@@ -178,6 +181,35 @@ class LayerDrafts:
     valid: Tensor
     sampled: Tensor
     weight: Tensor
+    confidence: Tensor | None = None
+
+
+def pair_confidence(context: DraftContext, nodes: LayerNodes, weight: Tensor) -> Tensor | None:
+    """Share of the mass of a layer's nodes that goes on to the W likeliest pairs below them: [R] float32, 0 where there
+    is none. weight: [R, n, C], running weights of all pairs. None where nobody asks.
+
+    It is a function of what the layer is drawn from, never of the draws: see goes_on.
+    """
+    if context.gate is None:
+        return None
+    live = nodes.valid & ~nodes.ends
+    pairs = torch.where(live.unsqueeze(-1), weight, NEG_INF).flatten(1)
+    best = pairs.topk(min(context.num_beams, pairs.shape[1]), 1).values
+    total = torch.logsumexp(torch.where(live, nodes.weight, NEG_INF), 1)
+    return (torch.logsumexp(best, 1) - total).exp().nan_to_num(nan=0.0)
+
+
+def goes_on(context: DraftContext, forest: Forest, drafts: LayerDrafts) -> bool:
+    """Whether these drafts go to the target. Where they do not, the forest ends above them.
+
+    Reads the confidence on the host. Under rule `rejection` the layer may be given up by what was known before its
+    draws alone, and no layer above it: whoever looks at draws first and then gives them up has drawn the others from
+    another distribution than the recorded one.
+    """
+    if context.gate is None or drafts.confidence is None or context.gate(drafts.confidence.tolist()):
+        return True
+    forest.end()
+    return False
 
 
 def children(

@@ -22,6 +22,8 @@ from dsbd_cli.engine.drafting.base import (
     EngineStopped,
     LayerDrafts,
     children,
+    goes_on,
+    pair_confidence,
     record_distribution,
 )
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
@@ -53,7 +55,8 @@ class BeamDrafter(Drafter):
         self.by_kernel = type(self).drafts is BeamDrafter.drafts  # others write their layers themselves
 
     def propose(self, context: DraftContext) -> Forest:
-        """D draft forwards: the first takes the roots (and tokens the draft has not run), each further one a layer."""
+        """D draft forwards, or fewer: the first takes the roots (and tokens the draft has not run), each further one a
+        layer."""
         forest = Forest(context.buffer)
         for layer in range(context.depth):
             logits = self.forward(context, forest, layer)
@@ -61,8 +64,10 @@ class BeamDrafter(Drafter):
                 self._extend(context, forest, layer, logits)
             else:
                 drafts, distribution = self.drafts(context, forest, layer, logits, context.drafts_per_layer)
+                if not goes_on(context, forest, drafts):
+                    break
                 children(context, forest, layer, drafts, distribution)
-        self.calls = draft_calls(context)
+        self.calls = draft_calls(context, forest)
         return forest
 
     def forward(self, context: DraftContext, forest: Forest, layer: int) -> DraftLogits:
@@ -103,6 +108,7 @@ class BeamDrafter(Drafter):
             valid=valid,
             sampled=valid & sampler.random,
             weight=weight.flatten(1).gather(1, index),
+            confidence=pair_confidence(context, nodes, weight),
         )
         return drafts, record_distribution(candidates, log_q, index, valid) if context.record_distribution else None
 
@@ -119,9 +125,9 @@ class BeamDrafter(Drafter):
         forest.add(buffer.drafted_distribution(layer, candidates))
 
 
-def draft_calls(context: DraftContext) -> int:
-    """Draft forwards of an iteration: one per layer, and one more where the backlog is long."""
-    return context.depth + (context.depth > 0 and context.draft_backlog > MERGED_BACKLOG)
+def draft_calls(context: DraftContext, forest: Forest) -> int:
+    """Draft forwards of an iteration: one per layer that was drafted, and one more where the backlog is long."""
+    return forest.layers_run + (context.depth > 0 and context.draft_backlog > MERGED_BACKLOG)
 
 
 def draft_candidates(context: DraftContext, forest: Forest, layer: int, logits: DraftLogits) -> Candidates:

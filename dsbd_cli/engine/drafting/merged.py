@@ -14,7 +14,7 @@ from torch import Tensor
 from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.topk import NEG_INF
-from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, merge_nodes
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, goes_on, merge_nodes
 from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_calls
 from dsbd_cli.engine.drafting.paths import PathDrafter, PathTree
 
@@ -37,7 +37,7 @@ class FusionDrafter(Drafter):
         """Both forests in one; the first has at least K - share nodes of a layer to itself."""
         first, count = self._first, context.drafts_per_layer
         forest = Forest(context.buffer)
-        self.calls = draft_calls(context) if isinstance(first, BeamDrafter) else 0
+        self.calls = 0
         if context.depth == 0:
             return forest
         own = max(1, count - self._share)
@@ -53,9 +53,16 @@ class FusionDrafter(Drafter):
                 assert tree is not None
                 drafts, distribution, priority = tree.drafts(context, forest, layer, own), None, looked_up.weight
                 tree.follow()
+                assert drafts.confidence is not None
+                assert looked_up.confidence is not None
+                drafts.confidence = torch.maximum(drafts.confidence, looked_up.confidence)
+            if not goes_on(context, forest, drafts):
+                break
             fused, place = merge_nodes(drafts, looked_up, priority, count)
             other.follow(place)
             children(context, forest, layer, fused, distribution).drafter_id[:, own:] = 1
+        if isinstance(first, BeamDrafter):
+            self.calls = draft_calls(context, forest)
         return forest
 
 

@@ -21,7 +21,15 @@ from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.sampler import largest
 from dsbd_cli.engine.core.topk import NEG_INF, best_tokens
-from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, children, following
+from dsbd_cli.engine.drafting.base import (
+    DraftContext,
+    DrafterInputs,
+    LayerDrafts,
+    children,
+    following,
+    goes_on,
+    pair_confidence,
+)
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.text import contexts, suffix
 
@@ -154,6 +162,8 @@ class NgramDrafter(PathDrafter):
             at = (nodes.root.unsqueeze(-1) * width + place).clamp(min=0).flatten(1)
             guess = torch.where(start >= 0, flat.gather(1, at).view_as(start), NO_TOKEN)
             drafts = self._draws(context, nodes, layer, guess)
+            if not goes_on(context, forest, drafts):
+                break
             children(context, forest, layer, drafts)
             # a child follows the place that guessed its token, else the best place
             above = drafts.above.unsqueeze(-1).expand(-1, -1, start.shape[2])
@@ -206,6 +216,7 @@ class NgramDrafter(PathDrafter):
             valid=valid,
             sampled=torch.zeros_like(valid),
             weight=weight.flatten(1).gather(1, index),
+            confidence=pair_confidence(context, nodes, weight),
         )
 
     def learn(self, forest: Forest, candidates: Candidates) -> None:

@@ -14,7 +14,7 @@ from dsbd_cli.engine.constraints.legal import DEAD
 from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.topk import NEG_INF
-from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, following
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, following, goes_on
 
 
 @dataclass(slots=True)
@@ -65,13 +65,15 @@ class PathTree:
         total = torch.where(leads, torch.log(total), NEG_INF)
         order = total.argsort(dim=1, descending=True, stable=True)[:, :count]
         self._group = _positions_of_paths(order, first, here)
+        valid = leads.gather(1, order)
         return _pad(
             LayerDrafts(
                 above=above.gather(1, order),
                 token=token.gather(1, order),
-                valid=leads.gather(1, order),
-                sampled=torch.zeros_like(order, dtype=torch.bool),
+                valid=valid,
+                sampled=torch.zeros_like(valid),
                 weight=total.gather(1, order),
+                confidence=(valid.sum(1) >= context.num_beams).to(total.dtype),  # fewer cannot pass
             ),
             count - order.shape[1],
         )
@@ -102,6 +104,8 @@ class PathDrafter(Drafter):
         for layer in range(context.depth):
             drafts = tree.drafts(context, forest, layer, count)
             tree.follow()
+            if not goes_on(context, forest, drafts):
+                break
             children(context, forest, layer, drafts)
         return forest
 
@@ -134,4 +138,5 @@ def _pad(drafts: LayerDrafts, more: int) -> LayerDrafts:
         valid=pad(drafts.valid, (0, more)),
         sampled=pad(drafts.sampled, (0, more)),
         weight=pad(drafts.weight, (0, more), value=NEG_INF),
+        confidence=drafts.confidence,
     )

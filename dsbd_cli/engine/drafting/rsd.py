@@ -16,7 +16,13 @@ from dsbd_cli.engine.core.nodes import DraftDistribution, LayerNodes
 from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest, live_draws
 from dsbd_cli.engine.core.topk import NEG_INF
-from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, record_distribution
+from dsbd_cli.engine.drafting.base import (
+    DraftContext,
+    DrafterInputs,
+    LayerDrafts,
+    pair_confidence,
+    record_distribution,
+)
 from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_candidates
 from dsbd_cli.engine.drafting.logits import DraftLogits
 from dsbd_cli.engine.protocols import ForestModel
@@ -61,6 +67,7 @@ class RowDraws:
             valid=valid,
             sampled=valid & sampled,
             weight=weight.flatten(1).gather(1, index),
+            confidence=pair_confidence(context, nodes, nodes.weight.unsqueeze(-1) + candidates.logprobs),
         )
         recorded = sampled and context.record_distribution
         return drafts, record_distribution(candidates, self.log_q, index, valid, "parent") if recorded else None

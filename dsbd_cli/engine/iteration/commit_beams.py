@@ -35,9 +35,9 @@ def commit_beams(
     live.valid = live.valid & going.unsqueeze(1)
     beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, outcome.steps)
     ancestors = at_nodes(forest.flat.ancestors, live.parent)
-    # the draft has run all layers but the last; without a drafted layer nothing new
-    run = 1 if draft_guesses else forest.depth
-    run_by_draft = table.used + forest.offset(run) if forest.depth else table.drafted
+    # the draft has run all layers above the last one that it drafted; without one nothing new
+    run = min(forest.layers_run, 1) if draft_guesses else forest.layers_run
+    run_by_draft = table.used + forest.offset(run) if run else table.drafted
     moved = compact(table, ancestors, live.valid, run_by_draft)
     beams.valid, beams.token, beams.weight, beams.logprob = live.valid, live.token, live.weight, live.logprob
     beams.path = extend_path(forest.flat.path.gather(1, live.parent), live.token)

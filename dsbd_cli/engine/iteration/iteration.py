@@ -1,5 +1,5 @@
 """One iteration: draft a forest, run the target once over it, verify it, commit what survives. Device tensors in and
-out: nothing is read back to the host."""
+out: nothing is read back to the host, but what a gate asks for."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Iteration:
         state: the batch; the commit rebinds its tensors. shape: its sizes. legal: the constraints that act, if any.
         caches, drafter, rule, endings: of the engine. ops: what serves its steps.
         last_position: the largest that both models have. stopping: the engine was asked to stop.
-        observer: is told what happens.
+        observer: is told what happens. gate: of DraftContext.
         report: what stays.
         context: slots and noise keys of the nodes. forest: the drafted nodes. legal_tokens: which tokens may follow
             each node. logits: of the target, [R, N, V]. candidates: its best tokens of each node. outcome: final beams.
@@ -91,6 +91,7 @@ class Iteration:
     last_position: int
     stopping: Callable[[], bool]
     observer: Observer
+    gate: Callable[[list[float]], bool] | None = None
     report: DeviceReport = field(default_factory=DeviceReport)
     context: DraftContext = field(init=False)
     forest: Forest = field(init=False)
@@ -172,6 +173,7 @@ class Iteration:
             drafts_end=self.rule.drafts_end,
             warp=state.warp,
             endings=self.endings,
+            num_beams=state.method.num_beams,
             depth=shape.depth,
             drafts_per_layer=shape.drafts_per_layer,
             row_key=state.row_key,
@@ -182,6 +184,7 @@ class Iteration:
             stopping=self.stopping,
             legal=self.legal,
             ops=self.ops,
+            gate=self.gate,
         )
 
     def _buffer(self) -> ForestBuffer:

@@ -48,9 +48,12 @@ class Stepper:
         limits = [model.max_positions for model in caches.models if model.max_positions]
         self.last_position = min(limits, default=2**31) - 1
 
-    def step(self, state: BatchState, shape: IterationShape) -> Report:
-        """Run one iteration."""
-        iteration, slower = self.begin(state, shape), self._slower()
+    def step(
+        self, state: BatchState, shape: IterationShape, gate: Callable[[list[float]], bool] | None = None
+    ) -> Report:
+        """Run one iteration. gate: of DraftContext, where nothing is captured."""
+        assert gate is None or self.graphs is None
+        iteration, slower = self.begin(state, shape, gate), self._slower()
         phases, legal = (iteration.draft, iteration.target, iteration.verify_and_commit), iteration.legal
         self.steady = shape.beams == state.method.num_beams
         report = iteration.report
@@ -67,7 +70,9 @@ class Stepper:
         self.steady = self.steady and self._slower() == slower
         return read_report(report.counters, report.draft_calls)
 
-    def begin(self, state: BatchState, shape: IterationShape) -> Iteration:
+    def begin(
+        self, state: BatchState, shape: IterationShape, gate: Callable[[list[float]], bool] | None = None
+    ) -> Iteration:
         """Make an iteration that has run nothing yet. The state has as many beams as the shape."""
         if shape.beams < state.method.num_beams:
             state.beams = state.beams.first()
@@ -83,6 +88,7 @@ class Stepper:
             last_position=self.last_position,
             stopping=self.stopping,
             observer=self.observer,
+            gate=gate,
         )
 
     def _slower(self) -> int:

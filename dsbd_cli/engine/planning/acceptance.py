@@ -1,12 +1,16 @@
 """How often layers pass: fading counts by choice of drafts and by layer, of one request or of all; and how many
-iterations requests take. No tensors."""
+iterations requests take. No tensors.
+
+Letters: D layers, M choices: each of a few least confidences with each of a few numbers of drafts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import add, mul, truediv
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dsbd_cli.engine.core.report import LayerCounters
 
@@ -15,83 +19,108 @@ FIRST_RATE = 0.7  # chance of a layer to pass, believed before anything is seen
 PRIOR = 2.0  # weight of what is believed, in layers
 TRUST = 8.0  # weight of what all requests showed against what a request shows itself, in layers
 
+Numbers = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Acceptance:
-    """Counts [choice][layer] of verifications that came to a layer and of those that passed it, a choice being a number
-    of drafts. Empty until something was seen."""
+    """Counts [D, M] of verifications that came to a layer and of those that passed it. None until something was
+    seen."""
 
-    reached: list[list[float]] = field(default_factory=list)
-    passed: list[list[float]] = field(default_factory=list)
+    reached: Numbers | None = None
+    passed: Numbers | None = None
 
-    def open(self, choices: int, depth: int) -> None:
-        """Room for counts, where there is none yet."""
-        if not self.reached:
-            self.reached = [[0.0] * depth for _ in range(choices)]
-            self.passed = [[0.0] * depth for _ in range(choices)]
-
-    def add(self, choice: int, layer: int, reached: float, passed: float) -> None:
-        """Count what one iteration showed. reached, passed: verifications that came to the layer, and that passed
-        it."""
-        row = self.reached[choice]
-        row[layer] = FADE * row[layer] + reached
-        row = self.passed[choice]
-        row[layer] = FADE * row[layer] + passed
-
-    def rates(self, choice: int, first: float, weight: float) -> list[float]:
-        """Chance of each layer to pass, drawn towards that of the layer above (`first` for the first layer), which
-        weighs as much as `weight` verifications."""
-        rates = []
-        for passed, reached in zip(self.passed[choice], self.reached[choice], strict=True):
-            first = (passed + weight * first) / (reached + weight)
-            rates.append(first)
-        return rates
-
-    def alive(self, choice: int, prior: Sequence[float], weight: float) -> list[float]:
-        """Chance that all layers down to each one pass: own counts, drawn towards rates that weigh as much as `weight`
-        verifications. prior: those rates times the weight."""
-        passed, reached = map(add, self.passed[choice], prior), map(weight.__add__, self.reached[choice])
-        return list(accumulate(map(truediv, passed, reached), mul))
+    def add(self, reached: Numbers, passed: Numbers) -> None:
+        """Count what one iteration showed of its layers. reached, passed: [layers, M], verifications that came to the
+        layer, and that passed it."""
+        assert self.reached is not None
+        assert self.passed is not None
+        fade, layers = np.where(reached > 0, FADE, 1.0), len(reached)
+        self.reached[:layers] = fade * self.reached[:layers] + reached
+        self.passed[:layers] = fade * self.passed[:layers] + passed
 
 
 class PassRates:
-    """How often layers pass with each of a few numbers of drafts: of all requests, and drawn towards that, of each."""
+    """How often layers pass with each choice: of all requests, and drawn towards that, of each.
 
-    def __init__(self, numbers: Sequence[int], depth: int, second: int = 0) -> None:
-        """numbers: ascending. second: how many drafts of each are the second drafter's; a layer's `needed` counts those
-        of the first."""
-        self._numbers, self._depth, self._second = numbers, depth, second
-        self._all = Acceptance()
-        self._all.open(len(numbers), depth)
+    A layer that needed j drafts would have passed with j, so every iteration informs on all smaller numbers. A layer
+    whose confidence is too low for a choice does not go to the target there, which counts as not passed. So an
+    iteration also informs on all larger least confidences.
+    """
 
-    def count(self, requests: Sequence[Acceptance], layers: Sequence[Sequence[LayerCounters]], drafts: int) -> None:
-        """Layers of so many drafts, request by request. One that needed j of them would have passed with j."""
-        known = [(at, number - self._second) for at, number in enumerate(self._numbers) if number <= drafts]
-        for depth, counters in enumerate(zip(*layers, strict=True)):
-            came = [(one, layer) for one, layer in zip(requests, counters, strict=True) if layer.reached]
-            for at, enough in known if came else ():
-                passed = [layer.passed and layer.needed <= enough for _, layer in came]
-                for (request, _), held in zip(came, passed, strict=True):
-                    request.open(len(self._numbers), self._depth)
-                    request.add(at, depth, 1.0, held)
-                self._all.add(at, depth, len(came), sum(passed))
+    def __init__(self, numbers: Sequence[int], depth: int, second: int = 0, least: Sequence[float] = (0.0,)) -> None:
+        """numbers: of drafts, ascending. second: how many drafts of each are the second drafter's; a layer's `needed`
+        counts those of the first. least: confidences, ascending."""
+        self._least, self._depth = np.array(least), depth
+        self._numbers, self._enough = np.array(numbers), np.array(numbers) - second
+        self._all = self._opened()
+        # [D, confidences]: layers that were drafted, and of them those that went to the target
+        self._drafted, self._given = np.zeros((depth, len(least))), np.zeros((depth, len(least)))
 
-    def steps(self, requests: Sequence[Acceptance]) -> list[float]:
-        """Steps that one target call is expected to yield, of all requests together: without drafts, then for every
-        number of drafts with 1 .. D layers. Each request yields 1 + the chance that all layers down to one pass, summed
-        over the layers."""
-        rows, first = float(len(requests)), FIRST_RATE
-        found = [rows]
-        own = [request for request in requests if request.reached]
-        for choice in range(len(self._numbers)):
-            rates = self._all.rates(choice, first, PRIOR)
-            first = max(first, rates[0])  # more drafts pass no less often
-            alive = [(rows - len(own)) * chance for chance in accumulate(rates, mul)]
-            prior = [TRUST * rate for rate in rates]
-            for request in own:
-                alive = list(map(add, alive, request.alive(choice, prior, TRUST)))
-            found += list(accumulate(alive, initial=rows))[1:]
-        return found
+    def _opened(self) -> Acceptance:
+        size = self._depth, len(self._least) * len(self._numbers)
+        return Acceptance(np.zeros(size), np.zeros(size))
+
+    def count(
+        self,
+        requests: Sequence[Acceptance],
+        layers: Sequence[Sequence[LayerCounters]],
+        drafts: int,
+        least: float = 0.0,
+        confidences: Sequence[float] | None = None,
+    ) -> None:
+        """Layers of so many drafts, request by request. least: confidence below which none went to the target.
+        confidences: of the layers that were drafted, perhaps one more than went to the target; None: not known."""
+        depth = len(layers[0]) if layers else 0
+        drafted = depth if confidences is None else len(confidences)
+        if not drafted:
+            return
+        sure = np.full(drafted, np.inf) if confidences is None else np.array(confidences)
+        known = self._least >= least
+        given = np.logical_and.accumulate(sure[:, None] > self._least)  # [layers, confidences]
+        came = np.vstack((known, given[:-1] & known))
+        self._drafted[:drafted] = np.where(came, FADE, 1.0) * self._drafted[:drafted] + came
+        self._given[:drafted] = np.where(came, FADE, 1.0) * self._given[:drafted] + (came & given)
+        known = np.repeat(known, len(self._numbers)) & np.tile(self._numbers <= drafts, len(self._least))
+        came, given = (np.repeat(one, len(self._numbers), axis=1) & known for one in (came, given))
+        enough = np.tile(self._enough, len(self._least))
+        shown = [[(layer.reached, layer.passed, layer.needed) for layer in counters] for counters in layers]
+        if drafted > depth:  # verification came to the layer that is not there
+            shown = [[*own, (own[-1][1] if own else 1, 0, 0)] for own in shown]
+        reached, passed, needed = np.array(shown).transpose(2, 0, 1)[..., None]
+        arrived = came & (reached > 0)  # [requests, layers, M]
+        held = arrived & given & (passed > 0) & (needed <= enough)
+        for request, *own in zip(requests, arrived, held, strict=True):
+            if request.reached is None:
+                request.reached, request.passed = (np.zeros((self._depth, len(enough))) for _ in range(2))
+            request.add(*own)
+        self._all.add(arrived.sum(0), held.sum(0))
+
+    def given(self) -> Numbers:
+        """Chance that all layers down to each one go to the target, of those that are to be drafted: [confidences,
+        D]."""
+        shares: Numbers = (self._given + PRIOR) / (self._drafted + PRIOR)
+        return shares.cumprod(0).T
+
+    def steps(self, requests: Sequence[Acceptance]) -> Numbers:
+        """Steps that one target call is expected to yield, of all requests together, with 1 .. D layers: [confidences,
+        numbers, D]. Each request yields 1 + the chance that all layers down to one pass, summed over the layers."""
+        size = self._depth, len(self._least), len(self._numbers)
+        reached, passed = (x.reshape(size) for x in (self._all.reached, self._all.passed) if x is not None)
+        rates, first = np.empty(size), np.full(len(self._least), FIRST_RATE)
+        for choice in range(len(self._numbers)):  # more drafts pass no less often
+            rates[0, :, choice] = (passed[0, :, choice] + PRIOR * first) / (reached[0, :, choice] + PRIOR)
+            first = np.maximum(first, rates[0, :, choice])
+        for layer in range(1, self._depth):  # each one is drawn towards the layer above
+            rates[layer] = (passed[layer] + PRIOR * rates[layer - 1]) / (reached[layer] + PRIOR)
+        own = [request for request in requests if request.reached is not None]
+        alive = (len(requests) - len(own)) * rates.cumprod(0)
+        if own:
+            came, held = (np.stack([getattr(one, name) for one in own]) for name in ("reached", "passed"))
+            chances = (held.reshape(-1, *size) + TRUST * rates) / (came.reshape(-1, *size) + TRUST)
+            alive += chances.cumprod(1).sum(0)
+        return len(requests) + alive.cumsum(0).transpose(1, 2, 0)
 
 
 @dataclass(slots=True)

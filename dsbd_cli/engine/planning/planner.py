@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import GRAMMAR
 from dsbd_cli.engine.core.report import LayerCounters
-from dsbd_cli.engine.planning.acceptance import Acceptance, Lives, PassRates
+from dsbd_cli.engine.planning.acceptance import Acceptance, Lives, Numbers, PassRates
 from dsbd_cli.engine.planning.timing import FittedLine
 
 FIRST_LIFE = 32  # iterations that a request takes, believed before any has ended
@@ -23,17 +25,20 @@ PROBE_SHARE = 0.01  # of the time goes into probes, at most
 PROBE_EVERY = 32  # iterations between probes, at least
 SHALLOW = 8  # layers; so few are drafted however little is left to generate
 UNTIMED = 32  # nodes that cost as much as an iteration without any, believed before one is timed
+CONFIDENCES = (0.0, 0.5, 0.7, 0.85)  # that a layer must be above, to choose from
 TRIES = 8  # iterations in which a shape that is to be timed must have given a time that is believed
 
 
 class Shape(NamedTuple):
-    """D layers of K nodes."""
+    """D layers of K nodes at most. least_confidence: what a layer must be above to go to the target; the first one that
+    is not ends the forest."""
 
     depth: int
     drafts_per_layer: int
+    least_confidence: float = 0.0
 
     def nodes(self, num_beams: int) -> int:
-        """N."""
+        """N, where all layers go to the target."""
         return num_beams + self.depth * self.drafts_per_layer
 
     def per_call(self, num_beams: int) -> float:
@@ -52,6 +57,25 @@ class Shape(NamedTuple):
 def deepest(method: MethodConfig, steps: int) -> Shape:
     """The largest shape that an iteration can take where `steps` steps are left."""
     return Shape(method.depth, method.drafts_per_layer).within(steps)
+
+
+@dataclass(slots=True)
+class Gate:
+    """Decides in the middle of an iteration, layer by layer, whether what was drafted goes to the target.
+
+    Attributes:
+        least: what the confidence of a layer must be above. rows: that run. confidences: of all layers that were
+            drafted, each the mean of the rows.
+    """
+
+    least: float
+    rows: Sequence[int]
+    confidences: list[float] = field(default_factory=list)
+
+    def __call__(self, confidence: Sequence[float]) -> bool:
+        """confidence: of one layer, by row."""
+        self.confidences.append(sum(confidence[row] for row in self.rows) / len(self.rows))
+        return self.confidences[-1] > self.least
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +111,10 @@ class Planner:
         the sizes of those layers."""
         return shape
 
+    def gate(self, shape: Shape, rows: Sequence[int]) -> Gate | None:
+        """Say during an iteration of this shape what goes to the target; None: everything. rows: that run."""
+        return None
+
     def observe(
         self,
         shape: Shape,
@@ -95,12 +123,13 @@ class Planner:
         seconds: dict[str, float],
         reading: DraftWork = NOTHING,
         steady: bool = True,
+        gate: Gate | None = None,
     ) -> None:
         """Learn from what an iteration did.
 
         layers: counters of every running row. seconds: of the phases draft, target and verify, and `read` where the
         draft read prompts before. reading: what it read. steady: the three phases are what an iteration of this shape
-        will take again (no capture, no plain run of what will be replayed).
+        will take again (no capture, no plain run of what will be replayed). gate: it had.
         """
 
     def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
@@ -143,6 +172,7 @@ class CertainPlanner(Planner):
         seconds: dict[str, float],
         reading: DraftWork = NOTHING,
         steady: bool = True,
+        gate: Gate | None = None,
     ) -> None:
         """Learn what nodes cost. What runs for the first time is not believed."""
         rows = len(requests)
@@ -153,7 +183,7 @@ class CertainPlanner(Planner):
 
 class AdaptivePlanner(Planner):
     """Takes the shape of the most expected steps per second: no drafts, or 1 .. D layers of one of a few numbers of
-    drafts up to K.
+    drafts up to K, of which the sure ones alone may go to the target.
 
     Steps: each request yields 1 + the sum over the layers of the chance that all layers down to it pass. A layer that
     needed j drafts would have passed with j, so every iteration informs on all smaller K. Seconds: lines fitted to the
@@ -161,7 +191,8 @@ class AdaptivePlanner(Planner):
     PROBE_SHARE of the time since the last one pays for it.
     """
 
-    def __init__(self, method: MethodConfig) -> None:
+    def __init__(self, method: MethodConfig, *, gated: bool = False) -> None:
+        """gated: the drafter may be told while it drafts which layers go to the target."""
         super().__init__(method)
         self._beams, most = method.num_beams, method.drafts_per_layer
         # fewer drafts than beams would be fast, but never let a layer keep all its beams
@@ -169,14 +200,18 @@ class AdaptivePlanner(Planner):
         numbers = sorted({round(least * (most / least) ** (i / 3)) for i in range(4)} | {most})
         second = method.second_share if len(method.drafter_names) == 2 else 0
         numbers = [number for number in numbers if number > second]
+        self._gated, confidences = gated, CONFIDENCES if gated else CONFIDENCES[:1]
         self._plain = self._now = Shape(0, most)
-        self._shapes = [self._plain]
-        self._shapes += [Shape(depth, number) for number in numbers for depth in range(1, method.depth + 1)]
-        self._sizes = {  # nodes of a row in an iteration and in a draft call
-            shape: (shape.nodes(self._beams), shape.per_call(self._beams) if shape.depth else 0)
-            for shape in self._shapes
-        }
-        self._rates, self._lives = PassRates(numbers, method.depth, second), Lives(FIRST_LIFE)
+        self._shapes = [self._plain] + [
+            Shape(depth, number, confidence)
+            for confidence in confidences
+            for number in numbers
+            for depth in range(1, method.depth + 1)
+        ]
+        self._at = {shape: place for place, shape in enumerate(self._shapes)}
+        self._nodes = np.array([shape.nodes(self._beams) for shape in self._shapes])  # at most
+        self._numbers = np.array(numbers)[:, None]
+        self._rates, self._lives = PassRates(numbers, method.depth, second, confidences), Lives(FIRST_LIFE)
         # a draft call, target and verify, prompts
         self._draft, self._rest, self._read = FittedLine(), FittedLine(), FittedLine()
         self._warm = set[tuple[int, Shape] | None]()  # rows and shapes that have run; None: the draft has read prompts
@@ -187,29 +222,32 @@ class AdaptivePlanner(Planner):
     def choose(self, requests: Sequence[Acceptance], reading: DraftWork = NOTHING) -> Shape:
         """The shape of the most expected steps per second, or one to be timed."""
         rows, life = len(requests), self._lives.now()
-        all_fit = self._most_nodes == math.inf
-        fitting = self._shapes if all_fit else [shape for shape in self._shapes if self._fits(shape, rows)]
-        seconds = dict(zip(fitting, self._seconds(fitting, rows), strict=True))
+        seconds = self._seconds(rows)
         _, per_node = self._draft.fit()
         draft_backlog = rows * reading.draft_backlog * per_node
         per_token = self._read.y / self._read.x if self._read.x else per_node
-        self._to_time = [shape for shape in self._to_time if shape in seconds]
-        if not self._to_time and self._now in seconds:
-            (deepest, most), now = self._shapes[-1], seconds[self._now]
+        self._to_time = [shape for shape in self._to_time if self._fits(shape, rows)]
+        now = seconds[self._at[self._now]]
+        if not self._to_time and now < math.inf:
+            deepest, most, _ = self._shapes[-1]
             probe = Shape(min(max(1, self._now.depth + self._probes % 2), deepest), most)  # in turn a layer deeper
-            price = seconds.get(probe, math.inf) + draft_backlog + reading.unread * per_token - now
+            price = seconds[self._at[probe]] + draft_backlog + reading.unread * per_token - now
             if self._saved >= max(price, PROBE_EVERY * PROBE_SHARE * now):
                 self._to_time, self._probing, self._probes = [probe], True, self._probes + 1
         if self._to_time:
             return self._to_time[-1]
         # catching up is paid once, for the iterations to come; so is the reading of every further request's prompt
         spread = draft_backlog / min(FIRST_LIFE, life) + (reading.unread + reading.prompts) * per_token / life
-        steps = dict(zip(self._shapes, self._rates.steps(requests), strict=True))
-        goodput = {shape: steps[shape] / (time + spread * (shape.depth > 0)) for shape, time in seconds.items()}
-        best = max(goodput, key=goodput.__getitem__)
-        if goodput[best] > BETTER * goodput.get(self._now, 0.0):
-            self._now = best
+        seconds[1:] += spread
+        goodput = np.concatenate(([rows], self._rates.steps(requests).ravel())) / seconds
+        best = int(goodput.argmax())
+        if goodput[best] > BETTER * goodput[self._at[self._now]]:
+            self._now = self._shapes[best]
         return self._now
+
+    def gate(self, shape: Shape, rows: Sequence[int]) -> Gate | None:
+        """Say during an iteration of this shape what goes to the target."""
+        return Gate(shape.least_confidence, rows) if self._gated and shape.depth else None
 
     def observe(
         self,
@@ -219,29 +257,33 @@ class AdaptivePlanner(Planner):
         seconds: dict[str, float],
         reading: DraftWork = NOTHING,
         steady: bool = True,
+        gate: Gate | None = None,
     ) -> None:
         """Learn from an iteration. What runs for the first time allocates memory and fills caches: its time is not
         believed."""
         rows = len(requests)
         self._lives.see(requests)
-        self._rates.count(requests, layers, shape.drafts_per_layer)
+        confidences = (gate and gate.confidences) or None  # a drafter that cannot tell has all layers go
+        self._rates.count(requests, layers, shape.drafts_per_layer, shape.least_confidence, confidences)
         if "read" in seconds:
             if None in self._warm:
                 self._read.add(reading.unread, seconds["read"])
             self._warm.add(None)
-        steady = steady and (rows, shape) in self._warm
-        self._warm.add((rows, shape))
+        ran = Shape(len(layers[0]) if layers else 0, shape.drafts_per_layer)
+        drafted = ran._replace(depth=max(ran.depth, len(confidences or ())))
+        steady = steady and {(rows, ran), (rows, drafted)} <= self._warm
+        self._warm |= {(rows, ran), (rows, drafted)}
         if steady:
-            self._rest.add(rows * shape.nodes(self._beams), seconds["target"] + seconds["verify"])
-        if steady and shape.depth:
-            nodes = rows * (shape.per_call(self._beams) + reading.draft_backlog / shape.depth)
-            self._draft.add(nodes, seconds["draft"] / shape.depth)
+            self._rest.add(rows * ran.nodes(self._beams), seconds["target"] + seconds["verify"])
+        if steady and drafted.depth:
+            nodes = rows * (drafted.per_call(self._beams) + reading.draft_backlog / drafted.depth)
+            self._draft.add(nodes, seconds["draft"] / drafted.depth)
         taken = sum(seconds.values())
         if not self._to_time:
             self._saved += PROBE_SHARE * taken
             return
         if self._probing:
-            self._saved = min(self._saved, 0.0) - taken + self._seconds([self._now], rows)[0]
+            self._saved = min(self._saved, 0.0) - taken + self._seconds(rows)[self._at[self._now]]
         self._tries += 1
         # one that was cut to what is left to generate was tried, but not timed
         if (steady and shape == self._to_time[-1]) or self._tries == TRIES:
@@ -259,20 +301,25 @@ class AdaptivePlanner(Planner):
     def _fits(self, shape: Shape, rows: int) -> bool:
         return not shape.depth or rows * shape.nodes(self._beams) <= self._most_nodes
 
-    def _seconds(self, shapes: Sequence[Shape], rows: int) -> list[float]:
-        """Expected time of an iteration, without what the draft has to catch up on."""
-        found = []
+    def _seconds(self, rows: int) -> Numbers:
+        """Expected time of an iteration of each shape, without what the draft has to catch up on; infinite where it
+        does not fit into memory."""
         (rest, per_node), (call, per_draft) = self._rest.fit(), self._draft.fit()
         per_node, per_draft = rows * per_node, rows * per_draft
-        for shape in shapes:
-            nodes, drafted = self._sizes[shape]
-            taken = max(0.0, rest + per_node * nodes) + shape.depth * max(0.0, call + per_draft * drafted)
-            found.append(max(taken, 1e-9))
-        return found
+        given = self._rates.given()
+        layers = given.cumsum(1)[:, None]  # that go to the target; the first one is always drafted
+        further = layers - given[:, None]  # that are drafted below one that goes
+        target = rest + per_node * (self._beams + self._numbers * layers)
+        draft = call * (1 + further) + per_draft * (self._beams + self._numbers * further)
+        drafting = np.maximum(0.0, target) + np.maximum(0.0, draft)
+        seconds = np.concatenate(([rest + per_node * self._beams], drafting.ravel())).clip(1e-9)
+        if self._most_nodes < math.inf:
+            seconds[1:][rows * self._nodes[1:] > self._most_nodes] = math.inf
+        return seconds
 
 
-def planner_for(method: MethodConfig) -> Planner:
-    """The planner that a method asks for."""
+def planner_for(method: MethodConfig, *, gated: bool = False) -> Planner:
+    """The planner that a method asks for. gated: an iteration may be told in its middle what goes to the target."""
     if method.depth and method.drafter == GRAMMAR:
         return CertainPlanner(method)
-    return AdaptivePlanner(method) if method.adaptive_depth and method.depth else Planner(method)
+    return AdaptivePlanner(method, gated=gated) if method.adaptive_depth and method.depth else Planner(method)

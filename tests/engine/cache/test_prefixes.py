@@ -168,6 +168,8 @@ class Planned:
         self._asked += 1
         return Shape(2 if self._asked in self._drafting else 0, 4)
 
+    def gate(self, *_: object) -> None: ...
+
     def observe(self, *_: object) -> None: ...
 
 

@@ -25,6 +25,7 @@ from dsbd_cli.requests import Request
 from tests.engine.decoding.test_transformers import found, prompts
 from tests.helpers.tiny import RECURRENT, V, build
 from tests.helpers.toys import NumberCodec
+from tests.helpers.worlds import RandomPlanner
 
 BEAMS, NEW = 4, 8
 # transformers' cached decoding of these differs from its own full forward (a clamp of dt, or a state that is ignored
@@ -118,6 +119,8 @@ class Resting:
         self.asked += 1
         return Shape(0, 8) if self.asked % (self.rest + 2) > 1 else Shape(3, 8)
 
+    def gate(self, *_: object) -> None: ...
+
     def observe(self, *_: object) -> None: ...
 
 
@@ -148,6 +151,28 @@ def test_a_draft_that_rested_catches_up(family: str, monkeypatch: pytest.MonkeyP
         drafted = sum(step.nodes > BEAMS for step in result.stats.step_log)
         assert result.stats.steps - result.stats.target_calls >= 3 * drafted - 3
         assert drafted >= 4
+    plain = list(engine(target, None, rule="coupled", batch=1, ends=()).run(requests))
+    assert [r.text for r in results] == [r.text for r in plain]
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3.5", "lfm2"])
+def test_a_draft_has_run_what_is_above_a_layer_that_was_given_up(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft is the target itself, so all layers that go to the target pass."""
+    target, draft = CausalForestModel(model(family), family), CausalForestModel(model(family), family)
+    made = engine(target, draft, rule="coupled", batch=2, ends=())
+    made.log_steps = True
+    made._planner = planner = RandomPlanner(4, 3, 8)
+    choose = planner.choose
+    monkeypatch.setattr(planner, "choose", lambda *given: choose(*given)._replace(drafts_per_layer=8))
+    sampling = SamplingConfig(max_new_tokens=100, n_best=1, temperature=0.3)
+    texts = [tuple(ids) for ids in prompts(2, 1)]
+    requests = [Request(id=str(i), seed=i, prompt_ids=ids, sampling=sampling) for i, ids in enumerate(texts)]
+    results = list(made.run(requests))
+    assert planner.cuts >= {0, 1}
+    for result in results:
+        drafted = sum(len(step.layers) for step in result.stats.step_log)
+        assert drafted > 10
+        assert result.stats.steps - result.stats.target_calls >= drafted - 3  # but for the last iteration
     plain = list(engine(target, None, rule="coupled", batch=1, ends=()).run(requests))
     assert [r.text for r in results] == [r.text for r in plain]
 

@@ -138,11 +138,13 @@ def test_the_text_is_the_same_with_every_drafter(options: dict[str, Any], rule: 
 def test_the_text_is_the_same_when_shapes_change_from_iteration_to_iteration(
     options: dict[str, Any], index: str
 ) -> None:
-    """`--depth auto` with every drafter: any D and K, and none at all, after one another."""
+    """`--depth auto` with every drafter: any D and K, and none at all, after one another; and layers that are kept from
+    the target."""
     engine = make_engine(options, index, rule="coupled", num_beams=3, drafts_per_layer=8, depth=5, batch_size=3)
     engine._planner = planner = RandomPlanner(5, 5, 8)
     assert texts(decode(engine)) == plain_texts("coupled", 3)
     assert len(planner.used) > 5
+    assert len(planner.cuts) > 1
 
 
 # As in tests/engine/decoding/test_distribution.py: alpha = 1e-5 per case with fixed seeds.
@@ -256,7 +258,7 @@ def test_a_fused_draft_has_run_all_that_survives(drafter: str, changing: bool, i
         [forest], [verified] = seen, target.__dict__["seen"][-1:]
         # tokens of the backlog alone give none
         drafted = [found for found in draft.__dict__["seen"] if found is not None]
-        assert len(drafted) == forest.depth
+        assert len(drafted) == forest.layers_run
         for layer, found in enumerate(drafted):
             nodes, start = forest.layers[layer], forest.offset(layer)
             count = nodes.token.shape[1]
@@ -272,7 +274,7 @@ def test_a_fused_draft_has_run_all_that_survives(drafter: str, changing: bool, i
     engine._drafter.propose = lambda context: seen.append(propose(context)) or seen[-1]  # type: ignore[method-assign]
     results = list(engine.run(request(i, 10 + i, temperature=1.5) for i in range(8)))
     assert sum(result.stats.accepted for result in results) > 0
-    assert min(checked, added) > (10 if changing else 40)
+    assert min(checked, added) > (4 if changing else 40)
 
 
 def test_acceptance_is_counted_by_drafter(index: str) -> None:

@@ -58,6 +58,7 @@ def make_context(texts: Sequence[Sequence[Sequence[int]]], prompt: int, count: i
         drafts_end=Coupled.drafts_end,
         warp=warp_of(rows, (1.0, 0, 1.0, 0.0), "pool"),
         endings=Endings(eos, 1, StopTable([b"x"] * 50, 50, CPU)),
+        num_beams=width,
         depth=depth,
         drafts_per_layer=count,
         buffer=ForestBuffer.begin("coupled", ForestSizes(width, count, depth, 64), beams, table, noise),

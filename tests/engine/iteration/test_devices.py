@@ -80,7 +80,7 @@ def reports_of(method: MethodConfig, patch: pytest.MonkeyPatch) -> list[Report]:
 def _plan(engine: Engine, method: MethodConfig) -> None:
     """The same shapes in both runs: those of --depth auto depend on the clock."""
     if method.adaptive_depth:
-        engine._planner = RandomPlanner(1, method.depth, method.drafts_per_layer)
+        engine._planner = RandomPlanner(1, method.depth, method.drafts_per_layer, gated=False)
 
 
 def decode(

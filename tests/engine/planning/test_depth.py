@@ -19,7 +19,7 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.planning.acceptance import Acceptance, PassRates
-from dsbd_cli.engine.planning.planner import NOTHING, AdaptivePlanner, DraftWork, Planner, Shape, planner_for
+from dsbd_cli.engine.planning.planner import NOTHING, AdaptivePlanner, DraftWork, Gate, Planner, Shape, planner_for
 from dsbd_cli.engine.planning.timing import FittedLine
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UsageError
@@ -35,7 +35,7 @@ class CheckedDraft(TableLM):
 
     def __init__(self, table: Tensor, target: TableLM) -> None:
         super().__init__(table)
-        self.target, self.compared = target, 0
+        self.truth, self.compared = target, 0
         self.fresh: Tensor | None = None  # slots of this iteration's own nodes, which the target has not run
 
     def move(self, source: Tensor, target: Tensor, common_prefix: Tensor) -> None:
@@ -51,7 +51,7 @@ class CheckedDraft(TableLM):
         width = batch.mask.shape[2]
         old = batch.mask.any(1) & ~self.fresh[:, :width]
         self.compared += int(old.sum())
-        assert torch.equal(self.tokens[:, :width][old], self.target.tokens[:, :width][old])
+        assert torch.equal(self.tokens[:, :width][old], self.truth.tokens[:, :width][old])
         return result
 
 
@@ -77,6 +77,7 @@ def test_any_sequence_of_shapes_gives_the_same_text(rule: str, beams: int) -> No
         planner = RandomPlanner(seed, 5, 8)
         assert decode(planner, rule, batch_size, beams) == plain
         assert len({shape.depth for shape in planner.used}) >= 4
+        assert planner.cuts >= {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -324,7 +325,7 @@ def test_of_two_drafters_the_first_has_fewer_nodes_to_pass_with() -> None:
     layer = LayerCounters(reached=1, passed=1, needed=3)
     for _ in range(100):
         rates.count([request], [[layer, layer._replace(reached=0)]], 6)
-    one_layer = rates.steps([request])[1::2]
+    one_layer = rates.steps([request])[0, :, 0]
     assert one_layer[0] < 1.2
     assert min(one_layer[1:3]) > 1.9
     assert one_layer[3] > 1.8
@@ -332,6 +333,61 @@ def test_of_two_drafters_the_first_has_fewer_nodes_to_pass_with() -> None:
         MethodConfig(drafter="beam+ngram", num_beams=1, drafts_per_layer=4, adaptive_depth=True)
     )
     assert {shape.drafts_per_layer for shape in with_drafts._shapes} == {2, 3, 4}
+
+
+def test_an_iteration_informs_on_all_larger_least_confidences() -> None:
+    """Every other forest is sure and passes, the others are unsure and fail. What an iteration kept from the target
+    says nothing of choices that would have given it, and all of those that would not."""
+    rates, request = PassRates([4, 8], 2, least=(0.0, 0.5, 0.9)), Acceptance()
+    passing, failing = (LayerCounters(reached=1, passed=one, needed=4 * one) for one in (1, 0))
+    nothing = LayerCounters()
+    for _ in range(200):
+        rates.count([request], [[passing, passing]], 8, 0.0, [0.7, 0.6])
+        rates.count([request], [[failing, nothing]], 8, 0.0, [0.3, 0.7])
+    assert rates.given()[:, 0] == pytest.approx([1, 0.5, 0], abs=0.08)
+    assert rates.given()[:, 1] == pytest.approx([1, 0.5, 0], abs=0.08)
+    steps = rates.steps([request])
+    assert steps[:, 0, 0] == pytest.approx([1.5, 1.5, 1], abs=0.1)
+    assert steps[:, 0, 1] == pytest.approx([2, 2, 1], abs=0.1)
+    for _ in range(200):  # now none is sure, and the target sees none
+        rates.count([request], [[]], 8, 0.5, [0.3])
+    assert rates.given()[:, 0] == pytest.approx([1, 0, 0], abs=0.08)
+    assert rates.steps([request])[:, 0, 0] == pytest.approx([1.5, 1, 1], abs=0.1)
+
+
+def test_seconds_are_of_what_is_drafted_and_of_what_goes_to_the_target() -> None:
+    """Every other forest is sure in both layers, the others in none: a second layer is drafted below a sure one."""
+    planner, request = AdaptivePlanner(method(), gated=True), Acceptance()
+    layers = [[LayerCounters(reached=1), LayerCounters()]]
+    for turn in range(400):
+        shape = Shape(2, 8 if turn % 4 < 2 else 4)
+        seconds = {"draft": 2 * 0.003, "target": 0.05 + 0.001 * shape.nodes(4), "verify": 0.0}
+        planner.observe(shape, [request], layers, seconds, gate=Gate(0.0, [0], [0.6, 0.6] if turn % 2 else [0.3, 0.3]))
+    found = planner._seconds(1)
+    assert found[planner._at[Shape(2, 8)]] == pytest.approx(0.05 + 0.001 * 20 + 0.003 * 2, rel=0.02)
+    assert found[planner._at[Shape(2, 8, 0.5)]] == pytest.approx(0.05 + 0.001 * 12 + 0.003 * 1.5, rel=0.02)
+    assert found[planner._at[Shape(2, 8, 0.7)]] == pytest.approx(0.05 + 0.001 * 4 + 0.003, rel=0.02)
+
+
+def test_a_gate_goes_by_the_rows_that_run() -> None:
+    gate = Gate(0.5, [1, 3])
+    assert gate([0.0, 0.9, 0.0, 0.3])
+    assert not gate([1.0, 0.7, 1.0, 0.2])
+    assert gate.confidences == pytest.approx([0.6, 0.45])
+    assert not Gate(0.0, [0])([0.0])  # nothing is drafted
+
+
+def test_what_is_drafted_is_kept_from_the_target_only_by_auto_on_a_cpu() -> None:
+    for config, gated, found in (
+        (method(), True, True),
+        (method(), False, False),
+        (MethodConfig(depth=3), True, False),
+    ):
+        planner = planner_for(config, gated=gated)
+        assert (planner.gate(Shape(2, 8, 0.5), [0]) is not None) == found
+        assert planner.gate(Shape(0, 8), [0]) is None
+        if isinstance(planner, AdaptivePlanner):
+            assert ({shape.least_confidence for shape in planner._shapes} == {0.0}) != gated
 
 
 class Narrow(TableLM):

@@ -136,7 +136,7 @@ class Watch(Observer):
                 self.passed.add((depth, text[1] - before[1] - 1))
             self.before[row] = text, forest.depth
         laws = list(self.logits)
-        assert len(laws) == forest.depth
+        assert len(laws) == forest.layers_run
         for depth, law in enumerate(laws):
             nodes = forest.layers[depth]
             found = law[:, -nodes.token.shape[1] :]
@@ -242,6 +242,25 @@ def test_states_and_laws_are_those_of_a_formula(
     assert min(watch.counted) > 20
     assert {depth for depth, _ in watch.passed} == set(depths)
     assert len({count for depth, count in watch.passed if depth}) > 2
+
+
+@pytest.mark.parametrize("form", ["speculators", "qwen"])
+@pytest.mark.parametrize(("rule", "beams"), [("search", 4), ("coupled", 1), ("rejection", 3)])
+def test_states_and_laws_after_layers_that_did_not_go_to_the_target(
+    form: str, rule: str, beams: int, loaded: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head has run the nodes above such a layer, and must count them as run and no others."""
+    pair, head, formula = loaded(form)
+    guide, _ = load_model(spec_for(pair.target.name, "draft"))
+    watch, goes = Watch(head, formula), cycle([True, True, False, True, True, True, False, True, False])
+    follow(head, guide, watch, monkeypatch)
+    engine = engine_of(pair.target, head, rule, beams)
+    monkeypatch.setattr(engine._planner, "gate", lambda *given: lambda confidence: next(goes))
+    engine.observe(watch)
+    assert all(result.error is None for result in engine.run(requests(9, rule)))
+    assert watch.worst[0] <= 1e-5, "states"
+    assert watch.worst[1] <= 1e-5, "laws"
+    assert {depth for depth, _ in watch.passed} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("form", ["speculators", "qwen"])
