@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import orjson
 
@@ -13,6 +14,7 @@ from dsbd_cli.io.lines.resume import write_atomically
 RECORD = "dsbd_distill.json"
 SCHEMA = "dsbd.distill/1"
 BATCH = 8  # answers of a step
+Form = Literal["head", "model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +22,10 @@ class TrainingPlan:
     """TrainingPlan that the weights follow from, besides device and machine. input: a digest of the prompts' lines."""
 
     target: str
+    form: Form
     layers: int
     hidden_size: int | None
+    vocab: int | None
     steps: int
     learning_rate: float
     decode: str
@@ -54,12 +58,14 @@ class DraftAcceptance:
 @dataclass(frozen=True, slots=True)
 class Milestone:
     """The draft after so many steps. loss: mean since the milestone before, in nats per token; None before the first
-    step. acceptance: None where nothing was drafted. speed: where it was measured."""
+    step. acceptance: None where nothing was drafted. speed: where it was measured. one_beam: acceptance of a draft head
+    with one beam, where the run has several."""
 
     step: int
     loss: float | None
     acceptance: DraftAcceptance | None
     speed: Speed | None = None
+    one_beam: DraftAcceptance | None = None
 
 
 @dataclass(slots=True)
@@ -91,10 +97,14 @@ def read_record(folder: Path) -> Record:
 
 
 def _milestone(found: dict[str, object]) -> Milestone:
-    step, loss, acceptance, speed = (found[name] for name in ("step", "loss", "acceptance", "speed"))
+    step, loss, speed = (found[name] for name in ("step", "loss", "speed"))
     if not isinstance(step, int) or not isinstance(loss, float | None):
         raise TypeError
-    passed = None
-    if isinstance(acceptance, dict):
-        passed = DraftAcceptance(acceptance["steps_per_call"], tuple(acceptance["by_depth"]))
-    return Milestone(step, loss, passed, Speed(**speed) if isinstance(speed, dict) else None)
+    passed = [_acceptance(found[name]) for name in ("acceptance", "one_beam")]
+    return Milestone(step, loss, passed[0], Speed(**speed) if isinstance(speed, dict) else None, passed[1])
+
+
+def _acceptance(found: object) -> DraftAcceptance | None:
+    if not isinstance(found, dict):
+        return None
+    return DraftAcceptance(found["steps_per_call"], tuple(found["by_depth"]))

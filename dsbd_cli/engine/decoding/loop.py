@@ -107,7 +107,7 @@ class Loop(Generic[Item]):
         with current(self.caches.target.device):
             report = self.stepper.step(batch.state, sizes)
             seconds = self.stepper.timer.seconds()
-        self.stepper.observer.iterated([job for _, job in running], sizes.nodes, seconds)
+        self.stepper.observer.iterated(dict(running), sizes.nodes, seconds)
         # how far each row came, and how long it took, decides on the next forest
         layers = [report.layers[row] for row, _ in running]
         self.planner.observe(shape, requests, layers, seconds | prompt_timer.seconds(), draft_work, self.stepper.steady)
