@@ -1,7 +1,7 @@
 """Instructions to train a draft head on: `python -m training.head_prompts --count 2048 > prompts.jsonl`.
 
-Questions on topics, code, SQL, sums, translations and texts to summarise, made from lists. `dsbd distill` holds out every
-eighth prompt, 64 at most. These are about topics, tables, tasks and texts that no other prompt names.
+Questions on topics, code, SQL, sums, translations and texts to summarise, made from lists. `dsbd distill` holds out
+every eighth prompt, 64 at most. These are about topics, tables, tasks and texts that no other prompt names.
 """
 
 from __future__ import annotations
@@ -35,28 +35,37 @@ destination, minutes); books(isbn, title, author, price); patients(id, name, war
 goals); sensors(id, place, taken_at, reading); invoices(id, client, due, amount); students(id, name, school, grade);
 products(sku, name, category, stock); trips(id, driver, km, fare); songs(id, artist, title, plays); tickets(id, agent,
 priority, hours); rooms(number, hotel, beds, rate); loans(id, member, book, days); courses(code, teacher, seats)"""
-ASK_SQL = """the three rows with the largest last column; how many rows there are per value of the second column; the average
-of the last column for each value of the second; all rows whose second column begins with 'A', sorted by the first; the
-total of the last column; the values of the second column that occur more than five times; the first column of all
-rows whose last column is above its average"""
-TEXTS = """The city council voted on Tuesday to close the old bridge for eighteen months while engineers replace its cables.
-Shop owners fear for their trade, but the mayor promised a free ferry every ten minutes.
-Researchers tracked forty sea turtles for three years and found that most return to within two kilometres of the beach
-where they hatched. They seem to use the angle of the magnetic field.
+ASK_SQL = """the three rows with the largest last column; how many rows there are per value of the second column; the
+average of the last column for each value of the second; all rows whose second column begins with 'A', sorted by the
+first; the total of the last column; the values of the second column that occur more than five times; the first column
+of all rows whose last column is above its average"""
+TEXTS = """The city council voted on Tuesday to close the old bridge for eighteen months while engineers replace its
+cables. Shop owners fear for their trade, but the mayor promised a free ferry every ten minutes.
+
+Researchers tracked forty sea turtles for three years and found that most return to within two kilometres of the
+beach where they hatched. They seem to use the angle of the magnetic field.
+
 Our quarterly revenue rose by 12 percent to 4.1 million, mostly because of the new subscription plan. Costs rose as
 well, since nine people joined support, so profit stayed at 0.6 million.
+
 The museum's new wing opened with a show of early maps. Visitors can touch copies of the engraved plates and print a
 small map of their own town. The show runs until May.
+
 After a dry spring the reservoirs stand at 61 percent. The water board asks households to water gardens only after
 sunset, and has postponed the cleaning of public fountains.
+
 The team shipped version 2.4 on Friday. It starts twice as fast, fixes the crash on empty files and drops the old
 format of settings, which a script converts.
-A small bakery in the valley has used the same starter since 1911. Its owner feeds it rye flour at four in the morning
-and says that cold water is the secret.
-Trains between the two cities will run every half hour from December. The journey becomes nine minutes shorter because
-of a new tunnel, whose cost rose from 300 to 410 million.
+
+A small bakery in the valley has used the same starter since 1911. Its owner feeds it rye flour at four in the
+morning and says that cold water is the secret.
+
+Trains between the two cities will run every half hour from December. The journey becomes nine minutes shorter
+because of a new tunnel, whose cost rose from 300 to 410 million.
+
 The school replaced its bells with music. Pupils choose the pieces each week, and teachers report that fewer of them
 are late. In a survey 70 percent of the parents were in favour.
+
 In a trial with 230 patients the new drug lowered blood pressure by 9 points on average, against 4 for the standard.
 Headaches were a little more common, and two patients stopped."""
 ASK_TEXT = """Summarise in one sentence: {x}
@@ -85,8 +94,7 @@ LISTS = {
     "topics": parts(TOPICS, ","),
     "tasks": parts(TASKS, ";"),
     "tables": parts(TABLES, ";"),
-    # a text is two lines
-    "texts": [" ".join(two) for two in zip(TEXTS.splitlines()[::2], TEXTS.splitlines()[1::2], strict=True)],
+    "texts": parts(TEXTS, "\n\n"),
     "sentences": parts(SENTENCES, ";"),
 }
 

@@ -20,7 +20,7 @@ from dsbd_cli.train.target_answers import AnswerTokens
 TOP = 64
 CHUNK = 256  # answer tokens whose logits are held at once
 STEP = 32
-MASS_ANSWERS = 512  # from which the tokens of a head are chosen
+MASS_ANSWERS = 128  # from which the tokens of a head are chosen
 KEPT_BYTES = 1 << 30
 LEAST = 1e-7  # of a probability whose logarithm is taken
 

@@ -12,8 +12,9 @@ head, V of the target.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,19 +168,20 @@ class HeadStudent(nn.Module):
         _, _, keys, values = self._enter(trees.tokens, states, trees.positions)
         tokens, positions = trees.tokens.gather(1, trees.nodes), trees.positions.gather(1, trees.nodes)
         state, above, real, sees = _at(states, trees.nodes), trees.above.clamp(min=0), trees.real, trees.sees
-        guessed: list[tuple[Tensor, Tensor]] = []  # keys and values of the steps before, each moved to the nodes below
+        guessed: list[
+            tuple[Tensor, Tensor]
+        ] = []  # of each step so far, keys and values of the ancestor at its distance
         for step in range(steps):
-            if step:
-                state = _at(out, above)
-                real = real.gather(1, above) & (trees.above >= 0)
-                sees = sees.gather(1, above[..., None].expand_as(sees))
-                sees[..., 0] = False
-                guessed = [(_at(key, above), _at(value, above)) for key, value in guessed]
             residual, query, key, value = self._enter(tokens, state, positions)
             if step:
                 guessed.append((key, value))
-            out, logits = self._leave(residual, self._attend(query, keys, values, sees, guessed))
+            state, logits = self._leave(residual, self._attend(query, keys, values, sees, guessed))
             yield logits, real
+            # from here on a node goes by its parent's
+            state, guessed = _at(state, above), [(_at(key, above), _at(value, above)) for key, value in guessed]
+            real = real.gather(1, above) & (trees.above >= 0)
+            sees = sees.gather(1, above[..., None].expand_as(sees))
+            sees[..., 0] = False
 
     def _enter(self, tokens: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the residual stream [B, n, H], queries [B, n, Q, E], keys and values [B, n, K, E]."""
@@ -291,8 +293,8 @@ def read_head(folder: Path, spec: ModelSpec) -> HeadStudent:
 
 
 def tapped_layers(layers: int) -> tuple[int, ...]:
-    """After which of so many layers states are taken: those of the EAGLE-3 paper, or the last inputs of a target that is
-    too small for these."""
+    """After which of so many layers states are taken: those of the EAGLE-3 paper, of a target that is too small for
+    these the last inputs."""
     if layers >= 7:
         return 2, layers // 2, layers - 3
     return tuple(range(max(0, layers - 3), layers))
@@ -313,11 +315,7 @@ def _tensors(spec: ModelSpec, config: Any) -> Tensors:
     if is_plain(place, config):
         return tensors_of(place, spec)
     state = load_network(spec).state_dict()
-
-    def getter(name: str) -> Callable[[], Tensor]:
-        return lambda: state[name].cpu()
-
-    return {name: getter(name) for name in state}
+    return {name: partial(state.__getitem__, name) for name in state}
 
 
 def _ends(reader: WeightReader) -> tuple[Tensor, Tensor, Tensor]:
@@ -332,7 +330,7 @@ def _ends(reader: WeightReader) -> tuple[Tensor, Tensor, Tensor]:
 def _copy_layer(layer: Any, reader: WeightReader) -> None:
     """Begin as the target's last layer, which reads states and no tokens."""
     theirs = reader.layer(reader.spec.layers - 1)
-    linears: dict[str, Any] = {name: linear for name, linear in theirs.linears}
+    linears = dict(theirs.linears)
     for name, weight in zip("qkv", linears["qkv"].weights, strict=True):
         layer.self_attn[f"{name}_proj"].weight.copy_(torch.cat((torch.zeros_like(weight), weight), 1))
     layer.self_attn["o_proj"].weight.copy_(linears["out"].weights[0])

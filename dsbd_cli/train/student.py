@@ -37,8 +37,8 @@ MOMENTS = "optimizer.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StudentShape:
-    """layers: of the draft. hidden_size: of a small Llama; None: the target's own first layers, or a head. vocab: tokens
-    of a draft head; None: a model."""
+    """layers: of the draft. hidden_size: of a small Llama; None: the target's own first layers, or a head. vocab:
+    tokens of a draft head; None: a model."""
 
     layers: int
     hidden_size: int | None

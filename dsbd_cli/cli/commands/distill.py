@@ -116,7 +116,7 @@ def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptio
     """Train a draft for a target of your own on the target's answers to your own prompts.
 
     The target answers the prompts, and the draft, in float32, learns the target's distribution after every token of all
-    W answers. A draft head learns it after every live beam of every step, on its own guesses too. Acceptance on held-out
+    W answers. A draft head learns it after the live beams of every step, on its own guesses too. Acceptance on held-out
     prompts is measured before, meanwhile and after.
 
     Ctrl-C keeps what is done, and leaves the draft so far in --output; the same command goes on.
@@ -545,7 +545,9 @@ def _show(record: Record, folder: Path, held: int) -> None:
     steps = [f"{one.acceptance.steps_per_call:.2f}" if one.acceptance else "-" for one in ends]
     table.add_row("steps per target call", *steps)
     if last.one_beam is not None:
-        table.add_row("with one beam, layers that pass", *(_shares(one.one_beam) if one.one_beam else "-" for one in ends))
+        table.add_row(
+            "with one beam, layers that pass", *(_shares(one.one_beam) if one.one_beam else "-" for one in ends)
+        )
         steps = [f"{one.one_beam.steps_per_call:.2f}" if one.one_beam else "-" for one in ends]
         table.add_row("with one beam, steps per target call", *steps)
     table.add_row("tokens/s with the draft", *(f"{one.speed.drafted:.1f}" if one.speed else "-" for one in ends))

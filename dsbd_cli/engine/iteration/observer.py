@@ -33,5 +33,5 @@ class Observer(CacheObserver):
         """A layer was verified for all rows. Layers below the one where a row stopped are verified too, for nothing."""
 
     def iterated(self, jobs: Mapping[int, RequestState], nodes: int, seconds: Mapping[str, float]) -> None:
-        """An iteration of these requests is over. jobs: by row, as they were before it. nodes: N of each row. seconds: by
-        phase."""
+        """An iteration of these requests is over. jobs: by row, as they were before it. nodes: N of each row.
+        seconds: by phase."""
