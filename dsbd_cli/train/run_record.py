@@ -56,16 +56,22 @@ class DraftAcceptance:
 
 
 @dataclass(frozen=True, slots=True)
+class Measurement:
+    """A draft at one number of beams. acceptance: None where nothing was drafted. speed: where it was measured."""
+
+    acceptance: DraftAcceptance | None
+    speed: Speed | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Milestone:
     """The draft after so many steps. loss: mean since the milestone before, in nats per token; None before the first
-    step. acceptance: None where nothing was drafted. speed: where it was measured. one_beam: acceptance of a draft head
-    with one beam, where the run has several."""
+    step. measured: with the beams of the run. one_beam: a draft head with one beam, where the run has several."""
 
     step: int
     loss: float | None
-    acceptance: DraftAcceptance | None
-    speed: Speed | None = None
-    one_beam: DraftAcceptance | None = None
+    measured: Measurement
+    one_beam: Measurement | None = None
 
 
 @dataclass(slots=True)
@@ -97,14 +103,17 @@ def read_record(folder: Path) -> Record:
 
 
 def _milestone(found: dict[str, object]) -> Milestone:
-    step, loss, speed = (found[name] for name in ("step", "loss", "speed"))
+    step, loss, alone = (found[name] for name in ("step", "loss", "one_beam"))
     if not isinstance(step, int) or not isinstance(loss, float | None):
         raise TypeError
-    passed = [_acceptance(found[name]) for name in ("acceptance", "one_beam")]
-    return Milestone(step, loss, passed[0], Speed(**speed) if isinstance(speed, dict) else None, passed[1])
+    return Milestone(step, loss, _measurement(found["measured"]), None if alone is None else _measurement(alone))
 
 
-def _acceptance(found: object) -> DraftAcceptance | None:
+def _measurement(found: object) -> Measurement:
     if not isinstance(found, dict):
-        return None
-    return DraftAcceptance(found["steps_per_call"], tuple(found["by_depth"]))
+        raise TypeError
+    passed, speed = found["acceptance"], found["speed"]
+    return Measurement(
+        None if passed is None else DraftAcceptance(passed["steps_per_call"], tuple(passed["by_depth"])),
+        None if speed is None else Speed(**speed),
+    )

@@ -18,7 +18,7 @@ from dsbd_cli.cli.app import run
 from dsbd_cli.cli.commands import distill as command
 from dsbd_cli.io.lines.lock import open_locked
 from dsbd_cli.train import target_answers
-from dsbd_cli.train.run_record import DraftAcceptance, Speed
+from dsbd_cli.train.run_record import DraftAcceptance, Measurement, Speed
 from dsbd_cli.train.training import Training
 from tests.helpers.checkpoints import byte_level, save, wrap
 
@@ -77,13 +77,15 @@ def test_from_prompts_to_a_draft(
     assert [one["step"] for one in milestones] == [0, 24, 48]
     losses = [one["loss"] for one in milestones[1:]]
     assert losses[1] < 0.6 * losses[0]
-    assert milestones[-1]["acceptance"]["steps_per_call"] >= 1
-    assert milestones[0]["speed"]["plain"] > 0
-    assert milestones[-1]["speed"]["drafted"] > 0
+    assert milestones[-1]["measured"]["acceptance"]["steps_per_call"] >= 1
+    assert milestones[0]["measured"]["speed"]["plain"] > 0
+    assert milestones[-1]["measured"]["speed"]["drafted"] > 0
     for word in ("before", "after", "layers that pass", "tokens/s with the draft", "on 3 held-out prompts"):
         assert word in out
     assert "steps per target call: tokens by which one run of the target makes each beam longer" in out
-    assert ("this draft pays: " in out) is (milestones[-1]["speed"]["drafted"] > milestones[-1]["speed"]["plain"])
+    assert ("this draft pays: " in out) is (
+        milestones[-1]["measured"]["speed"]["drafted"] > milestones[-1]["measured"]["speed"]["plain"]
+    )
     assert "pays: " in out or "this draft does not pay: " in out
     assert "measured here: " in err
     assert f"--input {prompts} holds 24 prompts: below 500 a draft hardly learns more than these" in err
@@ -103,9 +105,7 @@ def test_from_prompts_to_a_draft(
     assert "is finished: use it with --draft" in capfd.readouterr().err
 
 
-def test_from_prompts_to_a_head(
-    target: str, prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_from_prompts_to_a_head(target: str, prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards the whole way of the default form: the loss falls, the folder is a head in the form of speculators, and
     the text is that without a draft."""
     folder = tmp_path / "head"
@@ -116,10 +116,12 @@ def test_from_prompts_to_a_head(
     losses = [one["loss"] for one in record["milestones"][1:]]
     assert losses[1] < 0.8 * losses[0]
     first, last = record["milestones"][0], record["milestones"][-1]
-    assert last["acceptance"]["by_depth"][0] >= first["acceptance"]["by_depth"][0]
-    assert last["one_beam"]["steps_per_call"] > 1
-    assert "with one beam, layers that pass" in out
-    assert "; with one beam: " in err
+    first, last = first["measured"]["acceptance"], last["measured"]["acceptance"]
+    assert last["by_depth"][0] >= first["by_depth"][0]
+    assert record["milestones"][-1]["one_beam"]["acceptance"]["steps_per_call"] > 1
+    for word in (" layers that pass", "one beam: layers that pass"):
+        assert word in out
+    assert "; with one beam layers that pass: " in err
     lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     widths = [max(Counter(branches).values()) for branches in (line["branches"] for line in lines)]
     assert [len(line["tree"]) > 6 for line in lines] == [place < 6 for place in range(21)], "6 trees, then 15 chains"
@@ -140,7 +142,9 @@ def test_from_prompts_to_a_head(
         assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("words", [["--hidden-size", "16"], ["--form", "head", "--vocab", "150"]], ids=["llama", "head"])
+@pytest.mark.parametrize(
+    "words", [["--hidden-size", "16"], ["--form", "head", "--vocab", "150"]], ids=["llama", "head"]
+)
 def test_a_stopped_run_goes_on_to_the_same_weights(
     target: str,
     prompts: str,
@@ -205,7 +209,7 @@ def test_a_run_that_is_killed_leaves_the_best_draft_so_far(
 
     def measure(self: Any, *words: Any, **named: Any) -> Any:
         measured(self, *words, **named)
-        return DraftAcceptance(next(rates), (0.5,)), None
+        return Measurement(DraftAcceptance(next(rates), (0.5,))), None
 
     published: list[int] = []
     step = Training.run_step
@@ -237,10 +241,10 @@ def test_a_run_that_is_killed_leaves_the_best_draft_so_far(
     ],
 )
 def test_the_verdict(speed: Speed, said: str) -> None:
-    assert said in command._verdict(speed)
-    assert command._verdict(speed).startswith(
-        "this draft pays" if speed.drafted > speed.plain else "this draft does not"
-    )
+    assert said in command._verdict(speed, "model")
+    begin = "this draft pays" if speed.drafted > speed.plain else "this draft does not"
+    assert command._verdict(speed, "model").startswith(begin)
+    assert "--layers" not in command._verdict(speed, "head")
 
 
 @pytest.mark.parametrize("words", [[], ["--trust-remote-code", "target"]], ids=["plain", "trusted"])

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out
 from dsbd_cli.cli.options.declare import flag, grouped, option
@@ -38,6 +38,7 @@ from dsbd_cli.train.run_record import (
     RECORD,
     DraftAcceptance,
     Form,
+    Measurement,
     Milestone,
     Record,
     Speed,
@@ -386,12 +387,13 @@ class _Distilling:
         record.write(self._folder)
         loss = "" if milestone.loss is None else f"loss {milestone.loss:.3f}, "
         say(f"step {milestone.step} of {record.plan.steps}: {loss}{_one_line(milestone)}")
-        if milestone.speed is not None:
-            plain, drafted = milestone.speed.plain, milestone.speed.drafted
-            on_answer = f"{plain:.1f} tokens/s without a draft, {drafted:.1f} with it ({milestone.speed.label})"
-            say(f"measured here: {on_answer}")
-        elif ends and milestone.acceptance is not None:
-            say(f"{SPEED_S:.0f} s were too short to measure the speed: dsbd profile --seconds takes longer")
+        for one, beams in zip(found, ("", " with one beam"), strict=True):
+            if one is not None and one.speed is not None:
+                plain, drafted = one.speed.plain, one.speed.drafted
+                speeds = f"{plain:.1f} tokens/s without a draft, {drafted:.1f} with it ({one.speed.label})"
+                say(f"measured here{beams}: {speeds}")
+            elif one is not None and ends and one.acceptance is not None:
+                say(f"{SPEED_S:.0f} s were too short to measure the speed: dsbd profile --seconds takes longer")
 
     def _training(self, engine: Engine, shape: StudentShape) -> Training:
         """From the checkpoint where there is one."""
@@ -449,36 +451,39 @@ class _Distilling:
 
     def _measure(
         self, engine: Engine, folder: Path, held: list[Request], *, speed: bool
-    ) -> tuple[DraftAcceptance | None, Speed | None, DraftAcceptance | None]:
-        """The draft in a folder, on held-out prompts: acceptance, speed, and of a head acceptance with one beam, if the
-        run has several."""
-        from dsbd_cli.lab.profiling.budget import Budget
+    ) -> tuple[Measurement, Measurement | None]:
+        """The draft in a folder, on held-out prompts; a head with one beam, too, where the run has several."""
         from dsbd_cli.train.compare import with_draft
-        from dsbd_cli.train.draft_acceptance import measure_acceptance, measured_speed
 
         assert engine.info is not None
         plain = self._settings.method
         method = MethodConfig(rule=plain.rule, num_beams=plain.num_beams, depth=DEFAULT_DEPTH)
+        pair = with_draft(engine, self._draft_spec(str(folder), engine.info.dtype), method)
         held = [replace(one, sampling=replace(one.sampling, n_best=1)) for one in held]
+        found = self._measured(pair, held, speed=speed)
+        if self._record.plan.form == "model" or method.num_beams == 1:
+            return found, None
+        single = pair.replace(method=replace(method, num_beams=1))
+        return found, self._measured(single, held, speed=speed)
+
+    def _measured(self, pair: Engine, held: list[Request], *, speed: bool) -> Measurement:
+        from dsbd_cli.lab.profiling.budget import Budget
+        from dsbd_cli.train.draft_acceptance import measure_acceptance, measured_speed
+
+        beams = "" if pair.method.num_beams > 1 else ", with one beam"
 
         def on_answer(number: int) -> None:
-            self._talk.now(f"acceptance is measured: {number} of {len(held)} held-out prompts", {})
+            self._talk.now(f"acceptance is measured{beams}: {number} of {len(held)} held-out prompts", {})
 
         on_answer(0)
-        pair = with_draft(engine, self._draft_spec(str(folder), engine.info.dtype), method)
         with self._stopping(pair.stop):
             found = measure_acceptance(pair, held, on_answer)
-        alone: DraftAcceptance | None = None
-        if self._record.plan.form == "head" and method.num_beams > 1:
-            single = pair.replace(method=replace(method, num_beams=1))
-            with self._stopping(single.stop):
-                alone = measure_acceptance(single, held, on_answer)
         if found is None or not speed:
-            return found, None, alone
+            return Measurement(found)
         budget = Budget(SPEED_S)
-        self._talk.now(f"measuring speed for {SPEED_S:.0f} s", {})
+        self._talk.now(f"measuring speed for {SPEED_S:.0f} s{beams}", {})
         with self._stopping(budget.stop):
-            return found, measured_speed(pair, held[:HELD_OUT_BETWEEN], budget), alone
+            return Measurement(found, measured_speed(pair, held[:HELD_OUT_BETWEEN], budget))
 
 
 def _rate(shape: StudentShape) -> float:
@@ -502,17 +507,20 @@ def _mean(values: list[float]) -> float:
 
 def _is_best(milestones: Sequence[Milestone]) -> bool:
     """Whether at the last one a target call yields as many steps as at any before."""
-    steps = [one.acceptance.steps_per_call if one.acceptance else 0.0 for one in milestones]
+    found = [one.measured.acceptance for one in milestones]
+    steps = [one.steps_per_call if one else 0.0 for one in found]
     return steps[-1] == max(steps)
 
 
 def _one_line(one: Milestone) -> str:
-    if one.acceptance is None:
+    said = _passed(one.measured)
+    return said if one.one_beam is None else f"{said}; with one beam {_passed(one.one_beam)}"
+
+
+def _passed(found: Measurement) -> str:
+    if found.acceptance is None:
         return "nothing was drafted"
-    said = f"layers that pass: {_shares(one.acceptance)}; {one.acceptance.steps_per_call:.2f} steps per call"
-    if one.one_beam is None:
-        return said
-    return f"{said}; with one beam: {_shares(one.one_beam)}; {one.one_beam.steps_per_call:.2f}"
+    return f"layers that pass: {_shares(found.acceptance)}; {found.acceptance.steps_per_call:.2f} steps per call"
 
 
 def _shares(found: DraftAcceptance) -> str:
@@ -527,12 +535,13 @@ EXPLAINED = (
 )
 
 
-def _verdict(speed: Speed) -> str:
+def _verdict(speed: Speed, form: Form) -> str:
     """Whether drafting makes the target faster here."""
     speeds = f"{speed.drafted:.1f} tokens/s with it, {speed.plain:.1f} without"
     if speed.drafted > speed.plain:
         return f"this draft pays: {speeds}"
-    return f"this draft does not pay: {speeds}; give more prompts and --steps, or fewer --layers"
+    fewer = ", or fewer --layers" if form == "model" else ""
+    return f"this draft does not pay: {speeds}; give more prompts and --steps{fewer}"
 
 
 def _show(record: Record, folder: Path, held: int) -> None:
@@ -541,22 +550,23 @@ def _show(record: Record, folder: Path, held: int) -> None:
     table, ends = before_and_after(), (record.milestones[0], record.milestones[-1])
     last = ends[-1]
     table.add_row("loss, nats per token", "-", "-" if last.loss is None else f"{last.loss:.3f}")
-    table.add_row("layers that pass", *(_shares(one.acceptance) if one.acceptance else "-" for one in ends))
-    steps = [f"{one.acceptance.steps_per_call:.2f}" if one.acceptance else "-" for one in ends]
-    table.add_row("steps per target call", *steps)
+    _add_rows(table, "", [one.measured for one in ends])
     if last.one_beam is not None:
-        table.add_row(
-            "with one beam, layers that pass", *(_shares(one.one_beam) if one.one_beam else "-" for one in ends)
-        )
-        steps = [f"{one.one_beam.steps_per_call:.2f}" if one.one_beam else "-" for one in ends]
-        table.add_row("with one beam, steps per target call", *steps)
-    table.add_row("tokens/s with the draft", *(f"{one.speed.drafted:.1f}" if one.speed else "-" for one in ends))
-    table.add_row("tokens/s without a draft", *(f"{one.speed.plain:.1f}" if one.speed else "-" for one in ends))
+        _add_rows(table, "one beam: ", [one.one_beam or Measurement(None) for one in ends])
     console = Screen(sys.stdout)
     console.print(table)
     for line in EXPLAINED:
         console.say(line)
-    if last.speed is not None:
-        console.say(_verdict(last.speed))
+    for found, beams in ((last.measured, ""), (last.one_beam, "with one beam ")):
+        if found is not None and found.speed is not None:
+            console.say(beams + _verdict(found.speed, record.plan.form))
     command = quote_command(f"dsbd generate --target {record.plan.target} --draft {folder}")
     console.say(f"{folder} is written, measured on {held} held-out prompts: {command}")
+
+
+def _add_rows(table: Any, beams: str, ends: Sequence[Measurement]) -> None:
+    passed, speeds = [one.acceptance for one in ends], [one.speed for one in ends]
+    table.add_row(f"{beams}layers that pass", *(_shares(one) if one else "-" for one in passed))
+    table.add_row(f"{beams}steps per target call", *(f"{one.steps_per_call:.2f}" if one else "-" for one in passed))
+    table.add_row(f"{beams}tokens/s with the draft", *(f"{one.drafted:.1f}" if one else "-" for one in speeds))
+    table.add_row(f"{beams}tokens/s without a draft", *(f"{one.plain:.1f}" if one else "-" for one in speeds))
