@@ -156,6 +156,11 @@ class HeadStudent(nn.Module):
         """Tokens [C] of its columns."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
+    @property
+    def _block(self) -> Any:
+        """Return its only layer."""
+        return self.layers[0]
+
     def unrolled(self, trees: Trees, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield, for each step, logits [B, m, C] after the nodes that are learnt from, and which of them count [B, m].
 
@@ -185,7 +190,7 @@ class HeadStudent(nn.Module):
 
     def _enter(self, tokens: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the residual stream [B, n, H], queries [B, n, Q, E], keys and values [B, n, K, E]."""
-        layer, spec = self.layers[0], self.spec
+        layer, spec = self._block, self.spec
         embedded = nn.functional.embedding(tokens, self.table).float()  # type: ignore[arg-type]
         x = torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(states)), -1)
         query, key, value = (layer.self_attn[f"{one}_proj"](x).unflatten(-1, (-1, spec.head_dim)) for one in "qkv")
@@ -198,7 +203,7 @@ class HeadStudent(nn.Module):
     ) -> Tensor:
         """Return [B, m, Q * E]. keys, values: [B, N, K, E]. guessed: further ones, [B, m, K, E], one for each query."""
         spec = self.spec
-        query = query.unflatten(2, (spec.kv_heads, -1)) * spec.scale
+        query = query.reshape(*query.shape[:2], spec.kv_heads, -1, spec.head_dim) * spec.scale
         scores = torch.einsum("bmkge,bnke->bkgmn", query, keys).float().masked_fill(~sees[:, None, None], HIDDEN)
         own = [(query * key[:, :, :, None]).sum(-1).permute(0, 2, 3, 1)[..., None].float() for key, _ in guessed]
         weights = torch.cat((scores, *own), -1).softmax(-1).to(values.dtype)
@@ -210,7 +215,7 @@ class HeadStudent(nn.Module):
 
     def _leave(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """Return states [B, m, H] that are handed to the children, and logits [B, m, C]."""
-        layer = self.layers[0]
+        layer = self._block
         y = residual + layer.self_attn["o_proj"](attended)
         x = layer.post_attention_layernorm(y)
         y = y + layer.mlp["down_proj"](nn.functional.silu(layer.mlp["gate_proj"](x)) * layer.mlp["up_proj"](x))
