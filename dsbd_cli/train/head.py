@@ -63,7 +63,7 @@ class Trees:
         """states: [N, T * H] of each tree's nodes."""
         count = len(answers)
         most = max(len(one.text) for one in answers)
-        learnt = max(len(one.text) - len(one.prompt) + 1 for one in answers)
+        learnt = max(one.learnt for one in answers)
         wide = states[0].shape[-1]
         tokens, positions, parent = (torch.zeros(count, most, dtype=torch.int64) for _ in range(3))
         nodes, above = (torch.zeros(count, learnt, dtype=torch.int64) for _ in range(2))

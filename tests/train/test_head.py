@@ -151,11 +151,11 @@ def test_a_new_head_is_the_targets_last_layer(spec: ModelSpec) -> None:
     assert not new_head(spec, IDS, 0).lm_head.weight.requires_grad
 
 
-def test_a_head_learns_and_its_rows_stay(spec: ModelSpec, target: Any) -> None:
-    """Also guards that the mean does not depend on how answers are put together."""
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_head_learns_and_its_rows_stay(autocast: bool, spec: ModelSpec, target: Any) -> None:
     head = new_head(spec, IDS, 0)
     rows = head.lm_head.weight.clone()
-    run = HeadTraining(head, HeadTeacher(target, head.taps, IDS), ANSWERS, Recipe(60, 3e-3, 0, autocast=False))
+    run = HeadTraining(head, HeadTeacher(target, head.taps, IDS), ANSWERS, Recipe(60, 3e-3, 0, autocast=autocast))
     losses = [run.run_step() for _ in range(60)]
     assert losses[-1] < 0.3 * losses[0]
     assert torch.equal(head.lm_head.weight, rows)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out
 from dsbd_cli.cli.options.declare import flag, grouped, option
@@ -550,9 +550,11 @@ def _show(record: Record, folder: Path, held: int) -> None:
     table, ends = before_and_after(), (record.milestones[0], record.milestones[-1])
     last = ends[-1]
     table.add_row("loss, nats per token", "-", "-" if last.loss is None else f"{last.loss:.3f}")
-    _add_rows(table, "", [one.measured for one in ends])
+    rows = _rows("", [one.measured for one in ends])
     if last.one_beam is not None:
-        _add_rows(table, "one beam: ", [one.one_beam or Measurement(None) for one in ends])
+        rows += _rows("one beam: ", [one.one_beam or Measurement(None) for one in ends])
+    for row in rows:
+        table.add_row(*row)
     console = Screen(sys.stdout)
     console.print(table)
     for line in EXPLAINED:
@@ -564,9 +566,11 @@ def _show(record: Record, folder: Path, held: int) -> None:
     console.say(f"{folder} is written, measured on {held} held-out prompts: {command}")
 
 
-def _add_rows(table: Any, beams: str, ends: Sequence[Measurement]) -> None:
+def _rows(beams: str, ends: Sequence[Measurement]) -> list[tuple[str, ...]]:
     passed, speeds = [one.acceptance for one in ends], [one.speed for one in ends]
-    table.add_row(f"{beams}layers that pass", *(_shares(one) if one else "-" for one in passed))
-    table.add_row(f"{beams}steps per target call", *(f"{one.steps_per_call:.2f}" if one else "-" for one in passed))
-    table.add_row(f"{beams}tokens/s with the draft", *(f"{one.drafted:.1f}" if one else "-" for one in speeds))
-    table.add_row(f"{beams}tokens/s without a draft", *(f"{one.plain:.1f}" if one else "-" for one in speeds))
+    return [
+        (f"{beams}layers that pass", *(_shares(one) if one else "-" for one in passed)),
+        (f"{beams}steps per target call", *(f"{one.steps_per_call:.2f}" if one else "-" for one in passed)),
+        (f"{beams}tokens/s with the draft", *(f"{one.drafted:.1f}" if one else "-" for one in speeds)),
+        (f"{beams}tokens/s without a draft", *(f"{one.plain:.1f}" if one else "-" for one in speeds)),
+    ]
