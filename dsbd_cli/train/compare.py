@@ -10,7 +10,6 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.models.checkpoints.vocabulary import check_pair
-from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.heads.load import load_head, names_head
 from dsbd_cli.models.load_model import load_model
@@ -72,8 +71,7 @@ def _model(engine: Engine, spec: ModelSpec) -> BaseForestModel:
 def _head(engine: Engine, spec: ModelSpec) -> BaseForestModel:
     """A head in a folder, in the place of the one that read the target's states before."""
     assert isinstance(engine.target, BaseForestModel)
-    if isinstance(engine.target, DecoderForestModel):
-        engine.target.tap(None)
+    engine.target.tap(None)
     return load_head(spec, spec, engine.target)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.cache.prefill import prefill
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
-from dsbd_cli.models.decoder.decoder_model import DecoderForestModel, StateTap
+from dsbd_cli.models.forest_model import BaseForestModel, StateTap
 from dsbd_cli.train.target_answers import AnswerTokens
 
 TOP = 64
@@ -94,16 +94,15 @@ class HeadTeacher(Teacher):
     """A teacher of draft heads: distributions over the tokens of a head, and the hidden states that it reads."""
 
     def __init__(
-        self, target: DecoderForestModel, layers: Sequence[int], ids: Tensor, kept_bytes: int = KEPT_BYTES
+        self, target: BaseForestModel, layers: Sequence[int], ids: Tensor, kept_bytes: int = KEPT_BYTES
     ) -> None:
         """layers: after so many of the target's layers states are taken. ids: [C] tokens of the head."""
         super().__init__(target, kept_bytes)
-        width = len(layers) * target.decoder.spec.hidden
-        self._decoder, self._ids = target, ids.to(target.device)
-        self._tap = StateTap(tuple(layers), width, lambda taken: torch.cat(taken, -1))
+        self._model, self._ids = target, ids.to(target.device)
+        self._tap = StateTap(tuple(layers), len(layers) * target.hidden_size, lambda taken: torch.cat(taken, -1))
 
     def _compute(self, answer: AnswerTokens) -> TopDistribution:
-        model = self._decoder
+        model = self._model
         model.tap(None)  # of the head that was measured last
         model.tap(self._tap)
         try:
@@ -112,7 +111,7 @@ class HeadTeacher(Teacher):
             model.tap(None)
 
     def _states(self, answer: AnswerTokens) -> Tensor | None:
-        return self._decoder.states[0, : len(answer.text)].cpu().clone()
+        return self._model.states[0, : len(answer.text)].cpu().clone()
 
     def _logits(self, answer: AnswerTokens) -> Iterator[Tensor]:
         for logits in super()._logits(answer):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError
-from dsbd_cli.models.checkpoints.hub import locate
+from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
 from dsbd_cli.models.checkpoints.loader import is_plain, load_config, load_network
 from dsbd_cli.models.decoder.load import spec_or_reason, tensors_of
 from dsbd_cli.models.decoder.spec import DecoderSpec
-from dsbd_cli.models.decoder.weights import Tensors, WeightReader
+from dsbd_cli.models.decoder.weights import WeightReader
 from dsbd_cli.models.heads.formats import LAYER_IDS, SPECULATORS, layer_spec
 from dsbd_cli.train.target_answers import AnswerTokens
 
@@ -255,7 +255,8 @@ class HeadStudent(nn.Module):
 def new_head(spec: ModelSpec, ids: Tensor, seed: int) -> HeadStudent:
     """An untrained head of the target of `spec` over these tokens [C]: the target's last layer, which reads the deepest
     of the states that are taken. Raises ModelError."""
-    theirs, config = _target(spec)
+    reader, config = _target(spec)
+    theirs = reader.spec
     text = config.get_text_config(decoder=True)
     taps = tapped_layers(theirs.layers)
     layer = {
@@ -266,7 +267,6 @@ def new_head(spec: ModelSpec, ids: Tensor, seed: int) -> HeadStudent:
         "rms_norm_eps": theirs.eps, "rope_theta": _rope_theta(text), "attention_bias": False, "mlp_bias": False,
     }  # fmt: skip
     named = {"name_or_path": spec.source, "architectures": list(getattr(config, "architectures", None) or ())}
-    reader = WeightReader(theirs, _tensors(spec, config), torch.float32)
     rows, table, norm = _ends(reader)
     head = HeadStudent(layer, taps, ids, table, named)
     with torch.random.fork_rng(), torch.no_grad():
@@ -286,8 +286,7 @@ def read_head(folder: Path, spec: ModelSpec) -> HeadStudent:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         state = load_file(folder / FILE)
         ids = state["d2t"] + torch.arange(len(state["d2t"]))
-        theirs, their_config = _target(spec)
-        _, table, _ = _ends(WeightReader(theirs, _tensors(spec, their_config), torch.float32))
+        _, table, _ = _ends(_target(spec)[0])
         named = config["speculators_config"]["verifier"]
         head = HeadStudent(config["transformer_layer_config"], config[LAYER_IDS], ids, table, named)
         head.load_state_dict(state)
@@ -305,22 +304,20 @@ def tapped_layers(layers: int) -> tuple[int, ...]:
     return tuple(range(max(0, layers - 3), layers))
 
 
-def _target(spec: ModelSpec) -> tuple[DecoderSpec, Any]:
-    """What a target is in numbers, and its config. Raises ModelError."""
-    config = load_config(locate(spec), spec)
+def _target(spec: ModelSpec) -> tuple[WeightReader, Any]:
+    """A target's tensors, however they are stored, and its config. Raises ModelError."""
+    place = locate(spec)
+    config = load_config(place, spec)
     found = spec_or_reason(spec, config)
     if isinstance(found, str):
-        raise ModelError(f"target model {spec.source!r} does not run in our own decoder: {found}")
-    return found, config
-
-
-def _tensors(spec: ModelSpec, config: Any) -> Tensors:
-    """A target's tensors, however they are stored."""
-    place = locate(spec)
-    if is_plain(place, config):
-        return tensors_of(place, spec)
-    state = load_network(spec).state_dict()
-    return {name: partial(state.__getitem__, name) for name in state}
+        raise ModelError(f"target model {spec.source!r} is no standard decoder: {found}")
+    if is_plain(place, config) and not locate_adapters(spec):
+        return WeightReader(found, tensors_of(place, spec), torch.float32), config
+    model = load_network(replace(spec, device="cpu", device_map=None))
+    state = model.state_dict()
+    if not model.config.get_text_config(decoder=True).tie_word_embeddings:  # an adapter may bring a head
+        found = replace(found, tied=False)
+    return WeightReader(found, {name: partial(state.__getitem__, name) for name in state}, torch.float32), config
 
 
 def _ends(reader: WeightReader) -> tuple[Tensor, Tensor, Tensor]:

@@ -59,7 +59,7 @@ def student_shape(
 ) -> StudentShape:
     """Work out the draft to be made of the target of `spec`, from its config alone.
 
-    layers None: a quarter of the target's layers, or two of a Llama. form None: a head where the target runs in our own
+    layers None: a quarter of the target's layers, or two of a Llama. form None: a head where the target is a standard
     decoder and no layers and no size are given. vocab: tokens of a head; None: VOCABULARY.
 
     Raises UsageError for sizes that make no draft of it, UnsupportedModelError for a target that no draft is made of.
@@ -82,7 +82,9 @@ def student_shape(
         form = "model" if sized or isinstance(known, str) else "head"
     if form == "head":
         if isinstance(known, str):
-            raise UnsupportedModelError(f"--form head needs a target that runs in our own decoder, but {known}")
+            raise UnsupportedModelError(
+                f"--form head begins as a layer of a standard decoder, but {known}: give --form model"
+            )
         if sized:
             given = "--layers" if layers is not None else "--hidden-size"
             raise UsageError(f"{given} would do nothing, because a head is one layer of the target's width: drop it")

@@ -31,7 +31,7 @@ from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
 from dsbd_cli.config.model import BUILTIN_TARGET, DTYPES, ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.variants import SEARCH
-from dsbd_cli.errors import DsbdError, RowError, UnsupportedModelError, UsageError, option_name
+from dsbd_cli.errors import DsbdError, RowError, UsageError, option_name
 from dsbd_cli.requests import Request
 from dsbd_cli.train.run_record import (
     BATCH,
@@ -88,7 +88,7 @@ class DistillOptions:
     form: Form | None = option(
         DISTILL,
         "head: one layer that reads the target's hidden states (EAGLE-3); model: the target's own first layers",
-        default="head where the target runs in our own decoder, and no layers and no size are given",
+        default="head where the target is a standard decoder, and no layers and no size are given",
         metavar="FORM",
     )
     vocab: int | None = option(DISTILL, "tokens of a head: those that the target is likeliest to say", default=8192)
@@ -421,14 +421,13 @@ class _Distilling:
         return training
 
     def _head_training(self, engine: Engine, shape: StudentShape, recipe: Recipe, *, going_on: bool) -> Training:
-        from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
+        from dsbd_cli.models.forest_model import BaseForestModel
         from dsbd_cli.train.distributions import HeadTeacher, likely_tokens
         from dsbd_cli.train.head import new_head, read_head
         from dsbd_cli.train.training import HeadTraining
 
         target = engine.target
-        if not isinstance(target, DecoderForestModel):
-            raise UnsupportedModelError("the target runs through transformers, which no head reads: give --form model")
+        assert isinstance(target, BaseForestModel)
         if going_on:
             student = read_head(self._folder / CHECKPOINT, self._spec)
         else:
