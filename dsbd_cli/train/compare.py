@@ -10,6 +10,8 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.models.checkpoints.vocabulary import check_pair
+from dsbd_cli.models.forest_model import BaseForestModel
+from dsbd_cli.models.heads.load import load_head, names_head
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.requests import Request
@@ -52,13 +54,25 @@ def worse(before: Measure, after: Measure) -> str | None:
 def with_draft(engine: Engine, spec: ModelSpec, method: MethodConfig | None = None) -> Engine:
     """A second engine with the same target and another draft, and another method if one is given. The two must not run
     at once: they share the target."""
+    draft = _head(engine, spec) if names_head(spec) else _model(engine, spec)
+    info = None if engine.info is None else replace(engine.info, draft=spec.source)
+    method = method or engine.method
+    return engine.replace(draft=draft, method=method, batch_size=engine.batch_size, info=info)
+
+
+def _model(engine: Engine, spec: ModelSpec) -> BaseForestModel:
     draft, codec = load_model(spec)
     if isinstance(engine.codec, HFCodec):
         check_pair(engine.codec, codec, engine.target.vocab_size, draft.vocab_size)
     draft.fit_width(engine.target.vocab_size)
-    info = None if engine.info is None else replace(engine.info, draft=spec.source)
-    method = method or engine.method
-    return engine.replace(draft=draft, method=method, batch_size=engine.batch_size, info=info)
+    return draft
+
+
+def _head(engine: Engine, spec: ModelSpec) -> BaseForestModel:
+    """A head in a folder, in the place of the one that read the target's states before."""
+    assert isinstance(engine.target, BaseForestModel)
+    engine.target.tap(None)
+    return load_head(spec, spec, engine.target)
 
 
 def measure(engines: Sequence[Engine], requests: Sequence[Request]) -> list[Measure]:

@@ -6,6 +6,7 @@ Shape letters: n tokens of an answer, T tokens of a distribution, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,27 +14,31 @@ from torch import Tensor
 
 from dsbd_cli.engine.cache.prefill import prefill
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
+from dsbd_cli.models.forest_model import BaseForestModel, StateTap
 from dsbd_cli.train.target_answers import AnswerTokens
 
 TOP = 64
 CHUNK = 256  # answer tokens whose logits are held at once
 STEP = 32
+MASS_ANSWERS = 128  # from which the tokens of a head are chosen
 KEPT_BYTES = 1 << 30
 LEAST = 1e-7  # of a probability whose logarithm is taken
 
 
 @dataclass(frozen=True, slots=True)
 class TopDistribution:
-    """ids [n, T] int32: the likeliest tokens before each token of an answer. logs [n, T] float32: their
-    log-probabilities at temperature 1."""
+    """ids [n, T] int32: the likeliest tokens before each token of an answer, or their columns where the draft lacks
+    tokens. logs [n, T] float32: their log-probabilities at temperature 1. states [N, S]: hidden states of all tokens
+    that the target has read, side by side; of a draft head alone."""
 
     ids: Tensor
     logs: Tensor
+    states: Tensor | None = None
 
     @property
     def held_bytes(self) -> int:
         """Memory that it takes."""
-        return self.ids.nbytes + self.logs.nbytes
+        return self.ids.nbytes + self.logs.nbytes + (0 if self.states is None else self.states.nbytes)
 
 
 class Teacher:
@@ -59,32 +64,84 @@ class Teacher:
 
     @torch.no_grad()
     def _compute(self, answer: AnswerTokens) -> TopDistribution:
-        model, first = self._target, len(answer.prompt) - 1
-        # the last token of the answer is read by nobody
-        text = [*answer.prompt, *answer.tokens[:-1]]
+        parts = []
+        for logits in self._logits(answer):
+            logs = logits.log_softmax(-1).topk(min(TOP, logits.shape[-1]), -1)
+            parts.append((logs.indices.to(torch.int32).cpu(), logs.values.cpu()))
+        states = self._states(answer)
+        self._target.release()
+        return TopDistribution(torch.cat([ids for ids, _ in parts]), torch.cat([logs for _, logs in parts]), states)
+
+    def _states(self, answer: AnswerTokens) -> Tensor | None:
+        """What is kept of the cache before it is released."""
+        return None
+
+    def _logits(self, answer: AnswerTokens) -> Iterator[Tensor]:
+        """[c, V] float32 behind the prompt and each further token that is read, CHUNK of them at a time. The cache
+        holds the answer until it is released."""
+        model, first, text = self._target, len(answer.prompt) - 1, answer.text
         slots = -(-(len(text) + STEP) // STEP) * STEP
         model.release()
         model.reserve(1, slots + 1)
         prefill(model, [0], [answer.prompt], slots, apart=True)
-        parts = []
         for start in range(first, len(text), CHUNK):
-            end = min(start + CHUNK, len(text))
-            logits = model.forward(_chain(text, start, end, model.device))
+            logits = model.forward(_nodes(answer, start, min(start + CHUNK, len(text)), model.device))
             assert logits is not None
-            logs = logits[0].float().log_softmax(-1).topk(min(TOP, logits.shape[-1]), -1)
-            parts.append((logs.indices.to(torch.int32).cpu(), logs.values.cpu()))
-        model.release()
-        return TopDistribution(torch.cat([ids for ids, _ in parts]), torch.cat([logs for _, logs in parts]))
+            yield logits[0].float()
 
 
-def _chain(text: list[int], start: int, end: int, device: torch.device) -> ForestInput:
+class HeadTeacher(Teacher):
+    """A teacher of draft heads: distributions over the tokens of a head, and the hidden states that it reads."""
+
+    def __init__(
+        self, target: BaseForestModel, layers: Sequence[int], ids: Tensor, kept_bytes: int = KEPT_BYTES
+    ) -> None:
+        """layers: after so many of the target's layers states are taken. ids: [C] tokens of the head."""
+        super().__init__(target, kept_bytes)
+        self._model, self._ids = target, ids.to(target.device)
+        self._tap = StateTap(tuple(layers), len(layers) * target.hidden_size, lambda taken: torch.cat(taken, -1))
+
+    def _compute(self, answer: AnswerTokens) -> TopDistribution:
+        model = self._model
+        model.tap(None)  # of the head that was measured last
+        model.tap(self._tap)
+        try:
+            return super()._compute(answer)
+        finally:
+            model.tap(None)
+
+    def _states(self, answer: AnswerTokens) -> Tensor | None:
+        return self._model.states[0, : len(answer.text)].cpu().clone()
+
+    def _logits(self, answer: AnswerTokens) -> Iterator[Tensor]:
+        for logits in super()._logits(answer):
+            yield logits[:, self._ids]
+
+
+@torch.no_grad()
+def likely_tokens(target: ForestModel, answers: Sequence[AnswerTokens], count: int) -> Tensor:
+    """[count] int64, ascending: the tokens of most mass under the target's distributions, MASS_ANSWERS answers at
+    most."""
+    mass, teacher = torch.zeros(target.vocab_size, dtype=torch.float64), Teacher(target, 0)
+    for answer in answers[:: -(-len(answers) // MASS_ANSWERS)]:
+        for logits in teacher._logits(answer):
+            mass += logits.softmax(-1).sum(0).cpu()
+    target.release()
+    return mass.topk(min(count, len(mass))).indices.sort().values
+
+
+def _nodes(answer: AnswerTokens, start: int, end: int, device: torch.device) -> ForestInput:
     """Tokens start .. end of a text behind those before them."""
-    places = torch.arange(start, end, device=device).unsqueeze(0)
-    index = torch.arange(end, device=device).unsqueeze(0)
-    tokens = torch.tensor([text[start:end]], device=device)
-    seen = index.unsqueeze(1) <= places.unsqueeze(2)
-    rows = torch.zeros(1, dtype=torch.int64, device=device)
-    return ForestInput(tokens, places, places, seen, index, rows=rows, chain=True)
+    positions = torch.tensor([answer.positions[:end]], device=device)
+    return ForestInput(
+        tokens=torch.tensor([answer.text[start:end]], device=device),
+        positions=positions[:, start:],
+        slots=torch.arange(start, end, device=device).unsqueeze(0),
+        mask=answer.sees(start, end).unsqueeze(0).to(device),
+        slot_positions=positions,
+        rows=torch.zeros(1, dtype=torch.int64, device=device),
+        chain=answer.branches is None,
+    )
 
 
 def divergence(logits: Tensor, ids: Tensor, logs: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import orjson
 
@@ -13,6 +14,7 @@ from dsbd_cli.io.lines.resume import write_atomically
 RECORD = "dsbd_distill.json"
 SCHEMA = "dsbd.distill/1"
 BATCH = 8  # answers of a step
+Form = Literal["head", "model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +22,10 @@ class TrainingPlan:
     """TrainingPlan that the weights follow from, besides device and machine. input: a digest of the prompts' lines."""
 
     target: str
+    form: Form
     layers: int
     hidden_size: int | None
+    vocab: int | None
     steps: int
     learning_rate: float
     decode: str
@@ -52,14 +56,22 @@ class DraftAcceptance:
 
 
 @dataclass(frozen=True, slots=True)
+class Measurement:
+    """A draft at one number of beams. acceptance: None where nothing was drafted. speed: where it was measured."""
+
+    acceptance: DraftAcceptance | None
+    speed: Speed | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Milestone:
     """The draft after so many steps. loss: mean since the milestone before, in nats per token; None before the first
-    step. acceptance: None where nothing was drafted. speed: where it was measured."""
+    step. measured: with the beams of the run. one_beam: a draft head with one beam, where the run has several."""
 
     step: int
     loss: float | None
-    acceptance: DraftAcceptance | None
-    speed: Speed | None = None
+    measured: Measurement
+    one_beam: Measurement | None = None
 
 
 @dataclass(slots=True)
@@ -91,10 +103,17 @@ def read_record(folder: Path) -> Record:
 
 
 def _milestone(found: dict[str, object]) -> Milestone:
-    step, loss, acceptance, speed = (found[name] for name in ("step", "loss", "acceptance", "speed"))
+    step, loss, alone = (found[name] for name in ("step", "loss", "one_beam"))
     if not isinstance(step, int) or not isinstance(loss, float | None):
         raise TypeError
-    passed = None
-    if isinstance(acceptance, dict):
-        passed = DraftAcceptance(acceptance["steps_per_call"], tuple(acceptance["by_depth"]))
-    return Milestone(step, loss, passed, Speed(**speed) if isinstance(speed, dict) else None)
+    return Milestone(step, loss, _measurement(found["measured"]), None if alone is None else _measurement(alone))
+
+
+def _measurement(found: object) -> Measurement:
+    if not isinstance(found, dict):
+        raise TypeError
+    passed, speed = found["acceptance"], found["speed"]
+    return Measurement(
+        None if passed is None else DraftAcceptance(passed["steps_per_call"], tuple(passed["by_depth"])),
+        None if speed is None else Speed(**speed),
+    )

@@ -23,26 +23,44 @@ from dsbd_cli.config.model import DTYPES, ModelSpec
 from dsbd_cli.errors import ModelError, OutputError, UnsupportedModelError, UsageError
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import is_gguf, load, load_config, load_tokenizer
+from dsbd_cli.models.decoder.load import spec_or_reason
+from dsbd_cli.train.head import HeadStudent
+from dsbd_cli.train.run_record import Form
 from dsbd_cli.train.trim import copy_beside
 
 SHARE_OF_LAYERS = 4  # the draft has one of so many of the target's layers
 LLAMA_LAYERS = 2
+VOCABULARY, LEAST_VOCABULARY = 8192, 64  # tokens of a head
 HEAD_DIMS = (64, 32, 16)
 MOMENTS = "optimizer.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class StudentShape:
-    """layers: of the draft. hidden_size: of a small Llama; None: the target's own first layers."""
+    """layers: of the draft. hidden_size: of a small Llama; None: the target's own first layers, or a head. vocab:
+    tokens of a draft head; None: a model."""
 
     layers: int
     hidden_size: int | None
+    vocab: int | None = None
+
+    @property
+    def form(self) -> Form:
+        """Return what is made."""
+        return "model" if self.vocab is None else "head"
 
 
-def student_shape(spec: ModelSpec, layers: int | None, hidden_size: int | None) -> StudentShape:
+def student_shape(
+    spec: ModelSpec,
+    layers: int | None,
+    hidden_size: int | None,
+    form: Form | None = None,
+    vocab: int | None = None,
+) -> StudentShape:
     """Work out the draft to be made of the target of `spec`, from its config alone.
 
-    layers None: a quarter of the target's layers, or two of a Llama.
+    layers None: a quarter of the target's layers, or two of a Llama. form None: a head where the target is a standard
+    decoder and no layers and no size are given. vocab: tokens of a head; None: VOCABULARY.
 
     Raises UsageError for sizes that make no draft of it, UnsupportedModelError for a target that no draft is made of.
     """
@@ -58,6 +76,23 @@ def student_shape(spec: ModelSpec, layers: int | None, hidden_size: int | None) 
         )
     text = config.get_text_config(decoder=True)
     most = text.num_hidden_layers
+    known = spec_or_reason(spec, config)
+    sized = layers is not None or hidden_size is not None
+    if form is None:
+        form = "model" if sized or isinstance(known, str) else "head"
+    if form == "head":
+        if isinstance(known, str):
+            raise UnsupportedModelError(
+                f"--form head begins as a layer of a standard decoder, but {known}: give --form model"
+            )
+        if sized:
+            given = "--layers" if layers is not None else "--hidden-size"
+            raise UsageError(f"{given} would do nothing, because a head is one layer of the target's width: drop it")
+        if vocab is not None and vocab < LEAST_VOCABULARY:
+            raise UsageError(f"--vocab is {vocab}, but must be {LEAST_VOCABULARY} or more")
+        return StudentShape(1, None, min(vocab or VOCABULARY, known.vocabulary))
+    if vocab is not None:
+        raise UsageError("--vocab would do nothing, because --form model keeps all tokens: trim the draft afterwards")
     if layers is not None and layers < 1:
         raise UsageError(f"--layers is {layers}, but must be 1 or more")
     if hidden_size is None:
@@ -83,7 +118,7 @@ def new_student(spec: ModelSpec, shape: StudentShape, seed: int) -> nn.Module:
 
 
 def load_student(folder: Path, spec: ModelSpec) -> nn.Module:
-    """The student that `save_student` has written, in float32. Raises ModelError where the files are damaged."""
+    """The model that `save_student` has written, in float32. Raises ModelError where the files are damaged."""
     plain = replace(spec, source=str(folder), role="draft", dtype="float32", device_map=None, tensor_parallel=1)
     return _trainable(load(plain)[0])
 
@@ -212,6 +247,9 @@ def _small_llama(first: Any, shape: StudentShape, seed: int) -> Any:
 
 
 def _write(student: Any, spec: ModelSpec, folder: Path, dtype: str) -> None:
+    if isinstance(student, HeadStudent):
+        student.write(folder, dtype)  # it reads and writes the target's tokens, and needs no tokenizer
+        return
     kind: torch.dtype = getattr(torch, dtype)
     # tied weights are one tensor before and after
     made: dict[int, Tensor] = {}

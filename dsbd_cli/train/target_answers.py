@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
+import torch
+from torch import Tensor
 
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.iteration.observer import Observer
+from dsbd_cli.engine.iteration.request_state import RequestState
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 from dsbd_cli.errors import RowError
 from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.io.lines.lock import open_locked
@@ -20,10 +25,82 @@ from dsbd_cli.requests import Request, RequestResult
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """Token ids of one answer and of the prompt before it."""
+    """Token ids of one answer, or of a tree of answers, and of the prompt before it.
+
+    branches: of a tree, the place in `tokens` that each of its tokens follows, -1 for those behind the prompt. None:
+    one answer, each token of which follows the one before; the last is read by nobody.
+    """
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
+    branches: tuple[int, ...] | None = None
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """All tokens that the target reads, N of them: the prompt's first, and none before the one that it follows."""
+        return (*self.prompt, *(self.tokens[:-1] if self.branches is None else self.tokens))
+
+    @property
+    def learnt(self) -> int:
+        """How many of them are learnt from: the last one of the prompt and all behind it."""
+        return len(self.text) - len(self.prompt) + 1
+
+    @property
+    def parents(self) -> list[int]:
+        """Place in `text` that each of its tokens follows; -1 for the first."""
+        count, size = len(self.prompt), len(self.text)
+        if self.branches is None:
+            return list(range(-1, size - 1))
+        return [*range(-1, count - 1), *(count + place if place >= 0 else count - 1 for place in self.branches)]
+
+    @property
+    def positions(self) -> list[int]:
+        """How many tokens stand before each token of `text` on its path."""
+        found: list[int] = []
+        for parent in self.parents:
+            found.append(found[parent] + 1 if parent >= 0 else 0)
+        return found
+
+    def sees(self, start: int, end: int) -> Tensor:
+        """[end - start, end] bool: what tokens start .. end of `text` follow, and themselves."""
+        rows = torch.ones(end, end, dtype=torch.bool).tril()
+        if self.branches is not None:
+            for place, parent in enumerate(self.parents[len(self.prompt) : end], len(self.prompt)):
+                rows[place, :place] = rows[parent, :place]
+        return rows[start:]
+
+
+class LiveBeams(Observer):
+    """Keeps the live beams of every step of runs without a draft, as trees."""
+
+    attached = True
+
+    def __init__(self) -> None:
+        self._trees: dict[int, tuple[list[int], list[int]]] = {}  # by request: tokens, and what each follows
+        self._ends: dict[int, list[int]] = {}  # places of the live beams
+        self._draws: list[list[list[int]]] = []
+
+    def verified(self, view: LayerView, draws: LayerDraws) -> None:
+        """Note the beams of the next step."""
+        self._draws = torch.stack((*view.pair(draws.index), draws.valid.long()), 2).tolist()
+
+    def iterated(self, jobs: Mapping[int, RequestState], nodes: int, seconds: Mapping[str, float]) -> None:
+        """Put them below those of this one."""
+        for row, job in jobs.items():
+            if not job.stats.steps:  # it begins, or begins anew
+                self._trees[job.number], self._ends[job.number] = ([], []), [-1]
+            (tokens, branches), ends, grown = self._trees[job.number], self._ends[job.number], []
+            for beam, token, valid in self._draws[row]:
+                if valid:
+                    branches.append(ends[beam])
+                    grown.append(len(tokens))
+                    tokens.append(token)
+            self._ends[job.number] = grown
+
+    def take(self, number: int) -> tuple[list[int], list[int]]:
+        """Tokens and branches of the tree of a request that is done."""
+        self._ends.pop(number, None)
+        return self._trees.pop(number, ([], []))
 
 
 @contextmanager
@@ -42,17 +119,26 @@ def open_answers(path: Path) -> Iterator[tuple[int, LineWriter]]:
 
 
 def make_answers(
-    engine: Engine, requests: Sequence[Request], writer: LineWriter, on_answer: Callable[[int], None]
+    engine: Engine,
+    requests: Sequence[Request],
+    writer: LineWriter,
+    on_answer: Callable[[int], None],
+    *,
+    trees: bool = False,
 ) -> list[RowError]:
     """Answer the requests and write a line for each; ends early where the engine is stopped. on_answer: after each, how
-    many are done. Returns the errors of those that cannot be answered."""
+    many are done. trees: with the live beams of every step. Returns the errors of those that cannot be answered."""
     encoder = Encoder.alone(engine.target, engine.codec, engine.method)
-    failed = []
+    failed, beams = [], LiveBeams()
+    engine.observe(beams if trees else Observer())
     for number, result in enumerate(engine.run(requests), 1):
         if result.error is not None:
             failed.append(result.error)
-        writer.write(orjson.dumps(_line(encoder, result)))
+        tokens, branches = beams.take(number - 1)
+        tree = {"tree": tokens, "branches": branches} if tokens else {}
+        writer.write(orjson.dumps(_line(encoder, result) | tree))
         on_answer(number)
+    engine.observe(Observer())
     return failed
 
 
@@ -69,12 +155,15 @@ def _line(encoder: Encoder, result: RequestResult) -> dict[str, object]:
 
 
 def read_answers(path: Path) -> list[AnswerTokens]:
-    """All answers of the file, in its order; each text of a prompt once."""
+    """All answers of the file, in its order; each text of a prompt once, or its tree."""
     found = []
     with path.open("rb") as stream:
         for line in stream:
             record = orjson.loads(line)
             prompt = tuple(record.get("prompt_ids", ()))
+            if prompt and "tree" in record:
+                found.append(AnswerTokens(prompt, tuple(record["tree"]), tuple(record["branches"])))
+                continue
             texts = dict.fromkeys(tuple(tokens) for tokens in record.get("answers", ()))
             found += [AnswerTokens(prompt, tokens) for tokens in texts if prompt and tokens]
     return found

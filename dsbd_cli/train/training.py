@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.train.distributions import Teacher, divergence
+from dsbd_cli.train.head import HeadStudent, Trees
 from dsbd_cli.train.run_record import BATCH
 from dsbd_cli.train.target_answers import AnswerTokens
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.98), 0.01, 1.0
 WARM_UP_SHARE, WARM_UP_MOST = 0.05, 100
+UNROLLED, DECAY = 4, 0.8  # steps of a head on its own guesses, and how much less each weighs
 LOGIT_BYTES = 256 << 20  # of a forward's float32 logits
 
 
@@ -70,6 +72,16 @@ class Training:
         # most models can leave out the logits of positions that nobody asks for
         self._keeps = "logits_to_keep" in inspect.signature(type(student).forward).parameters
 
+    @property
+    def _width(self) -> int:
+        """Numbers that a position's logits take."""
+        width: int = self.student.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        return width
+
+    def _terms(self, batch: list[AnswerTokens]) -> float:
+        """By what the sum of the batch's divergences is divided."""
+        return sum(one.learnt for one in batch)
+
     def moments(self) -> dict[str, Tensor]:
         """Return what the optimizer remembers, by name."""
         state = self._optimizer.state_dict()["state"]
@@ -88,10 +100,10 @@ class Training:
     def run_step(self) -> float:
         """One step; returns the mean divergence in nats per token. Raises DsbdError where it is no number."""
         batch = [self._answers[place] for place in self._recipe.places(self.step, len(self._answers))]
-        tokens = sum(len(one.tokens) for one in batch)
+        terms = self._terms(batch)
         total = 0.0
         for part in self._parts(batch):
-            loss = self._loss(part) / tokens
+            loss = self._loss(part) / terms
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         if not math.isfinite(total):
@@ -106,16 +118,19 @@ class Training:
 
     def _parts(self, batch: list[AnswerTokens]) -> list[list[AnswerTokens]]:
         """Answers that go through the student together: of like length, and few enough for their logits."""
-        width = self.student.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        most = max(1, LOGIT_BYTES // (4 * width))
+        most = max(1, LOGIT_BYTES // (4 * self._width))
         parts: list[list[AnswerTokens]] = []
         for one in sorted(batch, key=lambda one: (len(one.prompt), len(one.tokens))):
             wider = [*parts[-1], one] if parts else [one]
-            if parts and len(wider) * _span(wider)[1] <= most:
+            if parts and len(wider) * self._positions(wider) <= most:
                 parts[-1] = wider
             else:
                 parts.append([one])
         return parts
+
+    def _positions(self, part: list[AnswerTokens]) -> int:
+        """Positions of each answer that logits are computed of."""
+        return _span(part)[1]
 
     def _loss(self, part: list[AnswerTokens]) -> Tensor:
         """Sum over all tokens of the answers."""
@@ -133,6 +148,40 @@ class Training:
             total = (
                 total + divergence(mine, distribution.ids.to(self._device), distribution.logs.to(self._device)).sum()
             )
+        return total
+
+
+class HeadTraining(Training):
+    """A draft head in training, unrolled on its own guesses."""
+
+    student: HeadStudent
+
+    @property
+    def _width(self) -> int:
+        return UNROLLED * len(self.student.d2t)
+
+    def _positions(self, part: list[AnswerTokens]) -> int:
+        return max(one.learnt for one in part)
+
+    def _terms(self, batch: list[AnswerTokens]) -> float:
+        found = 0.0
+        for one in batch:
+            depths = torch.tensor(one.positions[len(one.prompt) - 1 :]) - (len(one.prompt) - 1)
+            found += sum(DECAY**step * int((depths >= step).sum()) for step in range(UNROLLED))
+        return found
+
+    def _loss(self, part: list[AnswerTokens]) -> Tensor:
+        laws = [self._teacher.distribution(one) for one in part]
+        trees = Trees.of(part, [law.states for law in laws if law.states is not None]).to(self._device)
+        most = trees.nodes.shape[1]
+        ids, logs = (
+            torch.stack([nn.functional.pad(one, (0, 0, 0, most - len(one))) for one in some]).to(self._device)
+            for some in ([law.ids for law in laws], [law.logs for law in laws])
+        )
+        total = torch.zeros((), device=self._device)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._recipe.autocast):
+            for step, (logits, real) in enumerate(self.student.unrolled(trees, UNROLLED)):
+                total = total + DECAY**step * divergence(logits[real], ids[real], logs[real]).sum()
         return total
 
 

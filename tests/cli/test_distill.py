@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsbd_cli.cli.app import run
 from dsbd_cli.cli.commands import distill as command
 from dsbd_cli.io.lines.lock import open_locked
-from dsbd_cli.train.run_record import DraftAcceptance, Speed
+from dsbd_cli.train import target_answers
+from dsbd_cli.train.run_record import DraftAcceptance, Measurement, Speed
 from dsbd_cli.train.training import Training
 from tests.helpers.checkpoints import byte_level, save, wrap
 
@@ -74,13 +77,15 @@ def test_from_prompts_to_a_draft(
     assert [one["step"] for one in milestones] == [0, 24, 48]
     losses = [one["loss"] for one in milestones[1:]]
     assert losses[1] < 0.6 * losses[0]
-    assert milestones[-1]["acceptance"]["steps_per_call"] >= 1
-    assert milestones[0]["speed"]["plain"] > 0
-    assert milestones[-1]["speed"]["drafted"] > 0
+    assert milestones[-1]["measured"]["acceptance"]["steps_per_call"] >= 1
+    assert milestones[0]["measured"]["speed"]["plain"] > 0
+    assert milestones[-1]["measured"]["speed"]["drafted"] > 0
     for word in ("before", "after", "layers that pass", "tokens/s with the draft", "on 3 held-out prompts"):
         assert word in out
     assert "steps per target call: tokens by which one run of the target makes each beam longer" in out
-    assert ("this draft pays: " in out) is (milestones[-1]["speed"]["drafted"] > milestones[-1]["speed"]["plain"])
+    assert ("this draft pays: " in out) is (
+        milestones[-1]["measured"]["speed"]["drafted"] > milestones[-1]["measured"]["speed"]["plain"]
+    )
     assert "pays: " in out or "this draft does not pay: " in out
     assert "measured here: " in err
     assert f"--input {prompts} holds 24 prompts: below 500 a draft hardly learns more than these" in err
@@ -100,25 +105,70 @@ def test_from_prompts_to_a_draft(
     assert "is finished: use it with --draft" in capfd.readouterr().err
 
 
+def test_from_prompts_to_a_head(target: str, prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards the whole way of the default form: the loss falls, the folder is a head in the form of speculators, and
+    the text is that without a draft."""
+    folder = tmp_path / "head"
+    distil(target, prompts, folder, "--steps", "48", "--learning-rate", "0.003", "--vocab", "200")
+    out, err = capfd.readouterr()
+    record = record_of(folder)
+    assert (record["complete"], record["plan"]["form"], record["plan"]["vocab"]) == (True, "head", 200)
+    losses = [one["loss"] for one in record["milestones"][1:]]
+    assert losses[1] < 0.8 * losses[0]
+    first, last = record["milestones"][0], record["milestones"][-1]
+    first, last = first["measured"]["acceptance"], last["measured"]["acceptance"]
+    assert last["by_depth"][0] >= first["by_depth"][0]
+    assert record["milestones"][-1]["one_beam"]["acceptance"]["steps_per_call"] > 1
+    for word in (" layers that pass", "one beam: layers that pass"):
+        assert word in out
+    assert "; with one beam layers that pass: " in err
+    lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    widths = [max(Counter(branches).values()) for branches in (line["branches"] for line in lines)]
+    assert [len(line["tree"]) > 6 for line in lines] == [place < 6 for place in range(21)], "6 trees, then 15 chains"
+    assert max(widths[6:]) == 1
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["speculators_model_type"], config["draft_vocab_size"]) == ("eagle3", 200)
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors["fc.weight"].dtype == torch.bfloat16
+    assert tensors["t2d"].sum() == len(tensors["d2t"]) == 200
+    assert not {path.name for path in folder.iterdir()} & {"tokenizer.json", "checkpoint", ".draft"}
+    for words in ([], ["--decode", "search"]):
+        options = [*OPTIONS, *words, "-i", prompts]
+        texts = []
+        for draft in ("none", str(folder)):
+            given = tmp_path / f"{len(words)}-{draft == 'none'}.jsonl"
+            assert run(["generate", "--target", target, "--draft", draft, *options, "-o", str(given)]) == 0
+            texts.append([json.loads(line)["text"] for line in given.read_text().splitlines()])
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "words", [["--hidden-size", "16"], ["--form", "head", "--vocab", "150"]], ids=["llama", "head"]
+)
 def test_a_stopped_run_goes_on_to_the_same_weights(
-    target: str, prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    target: str,
+    prompts: str,
+    tmp_path: Path,
+    words: list[str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stopped while the target answers (and its last line torn), while a step is taken, and begun anew each time."""
-    words = ["--hidden-size", "16", "--steps", "8"]
+    words = [*words, "--steps", "8"]
     monkeypatch.setattr(command, "EVALUATIONS", 4)  # one at the step at which it is stopped
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     distil(target, prompts, whole, *words)
 
     stop = os.getpid(), signal.SIGTERM
-    answer = command._Distilling._answer
+    answer = target_answers.make_answers
 
-    def answer_and_stop(self: Any, engine: Any, requests: Any, *more: Any) -> None:
-        answer(self, engine, requests[:9], *more)
+    def answer_and_stop(engine: Any, requests: Any, *more: Any, **named: Any) -> Any:
+        failed = answer(engine, requests[:4], *more, **named)
         os.kill(*stop)
-        self._check_stopped()
+        return failed
 
     with monkeypatch.context() as patched:
-        patched.setattr(command._Distilling, "_answer", answer_and_stop)
+        patched.setattr(target_answers, "make_answers", answer_and_stop)
         distil(target, prompts, parts, *words, code=143)
     assert "stopped; the same command goes on" in capfd.readouterr().err
     with (parts / "answers.jsonl").open("ab") as stream:
@@ -136,7 +186,8 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
         patched.setattr(Training, "run_step", step_and_stop)
         distil(target, prompts, parts, *words, code=143)
     assert f"{parts} holds the draft of step 6, which --draft takes as it is" in capfd.readouterr().err
-    assert AutoModelForCausalLM.from_pretrained(parts).dtype == torch.bfloat16
+    norm = "norm.weight" if "head" in words else "model.norm.weight"
+    assert load_file(parts / "model.safetensors")[norm].dtype == torch.bfloat16
     assert len(generate(target, str(parts), prompts, tmp_path / "early.jsonl")) == len(PROMPTS)
     (parts / "checkpoint").rename(parts / ".checkpoint.before")  # as kill -9 between two renames leaves it
     capfd.readouterr()
@@ -158,7 +209,7 @@ def test_a_run_that_is_killed_leaves_the_best_draft_so_far(
 
     def measure(self: Any, *words: Any, **named: Any) -> Any:
         measured(self, *words, **named)
-        return DraftAcceptance(next(rates), (0.5,)), None
+        return Measurement(DraftAcceptance(next(rates), (0.5,))), None
 
     published: list[int] = []
     step = Training.run_step
@@ -190,10 +241,10 @@ def test_a_run_that_is_killed_leaves_the_best_draft_so_far(
     ],
 )
 def test_the_verdict(speed: Speed, said: str) -> None:
-    assert said in command._verdict(speed)
-    assert command._verdict(speed).startswith(
-        "this draft pays" if speed.drafted > speed.plain else "this draft does not"
-    )
+    assert said in command._verdict(speed, "model")
+    begin = "this draft pays" if speed.drafted > speed.plain else "this draft does not"
+    assert command._verdict(speed, "model").startswith(begin)
+    assert "--layers" not in command._verdict(speed, "head")
 
 
 @pytest.mark.parametrize("words", [[], ["--trust-remote-code", "target"]], ids=["plain", "trusted"])
@@ -234,6 +285,11 @@ def test_a_prompt_that_cannot_be_answered_is_left_out(
         ("-i {p} -o {o} --learning-rate 2", "--learning-rate is 2, but must be above 0 and below 1"),
         ("-i {p} -o {o} --layers 3", "--layers is 3, but the target has 3"),
         ("-i {p} -o {o} --hidden-size 20", "--hidden-size is 20, but must be a multiple of 16"),
+        ("-i {p} -o {o} --form head --layers 2", "--layers would do nothing, because a head is one layer"),
+        ("-i {p} -o {o} --form head --hidden-size 16", "--hidden-size would do nothing, because a head is one layer"),
+        ("-i {p} -o {o} --layers 1 --vocab 100", "--vocab would do nothing, because --form model keeps all tokens"),
+        ("-i {p} -o {o} --vocab 3", "--vocab is 3, but must be 64 or more"),
+        ("-i {p} -o {o} --form tail", "'tail' is not one of 'head', 'model'"),
         ("-i {p} -o {o} --num-beams 0", "--num-beams is 0, but must be 1 or more"),
         ("-i {p} -o {o} --seed -1", "seed is -1, but must be an integer from 0"),
         ("-i {o}.none -o {o}", "--input {o}.none cannot be read: No such file"),
@@ -258,7 +314,8 @@ def test_refusals(
     damaged.mkdir()
     (damaged / "dsbd_distill.json").write_text("{}")
     if "{u}" in options:
-        plan = {"target": target, "input": "", "layers": 1, "hidden_size": None, "steps": 9, "learning_rate": 5e-4}
+        plan = {"target": target, "input": "", "layers": 1, "hidden_size": None, "steps": 9, "learning_rate": 1e-3}
+        plan |= {"form": "head", "vocab": 261}
         plan |= {"decode": "sample", "num_beams": 4, "max_new_tokens": 128, "seed": 0, "dtype": "auto"}
         unfinished.mkdir()
         content = {"schema": "dsbd.distill/1", "plan": plan, "complete": False, "prompts": 0, "answers": 0}

@@ -31,12 +31,14 @@ from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
 from dsbd_cli.config.model import BUILTIN_TARGET, DTYPES, ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.variants import SEARCH
-from dsbd_cli.errors import DsbdError, UsageError, option_name
+from dsbd_cli.errors import DsbdError, RowError, UsageError, option_name
 from dsbd_cli.requests import Request
 from dsbd_cli.train.run_record import (
     BATCH,
     RECORD,
     DraftAcceptance,
+    Form,
+    Measurement,
     Milestone,
     Record,
     Speed,
@@ -48,13 +50,15 @@ if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.io.lines.jsonl import LineWriter
     from dsbd_cli.train.student import StudentShape
-    from dsbd_cli.train.training import Training
+    from dsbd_cli.train.training import Recipe, Training
 
 DISTILL = "Distillation"
 ANSWERS, CHECKPOINT = "answers.jsonl", "checkpoint"
 STEPS = 1000
 FEW_PROMPTS = 500
-CUT_RATE, NEW_RATE = 5e-4, 1e-3  # of the target's own layers, of a small Llama
+CUT_RATE, NEW_RATE = 5e-4, 1e-3  # of the target's own layers, of a small Llama or a head
+TREES = 4  # for a head every so many prompts are answered with all beams, the others with one
+ANSWERED = 32  # prompts that are answered together
 HELD_OUT_BETWEEN = 16  # of the prompts that are held out, before the end
 EVALUATIONS = 8
 RECENT = 25  # steps whose mean loss is shown
@@ -81,6 +85,13 @@ class DistillOptions:
         "-o",
         metavar="FOLDER",
     )
+    form: Form | None = option(
+        DISTILL,
+        "head: one layer that reads the target's hidden states (EAGLE-3); model: the target's own first layers",
+        default="head where the target is a standard decoder, and no layers and no size are given",
+        metavar="FORM",
+    )
+    vocab: int | None = option(DISTILL, "tokens of a head: those that the target is likeliest to say", default=8192)
     layers: int | None = option(
         DISTILL,
         "layers of the draft: the target's own first ones",
@@ -93,7 +104,7 @@ class DistillOptions:
     learning_rate: float | None = option(
         DISTILL,
         "the highest; it rises first, and falls to 0 in the second half",
-        default=f"{CUT_RATE:g}, with --hidden-size {NEW_RATE:g}",
+        default=f"{CUT_RATE:g}, of a head and with --hidden-size {NEW_RATE:g}",
     )
     max_new_tokens: int | None = option(MAIN, "tokens of an answer at most", default=SamplingConfig().max_new_tokens)
     seed: int | None = option(MAIN, "of answers, batches and new weights", default=0)
@@ -106,7 +117,8 @@ def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptio
     """Train a draft for a target of your own on the target's answers to your own prompts.
 
     The target answers the prompts, and the draft, in float32, learns the target's distribution after every token of all
-    W answers. Acceptance on held-out prompts is measured before, meanwhile and after.
+    W answers. A draft head learns it after the live beams of every step, on its own guesses too. Acceptance on held-out
+    prompts is measured before, meanwhile and after.
 
     Ctrl-C keeps what is done, and leaves the draft so far in --output; the same command goes on.
     """
@@ -163,7 +175,8 @@ class _Distilling:
         """Answer, train, measure, tell."""
         from dsbd_cli.train.student import student_shape
 
-        shape = student_shape(self._spec, self._options.layers, self._options.hidden_size)
+        options = self._options
+        shape = student_shape(self._spec, options.layers, options.hidden_size, options.form, options.vocab)
         requests, digest = self._requests()
         held, learnt = hold_out(requests)
         self._record = self._begin(shape, digest)
@@ -174,7 +187,7 @@ class _Distilling:
         # the file stays locked to the end, so that no second run trains in this folder
         with open_answers(self._folder / ANSWERS) as (done, writer):
             engine = self._load()
-            self._answer(engine, learnt, done, writer)
+            self._answer(engine, learnt, done, writer, trees=shape.form == "head")
             self._train(engine, shape, held)
 
     # Beginning, and going on
@@ -197,10 +210,12 @@ class _Distilling:
         plan = TrainingPlan(
             target=self._spec.source,
             input=digest,
+            form=shape.form,
             layers=shape.layers,
             hidden_size=shape.hidden_size,
+            vocab=shape.vocab,
             steps=options.steps or STEPS,
-            learning_rate=options.learning_rate or (CUT_RATE if shape.hidden_size is None else NEW_RATE),
+            learning_rate=options.learning_rate or _rate(shape),
             decode="search" if method.rule == SEARCH else "sample",
             num_beams=method.num_beams,
             max_new_tokens=self._settings.rows.sampling.max_new_tokens,
@@ -266,20 +281,31 @@ class _Distilling:
 
     # The target's answers
 
-    def _answer(self, engine: Engine, requests: list[Request], done: int, writer: LineWriter) -> None:
+    def _answer(
+        self, engine: Engine, requests: list[Request], done: int, writer: LineWriter, *, trees: bool = False
+    ) -> None:
+        """trees: for a head, every TREES-th prompt with all beams, then the others with one."""
         from dsbd_cli.train.target_answers import make_answers, read_answers
 
-        path, todo, began = self._folder / ANSWERS, requests[done:], time.monotonic()
+        path, began, failed = self._folder / ANSWERS, time.monotonic(), list[RowError]()
+        parts = [(engine.replace(batch_size=ANSWERED), requests)]
+        if trees:
+            parts = _with_trees(parts[0][0], requests)
+        before, first = 0, done
+        for answering, some in parts:
+            todo = some[max(0, done - before) :]
 
-        def on_answer(number: int) -> None:
-            left = (time.monotonic() - began) / number * (len(todo) - number)
-            self._talk.now(
-                f"the target answers: {done + number} of {len(requests)} prompts, {duration(left)} left",
-                {"answered": done + number, "prompts": len(requests)},
-            )
+            def on_answer(number: int, answered: int = max(done, before)) -> None:
+                count = answered + number
+                left = (time.monotonic() - began) / (count - first) * (len(requests) - count)
+                self._talk.now(
+                    f"the target answers: {count} of {len(requests)} prompts, {duration(left)} left",
+                    {"answered": count, "prompts": len(requests)},
+                )
 
-        with self._stopping(engine.stop):
-            failed = make_answers(engine, todo, writer, on_answer)
+            with self._stopping(answering.stop):
+                failed += make_answers(answering, todo, writer, on_answer, trees=trees)
+            before += len(some)
         if failed:
             warn(f"{len(failed)} prompts cannot be answered and are left out; the first: {failed[0]}")
         self._answers = read_answers(path)
@@ -361,12 +387,13 @@ class _Distilling:
         record.write(self._folder)
         loss = "" if milestone.loss is None else f"loss {milestone.loss:.3f}, "
         say(f"step {milestone.step} of {record.plan.steps}: {loss}{_one_line(milestone)}")
-        if milestone.speed is not None:
-            plain, drafted = milestone.speed.plain, milestone.speed.drafted
-            on_answer = f"{plain:.1f} tokens/s without a draft, {drafted:.1f} with it ({milestone.speed.label})"
-            say(f"measured here: {on_answer}")
-        elif ends and milestone.acceptance is not None:
-            say(f"{SPEED_S:.0f} s were too short to measure the speed: dsbd profile --seconds takes longer")
+        for one, beams in zip(found, ("", " with one beam"), strict=True):
+            if one is not None and one.speed is not None:
+                plain, drafted = one.speed.plain, one.speed.drafted
+                speeds = f"{plain:.1f} tokens/s without a draft, {drafted:.1f} with it ({one.speed.label})"
+                say(f"measured here{beams}: {speeds}")
+            elif one is not None and ends and one.acceptance is not None:
+                say(f"{SPEED_S:.0f} s were too short to measure the speed: dsbd profile --seconds takes longer")
 
     def _training(self, engine: Engine, shape: StudentShape) -> Training:
         """From the checkpoint where there is one."""
@@ -380,8 +407,11 @@ class _Distilling:
         spec = self._draft_spec(self._spec.source, "float32")
         recover(folder)
         going_on = (folder / "config.json").is_file()
-        student = load_student(folder, spec) if going_on else new_student(spec, shape, recipe.seed)
-        training = Training(student, Teacher(engine.target), self._answers, recipe)
+        if shape.form == "head":
+            training: Training = self._head_training(engine, shape, recipe, going_on=going_on)
+        else:
+            student = load_student(folder, spec) if going_on else new_student(spec, shape, recipe.seed)
+            training = Training(student, Teacher(engine.target), self._answers, recipe)
         if going_on:
             training.restore(read_moments(folder))
             # what was measured later belongs to steps that are taken again
@@ -389,6 +419,24 @@ class _Distilling:
             self._record.milestones = [one for one in milestones if one.step <= training.step]
             say(f"going on behind step {training.step}")
         return training
+
+    def _head_training(self, engine: Engine, shape: StudentShape, recipe: Recipe, *, going_on: bool) -> Training:
+        from dsbd_cli.models.forest_model import BaseForestModel
+        from dsbd_cli.train.distributions import HeadTeacher, likely_tokens
+        from dsbd_cli.train.head import new_head, read_head
+        from dsbd_cli.train.training import HeadTraining
+
+        target = engine.target
+        assert isinstance(target, BaseForestModel)
+        if going_on:
+            student = read_head(self._folder / CHECKPOINT, self._spec)
+        else:
+            self._talk.now("choosing the tokens of the head", {})
+            assert shape.vocab is not None
+            ids = likely_tokens(target, self._answers, shape.vocab)
+            student = new_head(self._spec, ids, recipe.seed)
+        teacher = HeadTeacher(target, student.taps, student.ids)
+        return HeadTraining(student.to(target.device), teacher, self._answers, recipe)
 
     def _draft_spec(self, source: str, dtype: str) -> ModelSpec:
         """A draft that is made of the target, whose code it may bring."""
@@ -402,29 +450,54 @@ class _Distilling:
 
     def _measure(
         self, engine: Engine, folder: Path, held: list[Request], *, speed: bool
-    ) -> tuple[DraftAcceptance | None, Speed | None]:
-        """The draft in a folder, on held-out prompts."""
-        from dsbd_cli.lab.profiling.budget import Budget
+    ) -> tuple[Measurement, Measurement | None]:
+        """The draft in a folder, on held-out prompts; a head with one beam, too, where the run has several."""
         from dsbd_cli.train.compare import with_draft
-        from dsbd_cli.train.draft_acceptance import measure_acceptance, measured_speed
 
         assert engine.info is not None
         plain = self._settings.method
         method = MethodConfig(rule=plain.rule, num_beams=plain.num_beams, depth=DEFAULT_DEPTH)
+        pair = with_draft(engine, self._draft_spec(str(folder), engine.info.dtype), method)
+        held = [replace(one, sampling=replace(one.sampling, n_best=1)) for one in held]
+        found = self._measured(pair, held, speed=speed)
+        if self._record.plan.form == "model" or method.num_beams == 1:
+            return found, None
+        single = pair.replace(method=replace(method, num_beams=1))
+        return found, self._measured(single, held, speed=speed)
+
+    def _measured(self, pair: Engine, held: list[Request], *, speed: bool) -> Measurement:
+        from dsbd_cli.lab.profiling.budget import Budget
+        from dsbd_cli.train.draft_acceptance import measure_acceptance, measured_speed
+
+        beams = "" if pair.method.num_beams > 1 else ", with one beam"
 
         def on_answer(number: int) -> None:
-            self._talk.now(f"acceptance is measured: {number} of {len(held)} held-out prompts", {})
+            self._talk.now(f"acceptance is measured{beams}: {number} of {len(held)} held-out prompts", {})
 
         on_answer(0)
-        pair = with_draft(engine, self._draft_spec(str(folder), engine.info.dtype), method)
         with self._stopping(pair.stop):
             found = measure_acceptance(pair, held, on_answer)
         if found is None or not speed:
-            return found, None
+            return Measurement(found)
         budget = Budget(SPEED_S)
-        self._talk.now(f"measuring speed for {SPEED_S:.0f} s", {})
+        self._talk.now(f"measuring speed for {SPEED_S:.0f} s{beams}", {})
         with self._stopping(budget.stop):
-            return found, measured_speed(pair, held[:HELD_OUT_BETWEEN], budget)
+            return Measurement(found, measured_speed(pair, held[:HELD_OUT_BETWEEN], budget))
+
+
+def _rate(shape: StudentShape) -> float:
+    own = shape.form == "model" and shape.hidden_size is None
+    return CUT_RATE if own else NEW_RATE
+
+
+def _with_trees(engine: Engine, requests: list[Request]) -> list[tuple[Engine, list[Request]]]:
+    """Engines and what they answer: every TREES-th prompt with all beams of the engine, the others with one that is
+    sampled."""
+    one = [replace(one, sampling=replace(one.sampling, n_best=1)) for one in requests]
+    if engine.method.num_beams == 1:
+        return [(engine, one)]
+    single = engine.replace(method=MethodConfig(num_beams=1, depth=0))
+    return [(engine, one[::TREES]), (single, [row for place, row in enumerate(one) if place % TREES])]
 
 
 def _mean(values: list[float]) -> float:
@@ -433,14 +506,20 @@ def _mean(values: list[float]) -> float:
 
 def _is_best(milestones: Sequence[Milestone]) -> bool:
     """Whether at the last one a target call yields as many steps as at any before."""
-    steps = [one.acceptance.steps_per_call if one.acceptance else 0.0 for one in milestones]
+    found = [one.measured.acceptance for one in milestones]
+    steps = [one.steps_per_call if one else 0.0 for one in found]
     return steps[-1] == max(steps)
 
 
 def _one_line(one: Milestone) -> str:
-    if one.acceptance is None:
+    said = _passed(one.measured)
+    return said if one.one_beam is None else f"{said}; with one beam {_passed(one.one_beam)}"
+
+
+def _passed(found: Measurement) -> str:
+    if found.acceptance is None:
         return "nothing was drafted"
-    return f"layers that pass: {_shares(one.acceptance)}; {one.acceptance.steps_per_call:.2f} steps per call"
+    return f"layers that pass: {_shares(found.acceptance)}; {found.acceptance.steps_per_call:.2f} steps per call"
 
 
 def _shares(found: DraftAcceptance) -> str:
@@ -455,12 +534,13 @@ EXPLAINED = (
 )
 
 
-def _verdict(speed: Speed) -> str:
+def _verdict(speed: Speed, form: Form) -> str:
     """Whether drafting makes the target faster here."""
     speeds = f"{speed.drafted:.1f} tokens/s with it, {speed.plain:.1f} without"
     if speed.drafted > speed.plain:
         return f"this draft pays: {speeds}"
-    return f"this draft does not pay: {speeds}; give more prompts and --steps, or fewer --layers"
+    fewer = ", or fewer --layers" if form == "model" else ""
+    return f"this draft does not pay: {speeds}; give more prompts and --steps{fewer}"
 
 
 def _show(record: Record, folder: Path, held: int) -> None:
@@ -469,16 +549,27 @@ def _show(record: Record, folder: Path, held: int) -> None:
     table, ends = before_and_after(), (record.milestones[0], record.milestones[-1])
     last = ends[-1]
     table.add_row("loss, nats per token", "-", "-" if last.loss is None else f"{last.loss:.3f}")
-    table.add_row("layers that pass", *(_shares(one.acceptance) if one.acceptance else "-" for one in ends))
-    steps = [f"{one.acceptance.steps_per_call:.2f}" if one.acceptance else "-" for one in ends]
-    table.add_row("steps per target call", *steps)
-    table.add_row("tokens/s with the draft", *(f"{one.speed.drafted:.1f}" if one.speed else "-" for one in ends))
-    table.add_row("tokens/s without a draft", *(f"{one.speed.plain:.1f}" if one.speed else "-" for one in ends))
+    rows = _rows("", [one.measured for one in ends])
+    if last.one_beam is not None:
+        rows += _rows("one beam: ", [one.one_beam or Measurement(None) for one in ends])
+    for row in rows:
+        table.add_row(*row)
     console = Screen(sys.stdout)
     console.print(table)
     for line in EXPLAINED:
         console.say(line)
-    if last.speed is not None:
-        console.say(_verdict(last.speed))
+    for found, beams in ((last.measured, ""), (last.one_beam, "with one beam ")):
+        if found is not None and found.speed is not None:
+            console.say(beams + _verdict(found.speed, record.plan.form))
     command = quote_command(f"dsbd generate --target {record.plan.target} --draft {folder}")
     console.say(f"{folder} is written, measured on {held} held-out prompts: {command}")
+
+
+def _rows(beams: str, ends: Sequence[Measurement]) -> list[tuple[str, ...]]:
+    passed, speeds = [one.acceptance for one in ends], [one.speed for one in ends]
+    return [
+        (f"{beams}layers that pass", *(_shares(one) if one else "-" for one in passed)),
+        (f"{beams}steps per target call", *(f"{one.steps_per_call:.2f}" if one else "-" for one in passed)),
+        (f"{beams}tokens/s with the draft", *(f"{one.drafted:.1f}" if one else "-" for one in speeds)),
+        (f"{beams}tokens/s without a draft", *(f"{one.plain:.1f}" if one else "-" for one in speeds)),
+    ]

@@ -110,7 +110,7 @@ class Loop(Generic[Item]):
             report = self.stepper.step(batch.state, sizes, gate)
             seconds = self.stepper.timer.seconds()
         nodes = replace(sizes, depth=len(report.layers[0])).nodes  # what went to the target
-        self.stepper.observer.iterated([job for _, job in running], nodes, seconds)
+        self.stepper.observer.iterated(dict(running), nodes, seconds)
         # how far each row came, and how long it took, decides on the next forest
         layers = [report.layers[row] for row, _ in running]
         steady, seconds_of_all = self.stepper.steady, seconds | prompt_timer.seconds()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 from dsbd_cli.engine.cache.caches import CacheObserver
@@ -32,6 +32,6 @@ class Observer(CacheObserver):
     def verified(self, view: LayerView, draws: LayerDraws) -> None:
         """A layer was verified for all rows. Layers below the one where a row stopped are verified too, for nothing."""
 
-    def iterated(self, jobs: Sequence[RequestState], nodes: int, seconds: Mapping[str, float]) -> None:
-        """An iteration of these requests is over. jobs: as they were before it. nodes: N of each row. seconds: by
-        phase."""
+    def iterated(self, jobs: Mapping[int, RequestState], nodes: int, seconds: Mapping[str, float]) -> None:
+        """An iteration of these requests is over. jobs: by row, as they were before it. nodes: N of each row.
+        seconds: by phase."""

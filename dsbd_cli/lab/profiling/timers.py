@@ -58,13 +58,14 @@ class RunLog(Observer):
         """Keep the most."""
         self.most_slots = max(self.most_slots, rows * slots)
 
-    def iterated(self, jobs: Sequence[RequestState], nodes: int, seconds: Mapping[str, float]) -> None:
+    def iterated(self, jobs: Mapping[int, RequestState], nodes: int, seconds: Mapping[str, float]) -> None:
         """Add an iteration up."""
         for name, value in seconds.items():
             self.phases[name] += value
-        common_prefix = sum(job.common_prefix for job in jobs)
-        suffix = sum(job.used for job in jobs) - common_prefix
-        now = SlotPeak(common_prefix, suffix, len(jobs) * nodes, sum(len(job.prompt) + job.stats.steps for job in jobs))
+        common_prefix = sum(job.common_prefix for job in jobs.values())
+        suffix = sum(job.used for job in jobs.values()) - common_prefix
+        path = sum(len(job.prompt) + job.stats.steps for job in jobs.values())
+        now = SlotPeak(common_prefix, suffix, len(jobs) * nodes, path)
         self.iterations += 1
         self.rows += len(jobs)
         self.nodes += now.in_flight

@@ -30,7 +30,7 @@ class _FirstIterations(RunLog):
         super().__init__(devices, name_scopes=True)
         self._engine = engine
 
-    def iterated(self, jobs: Sequence[RequestState], nodes: int, seconds: Mapping[str, float]) -> None:
+    def iterated(self, jobs: Mapping[int, RequestState], nodes: int, seconds: Mapping[str, float]) -> None:
         """One iteration more."""
         super().iterated(jobs, nodes, seconds)
         if self.iterations >= TRACED_ITERATIONS:

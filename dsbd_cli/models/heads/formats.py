@@ -119,7 +119,7 @@ def read_eagle3(folder: Path, target: BaseForestModel) -> FoundHead:
     _refuse_unknown(layer, {*KNOWN, *IDLE, *(OWN if kind is None else ())})
     if own.get("use_aux_hidden_state") is False:
         raise ModelError("it takes no hidden states of inner layers (use_aux_hidden_state): EAGLE-1 is not known here")
-    spec = _layer_spec(layer)
+    spec = layer_spec(layer)
     theirs, vocabulary = target.hidden_size, target.vocab_size
     if own.get("target_hidden_size") not in (None, theirs):
         raise PairError(f"it is for a target of width {own['target_hidden_size']}, and the target's is {theirs}")
@@ -256,7 +256,8 @@ def _layer_ids(given: Any, layers: int, *, speculators: bool) -> tuple[tuple[int
     return fitting
 
 
-def _layer_spec(settings: Mapping[str, Any]) -> DecoderSpec:
+def layer_spec(settings: Mapping[str, Any]) -> DecoderSpec:
+    """Return the one layer of a head in numbers. Raises ModelError."""
     from transformers import AutoConfig
 
     kind = settings.get("model_type", "llama")

@@ -1,0 +1,367 @@
+"""A draft head in training: EAGLE-3 in float32, unrolled on its own guesses over trees of answers, written as
+`speculators` writes it.
+
+A node's input is its own token and the state of its parent. Step 0 of the unrolling reads states that the target has
+said. Step s reads the head's own outputs of step s - 1, as the s-th layer that is drafted does.
+
+Letters: B trees, N nodes of a tree with its prompt, m nodes that are learnt from (the last of the prompt and those of
+the answer), H hidden width, T layers whose states are taken, Q query heads, K kv heads, E head dim, C tokens of the
+head, V of the target.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.errors import ModelError
+from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
+from dsbd_cli.models.checkpoints.loader import is_plain, load_config, load_network
+from dsbd_cli.models.decoder.load import spec_or_reason, tensors_of
+from dsbd_cli.models.decoder.spec import DecoderSpec
+from dsbd_cli.models.decoder.weights import WeightReader
+from dsbd_cli.models.heads.formats import LAYER_IDS, SPECULATORS, layer_spec
+from dsbd_cli.train.target_answers import AnswerTokens
+
+SPECULATED = 4  # tokens that the folder's config tells other engines to draft
+SMALL = 0.1  # of the random part that the first layer begins with
+FILE = "model.safetensors"
+HIDDEN = -1e9  # score of a key that is not seen
+
+
+@dataclass(frozen=True, slots=True)
+class Trees:
+    """Trees of answers, padded.
+
+    Attributes:
+        tokens, positions, parent: [B, N] int64; the parent of a first token is 0.
+        states: [B, N, T * H], hidden states that the target has said of each node, side by side.
+        nodes: [B, m] int64, places in N. above: [B, m] int64, place of the parent in m, -1 for those without one there.
+        real: [B, m] bool. sees: [B, m, N] bool, ancestors and the node itself.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    parent: Tensor
+    states: Tensor
+    nodes: Tensor
+    above: Tensor
+    real: Tensor
+    sees: Tensor
+
+    @classmethod
+    def of(cls, answers: Sequence[AnswerTokens], states: Sequence[Tensor]) -> Trees:
+        """states: [N, T * H] of each tree's nodes."""
+        count = len(answers)
+        most = max(len(one.text) for one in answers)
+        learnt = max(one.learnt for one in answers)
+        wide = states[0].shape[-1]
+        tokens, positions, parent = (torch.zeros(count, most, dtype=torch.int64) for _ in range(3))
+        nodes, above = (torch.zeros(count, learnt, dtype=torch.int64) for _ in range(2))
+        real, sees = torch.zeros(count, learnt, dtype=torch.bool), torch.zeros(count, learnt, most, dtype=torch.bool)
+        padded = torch.zeros(count, most, wide)
+        for row, (one, said) in enumerate(zip(answers, states, strict=True)):
+            size, last = len(one.text), len(one.prompt) - 1
+            tokens[row, :size], positions[row, :size] = torch.tensor(one.text), torch.tensor(one.positions)
+            parent[row, :size], padded[row, :size] = torch.tensor(one.parents).clamp(min=0), said.float()
+            nodes[row, : size - last] = torch.arange(last, size)
+            nodes[row, size - last :] = last
+            above[row] = parent[row, nodes[row]] - last
+            above[row, 0] = -1
+            real[row, : size - last] = True
+            sees[row, : size - last, :size] = one.sees(last, size)
+        above = torch.where(real, above, -1)
+        # no state stands before the first token: it is seen only where nothing else is, as by the head that runs
+        sees[..., 0] &= sees.sum(-1) == 1
+        return cls(tokens, positions, parent, padded, nodes, above, real, sees)
+
+    def to(self, device: torch.device) -> Trees:
+        """The same on another device."""
+        return Trees(*(getattr(self, name).to(device) for name in self.__slots__))
+
+
+class Norm(nn.Module):
+    """RMS norm."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., width]."""
+        y = x.float()
+        return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class HeadLayer(nn.Module):
+    """The layer of an EAGLE-3 head, whose tensors are named as in a checkpoint."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        hidden, size = spec.hidden, spec.heads * spec.head_dim
+        kv = spec.kv_heads * spec.head_dim
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
+            Norm(hidden, spec.eps) for _ in range(3)
+        )
+        self.self_attn = nn.ModuleDict({
+            "q_proj": _linear(2 * hidden, size), "k_proj": _linear(2 * hidden, kv), "v_proj": _linear(2 * hidden, kv),
+            "o_proj": _linear(size, hidden),
+        })  # fmt: skip
+        self.mlp = nn.ModuleDict({
+            "gate_proj": _linear(hidden, spec.inner), "up_proj": _linear(hidden, spec.inner),
+            "down_proj": _linear(spec.inner, hidden),
+        })  # fmt: skip
+
+
+class HeadStudent(nn.Module):
+    """An EAGLE-3 head. All is trained but the rows of its LM head, which are the target's own.
+
+    Attributes:
+        taps: after so many layers of the target hidden states are taken. ids: [C] int64, ascending, tokens of the
+            columns of its logits. layer: settings of its layer. target: settings of its target's.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(
+        self, layer: dict[str, Any], taps: Sequence[int], ids: Tensor, table: Tensor, target: dict[str, Any]
+    ) -> None:
+        """table: [V, H], the target's embeddings."""
+        super().__init__()
+        self.layer, self.taps, self.target = layer, tuple(taps), target
+        self.spec = spec = layer_spec(layer)
+        self.fc = _linear(len(self.taps) * spec.hidden, spec.hidden)
+        self.layers = nn.ModuleList([HeadLayer(spec)])
+        self.norm = Norm(spec.hidden, spec.eps)
+        self.lm_head = _linear(spec.hidden, len(ids))
+        self.lm_head.weight.requires_grad_(False)
+        kept = torch.zeros(spec.vocabulary, dtype=torch.bool)
+        kept[ids] = True
+        self.register_buffer("d2t", ids - torch.arange(len(ids)))  # offsets, not ids
+        self.register_buffer("t2d", kept)
+        self.register_buffer("table", table, persistent=False)
+
+    @property
+    def ids(self) -> Tensor:
+        """Tokens [C] of its columns."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @property
+    def _block(self) -> Any:
+        """Return its only layer."""
+        return self.layers[0]
+
+    def unrolled(self, trees: Trees, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield, for each step, logits [B, m, C] after the nodes that are learnt from, and which of them count [B, m].
+
+        In step s a node sees, of its ancestors at distance s and more, keys made of what the target has said. Of those
+        at distance d < s and of itself it sees keys made of what the head had guessed in step s - d.
+        """
+        spoken = self.fc(trees.states)
+        states = _at(spoken, trees.parent)
+        states = states.masked_fill((trees.positions == 0)[..., None], 0)  # nothing stands before a first token
+        _, _, keys, values = self._enter(trees.tokens, states, trees.positions)
+        tokens, positions = trees.tokens.gather(1, trees.nodes), trees.positions.gather(1, trees.nodes)
+        state, above, real, sees = _at(states, trees.nodes), trees.above.clamp(min=0), trees.real, trees.sees
+        guessed: list[
+            tuple[Tensor, Tensor]
+        ] = []  # of each step so far, keys and values of the ancestor at its distance
+        for step in range(steps):
+            residual, query, key, value = self._enter(tokens, state, positions)
+            if step:
+                guessed.append((key, value))
+            state, logits = self._leave(residual, self._attend(query, keys, values, sees, guessed))
+            yield logits, real
+            # from here on a node goes by its parent's
+            state, guessed = _at(state, above), [(_at(key, above), _at(value, above)) for key, value in guessed]
+            real = real.gather(1, above) & (trees.above >= 0)
+            sees = sees.gather(1, above[..., None].expand_as(sees))
+            sees[..., 0] = False
+
+    def _enter(self, tokens: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the residual stream [B, n, H], queries [B, n, Q, E], keys and values [B, n, K, E]."""
+        layer, spec = self._block, self.spec
+        embedded = nn.functional.embedding(tokens, self.table).float()  # type: ignore[arg-type]
+        x = torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(states)), -1)
+        query, key, value = (layer.self_attn[f"{one}_proj"](x).unflatten(-1, (-1, spec.head_dim)) for one in "qkv")
+        cos, sin = (one.to(x.device) for one in spec.rotaries[0].table(int(positions.max()) + 1, spec.head_dim))
+        cos, sin = cos[positions][:, :, None], sin[positions][:, :, None]
+        return states, _rotated(query, cos, sin), _rotated(key, cos, sin), value
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, sees: Tensor, guessed: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """Return [B, m, Q * E]. keys, values: [B, N, K, E]. guessed: further ones, [B, m, K, E], one for each query."""
+        spec = self.spec
+        query = query.reshape(*query.shape[:2], spec.kv_heads, -1, spec.head_dim) * spec.scale
+        scores = torch.einsum("bmkge,bnke->bkgmn", query, keys).float().masked_fill(~sees[:, None, None], HIDDEN)
+        own = [(query * key[:, :, :, None]).sum(-1).permute(0, 2, 3, 1)[..., None].float() for key, _ in guessed]
+        weights = torch.cat((scores, *own), -1).softmax(-1).to(values.dtype)
+        count = keys.shape[1]
+        found = torch.einsum("bkgmn,bnke->bmkge", weights[..., :count], values)
+        for place, (_, value) in enumerate(guessed, count):
+            found = found + weights[..., place].permute(0, 3, 1, 2)[..., None] * value[:, :, :, None]
+        return found.flatten(2)
+
+    def _leave(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """Return states [B, m, H] that are handed to the children, and logits [B, m, C]."""
+        layer = self._block
+        y = residual + layer.self_attn["o_proj"](attended)
+        x = layer.post_attention_layernorm(y)
+        y = y + layer.mlp["down_proj"](nn.functional.silu(layer.mlp["gate_proj"](x)) * layer.mlp["up_proj"](x))
+        return y, self.lm_head(self.norm(y))
+
+    def write(self, folder: Path, dtype: str) -> None:
+        """Write config and weights as `speculators` does. Raises OSError and SafetensorError."""
+        kind: torch.dtype = getattr(torch, dtype)
+        state = {
+            name: (tensor.to(kind) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+            for name, tensor in self.state_dict().items()
+        }
+        save_file(state, folder / FILE, metadata={"format": "pt"})
+        proposed = {
+            "proposal_type": "greedy", "speculative_tokens": SPECULATED, "verifier_accept_k": 1,
+            "accept_tolerance": 0.0,
+        }  # fmt: skip
+        config = {
+            "architectures": ["Eagle3Speculator"],
+            SPECULATORS: "eagle3",
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposed],
+                "verifier": self.target,
+            },
+            "draft_vocab_size": len(self.d2t),
+            "target_hidden_size": self.spec.hidden,
+            "norm_before_residual": False,
+            LAYER_IDS: list(self.taps),
+            "transformer_layer_config": self.layer,
+            "torch_dtype": dtype,
+        }
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def new_head(spec: ModelSpec, ids: Tensor, seed: int) -> HeadStudent:
+    """An untrained head of the target of `spec` over these tokens [C]: the target's last layer, which reads the deepest
+    of the states that are taken. Raises ModelError."""
+    reader, config = _target(spec)
+    theirs = reader.spec
+    text = config.get_text_config(decoder=True)
+    taps = tapped_layers(theirs.layers)
+    layer = {
+        "model_type": "llama", "vocab_size": theirs.vocabulary, "hidden_size": theirs.hidden,
+        "intermediate_size": theirs.inner, "num_hidden_layers": 1, "num_attention_heads": theirs.heads,
+        "num_key_value_heads": theirs.kv_heads, "head_dim": theirs.head_dim, "hidden_act": "silu",
+        "max_position_embeddings": theirs.positions or getattr(text, "max_position_embeddings", None) or 2048,
+        "rms_norm_eps": theirs.eps, "rope_theta": _rope_theta(text), "attention_bias": False, "mlp_bias": False,
+    }  # fmt: skip
+    named = {"name_or_path": spec.source, "architectures": list(getattr(config, "architectures", None) or ())}
+    rows, table, norm = _ends(reader)
+    head = HeadStudent(layer, taps, ids, table, named)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        head.fc.reset_parameters()
+        head.fc.weight.mul_(SMALL)
+        head.fc.weight[:, -theirs.hidden :] += torch.eye(theirs.hidden)
+        head.lm_head.weight.copy_(rows[ids])
+        head.norm.weight.copy_(norm)
+        _copy_layer(head.layers[0], reader)
+    return head
+
+
+def read_head(folder: Path, spec: ModelSpec) -> HeadStudent:
+    """The head that `HeadStudent.write` has written. Raises ModelError where the files are damaged."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        state = load_file(folder / FILE)
+        ids = state["d2t"] + torch.arange(len(state["d2t"]))
+        _, table, _ = _ends(_target(spec)[0])
+        named = config["speculators_config"]["verifier"]
+        head = HeadStudent(config["transformer_layer_config"], config[LAYER_IDS], ids, table, named)
+        head.load_state_dict(state)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ModelError(f"{folder} cannot be read ({reason}): remove it to begin anew") from None
+    return head
+
+
+def tapped_layers(layers: int) -> tuple[int, ...]:
+    """After which of so many layers states are taken: those of the EAGLE-3 paper, of a target that is too small for
+    these the last inputs."""
+    if layers >= 7:
+        return 2, layers // 2, layers - 3
+    return tuple(range(max(0, layers - 3), layers))
+
+
+def _target(spec: ModelSpec) -> tuple[WeightReader, Any]:
+    """A target's tensors, however they are stored, and its config. Raises ModelError."""
+    place = locate(spec)
+    config = load_config(place, spec)
+    found = spec_or_reason(spec, config)
+    if isinstance(found, str):
+        raise ModelError(f"target model {spec.source!r} is no standard decoder: {found}")
+    if is_plain(place, config) and not locate_adapters(spec):
+        return WeightReader(found, tensors_of(place, spec), torch.float32), config
+    model = load_network(replace(spec, device="cpu", device_map=None))
+    state = model.state_dict()
+    if not model.config.get_text_config(decoder=True).tie_word_embeddings:  # an adapter may bring a head
+        found = replace(found, tied=False)
+    return WeightReader(found, {name: partial(state.__getitem__, name) for name in state}, torch.float32), config
+
+
+def _ends(reader: WeightReader) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [V, H] of the LM head in float32, embeddings [V, H] as they are stored, and the final norm [H]."""
+    spec = reader.spec
+    table = reader.tensor("embed_tokens.weight", spec.vocabulary, spec.hidden)
+    rows = table if spec.tied else reader.tensors["lm_head.weight"]()
+    norm = reader.norm("norm.weight", spec.hidden) + float(spec.unit_offset)
+    return rows.float() / spec.logit_scale, table, norm
+
+
+def _copy_layer(layer: Any, reader: WeightReader) -> None:
+    """Begin as the target's last layer, which reads states and no tokens."""
+    theirs = reader.layer(reader.spec.layers - 1)
+    linears = dict(theirs.linears)
+    for name, weight in zip("qkv", linears["qkv"].weights, strict=True):
+        layer.self_attn[f"{name}_proj"].weight.copy_(torch.cat((torch.zeros_like(weight), weight), 1))
+    layer.self_attn["o_proj"].weight.copy_(linears["out"].weights[0])
+    layer.mlp["down_proj"].weight.copy_(linears["down"].weights[0])
+    gate_up = torch.cat([one.float() for one in linears["gate_up"].weights])
+    for name, weight in zip(("gate_proj", "up_proj"), gate_up.chunk(2), strict=True):
+        layer.mlp[name].weight.copy_(weight)
+    more = float(reader.spec.unit_offset)
+    for norm, given in ((layer.hidden_norm, theirs.input_norm), (layer.post_attention_layernorm, theirs.mlp_norm)):
+        if given is not None:
+            norm.weight.copy_(given + more)
+
+
+def _rope_theta(text: Any) -> float:
+    """The base of a target's rotary positions, of several kinds the one of full attention."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    return float(rope.get("rope_theta") or 10000.0)
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, n, ...] at the places index [B, m]: [B, m, ...]."""
+    return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand(*index.shape, *x.shape[2:]))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin

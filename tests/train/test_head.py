@@ -1,0 +1,248 @@
+"""Draft heads in training: what each unrolled step sees, trees of live beams, and the folder that is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.io.lines.jsonl import LineWriter
+from dsbd_cli.models.heads.load import load_head
+from dsbd_cli.models.load_model import load_model
+from dsbd_cli.train.distributions import HeadTeacher, Teacher, likely_tokens
+from dsbd_cli.train.head import HeadStudent, Trees, new_head, read_head, tapped_layers
+from dsbd_cli.train.target_answers import AnswerTokens, make_answers, read_answers
+from dsbd_cli.train.training import UNROLLED, HeadTraining, Recipe
+from tests.helpers.toys import NumberCodec, table_pair
+from tests.models.decoders import V, build_decoder, save_decoder
+from tests.models.heads.checkpoints import LAYERS, ScalarHead
+
+IDS = torch.tensor([*range(1, 30), *range(40, 80)])
+# a tree: 7 and 8 follow the prompt, 9 and 10 the 7, 11 the 8, 12 the 10, 13 the 12; and an answer of a short prompt
+TREE = AnswerTokens((5, 9, 11), (7, 8, 9, 10, 11, 12, 13), (-1, -1, 0, 0, 1, 3, 5))
+ANSWERS = [TREE, AnswerTokens((4,), (20, 21, 22, 23, 24)), AnswerTokens((30, 31, 32, 33, 34), (40, 41))]
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    folder = save_decoder(tmp_path_factory.mktemp("target"), build_decoder("llama", num_hidden_layers=LAYERS))
+    return ModelSpec(str(folder), dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def target(spec: ModelSpec) -> Any:
+    return load_model(spec)[0]
+
+
+def shaken(spec: ModelSpec) -> HeadStudent:
+    """A head whose weights all matter: a new one does not read tokens."""
+    head, made = new_head(spec, IDS, 0), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weights in head.parameters():
+            spread = 0.3 * weights.std(correction=0).clamp(min=0.1)
+            weights.add_(spread * torch.randn(weights.shape, generator=made))
+    return head
+
+
+def path_to(answer: AnswerTokens, place: int) -> list[int]:
+    """The tokens of `text` up to one of them."""
+    parents, path = answer.parents, [place]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return [answer.text[one] for one in path]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_each_step_is_the_layer_that_a_running_head_drafts(spec: ModelSpec, target: Any, together: bool) -> None:
+    """Guards which states and keys a step sees, parents in trees, prompts of one token and padding: against a formula
+    over one path that keeps nothing."""
+    head = shaken(spec)
+    config = {"transformer_layer_config": head.layer}
+    plain = ScalarHead(dict(head.state_dict()), config, build_decoder("llama", num_hidden_layers=LAYERS), head.taps)
+    teacher, compared = HeadTeacher(target, head.taps, IDS), [0] * UNROLLED
+    for some in [ANSWERS] if together else [[one] for one in ANSWERS]:
+        states = [teacher.distribution(one).states for one in some]
+        trees = Trees.of(some, [one for one in states if one is not None])
+        for step, (logits, real) in enumerate(head.unrolled(trees, UNROLLED)):
+            for row, one in enumerate(some):
+                last = len(one.prompt) - 1
+                for place in range(last, len(one.text)):
+                    path = path_to(one, place)
+                    drafted = len(path) - len(one.prompt)
+                    assert bool(real[row, place - last]) is (drafted >= step)
+                    if drafted < step:
+                        continue
+                    wanted = plain.logits(path, len(path) - 1 - step)
+                    torch.testing.assert_close(logits[row, place - last], wanted, atol=2e-4, rtol=2e-4)
+                    compared[step] += 1
+                assert not bool(real[row, len(one.text) - last :].any())
+    assert compared == [8 + 5 + 2, 7 + 4 + 1, 5 + 3, 2 + 2]
+
+
+def test_what_is_written_is_what_was_trained(spec: ModelSpec, target: Any, tmp_path: Path) -> None:
+    """Our own reader gives the trained head's logits; what other engines ask of such a folder is there."""
+    head = shaken(spec)
+    head.write(tmp_path, "float32")
+    found = load_head(ModelSpec(str(tmp_path), "draft", dtype="float32", device="cpu"), spec, target)
+    assert found.head_ids is not None
+    assert found.head_ids.tolist() == IDS.tolist()
+    found.read_from(head.taps)
+    text = ANSWERS[1].text
+    places = torch.arange(len(text))
+    batch = ForestInput(
+        tokens=torch.tensor([text]),
+        positions=places[None],
+        slots=places[None],
+        mask=(places <= places[:, None])[None],
+        slot_positions=places[None],
+        rows=torch.zeros(1, dtype=torch.int64),
+        chain=True,
+    )
+    found.reserve(1, len(text) + 1)
+    target.forward(batch, logits=False)
+    given = found.forward(batch)
+    target.tap(None)
+    states = HeadTeacher(target, head.taps, IDS).distribution(ANSWERS[1]).states
+    assert given is not None
+    assert states is not None
+    wanted, _ = next(head.unrolled(Trees.of(ANSWERS[1:2], [states]), 1))
+    torch.testing.assert_close(given, wanted.detach(), atol=2e-4, rtol=2e-4)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] > 0
+    assert config["speculators_config"]["verifier"]["name_or_path"] == spec.source
+    assert isinstance(config["transformer_layer_config"], dict)
+    assert config["norm_before_residual"] is False
+    assert config["draft_vocab_size"] == len(IDS)
+    assert config["eagle_aux_hidden_state_layer_ids"] == list(head.taps)
+    again = read_head(tmp_path, spec)
+    for name, weights in head.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weights), name
+    assert torch.equal(again.table, head.table)
+
+
+def test_a_new_head_is_the_targets_last_layer(spec: ModelSpec) -> None:
+    """Its logits are the target's, but for what the fc adds and what no state of the parent can know."""
+    model = build_decoder("llama", num_hidden_layers=LAYERS).state_dict()
+    head, at = new_head(spec, IDS, 0).state_dict(), f"model.layers.{LAYERS - 1}."
+    for name in ("q_proj", "k_proj", "v_proj"):
+        mine, theirs = head[f"layers.0.self_attn.{name}.weight"], model[f"{at}self_attn.{name}.weight"]
+        assert torch.equal(mine, torch.cat((torch.zeros_like(theirs), theirs), 1))
+    for mine, theirs in [
+        ("self_attn.o_proj", "self_attn.o_proj"),
+        ("mlp.gate_proj", "mlp.gate_proj"),
+        ("mlp.up_proj", "mlp.up_proj"),
+        ("mlp.down_proj", "mlp.down_proj"),
+        ("hidden_norm", "input_layernorm"),
+        ("post_attention_layernorm", "post_attention_layernorm"),
+    ]:
+        assert torch.equal(head[f"layers.0.{mine}.weight"], model[f"{at}{theirs}.weight"]), mine
+    assert torch.equal(head["norm.weight"], model["model.norm.weight"])
+    rows = model.get("lm_head.weight", model["model.embed_tokens.weight"])
+    assert torch.equal(head["lm_head.weight"], rows[IDS])
+    deep = head["fc.weight"][:, -64:] - torch.eye(64)
+    assert deep.abs().max() < 0.1 * 192**-0.5 + 1e-6
+    assert not new_head(spec, IDS, 0).lm_head.weight.requires_grad
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_head_learns_and_its_rows_stay(autocast: bool, spec: ModelSpec, target: Any) -> None:
+    head = new_head(spec, IDS, 0)
+    rows = head.lm_head.weight.clone()
+    run = HeadTraining(head, HeadTeacher(target, head.taps, IDS), ANSWERS, Recipe(60, 3e-3, 0, autocast=autocast))
+    losses = [run.run_step() for _ in range(60)]
+    assert losses[-1] < 0.3 * losses[0]
+    assert torch.equal(head.lm_head.weight, rows)
+
+
+def test_a_step_of_a_head_does_not_depend_on_how_its_answers_are_put_together(
+    spec: ModelSpec, target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsbd_cli.train import training
+
+    monkeypatch.setattr(training, "BATCH", len(ANSWERS))
+    losses = []
+    for most in (1 << 30, 1):
+        monkeypatch.setattr(training, "LOGIT_BYTES", most)
+        head = shaken(spec)
+        run = HeadTraining(head, HeadTeacher(target, head.taps, IDS), ANSWERS, Recipe(10, 1e-3, 0, autocast=False))
+        assert len(run._parts(list(ANSWERS))) == (1 if most > 1 else len(ANSWERS))
+        losses.append(run.run_step())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_teacher_of_a_head(spec: ModelSpec, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distributions over the head's tokens and raw states of every path of a tree, in chunks too; the same bits
+    whenever they are computed; tokens of most mass."""
+    from dsbd_cli.train import distributions
+
+    model, taps = build_decoder("llama", num_hidden_layers=LAYERS), tapped_layers(LAYERS)
+    teacher = HeadTeacher(target, taps, IDS, kept_bytes=0)
+    mass = torch.zeros(V, dtype=torch.float64)
+    for one in ANSWERS:
+        found, again = teacher.distribution(one), teacher.distribution(one)
+        assert found.states is not None
+        assert again.states is not None
+        for name in ("ids", "logs", "states"):
+            assert torch.equal(getattr(found, name), getattr(again, name))
+        last = len(one.prompt) - 1
+        assert len(found.ids) == one.learnt == len(one.text) - last
+        for place in range(len(one.text)):
+            said = model(input_ids=torch.tensor([path_to(one, place)]), output_hidden_states=True, use_cache=False)
+            taken = torch.cat([said.hidden_states[layer][0, -1] for layer in taps])
+            torch.testing.assert_close(found.states[place], taken, atol=2e-4, rtol=2e-4)
+            if place >= last:
+                logs = said.logits[0, -1, IDS].log_softmax(-1).topk(distributions.TOP).values
+                torch.testing.assert_close(found.logs[place - last], logs, atol=2e-4, rtol=2e-4)
+                mass += said.logits[0, -1].double().softmax(-1)
+    wanted = mass.topk(10).indices.sort().values
+    assert likely_tokens(target, ANSWERS, 10).tolist() == wanted.tolist()
+    whole = HeadTeacher(target, taps, IDS).distribution(TREE)
+    monkeypatch.setattr(distributions, "CHUNK", 3)
+    parts = HeadTeacher(target, taps, IDS).distribution(TREE)
+    torch.testing.assert_close(parts.logs, whole.logs, atol=1e-4, rtol=1e-4)
+    plain = Teacher(target).distribution(ANSWERS[1])
+    assert plain.states is None
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("rule", ["coupled", "search"])
+def test_trees_hold_the_live_beams(width: int, rule: str, tmp_path: Path) -> None:
+    """Guards rows that change places, refilled ones and the beams that tokens are appended to: each text, and with it
+    each live beam at its time, is a path of its request's tree."""
+    target, _ = table_pair(1, 12, 0.6)
+    method = MethodConfig(rule=rule, num_beams=width, depth=0)
+    engine = Engine(target, None, NumberCodec(12, (3,)), method, batch_size=3)
+    sampling = SamplingConfig(top_k=0, max_new_tokens=9, n_best=width)
+    requests = [Request(id=str(i), seed=i, prompt_ids=(i % 5, i % 7), sampling=sampling) for i in range(8)]
+    path = tmp_path / "answers.jsonl"
+    with path.open("ab") as stream:
+        assert not make_answers(
+            engine, requests, LineWriter(stream, str(path), owned=False), lambda number: None, trees=True
+        )
+    lines, answers = [json.loads(line) for line in path.read_text().splitlines()], read_answers(path)
+    assert len(answers) == len(requests)
+    for line, one in zip(lines, answers, strict=True):
+        assert one.prompt == tuple(line["prompt_ids"])
+        paths = {tuple(path_to(one, place)) for place in range(len(one.text))}
+        for tokens in line["answers"]:
+            assert (*one.prompt, *tokens[:-1]) in paths
+        assert len(paths) == len(one.text), "no token stands there twice"
+        depths = one.positions[len(one.prompt) :]
+        assert depths == sorted(depths)
+        counts = [depths.count(depth) for depth in sorted(set(depths))]
+        assert max(counts) <= width
+        if width > 1:
+            assert counts[1] == width
+
+
+def test_layers_whose_states_are_taken() -> None:
+    assert tapped_layers(30) == (2, 15, 27)
+    assert tapped_layers(7) == (2, 3, 4)
+    assert [tapped_layers(count) for count in (1, 2, 3, 6)] == [(0,), (0, 1), (0, 1, 2), (3, 4, 5)]
