@@ -23,6 +23,7 @@ from dsbd_cli.config.model import DTYPES, ModelSpec
 from dsbd_cli.errors import ModelError, OutputError, UnsupportedModelError, UsageError
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import is_gguf, load, load_config, load_tokenizer
+from dsbd_cli.models.checkpoints.registry import parts_of
 from dsbd_cli.models.decoder.load import spec_or_reason
 from dsbd_cli.train.head import HeadStudent
 from dsbd_cli.train.run_record import Form
@@ -111,8 +112,10 @@ def student_shape(
 
 
 def new_student(spec: ModelSpec, shape: StudentShape, seed: int) -> nn.Module:
-    """An untrained draft of the target, in float32 on the device of `spec`, every weight to be trained."""
-    plain = replace(spec, role="draft", dtype="float32", device_map=None, tensor_parallel=1)
+    """An untrained draft of the target, in float32 on the device of `spec`, every weight to be trained. Of a target
+    with adapters it begins as the base."""
+    base = parts_of(spec.source)[0]
+    plain = replace(spec, source=base, role="draft", dtype="float32", device_map=None, tensor_parallel=1)
     first, _ = load(plain, _cut_config(load_config(locate(spec), spec), shape.layers if not shape.hidden_size else 1))
     return _trainable(first if shape.hidden_size is None else _small_llama(first, shape, seed))
 
