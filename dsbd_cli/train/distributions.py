@@ -73,7 +73,7 @@ class Teacher:
         return TopDistribution(torch.cat([ids for ids, _ in parts]), torch.cat([logs for _, logs in parts]), states)
 
     def _states(self, answer: AnswerTokens) -> Tensor | None:
-        """What is kept of the cache before it is released."""
+        """Return what is kept of the cache before it is released."""
         return None
 
     def _logits(self, answer: AnswerTokens) -> Iterator[Tensor]:

@@ -315,7 +315,7 @@ def test_refusals(
     (damaged / "dsbd_distill.json").write_text("{}")
     if "{u}" in options:
         plan = {"target": target, "input": "", "layers": 1, "hidden_size": None, "steps": 9, "learning_rate": 1e-3}
-        plan |= {"form": "head", "vocab": 261}
+        plan |= {"form": "head", "vocab": json.loads((Path(target) / "config.json").read_text())["vocab_size"]}
         plan |= {"decode": "sample", "num_beams": 4, "max_new_tokens": 128, "seed": 0, "dtype": "auto"}
         unfinished.mkdir()
         content = {"schema": "dsbd.distill/1", "plan": plan, "complete": False, "prompts": 0, "answers": 0}
@@ -329,7 +329,7 @@ def test_refusals(
 def test_another_file_of_prompts_or_a_second_run_at_once(
     target: str, prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(self: Any, *ignored: Any) -> None:
+    def stop(self: Any, *ignored: Any, **named: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         self._check_stopped()
 

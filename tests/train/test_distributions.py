@@ -195,15 +195,16 @@ def test_sizes_that_make_no_draft(tmp_path: Path, checkpoint: Path) -> None:
     ]:
         with pytest.raises(UsageError, match=message):
             student_shape(spec, layers, size)
-    assert student_shape(spec, None, None) == StudentShape(1, None)
+    assert student_shape(spec, None, None) == StudentShape(1, None, V)
+    assert student_shape(spec, None, None, "model") == StudentShape(1, None)
     one = save(tmp_path / "one", num_hidden_layers=1)
     with pytest.raises(UsageError, match="has 1 layer, so no draft can be cut from it: give --hidden-size"):
-        student_shape(spec_of(one), None, None)
+        student_shape(spec_of(one), None, None, "model")
     config = one / "config.json"
     text = config.read_text()
     config.write_text(text.replace('"model_type"', '"quantization_config": {"quant_method": "gptq"}, "model_type"'))
     with pytest.raises(ModelError, match="is quantized, and quantized layers cannot be trained"):
-        student_shape(spec_of(one), None, None)
+        student_shape(spec_of(one), None, None, "model")
     config.write_text(text.replace('"model_type": "llama"', '"model_type": "t5", "num_layers": 1'))
     with pytest.raises(UnsupportedModelError, match="has an encoder"):
-        student_shape(spec_of(one), None, None)
+        student_shape(spec_of(one), None, None, "model")
