@@ -15,7 +15,7 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.models.heads.load import load_head
 from dsbd_cli.models.load_model import load_model
-from dsbd_cli.train.distributions import HeadTeacher, Teacher, likely_tokens
+from dsbd_cli.train.distributions import HeadTeacher, Teacher, divergence, likely_tokens
 from dsbd_cli.train.head import HeadStudent, Trees, new_head, read_head, tapped_layers
 from dsbd_cli.train.target_answers import AnswerTokens, make_answers, read_answers
 from dsbd_cli.train.training import UNROLLED, HeadTraining, Recipe
@@ -175,6 +175,14 @@ def test_a_step_of_a_head_does_not_depend_on_how_its_answers_are_put_together(
         assert len(run._parts(list(ANSWERS))) == (1 if most > 1 else len(ANSWERS))
         losses.append(run.run_step())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    head, found, weights = shaken(spec), 0.0, 0.0
+    laws = [HeadTeacher(target, head.taps, IDS).distribution(one) for one in ANSWERS]
+    for one, law in zip(ANSWERS, laws, strict=True):
+        assert law.states is not None
+        for step, (logits, real) in enumerate(head.unrolled(Trees.of([one], [law.states]), UNROLLED)):
+            apart = divergence(logits[0], law.ids, law.logs)[real[0]]
+            found, weights = found + 0.8**step * apart.sum().item(), weights + 0.8**step * len(apart)
+    assert losses[0] == pytest.approx(found / weights, rel=1e-5)
 
 
 def test_the_teacher_of_a_head(spec: ModelSpec, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,12 +219,24 @@ def test_the_teacher_of_a_head(spec: ModelSpec, target: Any, monkeypatch: pytest
     assert plain.states is None
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("rule", ["coupled", "search"])
-def test_trees_hold_the_live_beams(width: int, rule: str, tmp_path: Path) -> None:
-    """Guards rows that change places, refilled ones and the beams that tokens are appended to: each text, and with it
-    each live beam at its time, is a path of its request's tree."""
+def test_trees_hold_the_live_beams(
+    width: int, rule: str, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards rows that change places, refilled ones, those that begin anew where memory is short, and the beams that
+    tokens are appended to: each text, and with it each live beam at its time, is a path of its request's tree."""
     target, _ = table_pair(1, 12, 0.6)
+    calls, forward = [0], target.forward
+
+    def failing(batch: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if fails and calls[0] == 7:
+            raise torch.OutOfMemoryError
+        return forward(batch, **named)
+
+    monkeypatch.setattr(target, "forward", failing)
     method = MethodConfig(rule=rule, num_beams=width, depth=0)
     engine = Engine(target, None, NumberCodec(12, (3,)), method, batch_size=3)
     sampling = SamplingConfig(top_k=0, max_new_tokens=9, n_best=width)
