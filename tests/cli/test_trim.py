@@ -11,6 +11,7 @@ import pytest
 
 from dsbd_cli import Engine, Request
 from dsbd_cli.cli.app import run
+from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models.checkpoints.catalog import fit
 from dsbd_cli.stats import RequestStats
@@ -79,9 +80,11 @@ def test_whether_a_pair_fits_knows_a_trimmed_head(pair: tuple[str, str], prompts
     native = tmp_path / "native.jsonl"
     generate(pair, prompts, native)
     trim(pair, "--texts", str(native), "--size", "120", "-o", small, "--quiet")
-    assert "the draft is trimmed: its head has 120 rows" in " ".join(fit(pair[0], small).notes)
+    assert "the draft is trimmed: its head has 120 rows" in " ".join(
+        fit(ModelSpec(pair[0]), ModelSpec(small, "draft")).notes
+    )
     with pytest.raises(UnsupportedModelError, match="is a trimmed draft: only a draft may lack tokens"):
-        fit(small, pair[1])
+        fit(ModelSpec(small), ModelSpec(pair[1], "draft"))
 
 
 def test_from_texts(pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
