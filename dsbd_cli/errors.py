@@ -23,7 +23,8 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-MAX_SHOWN = 60
+MAX_SHOWN = 60  # characters of a value
+MAX_REASON = 200  # and of another library's message
 KINDS: dict[type, str] = {int: "an integer", float: "a number", bool: "true or false"}
 KINDS |= {str: "a string", list: "a list", dict: "an object"}
 
@@ -48,6 +49,11 @@ class _Brief(reprlib.Repr):
 
 
 _brief = _Brief()
+
+
+def one_line(error: BaseException) -> str:
+    """Return another library's message in one line of at most MAX_REASON characters; its type where it says nothing."""
+    return " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
 
 
 def shorten(value: object) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
-from dsbd_cli.errors import ModelError, UnsupportedModelError
+from dsbd_cli.errors import ModelError, UnsupportedModelError, one_line
 from dsbd_cli.models.forest_attention import AttentionMetadata
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops.interface import Ops
@@ -352,7 +352,7 @@ def unsupported(architecture: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError, ModelError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:160]
+        reason = one_line(error)
         raise UnsupportedModelError(
             f"{architecture} cannot hold a tree of tokens ({type(error).__name__}: {reason}); "
             "use a model whose attention goes by mask and position_ids, such as Llama, Qwen or OPT"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import UnsupportedModelError
+from dsbd_cli.errors import UnsupportedModelError, one_line
 from dsbd_cli.models import verdicts
 from dsbd_cli.models.checkpoints.damage import stored_bytes
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, read_generation
@@ -46,7 +46,7 @@ from dsbd_cli.models.tokenizer import HFCodec, bytes_of_tokens
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops.select import GPU_LAYERS, ops_for
 
-LAYERS_CHECKED = 2  # of each kind, by the self-test and for invariance: the others are the same operations
+LAYERS_CHECKED = 4  # of each kind, for invariance: the others are the same operations
 LARGE_BYTES = 64 << 20  # loading less takes no time that needs a line
 
 _logger = logging.getLogger(__name__)
@@ -195,7 +195,8 @@ class _DecoderLoad:
             except Exception as failed:
                 if not kernels:
                     raise
-                reason = f"a kernel fails ({_one_line(failed)})"  # at a width that was not tried
+                # at a width that was not tried
+                reason = f"a kernel fails ({type(failed).__name__}: {one_line(failed)})"
             if reason is None:
                 return model
         assert reason is not None
@@ -258,10 +259,12 @@ class _DecoderLoad:
 
     def _checked(self, model: Any, kernels: frozenset[str], tokenizer: Future[Any]) -> Verdict | str:
         """Pack a model's weights, check it and keep what was found; return why it cannot serve."""
+        from dsbd_cli.models.checks.selftest import self_test
+
         tested = outliers = None
         quantized = self._spec.quantize is not None
         if quantized:  # the limits are those of the checkpoint's rounding
-            tested = self._self_test(model)
+            tested = self_test(model)
         packed = self._theirs is None and not quantized
         if packed:
             pack(model, self._spec, None)
@@ -274,7 +277,7 @@ class _DecoderLoad:
             return reason
         if not packed:
             outliers = pack(model, self._spec, None)
-        model.tested = tested = tested or self._self_test(model)
+        model.tested = tested = tested or self_test(model)
         found = _verdict(self._few(model)) if self._asked_invariant else Verdict(verdicts.UNASKED)
         if found.varies is not None and "linear" in kernels:
             return found.varies
@@ -284,16 +287,11 @@ class _DecoderLoad:
         return found
 
     def _few(self, model: DecoderForestModel) -> DecoderForestModel:
-        """Return the layers that are checked: on a CPU a few of each kind, unless all were asked for.
+        """Return the layers whose invariance is checked: on a CPU a few of each kind, unless all were asked for.
 
-        The others are the same operations on the same shapes, and the comparison with transformers runs them all.
+        The others are the same operations on the same shapes. The other two checks run all layers.
         """
         return model if self._whole or self._device.type != "cpu" else model.shallow(LAYERS_CHECKED)
-
-    def _self_test(self, model: DecoderForestModel) -> SelfTestReport:
-        from dsbd_cli.models.checks.selftest import self_test
-
-        return self_test(self._few(model))
 
 
 def _load_quietly(place: Path, spec: ModelSpec) -> Any:
@@ -317,7 +315,7 @@ def _verdict(model: DecoderForestModel) -> Verdict:
     except Exception as failed:
         if model.attention is None:
             raise
-        return Verdict(f"a kernel fails ({_one_line(failed)})")
+        return Verdict(f"a kernel fails ({type(failed).__name__}: {one_line(failed)})")
 
 
 def _attention(model: BaseForestModel, *, exact: bool) -> Callable[..., Tensor | None] | None:
@@ -338,11 +336,7 @@ def _try_split_attention(model: BaseForestModel) -> None:
         error = shift_by_splitting(model)
         fault = None if error <= LIMITS[model.weights_dtype] else f"its logits are off by {error:.1g} of their spread"
     except Exception as failed:
-        fault = f"the kernel fails ({_one_line(failed)})"
+        fault = f"the kernel fails ({type(failed).__name__}: {one_line(failed)})"
     if fault is not None:
         model.attention = None
         model.notes = (*model.notes, f"torch's attention serves long prompts, too: with the kernel {fault}")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:160]

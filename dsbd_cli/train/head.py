@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError
+from dsbd_cli.errors import ModelError, one_line
 from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
 from dsbd_cli.models.checkpoints.loader import is_plain, load_config, load_network
 from dsbd_cli.models.decoder.load import spec_or_reason, tensors_of
@@ -291,7 +291,7 @@ def read_head(folder: Path, spec: ModelSpec) -> HeadStudent:
         head = HeadStudent(config["transformer_layer_config"], config[LAYER_IDS], ids, table, named)
         head.load_state_dict(state)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:120]
+        reason = one_line(error)
         raise ModelError(f"{folder} cannot be read ({reason}): remove it to begin anew") from None
     return head
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dsbd_cli.config.model import DTYPES, ModelSpec
-from dsbd_cli.errors import ModelError, OutputError, UnsupportedModelError, UsageError
+from dsbd_cli.errors import ModelError, OutputError, UnsupportedModelError, UsageError, one_line
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import is_gguf, load, load_config, load_tokenizer
 from dsbd_cli.models.checkpoints.registry import parts_of
@@ -191,7 +191,7 @@ def read_moments(folder: Path) -> dict[str, Tensor]:
     try:
         return load_file(folder / MOMENTS)
     except (OSError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:120]
+        reason = one_line(error)
         raise ModelError(f"{folder / MOMENTS} cannot be read ({reason}): remove {folder} to begin anew") from None
 
 

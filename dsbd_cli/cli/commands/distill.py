@@ -71,7 +71,7 @@ class DistillOptions:
     """Options of `dsbd distill`: what is distilled into what, from which prompts, and how long."""
 
     target: str | None = option(
-        MAIN, "alias, folder or hub id[@REVISION], [+ADAPTER]", default=BUILTIN_TARGET, metavar="MODEL"
+        MAIN, "alias, folder or hub id; @REVISION and +ADAPTER may follow", default=BUILTIN_TARGET, metavar="MODEL"
     )
     input: Path | None = option(
         MAIN,

@@ -145,7 +145,7 @@ class _GenerateRun:
             quantize=settings.target.quantize,
         )
         kept = files.summary is not None or files.output not in (None, STANDARD)
-        local = kept and (pool is None or pool.address is None)
+        pinned = kept and (pool is None or pool.address is None)
         self._fingerprint = run_fingerprint(
             self._method,
             settings.rows,
@@ -160,9 +160,9 @@ class _GenerateRun:
             grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
             require_valid=require_valid,
             dsbd=__version__,
-            **(_digests(settings) if local else {}),
+            **(_digests(settings) if pinned else {}),
         )
-        self._commits = _commits(settings) if local else {}
+        self._commits = _commits(settings) if pinned else {}
         self._shard = shard
         if shard is not None:
             assert files.input is not None

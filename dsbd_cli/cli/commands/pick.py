@@ -23,7 +23,7 @@ from dsbd_cli.cli.run.progress import Reporter, begin_talk, row_line
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import rows_exit_code
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError, option_name, plural, reading
+from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError, one_line, option_name, plural, reading
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.records.record_parts import dump_line
@@ -35,7 +35,6 @@ from dsbd_cli.pick.prompts import ByReward, PromptsById
 from dsbd_cli.pick.sandbox import SqlStoppedError
 
 PICK_SCHEMA = "dsbd.pick/1"
-MAX_REASON = 200  # characters of an unexpected error
 CHOICE, FILES = "How one is chosen", "Input and output"
 
 By = Literal["score", "vote", "exec", "mbr", "model"]
@@ -339,7 +338,7 @@ class _PickRun:
             except (DsbdError, SqlStoppedError):
                 raise
             except Exception as failed:  # whatever a text makes of a library, it is the matter of its row
-                message = " ".join(str(failed).split())[:MAX_REASON]
+                message = one_line(failed)
                 error = RowError(f"line {row.number}: {type(failed).__name__}: {message}".removesuffix(": "))
         kind = "" if error is None else type(error).__name__
         self._reporter.row(error=None if error is None else row_line(row.index, row.id, error), kind=kind)

@@ -107,7 +107,7 @@ class PairOptions:
     """The two models."""
 
     target: str | None = option(
-        MAIN, "alias, folder or hub id[@REVISION], [+ADAPTER]", default=BUILTIN_TARGET, metavar="MODEL"
+        MAIN, "alias, folder or hub id; @REVISION and +ADAPTER may follow", default=BUILTIN_TARGET, metavar="MODEL"
     )
     draft: str | None = option(
         MAIN,

@@ -25,6 +25,7 @@ from dsbd_cli.config.spelling import parse, parse_drafter, typed_names
 from dsbd_cli.config.variants import GRAMMAR, RULES, SEARCH, WIDTHS, runs_model, sampling_rules
 from dsbd_cli.errors import UsageError, option_name, reading
 from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.io.records.record_parts import DIGESTS
 
 T = TypeVar("T")
 
@@ -35,11 +36,7 @@ SPREADS = ("balanced", "balanced_low_0", "sequential")  # names of device maps t
 TYPED = {
     **typed_names(item.name for group in (*PIPED, FileOptions, AnswerOptions) for item in fields(group)),
     "rule": "--decode or --verify",
-    **{
-        f"{role}_{part}": f"the digest of the {role}'s {part}"
-        for role in ("target", "draft")
-        for part in ("config", "tokenizer", "weights")
-    },
+    **DIGESTS,
 }
 
 

@@ -11,7 +11,7 @@ import torch
 
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.protocols import EncoderDecoderModel
-from dsbd_cli.errors import RowError, UnsupportedModelError
+from dsbd_cli.errors import RowError, UnsupportedModelError, one_line
 from dsbd_cli.requests import Request, RequestResult
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def captured_otherwise(engine: Engine) -> str | None:
         except RuntimeError as error:
             if wanted is False:  # a plain iteration
                 raise
-            reason = " ".join(str(error).split())[:160]
+            reason = one_line(error)
             if not _answers(engine.target.device):
                 raise UnsupportedModelError(
                     f"the GPU answers nothing any more after captured iterations were tried ({reason}): leave graphs "

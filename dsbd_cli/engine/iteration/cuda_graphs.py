@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.planning.memory_limit import out_of_memory
-from dsbd_cli.errors import UnsupportedModelError
+from dsbd_cli.errors import UnsupportedModelError, one_line
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -69,7 +69,7 @@ class CudaRecorder:
                 first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
                 if out_of_memory(first):
                     raise first from None
-                raise CaptureError(" ".join(str(first).split())[:160]) from error
+                raise CaptureError(one_line(first)) from error
             finally:
                 torch.cuda.set_stream(before)  # such an end leaves the capture's stream the current one
         return graph

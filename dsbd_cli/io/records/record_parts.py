@@ -138,11 +138,14 @@ def fingerprint_difference(
     return ", ".join(differences) or None
 
 
-DIGESTS = {f"{role}_{part}" for role in ("target", "draft") for part in ("config", "tokenizer", "weights")}
+PARTS = "config", "tokenizer", "weights"  # of a checkpoint: each has its digest
+DIGESTS = {  # by the setting's name: what a message calls it
+    f"{role}_{part}": f"the digest of the {role}'s {part}" for role in ("target", "draft") for part in PARTS
+}
 
 
 def _same_files(role: str, old: Mapping[str, object], new: Mapping[str, object]) -> bool:
-    digests = [(old.get(f"{role}_{part}"), new.get(f"{role}_{part}")) for part in ("config", "tokenizer", "weights")]
+    digests = [(old.get(f"{role}_{part}"), new.get(f"{role}_{part}")) for part in PARTS]
     return all(before is not None and before == now for before, now in digests)
 
 

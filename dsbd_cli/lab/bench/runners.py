@@ -10,7 +10,7 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.variant import Exactness
 from dsbd_cli.engine.constraints.answers import Catalogue
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.errors import ModelError, UsageError
+from dsbd_cli.errors import ModelError, UsageError, one_line
 from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.bench.prepare import BenchSpec, Prompt
 from dsbd_cli.lab.bench.sweep import SweepSetting
@@ -150,7 +150,7 @@ class PeerRunner:
         except ModelError as error:
             raise ModelError(f"{self._title}: {error}") from None
         except Exception as error:  # a model that others cannot decode raises what it likes
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error)
             raise ModelError(
                 f"{self._title}: {self._peer.config.whose} fails ({type(error).__name__}: {reason}): "
                 "leave it out of --methods"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.errors import UnsupportedModelError
+from dsbd_cli.errors import UnsupportedModelError, one_line
 from dsbd_cli.models.adapted.adapter import TransformersForest
 from dsbd_cli.models.adapted.attention import NAME, attention_over
 from dsbd_cli.models.adapted.crossing import STEP, CrossCache, ForestPairCache
@@ -325,7 +325,7 @@ class Seq2SeqForestModel(TransformersForest):
         try:
             self.encode([0], [sample_encoder_input(self, 8, 0)])
         except Exception as error:
-            reason = " ".join(str(error).split())[:160]
+            reason = one_line(error)
             raise UnsupportedModelError(
                 f"{self.architecture} cannot keep its source apart from a tree of tokens "
                 f"({type(error).__name__}: {reason}); use another model"

@@ -14,7 +14,7 @@ from torch import Tensor
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.token_rules import Timestamps, TokenRules, asked_rules
 from dsbd_cli.engine.protocols import EncoderRequest
-from dsbd_cli.errors import InvalidRowError, PromptTooLongError, UsageError, shorten
+from dsbd_cli.errors import InvalidRowError, PromptTooLongError, UsageError, one_line, shorten
 from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
 from dsbd_cli.requests import Request, Segment
 
@@ -51,7 +51,7 @@ def read_audio(path: str, rate: int, seconds: float) -> Tensor:
             wave = file.read(dtype="float32", always_2d=True).mean(1)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         # soundfile's own errors are RuntimeErrors; TypeError: a file without a header, by its name; ValueError: a path
-        reason = " ".join(str(error).split())[:120]
+        reason = one_line(error)
         raise InvalidRowError(f"audio is {shorten(path)}, which cannot be read: {reason}") from None
     if not (abs(wave) <= LOUDEST).all():  # nor is NaN
         raise InvalidRowError(f"audio is {shorten(path)}, whose samples are not all finite numbers")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError, UnsupportedModelError
+from dsbd_cli.errors import ModelError, UnsupportedModelError, one_line
 from dsbd_cli.models.checkpoints.hub import ADAPTER_WEIGHTS, locate_adapters
 
 
@@ -26,7 +26,7 @@ def merge_adapters(model: Any, spec: ModelSpec) -> Any:
         except ModelError:
             raise
         except Exception as error:
-            raise ModelError(f"{_name(folder, spec)} cannot be merged: {_one_line(error)}") from error
+            raise ModelError(f"{_name(folder, spec)} cannot be merged: {one_line(error)}") from error
     return model
 
 
@@ -59,7 +59,3 @@ def _plain(key: str) -> str:
 
 def _name(folder: Path, spec: ModelSpec) -> str:
     return f"{spec.role} adapter {str(folder)!r}"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

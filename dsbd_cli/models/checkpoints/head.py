@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError, UnsupportedModelError
+from dsbd_cli.errors import ModelError, UnsupportedModelError, one_line
 
 HEAD_FILE = "dsbd_head.safetensors"
 FORMAT = "dsbd.head/1"
@@ -75,7 +75,7 @@ def read_head(folder: Path) -> TrimmedHead | None:
             about = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise _damaged(path, " ".join(str(error).split())[:120]) from None
+        raise _damaged(path, one_line(error)) from None
     if about.get("format") != FORMAT:
         raise ModelError(
             f"{path} has the format {about.get('format')!r}, but this version reads {FORMAT}: "
@@ -102,7 +102,7 @@ def head_rows(folder: Path) -> int | None:
         with safe_open(path, "pt") as file:
             return int(file.get_slice("ids").get_shape()[0])
     except (SafetensorError, OSError) as error:
-        raise _damaged(path, " ".join(str(error).split())[:120]) from None
+        raise _damaged(path, one_line(error)) from None
 
 
 def install(model: Any, head: TrimmedHead, name: str) -> None:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError, ModelNotFoundError, UsageError
+from dsbd_cli.errors import ModelError, ModelNotFoundError, UsageError, one_line
 from dsbd_cli.models.checkpoints.registry import Location, hub_location, parts_of, resolve
 
 CONNECT_TIMEOUT_S = 2.0
@@ -201,6 +201,6 @@ def _download(location: Location, name: str, patterns: list[list[str]]) -> Path:
     except RevisionNotFoundError:
         raise ModelNotFoundError(f"{name}: the repository has no revision {revision!r}") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split())[:160]
+        reason = one_line(error)
         raise ModelNotFoundError(f"{name} could not be downloaded: {reason}") from error
     return folder

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
+from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError, one_line
 from dsbd_cli.models.checkpoints.adapters import merge_adapters
 from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, unsafe_pickle
 from dsbd_cli.models.checkpoints.head import head_keys, install, read_head
@@ -93,7 +93,7 @@ def load_tokenizer(folder: Path, spec: ModelSpec) -> Any:
         return AutoTokenizer.from_pretrained(**_source(folder), **_local(spec))
     except Exception as error:
         hint = "" if read_config(folder) is None else ": mamba_ssm writes none, so put a tokenizer beside its weights"
-        raise ModelError(f"{_name(spec)}: its tokenizer cannot be loaded: {_one_line(error)}{hint}") from error
+        raise ModelError(f"{_name(spec)}: its tokenizer cannot be loaded: {one_line(error)}{hint}") from error
 
 
 def _placement(spec: ModelSpec) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def load_config(folder: Path, spec: ModelSpec) -> Any:
         config = AutoConfig.from_pretrained(**_source(folder), **_local(spec))
     except Exception as error:
         hint = "" if spec.trust_remote_code or is_gguf(folder) else _remote_code_hint(folder, spec.role)
-        raise ModelError(f"{_name(spec)}: its config cannot be read: {_one_line(error)}{hint}") from error
+        raise ModelError(f"{_name(spec)}: its config cannot be read: {one_line(error)}{hint}") from error
     mark(folder, config)
     return config
 
@@ -169,7 +169,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
             **placement,
         )
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise ModelError(f"{_name(spec)} does not fit in memory: {_one_line(error)}") from error
+        raise ModelError(f"{_name(spec)} does not fit in memory: {one_line(error)}") from error
     except Exception as error:
         if (refused := unsafe_pickle(folder, error, _name(spec))) is not None:
             raise refused from None
@@ -178,7 +178,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
                 f"{_name(spec)} is a {config.model_type}, which is neither a causal language model nor an "
                 "encoder-decoder one"
             ) from None
-        raise ModelError(f"{_name(spec)} cannot be loaded: {_one_line(error)}") from error
+        raise ModelError(f"{_name(spec)} cannot be loaded: {one_line(error)}") from error
     model, report = loaded
     _check_report(report, spec, set() if head is None else head_keys(model))
     if lost := unread(config, map(str, report.get("unexpected_keys") or ())):
@@ -218,7 +218,7 @@ def load_extractor(folder: Path, spec: ModelSpec) -> Any:
     try:
         return AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        raise ModelError(f"{_name(spec)}: its feature extractor cannot be loaded: {_one_line(error)}") from error
+        raise ModelError(f"{_name(spec)}: its feature extractor cannot be loaded: {one_line(error)}") from error
 
 
 def is_gguf(place: Path) -> bool:
@@ -333,10 +333,6 @@ def _attention(config: Any) -> str | None:
 
 def _name(spec: ModelSpec) -> str:
     return f"{spec.role} model {spec.source!r}"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError, UsageError
+from dsbd_cli.errors import ModelError, UsageError, one_line
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checkpoints.head import TrimmedHead
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
@@ -29,7 +29,7 @@ from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import DECODER, GPU_LAYERS, ops_for
 
 TOKENS = 24  # of a text that is compared with transformers
-SEEDS = 20, 21  # of such texts
+SEED = 20  # of its random tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def tensors_of(folder: Path, spec: ModelSpec) -> Tensors:
     try:
         return read_tensors(folder)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)
         raise ModelError(f"{_name(spec)} cannot be loaded: {reason}") from error
 
 
@@ -92,23 +92,13 @@ def tensors_of(folder: Path, spec: ModelSpec) -> Tensors:
 def differs(model: DecoderForestModel, theirs: Any) -> str | None:
     """Compare the logits of a short text with those of transformers' model. Return what differs; None: nothing.
 
-    In half precision rounding grows beyond all limits on some texts (the first 24 tokens of SmolLM2's vocabulary, which
-    are marks, move by 0.7 of the spread). So a second text decides where the first one is off; a wrong model is off on
-    both.
+    The tokens are random, as rounding grows beyond all limits on some texts in half precision: the first 24 tokens of
+    SmolLM2's vocabulary, which are marks, move by 0.7 of the spread.
     """
-    reason = None
-    for seed in SEEDS:
-        reason = _differs(model, theirs, seed)
-        if reason is None or model.weights_dtype == torch.float32:
-            break
-    return reason
-
-
-def _differs(model: DecoderForestModel, theirs: Any, seed: int) -> str | None:
     from dsbd_cli.models.verdicts import PADDING, limit_for
 
     count = min(TOKENS, model.max_positions or TOKENS)
-    drawn = torch.randint(0, model.vocab_size, (1, count), generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randint(0, model.vocab_size, (1, count), generator=torch.Generator().manual_seed(SEED))
     tokens = drawn.to(model.device)
 
     def logits(ids: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.errors import ModelError
+from dsbd_cli.errors import ModelError, one_line
 from dsbd_cli.models.adapted.adapter import LAST
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.patching import pack, quantize
@@ -126,7 +126,7 @@ def _one_layer(found: HeadTensors, names: MtpNames, theirs: Any, target: BaseFor
                 output_loading_info=True,
             )
         except (ValueError, RuntimeError, AttributeError, TypeError) as error:
-            reason = " ".join(str(error).split())[:160]
+            reason = one_line(error)
             raise ModelError(f"{type(theirs).__name__} cannot be made of its layer: {reason}") from None
     for what, keys in (("missing", report["missing_keys"]), ("not known here", report["unexpected_keys"])):
         if rest := sorted(set(keys) - set(TABLES)):

@@ -205,6 +205,33 @@ def choose(engine: Engine, depths: list[int], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(engine._planner, "choose", lambda *given: Shape(next(turns), count))
 
 
+def watched(
+    loaded: tuple[Any, HeadForestModel, ScalarHead],
+    rule: str,
+    beams: int,
+    depths: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Watch:
+    """Run requests with drafts of these depths in turn, see that no text depends on them, and return what was seen."""
+    pair, head, formula = loaded
+    guide, _ = load_model(spec_for(pair.target.name, "draft"))
+    plain = answers(engine_of(pair.target, None, rule, beams))
+    watch = Watch(head, formula)
+    follow(head, guide, watch, monkeypatch)
+    engine = engine_of(pair.target, head, rule, beams, max(depths))
+    choose(engine, depths, monkeypatch)
+    engine.observe(watch)
+    found = []
+    for result in engine.run(requests(6, rule)):
+        assert result.error is None
+        found.append([(beam.token_ids, beam.logprob) for beam in result.hypotheses])
+    assert found == plain
+    assert min(watch.counted) > 20
+    assert {depth for depth, _ in watch.passed} == set(depths)
+    assert len({count for depth, count in watch.passed if depth}) > 2
+    return watch
+
+
 @pytest.mark.parametrize(
     ("form", "rule", "beams", "depths"),
     [
@@ -224,24 +251,9 @@ def test_states_and_laws_are_those_of_a_formula(
 ) -> None:
     """Guards the plane of states through prompts, forests, moves, refill, prefixes that are shared and growth, and the
     head's laws after iterations in which some layers, none or all passed and after iterations without drafts."""
-    pair, head, formula = loaded(form)
-    guide, _ = load_model(spec_for(pair.target.name, "draft"))
-    plain = answers(engine_of(pair.target, None, rule, beams))
-    watch = Watch(head, formula)
-    follow(head, guide, watch, monkeypatch)
-    engine = engine_of(pair.target, head, rule, beams, max(depths))
-    choose(engine, depths, monkeypatch)
-    engine.observe(watch)
-    found = []
-    for result in engine.run(requests(6, rule)):
-        assert result.error is None
-        found.append([(beam.token_ids, beam.logprob) for beam in result.hypotheses])
-    assert found == plain
+    watch = watched(loaded(form), rule, beams, depths, monkeypatch)
     assert watch.worst[0] <= 1e-5, "states"
     assert watch.worst[1] <= 1e-5, "laws"
-    assert min(watch.counted) > 20
-    assert {depth for depth, _ in watch.passed} == set(depths)
-    assert len({count for depth, count in watch.passed if depth}) > 2
 
 
 @pytest.mark.parametrize("form", ["speculators", "qwen"])
