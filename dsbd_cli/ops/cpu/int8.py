@@ -33,6 +33,8 @@ from dsbd_cli.ops.cpu.runtime import (
     features,
     fields,
     kernels,
+    matrix_units,
+    may_use_matrix_units,
     offsets,
     scratch,
     team,
@@ -160,8 +162,9 @@ class Compiled:
 
     @staticmethod
     def able() -> bool:
-        """Whether the kernels are fast here. Matrix units are faster for long prompts: they are left to torch."""
-        return {"avx512f", "avx512vnni"} <= features() and "amx-int8" not in features() and team() is not None
+        """Whether the kernels are fast here."""
+        able = may_use_matrix_units() if matrix_units() else {"avx512f", "avx512vnni"} <= features()
+        return able and team() is not None
 
     def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor, linear: Linear) -> None:
         self._outputs, self._given = sum(map(len, weights)), weights[0].shape[1]

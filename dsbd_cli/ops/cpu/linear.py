@@ -3,9 +3,9 @@
 torch hands a plain weight matrix to oneDNN, which copies it into blocks at every call; for a few tokens that copy costs
 as much as the product (benchmarks/LOG.md). Packed once, the same product reads the weights once.
 
-Two ways. Where the processor has AVX-512, a kernel of our own serves (kernels/linear.py). Elsewhere, and for bfloat16
-on processors with matrix units (AMX), operators of torch serve, which are not documented. ops/select.py tries them
-against a plain product; where neither serves, the layers stay as they are.
+Two ways. Where the processor has AVX-512, a kernel of our own serves (kernels/linear.py). Elsewhere operators of torch
+serve, which are not documented. ops/select.py tries them against a plain product; where neither serves, the layers stay
+as they are.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from dsbd_cli.ops.cpu.runtime import (
     features,
     fields,
     kernels,
+    matrix_units,
+    may_use_matrix_units,
     offsets,
     on_amd,
     scratch,
@@ -39,6 +41,7 @@ MIN_FEATURES = 64
 COLUMNS = 64  # outputs that our kernels compute at once
 # Of our kernels. For more than FEW_ROWS rows a thread works on PIECE lines of weights at a time, which its cache holds.
 CHUNK_ROWS, FEW_ROWS, PIECE = 96, 5, 1024
+MATRIX_CHUNK_ROWS = 512  # in the place of CHUNK_ROWS with matrix units; measured: 256 rows take 4 to 8 % longer
 
 
 class LinearArguments(ctypes.Structure):
@@ -65,12 +68,14 @@ LAYOUT = zlib.crc32(
 
 @functools.cache
 def bfloat16_tile() -> str | None:
-    """The tile of simd.py that multiplies bfloat16 here. None: torch does. Matrix units are faster for long prompts.
+    """The tile that multiplies bfloat16 here. None: torch does.
 
-    AVX-512 BF16 multiplies pairs. An Emerald Rapids does that at half its rate of float32. So on other processors than
-    AMD's, and where the instruction is missing, each number is made float32 first.
+    Matrix units are fastest. AVX-512 BF16 multiplies pairs; an Emerald Rapids does that at half its rate of float32. So
+    on other processors than AMD's, and where the instruction is missing, each number is made float32 first.
     """
-    if "avx512f" not in features() or "amx-bf16" in features():
+    if matrix_units():
+        return "amx"
+    if "avx512f" not in features():
         return None
     return "bfloat16" if "avx512bf16" in features() and on_amd() else "widened"
 
@@ -113,7 +118,8 @@ class Parts(NamedTuple):
 
 @functools.lru_cache(1024)
 def _parts(rows: int, blocks: int, lines: int, kinds: int, threads: int) -> Parts:
-    chunk, share = max(1, min(rows, CHUNK_ROWS)), max(1, blocks // (4 * threads))
+    most = MATRIX_CHUNK_ROWS if matrix_units() else CHUNK_ROWS
+    chunk, share = max(1, min(rows, most)), max(1, blocks // (4 * threads))
     items, piece = -(-blocks // share) * -(-rows // chunk), lines if rows <= FEW_ROWS else PIECE
     return Parts(rows, blocks, chunk, share, items, piece, (threads, kinds * chunk, COLUMNS))
 
@@ -149,7 +155,8 @@ class Compiled:
     @staticmethod
     def able(dtype: torch.dtype) -> bool:
         """Whether the processor has the instructions that the kernel is fast with."""
-        known = bool(bfloat16_tile()) if dtype == torch.bfloat16 else "avx512f" in features()
+        tile = bfloat16_tile() if dtype == torch.bfloat16 else None
+        known = may_use_matrix_units() if tile == "amx" else "avx512f" in features()
         return known and team() is not None
 
     @staticmethod

@@ -21,6 +21,8 @@ from torch import Tensor
 
 SMALL = 2**18  # multiplications that are not worth waking another thread for
 HUGE = 2**21  # bytes of a huge page
+# a system call of Linux on x86, what it is asked, and for which registers (kernel documentation, x86/xstate)
+ARCH_PRCTL, REQUEST_REGISTERS, TILE_REGISTERS = 158, 0x1023, 18
 
 # what the arguments of a product begin with (see `product` of simd.py and `Parts` of linear.py)
 PRODUCT = ("taken", "threads", "items", "rows", "chunk", "blocks", "share", "sums", "sums_bytes")
@@ -140,6 +142,20 @@ def features() -> frozenset[str]:
 def on_amd() -> bool:
     """Whether the processor is one of AMD's with AVX-512 (Zen 4 and later) or an older Zen."""
     return processor()[0].startswith("znver")
+
+
+@functools.cache
+def matrix_units() -> bool:
+    """Whether the processor has matrix units for bfloat16 and int8 (Intel's AMX)."""
+    return {"amx-tile", "amx-bf16", "amx-int8"} <= features()
+
+
+@functools.cache
+def may_use_matrix_units() -> bool:
+    """Ask Linux to keep the registers of matrix units for this process. False where it does not."""
+    if not matrix_units() or platform.system() != "Linux":
+        return False
+    return int(ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_REGISTERS, TILE_REGISTERS)) == 0
 
 
 def scratch(size: int) -> Tensor:

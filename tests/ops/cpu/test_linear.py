@@ -295,23 +295,40 @@ def test_layers_of_quantised_checkpoints_stay() -> None:
     assert pack(nn.Sequential(kind, patched).requires_grad_(False)) == 0
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "widened"])
-def test_both_tiles_of_bfloat16_sum_the_products(kind: str) -> None:
-    """Guards the one that this processor does not use."""
-    needed = {"bfloat16": {"avx512f", "avx512bf16"}, "widened": {"avx512f"}}[kind]
-    if not needed <= native.features():
+@pytest.mark.parametrize("kind", ["bfloat16", "widened", "amx"])
+@pytest.mark.parametrize("steps", [40, 3])
+def test_tiles_of_bfloat16_sum_the_products(kind: str, steps: int) -> None:
+    """Guards those that this processor does not use, and last tiles that are not full."""
+    needed = {"bfloat16": {"avx512f", "avx512bf16"}, "widened": {"avx512f"}, "amx": {"amx-tile", "amx-bf16"}}[kind]
+    if not needed <= native.features() or (kind == "amx" and not native.may_use_matrix_units()):
         pytest.skip(f"this processor has no {', '.join(needed)}")
+    from dsbd_cli.ops.cpu.kernels.amx import matrix_tile
     from dsbd_cli.ops.cpu.kernels.simd import tile
 
     generator = torch.Generator().manual_seed(5)
-    steps, most = 40, 7
+    counts = [*range(1, 8), 15, 16, 17, 32, 33, 49]
     weight = torch.randn(packing.COLUMNS, 2 * steps, generator=generator).bfloat16()
-    x = torch.randn(most, 2 * steps, generator=generator).bfloat16()
-    lines, add_up = packing.lines([weight]), tile(kind)
+    x = torch.randn(max(counts), 2 * steps, generator=generator).bfloat16()
+    lines, add_up = packing.lines([weight]), matrix_tile("bfloat16") if kind == "amx" else tile(kind)
     found = []
-    for count in range(1, most + 1):
-        sums = torch.zeros(count, packing.COLUMNS)
+    for count in counts:
+        sums = torch.ones(count, packing.COLUMNS)
         add_up(count, x.data_ptr(), 4 * steps, lines.data_ptr(), steps, sums.data_ptr())
-        torch.testing.assert_close(sums.double(), x[:count].double() @ weight.double().T, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sums.double() - 1, x[:count].double() @ weight.double().T, rtol=1e-4, atol=1e-4)
         found.append(sums)
     assert all(torch.equal(sums, found[-1][: len(sums)]) for sums in found), "a row's bits are its own"
+
+
+@pytest.mark.parametrize("steps", [40, 3])
+def test_matrix_units_sum_integers(steps: int) -> None:
+    if not native.may_use_matrix_units():
+        pytest.skip("this processor has no matrix units, or Linux keeps them")
+    from dsbd_cli.ops.cpu.kernels.amx import matrix_tile
+
+    generator = torch.Generator().manual_seed(6)
+    weight = torch.randint(-127, 128, (packing.COLUMNS, 4 * steps), generator=generator, dtype=torch.int8)
+    x = torch.randint(0, 256, (37, 4 * steps), generator=generator, dtype=torch.uint8)
+    lines = weight.view(torch.int32).T.contiguous()  # a word of each output side by side
+    sums = torch.ones(len(x), packing.COLUMNS, dtype=torch.int32)
+    matrix_tile("int8")(len(x), x.data_ptr(), 4 * steps, lines.data_ptr(), steps, sums.data_ptr())
+    assert torch.equal(sums - 1, (x.int() @ weight.int().T).int())

@@ -15,6 +15,7 @@ from numba import njit, types
 
 from dsbd_cli.ops.cpu.int8 import CONVERT, LAYOUT, LEVELIZE, MULTIPLY, SMALLEST, ZERO
 from dsbd_cli.ops.cpu.int8 import LEVELS as MOST
+from dsbd_cli.ops.cpu.kernels.amx import matrix_tile
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
     CHUNK,
@@ -56,7 +57,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     tile,
     total,
 )
-from dsbd_cli.ops.cpu.runtime import PRODUCT
+from dsbd_cli.ops.cpu.runtime import PRODUCT, matrix_units
 
 compiled = KernelCompiler("int8 layers", seconds=3, layout=LAYOUT)
 
@@ -67,7 +68,7 @@ compiled = KernelCompiler("int8 layers", seconds=3, layout=LAYOUT)
  NARROW) = MULTIPLY[len(PRODUCT) :]  # fmt: skip
 (C_TAKEN, C_THREADS, C_ITEMS, C_ROWS, C_INPUTS, C_NARROW, C_KEPT, C_SCALES, C_SUMS, C_OUT, C_SPARE,
  C_SPARE_BYTES) = CONVERT  # fmt: skip
-whole_tile, float_tile = tile("int8"), tile("float32")
+whole_tile, float_tile = matrix_tile("int8") if matrix_units() else tile("int8"), tile("float32")
 
 
 @operation(LANES_TYPE, types.int64)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from numba import njit, types
 
 from dsbd_cli.ops.cpu import linear as packing
+from dsbd_cli.ops.cpu.kernels.amx import matrix_tile
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
     COLUMNS,
@@ -42,7 +43,7 @@ X, X_ROW, WEIGHTS, STEPS, PIECE, BIAS, OUT, OUT_ROW, NARROW = MULTIPLY[len(PRODU
 
 float_tile = tile("float32")
 # where torch multiplies bfloat16 the code is compiled for float32 twice, and never run for bfloat16
-pair_tile = tile(bfloat16_tile() or "float32")
+pair_tile = matrix_tile("bfloat16") if bfloat16_tile() == "amx" else tile(bfloat16_tile() or "float32")
 
 
 @njit(error_model="numpy")

@@ -342,7 +342,7 @@ def _tile(kind: str, rows: int) -> Any:
         found = [[builder.phi(sum_kind) for _ in row] for row in places]
         line = builder.add(weights, builder.mul(step, ir.Constant(I64, LINE)))
         for distance in range(AHEAD, AHEAD + LINE, CACHE_LINE) if AHEAD else ():
-            _ask_for(builder, _further(builder, line, distance))
+            ask_for(builder, _further(builder, line, distance))
         side = [
             apart(builder, loaded(builder, _further(builder, line, v * LANES * WORD), read_kind, LANES * WORD))
             for v in range(SIDE)
@@ -372,7 +372,7 @@ def _tile(kind: str, rows: int) -> Any:
     return operation(types.void, *(types.int64,) * 5)(build)
 
 
-def _ask_for(builder: Any, address: Any) -> None:
+def ask_for(builder: Any, address: Any) -> None:
     """Bring the line of the cache there, if there is one, for reading."""
     kind = I8.as_pointer()
     asked = ir.FunctionType(ir.VoidType(), [kind, I32, I32, I32])
