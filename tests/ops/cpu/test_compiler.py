@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from dsbd_cli.ops.cpu.kernels import compiler as compiled
 from dsbd_cli.ops.cpu.kernels.compiler import LOCK, KernelCompiler, distrust
 from dsbd_cli.ops.cpu.kernels.simd import get_i64, put_i32
 from dsbd_cli.ops.cpu.runtime import CpuKernel
+from tests.helpers.slow import ROOT
 
 COMPILING = "compiling the kernels of tests (about 1 s)"
 
@@ -178,3 +182,48 @@ def test_kernels_are_looked_up_and_kept_by_one_process_at_a_time(
     made(kernels)
     assert held
     assert all(held)
+
+
+PARTS = """
+import sys
+from numba import njit
+from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
+from dsbd_cli.ops.cpu.kernels.simd import get_i64, put_i64
+from dsbd_cli.ops.cpu.runtime import CpuKernel
+from tests.ops.cpu.test_compiler import answer
+
+def part(value):
+    def work(at):
+        LINES
+
+    return njit(work)
+
+first, second = part(1), part(2)
+
+def one(at):
+    first(at)
+
+def two(at):
+    second(at)
+
+compiler = KernelCompiler("tests", seconds=1)
+print([answer(CpuKernel(compiler.addressed(globals()[name]).address)) for name in sys.argv[1:]])
+""".replace("LINES", "\n        ".join(f"put_i64(at + 16, (get_i64(at + 16) ^ {n}) * 3 + value)" for n in range(99)))
+
+
+def test_kernels_of_two_processes_do_not_share_their_parts(tmp_path: Path) -> None:
+    """Guards wrong numbers: a closure of a kernel that one run compiled, and one of the same name of another run's."""
+    kernels, found = tmp_path / "kernels.py", []
+    kernels.write_text(PARTS)
+    for names in (["one"], ["two"], ["one", "two"], ["two", "one"]):
+        ran = subprocess.run(
+            [sys.executable, kernels, *names],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found.append(json.loads(ran.stdout))
+    (one,), (two,), together, turned = found
+    assert one != two
+    assert (together, turned) == ([one, two], [two, one])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import stat
@@ -15,6 +16,7 @@ from typing import Any
 from llvmlite import binding
 from numba import njit, types
 from numba.core import caching
+from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
 from numba.core.event import Event, Listener, install_listener
@@ -51,6 +53,7 @@ class KernelCompiler:
     def _made(self, decorator: Any, signature: Any, function: Any, **options: Any) -> Any:
         options["error_model"] = "numpy"
         function.stamp = folder_stamp(), self._layout
+        FunctionIdentity._unique_ids = _names_of(function)
         with install_listener("numba:run_pass", self._listener):
             if self._kept:
                 try:
@@ -69,6 +72,15 @@ class KernelCompiler:
                             "every run compiles the kernels of %s: they cannot be kept (%s)", self.what, reason
                         )
             return decorator(signature, **options)(function)
+
+
+def _names_of(function: Any) -> Iterator[int]:
+    """Return numbers for the names of the functions that a kernel is compiled of.
+
+    The names are weak symbols, of which a process takes the first for all of its kernels. numba numbers them from 1 in
+    each process, so kernels that were compiled by two processes would share names, and one would run the other's parts.
+    """
+    return itertools.count(zlib.crc32(f"{function.__module__}.{function.__qualname__}".encode()) << 20)
 
 
 def _callback(signature: Any, *, cache: bool = False, **options: Any) -> Callable[[Any], Any]:
