@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 MAX_SHOWN = 60  # characters of a value
-MAX_REASON = 300  # and of another library's message
+MAX_REASON = 200  # and of another library's message
 KINDS: dict[type, str] = {int: "an integer", float: "a number", bool: "true or false"}
 KINDS |= {str: "a string", list: "a list", dict: "an object"}
 

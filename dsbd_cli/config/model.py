@@ -38,6 +38,7 @@ class ModelSpec:
         tensor_parallel: of a target: processes, each with a GPU where there are any, that share every layer.
         kernels: on a GPU, layers whose small operations are known run as kernels; False: as transformers has them.
         quantize: `int8`: linear layers are made int8 at load, on the CPU.
+        adapters: folders or hub ids of adapters of peft, merged at load after those that `source` names.
     """
 
     source: str
@@ -50,6 +51,7 @@ class ModelSpec:
     tensor_parallel: int = 1
     kernels: bool = True
     quantize: Quantize | None = None
+    adapters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         expected = "1 or more, and 1 of a draft"
@@ -79,4 +81,4 @@ class ModelSpec:
         """A draft that is loaded as this target is, but that its code is not trusted. device: one of its own."""
         place = device or (self.device if self.device_map is None else "auto")
         alike = replace(self, source=source, role="draft", device=place, device_map=None, tensor_parallel=1)
-        return replace(alike, trust_remote_code=False)
+        return replace(alike, trust_remote_code=False, adapters=())

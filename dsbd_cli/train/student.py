@@ -115,14 +115,16 @@ def new_student(spec: ModelSpec, shape: StudentShape, seed: int) -> nn.Module:
     """An untrained draft of the target, in float32 on the device of `spec`, every weight to be trained. Of a target
     with adapters it begins as the base."""
     base = parts_of(spec.source)[0]
-    plain = replace(spec, source=base, role="draft", dtype="float32", device_map=None, tensor_parallel=1)
+    plain = replace(spec, source=base, adapters=(), role="draft", dtype="float32", device_map=None, tensor_parallel=1)
     first, _ = load(plain, _cut_config(load_config(locate(spec), spec), shape.layers if not shape.hidden_size else 1))
     return _trainable(first if shape.hidden_size is None else _small_llama(first, shape, seed))
 
 
 def load_student(folder: Path, spec: ModelSpec) -> nn.Module:
     """The model that `save_student` has written, in float32. Raises ModelError where the files are damaged."""
-    plain = replace(spec, source=str(folder), role="draft", dtype="float32", device_map=None, tensor_parallel=1)
+    plain = replace(
+        spec, source=str(folder), adapters=(), role="draft", dtype="float32", device_map=None, tensor_parallel=1
+    )
     return _trainable(load(plain)[0])
 
 

@@ -51,11 +51,12 @@ def locate(spec: ModelSpec) -> Path:
 
 
 def locate_adapters(spec: ModelSpec) -> list[Path]:
-    """Folders of the adapters in `model+adapter`, fetched from the hub if they are not here yet.
+    """Folders of a model's adapters, fetched from the hub if they are not here yet.
 
     Raises ModelNotFoundError, ModelError for a folder that holds none, UsageError where adapters cannot be merged.
     """
-    folders = [_adapter_folder(source, f"{spec.role} adapter {source!r}") for source in parts_of(spec.source)[1]]
+    named = (*parts_of(spec.source)[1], *spec.adapters)
+    folders = [_adapter_folder(source, f"{spec.role} adapter {source!r}") for source in named]
     if not folders:
         return []
     for field, value in (("device_map", spec.device_map), ("tensor_parallel", spec.tensor_parallel)):

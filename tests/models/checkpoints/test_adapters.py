@@ -133,6 +133,8 @@ def test_adapters_add_up_one_after_the_other(tmp_path: Path) -> None:
     twice = peft.PeftModel.from_pretrained(deepcopy(once), str(tmp_path / "two")).merge_and_unload()
     found = answers(f"{base}+{tmp_path / 'one'}+{tmp_path / 'two'}")
     assert found == answers(saved(tmp_path / "merged", twice)) != answers(saved(tmp_path / "once", once))
+    assert found == answers(base, adapters=(str(tmp_path / "one"), str(tmp_path / "two")))
+    assert found == answers(f"{base}+{tmp_path / 'one'}", adapters=(str(tmp_path / "two"),))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="int8 runs on the CPU")
@@ -174,6 +176,9 @@ def test_a_draft_may_have_one(tmp_path: Path) -> None:
     adapt(model, tmp_path / "adapter")
     target = f"{base}+{tmp_path / 'adapter'}"
     assert answers(target) == answers(target, str(base)) == answers(target, target)
+    assert answers(base, str(base), adapters=(str(tmp_path / "adapter"),)) == answers(target), (
+        "a draft does not inherit"
+    )
 
 
 def test_names_with_a_plus_that_are_there_are_names(tmp_path: Path) -> None:

@@ -22,8 +22,6 @@ from numba.core.ccallback import CFunc
 from numba.core.event import Event, Listener, install_listener
 from numba.core.runtime import _nrt_python
 
-from dsbd_cli.errors import one_line
-
 LOCK = "dsbd.lock"  # held while kernels are looked up, compiled and kept
 
 _logger = logging.getLogger(__name__)
@@ -65,7 +63,7 @@ class KernelCompiler:
                         return decorator(signature, cache=True, **options)(function)
                 except (OSError, RuntimeError) as error:  # a full folder; no folder that numba may write to
                     self._kept, self._listener.folder = False, None
-                    reason = one_line(error)
+                    reason = " ".join(str(error).split())[:300]
                     if reason not in _reasons:  # a folder that is not trusted is told once, not for every file
                         _reasons.add(reason)
                         _logger.warning(
