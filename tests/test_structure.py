@@ -21,7 +21,7 @@ PACKAGE = ROOT / "dsbd_cli"
 # import units of lower lines, and nothing of its own line but itself. tests/test_structure.py is the only place of it.
 LAYERS = (
     ("errors", "_version", "stats", "threads", "models.chat_child", "ops.cpu"),
-    ("config", "ops.reference", "lab.metrics"),
+    ("config", "ops.reference", "lab.metrics", "io.schemas"),
     ("requests", "lab.reports", "models.chat", "ops.interface", "ops.triton"),
     ("engine.protocols", "io.records", "ops.select", "models.verdicts"),
     ("io.lines", "engine.core", "models.stored_tokenizer"),
