@@ -296,40 +296,6 @@ def test_changelog_and_version_agree() -> None:
     assert found[1] == dsbd_cli.__version__
 
 
-def test_the_public_names() -> None:
-    assert sorted(dsbd_cli.__all__) == [
-        "DsbdError",
-        "Engine",
-        "Hypothesis",
-        "InvalidRowError",
-        "MethodConfig",
-        "ModelError",
-        "ModelNotFoundError",
-        "ModelSpec",
-        "NumericalError",
-        "OutputError",
-        "PairError",
-        "Piece",
-        "PromptTooLongError",
-        "Request",
-        "RequestResult",
-        "RowError",
-        "SamplingConfig",
-        "TokenDetail",
-        "UnsupportedModelError",
-        "UsageError",
-        "__version__",
-        "from_models",
-        "generate",
-        "load",
-    ]
-    assert set(dir(dsbd_cli)) >= set(dsbd_cli.__all__)
-    for name in dsbd_cli.__all__:
-        assert getattr(dsbd_cli, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        dsbd_cli.nothing  # noqa: B018
-
-
 def test_load_has_the_defaults_of_the_command() -> None:
     parameters = inspect.signature(dsbd_cli.load).parameters
     assert parameters["target"].default == model.BUILTIN_TARGET
