@@ -75,7 +75,7 @@ def interface() -> str:
 
 def test_the_interface_is_as_committed() -> None:
     before, now = API.read_text(encoding="utf-8").splitlines(), interface().splitlines()
-    changes = [line for line in difflib.unified_diff(before, now, "tests/api.txt", "now", n=1, lineterm="")]
+    changes = list(difflib.unified_diff(before, now, "tests/api.txt", "now", n=1, lineterm=""))
     assert changes == [], "new: python -m tests.test_api; gone or changed: see its docstring\n" + "\n".join(changes)
 
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
+PAGES = sorted(ROOT.glob("*.md"))
 PAGES += sorted(
     path for folder in ("docs", "benchmarks", "sample_inputs", "training") for path in (ROOT / folder).glob("*.md")
 )
