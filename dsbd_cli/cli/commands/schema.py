@@ -8,7 +8,7 @@ import typer
 
 from dsbd_cli.io.schemas.contracts import CONTRACTS, contract_of
 
-Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="which one; without it, a list", show_default=False)]
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="which one; without it, a list", show_default=False)]
 
 
 def schema(name: Name = None) -> None:
