@@ -22,14 +22,16 @@ from dsbd_cli._version import __version__
 from dsbd_cli.cli.commands.pick import _record as pick_record
 from dsbd_cli.cli.run.summary import Totals
 from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.sampling import MAX_TOP_LOGPROBS
 from dsbd_cli.config.variants import DRAFTERS, FUSION, RULES, WIDTHS
 from dsbd_cli.errors import PromptTooLongError
+from dsbd_cli.io.records import input_forms, reader
 from dsbd_cli.io.records.native_record import native_record, step_records
 from dsbd_cli.io.records.openai_record import openai_record
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.io.records.record_parts import MethodRecord
 from dsbd_cli.io.records.row import Row
-from dsbd_cli.io.schemas.contracts import CONTRACTS, OUTPUT, SHARED, STEP
+from dsbd_cli.io.schemas.contracts import CONTRACTS, INPUT, OUTPUT, SHARED, STEP
 from dsbd_cli.lab.reports.bench_json import json_lines
 from dsbd_cli.pick.candidate_rows import record_row
 from dsbd_cli.pick.choosers import ByVote
@@ -89,6 +91,28 @@ def test_a_row_that_the_reader_takes_and_the_schema_does_not_is_found(
     faults_file.unlink()
     RowReader().read(b'{"prompt": "a", "unknown": 2000000}', index=0, number=1)
     assert not faults_file.exists(), "a field that is told and not used is no fault"
+
+
+def test_the_schema_of_rows_has_the_readers_fields_values_and_bounds() -> None:
+    """Guards a field that the reader takes and no test writes."""
+    parts: Any = INPUT.schema()["$defs"]
+    names = parts["asked"]["properties"].keys() | parts["flat"]["properties"].keys()
+    assert names == {*input_forms.KNOWN, *input_forms.UNSUPPORTED, *input_forms.WITHOUT_EFFECT, "logprobs"}
+    asked = parts["asked"]["properties"]
+    for name, values in input_forms.UNSUPPORTED.items():
+        # 0 and 0.0 are one number to JSON, 0 and false are not
+        told = {(isinstance(value, bool), json.dumps(value).removesuffix(".0")) for value in (*values, None)}
+        assert {(isinstance(value, bool), json.dumps(value)) for value in asked[name]["enum"]} == told, name
+    bounds = {
+        "max_new_tokens": reader.MAX_NEW_TOKENS,
+        "max_tokens": reader.MAX_NEW_TOKENS,
+        "max_completion_tokens": reader.MAX_NEW_TOKENS,
+        "top_k": reader.MAX_TOP_K,
+        "temperature": reader.MAX_TEMPERATURE,
+        "top_logprobs": MAX_TOP_LOGPROBS,
+    }
+    assert {name: asked[name]["maximum"] for name in bounds} == bounds
+    assert asked["stop"]["anyOf"][1]["maxItems"] == reader.MAX_STOPS
 
 
 FLAT_FAULTS: list[dict[str, object]] = [
@@ -269,9 +293,9 @@ def _result(row: Row) -> RequestResult:
 
 def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """A line of each form, of fixed results."""
-    reader = RowReader(num_beams=2)
-    flat = reader.read(b'{"id": "x", "prompt": "p", "metadata": {"a": 1}, "seed": 5}', index=3, number=7)
-    chat = reader.read(b'{"id": "x", "messages": [{"role": "user", "content": "p"}]}', index=3, number=7)
+    rows = RowReader(num_beams=2)
+    flat = rows.read(b'{"id": "x", "prompt": "p", "metadata": {"a": 1}, "seed": 5}', index=3, number=7)
+    chat = rows.read(b'{"id": "x", "messages": [{"role": "user", "content": "p"}]}', index=3, number=7)
     result = _result(flat)
     failed = RequestResult(flat.request, (), 0, RequestStats(), PromptTooLongError("too long"))  # type: ignore[arg-type]
     native = native_record(flat, result, METHOD)
