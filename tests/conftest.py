@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.every_process import written_lines
 from tests.helpers.slow import ROOT, unchanged
+
+written_lines.watch()
 
 # kernels run in triton's interpreter, which must be asked for before triton is imported
 if not torch.cuda.is_available():
@@ -37,6 +40,27 @@ def cache_folder_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Itera
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def faults_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The file of lines that do not fit their schemas, also of processes that tests start."""
+    file = tmp_path_factory.mktemp("lines") / "faults"
+    folders = [str(Path(written_lines.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
+        patch.setenv(written_lines.FAULTS_FILE, str(file))
+        yield file
+
+
+@pytest.fixture(autouse=True)
+def every_line_fits_its_schema(faults_file: Path) -> Iterator[None]:
+    """Guards `dsbd schema`: what a test makes any process write, or what it reads as a row, is as the schemas say."""
+    yield
+    if faults_file.exists():
+        found = faults_file.read_text(encoding="utf-8")
+        faults_file.unlink()
+        pytest.fail(found[:4000], pytrace=False)
 
 
 def pytest_collection_finish() -> None:

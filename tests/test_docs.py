@@ -1,4 +1,4 @@
-"""Pages of people: every relative link leads somewhere."""
+"""Pages of people: every relative link leads somewhere. And what else a contributor meets: forms and hooks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
+FORMS = ROOT / ".github" / "ISSUE_TEMPLATE"
+PAGES = sorted(ROOT.glob("*.md"))
 PAGES += sorted(
     path for folder in ("docs", "benchmarks", "sample_inputs", "training") for path in (ROOT / folder).glob("*.md")
 )
@@ -44,3 +46,23 @@ def test_a_dead_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Of it\n\n[a](page.md) [b](#of-it) [c](https://x.y/z) [d](gone.md) [e](page.md#gone)\n")
     assert dead_links(page) == ["gone.md", "page.md#gone"]
+
+
+def test_issue_forms_ask_for_the_doctor() -> None:
+    forms = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in FORMS.glob("*.yml")}
+    assert forms.pop("config") == {"blank_issues_enabled": False}, "without a form nobody is asked"
+    assert forms.keys() == {"fault", "speed", "wish"}
+    for name, form in forms.items():
+        asked = {one["id"]: one for one in form["body"] if one["type"] != "markdown"}
+        doctor = asked["doctor"]
+        assert "`dsbd doctor --json" in doctor["attributes"]["description"]
+        assert doctor["attributes"]["render"] == "json"
+        assert doctor.get("validations", {}).get("required", False) is (name != "wish")
+
+
+def test_hooks_run_what_ci_runs() -> None:
+    """Guards a change that passes here and fails there."""
+    [local] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    ci = [line for line in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines() if line.startswith("make ")]
+    assert [hook["entry"] for hook in local["hooks"]] == ci
+    assert all(hook["always_run"] and not hook["pass_filenames"] for hook in local["hooks"])

@@ -21,6 +21,7 @@ from dsbd_cli.cli.commands.merge import merge
 from dsbd_cli.cli.commands.models import app as models_app
 from dsbd_cli.cli.commands.pick import pick
 from dsbd_cli.cli.commands.profile import profile
+from dsbd_cli.cli.commands.schema import schema
 from dsbd_cli.cli.commands.trim import trim_draft
 from dsbd_cli.cli.options.declare import Command, Group
 from dsbd_cli.cli.run.messages import error_line, say, set_style
@@ -32,7 +33,7 @@ INTERRUPTED = 130
 STOPPED = "stopped before there was a result"
 
 app = typer.Typer(name="dsbd", cls=Group, pretty_exceptions_enable=False)
-for command in (generate, pick, merge, bench, profile, doctor, index, distill, trim_draft):
+for command in (generate, pick, merge, bench, profile, doctor, index, distill, trim_draft, schema):
     app.command(command.__name__.replace("_", "-"), cls=Command)(command)
 app.add_typer(models_app, name="models")
 

@@ -102,6 +102,23 @@ def test_a_text_that_the_tokenizer_cannot_say(tmp_path: Path) -> None:
         CatalogueCompiler(Lossy(wrap(byte_level()), (0,)), 400).compile([CatalogueAnswer("line 1", text=" Fox")])
 
 
+def test_a_catalogue_that_memory_does_not_hold_is_refused_before_it_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    huge = tmp_path / "huge.txt"
+    with huge.open("wb") as stream:
+        stream.truncate(1 << 43)
+    with pytest.raises(UsageError, match=r"huge.txt does not fit into memory: 8192.0 GiB, which takes about .* split"):
+        catalogues.read_catalogues(huge)
+    many = tmp_path / "many.txt"
+    many.write_text("a\n" * 1000)
+    monkeypatch.setattr(catalogues, "free_bytes", lambda device: 500_000)
+    with pytest.raises(UsageError, match="1,000 lines, which takes about"):
+        catalogues.read_catalogues(many)
+    monkeypatch.setattr(catalogues, "free_bytes", lambda device: 700_000)
+    assert len(catalogues.read_catalogues(many)[""]) == 1000
+
+
 def test_a_large_catalogue_is_kept_beside_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogues, "KEPT_FROM", 3)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

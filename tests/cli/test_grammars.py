@@ -31,6 +31,9 @@ def files(tmp_path: Path) -> Path:
     (tmp_path / "list.lark").write_text('start: "a" ("b" | "c")+\n')
     (tmp_path / "bad.lark").write_text("start: other\n")
     (tmp_path / "latin.lark").write_bytes(b"start: \xe9")
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    with (tmp_path / "huge.json").open("wb") as huge:
+        huge.truncate(1 << 40)
     return tmp_path
 
 
@@ -40,6 +43,8 @@ REFUSED = [
     ("--allow {}/bad.json", 'cannot be used: unsupported keywords ["not"] (at /properties/a)'),
     ("--allow {}/bad.lark", 'cannot be used: at 1(8): unknown name: "other"'),
     ("--allow {}/latin.lark", "cannot be read: it is not UTF-8"),
+    ("--allow {}/zero.json", "--allow {}/zero.json is no file"),
+    ("--allow {}/huge.json", "has 1099511627776 bytes, but a grammar must have at most 16777216"),
     ("--allow regex:a(b", "--allow regex:a(b cannot be used: unclosed group"),
     ("--allow regex:a --stop b", "--stop is ['b'], but a grammar alone says where a text may end"),
     ("--allow regex:a --set gpu=graphs", "--set gpu=graphs cannot be had with a grammar"),

@@ -139,7 +139,8 @@ def test_any_exception_in_a_choice_is_the_error_of_its_row(dsbd: Dsbd, monkeypat
     def choose(self: ByVote, row: CandidateRow) -> Choice:
         if row.id == "a":
             raise OverflowError("too large\nfor a number")
-        return Choice(0, {})
+        why = {"answer": "y", "votes": 1, "share": 1.0, "answers": 1, "without_answer": 0}
+        return Choice(0, why)
 
     monkeypatch.setattr(ByVote, "choose", choose)
     done = dsbd("pick", "--by", "vote", lines=[record("a", "x"), record("b", "y")])

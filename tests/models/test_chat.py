@@ -42,7 +42,11 @@ BEYOND = {
     DOUBLING: "it takes more than 2 GiB",
     "{{ 'a' * 10 ** 8 }}": "it makes 100000000 characters of them, but 67108864 are the most",
     "{{ raise_exception('no\\n such role') }}": "refuses these messages: no such role",
-    "{{ (1).__class__.__mro__ }}": "refuses these messages: ",
+    "{{ (1).__class__.__mro__ }}": "refuses these messages: access to attribute '__class__' of",
+    "{{ cycler.__init__.__globals__.os.system('true') }}": "refuses these messages: access to attribute '__init__' of",
+    "{% set x = messages.append(1) %}": "refuses these messages: ",
+    "{% include '/etc/hostname' %}": "refuses these messages: no loader for this environment specified",
+    "{% import 'os' as os %}": "refuses these messages: no loader for this environment specified",
 }
 
 

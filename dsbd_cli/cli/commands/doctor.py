@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from dsbd_cli.cli.options.options import (
 )
 from dsbd_cli.cli.options.settings import run_settings
 from dsbd_cli.cli.run.messages import utc_now
+from dsbd_cli.io.schemas.contracts import DOCTOR
 
 if TYPE_CHECKING:
     from dsbd_cli.lab.profiling.checkup import Check
@@ -62,7 +62,8 @@ def doctor(pair: PairOptions, loading: LoadOptions, wanted: DoctorOptions, argum
     broken = [check.name for check in found if check.state == "broken"]
     if wanted.json:
         checks = {check.name: dataclasses.asdict(check) for check in found}
-        typer.echo(json.dumps({"date": utc_now(), "broken": broken, "checks": checks}, indent=2, ensure_ascii=False))
+        document = {"schema": DOCTOR.id, "date": utc_now(), "broken": broken, "checks": checks}
+        typer.echo(DOCTOR.page(document), nl=False)
     elif broken:
         typer.echo(f"\n{len(broken)} of {len(found)} parts broken: {', '.join(broken)}")
     else:

@@ -26,15 +26,14 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError, one_line, option_name, plural, reading
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.line_reader import LineReader
-from dsbd_cli.io.records.record_parts import dump_line
 from dsbd_cli.io.records.row import LongLine
+from dsbd_cli.io.schemas.contracts import PICK, dump_line
 from dsbd_cli.pick.candidate_rows import CandidateRow, group_of_lines, record_row
 from dsbd_cli.pick.choosers import METRICS, ByRisk, ByScore, ByVote, Choice, Chooser, Equal, Weights
 from dsbd_cli.pick.execution import DEFAULT_TIMEOUT_S, ByExecution, Otherwise
 from dsbd_cli.pick.prompts import ByReward, PromptsById
 from dsbd_cli.pick.sandbox import SqlStoppedError
 
-PICK_SCHEMA = "dsbd.pick/1"
 CHOICE, FILES = "How one is chosen", "Input and output"
 
 By = Literal["score", "vote", "exec", "mbr", "model"]
@@ -374,13 +373,13 @@ class _PickRun:
 
 
 def _record(row: CandidateRow, choice: Choice | None, by: str, error: RowError | None) -> bytes:
-    record: dict[str, object] = {"schema": PICK_SCHEMA, "index": row.index, "id": row.id}
+    record: dict[str, object] = {"schema": PICK.id, "index": row.index, "id": row.id}
     if row.metadata is not None:
         record["metadata"] = row.metadata
     record["key"] = row.key
     if error is not None or choice is None:
         record["error"] = {"type": type(error).__name__, "message": str(error), "line": row.number}
-        return dump_line(record)
+        return PICK.line(record)
     record.update(row.candidates[choice.beam].fields)
     record["pick"] = {"by": by, "beam": choice.beam, "of": len(row.candidates), **choice.why}
-    return dump_line(record)
+    return PICK.line(record)

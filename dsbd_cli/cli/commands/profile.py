@@ -33,6 +33,7 @@ from dsbd_cli.config.spelling import parse, spell
 from dsbd_cli.config.variants import MIN_WIDTH, RULES, WIDTHS
 from dsbd_cli.errors import SETTINGS, UsageError, option_name
 from dsbd_cli.io.lines.resume import write_atomically
+from dsbd_cli.io.schemas import contracts
 from dsbd_cli.lab.reports.style import picture_bytes
 from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.requests import Request, derive_seed
@@ -306,10 +307,8 @@ def _resolved(groups: list[object]) -> RunSettings:
 
 def _write(found: Profile, wanted: ProfileOptions) -> None:
     if wanted.json is not None:
-        import orjson
-
-        document = {"schema": "dsbd.profile/1", **dataclasses.asdict(found)}
-        write_atomically(wanted.json, orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
+        document = {"schema": contracts.PROFILE.id, **dataclasses.asdict(found)}
+        write_atomically(wanted.json, contracts.PROFILE.page(document))
     if wanted.plot is not None:
         from dsbd_cli.lab.reports.profile_plots import profile_figure
 

@@ -26,6 +26,7 @@ from dsbd_cli.config.variants import GRAMMAR, RULES, SEARCH, WIDTHS, runs_model,
 from dsbd_cli.errors import UsageError, option_name, reading
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.io.records.record_parts import DIGESTS
+from dsbd_cli.io.records.row import MAX_LINE_BYTES
 
 T = TypeVar("T")
 
@@ -305,5 +306,10 @@ def allowed_answers(given: str | None) -> tuple[Path | None, Grammar | None]:
 
 
 def _text(given: str) -> str:
+    path = Path(given)
     with reading(f"--allow {given}"):
-        return Path(given).read_text(encoding="utf-8-sig")
+        if path.exists() and not path.is_file():
+            raise UsageError(f"--allow {given} is no file")
+        if (size := path.stat().st_size) > MAX_LINE_BYTES:
+            raise UsageError(f"--allow {given} has {size} bytes, but a grammar must have at most {MAX_LINE_BYTES}")
+        return path.read_text(encoding="utf-8-sig")

@@ -11,8 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-import orjson
-
 from dsbd_cli._version import __version__
 from dsbd_cli.cli.run.messages import utc_now
 from dsbd_cli.cli.run.signals import StoppedError
@@ -20,6 +18,7 @@ from dsbd_cli.errors import DsbdError, OutputError, plural
 from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
 from dsbd_cli.io.lines.resume import check_replaceable, write_atomically
 from dsbd_cli.io.records.native_record import drafter_fields, phase_seconds
+from dsbd_cli.io.schemas.contracts import SUMMARY
 from dsbd_cli.lab.metrics.environment import installed
 from dsbd_cli.requests import EngineInfo, RequestResult
 from dsbd_cli.stats import RequestStats
@@ -27,7 +26,6 @@ from dsbd_cli.stats import RequestStats
 if TYPE_CHECKING:
     from dsbd_cli.scale.workers import WorkerReport
 
-SUMMARY_SCHEMA = "dsbd.summary/1"
 PACKAGES = ("torch", "transformers", "tokenizers")
 ROWS_FAILED = 3
 ENGINE_FIELDS = ("device", "dtype", "draft_device", "draft_dtype", "draft_form", "threads")
@@ -57,7 +55,7 @@ class Summary:
         if self._path is None:
             return
         try:
-            write_atomically(self._path, orjson.dumps(self._content(error), option=orjson.OPT_INDENT_2) + b"\n")
+            write_atomically(self._path, SUMMARY.page(self._content(error)))
         except OutputError:
             if error is None:
                 raise
@@ -66,7 +64,7 @@ class Summary:
         info = self.info
         ending, code = _ending(error, self._totals)
         return {
-            "schema": SUMMARY_SCHEMA,
+            "schema": SUMMARY.id,
             "ending": ending,
             "exit_code": code,
             "message": " ".join(str(error).split()) if error is not None else None,

@@ -18,10 +18,12 @@ from pathlib import Path
 
 import numpy as np
 import orjson
+import torch
 from numpy.typing import NDArray
 
 from dsbd_cli.engine.constraints.answers import Catalogue, CatalogueAnswer, CatalogueCompiler
 from dsbd_cli.engine.constraints.trie import Trie
+from dsbd_cli.engine.planning.memory_limit import free_bytes
 from dsbd_cli.engine.protocols import TextCodec
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 
@@ -29,6 +31,8 @@ VERSION = 2
 KEPT_FROM = 10_000  # answers; fewer are compiled in no time
 FIELDS = ("text", "token_ids", "id", "catalogue")
 ALIGNED = 64
+ANSWER_BYTES = 600  # that one of many short answers takes at most while they are compiled (measured)
+COUNTED = 1 << 20  # bytes of a file that are looked at together
 
 
 def open_catalogues(
@@ -210,10 +214,11 @@ def _fanout(parents: NDArray[np.int64]) -> tuple[int, ...]:
 
 def read_catalogues(path: Path) -> Mapping[str, list[CatalogueAnswer]]:
     """Answers of a file by catalogue, "" where it has none of its own. A file that ends in .jsonl holds objects, any
-    other one answer per line. Raises UsageError naming the line."""
+    other one answer per line. Raises UsageError naming the line, or where they do not fit into memory."""
     found: dict[str, list[CatalogueAnswer]] = {}
     lines = path.suffix == ".jsonl"
     try:
+        _check_room(path, free_bytes(torch.device("cpu")))
         data = path.read_bytes()
     except OSError as error:
         raise UsageError(f"allow {path} cannot be read: {error.strerror or error}") from None
@@ -227,6 +232,23 @@ def read_catalogues(path: Path) -> Mapping[str, list[CatalogueAnswer]]:
     if not found:
         raise UsageError(f"{path} holds no answer")
     return found
+
+
+def _check_room(path: Path, free: int) -> None:
+    """Refuse a file whose answers would take more than the free bytes, before they are held. Raises OSError,
+    UsageError."""
+    size, count = path.stat().st_size, 0
+    if size <= free:
+        with path.open("rb") as stream:
+            while data := stream.read(COUNTED):
+                count += data.count(b"\n")
+    needed = size + ANSWER_BYTES * count
+    if needed > free:
+        lines = f", {count:,} lines" if count else ""
+        raise UsageError(
+            f"allow {path} does not fit into memory: {size / 2**30:.1f} GiB{lines}, which takes about "
+            f"{needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: split it"
+        )
 
 
 def _decoded(place: str, line: bytes) -> str:

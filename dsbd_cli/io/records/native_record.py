@@ -1,31 +1,29 @@
-"""The records of dsbd: dsbd.output/1, one per input row, and dsbd.step/1, one per iteration. And plain text."""
+"""The records of dsbd: one per input row, and one per iteration. And plain text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from dsbd_cli.io.records.record_parts import MethodRecord, dump_line, row_error
+from dsbd_cli.io.records.record_parts import MethodRecord, row_error
 from dsbd_cli.io.records.row import Fields, Row
+from dsbd_cli.io.schemas.contracts import OUTPUT, STEP, dump_line
 from dsbd_cli.requests import Hypothesis, RequestResult
 from dsbd_cli.stats import DrafterStats, RequestStats, StepStats
 
-OUTPUT_SCHEMA = "dsbd.output/1"
-STEP_SCHEMA = "dsbd.step/1"
-
 
 def native_record(row: Row, result: RequestResult | None, method: MethodRecord) -> bytes:
-    """The dsbd.output/1 record of a row: its best text first, then its n best; or its error.
+    """The record of a row: its best text first, then its n best; or its error.
 
     result: the engine's answer; None for a row with an error of its own.
     """
-    record: Fields = {"schema": OUTPUT_SCHEMA, "index": row.index, "id": row.id}
+    record: Fields = {"schema": OUTPUT.id, "index": row.index, "id": row.id}
     if row.metadata is not None:
         record["metadata"] = row.metadata
     record["key"] = row.key
     error = row_error(row, result)
     if error is not None or result is None:
         record["error"] = {"type": type(error).__name__, "message": str(error), "line": row.number}
-        return dump_line(record)
+        return OUTPUT.line(record)
     beams = [_beam(beam) for beam in result.hypotheses]
     record.update({name: value for name, value in beams[0].items() if name not in _OF_TOKENS})
     record["beams"] = beams
@@ -38,7 +36,7 @@ def native_record(row: Row, result: RequestResult | None, method: MethodRecord) 
         record["token_rules"] = result.token_rules
     record["method"] = method.encoded
     record["stats"] = _stats(result.stats)
-    return dump_line(record)
+    return OUTPUT.line(record)
 
 
 def text_record(row: Row, result: RequestResult | None, method: MethodRecord) -> bytes:
@@ -51,13 +49,13 @@ def text_record(row: Row, result: RequestResult | None, method: MethodRecord) ->
 def step_records(steps: list[StepStats]) -> Iterator[bytes]:
     """One record per iteration of a request."""
     for step in steps:
-        record: Fields = {"schema": STEP_SCHEMA}
+        record: Fields = {"schema": STEP.id}
         record.update((name, getattr(step, name)) for name in _STEP_FIELDS)
         record["layers"] = [
             {name: getattr(layer, name) for name in _LAYER_FIELDS} | drafter_fields(layer.drafters)
             for layer in step.layers
         ]
-        yield dump_line({**record, **phase_seconds(step)})
+        yield STEP.line({**record, **phase_seconds(step)})
 
 
 _OF_TOKENS = ("token_ids", "token_logprobs", "top_logprobs")  # long, so they stand in the beams alone

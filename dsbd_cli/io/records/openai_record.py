@@ -14,8 +14,9 @@ import orjson
 
 from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongError, RowError
 from dsbd_cli.io.records.native_record import usage
-from dsbd_cli.io.records.record_parts import MethodRecord, dump_line, row_error
+from dsbd_cli.io.records.record_parts import MethodRecord, row_error
 from dsbd_cli.io.records.row import Fields, Row
+from dsbd_cli.io.schemas.contracts import OPENAI
 from dsbd_cli.requests import Hypothesis, Request, RequestResult, TokenDetail
 
 
@@ -36,7 +37,7 @@ def openai_record(row: Row, result: RequestResult | None, method: MethodRecord) 
 def _line(row: Row, status: int, body: Fields, error: Fields | None) -> bytes:
     response = {"status_code": status, "request_id": f"req_{row.key}", "body": body}
     line = {"id": f"batch_req_{row.key}", "custom_id": row.id, "response": response, "error": error, "key": row.key}
-    return dump_line(line)
+    return OPENAI.line(line)
 
 
 def _body(row: Row, result: RequestResult, method: MethodRecord) -> Fields:

@@ -1,10 +1,9 @@
-"""Hold what every form of output shares: the names of the run, which rows failed, and JSON that stays on its line."""
+"""Hold what every form of output shares: the names of the run, and which rows failed."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -89,18 +88,6 @@ def row_error(row: Row, result: RequestResult | None) -> RowError | None:
                 f"line {row.number}: logprob is {beam.logprob} and score is {beam.score}: not finite numbers"
             )
     return None
-
-
-# Control characters that JSON lets stand: DEL, C1 (0x9b begins a terminal sequence) and the Unicode line ends.
-_CONTROLS = re.compile(rb"\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8\xa9]")
-
-
-def dump_line(record: object) -> bytes:
-    """JSON without any raw control character or line end, so that no text can write outside its record."""
-    line = orjson.dumps(record)
-    if b"\x7f" in line or not (line.isascii() or (b"\xc2" not in line and b"\xe2\x80" not in line)):
-        line = _CONTROLS.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), line)
-    return line
 
 
 def run_fingerprint(method: MethodRecord, rows: RowReader, **others: str | int | float | bool | None) -> Fields:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-SCHEMA = "dsbd.bench/1"
-
 
 @dataclass(frozen=True, slots=True)
 class Interval:

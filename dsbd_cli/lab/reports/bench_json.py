@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-import orjson
-
 from dsbd_cli.config.variants import DRAFTERS, FUSION, WIDTHS
-from dsbd_cli.lab.reports.bench_data import SCHEMA, BenchReport, BenchRow
+from dsbd_cli.io.schemas.contracts import BENCH
+from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
 
 
 def json_lines(report: BenchReport) -> bytes:
     """All rows, those of dev records last. What was not measured is null, and so is a setting that does not act."""
     pairs = [("test", row) for row in report.rows] + [("dev", row) for row in report.dev_rows]
-    return b"".join(orjson.dumps(_record(report, row, split)) + b"\n" for split, row in pairs)
+    return b"".join(BENCH.line(_record(report, row, split)) + b"\n" for split, row in pairs)
 
 
 def _record(report: BenchReport, row: BenchRow, split: str) -> dict[str, object]:
@@ -22,7 +21,7 @@ def _record(report: BenchReport, row: BenchRow, split: str) -> dict[str, object]
     energy = fields.pop("energy")
     fields["settings"] = _acting(row.settings)
     return {
-        "schema": SCHEMA,
+        "schema": BENCH.id,
         "split": split,
         "choice": _choice(report, row),
         **fields,

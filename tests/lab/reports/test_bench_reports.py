@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.bench.sweep import SweepSetting
@@ -56,13 +57,29 @@ def row(task: str, method: str, place: int, setting: str = "") -> BenchRow:
     )
 
 
+ENVIRONMENT = {
+    "command": "dsbd bench --num-beams 4",
+    "date": "2026-11-23T00:00:00Z",
+    "commit": "abc1234",
+    "versions": {"dsbd": "0.1.0", "triton": None},
+    "device": "Fast One",
+    "device_kind": "cpu",
+    "cpu": "Fast One",
+    "threads": 2,
+    "system": "Linux x86_64",
+}
+RUN = {
+    **{"target": "builtin:target", "draft": "builtin:draft", "dtype": "float32", "torch_device": "cpu"},
+    **{"batch_size": 8, "window_records": 8, "rounds": 2, "dev_records": 0, "seed": 0, "grammar": None},
+    **{"data": "built in", "notes": [], **dataclasses.asdict(SamplingConfig())},
+}
+
+
 def report(tasks: tuple[str, ...] = ("qa",), settings: tuple[str, ...] = ("",)) -> BenchReport:
     rows = [
         row(task, name, place, setting) for task in tasks for place, name in enumerate(METHODS) for setting in settings
     ]
-    environment = {"command": "dsbd bench --num-beams 4", "device": "Fast One", "threads": 2, "commit": "abc1234"}
-    run = {"target": "builtin:target", "draft": "builtin:draft", "dtype": "float32", "batch_size": 8}
-    return BenchReport(rows, environment, run, ["a note"], complete=True)
+    return BenchReport(rows, ENVIRONMENT, RUN, ["a note"], complete=True)
 
 
 def tuned(tasks: tuple[str, ...] = ("sql", "qa")) -> BenchReport:
@@ -212,7 +229,7 @@ def test_settings_that_do_not_act_are_null() -> None:
     def written(**changed: object) -> dict[str, object]:
         config = MethodConfig.of(changed)
         one = dataclasses.replace(row("sql", "greedy", 0), settings=SweepSetting("greedy", "", config).fields())
-        found: dict[str, object] = json.loads(json_lines(BenchReport([one], {}, {})))["settings"]
+        found: dict[str, object] = json.loads(json_lines(BenchReport([one], ENVIRONMENT, RUN)))["settings"]
         return found
 
     plain = written(depth=0)

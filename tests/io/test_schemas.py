@@ -1,0 +1,348 @@
+"""`dsbd schema`: schemas that are whole, that fit what is written, and that keep what a number promises.
+
+That every line of the suite fits is held in tests/conftest.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import orjson
+import pytest
+
+from dsbd_cli._version import __version__
+from dsbd_cli.cli.commands.pick import _record as pick_record
+from dsbd_cli.cli.run.summary import Totals
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.sampling import MAX_TOP_LOGPROBS
+from dsbd_cli.config.variants import DRAFTERS, FUSION, RULES, WIDTHS
+from dsbd_cli.errors import PromptTooLongError
+from dsbd_cli.io.records import input_forms, reader
+from dsbd_cli.io.records.native_record import native_record, step_records
+from dsbd_cli.io.records.openai_record import openai_record
+from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.io.records.record_parts import MethodRecord
+from dsbd_cli.io.records.row import Row
+from dsbd_cli.io.schemas.contracts import CONTRACTS, INPUT, OUTPUT, SHARED, STEP
+from dsbd_cli.lab.reports.bench_json import json_lines
+from dsbd_cli.pick.candidate_rows import record_row
+from dsbd_cli.pick.choosers import ByVote
+from dsbd_cli.requests import Hypothesis, RequestResult, Segment, TokenDetail
+from dsbd_cli.stats import DrafterStats, LayerStats, RequestStats, StepStats
+from tests.helpers.every_process import written_lines
+from tests.helpers.schema_lock import SINCE, Fields, broken_promises, fields_of, promised, read_lock
+from tests.lab.reports.test_bench_reports import report
+
+GOLDEN = Path(__file__).with_name("golden.json")
+
+
+# Schemas
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_a_schema_is_whole_and_says_its_number(name: str) -> None:
+    contract = CONTRACTS[name]
+    schema = contract.schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert (schema["title"], schema["$id"]) == (contract.id, f"urn:{contract.id.replace('.', ':').replace('/', ':')}")
+    assert SHARED not in json.dumps(schema), "a validator needs no other file"
+    assert str(schema["description"]).endswith(".")
+
+
+def test_every_setting_of_a_rule_or_a_drafter_is_in_the_schema_of_records() -> None:
+    method = OUTPUT.schema()["$defs"]["method"]["properties"]  # type: ignore[index]
+    every = (*RULES.values(), *WIDTHS.values(), *DRAFTERS.values(), FUSION)
+    assert {one.field for variant in every for one in variant.settings} <= method.keys()
+
+
+# Every line
+
+
+BAD = "from dsbd_cli.io.schemas.contracts import STEP; STEP.line({'schema': 'dsbd.step/1', 'id': 5})"
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["this process", "another process"])
+def test_a_line_that_does_not_fit_fails_the_test_that_wrote_it(here: bool, faults_file: Path) -> None:
+    assert not faults_file.exists()
+    if here:
+        STEP.line({"schema": "dsbd.step/1", "id": 5})
+    else:
+        subprocess.run([sys.executable, "-c", BAD], check=True)
+    found = faults_file.read_text(encoding="utf-8")
+    faults_file.unlink()  # else this test would fail
+    assert "not as `dsbd schema step` says" in found
+    assert '"iteration" is a required property' in found
+
+
+def test_a_row_that_the_reader_takes_and_the_schema_does_not_is_found(
+    faults_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsbd_cli.io.records.reader._check_limits", lambda row, sampling: None)
+    RowReader().read(b'{"prompt": "a", "max_new_tokens": 2000000}', index=0, number=1)
+    assert "max_new_tokens: 2000000 is greater" in faults_file.read_text(encoding="utf-8")
+    faults_file.unlink()
+    RowReader().read(b'{"prompt": "a", "unknown": 2000000}', index=0, number=1)
+    assert not faults_file.exists(), "a field that is told and not used is no fault"
+
+
+def test_the_schema_of_rows_has_the_readers_fields_values_and_bounds() -> None:
+    """Guards a field that the reader takes and no test writes."""
+    parts: Any = INPUT.schema()["$defs"]
+    names = parts["asked"]["properties"].keys() | parts["flat"]["properties"].keys()
+    assert names == {*input_forms.KNOWN, *input_forms.UNSUPPORTED, *input_forms.WITHOUT_EFFECT, "logprobs"}
+    asked = parts["asked"]["properties"]
+    for name, values in input_forms.UNSUPPORTED.items():
+        # 0 and 0.0 are one number to JSON, 0 and false are not
+        told = {(isinstance(value, bool), json.dumps(value).removesuffix(".0")) for value in (*values, None)}
+        assert {(isinstance(value, bool), json.dumps(value)) for value in asked[name]["enum"]} == told, name
+    bounds = {
+        "max_new_tokens": reader.MAX_NEW_TOKENS,
+        "max_tokens": reader.MAX_NEW_TOKENS,
+        "max_completion_tokens": reader.MAX_NEW_TOKENS,
+        "top_k": reader.MAX_TOP_K,
+        "temperature": reader.MAX_TEMPERATURE,
+        "top_logprobs": MAX_TOP_LOGPROBS,
+    }
+    assert {name: asked[name]["maximum"] for name in bounds} == bounds
+    assert asked["stop"]["anyOf"][1]["maxItems"] == reader.MAX_STOPS
+
+
+FLAT_FAULTS: list[dict[str, object]] = [
+    *({"prompt": value} for value in ("", 5, ["a"], None)),
+    {},
+    {"prompt": "a", "messages": [{"role": "user", "content": "b"}]},
+    {"messages": []},
+    {"messages": [{"role": "user"}]},
+    {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+    *(
+        {"prompt": "a", name: value}
+        for name, values in {
+            "id": ("", 1.5, ["a"], True),
+            "temperature": (-1, "hot", True, 1e7),
+            "top_k": (-1, 1.5, "5", True),
+            "top_p": (0, 1.1, "x"),
+            "min_p": (-0.1, 2),
+            "max_new_tokens": (0, 1.5, 1 << 21, "8"),
+            "max_tokens": (0,),
+            "stop": (5, ["a", 3], [""], ["x"] * 17),
+            "seed": (-1, 2**63, "z", 1.5),
+            "n_best": (0, "2", 1.5),
+            "n": (0,),
+            "length_penalty": (11, -11, "x"),
+            "early_stopping": (1, "yes"),
+            "token_logprobs": (1,),
+            "top_logprobs": (21, -1),
+            "logprobs": (21, "yes", 1.5),
+            "allow": ("", [], [""], [5], 5),
+            "response_format": ("json", {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "text", "more": 1}),
+            "source_lang": ("", 5),
+            "prefix": ("",),
+            "token_rules": (5, ["a"]),
+            "stream": (True,),
+            "tools": ([{}],),
+            "logit_bias": ({"5": 1},),
+            "presence_penalty": (0.5,),
+            "temprature": (1,),
+        }.items()
+        for value in values
+    ),
+]
+CHAT = [{"role": "user", "content": "a"}]
+ENVELOPE: dict[str, object] = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
+ENVELOPE_FAULTS: list[dict[str, object]] = [
+    {**ENVELOPE, "method": "GET"},
+    {**ENVELOPE, "url": "/v1/embeddings"},
+    {**ENVELOPE, "body": None},
+    {**ENVELOPE, "body": {"messages": [{"role": "user", "content": "a"}]}},
+    {**ENVELOPE, "body": {"prompt": "a", "n": 0}},
+    {**ENVELOPE, "body": {"prompt": "a", "unknown": 1}},
+    {**ENVELOPE, "url": "/v1/chat/completions"},
+    {**ENVELOPE, "priority": 1},
+]
+
+
+@pytest.mark.parametrize("row", [*FLAT_FAULTS, *ENVELOPE_FAULTS], ids=lambda row: json.dumps(row)[:60])
+def test_what_the_reader_refuses_by_its_form_the_schema_refuses(row: dict[str, object]) -> None:
+    line = json.dumps(row).encode()
+    assert RowReader(strict=True).read(line, index=0, number=1).error is not None
+    assert written_lines.faults("input", line)
+
+
+def test_rows_of_every_form_fit() -> None:
+    rows = [
+        {"prompt": "a", "id": 5, "stop": None, "unknown": None, "stream": False, "user": {"any": 1}, "logprobs": 3},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}], "tool_calls": None}]},
+        {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}},
+        {"prompt": "a", "metadata": [1, {"deep": None}], "token_rules": {"no_repeat_ngram_size": 3}},
+        ENVELOPE,
+        {**ENVELOPE, "body": {"prompt": "a", "logprobs": 2, "metadata": {"a": "b"}}},
+        {**ENVELOPE, "url": "/v1/chat/completions", "body": {"messages": CHAT, "logprobs": True}},
+    ]
+    for row in rows:
+        line = json.dumps(row).encode()
+        assert RowReader(strict=True).read(line, index=0, number=1).error is None, row
+        assert written_lines.faults("input", line) == []
+
+
+# What a number promises
+
+
+def test_the_schemas_keep_what_their_numbers_promise() -> None:
+    faults = broken_promises(read_lock(), promised(), __version__)
+    assert faults == [], "move the number (dsbd_cli/io/schemas), or take the change back:\n" + "\n".join(faults)
+    new = {name: fields.keys() - read_lock()[name].keys() for name, fields in promised().items() if name in read_lock()}
+    assert promised().items() <= read_lock().items(), f"note what is new: python -m tests.helpers.schema_lock ({new})"
+
+
+def changed(change: Callable[[Any], None], number: int = 1, schema: dict[str, Any] | None = None) -> dict[str, Fields]:
+    """Fields of step/N after a change of its schema."""
+    schema = copy.deepcopy(schema or STEP.schema())
+    change(schema)
+    return {f"dsbd.step/{number}": fields_of(schema)}
+
+
+def deprecate(schema: Any) -> None:
+    schema["properties"]["trunk"] |= {"deprecated": True, SINCE: "0.1.0"}
+
+
+def drop(schema: Any) -> None:
+    del schema["properties"]["trunk"]
+    schema["required"].remove("trunk")
+
+
+CHANGES: list[tuple[str, Callable[[Any], object], str]] = [
+    ("a field goes", drop, "trunk is gone"),
+    ("a meaning", lambda s: s["properties"]["trunk"].update(description="slots of the prompt"), "trunk was (required"),
+    ("a type", lambda s: s["properties"]["id"].update(type=["string", "null"]), "id was (required"),
+    ("a bound", lambda s: s["properties"]["nodes"].update(minimum=0), "nodes was (required"),
+    ("a unit, in a shared part", lambda s: s["$defs"]["phases"]["properties"]["draft_s"].update(description="ms"),
+     "draft_s was (required"),
+    ("no longer there", lambda s: s["required"].remove("id"), "id was (required"),
+    ("deeper", lambda s: s["properties"]["layers"]["items"]["properties"].pop("width"), "layers[].width is gone"),
+    ("open", lambda s: s.pop("unevaluatedProperties"), "line was (required, type"),
+    ("new and required", lambda s: (s["properties"].update(new={"type": "string"}), s["required"].append("new")),
+     "new is new and required"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "said"), [one[1:] for one in CHANGES], ids=[one[0] for one in CHANGES])
+def test_a_change_of_meaning_needs_a_new_number(change: Callable[[Any], None], said: str) -> None:
+    lock = {STEP.id: fields_of(STEP.schema())}
+    [fault] = broken_promises(lock, changed(change), "0.2.0")
+    assert fault.startswith(f"dsbd.step/1: {said}")
+    later = broken_promises(lock, changed(change, number=2), "0.2.0")
+    assert [one for one in later if "without a version of warning" not in one] == []
+    assert bool(later) == ("is gone" in said)
+
+
+def test_what_may_change_under_one_number_and_with_the_next() -> None:
+    lock = {STEP.id: fields_of(STEP.schema())}
+
+    def add(schema: Any) -> None:
+        inner = {"type": "object", "properties": {"inner": {"type": "string"}}, "required": ["inner"]}
+        schema["properties"]["more"] = inner
+
+    assert broken_promises(lock, changed(add), "0.2.0") == []
+    assert broken_promises(lock, changed(deprecate), "0.2.0") == []
+    assert broken_promises(lock, changed(lambda s: None, number=3), "0.2.0") == [
+        "dsbd.step/3: there is no dsbd.step/2 before it"
+    ]
+    warned = changed(deprecate)
+    assert broken_promises(warned, changed(drop, number=2), "0.2.0") == []
+    assert "without a version of warning" in broken_promises(warned, changed(drop, number=2), "0.1.5")[0]
+    assert broken_promises({"dsbd.old/1": {}}, {}, "0.2.0") == ["dsbd.old/1 is gone"]
+
+
+# What the fields mean
+
+
+SETTINGS = {
+    **{"num_beams": 2, "drafter": "beam+ngram", "depth": 3, "drafts_per_layer": 8, "width": "threshold"},
+    **{"width_threshold": 0.7, "min_width": 1, "ngram": 12, "second_drafts": 2, "fusion_top_k": 16},
+}
+METHOD = MethodRecord(MethodConfig.of(SETTINGS), "t", "d", created=1_700_000_000, threads=2)
+
+
+def _result(row: Row) -> RequestResult:
+    """Everything that a result can hold, each number another one."""
+    assert row.request is not None
+    tokens = (
+        TokenDetail(7, b"a", -0.25, 0, ((7, b"a", -0.25), (8, b"b", -1.5))),
+        TokenDetail(9, "é".encode()[:1], -0.5, 1, ((9, b"\xc3", -0.5),)),
+        TokenDetail(2, b"", -0.125, 0, ((2, b"", -0.125),)),
+    )
+    best = Hypothesis("a", (7, 9, 2), "stop", -0.875, -0.4375, 5, True, tokens, (Segment(0.5, 2.0, "a"),))
+    second = Hypothesis("b", (8,), "length", -1.5, -1.5, None, False, None, (Segment(0.5, None, "b"),))
+    drafters = {"beam": DrafterStats(12, 3), "ngram": DrafterStats(0, 0)}
+    layer = LayerStats(1, 8, 4, 2, 3, True, drafters)
+    step = StepStats("x", 1, 1, 2, 12, 40, 7, [layer], 0.125, 0.25, 0.5)
+    stats = RequestStats(4, 3, 10, 16, 4, 20, 99, 1.125, 2.25, 3.5, 8.0, 6, drafters, [step])
+    return RequestResult(
+        row.request, (best, second), 11, stats, None, 4, 13, {"no_repeat_ngram_size": 3}, "en"
+    )  # fmt: skip
+
+
+def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """A line of each form, of fixed results."""
+    rows = RowReader(num_beams=2)
+    flat = rows.read(b'{"id": "x", "prompt": "p", "metadata": {"a": 1}, "seed": 5}', index=3, number=7)
+    chat = rows.read(b'{"id": "x", "messages": [{"role": "user", "content": "p"}]}', index=3, number=7)
+    result = _result(flat)
+    failed = RequestResult(flat.request, (), 0, RequestStats(), PromptTooLongError("too long"))  # type: ignore[arg-type]
+    native = native_record(flat, result, METHOD)
+    candidates = record_row(native, index=0, number=1)
+    monkeypatch.setattr(Totals, "seconds", 2.0)
+    totals = Totals()
+    totals.rows, totals.failed, totals.skipped = 3, 1, 2
+    totals.errors["PromptTooLongError"] += 1
+    totals.add(result)
+    lines = {
+        "output": native,
+        "failed": native_record(flat, failed, METHOD),
+        "openai, completion": openai_record(flat, result, METHOD),
+        "openai, chat": openai_record(chat, replace(result, request=chat.request), METHOD),  # type: ignore[arg-type]
+        "openai, failed": openai_record(flat, failed, METHOD),
+        "step": next(step_records(result.stats.step_log)),
+        "pick": pick_record(candidates, ByVote().choose(candidates), "vote", None),
+        "summary": orjson.dumps(totals.numbers()),
+        "bench": json_lines(report()).splitlines()[1],
+    }
+    found: dict[str, Any] = {name: orjson.loads(line) for name, line in lines.items()}
+    for name in ("openai, completion", "openai, chat"):
+        del found[name]["response"]["body"]["system_fingerprint"]  # of all settings, new ones too
+    return found
+
+
+def same_as_before(before: object, now: object, place: str) -> list[str]:
+    """Return where a value is not what it was. What is new is nothing of it."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        found = [f"{place}.{name} is gone" for name in before.keys() - now.keys()]
+        for name in before.keys() & now.keys():
+            found += same_as_before(before[name], now[name], f"{place}.{name}")
+        return found
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        pairs = enumerate(zip(before, now, strict=True))
+        return [one for number, pair in pairs for one in same_as_before(*pair, f"{place}[{number}]")]
+    return [] if before == now and type(before) is type(now) else [f"{place} was {before!r} and is {now!r}"]
+
+
+def test_a_field_means_what_it_meant_under_this_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards readers against a unit, a sign or a count that changes while its description does not."""
+    found = written(monkeypatch)
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    assert golden.keys() == found.keys()
+    assert same_as_before(golden, found, "") == []
+
+
+if __name__ == "__main__":  # after a number has moved
+    with pytest.MonkeyPatch.context() as patch:
+        GOLDEN.write_text(json.dumps(written(patch), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
