@@ -153,7 +153,8 @@ def _output_of_child(model: Any, decoder: Any, child: nn.Module, ids: Tensor) ->
         heard.append(out)
         raise _HeardError
 
-    encoded = torch.zeros(1, 1, decoder.config.hidden_size, dtype=model.dtype, device=model.device)
+    width = getattr(decoder, "config", model.config).hidden_size
+    encoded = torch.zeros(1, 1, width, dtype=model.dtype, device=model.device)
     hook = child.register_forward_hook(hear)
     why = "it has none"
     try:

@@ -85,8 +85,8 @@ class Seq2SeqForestModel(TransformersForest):
 
     @property
     def encoder_input_shape(self) -> tuple[int, ...] | None:
-        """What of a source's shape the encoder insists on: bins of features, [C, H, W] of a picture, numbers of a
-        patch. None where it reads something else."""
+        """Return the part of a source's shape that the encoder insists on: bins of features, [C, H, W] of a picture,
+        numbers of a patch. None where it reads something else."""
         config = self._model.config
         if self.encoder_input_name == "pixel_values":
             return picture_shape(self._encoder.config)
@@ -396,7 +396,7 @@ def sample_shape(config: Any) -> tuple[int, ...]:
 
 
 def picture_fault(config: Any, picture: Tensor) -> str | None:
-    """What an encoder of pictures takes, where it does not take this one."""
+    """Say what an encoder of pictures takes, where it does not take this one."""
     wanted = picture_shape(config)
     if picture.ndim != 3 or tuple(picture.shape[: len(wanted)]) != wanted:
         return " x ".join(map(str, wanted)) + (" x any size" if len(wanted) == 1 else "")

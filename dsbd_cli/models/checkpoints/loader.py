@@ -223,7 +223,7 @@ def _class(config: Any) -> Any:
 
 
 def _sees(config: Any) -> str:
-    """What is to be said of a decoder that looks at pictures."""
+    """Return what is to be said of a decoder that looks at pictures."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     known = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -231,8 +231,8 @@ def _sees(config: Any) -> str:
 
 
 def check_pictures(spec: ModelSpec, config: Any) -> None:
-    """Refuse what the files of a model of pictures may be besides: BLIP's other tasks, and questions that Pix2Struct
-    draws into the picture. Raises UnsupportedModelError."""
+    """Refuse BLIP's other tasks, and Pix2Struct where it draws questions into the picture. Raises
+    UnsupportedModelError."""
     named = (getattr(config, "architectures", None) or [""])[0]
     if config.model_type == CAPTIONER and named not in ("", "BlipForConditionalGeneration", "BlipCaptioner"):
         raise UnsupportedModelError(f"{_name(spec)} is a {named}, but of BLIP the captioning models alone are run")
@@ -244,7 +244,8 @@ def check_pictures(spec: ModelSpec, config: Any) -> None:
 
 
 def load_preprocessor(folder: Path, spec: ModelSpec, *, pictures: bool) -> Any:
-    """Load what makes an encoder's input of files: a checkpoint's feature extractor, for audio, or its image processor.
+    """Load the part of a checkpoint that makes an encoder's input of files: its feature extractor, for audio, or its
+    image processor.
 
     Raises ModelError where it cannot be loaded, UsageError where pillow is not installed.
     """

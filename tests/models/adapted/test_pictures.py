@@ -6,11 +6,14 @@ Guards: another first token or prompt, a source of other pixels, places or masks
 from __future__ import annotations
 
 import base64
+import functools
+import importlib.util
 import io
 import json
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +22,12 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import dsbd_cli
 from dsbd_cli import MethodConfig, Request, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.errors import InvalidRowError, UsageError
+from dsbd_cli.errors import InvalidRowError, ModelError, PairError, UsageError
 from dsbd_cli.models.adapted import pictures, row_files
 from dsbd_cli.models.adapted.pictures import read_picture
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
@@ -40,14 +44,24 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return draw_five(tmp_path_factory.mktemp("pictures"))
 
 
-@pytest.fixture(scope="module", params=PICTURED)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_pictured(request.param, tmp_path_factory.mktemp("family") / request.param)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Checkpoint folders by name, each written once."""
+    place = tmp_path_factory.mktemp("families")
+    return functools.cache(lambda name: save_pictured(name, place / name))
+
+
+@pytest.fixture
+def family(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Path:
+    return saved(request.param)
 
 
 @pytest.fixture(scope="module")
-def trocr(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_pictured("trocr", tmp_path_factory.mktemp("one") / "trocr")
+def trocr(saved: Callable[[str], Path]) -> Path:
+    return saved("trocr")
+
+
+DRAFTED = [name for name in PICTURED if name not in ("nougat", "vit-bert")]  # donut's model; gpt2's way to positions
 
 
 def stock_beams(folder: Path, files: list[Path], prompt: list[int]) -> list[list[tuple[list[int], float]]]:
@@ -91,7 +105,7 @@ def good(files: list[Path]) -> Request:
 
 def requests_of(files: list[Path], **asked: Any) -> list[Request]:
     prompt = asked.pop("prompt", None)
-    sampling = SamplingConfig(max_new_tokens=NEW, n_best=BEAMS, **asked)
+    sampling = SamplingConfig(**{"max_new_tokens": NEW, "n_best": BEAMS, **asked})
     return [Request(prompt, image=str(file), sampling=sampling) for file in files]
 
 
@@ -103,6 +117,7 @@ def outcomes(engine: Engine, requests: list[Request]) -> list[Any]:
     return [[(one.token_ids, one.logprob, one.text) for one in result.hypotheses] for result in results]
 
 
+@pytest.mark.parametrize("family", PICTURED, indirect=True)
 def test_a_family_is_transformers_beam_search(family: Path, files: list[Path]) -> None:
     """Every hypothesis and score, in batches of 1 and 5, with prompts and without."""
     engine = dsbd_cli.load(str(family), None, method=MethodConfig(rule="search", num_beams=BEAMS))
@@ -120,6 +135,7 @@ def test_a_family_is_transformers_beam_search(family: Path, files: list[Path]) -
     assert engine.exactness == "same-text"
 
 
+@pytest.mark.parametrize("family", DRAFTED, indirect=True)
 def test_drafts_leave_texts_as_they_are(family: Path, files: list[Path]) -> None:
     """Of the same family and by n-grams, sampling and searching, to the last bit."""
     engine = dsbd_cli.load(str(family), None)
@@ -137,6 +153,7 @@ def test_drafts_leave_texts_as_they_are(family: Path, files: list[Path]) -> None
         assert steps["beam"] > 0
 
 
+@pytest.mark.parametrize("family", ["trocr", "swin", "blip", "pix2struct"], indirect=True)
 def test_memory_goes_by_places_and_not_by_pixels(family: Path, files: list[Path]) -> None:
     """Guards estimates of a picture's width or of all its numbers; then what a record says."""
     engine = dsbd_cli.load(str(family), None)
@@ -279,7 +296,7 @@ def test_a_file_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "x.png"
     path.write_bytes(small_png())
     monkeypatch.setattr(row_files, "MOST_BYTES", 10)
-    with pytest.raises(InvalidRowError, match="which has .* bytes, but must have at most 10"):
+    with pytest.raises(InvalidRowError, match=r"which has .* bytes, but must have at most 10"):
         read_picture(str(path))
 
 
@@ -366,8 +383,6 @@ def test_tags_stay_in_the_text(tmp_path: Path, files: list[Path]) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": [word]}, replace_extra_special_tokens=False)
     tag = tokenizer.convert_tokens_to_ids(word)
     path = folder / "model.safetensors"
-    from safetensors.torch import load_file, save_file
-
     held = load_file(path)
     for name in [name for name, tensor in held.items() if tensor.shape[:1] == (97,)]:
         held[name] = torch.cat((held[name], held[name][30:31].expand(tag - 96, -1)))  # as likely as w30
@@ -375,10 +390,8 @@ def test_tags_stay_in_the_text(tmp_path: Path, files: list[Path]) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["decoder"]["vocab_size"] = tag + 1
     (folder / "config.json").write_text(json.dumps(config))
-    settings["eos_token_id"], settings["suppress_tokens"] = (
-        END,
-        [token for token in range(97) if token not in (40, END)],
-    )
+    settings["eos_token_id"] = END
+    settings["suppress_tokens"] = [token for token in range(97) if token not in (40, END)]
     (folder / "generation_config.json").write_text(json.dumps(settings))
     tokenizer.save_pretrained(folder)
     engine = dsbd_cli.load(str(folder), None, method=MethodConfig(rule="search", num_beams=BEAMS))
@@ -389,3 +402,86 @@ def test_tags_stay_in_the_text(tmp_path: Path, files: list[Path]) -> None:
     assert result.prompt_tokens == result.source_tokens + 1  # type: ignore[operator]
     assert engine.codec.token_bytes()[tag] == word.encode()
     assert engine.codec.token_bytes()[END] == b""
+
+
+# What is refused
+
+
+def change(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def blip_vqa(folder: Path) -> None:
+    change(save_pictured("blip", folder) / "config.json", architectures=["BlipForQuestionAnswering"])
+
+
+def drawn_questions(folder: Path) -> None:
+    change(save_pictured("pix2struct", folder) / "config.json", is_vqa=True)
+
+
+def llava(folder: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text, vision = {"model_type": "llama", "vocab_size": 97, **sizes}, {"model_type": "clip_vision_model", **sizes}
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision)
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(folder)
+
+
+def no_processor(folder: Path) -> None:
+    (save_pictured("trocr", folder) / "preprocessor_config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (blip_vqa, r"is a BlipForQuestionAnswering, but of BLIP the captioning models alone are run"),
+        (drawn_questions, r"answers questions \(is_vqa\), which Pix2Struct draws into the picture"),
+        (llava, r"is a llava, which is neither .*: decoder-only models with images are not run"),
+        (no_processor, r"its image processor cannot be loaded"),
+    ],
+)
+def test_models_that_are_not_run_say_why(make: Callable[[Path], None], told: str, tmp_path: Path) -> None:
+    make(tmp_path / "model")
+    with pytest.raises(ModelError, match=told) as caught:
+        dsbd_cli.load(str(tmp_path / "model"), None)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_pictures_needs_pillow(trocr: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "PIL" else found(name, *rest))
+    with pytest.raises(UsageError, match=r"pip install 'dsbd\[image\]'"):
+        dsbd_cli.load(str(trocr), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "told"),
+    [
+        ("trocr", {"height": 16, "width": 32}, "makes 3 x 16 x 32 numbers, but its encoder takes 3 x 32 x 32"),
+        ("swin", {"height": 40, "width": 40}, "but its encoder takes a side of 32 or more"),
+    ],
+)
+def test_pictures_of_a_size_that_the_encoder_does_not_take(
+    name: str, size: dict[str, int], told: str, tmp_path: Path, files: list[Path]
+) -> None:
+    """Guards an error of the encoder in the middle of a run."""
+    folder = save_pictured(name, tmp_path / name)
+    change(folder / "preprocessor_config.json", size=size)
+    (result,) = dsbd_cli.load(str(folder), None).run([good(files[1:])])
+    with pytest.raises(InvalidRowError, match=told):
+        result.check()
+
+
+def test_other_targets_refuse_pictures(files: list[Path]) -> None:
+    engine = dsbd_cli.load()
+    results = list(engine.run([good(files), Request("sql:", sampling=SamplingConfig(max_new_tokens=4))]))
+    assert "but the target reads text: give a prompt" in str(results[0].error)
+    assert results[1].error is None
+
+
+def test_a_draft_by_name(trocr: Path, saved: Callable[[str], Path], files: list[Path]) -> None:
+    """Its encoder is the target's, which reads each picture for both; a draft of other pictures is refused."""
+    alone = dsbd_cli.load(str(trocr), None, method=MethodConfig(num_beams=3))
+    pair = dsbd_cli.load(str(trocr), str(trocr), method=MethodConfig(num_beams=3, depth=2))
+    assert outcomes(pair, requests_of(files, n_best=3)) == outcomes(alone, requests_of(files, n_best=3))
+    with pytest.raises(PairError, match="read sources of different forms"):
+        dsbd_cli.load(str(trocr), str(saved("pix2struct")))
