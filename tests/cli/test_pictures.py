@@ -25,7 +25,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a picture, a folder inside with another, and one outside."""
-    for place in ("in", "in/deep", "out"):
+    for place in ("in", "in/deep", "inner", "out"):
         (tmp_path / place).mkdir()
         draw(tmp_path / place / "a.png", f"TEXT {place}")
     return tmp_path
@@ -81,6 +81,7 @@ def test_generate_reads_pictures(target: str, folder: Path) -> None:
 
 OUTSIDE = [
     "../out/a.png",
+    "../inner/a.png",
     "{folder}/out/a.png",
     "link.png",
     "linked/a.png",

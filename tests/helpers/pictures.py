@@ -141,10 +141,11 @@ def save_pictured(name: str, folder: Path, seed: int = 0) -> Path:
         if parameter.ndim > 1:
             parameter.data.normal_(0, 1.0 if any(part in label for part in CROSSING) else 0.4)
     settings = model.generation_config
-    settings.decoder_start_token_id, settings.pad_token_id = START, 1
-    settings.eos_token_id = END if name == "blip" else [END, *range(10, 20)]  # so that some answers end
-    settings.bos_token_id = START
+    settings.decoder_start_token_id, settings.bos_token_id, settings.pad_token_id = START, START, 1
+    settings.eos_token_id = [END, *range(10, 20)]  # so that some answers end
     model.save_pretrained(folder)
+    if name == "blip":  # whose first and last token stand elsewhere
+        (folder / "generation_config.json").unlink()
     numbers().save_pretrained(folder)
     processor().save_pretrained(folder)
     return folder

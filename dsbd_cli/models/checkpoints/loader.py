@@ -182,7 +182,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
         if "Unrecognized configuration class" in str(error):
             raise UnsupportedModelError(
                 f"{_name(spec)} is a {config.model_type}, which is neither a causal language model nor an "
-                f"encoder-decoder one{_sees(config)}"
+                f"encoder-decoder one{_of_pictures(config)}"
             ) from None
         raise ModelError(f"{_name(spec)} cannot be loaded: {one_line(error)}") from error
     model, report = loaded
@@ -222,12 +222,12 @@ def _class(config: Any) -> Any:
     return transformers.AutoModelForSeq2SeqLM
 
 
-def _sees(config: Any) -> str:
-    """Return what is to be said of a decoder that looks at pictures."""
+def _of_pictures(config: Any) -> str:
+    """Return what is to be said of a model that looks at pictures."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     known = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return ": decoder-only models with images are not run" if known else ""
+    return ": with images only VisionEncoderDecoder, Pix2Struct and BLIP's captioner are run" if known else ""
 
 
 def check_pictures(spec: ModelSpec, config: Any) -> None:

@@ -88,8 +88,7 @@ def stock_beams(folder: Path, files: list[Path], prompt: list[int]) -> list[list
             return_dict_in_generate=True,
         )
         start = begin.popitem()[1].shape[1] - (folder.name == "blip")
-        ends = model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [END]
+        ends = [END] if folder.name == "blip" else model.generation_config.eos_token_id
         rows = []
         for row in out.sequences[:, start:].tolist():
             end = next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
@@ -435,7 +434,7 @@ def no_processor(folder: Path) -> None:
     [
         (blip_vqa, r"is a BlipForQuestionAnswering, but of BLIP the captioning models alone are run"),
         (drawn_questions, r"answers questions \(is_vqa\), which Pix2Struct draws into the picture"),
-        (llava, r"is a llava, which is neither .*: decoder-only models with images are not run"),
+        (llava, r"is a llava, which is neither .*: with images only VisionEncoderDecoder, Pix2Struct and"),
         (no_processor, r"its image processor cannot be loaded"),
     ],
 )
