@@ -56,13 +56,15 @@ def test_generate_reads_pictures(target: str, folder: Path) -> None:
         {"image": ["a.png"]},
         {"prompt": "w5"},
         {"image": "deep/a.png"},
+        {"image": "/9j/" + "ab/" * 1_000_000},
     ]
     lines, out = write(folder / "in" / "rows.jsonl", rows), folder / "out.jsonl"
     options = ["generate", "--target", target, "-i", str(lines), "-o", str(out), *OPTIONS]
     assert run(options) == 3
     found = records(out)
     told = {one["index"]: one["error"]["message"] for one in found if "error" in one}
-    assert set(told) == {2, 4, 6, 7, 8}
+    assert set(told) == {2, 4, 6, 7, 8, 10}
+    assert told[10].endswith("which is no path: contents are written as data:image/png;base64,...")
     assert "line 3: image is '" in told[2]
     assert told[2].endswith("fifo', which is no file")
     assert "exceeds limit" in told[4]

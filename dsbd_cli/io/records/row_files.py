@@ -8,6 +8,7 @@ from pathlib import Path
 from dsbd_cli.errors import InvalidRowError, shorten
 
 FILE_FIELDS = ("audio", "image")
+MOST_CHARACTERS = 4096  # of a path; base64 data by themselves would be a path of many folders
 DATA = "data:"  # begins what is no path, but the contents themselves
 
 
@@ -26,9 +27,12 @@ def file_of_row(root: str, field: str, path: str) -> str:
     if field == "image" and path.startswith(DATA):
         return path
     try:
-        found = os.path.realpath(os.path.join(root, path))
+        found = os.path.realpath(os.path.join(root, path)) if len(path) <= MOST_CHARACTERS else None
     except (OSError, ValueError):  # a NUL, or links in a circle
-        raise InvalidRowError(f"{field} is {shorten(path)}, which is no path") from None
+        found = None
+    if found is None:
+        hint = f": contents are written as {DATA}image/png;base64,..." if field == "image" else ""
+        raise InvalidRowError(f"{field} is {shorten(path)}, which is no path{hint}")
     if os.path.commonpath((root, found)) != root:
         raise InvalidRowError(
             f"{field} is {shorten(path)}, which is not under {root}: rows may read files there alone (--files-under "
