@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
-from dsbd_cli.errors import MAX_SHOWN, DsbdError, InvalidRowError, shorten
+from dsbd_cli.errors import MAX_SHOWN, DsbdError, InvalidRowError, one_line, shorten
 
 MOST_BYTES = 1 << 28  # of a file: 256 MiB
 
@@ -38,7 +38,7 @@ def readable(field: str, given: str) -> Iterator[None]:
     except DsbdError:
         raise
     except Exception as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:120] or type(error).__name__
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise InvalidRowError(f"{field} is {shown(given)}, which cannot be read: {reason}") from None
 
 
