@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING, Literal
 from dsbd_cli.config.checking import check_types
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.errors import RowError, UsageError, shorten
+from dsbd_cli.errors import InvalidRowError, RowError, UsageError, shorten
 from dsbd_cli.stats import RequestStats
 
 FinishReason = Literal["stop", "length"]
+Source = Literal["text", "audio", "image"]  # what a target reads
+
+# what a target does, by what it reads, and what it is to be given
+_READERS: dict[Source, tuple[str, str]] = {
+    "text": ("reads text", "a prompt"),
+    "audio": ("writes down speech", "audio"),
+    "image": ("reads pictures", "an image"),
+}
 
 
 def derive_seed(run_seed: int, request_id: str) -> int:
@@ -43,9 +51,10 @@ class Request:
     Attributes:
         prompt: text to go on from.
         messages: a conversation to answer, each message with role and content. prompt_ids: token ids to go on from.
-            audio: a file of speech to transcribe or translate.
-            Exactly one of prompt, messages, prompt_ids and audio is given; a list is taken too. Of an encoder-decoder
-            target they are the source.
+            audio: a file of speech to transcribe or translate. image: a file of a picture to read, or
+            `data:image/png;base64,...`, its contents.
+            Exactly one of prompt, messages, prompt_ids, audio and image is given; a list is taken too. Of an
+            encoder-decoder target they are the source. Beside an image a prompt may stand: the decoder begins with it.
         id: name of the request. Default: its place among the requests of its run, from 0, as text.
         seed: from 0 to 2**63 - 1. Default: derive_seed of the run's seed and the id.
         sampling: options of this request.
@@ -58,6 +67,7 @@ class Request:
     messages: tuple[dict[str, str], ...] | None = field(default=None, kw_only=True)
     prompt_ids: tuple[int, ...] | None = field(default=None, kw_only=True)
     audio: str | None = field(default=None, kw_only=True)
+    image: str | None = field(default=None, kw_only=True)
     # None until `with_defaults`, which an engine calls when it reads the request
     id: str = field(default=None, kw_only=True)  # type: ignore[assignment]
     seed: int = field(default=None, kw_only=True)  # type: ignore[assignment]
@@ -74,6 +84,7 @@ class Request:
             messages: list[dict[str, str]] | tuple[dict[str, str], ...] | None = ...,
             prompt_ids: list[int] | tuple[int, ...] | None = ...,
             audio: str | None = ...,
+            image: str | None = ...,
             id: str | None = ...,
             seed: int | None = ...,
             sampling: SamplingConfig = ...,
@@ -88,15 +99,28 @@ class Request:
         check_types(self, open_=("id", "seed"))
         if self.seed is not None:
             check_seed(self.seed)
-        given = [name for name in ("prompt", "messages", "prompt_ids", "audio") if getattr(self, name) is not None]
-        if len(given) != 1:
+        sources = ("prompt", "messages", "prompt_ids", "audio", "image")
+        given = [name for name in sources if getattr(self, name) is not None]
+        if len(given) != 1 and given != ["prompt", "image"]:
             found = " and ".join(given) or "none of them"
             raise UsageError(
-                f"a request has {found}, but must have exactly one of prompt, messages, prompt_ids and audio"
+                f"a request has {found}, but must have exactly one of prompt, messages, prompt_ids, audio and image"
             )
         check_ends(self.sampling, self.grammar)
         if self.allow is not None and self.grammar is not None:
             raise UsageError("allow and grammar both say what may be answered: give one of them")
+
+    def check_source(self, reads: Source) -> None:
+        """Refuse speech and pictures where the target reads something else, and text where it reads them.
+
+        Raises InvalidRowError.
+        """
+        does, wanted = _READERS[reads]
+        for name in ("audio", "image"):
+            if name != reads and (value := getattr(self, name)) is not None:
+                raise InvalidRowError(f"{name} is {shorten(value)}, but the target {does}: give {wanted}")
+        if reads != "text" and getattr(self, reads) is None:
+            raise InvalidRowError(f"{reads} is missing: the target {does}, and no text alone")
 
     def with_defaults(self, number: int, run_seed: int) -> Request:
         """The request with an id and a seed. number: its place among the requests of its run."""
@@ -165,8 +189,8 @@ class RequestResult:
     """Hypotheses of one request, best first, or the error that stopped this one request. `truncated_tokens` of the
     prompt were dropped on its left; `prompt_tokens` counts what is left.
 
-    Of an encoder-decoder target `source_tokens` are the tokens (or frames of audio) that its encoder read, which
-    prompt_tokens counts as well; None with other targets. `token_rules`: those that acted, by name.
+    Of an encoder-decoder target `source_tokens` are the tokens (or frames of audio, or places of a picture) that its
+    encoder read, which prompt_tokens counts as well; None with other targets. `token_rules`: those that acted, by name.
     `language`: what a speech model heard, where the request names none.
     """
 

@@ -29,6 +29,7 @@ from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
 from dsbd_cli.models.checkpoints.registry import resolve
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.tokenizer import HFCodec
+from dsbd_cli.requests import Request
 
 __all__ = ["METHODS", "CTranslateConfig", "CTranslatePeer", "LlamaConfig", "LlamaPeer", "SeparatePeer", "convert"]
 
@@ -70,9 +71,9 @@ class SeparatePeer(Peer):
             raise ModelError(f"{config.whose} takes no {given}: leave it out of --methods")
 
     def _batch(self, prompts: Sequence[Asked]) -> Iterator[Delivered]:
-        ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        ids = [prompt for prompt in prompts if not isinstance(prompt, Request)]
         if len(ids) < len(prompts):
-            raise ModelError(f"{self.config.whose} reads no speech: leave it out of --methods")
+            raise ModelError(f"{self.config.whose} is given no speech and no pictures: leave it out of --methods")
         return self._answers(ids)
 
     def _answers(self, prompts: Sequence[Sequence[int]]) -> Iterator[Delivered]:

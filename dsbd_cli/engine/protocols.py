@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsbd_cli.config.token_rules import Timestamps
 from dsbd_cli.ops.interface import Ops
-from dsbd_cli.requests import Request, Segment
+from dsbd_cli.requests import Request, Segment, Source
 
 
 @dataclass(slots=True)
@@ -192,14 +192,19 @@ class EncoderDecoderModel(ForestModel, Protocol):
         """Tokens of a source at most; None when unbounded."""
         ...
 
+    def encoder_places(self, encoder_input: Tensor) -> int:
+        """Places of a source in the encoder, or more."""
+        ...
+
     @property
     def encoder_vocab_size(self) -> int:
         """Token ids that a source may hold are below this."""
         ...
 
     def encode(self, rows: Sequence[int], encoder_inputs: Sequence[Tensor]) -> None:
-        """Read the sources of cache rows: token ids [Z] int64, or features [bins, frames]. It comes before the first
-        forward of a row; select_rows and clear move and forget a source with its row."""
+        """Read the sources of cache rows: token ids [Z] int64, features [bins, frames], a picture [C, H, W] or its
+        patches [Z, d]. It comes before the first forward of a row; select_rows and clear move and forget a source with
+        its row."""
         ...
 
     def encoder_bytes(self, encoder_input: Tensor) -> int:
@@ -286,7 +291,7 @@ class EncoderRequest:
     """A request to a model with an encoder.
 
     Attributes:
-        encoder_input: token ids [Z] int64, or features [bins, frames] float32.
+        encoder_input: token ids [Z] int64, or features [bins, frames], a picture [C, H, W] or patches [Z, d] float32.
         prompt: tokens that the decoder begins with. prefix: how many of the last of them are text of the answer.
         forced: token that has to follow the prompt, in place of the checkpoint's own; None: no other.
         listen: where the request names no language of its speech, what makes the prompt, which is as long, and the name
@@ -302,7 +307,13 @@ class EncoderRequest:
 
 @runtime_checkable
 class EncoderDecoderCodec(TextCodec, Protocol):
-    """TextCodec of a model with an encoder."""
+    """TextCodec of a model with an encoder.
+
+    Attributes:
+        reads: what the encoder reads.
+    """
+
+    reads: Source
 
     @property
     def timestamps(self) -> Timestamps | None:

@@ -15,7 +15,7 @@ from dsbd_cli.models.adapted.patching import pack, quantize
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, encoder_digest
 from dsbd_cli.models.checkpoints.head import installed, trimmed_target
 from dsbd_cli.models.checkpoints.hub import locate
-from dsbd_cli.models.checkpoints.loader import eos_ids, load, load_config, load_extractor
+from dsbd_cli.models.checkpoints.loader import PICTURE_MODELS, eos_ids, load, load_config, load_preprocessor
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.forest_model import BaseForestModel
@@ -64,17 +64,21 @@ def load_adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
 
 
 def _source_codec(spec: ModelSpec, model: Any, tokenizer: Any, ends: tuple[int, ...]) -> Seq2SeqCodec:
-    """Return the codec of an encoder-decoder model: of text, or of speech. Raises ModelError."""
+    """Return the codec of an encoder-decoder model: of text, of speech or of pictures. Raises ModelError."""
     sources = (model.generation_config, model.config)
     found = [getattr(one, name, None) for one in sources for name in ("decoder_start_token_id", "bos_token_id")]
     start = next((token for token in found if isinstance(token, int)), None)
     if start is None:
         raise ModelError("the checkpoint names no decoder_start_token_id: its answers have no first token")
-    if model.config.model_type != "whisper":
-        return Seq2SeqCodec(tokenizer, ends, start, model)
-    from dsbd_cli.models.adapted.speech import WhisperCodec
+    if model.config.model_type == "whisper":
+        from dsbd_cli.models.adapted.speech import WhisperCodec
 
-    return WhisperCodec(tokenizer, ends, start, model, load_extractor(locate(spec), spec))
+        return WhisperCodec(tokenizer, ends, start, model, load_preprocessor(locate(spec), spec, pictures=False))
+    if model.config.model_type in PICTURE_MODELS:
+        from dsbd_cli.models.adapted.pictures import PictureCodec
+
+        return PictureCodec(tokenizer, ends, start, model, load_preprocessor(locate(spec), spec, pictures=True))
+    return Seq2SeqCodec(tokenizer, ends, start, model)
 
 
 def _on_cpu(model: Any) -> bool:

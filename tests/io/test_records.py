@@ -87,6 +87,13 @@ def test_null_means_not_given() -> None:
     assert read({"prompt": "p", **nothing}) == read({"prompt": "p"})
 
 
+def test_a_prompt_beside_an_image_is_the_decoders() -> None:
+    """Guards --chat, which would put it through a template, and a folder where none is named."""
+    row = replace(RUN, chat=True).read(b'{"image": "../a.png", "prompt": "<s>"}', index=0, number=1)
+    assert row.request is not None
+    assert (row.request.image, row.request.prompt, row.request.messages) == ("../a.png", "<s>", None)
+
+
 def test_text_parts_of_a_message_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     row = {"messages": [{"role": "user", "content": parts, "tool_calls": None}]}

@@ -27,7 +27,7 @@ from dsbd_cli.cli.options.options import (
     SamplingOptions,
 )
 from dsbd_cli.cli.options.settings import RunSettings, drafts, run_settings
-from dsbd_cli.cli.run.files import check_report_files
+from dsbd_cli.cli.run.files import check_files_under, check_report_files
 from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.grammars import Grammar
@@ -199,7 +199,8 @@ def _datasets(data: DataOptions, choice: ChoiceOptions, shots: int, *, chosen: b
         raise UsageError(f"--data {data.data} belongs to one task, but --task is {', '.join(names)}: name one")
     if choice.dev_data is not None and data.data is None:
         raise UsageError(f"--dev-data {choice.dev_data} goes with --input or --data, but neither is given")
-    opened = [open_dataset(name, data.data, choice.dev_data, data.metric) for name in names]
+    check_files_under(data.files_under, "there is no --input and no --data" if data.data is None else None)
+    opened = [open_dataset(name, data.data, choice.dev_data, data.metric, data.files_under) for name in names]
     if shots:
         opened = [with_shots(one, shots) for one in opened]
     if not chosen:

@@ -40,6 +40,7 @@ from dsbd_cli.errors import UsageError, plural
 from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.records.record_parts import MethodRecord, run_fingerprint
 from dsbd_cli.io.records.row import LongLine, Row
+from dsbd_cli.io.records.row_files import files_root
 from dsbd_cli.models.checkpoints.digest import checkpoint_digest, commit_of
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ class _GenerateRun:
             allow=None if settings.allow is None else file_hash("--allow", settings.allow),
             grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
             require_valid=require_valid,
+            files_under=None if files.files_under is None else str(files.files_under.resolve()),
             dsbd=__version__,
             **(_digests(settings) if pinned else {}),
         )
@@ -192,7 +194,8 @@ class _GenerateRun:
         return rows_exit_code(self.reporter.totals)
 
     def _flow(self, reader: LineReader, outputs: Outputs) -> RowFlow:
-        rows = self._settings.rows
+        source = None if self._files.input == STANDARD else self._files.input
+        rows = replace(self._settings.rows, files_root=files_root(self._files.files_under, source))
         return RowFlow(
             reader,
             self._noted(rows.read_text if self._files.input_format == "text" else rows.read),

@@ -22,10 +22,11 @@ from dsbd_cli.cli.options.options import (
     DeviceOptions,
     MethodOptions,
     PairOptions,
+    RowFileOptions,
     SamplingOptions,
 )
 from dsbd_cli.cli.options.settings import RunSettings, devices_of, fixed_depth, run_settings
-from dsbd_cli.cli.run.files import check_report_files, read_prompts
+from dsbd_cli.cli.run.files import check_files_under, check_report_files, read_prompts
 from dsbd_cli.cli.run.messages import Talk, say, set_style, talking
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH
@@ -49,7 +50,7 @@ RECORDS, REPEATS, SECONDS = 8, 3, 60.0
 
 
 @dataclass(frozen=True)
-class PromptOptions:
+class PromptOptions(RowFileOptions):
     """Options of the prompts that are decoded to be measured."""
 
     input: Path | None = option(PROMPTS, "prompts as generate reads them", "-i")
@@ -139,6 +140,7 @@ def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, .
     """The prompts to be decoded. Raises UsageError where there are none, InvalidRowError with the first bad line."""
     count = prompts.records or RECORDS
     if prompts.input is None:
+        check_files_under(prompts.files_under, "there is no --input")
         reader, tasks = settings.rows, [TASKS[prompts.task]] if prompts.task else list(TASKS.values())
         streams = [task.records() for task in tasks]
         records = itertools.islice(itertools.chain.from_iterable(zip(*streams, strict=True)), count)
@@ -154,7 +156,7 @@ def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, .
         )
     if prompts.task is not None:
         raise UsageError("--input and --task cannot be used together: give one of them")
-    found = read_prompts("--input", prompts.input, settings.rows, most=count)
+    found = read_prompts("--input", prompts.input, settings.rows, most=count, files_under=prompts.files_under)
     if not found:
         raise UsageError(f"--input {prompts.input} holds no prompt")
     return tuple(found)

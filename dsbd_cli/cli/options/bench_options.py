@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from dsbd_cli.cli.options.declare import flag, option
-from dsbd_cli.cli.options.options import MAIN
+from dsbd_cli.cli.options.options import MAIN, RowFileOptions
 from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
 from dsbd_cli.config.variants import MIN_WIDTH, WIDTH_THRESHOLD
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
@@ -22,7 +22,7 @@ _METHOD = MethodConfig()
 
 
 @dataclass(frozen=True)
-class DataOptions:
+class DataOptions(RowFileOptions):
     """Options of the data that is answered."""
 
     input: Path | None = option(

@@ -52,7 +52,19 @@ class StreamOptions:
 
 
 @dataclass(frozen=True)
-class FileOptions(StreamOptions):
+class RowFileOptions:
+    """Where files lie that rows name."""
+
+    files_under: Path | None = option(
+        FILES,
+        "the only folder, with those inside, that rows may name files in (audio, image); their paths begin there",
+        default="the folder of the file with the rows",
+        metavar="DIR",
+    )
+
+
+@dataclass(frozen=True)
+class FileOptions(RowFileOptions, StreamOptions):
     """Where lines come from and go to."""
 
     input_format: InputFormat | None = option(

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,6 +22,7 @@ from dsbd_cli.io.lines.compression import check_whole, open_input
 from dsbd_cli.io.lines.jsonl import check_new, read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.io.records.row_files import files_root
 from dsbd_cli.requests import Request
 
 COMPRESSED = (".gz", ".zst")
@@ -66,6 +68,7 @@ def resuming(arguments: Sequence[str]) -> str:
 def check_files(files: FileOptions) -> None:
     """Refuse names and switches that cannot work together. Raises UsageError."""
     writes(files).load()
+    check_files_under(files.files_under, "every line is a prompt" if files.input_format == "text" else None)
     named = [
         (option, path)
         for option, path in (("--output", files.output), ("--set stats", files.stats), ("--set summary", files.summary))
@@ -114,6 +117,14 @@ def _same(one: Path, other: Path) -> bool:
     if one.is_file() and other.is_file():
         return one.samefile(other)
     return one.resolve() == other.resolve() and not one.exists()
+
+
+def check_files_under(folder: Path | None, idle: str | None = None) -> None:
+    """Refuse --files-under where it is no folder. idle: why it would do nothing. Raises UsageError."""
+    if folder is not None and idle is not None:
+        raise UsageError(f"--files-under {folder} would do nothing, because {idle}: drop it")
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"--files-under is {folder}, which is no folder")
 
 
 def file_hash(option: str, path: Path) -> str:
@@ -165,10 +176,19 @@ def check_report_files(files: Mapping[str, Path | None], *, existing: str | None
 
 
 def read_prompts(
-    option: str, path: Path, rows: RowReader, *, most: int | None = None, seen: Callable[[bytes], object] | None = None
+    option: str,
+    path: Path,
+    rows: RowReader,
+    *,
+    most: int | None = None,
+    seen: Callable[[bytes], object] | None = None,
+    files_under: Path | None = None,
 ) -> list[Request]:
-    """The requests of a file as generate reads it, the first `most`. seen: is called with every line. Raises UsageError
-    with the first bad line, and where the file cannot be read."""
+    """The requests of a file as generate reads it, the first `most`. seen: is called with every line. files_under: the
+    only folder that rows may name files in. Raises UsageError with the first bad line, and where the file cannot be
+    read."""
+    check_files_under(files_under)
+    rows = replace(rows, files_root=files_root(files_under, path))
     found: list[Request] = []
     with reading(f"{option} {path}"), open_input(path) as stream, LineReader(stream, str(path)) as reader:
         for number, line in itertools.islice(filter(None, reader), most):

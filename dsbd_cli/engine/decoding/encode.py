@@ -103,9 +103,10 @@ class Encoder:
     def _read_encoder_input(self, job: RequestState, codec: EncoderDecoderCodec) -> None:
         """A request to a model with an encoder: lengths of source and answer are checked apart."""
         request = job.request
-        limit, role = self._encoder_limit()
-        most = self._most_characters(request, limit, f"{role}'s encoder takes {limit}")
-        cut = most is not None and request.prompt is not None
+        pictured = request.image is not None  # a prompt is then the decoder's, which is never cut
+        limit, role = (self._limit() or (None, "")) if pictured else self._encoder_limit()
+        most = self._most_characters(request, limit, f"{role}'s {'decoder' if pictured else 'encoder'} takes {limit}")
+        cut = most is not None and request.prompt is not None and not pictured
         asked = codec.encoder_input(replace(request, prompt=(request.prompt or "")[-(most or 0) :]) if cut else request)
         encoder_input, prompt, dropped = asked.encoder_input, asked.prompt, 0
         self._check(request, prompt)
@@ -127,6 +128,7 @@ class Encoder:
             )
         job.prompt, job.truncated, job.encoder_input, job.prefix = prompt, dropped, encoder_input, asked.prefix
         job.listen = asked.listen
+        job.source_tokens = self.readers[0][0].encoder_places(encoder_input) if pictured else encoder_input.shape[-1]
         job.rules = self._rules(request, "checkpoint", asked.forced)
         forced = job.rules.forced_bos_token_id
         if forced is not None and len(prompt) == 1 and (job.catalogue is not None or request.grammar is not None):
@@ -154,8 +156,7 @@ class Encoder:
 
     def _refuse_encoder_settings(self, request: Request) -> None:
         """A decoder-only target has no use for these."""
-        if request.audio is not None:
-            raise InvalidRowError(f"audio is {shorten(request.audio)}, but the target reads text: give a prompt")
+        request.check_source("text")
         for name in ("source_lang", "target_lang", "prefix"):
             if (value := getattr(request.sampling, name)) is not None:
                 raise InvalidRowError(f"{name} is {shorten(value)}, but the target has no encoder: drop it")

@@ -25,9 +25,10 @@ class RequestState:
     the draft has read the prompt; `acceptance`: what the planner has seen of it; `catalogue`: the answers that it may
     give, None for any.
 
-    Of an encoder-decoder target `prompt` is what the decoder begins with and `encoder_input` what the encoder reads;
-    the last `prefix` tokens of the prompt are text of the answer. `listen`: of SourceRequest, until the language has
-    been heard; `language`: which it was. `rules`: of tokens."""
+    Of an encoder-decoder target `prompt` is what the decoder begins with and `encoder_input` what the encoder reads, in
+    `source_tokens` tokens, frames of audio or places of a picture; the last `prefix` tokens of the prompt are text of
+    the answer. `listen`: of EncoderRequest, until the language has been heard; `language`: which it was. `rules`: of
+    tokens."""
 
     number: int
     request: Request
@@ -43,15 +44,11 @@ class RequestState:
     acceptance: Acceptance = field(default_factory=Acceptance)
     catalogue: Catalogue | None = None
     encoder_input: Tensor | None = None
+    source_tokens: int | None = None
     prefix: int = 0
     listen: Callable[[Tensor], tuple[list[int], str]] | None = None
     language: str | None = None
     rules: TokenRules = field(default_factory=TokenRules)
-
-    @property
-    def source_tokens(self) -> int | None:
-        """Tokens or frames that the encoder reads; None where there is none."""
-        return None if self.encoder_input is None else self.encoder_input.shape[-1]
 
     @property
     def max_new(self) -> int:

@@ -1,6 +1,7 @@
 """The ways to write a row, brought to one: fields under their own names, and what was not used of the row.
 
-flat      {id | custom_id, prompt | messages | audio, overrides of the run's sampling options, metadata}
+flat      {id | custom_id, prompt | messages | audio | image, overrides of the run's sampling options, metadata}; a
+          prompt may stand beside an image
 envelope  {custom_id, method: "POST", url: "/v1/completions" | "/v1/chat/completions", body: {...}}, a line of an
           OpenAI batch file
 `null` means not given.
@@ -25,7 +26,7 @@ ALIASES = {
     "language": "source_lang",
 }
 ROW_FIELDS = (
-    *("id", "prompt", "messages", "audio", "seed", "allow"),
+    *("id", "prompt", "messages", "audio", "image", "seed", "allow"),
     *(item.name for item in fields(SamplingConfig)),
     *("response_format", "metadata"),
 )
@@ -89,7 +90,7 @@ class ParsedRow:
 
 def parsed_row(raw: Fields) -> ParsedRow:
     """The row's form and its fields. Raises InvalidRowError."""
-    if ("body" in raw or "url" in raw) and not {"prompt", "messages", "audio"} & raw.keys():
+    if ("body" in raw or "url" in raw) and not {"prompt", "messages", "audio", "image"} & raw.keys():
         return _envelope(raw)
     unused: list[tuple[str, object]] = []
     return ParsedRow("flat", _named(raw, unused, "flat"), unused)
@@ -132,6 +133,8 @@ def _envelope(raw: Fields) -> ParsedRow:
         raise InvalidRowError("metadata is given beside body and inside: drop one")
     if body.get("audio") is not None:
         raise InvalidRowError(f"body.audio is {shorten(body['audio'])}, but spoken answers are not supported: drop it")
+    if body.get("image") is not None:
+        raise InvalidRowError(f"body.image is {shorten(body['image'])}, but pictures stand in flat rows: drop it")
     form = URLS[url]
     row.update(_named(body, unused, form))
     other = "messages" if PROMPT_OF[form] == "prompt" else "prompt"

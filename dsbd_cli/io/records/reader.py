@@ -16,6 +16,7 @@ from dsbd_cli.io.records.fields import messages, response_format, text
 from dsbd_cli.io.records.input_forms import ParsedRow, as_written, parsed_row
 from dsbd_cli.io.records.parse import parse_object
 from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key
+from dsbd_cli.io.records.row_files import file_of_row
 from dsbd_cli.requests import Request, check_ends, check_seed, derive_seed
 
 WARP_FIELDS = {"temperature": None, "top_k": 0, "top_p": 1, "min_p": 0}  # with the value that draws nothing
@@ -43,6 +44,7 @@ class RowReader:
         grammar: of rows that do not bring a response_format.
         strict: an unknown field is the row's error instead of a warning.
         chat: a prompt becomes the one message of a user, for the target's chat template.
+        files_root: the folder that rows may read files from, without links; None: files anywhere, as rows name them.
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -52,6 +54,7 @@ class RowReader:
     strict: bool = False
     grammar: Grammar | None = None
     chat: bool = False
+    files_root: str | None = None
     _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     _known: dict[bytes, SamplingConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
     _checked_grammars: set[Grammar] = field(default_factory=set, init=False, repr=False, compare=False)
@@ -122,25 +125,33 @@ class RowReader:
         return tuple([f"line {number}: {message}" for message in failure])
 
     def _request(self, row: Fields, row_id: str) -> Request:
-        given = [name for name in ("prompt", "messages", "audio") if name in row]
-        if len(given) > 1:
+        given = [name for name in ("prompt", "messages", "audio", "image") if name in row]
+        if len(given) > 1 and given != ["prompt", "image"]:
             raise InvalidRowError(f"{given[0]} and {given[1]} are both given: give one of them")
         if not given:
             raise InvalidRowError("neither prompt nor messages is given")
-        audio = text(row, "audio") if "audio" in row else None
-        prompt, chat = self._asked(
-            text(row, "prompt") if "prompt" in row else None, messages(row["messages"]) if "messages" in row else None
-        )
+        prompt = text(row, "prompt") if "prompt" in row else None
+        chat = messages(row["messages"]) if "messages" in row else None
+        if "image" not in row:  # a prompt beside a picture is the decoder's
+            prompt, chat = self._asked(prompt, chat)
         return Request(
             id=row_id,
             seed=row.get("seed", derive_seed(self.seed, row_id)),  # type: ignore[arg-type] # it checks the type
             prompt=prompt,
             messages=chat,
-            audio=audio,
+            audio=self._file(row, "audio"),
+            image=self._file(row, "image"),
             sampling=self._sampling(row),
             allow=_allow(row["allow"]) if "allow" in row else None,
             grammar=self._grammar(row),
         )
+
+    def _file(self, row: Fields, name: str) -> str | None:
+        """The file that a row names, where this run reads files; or a picture's data as they stand."""
+        if name not in row:
+            return None
+        path = text(row, name)
+        return path if self.files_root is None else file_of_row(self.files_root, name, path)
 
     def _asked(
         self, prompt: str | None, chat: tuple[dict[str, str], ...] | None

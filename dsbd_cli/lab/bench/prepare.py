@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.protocols import EncoderDecoderCodec, TextCodec
 from dsbd_cli.errors import InvalidRowError, PromptTooLongError, UsageError
+from dsbd_cli.io.records.row_files import FILE_FIELDS
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
 from dsbd_cli.lab.bench.sweep import SweepSetting
 from dsbd_cli.lab.tasks.dataset import Dataset
@@ -55,18 +56,18 @@ class BenchSpec:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A record and its token ids, or the file of its speech. runs: whether a text runs on the record's database; None
-    where it has none."""
+    """A record and its token ids, or its speech or picture as a request. runs: whether a text runs on the record's
+    database; None where it has none."""
 
     record: TaskRecord
     ids: tuple[int, ...]
     runs: Callable[[str], bool] | None = None
-    audio: str | None = None
+    source: Request | None = None
 
     def request(self, name: str, seed: int, sampling: SamplingConfig, grammar: Grammar | None = None) -> Request:
         """Return what is asked of our engine. name: the request's id."""
-        ids = None if self.audio is not None else self.ids
-        return Request(prompt_ids=ids, audio=self.audio, id=name, seed=seed, sampling=sampling, grammar=grammar)
+        asked = Request(prompt_ids=self.ids) if self.source is None else self.source
+        return replace(asked, id=name, seed=seed, sampling=sampling, grammar=grammar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +98,16 @@ def prepare(
     Raises UsageError where no record fits, or conversations meet a tokenizer without a chat template.
     """
     prompts: list[Prompt] = []
-    too_long = too_long_audio = plain_chats = 0
+    too_long = too_long_sources = plain_chats = 0
     for record in itertools.islice(dataset.records(), MAX_SKIPPED_PER_RECORD * count):
         if len(prompts) == count:
             break
-        audio = record.meta.get("audio")
-        if isinstance(audio, str):
-            if _is_heard(record, audio, codec, sampling or SamplingConfig()):
-                prompts.append(Prompt(record, (), None, audio))
+        source = _source(record, sampling or SamplingConfig())
+        if source is not None:
+            if _fits(record, source, codec):
+                prompts.append(Prompt(record, (), None, source))
             else:
-                too_long_audio += 1
+                too_long_sources += 1
             continue
         ids, as_plain = _encode(record, codec, sampling or SamplingConfig())
         if not ids:
@@ -116,7 +117,7 @@ def prepare(
             continue
         plain_chats += as_plain
         prompts.append(Prompt(record, tuple(ids), _runs(dataset, record)))
-    if not prompts and too_long_audio:
+    if not prompts and too_long_sources:
         raise UsageError(f"no record of {dataset.name} fits: the audio of each is too long for the target: shorten it")
     if not prompts:
         raise UsageError(
@@ -126,11 +127,11 @@ def prepare(
     notes = list(dataset.notes)
     if too_long:
         notes.append(f"{dataset.name}: {too_long} records longer than {room} tokens do not fit the models, left out")
-    if too_long_audio:
+    if too_long_sources:
         notes.append(
-            f"{dataset.name}: {too_long_audio} records whose audio is too long do not fit the models, left out"
+            f"{dataset.name}: {too_long_sources} records whose audio is too long do not fit the models, left out"
         )
-    if len(prompts) < count and too_long + too_long_audio == 0:
+    if len(prompts) < count and too_long + too_long_sources == 0:
         notes.append(f"{dataset.name}: the data holds {len(prompts)} records, fewer than the {count} asked for")
     if plain_chats:
         notes.append(
@@ -145,12 +146,22 @@ def _runs(dataset: Dataset, record: TaskRecord) -> Callable[[str], bool] | None:
     return None if execute is None else lambda text: execute(record, text) is not None
 
 
-def _is_heard(record: TaskRecord, audio: str, codec: TextCodec, sampling: SamplingConfig) -> bool:
-    """The target takes the speech; not where it is too long. Raises UsageError where it cannot be read."""
-    if not isinstance(codec, EncoderDecoderCodec):
-        raise UsageError(f"record {record.id} is speech, but the target reads text")
+def _source(record: TaskRecord, sampling: SamplingConfig) -> Request | None:
+    """Speech or a picture of a record, with its prompt; None where it has neither."""
+    audio, image = (str(record.meta[name]) if name in record.meta else None for name in FILE_FIELDS)
+    if audio is image is None:
+        return None
+    return Request(record.prompt or None, audio=audio, image=image, sampling=sampling)
+
+
+def _fits(record: TaskRecord, source: Request, codec: TextCodec) -> bool:
+    """The target takes the speech or the picture; not speech that is too long. Raises UsageError where it cannot be
+    read."""
     try:
-        codec.encoder_input(Request(audio=audio, sampling=sampling))
+        if not isinstance(codec, EncoderDecoderCodec):
+            source.check_source("text")
+        else:
+            codec.encoder_input(source)
     except PromptTooLongError:
         return False
     except InvalidRowError as error:

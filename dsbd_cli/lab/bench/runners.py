@@ -180,7 +180,7 @@ class PeerRunner:
 
 
 def _asked(prompts: Sequence[Prompt]) -> list[Asked]:
-    return [prompt.audio or prompt.ids for prompt in prompts]
+    return [prompt.source or prompt.ids for prompt in prompts]
 
 
 def _named(answer_id: str | int | None, text: str) -> str:

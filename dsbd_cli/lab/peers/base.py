@@ -14,8 +14,9 @@ from dsbd_cli.engine.decoding.results import text_of
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.tokenizer import HFCodec
+from dsbd_cli.requests import Request
 
-Asked = Sequence[int] | str  # token ids, or a file of speech
+Asked = Sequence[int] | Request  # token ids, or speech or a picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Peer:
         self.stopped = True
 
     def run(self, prompts: Sequence[Asked], seed: int) -> Iterator[Delivered]:
-        """Answers to tokenised prompts or files of speech, in order. Raises ModelError for what cannot be answered."""
+        """Answers to tokenised prompts, speech or pictures, in order. Raises ModelError for what cannot be answered."""
         for start in range(0, len(prompts), self.batch_size):
             if not self.stopped:
                 yield from self._batch(prompts[start : start + self.batch_size])
@@ -93,7 +94,7 @@ class Peer:
 
     def _begun(self, prompt: Asked) -> tuple[Tensor, Sequence[int]]:
         """A prompt [T] int64 or features, and the tokens that answers of an encoder-decoder model begin with."""
-        assert not isinstance(prompt, str), "speech is refused or read by the subclass"
+        assert not isinstance(prompt, Request), "speech and pictures are refused or read by the subclass"
         return torch.tensor(prompt), ()
 
 

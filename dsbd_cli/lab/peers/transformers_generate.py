@@ -10,6 +10,7 @@ Shape letters: B prompts of a batch, T tokens of the longest prompt, n new token
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -94,16 +95,16 @@ class TransformersPeer(Peer):
         self._settings = self._generation_config()
 
     def run(self, prompts: Sequence[Asked], seed: int) -> Iterator[Delivered]:
-        """Answers to tokenised prompts or files of speech, in order. The global random state is as before
+        """Answers to tokenised prompts, speech or pictures, in order. The global random state is as before
         afterwards."""
         with stock_attention(self._module), _seeded(seed, self._target.device):
             yield from super().run(prompts, seed)
 
-    def _spoken(self, files: Sequence[str]) -> list[EncoderRequest]:
-        """Features of the files, and what the decoder begins with."""
+    def _read(self, source: Request) -> EncoderRequest:
+        """Features of speech or a picture, and what the decoder begins with."""
         assert isinstance(self._codec, Seq2SeqCodec)
-        asked = [self._codec.encoder_input(Request(audio=file, sampling=self._sampling)) for file in files]
-        return [one if one.listen is None else self._listened(one, one.listen) for one in asked]
+        asked = self._codec.encoder_input(replace(source, sampling=self._sampling))
+        return asked if asked.listen is None else self._listened(asked, asked.listen)
 
     def _listened(self, asked: EncoderRequest, listen: Callable[[Tensor], tuple[list[int], str]]) -> EncoderRequest:
         """With the language that the model hears, as transformers' detect_language has it."""
@@ -144,18 +145,31 @@ class TransformersPeer(Peer):
         )
 
     def _batch(self, prompts: Sequence[Asked]) -> Iterator[Delivered]:
-        files = [one for one in prompts if isinstance(one, str)]
-        texts = [one for one in prompts if not isinstance(one, str)]
-        inputs, begin, options = self._heard(files) if files else self._padded(texts)
+        sources = [self._read(one) for one in prompts if isinstance(one, Request)]
+        if not sources:
+            texts = [one for one in prompts if not isinstance(one, Request)]
+            yield from self._answers(len(texts), *self._padded(texts))
+        # what is padded is read otherwise, so that only those of one shape share a batch
+        for _, alike in itertools.groupby(sources, key=lambda one: (one.encoder_input.shape, len(one.prompt))):
+            together = list(alike)
+            yield from self._answers(len(together), *self._stacked(together), whole=True)
+
+    def _answers(
+        self, count: int, inputs: Tensor, begin: int, options: dict[str, object], *, whole: bool = False
+    ) -> Iterator[Delivered]:
+        """Answers to `count` inputs [B, ...], which begin at token `begin` of what comes out.
+
+        whole: without what a model has put around transformers' generate.
+        """
         if self._assistant is not None:
             options["assistant_model"] = self._assistant
         if self._sampling.stop:
             options["tokenizer"] = self._codec.tokenizer
         if self._catalogue is not None:
             options["prefix_allowed_tokens_fn"] = partial(self._allowed, self._catalogue.trie, begin)
-        # Whisper has a generate of its own around it, which goes its own ways to the decoder's first tokens
-        whole = partial(cast("Generate", GenerationMixin.generate), self._module)
-        generate = whole if files else cast("Generate", self._module.generate)
+        # Whisper and BLIP have one of their own, which go their own ways to the decoder's first tokens
+        plain = partial(cast("Generate", GenerationMixin.generate), self._module)
+        generate = plain if whole else cast("Generate", self._module.generate)
         out = generate(
             inputs.to(self._target.device),
             generation_config=self._settings,
@@ -164,14 +178,13 @@ class TransformersPeer(Peer):
         )
         held = _cache_bytes(out.past_key_values) if self._assistant is None else None
         rows = out.sequences[:, begin:].tolist()
-        each = len(rows) // len(prompts)
+        each = len(rows) // count
         for start in range(0, len(rows), each):
             ranked = tuple(delivered(row, self._codec.eos_ids) for row in rows[start : start + each])
-            yield Delivered(ranked[0], self.text(ranked[0]), None if held is None else held // len(prompts), ranked)
+            yield Delivered(ranked[0], self.text(ranked[0]), None if held is None else held // count, ranked)
 
-    def _heard(self, files: Sequence[str]) -> tuple[Tensor, int, dict[str, object]]:
-        """Features [B, bins, frames], how many tokens answers begin with, and options of generate."""
-        found = self._spoken(files)
+    def _stacked(self, found: Sequence[EncoderRequest]) -> tuple[Tensor, int, dict[str, object]]:
+        """Features [B, ...] of one shape, how many tokens answers begin with, and options of generate."""
         begin = torch.tensor([one.prompt for one in found], device=self._target.device)
         options: dict[str, object] = {"decoder_input_ids": begin}
         assert isinstance(self._codec, Seq2SeqCodec)
@@ -203,8 +216,8 @@ class TransformersPeer(Peer):
         return (trie.children(node) if node is not None else []) or [self._codec.eos_ids[0]]
 
     def _begun(self, prompt: Asked) -> tuple[Tensor, Sequence[int]]:
-        if isinstance(prompt, str):
-            (asked,) = self._spoken([prompt])
+        if isinstance(prompt, Request):
+            asked = self._read(prompt)
             return asked.encoder_input, asked.prompt
         return torch.tensor(prompt), [self._settings.decoder_start_token_id or 0]
 

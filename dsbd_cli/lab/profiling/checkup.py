@@ -76,7 +76,7 @@ def check_up(target: ModelSpec, draft: ModelSpec | None, seconds: float) -> Iter
     yield _tried("models", lambda: _models(target, draft, loaded))
     if not loaded:
         return
-    from dsbd_cli.models.adapted.speech import WhisperCodec
+    from dsbd_cli.engine.protocols import EncoderDecoderCodec
 
     pair = loaded[0]
     yield _tried("forest", lambda: _forest(pair))
@@ -87,8 +87,8 @@ def check_up(target: ModelSpec, draft: ModelSpec | None, seconds: float) -> Iter
     yield _tried("kernels", lambda: _kernels(pair))
     yield _tried("memory", lambda: _memory(pair))
     prompts = _prompts(target)
-    if isinstance(pair.codec, WhisperCodec):
-        yield Check("texts", "off", "the target reads sound: no text can be tried on it")
+    if isinstance(pair.codec, EncoderDecoderCodec) and pair.codec.reads != "text":
+        yield Check("texts", "off", f"the target reads {pair.codec.reads} files: no text can be tried on it")
         return
     yield _tried("texts", lambda: _texts(pair, prompts, captured))
     share = seconds / (1 if pair.draft is None else 2)

@@ -21,17 +21,26 @@ FROM_DISK: dict[str, Callable[[Path], Dataset]] = {
     "squad": squad_dataset,
     "spider": spider_dataset,
     "mt-bench": mt_bench_dataset,
+}
+OF_LINES: dict[str, Callable[..., Dataset]] = {  # which may name files
     "jsonl": jsonl_dataset,
     "translation": translation_dataset,
     "summary": summary_dataset,
     "words": words_dataset,
 }
-TASK_NAMES: tuple[str, ...] = (*TASKS, *FROM_DISK)
+TASK_NAMES: tuple[str, ...] = (*TASKS, *FROM_DISK, *OF_LINES)
 
 
-def open_dataset(name: str, path: Path | None, dev_path: Path | None = None, metric: str | None = None) -> Dataset:
+def open_dataset(
+    name: str,
+    path: Path | None,
+    dev_path: Path | None = None,
+    metric: str | None = None,
+    files_under: Path | None = None,
+) -> Dataset:
     """The data set of a task. `path` is for those that lie on disk, `dev_path` for their dev records, if these lie
-    elsewhere. metric: of task jsonl, see jsonl_dataset. Raises UsageError.
+    elsewhere. metric: of task jsonl, see jsonl_dataset. files_under: the only folder that lines may name files in.
+    Raises UsageError.
     """
     if metric is not None and name != "jsonl":
         raise UsageError(f"--metric {metric} is for prompts of --input, but the task is {name}: drop it")
@@ -40,11 +49,16 @@ def open_dataset(name: str, path: Path | None, dev_path: Path | None = None, met
             if given is not None:
                 raise UsageError(f"task {name} brings its own records: drop the data path {given}")
         return TASKS[name]
-    if name not in FROM_DISK:
+    if name not in TASK_NAMES:
         raise UsageError(f"task is {name!r}, but must be one of {', '.join(TASK_NAMES)}")
     if path is None:
         raise UsageError(f"task {name} needs the path of its data: name it with --data")
-    read = partial(jsonl_dataset, metric=metric) if name == "jsonl" else FROM_DISK[name]
+    if name in FROM_DISK:
+        if files_under is not None:
+            raise UsageError(f"--files-under {files_under} would do nothing, because {name} names no files: drop it")
+        read = FROM_DISK[name]
+    else:
+        read = partial(OF_LINES[name], files_under=files_under, **({} if metric is None else {"metric": metric}))
     data = read(path)
     if dev_path is None:
         return data

@@ -102,8 +102,10 @@ def with_shots(dataset: Dataset, count: int) -> Dataset:
 
 
 def _conversation(record: TaskRecord) -> list[dict[str, str]]:
-    """A record's own conversation, or its prompt as one. Raises UsageError for speech, which is neither."""
-    if "audio" in record.meta:
-        raise UsageError(f"--shots: record {record.id} is speech, which takes no examples: drop --shots")
+    """A record's own conversation, or its prompt as one. Raises UsageError for speech and pictures, which are
+    neither."""
+    for field, what in (("audio", "speech"), ("image", "a picture")):
+        if field in record.meta:
+            raise UsageError(f"--shots: record {record.id} is {what}, which takes no examples: drop --shots")
     messages = record.meta.get("messages")
     return list(messages) if isinstance(messages, list) else [{"role": "user", "content": record.prompt}]

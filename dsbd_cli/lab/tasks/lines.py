@@ -8,12 +8,13 @@ from pathlib import Path
 
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 from dsbd_cli.io.records.parse import parse_object
+from dsbd_cli.io.records.row_files import FILE_FIELDS, file_of_row, files_root
 from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS, ranked_scores, read_metrics
 from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.lab.tasks.task_files import read_text
 
-KNOWN = {"id", "prompt", "messages", "audio", "reference", "relevant"}
+KNOWN = {"id", "prompt", "messages", *FILE_FIELDS, "reference", "relevant"}
 
 Message = dict[str, str]
 
@@ -36,17 +37,19 @@ def mt_bench_dataset(path: Path) -> Dataset:
     return Dataset("mt-bench", (), lambda: iter(records), _nothing)
 
 
-def jsonl_dataset(path: Path, metric: str | None = None) -> Dataset:
-    """Lines with `prompt`, `messages` or `audio`, an `id` if wanted, and on all lines or none a `reference` to be met
-    exactly, or `relevant`, the ids of the answers that a ranking should bring. metric: of the ranking.
+def jsonl_dataset(path: Path, metric: str | None = None, files_under: Path | None = None) -> Dataset:
+    """Lines with `prompt`, `messages`, `audio` or `image`, an `id` if wanted, and on all lines or none a `reference` to
+    be met exactly, or `relevant`, the ids of the answers that a ranking should bring. metric: of the ranking.
+    files_under: the only folder that lines may name files in, by default that of the data.
 
     Raises UsageError naming line and field.
     """
     records: list[TaskRecord] = []
     unused: set[str] = set()
     scored: str | None = None
+    root = files_root(files_under, path)
     for number, (place, row) in enumerate(_rows(path)):
-        record = _record(place, row, number)
+        record = _record(place, row, number, root)
         has = next((name for name in ("reference", "relevant") if name in row), "")
         if "reference" in row and "relevant" in row:
             raise UsageError(f"{place}: reference and relevant are both given: give one of them")
@@ -74,14 +77,15 @@ def _ranks(names: Sequence[str], record: TaskRecord, ranked: Sequence[str]) -> M
     return ranked_scores(names, relevant, ranked)
 
 
-def _record(place: str, row: Mapping[str, object], number: int) -> TaskRecord:
+def _record(place: str, row: Mapping[str, object], number: int, root: str) -> TaskRecord:
+    """root: the folder that lines may name files in."""
     prompt, messages, reference = row.get("prompt"), row.get("messages"), row.get("reference", "")
-    audio = row.get("audio")
-    if sum(one is not None for one in (prompt, messages, audio)) != 1:
-        raise UsageError(f"{place}: give prompt, messages or audio, one of them")
-    for field, given in (("prompt", prompt), ("audio", audio)):
-        if given is not None and (not isinstance(given, str) or not given):
-            raise UsageError(f"{place}: {field} is {shorten(given)}, but must be a text that is not empty")
+    given = [name for name in ("prompt", "messages", *FILE_FIELDS) if row.get(name) is not None]
+    if len(given) != 1 and given != ["prompt", "image"]:
+        raise UsageError(f"{place}: give prompt, messages, audio or image, one of them")
+    for field in ("prompt", *FILE_FIELDS):
+        if field in given and (not isinstance(row[field], str) or not row[field]):
+            raise UsageError(f"{place}: {field} is {shorten(row[field])}, but must be a text that is not empty")
     if messages is not None and not _are_messages(messages):
         raise UsageError(
             f"{place}: messages is {shorten(messages)}, but must be a list of objects with role and content"
@@ -91,8 +95,13 @@ def _record(place: str, row: Mapping[str, object], number: int) -> TaskRecord:
     name = row.get("id", f"line-{number + 1}")
     if not isinstance(name, str | int):
         raise UsageError(f"{place}: id is {shorten(name)}, but must be a text")
-    asked = {"messages": messages, "audio": audio}
-    meta: dict[str, object] = {name: value for name, value in asked.items() if value is not None}
+    meta: dict[str, object] = {} if messages is None else {"messages": messages}
+    for field in FILE_FIELDS:
+        if field in given:
+            try:
+                meta[field] = file_of_row(root, field, str(row[field]))
+            except InvalidRowError as error:
+                raise UsageError(f"{place}: {error}") from None
     if "relevant" in row:
         relevant = row["relevant"]
         if not isinstance(relevant, list) or not relevant or not all(type(one) in (str, int) for one in relevant):

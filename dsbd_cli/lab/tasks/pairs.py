@@ -1,4 +1,4 @@
-"""Tasks of encoder-decoder models: translation, summaries and speech, scored by the libraries that papers cite.
+"""Tasks of encoder-decoder models: translation, summaries, speech and pictures; scored by libraries that papers cite.
 
 Scores are of one answer each, and reports average them. A corpus-wide BLEU or chrF is another number.
 """
@@ -18,7 +18,7 @@ from dsbd_cli.lab.tasks.lines import jsonl_dataset
 from dsbd_cli.lab.tasks.record import TaskRecord
 
 
-def translation_dataset(path: Path) -> Dataset:
+def translation_dataset(path: Path, files_under: Path | None = None) -> Dataset:
     """Lines with `prompt` and `reference`: chrF and BLEU of each sentence, by sacrebleu, from 0 to 1."""
     metrics = _library("sacrebleu").metrics
     chrf, bleu = metrics.CHRF(), metrics.BLEU(effective_order=True)
@@ -27,10 +27,10 @@ def translation_dataset(path: Path) -> Dataset:
         found = {"chrF": chrf, "BLEU": bleu}
         return {name: one.sentence_score(text, [record.reference]).score / 100 for name, one in found.items()}
 
-    return _scored("translation", path, ("chrF", "BLEU"), score)
+    return _scored("translation", path, files_under, ("chrF", "BLEU"), score)
 
 
-def summary_dataset(path: Path) -> Dataset:
+def summary_dataset(path: Path, files_under: Path | None = None) -> Dataset:
     """Lines with `prompt` and `reference`: ROUGE-1, -2 and -L, F measures by rouge-score."""
     scorer = _library("rouge_score.rouge_scorer").RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     names = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
@@ -39,23 +39,23 @@ def summary_dataset(path: Path) -> Dataset:
         found = scorer.score(record.reference, text)
         return {names[name]: one.fmeasure for name, one in found.items()}
 
-    return _scored("summary", path, tuple(names.values()), score)
+    return _scored("summary", path, files_under, tuple(names.values()), score)
 
 
-def words_dataset(path: Path) -> Dataset:
-    """Lines with `prompt` or `audio`, and `reference`: 1 - WER by jiwer, 0 at least. With a token per word it is the
-    error rate of phonemes or characters."""
+def words_dataset(path: Path, files_under: Path | None = None) -> Dataset:
+    """Lines with `prompt`, `audio` or `image`, and `reference`: 1 - WER by jiwer, 0 at least. With a token per
+    word it is the error rate of phonemes or characters."""
     jiwer = _library("jiwer")
 
     def score(record: TaskRecord, text: str) -> Mapping[str, float]:
         return {"1 - WER": max(0.0, 1.0 - jiwer.wer(record.reference, text))}
 
-    return _scored("words", path, ("1 - WER",), score)
+    return _scored("words", path, files_under, ("1 - WER",), score)
 
 
-def _scored(name: str, path: Path, metrics: tuple[str, ...], score: Score) -> Dataset:
+def _scored(name: str, path: Path, files_under: Path | None, metrics: tuple[str, ...], score: Score) -> Dataset:
     """The lines of a file under another score. Raises UsageError where they have no references."""
-    data = jsonl_dataset(path)
+    data = jsonl_dataset(path, files_under=files_under)
     if not data.metrics:
         raise UsageError(f"{path}: task {name} scores against a reference: give one to every line")
     return dataclasses.replace(data, name=name, metrics=metrics, score=score)

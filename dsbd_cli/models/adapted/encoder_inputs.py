@@ -18,7 +18,7 @@ from dsbd_cli.config.token_rules import Timestamps
 from dsbd_cli.engine.protocols import EncoderRequest
 from dsbd_cli.errors import InvalidRowError, shorten
 from dsbd_cli.models.tokenizer import HFCodec
-from dsbd_cli.requests import Request, Segment
+from dsbd_cli.requests import Request, Segment, Source
 
 MARKS = (">>{}<<", "<2{}>")  # how a language stands before a source's text: Marian, MADLAD
 MULTILINGUAL = ("m2m_100", "mbart")  # architectures that cannot do without a target language
@@ -27,6 +27,7 @@ MULTILINGUAL = ("m2m_100", "mbart")  # architectures that cannot do without a ta
 class Seq2SeqCodec(HFCodec):
     """Text to sources and answers back, through one tokenizer."""
 
+    reads: Source = "text"
     timestamps: Timestamps | None = None
 
     def __init__(self, tokenizer: Any, eos_ids: tuple[int, ...], start: int, model: Any) -> None:
@@ -43,8 +44,7 @@ class Seq2SeqCodec(HFCodec):
     def encoder_input(self, request: Request) -> EncoderRequest:
         """Source, decoder prompt and forced token of a request. Raises InvalidRowError."""
         asked = request.sampling
-        if request.audio is not None:
-            raise InvalidRowError(f"audio is {shorten(request.audio)}, but the target reads text: give a prompt")
+        request.check_source(self.reads)
         forced, start = self.begin(asked)
         ids = list(request.prompt_ids) if request.prompt_ids is not None else self._encoder_ids(request)
         return self._joined(torch.tensor(ids, dtype=torch.int64), [start], forced, asked)

@@ -48,8 +48,11 @@ class DecoderPositions:
     def __init__(self, model: Any, limit: int) -> None:
         """limit: P, positions of a table. Raises UnsupportedModelError where no way is found."""
         self._now: NodePositions | None = None
-        decoder = model.get_decoder()
-        self.argument = ARGUMENT if ARGUMENT in inspect.signature(type(model).forward).parameters else None
+        decoder = decoder_of(model)
+        # a model that wraps a whole language model hands on what begins with decoder_
+        taking = {"position_ids": model.get_decoder()} if model.get_decoder() is not decoder else {ARGUMENT: model}
+        taken = any(name in inspect.signature(type(one).forward).parameters for name, one in taking.items())
+        self.argument = ARGUMENT if taken else None
         self.kinds = ["argument"] if self.argument else []
         child = getattr(decoder, "embed_positions", None)
         if self.argument is None and isinstance(child, nn.Module):
@@ -116,6 +119,12 @@ class DecoderPositions:
         return compute_bias
 
 
+def decoder_of(model: Any) -> Any:
+    """Return the decoder of an encoder-decoder model, without its head where `get_decoder` gives a language model."""
+    found = model.get_decoder()
+    return found if getattr(found, "get_output_embeddings", lambda: None)() is None else found.get_decoder()
+
+
 def _padding(model: Any, decoder: Any, child: nn.Module, table: Tensor) -> tuple[int, Tensor] | None:
     """The token that stands nowhere and what the child gives it, [d]: M2M100's padding, which some checkpoints begin
     answers with. None where every token has a position."""
@@ -144,7 +153,8 @@ def _output_of_child(model: Any, decoder: Any, child: nn.Module, ids: Tensor) ->
         heard.append(out)
         raise _HeardError
 
-    encoded = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    width = getattr(decoder, "config", model.config).hidden_size
+    encoded = torch.zeros(1, 1, width, dtype=model.dtype, device=model.device)
     hook = child.register_forward_hook(hear)
     why = "it has none"
     try:

@@ -22,8 +22,9 @@ from dsbd_cli.errors import UnsupportedModelError, one_line
 from dsbd_cli.models.adapted.adapter import TransformersForest
 from dsbd_cli.models.adapted.attention import NAME, attention_over
 from dsbd_cli.models.adapted.crossing import STEP, CrossCache, ForestPairCache
+from dsbd_cli.models.adapted.own_attention import attend_by_function
 from dsbd_cli.models.adapted.patching import PackedLinear
-from dsbd_cli.models.adapted.positions import DecoderPositions
+from dsbd_cli.models.adapted.positions import DecoderPositions, decoder_of
 from dsbd_cli.models.forest_attention import AttentionMetadata
 
 TABLE_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
@@ -47,12 +48,15 @@ class Seq2SeqForestModel(TransformersForest):
         self._encoder_width = 1
         self._follower: Seq2SeqForestModel | None = None
         self._shared = False
-        decoder = model.get_decoder()
+        self._picture_places = 1  # of the pictures that the encoder takes, where these are of one size
+        decoder = decoder_of(model)
         self._masked = MASK in inspect.signature(type(decoder).forward).parameters
         self._mask: Tensor | None = None  # of the forward under way: which source places its nodes see
         if self._masked:
             decoder.register_forward_pre_hook(self._give_mask, with_kwargs=True)
         super().__init__(model, name, stock)
+        tokens = torch.arange(5, 13, device=self._device).unsqueeze(0)
+        attend_by_function(model, lambda: self.plain(tokens, sample_encoder_input(self, 8, 0)))
         self.copies_prefixes = False  # what the decoder keeps of its first tokens goes by the source
 
     @property
@@ -74,16 +78,27 @@ class Seq2SeqForestModel(TransformersForest):
 
     @property
     def encoder_input_name(self) -> str:
-        """Return the name of the encoder's input: input_ids, input_features or input_values."""
+        """Return the name of the encoder's input: input_ids, input_features, input_values, pixel_values or
+        flattened_patches."""
         name: str = self._model.main_input_name
         return name
 
     @property
-    def encoder_input_shape(self) -> int | None:
-        """Bins of the features that the encoder reads; None where it reads something else."""
+    def encoder_input_shape(self) -> tuple[int, ...] | None:
+        """Return the part of a source's shape that the encoder insists on: bins of features, [C, H, W] of a picture,
+        numbers of a patch. None where it reads something else."""
         config = self._model.config
+        if self.encoder_input_name == "pixel_values":
+            return picture_shape(self._encoder.config)
+        if self.encoder_input_name == "flattened_patches":
+            return (config.vision_config.patch_embed_hidden_size,)
         bins = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None)
-        return None if self.encoder_input_name == "input_ids" else bins
+        return None if self.encoder_input_name == "input_ids" or bins is None else (int(bins),)
+
+    @property
+    def encoder_config(self) -> Any:
+        """The encoder's config."""
+        return self._encoder.config
 
     @property
     def encoder_vocab_size(self) -> int:
@@ -124,18 +139,23 @@ class Seq2SeqForestModel(TransformersForest):
         self._cross.clear(row)
 
     def encoder_bytes(self, encoder_input: Tensor) -> int:
-        """Bytes of keys and values of a source [Z] int64, or [bins, frames] or [samples] float."""
-        return self._cross.bytes_per_place * self._span(encoder_input)
+        """Bytes of keys and values of a source [Z] int64, or [bins, frames], [samples], [C, H, W] or [patches, d]
+        float."""
+        return self._cross.bytes_per_place * self.encoder_places(encoder_input)
 
-    def _span(self, encoder_input: Tensor) -> int:
-        """Places of a source, or more."""
-        if not encoder_input.is_floating_point():
+    def encoder_places(self, encoder_input: Tensor) -> int:
+        """Places of a source in the encoder, or more."""
+        if self.encoder_input_name in ("input_ids", "flattened_patches"):
             return len(encoder_input)
+        if self.encoder_input_name == "pixel_values":
+            config = self._encoder.config
+            return swin_places(config, encoder_input) if _any_size(config) else self._picture_places
         return getattr(self._model.config, "max_source_positions", None) or encoder_input.shape[-1]
 
     @torch.no_grad()
     def encode(self, rows: Sequence[int], encoder_inputs: Sequence[Tensor]) -> None:
-        """Read the sources of these cache rows: token ids [Z] int64, features [bins, frames] or a wave [samples].
+        """Read the sources of these cache rows: token ids [Z] int64, features [bins, frames], a wave [samples], a
+        picture [C, H, W] or its patches [Z, d].
 
         What is kept of a source does not depend on others: see `_together`. A model whose encoder another one shares
         reads nothing here: it has been given its sources already.
@@ -240,12 +260,12 @@ class Seq2SeqForestModel(TransformersForest):
     def plain(self, tokens: Tensor, encoder_input: Tensor | None = None) -> Tensor:
         """Logits [B, T, V] of answers [B, T] to one source, by an ordinary forward without our cache and masks."""
         assert encoder_input is not None, "an answer has a source"
-        encoder_inputs = encoder_input.to(self._device).expand(len(tokens), *encoder_input.shape)
-        if encoder_inputs.is_floating_point():
-            encoder_inputs = encoder_inputs.to(self._model.dtype)
-        output = self._model(
-            **{self.encoder_input_name: encoder_inputs}, decoder_input_ids=tokens, use_cache=False, return_dict=True
-        )
+        if encoder_input.is_floating_point():  # sound and pictures are large: each is read once for all answers
+            hidden, kind = self._read([encoder_input])
+            source: dict[str, Any] = {"encoder_outputs": kind(last_hidden_state=hidden.expand(len(tokens), -1, -1))}
+        else:
+            source = {self.encoder_input_name: encoder_input.to(self._device).expand(len(tokens), -1)}
+        output = self._model(**source, decoder_input_ids=tokens, use_cache=False, return_dict=True)
         logits: Tensor = output.logits
         return logits.to(self._device)
 
@@ -323,7 +343,12 @@ class Seq2SeqForestModel(TransformersForest):
         """
         self.reserve(1, 2)
         try:
-            self.encode([0], [sample_encoder_input(self, 8, 0)])
+            sample = sample_encoder_input(self, 8, 0)
+            self.encode([0], [sample])
+            if self.encoder_input_name == "pixel_values":
+                self._picture_places = self._cross.lengths[0]
+                if (places := self.encoder_places(sample)) != self._picture_places:
+                    raise ValueError(f"a picture takes {self._picture_places} places, not {places}")
         except Exception as error:
             reason = one_line(error)
             raise UnsupportedModelError(
@@ -334,16 +359,75 @@ class Seq2SeqForestModel(TransformersForest):
 
 
 def sample_encoder_input(model: Seq2SeqForestModel, size: int, seed: int) -> Tensor:
-    """A random source for tests at load: `size` token ids, or features, or a wave of about that many frames."""
+    """A random source for tests at load: `size` token ids, or features, or a wave of about that many frames, or a
+    picture or `size` patches of one."""
     generator = torch.Generator().manual_seed(seed)
     config: Any = model.module.config
     if model.encoder_input_name == "input_ids":
         return torch.randint(5, model.encoder_vocab_size, (size,), generator=generator)
+    if model.encoder_input_name == "pixel_values":
+        return torch.randn(sample_shape(model.encoder_config), generator=generator)
+    if model.encoder_input_name == "flattened_patches":
+        vision = config.vision_config
+        places = torch.randint(1, vision.seq_len, (size, 2), generator=generator)
+        return torch.cat((places, torch.randn(size, vision.patch_embed_hidden_size, generator=generator)), 1)
     if model.encoder_input_name == "input_values":
         return torch.randn(1000 * size, generator=generator)
     if hasattr(config, "num_mel_bins"):  # Whisper's encoder takes 30 seconds, no more and no less
         return torch.randn(int(config.num_mel_bins), 2 * int(config.max_source_positions), generator=generator)
     return torch.randn(8 * size, int(config.input_feat_per_channel), generator=generator)
+
+
+def picture_shape(config: Any) -> tuple[int, ...]:
+    """[C, H, W] that an encoder of pictures takes; C alone where it takes any size."""
+    size, channels = config.image_size, _channels(config)
+    if _any_size(config):
+        return (channels,)
+    return (channels, size, size) if isinstance(size, int) else (channels, *map(int, size))
+
+
+def sample_shape(config: Any) -> tuple[int, ...]:
+    """[C, H, W] of a picture that an encoder takes: a small one where it takes any size."""
+    if not _any_size(config):
+        return picture_shape(config)
+    patch = config.patch_size if isinstance(config.patch_size, int) else max(config.patch_size)
+    side = config.window_size * patch * 2 ** (len(config.depths) - 1)
+    return (_channels(config), side, side)
+
+
+def picture_fault(config: Any, picture: Tensor) -> str | None:
+    """Say what an encoder of pictures takes, where it does not take this one."""
+    wanted = picture_shape(config)
+    if picture.ndim != 3 or tuple(picture.shape[: len(wanted)]) != wanted:
+        return " x ".join(map(str, wanted)) + (" x any size" if len(wanted) == 1 else "")
+    if _any_size(config) and min(_swin_sides(config, picture)) < config.window_size:
+        return f"a side of {sample_shape(config)[1]} or more"
+    return None
+
+
+def swin_places(config: Any, picture: Tensor) -> int:
+    """Places that Swin makes of a picture [C, H, W]."""
+    height, width = _swin_sides(config, picture)
+    return height * width
+
+
+def _swin_sides(config: Any, picture: Tensor) -> list[int]:
+    """Height and width in places: patches, merged by four behind every stage but the last."""
+    patches = (config.patch_size,) * 2 if isinstance(config.patch_size, int) else config.patch_size
+    sides = [-(-side // patch) for side, patch in zip(picture.shape[1:], patches, strict=True)]
+    for _ in config.depths[1:]:
+        sides = [-(-side // 2) for side in sides]
+    return sides
+
+
+def _channels(config: Any) -> int:
+    """BLIP's config does not say that it takes three."""
+    return int(getattr(config, "num_channels", 3))
+
+
+def _any_size(config: Any) -> bool:
+    """Swin pads a picture to whole windows, and knows no table of positions unless it is told to."""
+    return bool(getattr(config, "depths", None)) and not getattr(config, "use_absolute_embeddings", False)
 
 
 def encoder_digest(model: Any) -> str:

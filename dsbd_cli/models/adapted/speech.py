@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,8 +12,9 @@ from torch import Tensor
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.token_rules import Timestamps, TokenRules, asked_rules
 from dsbd_cli.engine.protocols import EncoderRequest
-from dsbd_cli.errors import InvalidRowError, PromptTooLongError, UsageError, one_line, shorten
+from dsbd_cli.errors import InvalidRowError, PromptTooLongError, UsageError, shorten
 from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
+from dsbd_cli.models.adapted.row_files import open_file, shown
 from dsbd_cli.requests import Request, Segment
 
 MOST_SAMPLES = 1 << 26  # of all channels: 256 MiB, and 30 seconds of 11 channels at 192 kHz
@@ -33,36 +32,30 @@ def read_audio(path: str, rate: int, seconds: float) -> Tensor:
         import soxr
     except ImportError as error:
         raise UsageError(f"rows with audio need the extra audio ({error}): pip install 'dsbd[audio]'") from None
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device may never end
-            raise InvalidRowError(f"audio is {shorten(path)}, which is no file")
-        with soundfile.SoundFile(path) as file:
-            own, samples = file.samplerate, file.frames * file.channels
-            if own < 1:
-                raise InvalidRowError(f"audio is {shorten(path)}, which has {own} samples per second")
-            if (length := file.frames / own) > seconds:
-                raise PromptTooLongError(
-                    f"audio is {shorten(path)}, {length:.1f} seconds long, but the target takes {seconds:g}: cut it"
-                )
-            if samples > MOST_SAMPLES:
-                raise InvalidRowError(
-                    f"audio is {shorten(path)}, which has {samples} samples, but must have at most {MOST_SAMPLES}"
-                )
-            wave = file.read(dtype="float32", always_2d=True).mean(1)
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        # soundfile's own errors are RuntimeErrors; TypeError: a file without a header, by its name; ValueError: a path
-        reason = one_line(error)
-        raise InvalidRowError(f"audio is {shorten(path)}, which cannot be read: {reason}") from None
+    name = shown(path)
+    with open_file("audio", path) as opened, soundfile.SoundFile(opened) as file:
+        own, samples = file.samplerate, file.frames * file.channels
+        if own < 1:
+            raise InvalidRowError(f"audio is {name}, which has {own} samples per second")
+        if (length := file.frames / own) > seconds:
+            raise PromptTooLongError(
+                f"audio is {name}, {length:.1f} seconds long, but the target takes {seconds:g}: cut it"
+            )
+        if samples > MOST_SAMPLES:
+            raise InvalidRowError(f"audio is {name}, which has {samples} samples, but must have at most {MOST_SAMPLES}")
+        wave = file.read(dtype="float32", always_2d=True).mean(1)
     if not (abs(wave) <= LOUDEST).all():  # nor is NaN
-        raise InvalidRowError(f"audio is {shorten(path)}, whose samples are not all finite numbers")
+        raise InvalidRowError(f"audio is {name}, whose samples are not all finite numbers")
     wave = soxr.resample(wave, own, rate) if len(wave) else wave
     if not len(wave):
-        raise InvalidRowError(f"audio is {shorten(path)}, which holds no sound")
+        raise InvalidRowError(f"audio is {name}, which holds no sound")
     return torch.from_numpy(wave)
 
 
 class WhisperCodec(Seq2SeqCodec):
     """Sound files to features, and what the decoder begins with: start, language, task, and whether times follow."""
+
+    reads = "audio"
 
     def __init__(self, tokenizer: Any, eos_ids: tuple[int, ...], start: int, model: Any, extractor: Any) -> None:
         super().__init__(tokenizer, eos_ids, start, model)
@@ -81,8 +74,8 @@ class WhisperCodec(Seq2SeqCodec):
 
     def encoder_input(self, request: Request) -> EncoderRequest:
         """Features of the file and the decoder's prompt. Raises RowError."""
-        if request.audio is None:
-            raise InvalidRowError("audio is missing: the target writes down speech, and reads no text")
+        request.check_source(self.reads)
+        assert request.audio is not None
         asked, extractor = request.sampling, self._extractor
         timed = asked_rules(asked.token_rules, TokenRules(), default="none").timestamps
         for name, value in (("prefix", asked.prefix), ("stop", asked.stop or None)) if timed else ():

@@ -30,6 +30,9 @@ SMALL_BYTES = 64 << 20  # weights of this size are no burden in float32 either
 
 COMPRESSED = "compressed-tensors"
 
+CAPTIONER = "blip"
+PICTURE_MODELS = (CAPTIONER, "pix2struct", "vision-encoder-decoder")
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,6 +57,7 @@ def load_network(spec: ModelSpec, config: Any = None, **more: Any) -> Any:
         folder = locate(spec)
         config = config or load_config(folder, spec)
         check_quantize(spec, config)
+        check_pictures(spec, config)
         # bars are drawn while these are unpacked, and nobody is asked
         barred = is_gguf(folder) or _method_of(config) == COMPRESSED
         with contextlib.redirect_stderr(io.StringIO()) if barred else contextlib.nullcontext():
@@ -144,6 +148,8 @@ def load_config(folder: Path, spec: ModelSpec) -> Any:
         hint = "" if spec.trust_remote_code or is_gguf(folder) else _remote_code_hint(folder, spec.role)
         raise ModelError(f"{_name(spec)}: its config cannot be read: {one_line(error)}{hint}") from error
     mark(folder, config)
+    if config.model_type == CAPTIONER:  # it has an encoder, and does not say so
+        config.is_encoder_decoder = True
     return config
 
 
@@ -176,10 +182,12 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
         if "Unrecognized configuration class" in str(error):
             raise UnsupportedModelError(
                 f"{_name(spec)} is a {config.model_type}, which is neither a causal language model nor an "
-                "encoder-decoder one"
+                f"encoder-decoder one{_of_pictures(config)}"
             ) from None
         raise ModelError(f"{_name(spec)} cannot be loaded: {one_line(error)}") from error
     model, report = loaded
+    if config.model_type == CAPTIONER:
+        model.begin_as_blip()
     _check_report(report, spec, set() if head is None else head_keys(model))
     if lost := unread(config, map(str, report.get("unexpected_keys") or ())):
         raise UnsupportedModelError(
@@ -197,6 +205,12 @@ def _class(config: Any) -> Any:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
 
+    if config.model_type == CAPTIONER:
+        from dsbd_cli.models.checkpoints.captioner import BlipCaptioner
+
+        return BlipCaptioner
+    if config.model_type in PICTURE_MODELS:
+        return transformers.AutoModelForImageTextToText
     if getattr(config, "linear_group_size", None):
         from dsbd_cli.models.recurrent.linearised_model import LinearisedLlama
 
@@ -208,17 +222,44 @@ def _class(config: Any) -> Any:
     return transformers.AutoModelForSeq2SeqLM
 
 
-def load_extractor(folder: Path, spec: ModelSpec) -> Any:
-    """Load the feature extractor of a checkpoint folder, which turns audio into features.
+def _of_pictures(config: Any) -> str:
+    """Return what is to be said of a model that looks at pictures."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    Raises ModelError where it cannot be loaded.
+    known = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return ": with images only VisionEncoderDecoder, Pix2Struct and BLIP's captioner are run" if known else ""
+
+
+def check_pictures(spec: ModelSpec, config: Any) -> None:
+    """Refuse BLIP's other tasks, and Pix2Struct where it draws questions into the picture. Raises
+    UnsupportedModelError."""
+    named = (getattr(config, "architectures", None) or [""])[0]
+    if config.model_type == CAPTIONER and named not in ("", "BlipForConditionalGeneration", "BlipCaptioner"):
+        raise UnsupportedModelError(f"{_name(spec)} is a {named}, but of BLIP the captioning models alone are run")
+    if getattr(config, "is_vqa", False):
+        raise UnsupportedModelError(
+            f"{_name(spec)} answers questions (is_vqa), which Pix2Struct draws into the picture with a font that is no "
+            "part of the checkpoint: use one that captions or reads"
+        )
+
+
+def load_preprocessor(folder: Path, spec: ModelSpec, *, pictures: bool) -> Any:
+    """Load the part of a checkpoint that makes an encoder's input of files: its feature extractor, for audio, or its
+    image processor.
+
+    Raises ModelError where it cannot be loaded, UsageError where pillow is not installed.
     """
-    from transformers import AutoFeatureExtractor
+    from transformers import AutoFeatureExtractor, AutoImageProcessor
 
+    name = "image processor" if pictures else "feature extractor"
+    if pictures and importlib.util.find_spec("PIL") is None:
+        raise UsageError(f"{_name(spec)} reads pictures, which needs the extra image: pip install 'dsbd[image]'")
     try:
+        if pictures:  # pillow's pixels, whether torchvision is installed or not
+            return AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
         return AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        raise ModelError(f"{_name(spec)}: its feature extractor cannot be loaded: {one_line(error)}") from error
+        raise ModelError(f"{_name(spec)}: its {name} cannot be loaded: {one_line(error)}") from error
 
 
 def is_gguf(place: Path) -> bool:

@@ -53,7 +53,7 @@ def test_lines_without_references_are_for_speed(tmp_path: Path) -> None:
     ("rows", "message"),
     [
         (["x"], "line 1: not a JSON object"),
-        ([{"prompt": "a"}, {}], "line 2: give prompt, messages or audio, one of them"),
+        ([{"prompt": "a"}, {}], "line 2: give prompt, messages, audio or image, one of them"),
         ([{"prompt": 3}], "line 1: prompt is 3"),
         ([{"prompt": ""}], "line 1: prompt is ''"),
         ([{"messages": [{"role": "user"}]}], "line 1: messages is"),

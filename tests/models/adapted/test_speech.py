@@ -384,7 +384,7 @@ def test_bench_hears_files(
     options = ["bench", "--target", str(folder), "--draft", "none", "--task", "words", "--data", str(data)]
     options += ["--methods", "beam-search,hf-beam-search", "--num-beams", "5", "--max-new-tokens", str(NEW)]
     options += ["--set", f"source-lang={language}"] if language else []
-    options += ["--records", "3", "--rounds", "1", "--json", str(found)]
+    options += ["--records", "3", "--rounds", "1", "--json", str(found), "--files-under", str(sounds[0].parent)]
     assert run(options) == 0
     lines = [line for line in map(json.loads, found.read_text().splitlines()) if "method" in line]
     assert len(lines) == 2

@@ -1,0 +1,58 @@
+"""Files that requests name: sound and pictures. Whatever lies there, opening it does not wait and reading it ends."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+from dsbd_cli.errors import MAX_SHOWN, DsbdError, InvalidRowError, one_line, shorten
+
+MOST_BYTES = 1 << 28  # of a file: 256 MiB
+
+
+@contextmanager
+def open_file(field: str, path: str) -> Iterator[BinaryIO]:
+    """Open an ordinary file of at most MOST_BYTES. field: of the request, for messages.
+
+    Raises InvalidRowError for any other, and in place of what libraries raise inside.
+    """
+    with readable(field, path):
+        _ordinary_size(field, path, os.stat(path))  # opening a device may do something
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a named pipe may have come since
+        with os.fdopen(descriptor, "rb") as file:
+            if (size := _ordinary_size(field, path, os.fstat(descriptor))) > MOST_BYTES:
+                raise InvalidRowError(
+                    f"{field} is {shown(path)}, which has {size} bytes, but must have at most {MOST_BYTES}"
+                )
+            yield file
+
+
+@contextmanager
+def readable(field: str, given: str) -> Iterator[None]:
+    """Make InvalidRowErrors of what libraries raise inside, where they raise what they like."""
+    try:
+        yield
+    except DsbdError:
+        raise
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise InvalidRowError(f"{field} is {shown(given)}, which cannot be read: {reason}") from None
+
+
+def shown(given: str) -> str:
+    """A path as it stands in an error message: from the working folder where that is shorter, its end where it is long.
+    Other values by their beginning."""
+    if not os.path.isabs(given):
+        return shorten(given)
+    path = min(given, os.path.relpath(given), key=len)
+    return shorten(path if len(path) < MAX_SHOWN - 2 else f"…{path[4 - MAX_SHOWN :]}")
+
+
+def _ordinary_size(field: str, path: str, found: os.stat_result) -> int:
+    """Bytes of a file. Raises InvalidRowError for pipes, devices and folders."""
+    if not stat.S_ISREG(found.st_mode):
+        raise InvalidRowError(f"{field} is {shown(path)}, which is no file")
+    return found.st_size
