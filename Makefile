@@ -23,17 +23,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
-demo: $(READY) ## answer sample_inputs/prompts.jsonl with the built-in pair, then the same by transformers
-	$(BIN)/dsbd generate --quiet < sample_inputs/prompts.jsonl | $(BIN)/python sample_inputs/show.py sample_inputs/prompts.jsonl
-	@$(BIN)/python sample_inputs/compare.py sample_inputs/prompts.jsonl
+demo: $(READY) ## show what this is with the built-in pair: four beams of eight prompts, and the same by transformers
+	@$(BIN)/dsbd demo
 
-real: $(READY) ## fetch SmolLM2-135M and Gemma-3-270m (350 MB) into models/, answer sample_inputs/text.jsonl with them
+real: $(READY) ## fetch SmolLM2-135M and Gemma-3-270m (350 MB) into models/, and show the same with them
 	$(BIN)/python -m benchmarks.real smollm2-135m-instruct gemma-3-270m
 	@for model in models/smollm2-135m-instruct models/gemma-3-270m; do \
 		echo; echo "══ $$model"; \
-		$(BIN)/dsbd generate --quiet --target $$model --decode search --num-beams 8 --max-new-tokens 24 \
-			< sample_inputs/text.jsonl | $(BIN)/python sample_inputs/show.py sample_inputs/text.jsonl; \
-		$(BIN)/python sample_inputs/compare.py sample_inputs/text.jsonl $$model; \
+		$(BIN)/dsbd demo --target $$model; \
 	done
 
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
