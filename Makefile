@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo real test test-slow wheel-test lint types docs docs-check clean
+.PHONY: help demo real test test-slow wheel-test lint types docs docs-check site clean
 
 # The first Python that is new enough; another one with: make PYTHON=/path/to/python
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -54,12 +54,25 @@ lint: $(READY) ## ruff: rules and format
 types: $(READY) ## mypy
 	$(BIN)/mypy
 
-docs: $(READY) ## write docs/cli.md from the commands
+docs: $(READY) ## write docs/cli.md from the commands, and draw the picture of an iteration from its trace
 	$(BIN)/python docs/generate_cli.py
+	$(BIN)/python docs/site/iteration_picture.py
 
 docs-check: $(READY) ## fail if docs/cli.md is not what the commands say
 	$(BIN)/python docs/generate_cli.py --check
 
+# The site has an environment of its own: it reads docstrings from the source and imports nothing.
+SITE := $(VENV)-site
+$(SITE)/.ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "dsbd needs Python 3.11 or newer: make PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(SITE)/bin/python -m pip install --quiet --constraint constraints.txt --group site
+	touch $@
+
+site: $(SITE)/.ready ## build the site into build/site; a dead link or a page that nothing leads to is an error
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build
+
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SITE) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
