@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo real test test-slow wheel-test lint types docs docs-check clean
+.PHONY: help demo real test test-slow wheel-test lint types docs docs-check site clean
 
 # The first Python that is new enough; another one with: make PYTHON=/path/to/python
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -23,17 +23,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
-demo: $(READY) ## answer sample_inputs/prompts.jsonl with the built-in pair, then the same by transformers
-	$(BIN)/dsbd generate --quiet < sample_inputs/prompts.jsonl | $(BIN)/python sample_inputs/show.py sample_inputs/prompts.jsonl
-	@$(BIN)/python sample_inputs/compare.py sample_inputs/prompts.jsonl
+demo: $(READY) ## show what this is with the built-in pair: four beams of eight prompts, and the same by transformers
+	@$(BIN)/dsbd demo
 
-real: $(READY) ## fetch SmolLM2-135M and Gemma-3-270m (350 MB) into models/, answer sample_inputs/text.jsonl with them
+real: $(READY) ## fetch SmolLM2-135M and Gemma-3-270m (350 MB) into models/, and show the same with them
 	$(BIN)/python -m benchmarks.real smollm2-135m-instruct gemma-3-270m
 	@for model in models/smollm2-135m-instruct models/gemma-3-270m; do \
 		echo; echo "══ $$model"; \
-		$(BIN)/dsbd generate --quiet --target $$model --decode search --num-beams 8 --max-new-tokens 24 \
-			< sample_inputs/text.jsonl | $(BIN)/python sample_inputs/show.py sample_inputs/text.jsonl; \
-		$(BIN)/python sample_inputs/compare.py sample_inputs/text.jsonl $$model; \
+		$(BIN)/dsbd demo --target $$model; \
 	done
 
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
@@ -57,12 +54,25 @@ lint: $(READY) ## ruff: rules and format
 types: $(READY) ## mypy
 	$(BIN)/mypy
 
-docs: $(READY) ## write docs/cli.md from the commands
+docs: $(READY) ## write docs/cli.md from the commands, and draw the picture of an iteration from its trace
 	$(BIN)/python docs/generate_cli.py
+	$(BIN)/python docs/site/iteration_picture.py
 
 docs-check: $(READY) ## fail if docs/cli.md is not what the commands say
 	$(BIN)/python docs/generate_cli.py --check
 
+# The site has an environment of its own: it reads docstrings from the source and imports nothing.
+SITE := $(VENV)-site
+$(SITE)/.ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "dsbd needs Python 3.11 or newer: make PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(SITE)/bin/python -m pip install --quiet --constraint constraints.txt --group site
+	touch $@
+
+site: $(SITE)/.ready ## build the site into build/site; a dead link or a page that nothing leads to is an error
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build
+
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SITE) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -40,20 +40,23 @@ def load(
 ) -> Engine:
     """Load a target, and a draft where there is one, into an engine.
 
-    target, draft: alias, folder or hub id; or a ModelSpec, which also says dtype, device and what else there is to
-    loading. A draft may be a draft head, or `mtp`, the target's own. A draft that is only named is loaded as the target
-    is. draft `auto`: the built-in draft for the built-in target, and None for any other. draft None: no draft model; a
-    method that was not told to draft is then plain decoding.
-    method: how to decode; the default is the command's.
-    batch_size: requests decoded together at most; None for as many as fit in memory.
-    on_too_long: a prompt that does not fit the models' positions fails (`error`), or loses tokens on its left
-    (`truncate-left`).
-    log_steps: keep a StepStats per iteration in each result.
-    cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
-    kernels: run iterations and the models' layers with kernels; None: on a GPU, those that do there what they should.
-    allow: file of the only answers that may come out, see docs/constraints.md.
-    threads: of the processor, for all that torch does in this process; None: what OMP_NUM_THREADS says, else torch's
-    choice within the container's quota of processors.
+    Args:
+        target: alias, folder or hub id; or a ModelSpec, which also says dtype, device and what else there is to
+            loading.
+        draft: the same, of a draft model or a draft head; or `mtp`, the target's own. One that is only named is loaded
+            as the target is. `auto`: the built-in draft for the built-in target, and None for any other. None: no draft
+            model; a method that was not told to draft is then plain decoding.
+        method: how to decode; the default is the command's.
+        batch_size: requests decoded together at most; None for as many as fit in memory.
+        on_too_long: a prompt that does not fit the models' positions fails (`error`), or loses tokens on its left
+            (`truncate-left`).
+        log_steps: keep a StepStats per iteration in each result.
+        cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
+        kernels: run iterations and the models' layers with kernels; None: on a GPU, those that do there what they
+            should.
+        allow: file of the only answers that may come out, see docs/constraints.md.
+        threads: of the processor, for all that torch does in this process; None: what OMP_NUM_THREADS says, else
+            torch's choice within the container's quota of processors.
 
     Raises UsageError for settings that do not go together, before anything is loaded; ModelNotFoundError,
     UnsupportedModelError, PairError or ModelError where the checkpoints cannot be used.

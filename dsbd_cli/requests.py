@@ -49,12 +49,13 @@ class Request:
     """One prompt, and what is asked for it.
 
     Attributes:
-        prompt: text to go on from.
-        messages: a conversation to answer, each message with role and content. prompt_ids: token ids to go on from.
-            audio: a file of speech to transcribe or translate. image: a file of a picture to read, or
-            `data:image/png;base64,...`, its contents.
-            Exactly one of prompt, messages, prompt_ids, audio and image is given; a list is taken too. Of an
-            encoder-decoder target they are the source. Beside an image a prompt may stand: the decoder begins with it.
+        prompt: text to go on from. Exactly one of prompt, messages, prompt_ids, audio and image is given; a list is
+            taken too. Of an encoder-decoder target they are the source.
+        messages: a conversation to answer, each message with role and content.
+        prompt_ids: token ids to go on from.
+        audio: a file of speech to transcribe or translate.
+        image: a file of a picture to read, or `data:image/png;base64,...`, its contents. Beside it a prompt may stand:
+            the decoder begins with it.
         id: name of the request. Default: its place among the requests of its run, from 0, as text.
         seed: from 0 to 2**63 - 1. Default: derive_seed of the run's seed and the id.
         sampling: options of this request.

@@ -1,9 +1,13 @@
-"""Pages of people: every relative link leads somewhere. And what else a contributor meets: forms and hooks."""
+"""Pages of people: every relative link leads somewhere, and the picture is that of its trace. And what else a
+contributor meets: forms and hooks."""
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -66,3 +70,23 @@ def test_hooks_run_what_ci_runs() -> None:
     ci = [line for line in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines() if line.startswith("make ")]
     assert [hook["entry"] for hook in local["hooks"]] == ci
     assert all(hook["always_run"] and not hook["pass_filenames"] for hook in local["hooks"])
+
+
+def test_the_picture_is_that_of_its_trace() -> None:
+    """Guards a picture that was changed by hand, or is not drawn anew. The statistics and the forest, which were kept
+    apart, tell the same of every layer."""
+    script = runpy.run_path(str(ROOT / "docs" / "site" / "iteration_picture.py"))
+    for path, text in script["pictures"]().items():
+        assert path.read_text(encoding="utf-8") == text, "run make docs"
+        assert len(text) < 200_000
+        ElementTree.fromstring(text)
+        assert ("animation:" in text) == (path.name == "iteration.svg")
+    traced = json.loads(script["TRACE"].read_text(encoding="utf-8"))
+    step, nodes = traced["step"], traced["forest"]["nodes"]
+    for layer in step["layers"]:
+        states = [node["state"] for node in nodes if node["layer"] == layer["layer"]]
+        drafted = [state for state in states if state not in ("completed", "finished")]
+        assert (len(drafted), states.count("accepted")) == (layer["drafted"], layer["accepted"])
+        assert ("completed" in states) != layer["passed"]
+    assert step["steps"] == traced["forest"]["verified"] == step["passed_layers"] + 1
+    assert step["nodes"] == sum(node["state"] != "completed" for node in nodes)

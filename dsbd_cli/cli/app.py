@@ -13,6 +13,7 @@ import typer
 
 from dsbd_cli._version import __version__
 from dsbd_cli.cli.commands.bench import bench
+from dsbd_cli.cli.commands.demo import demo
 from dsbd_cli.cli.commands.distill import distill
 from dsbd_cli.cli.commands.doctor import doctor
 from dsbd_cli.cli.commands.generate import generate
@@ -33,7 +34,7 @@ INTERRUPTED = 130
 STOPPED = "stopped before there was a result"
 
 app = typer.Typer(name="dsbd", cls=Group, pretty_exceptions_enable=False)
-for command in (generate, pick, merge, bench, profile, doctor, index, distill, trim_draft, schema):
+for command in (demo, generate, pick, merge, bench, profile, doctor, index, distill, trim_draft, schema):
     app.command(command.__name__.replace("_", "-"), cls=Command)(command)
 app.add_typer(models_app, name="models")
 

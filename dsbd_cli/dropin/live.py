@@ -43,8 +43,16 @@ def from_models(
 ) -> Engine:
     """An engine over loaded transformers models.
 
-    model, tokenizer: the target and its tokenizer. draft_model: with the same vocabulary, or None.
-    The others are those of `load`; numerics as in ModelSpec.
+    Args:
+        model: the target.
+        tokenizer: its tokenizer.
+        draft_model: a model with the same vocabulary, or None.
+        method: as in `load`.
+        batch_size: as in `load`.
+        on_too_long: as in `load`.
+        log_steps: as in `load`.
+        cuda_graphs: as in `load`.
+        numerics: as in ModelSpec.
 
     The weights are used where they are, so that the next request sees a training step. Models in training mode are
     refused: call `eval()` first. The model's attention is switched to one that knows trees; outside of this engine it

@@ -8,7 +8,7 @@ import pytest
 
 from dsbd_cli.cli import app
 
-PAGES = ["", "generate", "bench", "profile", "index", "distill", "trim-draft", "doctor", "models", "models add"]
+PAGES = ["", "demo", "generate", "bench", "profile", "index", "distill", "trim-draft", "doctor", "models", "models add"]
 
 
 @pytest.mark.parametrize("page", PAGES)

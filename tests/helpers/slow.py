@@ -17,6 +17,7 @@ ALWAYS = ("constraints.txt", "pyproject.toml", "tests/conftest.py", "tests/helpe
 RAY = ("dsbd_cli/scale", "dsbd_cli/cli", "dsbd_cli/io", "dsbd_cli/config", "dsbd_cli/requests.py", "tests/scale")
 TYPES = ("README.md", "examples", "dsbd_cli/__init__.py", "dsbd_cli/config", "dsbd_cli/requests.py")
 GRAMMARS = ("dsbd_cli/config", "dsbd_cli/engine/constraints", "dsbd_cli/engine/core", "dsbd_cli/engine/drafting")
+PAGES = ("README.md", "docs/constraints.md", "docs/cookbook.md", "docs/first-hour.md")  # with blocks that are run
 CODE: dict[str, tuple[str, ...]] = {
     "tests/engine/constraints/test_schemas.py": GRAMMARS,
     "tests/models/heads/test_adapted.py": ("dsbd_cli/models", "dsbd_cli/engine"),
@@ -24,6 +25,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "tests/ops/triton/test_compile.py": ("dsbd_cli/ops/triton",),
     "tests/scale/test_faults.py": (*RAY, "dsbd_cli/models/heads", "tests/models/heads"),
     "tests/scale/test_ray_data.py": RAY,
+    "tests/test_docs_run.py": (*PAGES, "dsbd_cli/cli", "dsbd_cli/config", "dsbd_cli/io", "dsbd_cli/pick"),
     "tests/test_python.py": (
         "README.md",
         "examples",

@@ -27,9 +27,18 @@ from dsbd_cli.cli.options.options import (
 from dsbd_cli.cli.options.precedence import job_text
 from dsbd_cli.cli.options.scale_options import ScaleOptions, pool_config
 from dsbd_cli.cli.options.settings import RunSettings, run_settings
-from dsbd_cli.cli.run.files import can_resume, check_files, count_rows, file_hash, open_input_lines, resuming, writes
+from dsbd_cli.cli.run.files import (
+    can_resume,
+    check_files,
+    count_rows,
+    file_hash,
+    lacks_input,
+    open_input_lines,
+    resuming,
+    writes,
+)
 from dsbd_cli.cli.run.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
-from dsbd_cli.cli.run.messages import say
+from dsbd_cli.cli.run.messages import quote_command, say
 from dsbd_cli.cli.run.output_files import Outputs
 from dsbd_cli.cli.run.progress import Reporter, begin_talk
 from dsbd_cli.cli.run.shard import Shard, shard_of, sharded_files
@@ -62,6 +71,14 @@ WIDE = 32  # beams; from here on a run says what memory a row takes
 DEMONSTRATION = (
     "the built-in pair answers, which is for demonstration and knows two toy formats: name a model with --target "
     "(dsbd models lists names)"
+)
+
+EXPLAINED = (
+    "generate answers prompts that come from a file or a pipe, and writes a record for each. For example:",
+    quote_command("dsbd generate --target MODEL -i prompts.jsonl -o answers.jsonl"),
+    quote_command("dsbd generate --target MODEL --input-format text < questions.txt"),
+    'a line of prompts.jsonl is {"prompt": "..."}, and MODEL is a folder, a hub id or a GGUF file. Without --target '
+    "the built-in pair answers, which is for demonstration and knows two toy formats: dsbd demo shows it",
 )
 
 
@@ -177,6 +194,9 @@ class _GenerateRun:
         with ExitStack() as stack:
             stack.enter_context(self._signals)
             stack.enter_context(self._workers_open)  # left after the summary, whose seconds they are not
+            if self._demonstrates and lacks_input(self._files):
+                for line in EXPLAINED:
+                    say(line)
             stream, name, size = open_input_lines(self._files, stack)
             self.reporter.input_bytes, rows = size, count_rows(self._files, size)
             self.reporter.input_rows = rows if rows is None or self._shard is None else self._shard.rows(rows)

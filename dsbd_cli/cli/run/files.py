@@ -133,6 +133,11 @@ def file_hash(option: str, path: Path) -> str:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+def lacks_input(files: FileOptions) -> bool:
+    """Whether no input is named and standard input is a terminal, which nobody has asked to read."""
+    return files.input is None and sys.stdin is not None and sys.stdin.isatty()
+
+
 def open_input_lines(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, str, int | None]:
     """The input, its name, and its size in bytes where that is known. A compressed file is read through first, so that
     one that is cut is told before a model is loaded. Raises UsageError."""
@@ -146,7 +151,7 @@ def open_input_lines(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, st
             return stack.enter_context(open_input(path)), str(path), size
     if sys.stdin is None:
         raise UsageError("standard input is closed: name a file with --input")
-    if path is None and sys.stdin.isatty():
+    if lacks_input(files):
         raise UsageError("no input: use dsbd generate < prompts.jsonl, or --input FILE (--input - reads the terminal)")
     return sys.stdin.buffer, "standard input", None
 

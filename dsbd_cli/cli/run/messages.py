@@ -168,13 +168,13 @@ def write_from_signal(message: str) -> None:
 
 def _line(message: str, level: Level, event: str, fields: Mapping[str, object]) -> str:
     if not _json:
-        text, width = _visible(message), _width()
+        text, width = visible(message), _width()
         return f"dsbd: {' '.join(text.split()) if width is None else _wrapped(text, width)}\n"
     text = " ".join(message.split())
     return json.dumps({"time": utc_now(), "level": level, "event": event, "message": text, **fields}) + "\n"
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """Characters that a terminal would obey, not show, as escapes: an id may hold any. White space stays, which is
     joined or broken at later; JSON lines escape their own."""
     if text.isprintable():

@@ -64,14 +64,20 @@ class Engine:
         kernels: bool | None = None,
         catalogues: Mapping[str, Catalogue] | None = None,
     ) -> None:
-        """batch_size: requests decoded together at most; None for as many as fit in memory.
+        """Join loaded models; `load` and `from_models` do so.
 
-        log_steps: keep a StepStats per iteration in each result.
-
-        on_too_long: a prompt that does not fit the models' positions fails, or loses tokens on its left.
-        cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
-        kernels: run iterations with kernels in place of tensor code; None: on a GPU.
-        catalogues: answers that requests may be held to, by name; the one named "" holds for all that name none.
+        Args:
+            target: the model whose text comes out.
+            draft: the model or head that proposes, or None.
+            codec: text to tokens and back.
+            method: how to decode.
+            batch_size: requests decoded together at most; None for as many as fit in memory.
+            info: names, dtypes and devices of the models.
+            log_steps: keep a StepStats per iteration in each result.
+            on_too_long: a prompt that does not fit the models' positions fails, or loses tokens on its left.
+            cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
+            kernels: run iterations with kernels in place of tensor code; None: on a GPU.
+            catalogues: answers that requests may be held to, by name; the one named "" holds for all that name none.
         """
         name = None if draft is None else (info.draft if info is not None else None) or type(draft).__name__
         self.method = (method or MethodConfig()).fit_draft(name)

@@ -109,7 +109,7 @@ def prepare(
             else:
                 too_long_sources += 1
             continue
-        ids, as_plain = _encode(record, codec, sampling or SamplingConfig())
+        ids, as_plain = encode_record(record, codec, sampling or SamplingConfig())
         if not ids:
             raise UsageError(f"record {record.id} has an empty prompt")
         if room is not None and len(ids) > room:
@@ -169,7 +169,7 @@ def _fits(record: TaskRecord, source: Request, codec: TextCodec) -> bool:
     return True
 
 
-def _encode(record: TaskRecord, codec: TextCodec, sampling: SamplingConfig) -> tuple[list[int], bool]:
+def encode_record(record: TaskRecord, codec: TextCodec, sampling: SamplingConfig) -> tuple[list[int], bool]:
     """Token ids, of the source where the target has an encoder, and whether a conversation was taken as plain text."""
     messages = record.meta.get("messages")
     if isinstance(codec, EncoderDecoderCodec):

@@ -29,12 +29,14 @@ class Delivered:
         kv_bytes: keys and values that were held for this prompt at its end, padding included; None where the other code
             does not hand its cache out.
         ranked: token ids of all returned sequences, best first.
+        scores: what they are ranked by, where it was asked for.
     """
 
     token_ids: tuple[int, ...]
     text: str
     kv_bytes: int | None
     ranked: tuple[tuple[int, ...], ...] = ()
+    scores: tuple[float, ...] = ()
 
 
 class PeerSettings(Protocol):
@@ -54,6 +56,9 @@ class PeerSettings(Protocol):
 
     @property
     def max_batch(self) -> int | None: ...
+
+    @property
+    def scores(self) -> bool: ...
 
 
 class Peer:

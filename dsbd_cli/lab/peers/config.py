@@ -23,12 +23,14 @@ class PeerConfig:
     Attributes:
         kind: greedy, beam-search, beam-sampling, or assisted (speculative sampling of one sequence with the draft).
         num_beams: W of the two beam methods, 1 for the others.
+        scores: hand out what beams are ranked by; transformers then keeps the logits of all steps.
         whose: who decodes, for messages.
         does: the kinds that the engine has.
     """
 
     kind: PeerName
     num_beams: int = 1
+    scores: bool = False
 
     whose: ClassVar[str] = "transformers' generate"
     does: ClassVar[tuple[PeerName, ...]] = PEERS

@@ -57,6 +57,7 @@ class _Generated(Protocol):
 
     past_key_values: object
     sequences: Tensor
+    sequences_scores: Tensor
 
 
 Generate = Callable[..., _Generated]
@@ -141,6 +142,7 @@ class TransformersPeer(Peer):
             pad_token_id=eos[0] if eos else 0,
             stop_strings=list(asked.stop) or None,
             return_dict_in_generate=True,
+            output_scores=self.config.scores,
             **chosen,
         )
 
@@ -178,10 +180,13 @@ class TransformersPeer(Peer):
         )
         held = _cache_bytes(out.past_key_values) if self._assistant is None else None
         rows = out.sequences[:, begin:].tolist()
+        scores = out.sequences_scores.tolist() if self.config.scores else []
         each = len(rows) // count
         for start in range(0, len(rows), each):
-            ranked = tuple(delivered(row, self._codec.eos_ids) for row in rows[start : start + each])
-            yield Delivered(ranked[0], self.text(ranked[0]), None if held is None else held // count, ranked)
+            part = slice(start, start + each)
+            ranked = tuple(delivered(row, self._codec.eos_ids) for row in rows[part])
+            kv_bytes = None if held is None else held // count
+            yield Delivered(ranked[0], self.text(ranked[0]), kv_bytes, ranked, tuple(scores[part]))
 
     def _stacked(self, found: Sequence[EncoderRequest]) -> tuple[Tensor, int, dict[str, object]]:
         """Features [B, ...] of one shape, how many tokens answers begin with, and options of generate."""

@@ -1,0 +1,79 @@
+"""Write tiny checkpoints for `.ci/wheel-test extras` into the current folder: an adapter of ./model, a GGUF file, and a
+Whisper with a second of sound. `python checkpoints.py CLONE`: only libraries of the environment are imported."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import peft
+import soundfile
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+SPECIAL = ("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>")
+WORDS, BINS, SECONDS, RATE = 60, 8, 1, 16000
+
+
+def adapter() -> None:
+    """A LoRA adapter with random weights."""
+    model = transformers.AutoModelForCausalLM.from_pretrained("model")
+    wanted = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    peft.get_peft_model(model, wanted).save_pretrained("adapter")
+
+
+def whisper() -> None:
+    """A random model with its tokenizer and feature extractor, and a sound file."""
+    torch.manual_seed(0)
+    end, start, english, transcribe, timeless = range(WORDS, WORDS + len(SPECIAL))
+    sizes = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in
+             (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))}  # fmt: skip
+    config = transformers.WhisperConfig(
+        **sizes,
+        vocab_size=WORDS + len(SPECIAL),
+        d_model=32,
+        num_mel_bins=BINS,
+        max_source_positions=50 * SECONDS,
+        max_target_positions=64,
+        pad_token_id=end,
+        bos_token_id=end,
+        eos_token_id=end,
+        decoder_start_token_id=start,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    transformers.WhisperForConditionalGeneration(config).save_pretrained("whisper")
+    settings = Path("whisper/generation_config.json")
+    more = {
+        "decoder_start_token_id": start,
+        "is_multilingual": True,
+        "lang_to_id": {"<|en|>": english},
+        "task_to_id": {"transcribe": transcribe},
+        "no_timestamps_token_id": timeless,
+    }
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **more}))
+    tokenizer = Tokenizer(models.WordLevel({f"Ġw{index}": index for index in range(WORDS)}, unk_token="Ġw0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[0])
+    fast.save_pretrained("whisper")
+    transformers.WhisperFeatureExtractor(feature_size=BINS, chunk_length=SECONDS).save_pretrained("whisper")
+    rate = 44100  # another one than the model's, so that it is resampled
+    soundfile.write("sound.wav", [0.5 * math.sin(2 * math.pi * 440 * at / rate) for at in range(rate // 2)], rate)
+
+
+def main() -> None:
+    """Write all of them."""
+    adapter()
+    gguf = runpy.run_path(str(Path(sys.argv[1]) / "tests" / "helpers" / "tiny_gguf.py"))
+    gguf["write_gguf"](gguf["tiny_qwen2"](), Path("tiny.gguf"))
+    whisper()
+
+
+if __name__ == "__main__":
+    main()

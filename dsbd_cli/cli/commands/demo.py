@@ -1,0 +1,220 @@
+"""`dsbd demo`: one prompt, four beams, and the same by transformers, on one screen."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import typer
+
+from dsbd_cli.cli.options.declare import grouped, option
+from dsbd_cli.cli.options.options import MAIN, PIPED, DeviceOptions, MethodOptions, PairOptions, SamplingOptions
+from dsbd_cli.cli.options.settings import fixed_depth, run_settings
+from dsbd_cli.cli.run.messages import live_line, visible
+from dsbd_cli.cli.run.signals import StopSignals
+from dsbd_cli.config.model import BUILTIN_TARGET
+from dsbd_cli.errors import plural
+from dsbd_cli.lab.tasks.record import shipped
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+    from dsbd_cli.lab.bench.beside import Answer, Beam, BesideTransformers
+    from dsbd_cli.lab.reports.screen import Screen
+
+BEAMS = 4
+SHOWN_TASKS = (("sql", 5), ("qa", 3))  # of the data sets that the built-in target knows, the first test prompts
+OWN_PROMPT = "List three uses of a paper clip:"
+BUILTIN_TOKENS, OWN_TOKENS = 64, 24
+STAGES = (
+    "importing torch",
+    "loading the models (the first time compiles kernels and checks the target)",
+    "answering",
+    "loading the target into transformers",
+    "answering by transformers",
+)
+BAR = 24  # columns
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """The prompt."""
+
+    prompt: str | None = option(
+        MAIN,
+        "what the target goes on from; one with a chat template is given it as a message of a user",
+        default="eight questions for the built-in target, of which one is shown; else one on paper clips",
+        metavar="TEXT",
+    )
+
+
+@partial(grouped, elsewhere=PIPED)
+def demo(pair: PairOptions, wanted: DemoOptions, arguments: Sequence[str]) -> None:
+    """Show on one screen what this is: a prompt, its four beams, and the same model's beams by transformers.
+
+    Both run in float32, where the beams are the same, and each holds a copy of the target in memory.
+
+    A draft proposes four layers of tokens in every iteration. A score is logprob / num_tokens, in nats.
+
+    Exit codes: 0 all beams are the same, 1 some are not.
+    """
+    method = fixed_depth(pair, MethodOptions(num_beams=BEAMS, decode="search"))
+    settings = run_settings(pair, method, SamplingOptions(), DeviceOptions(dtype="float32"))
+    builtin = settings.target.source == BUILTIN_TARGET
+    prompts = _prompts(builtin) if wanted.prompt is None else [wanted.prompt]
+    with StopSignals(), closing(_Bar()) as bar:
+        bar.stage(0)
+        from dsbd_cli.lab.bench.beside import BesideTransformers
+        from dsbd_cli.lab.reports.screen import Screen
+
+        screen = Screen(sys.stdout)
+        bar.stage(1)
+        tokens = BUILTIN_TOKENS if builtin else OWN_TOKENS
+        beside = BesideTransformers(settings.target, settings.draft, settings.method, tokens)
+        bar.stage(2)
+        ours = [beside.ours(prompt) for prompt in prompts]
+        bar.close()
+        _show_prompt(screen, beside, prompts[0])
+        _show_ours(screen, ours[0])
+        bar.stage(3)
+        beside.load_theirs()
+        bar.stage(4)
+        theirs = [beside.theirs(prompt) for prompt in prompts]
+        bar.close()
+    _show_theirs(screen, ours[0], theirs[0])
+    same = [_same(one, other) for one, other in zip(ours, theirs, strict=True)]
+    if len(prompts) > 1:
+        _show_others(screen, ours[1:], theirs[1:], sum(same[1:]))
+    _show_next(screen, pair.target, chat=beside.chat)
+    if not all(same):
+        raise typer.Exit(1)
+
+
+def _prompts(builtin: bool) -> list[str]:
+    """Prompts where none is given: those of sample_inputs/prompts.jsonl for the built-in target."""
+    if not builtin:
+        return [OWN_PROMPT]
+    return [record.prompt for task, count in SHOWN_TASKS for record in islice(shipped(task, "test"), count)]
+
+
+def _same(one: Answer, other: Answer) -> bool:
+    return [beam.token_ids for beam in one.beams] == [beam.token_ids for beam in other.beams]
+
+
+class _Bar:
+    """A bar on the terminal that shows standard error, with the stage that is under way; nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._place = 0
+        self._live: Live | None = None
+
+    def stage(self, place: int) -> None:
+        """Say that this stage of STAGES begins."""
+        self._place = place
+        if self._live is None and sys.stderr is not None and sys.stderr.isatty():
+            self._live = live_line(self._told)
+            self._live.start()
+
+    def close(self) -> None:
+        """Take the bar away, because something is to be shown, or all is over."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _told(self) -> str:
+        full = BAR * (self._place + 1) // (len(STAGES) + 1)
+        return f"{'━' * full}{'╌' * (BAR - full)} {STAGES[self._place]}"
+
+
+def _show_prompt(screen: Screen, beside: BesideTransformers, prompt: str) -> None:
+    from rich.text import Text
+
+    screen.print(Text("Prompt", "bold"))
+    for line in prompt.splitlines():
+        screen.print(Text(f"  {visible(line)}"))
+    info = beside.info
+    assert info is not None
+    draft = f"draft {info.draft}" if info.draft else "no draft"
+    screen.print(Text(f"  to {info.target}{' as a chat' if beside.chat else ''}, {draft}, {info.dtype}", "dim"))
+
+
+def _show_ours(screen: Screen, answer: Answer) -> None:
+    stats = answer.stats
+    assert stats is not None
+    calls = f"{plural(stats.steps, 'step')} in {plural(stats.target_calls, 'target call')}"
+    _show_beams(
+        screen,
+        f"dsbd, {BEAMS} beams: {answer.seconds:.2f} s",
+        f"{calls}, {stats.steps_per_call:.2f} steps per call",
+        answer.beams,
+        [_on_one_line(beam.text) for beam in answer.beams],
+    )
+
+
+def _show_theirs(screen: Screen, ours: Answer, theirs: Answer) -> None:
+    """Show transformers' beams, with their texts where they differ from ours."""
+    known = {beam.token_ids: place for place, beam in enumerate(ours.beams)}
+    texts = []
+    for place, beam in enumerate(theirs.beams):
+        same = known.get(beam.token_ids)
+        if same is None:
+            texts.append(_on_one_line(beam.text))
+        else:
+            texts.append("the same beam" if same == place else f"beam {same + 1} of above")
+    _show_beams(
+        screen,
+        f"transformers, {BEAMS} beams: {theirs.seconds:.2f} s",
+        f"{theirs.seconds / ours.seconds:.1f} times as long",
+        theirs.beams,
+        texts,
+    )
+
+
+def _show_others(screen: Screen, ours: Sequence[Answer], theirs: Sequence[Answer], same: int) -> None:
+    seconds = [sum(answer.seconds for answer in answers) for answers in (ours, theirs)]
+    screen.print(
+        f"\n{len(ours)} more prompts: dsbd {seconds[0]:.2f} s, transformers {seconds[1]:.2f} s, "
+        f"the same beams for {same} of {len(ours)}"
+    )
+
+
+def _show_beams(screen: Screen, title: str, remark: str, beams: Sequence[Beam], texts: Sequence[str]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    screen.print()
+    screen.print(Text.assemble((title, "bold"), f"; {remark}"))
+    table = Table(box=None, expand=True, pad_edge=False, padding=(0, 1))
+    for place, beam in enumerate(beams):
+        table.add_column(Text(f"{place + 1}  score {beam.score:.4f}"), ratio=1, overflow="fold")
+    table.add_row(*map(Text, texts))
+    screen.print(table)
+
+
+def _on_one_line(text: str) -> str:
+    return visible(" ".join(text.split()))
+
+
+def _show_next(screen: Screen, target: str | None, *, chat: bool) -> None:
+    """Show what to type next; the target is named where it was."""
+    from rich.text import Text
+
+    model = "MODEL" if target is None else shlex.quote(target)
+    again = ("", "a folder, a hub id, a GGUF") if target is None else (" --prompt TEXT", "another prompt")
+    lines = (
+        (f"dsbd demo --target {model}{again[0]}", again[1]),
+        (f"dsbd generate --target {model}{' --chat' if chat else ''} -i prompts.jsonl", 'each line {"prompt": "..."}'),
+        (f"dsbd bench --target {model} --input prompts.jsonl", "which method pays there"),
+        ("dsbd --help", "every command"),
+    )
+    screen.print()
+    screen.print(Text("Type next", "bold"))
+    width = max(len(command) for command, _ in lines)
+    for command, meaning in lines:
+        screen.say(f"  {command:{width}}  {meaning}")

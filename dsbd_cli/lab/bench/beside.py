@@ -1,0 +1,88 @@
+"""Prompts by our engine and by transformers' beam search on the same weights, for people to look at."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.lab.bench.prepare import Prompt, encode_record
+from dsbd_cli.lab.peers.base import Peer
+from dsbd_cli.lab.peers.config import PeerConfig
+from dsbd_cli.lab.tasks.record import TaskRecord
+from dsbd_cli.loading import load
+from dsbd_cli.stats import RequestStats
+
+WARM_UP = "Once"  # another prompt, so that nothing of the one that is timed is in a cache
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """One beam. score: what beams are ranked by, logprob / num_tokens in nats."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Beams of a prompt, best first. seconds: from its token ids to them. stats: counters; None for transformers."""
+
+    beams: tuple[Beam, ...]
+    seconds: float
+    stats: RequestStats | None = None
+
+
+class BesideTransformers:
+    """One loaded target, and two that decode prompts with it. Each answers another prompt before it is timed."""
+
+    def __init__(self, target: ModelSpec, draft: ModelSpec | None, method: MethodConfig, max_new_tokens: int) -> None:
+        """Load the models. Raises what `load` raises."""
+        self._engine = load(target, draft, method=method, batch_size=1)
+        self._sampling = SamplingConfig(max_new_tokens=max_new_tokens, n_best=method.num_beams)
+        self._peer: Peer | None = None
+        self.info = self._engine.info
+        self._ours(self._encoded(WARM_UP), replace(self._sampling, max_new_tokens=2))
+
+    @property
+    def chat(self) -> bool:
+        """Whether prompts go through the target's chat template, each as one message of a user."""
+        return self.info is not None and self.info.chat
+
+    def ours(self, prompt: str) -> Answer:
+        """Beams of our engine. Raises UsageError or RowError for a prompt that cannot be answered."""
+        return self._ours(self._encoded(prompt), self._sampling)
+
+    def load_theirs(self) -> None:
+        """Load a copy of the target for transformers. Raises ModelError where it does not take the target."""
+        list(self._beam_search(replace(self._sampling, max_new_tokens=2)).run([self._encoded(WARM_UP).ids], 0))
+        self._peer = self._beam_search(self._sampling)
+
+    def theirs(self, prompt: str) -> Answer:
+        """Beams of transformers' `generate(num_beams=W, do_sample=False)`, after `load_theirs`."""
+        assert self._peer is not None
+        ids = self._encoded(prompt).ids
+        start = time.perf_counter()
+        (found,) = self._peer.run([ids], 0)
+        seconds = time.perf_counter() - start
+        ranked = zip(found.ranked, found.scores, strict=True)
+        return Answer(tuple(Beam(self._peer.text(one), one, score) for one, score in ranked), seconds)
+
+    def _encoded(self, text: str) -> Prompt:
+        meta = {"messages": [{"role": "user", "content": text}]} if self.chat else {}
+        record = TaskRecord("demo", text, "", meta)
+        return Prompt(record, tuple(encode_record(record, self._engine.codec, self._sampling)[0]))
+
+    def _ours(self, prompt: Prompt, sampling: SamplingConfig) -> Answer:
+        start = time.perf_counter()
+        result = self._engine.generate(prompt.request(prompt.record.id, 0, sampling))
+        seconds = time.perf_counter() - start
+        beams = tuple(Beam(one.text, one.token_ids, one.score) for one in result.hypotheses)
+        return Answer(beams, seconds, result.stats)
+
+    def _beam_search(self, sampling: SamplingConfig) -> Peer:
+        config = PeerConfig("beam-search", self._engine.method.num_beams, scores=True)
+        return config.peer(self._engine, sampling, 1, 0)
