@@ -122,7 +122,8 @@ class TokenTrace:
         def new(parent: Tensor, token: Tensor, steps: Tensor, old: Marks) -> Marks:
             """The history of the roots, and this iteration's tokens behind it."""
             path = at_nodes(nodes, parent)  # [R, m, D + 1], the parent of each step
-            tokens = torch.nn.functional.pad(at_nodes(forest.flat.path_tokens, parent), (0, 1))
+            made = forest.flat.path_tokens[:, :, : forest.depth]  # a forest may have ended early
+            tokens = torch.nn.functional.pad(at_nodes(made, parent), (0, 1))
             last = (steps - 1).clamp(min=0).unsqueeze(2)
             tokens = tokens.scatter(2, last, token.unsqueeze(2))
             at = beams.length.view(-1, 1, 1) + torch.arange(path.shape[2], device=path.device)
