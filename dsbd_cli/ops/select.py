@@ -123,7 +123,8 @@ def packing_works(dtype: torch.dtype) -> bool:
 
 def _packing(dtype: torch.dtype) -> OpChoice:
     if _packs(linear.Compiled, dtype):
-        return OpChoice("linear", "numba", "weights lie in the order in which the kernel reads them")
+        reader = "matrix units read" if dtype == torch.bfloat16 and linear.bfloat16_tile() == "amx" else "the kernel reads"
+        return OpChoice("linear", "numba", f"weights lie in the order in which {reader} them")
     return OpChoice(
         "linear", "torch", "weights are packed by oneDNN" if packing_works(dtype) else "nothing packs weights"
     )
