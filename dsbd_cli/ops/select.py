@@ -123,7 +123,8 @@ def packing_works(dtype: torch.dtype) -> bool:
 
 def _packing(dtype: torch.dtype) -> OpChoice:
     if _packs(linear.Compiled, dtype):
-        reader = "matrix units read" if dtype == torch.bfloat16 and linear.bfloat16_tile() == "amx" else "the kernel reads"
+        matrix = dtype == torch.bfloat16 and linear.bfloat16_tile() == "amx"
+        reader = "matrix units read" if matrix else "the kernel reads"
         return OpChoice("linear", "numba", f"weights lie in the order in which {reader} them")
     return OpChoice(
         "linear", "torch", "weights are packed by oneDNN" if packing_works(dtype) else "nothing packs weights"
