@@ -291,12 +291,16 @@ def test_bad_data_are_an_error_of_their_row(
     assert results[1].text
 
 
-def test_a_file_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "x.png"
-    path.write_bytes(small_png())
-    monkeypatch.setattr(row_files, "MOST_BYTES", 10)
-    with pytest.raises(InvalidRowError, match=r"which has .* bytes, but must have at most 10"):
-        read_picture(str(path))
+def test_a_file_has_a_largest_size(
+    engine: Engine, tmp_path: Path, files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, most = tmp_path / "x.png", files[0].stat().st_size
+    path.write_bytes(small_png() + bytes(most))
+    monkeypatch.setattr(row_files, "MOST_BYTES", most)
+    results = list(engine.run([Request(image=str(path)), good(files)]))
+    with pytest.raises(InvalidRowError, match=rf"which has .* bytes, but must have at most {most}"):
+        results[0].check()
+    assert results[1].text
 
 
 def test_data_are_the_picture_in_the_file(engine: Engine, files: list[Path]) -> None:
@@ -338,8 +342,14 @@ def test_thin_pictures_are_not_blown_up(name: str, tmp_path: Path) -> None:
     else:
         page = page.resize((30_000, 2))
     page.save(tmp_path / "thin.png")
-    (result,) = engine.run([Request(image=str(tmp_path / "thin.png"))])
-    assert "would be scaled until its short side has 2000: cut it" in str(result.error)
+    draw(tmp_path / "plain.png", "a text")
+    rows = [
+        Request(image=str(tmp_path / name), sampling=SamplingConfig(max_new_tokens=2))
+        for name in ("thin.png", "plain.png")
+    ]
+    thin, plain = engine.run(rows)
+    assert "would be scaled until its short side has 2000: cut it" in str(thin.error)
+    assert plain.error is None
 
 
 # What a row may ask for
