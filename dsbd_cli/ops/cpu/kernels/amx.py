@@ -93,7 +93,7 @@ def release(builder: Any) -> None:
 
 @operation(types.void, types.int64)
 def ask_for_lines(builder: Any, line: Any) -> None:
-    """Bring the next SIDES lines into the cache, AHEAD bytes after those in use."""
+    """Bring the SIDES lines behind these into the cache."""
     for place in range(0, SIDES * LINE, ROW):
         ask_for(builder, builder.add(line, ir.Constant(I64, SIDES * LINE + place)))
 
