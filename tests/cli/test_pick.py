@@ -113,10 +113,12 @@ def test_sql_that_runs(dsbd: Dsbd) -> None:
     assert "gone.sqlite does not exist" in done.out
 
 
-def test_nothing_that_runs_is_counted_or_an_error(dsbd: Dsbd) -> None:
+@pytest.mark.parametrize("terminals", [("stderr",), ()])
+def test_nothing_that_runs_is_counted_or_an_error(dsbd: Dsbd, terminals: tuple[str, ...]) -> None:
+    """On a terminal, and in a pipe, which says nothing of runs where all went well."""
     rows = [record("a", "x", metadata={"db_id": "concert"}), record("b", "SELECT 1", metadata={"db_id": "pets"})]
     options = ("pick", "--by", "exec", "--database", f"{SPIDER}/{{db_id}}/{{db_id}}.sqlite")
-    done = dsbd(*options, lines=rows, terminals=("stderr",))
+    done = dsbd(*options, lines=rows, terminals=terminals)
     assert (done.code, done.records[0]["text"]) == (0, "x")
     assert "1 row with nothing that runs (--else error makes them fail)" in done.err.replace("\n      ", " ")
     strict = dsbd(*options, "--else", "error", lines=rows)

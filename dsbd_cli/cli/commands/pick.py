@@ -273,7 +273,7 @@ class _PickRun:
         if self._signals.number is not None:
             self._reporter.summary(f"stopped: {self._line()}; {self._how_to_resume()}", always=True)
             raise StoppedError(self._signals.number)
-        self._reporter.summary(self._line())
+        self._reporter.summary(self._line(), always=self._none_ran > 0)
         return rows_exit_code(totals)
 
     def _stop(self) -> None:
