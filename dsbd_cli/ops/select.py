@@ -123,9 +123,9 @@ def packing_works(dtype: torch.dtype) -> bool:
 
 def _packing(dtype: torch.dtype) -> OpChoice:
     if _packs(linear.Compiled, dtype):
-        matrix = dtype == torch.bfloat16 and linear.bfloat16_tile() == "amx"
-        reader = "matrix units read" if matrix else "the kernel reads"
-        return OpChoice("linear", "numba", f"weights lie in the order in which {reader} them")
+        if dtype == torch.bfloat16 and linear.bfloat16_tile() == "amx":
+            return OpChoice("linear", "numba", "matrix units read weights as they lie in the checkpoint")
+        return OpChoice("linear", "numba", "weights lie in the order in which the kernel reads them")
     return OpChoice(
         "linear", "torch", "weights are packed by oneDNN" if packing_works(dtype) else "nothing packs weights"
     )

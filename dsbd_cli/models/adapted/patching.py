@@ -42,7 +42,7 @@ class PackedLinear(nn.Module):
         return None if product is None else cls(linear, product)
 
     @property
-    def packed(self) -> Tensor:
+    def packed(self) -> list[Tensor]:
         """The weights as they are stored."""
         return self.product.weights
 
@@ -86,7 +86,7 @@ class PackedExperts:
     @property
     def packed(self) -> list[Tensor]:
         """The weights as they are stored, of each product of each expert."""
-        return [product.weights for product in (*self._rise, *self._fall)]
+        return [weight for product in (*self._rise, *self._fall) for weight in product.weights]
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens [t, i], their experts [t, k] int64 and the weights of these [t, k] -> [t, i], of the same dtype."""
@@ -240,9 +240,9 @@ class Int8Linear(nn.Module):
         return self.product.of(x).narrow(-1, self._first, self.out_features).contiguous()
 
     @property
-    def packed(self) -> Tensor:
+    def packed(self) -> list[Tensor]:
         """The weights of the whole product as they are stored."""
-        return self.product.backend.weights
+        return [self.product.backend.weights]
 
     @property
     def compiled(self) -> bool:

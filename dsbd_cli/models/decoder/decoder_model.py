@@ -385,10 +385,8 @@ def _load_view(place: View, view: View) -> None:
 
 def stored(linear: object) -> Sequence[Tensor]:
     """Return the memory that a product's weights take."""
-    if isinstance(linear, PlainLinear):
+    if isinstance(linear, (PlainLinear, PackedProduct)):
         return linear.weights
-    if isinstance(linear, PackedProduct):
-        return [linear.weights]
     found: Any = linear
     return [found.backend.weights]
 

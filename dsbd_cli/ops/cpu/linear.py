@@ -1,11 +1,12 @@
-"""Linear layers whose weights lie in the order in which a product reads them, so that no call reorders them first.
+"""Linear layers that read their weights from memory once at each call, and reorder none of them first.
 
 torch hands a plain weight matrix to oneDNN, which copies it into blocks at every call; for a few tokens that copy costs
-as much as the product (benchmarks/LOG.md). Packed once, the same product reads the weights once.
+as much as the product (benchmarks/LOG.md).
 
-Two ways. Where the processor has AVX-512, a kernel of our own serves (kernels/linear.py). Elsewhere operators of torch
-serve, which are not documented. ops/select.py tries them against a plain product; where neither serves, the layers stay
-as they are.
+Two ways. Where the processor has AVX-512, a kernel of our own serves (kernels/linear.py): weights are packed as lines,
+in the order in which it reads them, once. Matrix units need no such copy: they read rows of bfloat16 as a checkpoint
+has them, from its memory-mapped file. Elsewhere operators of torch serve, which pack, too, and are not documented.
+ops/select.py tries them against a plain product; where neither serves, the layers stay as they are.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ ROWS_HINT = 32  # blocks are chosen for about so many tokens; measured: any hint
 LEAST_ROWS = 4  # fewer rows take a slower kernel; measured: 1 row 0.65 ms, 4 rows 0.51 ms for 5632 x 2048 in bfloat16
 MIN_FEATURES = 64
 COLUMNS = 64  # outputs that our kernels compute at once
+# Of matrix units: rows, or words of a row, that they multiply at once. Up to ROWS_AT_ONCE rows of x take weights that
+# lie in rows from memory once; more take them from the cache, a piece at a time, as lines. A thread has up to BESIDE
+# lines between its sums and its room.
+SIDES, ROWS_AT_ONCE, BESIDE = 16, 64, 32
 # Of our kernels. For more than FEW_ROWS rows a thread works on PIECE lines of weights at a time, which its cache holds.
 CHUNK_ROWS, FEW_ROWS, PIECE = 96, 5, 1024
 MATRIX_CHUNK_ROWS = 512  # in the place of CHUNK_ROWS with matrix units; measured: 256 rows take 4 to 8 % longer
@@ -48,7 +53,7 @@ class LinearArguments(ctypes.Structure):
     """Arguments of the kernel."""
 
     _fields_ = fields(
-        *PRODUCT, "x", "x_row", "weights", "steps", "piece", "bias", "out", "out_row", "narrow",
+        *PRODUCT, "x", "x_row", "weights", "steps", "piece", "in_rows", "room", "bias", "out", "out_row", "narrow",
     )  # fmt: skip
 
 
@@ -102,9 +107,9 @@ class Parts(NamedTuple):
     sums: tuple[int, int, int]
 
     @staticmethod
-    def of(rows: int, blocks: int, lines: int, kinds: int = 1) -> Parts:
-        """kinds: of sums."""
-        return _parts(rows, blocks, lines, kinds, torch.get_num_threads())
+    def of(rows: int, blocks: int, lines: int, kinds: int = 1, room: int = 0) -> Parts:
+        """kinds: of sums. room: lines that a thread needs beside them."""
+        return _parts(rows, blocks, lines, kinds, room, torch.get_num_threads())
 
     def scratch(self, run: Eager) -> Tensor:
         """Return memory for the sums."""
@@ -117,11 +122,11 @@ class Parts(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def _parts(rows: int, blocks: int, lines: int, kinds: int, threads: int) -> Parts:
+def _parts(rows: int, blocks: int, lines: int, kinds: int, room: int, threads: int) -> Parts:
     most = MATRIX_CHUNK_ROWS if matrix_units() else CHUNK_ROWS
     chunk, share = max(1, min(rows, most)), max(1, blocks // (4 * threads))
     items, piece = -(-blocks // share) * -(-rows // chunk), lines if rows <= FEW_ROWS else PIECE
-    return Parts(rows, blocks, chunk, share, items, piece, (threads, kinds * chunk, COLUMNS))
+    return Parts(rows, blocks, chunk, share, items, piece, (threads, kinds * chunk + room, COLUMNS))
 
 
 def lines(weights: Sequence[Tensor]) -> Tensor:
@@ -138,6 +143,28 @@ def lines(weights: Sequence[Tensor]) -> Tensor:
     return made
 
 
+def lie_in_groups(weights: Sequence[Tensor]) -> bool:
+    """Return whether SIDES rows of weights [o, i] each, which follow each other, are equally far apart, and hold whole
+    SIDES words."""
+    wide = weights[0].shape[1] * weights[0].element_size() % (4 * SIDES) == 0
+    return wide and all(len(weight) % SIDES == 0 and weight.stride(1) == 1 for weight in weights)
+
+
+def row_groups(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return where each SIDES rows of weights [o, i] begin and how many bytes they are apart, [groups, 2] int64, and
+    the tensors that these point into. Rows of zeros fill up a multiple of COLUMNS."""
+    assert all(weight.is_cpu for weight in weights)
+    found, held = list[Tensor](), [*weights]
+    for weight in weights:
+        row = weight.stride(0) * weight.element_size()
+        begin = torch.arange(0, len(weight), SIDES) * row + weight.data_ptr()
+        found.append(torch.stack([begin, torch.full_like(begin, row)], 1))
+    if missing := -sum(map(len, found)) % (COLUMNS // SIDES):
+        held.append(torch.zeros_like(weights[0][0]))
+        found.append(torch.tensor([[held[-1].data_ptr(), 0]]).expand(missing, 2))
+    return torch.cat(found), held
+
+
 def row_addresses(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Return the addresses [o] int64 of the rows of all weights, filled up to a multiple of COLUMNS with 0, and the
     tensors that they point into."""
@@ -150,7 +177,7 @@ def row_addresses(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 class Compiled:
-    """Weights for our kernel."""
+    """Weights for our kernel: rows of the tensors that it is given, which must not change, or lines."""
 
     @staticmethod
     def able(dtype: torch.dtype) -> bool:
@@ -167,11 +194,23 @@ class Compiled:
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.outputs, self.dtype = sum(map(len, weights)), weights[0].dtype
         self._unit = weights[0].element_size()
-        self.weights = lines(weights)
-        self._blocks, self._steps, _ = self.weights.shape
+        self._steps = weights[0].shape[1] * self._unit // 4
+        self._in_rows = self._unit == 2 and bfloat16_tile() == "amx" and lie_in_groups(weights)
+        if self._in_rows:
+            self._places, self.weights = row_groups(weights)
+        else:
+            self._places = lines(weights)
+            self.weights = [self._places]
+        self._blocks = -(-self.outputs // COLUMNS)
 
     def bias(self, bias: Tensor) -> Tensor:
         return _filled(bias.float(), COLUMNS)
+
+    def _room(self, rows: int) -> int:
+        """Return lines that a thread needs beside its sums: for rows of x, turned, or for a piece of the weights."""
+        if not self._in_rows:
+            return 0
+        return BESIDE + (-(-rows // SIDES) * -(-self._steps * SIDES // COLUMNS) if rows <= ROWS_AT_ONCE else PIECE)
 
     def __call__(self, x: Tensor, bias: Tensor | None, run: Eager = EAGER) -> Tensor:
         """x [..., i], bias as `bias` gave it -> [..., o]."""
@@ -186,11 +225,13 @@ class Compiled:
             flat, row = flat.contiguous(), inputs
         rows = flat.shape[0]
         out = run.empty(*x.shape[:-1], columns, dtype=x.dtype)
-        parts = Parts.of(rows, blocks, steps)
+        room = self._room(rows)
+        parts = Parts.of(rows, blocks, steps, room=room)
         sums = parts.scratch(run)
         arguments = LinearArguments(
-            *parts.arguments(sums), flat.data_ptr(), row * unit, self.weights.data_ptr(), steps, parts.piece,
-            0 if bias is None else bias.data_ptr(), out.data_ptr(), columns * unit, unit == 2,
+            *parts.arguments(sums), flat.data_ptr(), row * unit, self._places.data_ptr(), steps, parts.piece,
+            self._in_rows, (parts.sums[1] - room + BESIDE) * COLUMNS * 4, 0 if bias is None else bias.data_ptr(),
+            out.data_ptr(), columns * unit, unit == 2,
         )  # fmt: skip
         run.launch(compiled()[0], arguments, rows * columns * steps, parts.items)
         # rows stay as far apart as they are: torch's functions give numbers by place (vector or rest) other bits
@@ -218,7 +259,7 @@ class Torch:
         weight = weights[0] if len(weights) == 1 else torch.cat([*weights])
         self.outputs = len(weight)
         filled = _filled(weight, MIN_FEATURES) if len(weight) < MIN_FEATURES else weight
-        self.weights: Tensor = torch.ops.mkldnn._reorder_linear_weight(filled.contiguous(), ROWS_HINT)
+        self.weights: list[Tensor] = [torch.ops.mkldnn._reorder_linear_weight(filled.contiguous(), ROWS_HINT)]
 
     def bias(self, bias: Tensor) -> Tensor:
         return _filled(bias, MIN_FEATURES) if len(bias) < MIN_FEATURES else bias
@@ -236,7 +277,7 @@ class Torch:
         return self._product(flat, bias)[:rows, : self.outputs].reshape(*x.shape[:-1], self.outputs)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weights, bias, "none", [], "")
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weights[0], bias, "none", [], "")
         return result
 
 
@@ -280,7 +321,7 @@ class PackedProduct(Product):
             self.set_bias(torch.cat([gap if bias is None else bias for bias, gap in zip(biases, missing, strict=True)]))
 
     @property
-    def weights(self) -> Tensor:
+    def weights(self) -> list[Tensor]:
         """Return the weights as they are stored."""
         return self._backend.weights
 

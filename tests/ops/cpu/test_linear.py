@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from typing import Any
 
 import pytest
@@ -102,6 +103,55 @@ def test_parts_of_rows_inputs_and_outputs_change_no_bits(backend: str, dtype: to
                 torch.set_num_threads(threads)
                 for first, last in ((0, 111), (0, 5), (3, 10), (7, 104)):
                     assert torch.equal(packed(x[first:last]), alone[first:last])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_groups_of_rows_point_to_the_rows() -> None:
+    wide = torch.arange(96 * 40, dtype=torch.int16).view(96, 40)
+    weights = [wide[:32, 8:40], wide[32:48, :32], wide[48:80].contiguous()[:, :32]]
+    assert packing.lie_in_groups(weights)
+    groups, held = packing.row_groups(weights)
+    assert len(groups) * packing.SIDES == 2 * packing.COLUMNS
+    found = [
+        ctypes.string_at(begin + row * apart, 64) for begin, apart in groups.tolist() for row in range(packing.SIDES)
+    ]
+    assert b"".join(found[:80]) == torch.cat(weights).numpy().tobytes()
+    assert set(found[80:]) == {bytes(64)}
+    assert all(one.data_ptr() == weight.data_ptr() for one, weight in zip(held, weights, strict=False))
+
+
+def test_rows_that_fill_no_group_are_packed() -> None:
+    even, odd = torch.zeros(32, 64, dtype=torch.bfloat16), torch.zeros(30, 64, dtype=torch.bfloat16)
+    assert packing.lie_in_groups([even, even])
+    assert not packing.lie_in_groups([odd, even])
+    assert not packing.lie_in_groups([even[:, :48]])
+    assert not packing.lie_in_groups([torch.zeros(64, 32, dtype=torch.bfloat16).t()])
+
+
+@pytest.mark.skipif(packing.bfloat16_tile() != "amx", reason="this processor has no matrix units")
+@pytest.mark.parametrize(("outputs", "inputs"), [((48,), 32), ((64, 16, 16), 96), ((1296,), 4512)])
+def test_matrix_units_read_rows_as_lines(
+    outputs: tuple[int, ...], inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights in rows and the same weights in lines give the same bits, whatever rows of x and threads there are."""
+    serves(torch.bfloat16)
+    generator = torch.Generator().manual_seed(8)
+    stored = torch.randn(sum(outputs) + 1, inputs + 4, generator=generator).bfloat16()[1:, 4:]  # begins on no line
+    weights, bias = [*stored.split(outputs)], torch.randn(sum(outputs), generator=generator).bfloat16()
+    x = torch.randn(601, inputs, generator=generator).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        with torch.inference_mode():
+            rows = packing.Compiled(weights)
+            assert [one.data_ptr() for one in rows.weights[: len(weights)]] == [one.data_ptr() for one in weights]
+            monkeypatch.setattr(packing, "lie_in_groups", lambda weights: False)
+            lines = packing.Compiled(weights)
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                for count in (*range(1, 66), 100, 512, 513, 601):
+                    wanted = lines(x[:count], lines.bias(bias))
+                    assert torch.equal(rows(x[:count], rows.bias(bias)), wanted), (threads, count)
     finally:
         torch.set_num_threads(before)
 

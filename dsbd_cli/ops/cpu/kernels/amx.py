@@ -18,7 +18,21 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
-from dsbd_cli.ops.cpu.kernels.simd import I8, I16, I64, LANES, LINE, WORD, ask_for, operation, pointer
+from dsbd_cli.ops.cpu.kernels.simd import (
+    I8,
+    I16,
+    I64,
+    LANES,
+    LINE,
+    SIDE,
+    WORD,
+    ask_for,
+    get_i64,
+    operation,
+    pointer,
+    turn_f32,
+    turn_some,
+)
 
 SIDES = 16  # rows of a tile register, and words of one row
 ROW = SIDES * WORD  # bytes
@@ -59,19 +73,8 @@ def _multiply(name: str, sums: int, x: int, weights: int) -> Any:
     return operation(types.void)(multiply)
 
 
-@operation(types.void, types.int64, types.int64, types.int64)
-def shape(builder: Any, upper: Any, lower: Any, words: Any) -> None:
-    """Give the registers their shapes and clear them: x has `upper` rows in register 4, `lower` in 5 (0: not used),
-    sums in 0 and 1 and in 2 and 3 alike, and each row of x `words` words.
-
-    lower 0: registers 2 and 3 belong to the upper rows, too.
-    """
-    none = builder.icmp_signed("==", lower, ir.Constant(I64, 0))
-    other = builder.select(none, upper, lower)
-    rows = [upper, upper, other, other, upper, other, words, words]
-    width = builder.mul(words, ir.Constant(I64, WORD))
-    widths = [ir.Constant(I64, ROW)] * REGISTERS
-    widths[4] = widths[5] = width
+def _configure(builder: Any, rows: list[Any], widths: list[Any]) -> None:
+    """Give each register its rows and its bytes of a row, and clear it."""
     config = cgutils.alloca_once(builder, ir.ArrayType(I64, 8))
     start = builder.ptrtoint(config, I64)
     for place in range(0, 64, 8):
@@ -83,6 +86,30 @@ def shape(builder: Any, upper: Any, lower: Any, words: Any) -> None:
         at = builder.add(start, ir.Constant(I64, 48 + number))
         builder.store(builder.trunc(rows[number], I8), pointer(builder, at, I8), align=1)
     _intrinsic(builder, "llvm.x86.ldtilecfg", builder.bitcast(config, ADDRESS))
+
+
+@operation(types.void, types.int64, types.int64, types.int64)
+def shape(builder: Any, upper: Any, lower: Any, words: Any) -> None:
+    """Shape the registers: x has `upper` rows in register 4, `lower` in 5 (0: not used), sums in 0 and 1 and in 2 and 3
+    alike, and each row of x `words` words.
+
+    lower 0: registers 2 and 3 belong to the upper rows, too.
+    """
+    none = builder.icmp_signed("==", lower, ir.Constant(I64, 0))
+    other = builder.select(none, upper, lower)
+    width, whole = builder.mul(words, ir.Constant(I64, WORD)), ir.Constant(I64, ROW)
+    _configure(
+        builder,
+        [upper, upper, other, other, upper, other, words, words],
+        [whole, whole, whole, whole, width, width, whole, whole],
+    )
+
+
+@operation(types.void, types.int64)
+def shape_of_rows(builder: Any, width: Any) -> None:
+    """Shape the registers: sums, and x in register 5, have `width` bytes in a row."""
+    whole = ir.Constant(I64, ROW)
+    _configure(builder, [ir.Constant(I64, SIDES)] * REGISTERS, [*[width] * 4, whole, width, whole, whole])
 
 
 @operation(types.void)
@@ -98,6 +125,22 @@ def ask_for_lines(builder: Any, line: Any) -> None:
         ask_for(builder, builder.add(line, ir.Constant(I64, SIDES * LINE + place)))
 
 
+@operation(types.void, types.int64, types.int64)
+def ask_for_rows(builder: Any, place: Any, row: Any) -> None:
+    """Bring ROW bytes of each of SIDES rows into the cache."""
+    for _ in range(SIDES):
+        ask_for(builder, place)
+        place = builder.add(place, row)
+
+
+def _clear(number: int) -> Any:
+    def clear(builder: Any) -> None:
+        _intrinsic(builder, "llvm.x86.tilezero", _register(number))
+
+    return operation(types.void)(clear)
+
+
+clear_0, clear_1, clear_2, clear_3 = map(_clear, range(4))
 load_0, load_1, load_2, load_3, load_4, load_5, load_6, load_7 = map(_load, range(REGISTERS))
 store_0, store_1, store_2, store_3 = map(_store, range(4))
 
@@ -189,3 +232,113 @@ def matrix_tile(kind: str) -> Callable[..., Any]:
 
     made: Callable[..., Any] = njit(error_model="numpy")(add_up)
     return made
+
+
+# Weights as a checkpoint has them, row after row. Of a product SIDES rows of weights are the left side then, and words
+# of x, turned, the right one. Two int64 say for SIDES rows where they begin and how many bytes they are apart.
+
+GROUP = 16  # bytes of these two
+BEGIN = 256  # bytes
+_name = INSTRUCTIONS["bfloat16"]
+upper_0, lower_1 = _multiply(_name, 0, 4, 5), _multiply(_name, 1, 6, 5)
+rows_0, rows_1, rows_2, rows_3 = (_multiply(_name, sums, 4, x) for sums, x in enumerate((5, 6, 7, 5)))
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def turn_rows(x: Any, x_row: Any, count: Any, steps: Any, turned: Any) -> None:
+    """Write `count` rows of x as [count / SIDES, steps, SIDES] words, or as [steps, count] where there are fewer. The
+    last row fills up the last SIDES. Up to ROW bytes behind the last word are written to."""
+    line = min(count, SIDES) * WORD
+    for low in range(0, count, SIDES):
+        for step in range(0, steps, SIDES):
+            turn_some(x + low * x_row + step * WORD, x_row, turned, line, count - low - 1)
+            turned += SIDES * line
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def pack_groups(groups: Any, first: Any, steps: Any, lines: Any) -> None:
+    """Write words first .. first + steps of COLUMNS rows as lines."""
+    for v in range(SIDE):
+        source, row = get_i64(groups + v * GROUP) + first * WORD, get_i64(groups + v * GROUP + 8)
+        for step in range(0, steps, SIDES):
+            ask_for_rows(source + SIDES * row + step * WORD, row)
+            turn_f32(source + step * WORD, row, lines + step * LINE + v * ROW, types.int64(LINE))
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _few_rows(line: Any, turned: Any, groups: Any, steps: Any, spare: Any, sums: Any) -> None:
+    """Up to SIDES rows of x, of `line` bytes when turned, times twice SIDES rows of weights at once. Only the
+    beginnings of the next rows are asked for ahead: asking for all of them took up to a fifth longer."""
+    side = types.int64(ROW)
+    for v in range(0, SIDE, 2):
+        upper, upper_row = get_i64(groups + v * GROUP), get_i64(groups + v * GROUP + 8)
+        lower, lower_row = get_i64(groups + (v + 1) * GROUP), get_i64(groups + (v + 1) * GROUP + 8)
+        clear_0()
+        clear_1()
+        step = types.int64(0)
+        while step < steps:
+            load_5(turned + step * line, line)
+            load_4(upper + step * WORD, upper_row)
+            upper_0()
+            load_6(lower + step * WORD, lower_row)
+            lower_1()
+            step += SIDES
+        for further in range(0, BEGIN, ROW):
+            ask_for_rows(upper + 2 * SIDES * upper_row + further, upper_row)
+            ask_for_rows(lower + 2 * SIDES * lower_row + further, lower_row)
+        store_0(spare, side)
+        turn_f32(spare, side, sums + v * ROW, types.int64(LINE))
+        store_1(spare, side)
+        turn_f32(spare, side, sums + (v + 1) * ROW, types.int64(LINE))
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _more_rows(count: Any, turned: Any, groups: Any, steps: Any, spare: Any, sums: Any) -> None:
+    """More than SIDES rows of x, and up to four times as many."""
+    side, part, chunk = types.int64(ROW), steps * ROW, types.int64(SIDES * LINE)
+    for v in range(SIDE):
+        weights, row = get_i64(groups + v * GROUP), get_i64(groups + v * GROUP + 8)
+        clear_0()
+        clear_1()
+        clear_2()
+        clear_3()
+        step = types.int64(0)
+        while step < steps:
+            ask_for_rows(weights + SIDES * row + step * WORD, row)
+            x = turned + step * ROW
+            load_4(weights + step * WORD, row)
+            load_5(x, side)
+            rows_0()
+            load_6(x + part, side)
+            rows_1()
+            if count > 2 * SIDES:
+                load_7(x + 2 * part, side)
+                rows_2()
+            if count > 3 * SIDES:
+                load_5(x + 3 * part, side)
+                rows_3()
+            step += SIDES
+        to = sums + v * ROW
+        store_0(spare, side)
+        turn_f32(spare, side, to, types.int64(LINE))
+        store_1(spare, side)
+        turn_f32(spare, side, to + chunk, types.int64(LINE))
+        if count > 2 * SIDES:
+            store_2(spare, side)
+            turn_f32(spare, side, to + 2 * chunk, types.int64(LINE))
+        if count > 3 * SIDES:
+            store_3(spare, side)
+            turn_f32(spare, side, to + 3 * chunk, types.int64(LINE))
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def multiply_rows(count: Any, turned: Any, groups: Any, steps: Any, spare: Any, sums: Any) -> None:
+    """Write sums [count, COLUMNS], filled up to a multiple of SIDES rows: up to 4 * SIDES rows of x, as `turn_rows`
+    wrote them, times COLUMNS rows of weights, which are read once. spare: room for SIDES rows of sums."""
+    line = min(count, SIDES) * WORD
+    shape_of_rows(line)
+    if count <= SIDES:
+        _few_rows(line, turned, groups, steps, spare, sums)
+    else:
+        _more_rows(count, turned, groups, steps, spare, sums)
+    release()

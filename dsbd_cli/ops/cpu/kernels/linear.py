@@ -1,7 +1,8 @@
 """The kernel of linear.py in numba: a product of float32 or bfloat16 with weights that are streamed once.
 
 A few rows take the weights from memory once, in the tiles of simd.py; more take them from the cache, a piece of the
-inputs at a time, with their sums kept in float32 between. Each sum goes from the first input to the last (bfloat16 on
+inputs at a time, with their sums kept in float32 between. Weights in rows are made lines a piece at a time for many
+rows of x, and for a few it is these that are turned. Each sum goes from the first input to the last (bfloat16 on
 AMD: pair by pair). So a row's bits are its own, whatever rows and threads there are.
 
 Addresses are int64, and nothing checks them; linear.py does.
@@ -12,12 +13,13 @@ from __future__ import annotations
 from numba import njit, types
 
 from dsbd_cli.ops.cpu import linear as packing
-from dsbd_cli.ops.cpu.kernels.amx import matrix_tile
+from dsbd_cli.ops.cpu.kernels.amx import GROUP, ROW, SIDES, matrix_tile, multiply_rows, pack_groups, turn_rows
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
     COLUMNS,
     LANES,
     LINE,
+    ROWS,
     SIDE,
     WORD,
     add,
@@ -31,7 +33,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     take,
     tile,
 )
-from dsbd_cli.ops.cpu.linear import LAYOUT, MULTIPLY, PACK, bfloat16_tile
+from dsbd_cli.ops.cpu.linear import LAYOUT, MULTIPLY, PACK, ROWS_AT_ONCE, bfloat16_tile
 from dsbd_cli.ops.cpu.runtime import PRODUCT
 
 compiled = KernelCompiler("linear layers", seconds=3, layout=LAYOUT)
@@ -39,7 +41,7 @@ compiled = KernelCompiler("linear layers", seconds=3, layout=LAYOUT)
 # `at` is the address of a linear.LinearArguments, whose fields have these offsets.
 assert packing.COLUMNS == COLUMNS
 (P_TAKEN, _, P_ITEMS, P_ROWS, P_STEPS, P_OUT) = PACK
-X, X_ROW, WEIGHTS, STEPS, PIECE, BIAS, OUT, OUT_ROW, NARROW = MULTIPLY[len(PRODUCT) :]
+X, X_ROW, WEIGHTS, STEPS, PIECE, IN_ROWS, ROOM, BIAS, OUT, OUT_ROW, NARROW = MULTIPLY[len(PRODUCT) :]
 
 float_tile = tile("float32")
 # where torch multiplies bfloat16 the code is compiled for float32 twice, and never run for bfloat16
@@ -47,19 +49,44 @@ pair_tile = matrix_tile("bfloat16") if bfloat16_tile() == "amx" else tile(bfloat
 
 
 @njit(error_model="numpy")
+def prepare(at, sums):
+    """Turn rows of x, where the weights are rows and read once."""
+    count = get_i64(at + ROWS)
+    if get_i64(at + IN_ROWS) and count <= ROWS_AT_ONCE:
+        turn_rows(get_i64(at + X), get_i64(at + X_ROW), count, get_i64(at + STEPS), sums + get_i64(at + ROOM))
+
+
+@njit(error_model="numpy")
 def add_up(at, block, first, count, sums):
     """Sums [count, COLUMNS] of a block of outputs."""
+    steps, x_row, narrow, in_rows = (
+        get_i64(at + STEPS),
+        get_i64(at + X_ROW),
+        get_i64(at + NARROW),
+        get_i64(at + IN_ROWS),
+    )
+    room = sums + get_i64(at + ROOM)
+    if in_rows:
+        weights = get_i64(at + WEIGHTS) + block * SIDE * GROUP
+        if get_i64(at + ROWS) <= ROWS_AT_ONCE:
+            multiply_rows(count, room, weights, steps, room - SIDES * ROW, sums)
+            return
+    else:
+        weights = get_i64(at + WEIGHTS) + block * steps * LINE
     for r in range(count):
         clear_line(sums + r * LINE)
-    steps, x_row, narrow = get_i64(at + STEPS), get_i64(at + X_ROW), get_i64(at + NARROW)
-    x, weights = get_i64(at + X) + first * x_row, get_i64(at + WEIGHTS) + block * steps * LINE
+    x = get_i64(at + X) + first * x_row
     done = types.int64(0)
     while done < steps:
         part = min(get_i64(at + PIECE), steps - done)
+        lines = weights + done * LINE
+        if in_rows:
+            lines = room
+            pack_groups(weights, done, part, lines)
         if narrow:
-            pair_tile(count, x + done * WORD, x_row, weights + done * LINE, part, sums)
+            pair_tile(count, x + done * WORD, x_row, lines, part, sums)
         else:
-            float_tile(count, x + done * WORD, x_row, weights + done * LINE, part, sums)
+            float_tile(count, x + done * WORD, x_row, lines, part, sums)
         done += part
 
 
@@ -86,7 +113,7 @@ def add_up_and_finish(at, block, first, count, sums):
     finish(at, block, first, count, sums)
 
 
-share_out = product(add_up_and_finish)
+share_out = product(add_up_and_finish, prepare)
 
 
 @compiled.addressed

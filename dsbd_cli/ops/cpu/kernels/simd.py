@@ -263,12 +263,15 @@ def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 def _turned(narrow: bool) -> Callable[..., Any]:
-    def build(builder: Any, source: Any, step: Any, target: Any, line: Any) -> None:
+    def build(builder: Any, source: Any, step: Any, target: Any, line: Any, last: Any = None) -> None:
         rows = []
-        for _ in range(LANES):
+        for lane in range(LANES):
             row = loaded(builder, source, HALVES if narrow else VECTOR, 2 if narrow else 4)
             rows.append(_widened(builder, row) if narrow else row)
-            source = builder.add(source, step)
+            further = builder.add(source, step)
+            if last is not None:
+                further = builder.select(builder.icmp_signed("<", ir.Constant(I64, lane), last), further, source)
+            source = further
         for row in _transpose(builder, rows):
             builder.store(row, pointer(builder, target, VECTOR), align=4)
             target = builder.add(target, line)
@@ -278,6 +281,8 @@ def _turned(narrow: bool) -> Callable[..., Any]:
 
 turn_f32 = operation(types.void, *(types.int64,) * 4)(_turned(False))
 turn_bf16 = operation(types.void, *(types.int64,) * 4)(_turned(True))
+# as turn_f32 of rows 0 .. last: the last one stands for those that are missing
+turn_some = operation(types.void, *(types.int64,) * 5)(_turned(False))
 
 
 @operation(LANES_TYPE, LANES_TYPE)
@@ -425,13 +430,19 @@ def pack_lines(rows: Any, steps: Any, out: Any) -> None:
         done += count
 
 
-def product(block: Callable[..., None]) -> Callable[..., Any]:
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _nothing(at: Any, sums: Any) -> None:
+    pass
+
+
+def product(block: Callable[..., None], prepare: Callable[..., None] = _nothing) -> Callable[..., Any]:
     """A function of numba: block(at, number, first, count, sums) for each block of COLUMNS outputs and chunk of rows
-    first .. first + count in the shares that no other thread has taken. sums: room of the thread's own. at: arguments
-    that begin with native.PRODUCT."""
+    first .. first + count in the shares that no other thread has taken, and prepare(at, sums) before. sums: room of the
+    thread's own. at: arguments that begin with native.PRODUCT."""
 
     def multiply(at):  # type: ignore[no-untyped-def]
         sums = get_i64(at + SUMS) + take(at + THREADS) * get_i64(at + SUMS_BYTES)
+        prepare(at, sums)
         rows, chunk, share = get_i64(at + ROWS), get_i64(at + CHUNK), get_i64(at + SHARE)
         chunks = (rows + chunk - 1) // chunk
         while True:
