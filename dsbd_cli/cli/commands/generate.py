@@ -36,6 +36,7 @@ from dsbd_cli.cli.run.files import (
     open_input_lines,
     reads_table,
     resuming,
+    unlike_name,
     writes,
 )
 from dsbd_cli.cli.run.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
@@ -201,6 +202,8 @@ class _GenerateRun:
                 for line in EXPLAINED:
                     say(line)
             stream, name, size = open_input_lines(self._files, stack)
+            if note := unlike_name(self._files):
+                self.reporter.warn(note)
             table = reads_table(self._files)
             # a table's rows have other sizes than the lines they become
             self.reporter.input_bytes, rows = size if table is None else None, count_rows(self._files, size)

@@ -191,6 +191,15 @@ def reads_table(files: FileOptions) -> Path | None:
     return files.input if named and files.input is not None and is_table(files.input) else None
 
 
+def unlike_name(files: FileOptions) -> str | None:
+    """Tell of an output that is called a table and is none."""
+    if files.output is None or not is_table(files.output) or writes(files).columns:
+        return None
+    return (
+        f"{files.output} gets lines of {files.output_format or 'native'}: --output-format csv or parquet writes a table"
+    )
+
+
 def count_rows(files: FileOptions, size: int | None) -> int | None:
     """Rows of the input, from a pass of its own; None where it is too large for one, or no plain file. size: as
     `open_input_lines` gives it. Raises UsageError."""

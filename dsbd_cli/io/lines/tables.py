@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
-from dsbd_cli.errors import InvalidRowError, UsageError, one_line, reading
+from dsbd_cli.errors import InvalidRowError, UsageError, one_line, plural, reading
 from dsbd_cli.io.lines.compression import ending, open_input
 from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, BOM, HEAD_BYTES, NumberedLine, ReadLines, read_lines
 from dsbd_cli.io.records.cells import check_columns, row_line
@@ -90,7 +90,7 @@ def read_csv(
             if cells is None or reason:
                 raise InvalidRowError(reason)
             if len(cells) != len(names):
-                raise InvalidRowError(f"the row has {len(cells)} cells, but the header has {len(names)}")
+                raise InvalidRowError(f"the row has {plural(len(cells), 'cell')}, but the header has {len(names)}")
             yield lines.first, row_line(zip(names, cells, strict=True))
         except InvalidRowError as error:
             yield lines.first, LongLine(lines.size, lines.head, str(error))

@@ -100,7 +100,9 @@ def _why_not_json(fields: Fields) -> str:
         try:
             orjson.dumps({name: value})
         except TypeError:
-            if isinstance(value, str):
-                return f"{shorten(name)} is {shorten(value)}, which is not UTF-8"
-            return f"{shorten(name)} is {shorten(value)} of type {type(value).__name__}, which no field takes"
+            shown = name if name.isidentifier() else shorten(name)
+            if isinstance(value, str):  # bytes that are no UTF-8 came as surrogates
+                byte = next(ord(letter) & 0xFF for letter in value if "\ud800" <= letter <= "\udfff")
+                return f"{shown} is not UTF-8: byte 0x{byte:02x} in {shorten(value)}"
+            return f"{shown} is {shorten(value)} of type {type(value).__name__}, which no field takes"
     return "the row is no JSON"

@@ -98,7 +98,7 @@ def _hint(line: bytes) -> str:
     begin = line.lstrip()[:1]
     if begin == b"[":
         return f"; {ARRAY_HINT}"
-    return "" if begin in b'{"' else "; lines of plain text need --input-format text"
+    return "" if begin in b'{"' else "; plain text needs --input-format text, CSV a file named .csv"
 
 
 def _shown(line: bytes) -> str:
