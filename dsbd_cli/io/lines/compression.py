@@ -34,7 +34,7 @@ class _Frame(Protocol):
 
 
 def ending(path: Path) -> str:
-    """What the name ends in, before .gz or .zst: `.csv` for rows.CSV.gz."""
+    """The ending of a name before .gz or .zst, in lower case: `.csv` for rows.CSV.gz."""
     plain = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
     return plain.suffix.lower()
 
