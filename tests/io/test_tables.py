@@ -179,6 +179,13 @@ def test_all_forms_of_a_row_ask_for_the_same(tmp_path: Path) -> None:
     assert [row.number for row in rows_of(tmp_path / "in.parquet")] == [1, 2]
 
 
+def test_rows_of_csv_are_counted_as_they_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.tsv.gz"
+    for text, rows in ((b"", 0), (b"prompt\n", 0), (b'prompt\tid\n"a\nb"\t1\n\nbad\nc\t"2', 3)):
+        path.write_bytes(gzip.compress(text))
+        assert count_table_rows(path) == rows
+
+
 def test_values_of_parquet_that_no_field_takes_are_the_errors_of_their_rows(tmp_path: Path) -> None:
     path = tmp_path / "in.parquet"
     columns = {

@@ -19,7 +19,7 @@ from dsbd_cli.io.records.row import MAX_LINE_BYTES, LongLine
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 PARQUET = ".parquet"
-MAX_COUNTED_BYTES = 32 << 20  # of CSV
+MAX_COUNTED_BYTES = 16 << 20  # of CSV
 MAX_BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20  # of Parquet: rows that are held at a time
 
 
@@ -65,7 +65,9 @@ def count_table_rows(path: Path) -> int | None:
     if path.stat().st_size > MAX_COUNTED_BYTES:
         return None
     with closing(open_input(path)) as stream:
-        return sum(1 for _ in lines_reader(path)(stream))
+        records = _records(stream, DELIMITERS[ending(path)], MAX_LINE_BYTES)
+        next(records, None)  # the header
+        return sum(1 for _ in records)
 
 
 # CSV
@@ -79,10 +81,8 @@ def read_csv(
     A row that cannot be read, or has more than `limit` bytes, is given as a LongLine that says why. name: for messages.
     Raises UsageError for a header that cannot be used.
     """
-    csv.field_size_limit(max(limit, csv.field_size_limit()))
-    lines = _RecordLines(stream, limit)
     names: list[str] | None = None
-    for cells, reason in _records(csv.reader(lines, delimiter=delimiter, strict=True), lines):
+    for lines, cells, reason in _records(stream, delimiter, limit):
         if names is None:
             names = _header(cells, reason, name)
             continue
@@ -96,8 +96,11 @@ def read_csv(
             yield lines.first, LongLine(lines.size, lines.head, str(error))
 
 
-def _records(reader: Iterator[list[str]], lines: _RecordLines) -> Iterator[tuple[list[str] | None, str]]:
-    """The cells of every record, or None and why they cannot be read; the empty text: the record is too long."""
+def _records(stream: BinaryIO, delimiter: str, limit: int) -> Iterator[tuple[_RecordLines, list[str] | None, str]]:
+    """Where every record stands and its cells, or None and why they cannot be read; the empty text: it is too long."""
+    csv.field_size_limit(max(limit, csv.field_size_limit()))
+    lines = _RecordLines(stream, limit)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
         lines.begin()
         try:
@@ -105,13 +108,13 @@ def _records(reader: Iterator[list[str]], lines: _RecordLines) -> Iterator[tuple
             if cells is None:
                 return
             if cells:
-                yield cells, ""
+                yield lines, cells, ""
         except _LongRecordError:
             lines.skip()
-            yield None, ""
+            yield lines, None, ""
         except csv.Error as error:
             wording = "a line end stands in a cell without quotes" if "new-line" in str(error) else one_line(error)
-            yield None, f"not valid CSV: {wording}"
+            yield lines, None, f"not valid CSV: {wording}"
 
 
 def _header(cells: list[str] | None, reason: str, file: str) -> list[str]:
