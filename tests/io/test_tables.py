@@ -179,6 +179,20 @@ def test_all_forms_of_a_row_ask_for_the_same(tmp_path: Path) -> None:
     assert [row.number for row in rows_of(tmp_path / "in.parquet")] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ('{""a"": 1, ""a"": 2}', "line 2: duplicate field 'a'"),
+        ('{""a"": 99999999999999999999}', "is an integer of more than 64 bits"),
+        ("[" * 100 + "]" * 100, "nested deeper than 64 levels"),
+    ],
+)
+def test_json_in_a_cell_is_checked_as_that_of_a_line(tmp_path: Path, cell: str, message: str) -> None:
+    (tmp_path / "in.csv").write_text(f'prompt,metadata\nx,"{cell}"\n')
+    [row] = rows_of(tmp_path / "in.csv")
+    assert message in str(row.error)
+
+
 def test_rows_of_csv_are_counted_as_they_are_read(tmp_path: Path) -> None:
     path = tmp_path / "in.tsv.gz"
     for text, rows in ((b"", 0), (b"prompt\n", 0), (b'prompt\tid\n"a\nb"\t1\n\nbad\nc\t"2', 3)):

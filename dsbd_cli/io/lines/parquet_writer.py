@@ -45,8 +45,6 @@ class TableWriter(LineWriter):
 
     def close(self) -> None:
         """Write what is held and the end of the file, and close it. Raises OutputError. May be called twice."""
-        if self._stream.closed:
-            return
         try:
             if not self._failed:
                 self._write_group()
@@ -65,8 +63,6 @@ class TableWriter(LineWriter):
             self._opened().write_table(pyarrow.Table.from_pylist(rows, schema=self._schema))
 
     def _put(self, data: bytes) -> None:
-        if self._failed:  # pyarrow writes the file's end even then
-            return
         try:
             super()._put(data)
         except OutputError as error:
