@@ -137,7 +137,7 @@ REFUSED: list[tuple[str, str]] = [
     ("generate --output-format parquet -o /dev/null", "--output-format parquet needs an ordinary file"),
     ("generate --output-format parquet -o x.gz", "compressed inside: name --output without .gz"),
     ("merge in.csv -o x", f"merge takes parts of native or openai lines, but in.csv is a table, {NO_KEY}"),
-    ("pick --by score -i in.csv", "--input in.csv is a table, but candidates are native or openai records"),
+    ("pick --by score -i in.csv", "records, which hold the key of their row, not a table such as in.csv"),
     ("pick --by score --output-format csv", "Invalid value for '--output-format'"),
 ]
 
@@ -153,6 +153,13 @@ def test_what_tables_cannot_do_is_one_line(
     assert message in outcome.err
     assert outcome.err.count("\n") == 1
     assert [one.name for one in tmp_path.iterdir()] == ["in.csv"]
+
+
+def test_lines_of_csv_that_are_piped_to_pick_are_refused(dsbd: Dsbd) -> None:
+    table = dsbd("generate", "--output-format", "csv", lines=ROWS).out.encode()
+    picked = dsbd("pick", "--by", "score", lines=table)
+    assert (picked.code, picked.out, picked.err.count("\n")) == (2, "", 1)
+    assert "which hold the key of their row, not lines of --output-format csv" in picked.err
 
 
 def test_an_output_that_is_only_called_a_table_is_told_of(dsbd: Dsbd, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from dsbd_cli.cli.run.progress import Reporter, begin_talk, row_line
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import rows_exit_code
 from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.config.variants import BEAM_COLUMNS
 from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError, one_line, option_name, plural, reading
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.line_reader import LineReader
@@ -35,6 +36,7 @@ from dsbd_cli.pick.execution import DEFAULT_TIMEOUT_S, ByExecution, Otherwise
 from dsbd_cli.pick.prompts import ByReward, PromptsById
 from dsbd_cli.pick.sandbox import SqlStoppedError
 
+NO_RECORDS = "pick reads native or openai records, which hold the key of their row"
 CHOICE, FILES = "How one is chosen", "Input and output"
 
 By = Literal["score", "vote", "exec", "mbr", "model"]
@@ -175,7 +177,7 @@ def _check(how: PickOptions, files: PickFiles) -> None:
         raise UsageError(f"--metric is {how.metric!r}, but must be one of {', '.join(METRICS)}{hint}")
     lines = files.input_format == "lines"
     if files.input is not None and is_table(files.input) and not lines:
-        raise UsageError(f"--input {files.input} is a table, but candidates are native or openai records: read those")
+        raise UsageError(f"{NO_RECORDS}, not a table such as {files.input}")
     if (lines or writes_all) != (files.candidates is not None):
         if files.candidates is None:
             raise UsageError("a format lines needs --candidates N: how many lines make a row")
@@ -308,6 +310,8 @@ class _PickRun:
                 continue
             number, line = item
             if count is None:
+                if number == 1 and line == ",".join(BEAM_COLUMNS).encode():
+                    raise UsageError(f"{NO_RECORDS}, not lines of --output-format csv")
                 yield record_row(line, index=index, number=number)
                 index += 1
                 continue
