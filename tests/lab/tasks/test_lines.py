@@ -50,7 +50,7 @@ def test_a_table_of_rows_with_references(tmp_path: Path) -> None:
         ("line-2", "x\n", " y "),
     ]
     path.write_text('prompt,relevant\nx,"[""a"", ""b""]"\n')
-    assert [one.meta["relevant"] for one in jsonl_dataset(path).records()] == [["a", "b"]]
+    assert [one.meta["relevant"] for one in jsonl_dataset(path).records()] == [{"a", "b"}]
     path.write_text("prompt\nx\ny,z\n")
     with pytest.raises(UsageError, match=r"line 3: the row has 2 cells, but the header has 1$"):
         list(jsonl_dataset(path).records())
