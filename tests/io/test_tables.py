@@ -81,6 +81,19 @@ def test_what_csv_writes_is_read_as_it_was(rows: list[tuple[str, str]], end: str
     assert [found for _, found in read(text.getvalue().encode())] == wanted
 
 
+PIECES = [b'"', b",", b"\n", b"\r", b"a", b"\xff", b"\0", b"x" * 30]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=40).map(b"".join))
+def test_no_bytes_raise_and_every_row_has_its_line(rows: bytes) -> None:
+    """A row begins on the line that it names, behind all lines of the row before."""
+    found = list(read_csv(io.BytesIO(b"id,prompt\n" + rows), name="t.csv", limit=50))
+    numbers = [number for number, _ in found]
+    assert numbers == sorted(set(numbers))
+    assert all(2 <= number <= 2 + rows.count(b"\n") for number in numbers)
+    assert not any(isinstance(line, bytes) and len(json.loads(line)) > 2 for _, line in found)
+
+
 CELLS: list[tuple[str, str, object]] = [
     ("id", "007", "007"),
     ("prompt", "1.0", "1.0"),
