@@ -1,12 +1,14 @@
 """Blocks of the pages that are marked as runnable run, in order, with a small checkpoint in the place of a real one.
 
-`<!-- run -->` before a block: it is run by bash, and fails if a command in it fails. `<!-- file: NAME -->`: it is the
-content of a file that later blocks use. Blocks of one page share a folder, in which `sample_inputs` is that of the
-repository and MODEL is a checkpoint.
+`<!-- run -->` before a block: it is run by bash (by Python where the block says so), and fails if a command in it
+fails. `<!-- file: NAME -->`: it is the content of a file that later blocks use. Blocks of one page share a folder, in
+which `sample_inputs` is that of the repository and MODEL is a checkpoint. `jq` is that of the package on PyPI.
 """
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 import re
 import shutil
@@ -15,6 +17,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 import dsbd_cli.models
@@ -25,7 +28,7 @@ MODEL = "coder"  # as the pages name their own checkpoint
 TEMPLATE = "{% for message in messages %}{{ message.content }}\nsql:{% endfor %}"
 BLOCK = re.compile(
     r"^<!-- (?:run|file: (?P<name>[\w.]+)) -->\n\n"
-    r"(?:```\w*\n(?P<fenced>(?:(?!```).*\n)+)```$|(?P<indented>(?:(?: {4}.*)?\n)+))",
+    r"(?:```(?P<language>\w*)\n(?P<fenced>(?:(?!```).*\n)+)```$|(?P<indented>(?:(?: {4}.*)?\n)+))",
     re.MULTILINE,
 )
 MARKED = re.compile(r"^\s*<!-- *(?:run|file)\b", re.MULTILINE)
@@ -36,10 +39,12 @@ PAGES = [
 
 def blocks(text: str) -> list[tuple[str | None, str]]:
     """The marked blocks of a page: the name of a file, or None of commands, and the text."""
-    return [
-        (found["name"], found["fenced"] or textwrap.dedent(found["indented"]).strip() + "\n")
-        for found in BLOCK.finditer(text)
-    ]
+    return [(found["name"], _commands(found)) for found in BLOCK.finditer(text)]
+
+
+def _commands(found: re.Match[str]) -> str:
+    text = found["fenced"] or textwrap.dedent(found["indented"]).strip() + "\n"
+    return f"python - << 'END'\n{text}END\n" if found["language"] == "python" and not found["name"] else text
 
 
 @pytest.fixture
@@ -51,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / MODEL / "chat_template.jinja").write_text(TEMPLATE)
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, command in (("python", ""), ("dsbd", "-m dsbd_cli")):
+    for name, command in (("python", ""), ("dsbd", "-m dsbd_cli"), ("jq", "-m tests.helpers.jq")):
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {command} "$@"\n')
         (programs / name).chmod(0o755)
     return tmp_path
@@ -81,10 +86,33 @@ def run_page(text: str, folder: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_marked_blocks_run(page: Path, folder: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    if "jq " in "".join(block for _, block in blocks(text)) and shutil.which("jq") is None:
-        pytest.skip("jq is not installed")
     assert len(blocks(text)) == len(MARKED.findall(text)), "a mark stands before no block"
     run_page(text, folder)
+
+
+def test_the_recipes_of_tables(folder: Path) -> None:
+    """The section by itself, with an engine that needs no model: what the recipes write is what they say."""
+    program = folder / "bin" / "dsbd"
+    program.write_text(program.read_text().replace("dsbd_cli", "tests.helpers.fake"))
+    page = (ROOT / "docs" / "cookbook.md").read_text(encoding="utf-8")
+    [section] = re.findall(r"^## Tables.*?(?=^## )", page, re.MULTILINE | re.DOTALL)
+    run_page(section, folder)
+    prompts = [json.loads(line) for line in (ROOT / "sample_inputs" / "prompts.jsonl").read_text().splitlines()]
+    best = {(row["id"], row["prompt"], f"{row['prompt']}!0") for row in prompts}
+
+    def rows(name: str) -> list[list[str]]:
+        with (folder / name).open(newline="", encoding="utf-8") as stream:
+            return list(csv.reader(stream))
+
+    lengths = [[row["id"], str(rank), "3", f"{row['prompt']}!{rank - 1}"] for row in prompts for rank in (1, 2)]
+    assert rows("lengths.csv") == lengths
+    assert [json.loads(line)["id"] for line in (folder / "rows.jsonl").read_text().splitlines()] == [1, 2]
+    assert rows("prompts.csv") == [["id", "prompt"], *[list(row.values()) for row in prompts]]
+    assert {tuple(row) for row in rows("joined.csv")} == best | {("id", "prompt", "text")}
+    joined = pyarrow.parquet.read_table(folder / "joined.parquet").to_pylist()
+    assert {(row["id"], row["prompt"], row["text"]) for row in joined} == best
+    assert {row["score"] for row in joined} == {-1.25 / 3}
+    assert (folder / "failed.csv").read_text() == "id,error\n"
 
 
 def test_every_such_page_makes_the_slow_test_run() -> None:

@@ -207,6 +207,10 @@ class Format(Variant):
     Attributes:
         resumable: its lines say which rows they answer, as a native record or an OpenAI line does, so that a run can be
             resumed.
+        columns: the names that a table begins with, as a line with commas between them or as Parquet has them.
+        parquet: records go into a Parquet file.
     """
 
     resumable: bool = False
+    columns: tuple[str, ...] = ()
+    parquet: bool = False

@@ -278,6 +278,7 @@ LOOKUPS = Variant(name="A+B", text="two that read text", settings=(SECOND_DRAFTS
 
 # Output formats
 
+BEAM_COLUMNS = ("id", "rank", "answer_id", "text", "logprob", "score", "error")  # of a flat record, a row per beam
 FORMATS: dict[str, Format] = _table(
     Format(
         name="native",
@@ -295,6 +296,19 @@ FORMATS: dict[str, Format] = _table(
         name="text",
         make="dsbd_cli.io.records.native_record:text_record",
         text="the text alone, escaped as in JSON; an empty line for a row that failed",
+    ),
+    Format(
+        name="csv",
+        make="dsbd_cli.io.records.beam_record:csv_record",
+        text=f"a line per beam: {', '.join(BEAM_COLUMNS)}",
+        columns=BEAM_COLUMNS,
+    ),
+    Format(
+        name="parquet",
+        make="dsbd_cli.io.records.beam_record:parquet_record",
+        text="the same columns in a Parquet file (needs the extra parquet)",
+        columns=BEAM_COLUMNS,
+        parquet=True,
     ),
 )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO, Protocol
 
 from dsbd_cli.errors import InvalidRowError
-from dsbd_cli.io.lines.jsonl import read_lines
+from dsbd_cli.io.lines.jsonl import NumberedLine, ReadLines, read_lines
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.io.records.row import Row
 from dsbd_cli.pick.candidate_rows import CandidateRow
@@ -18,9 +18,10 @@ Asked = str | Sequence[Mapping[str, str]]
 class PromptsById:
     """Prompts by id. Read as far as the rows need: those of rows that are passed over stay in memory."""
 
-    def __init__(self, stream: BinaryIO, name: str) -> None:
+    def __init__(self, stream: BinaryIO, name: str, read: ReadLines = read_lines) -> None:
+        """name: for messages. read: read_lines, or what reads a table as such lines."""
         self._name = name
-        self._rows = self._read(stream)
+        self._rows = self._read(read(stream))
         self._seen: dict[str, Asked] = {}
 
     def of(self, row_id: str) -> Asked:
@@ -34,9 +35,9 @@ class PromptsById:
         return self._seen.pop(row_id)
 
     @staticmethod
-    def _read(stream: BinaryIO) -> Iterator[Row]:
+    def _read(lines: Iterator[NumberedLine]) -> Iterator[Row]:
         reader = RowReader()
-        for index, (number, line) in enumerate(read_lines(stream)):
+        for index, (number, line) in enumerate(lines):
             yield reader.read(line, index=index, number=number)
 
 

@@ -82,7 +82,7 @@ REFUSED = {
     "--existing append --output x": "Invalid value for '--existing'",
     "--set max-errors=0": "Invalid value for '--set max-errors': 0 is less than 1",
     "--input-format json": "Invalid value for '--input-format'",
-    "--output-format csv": "--output-format is 'csv', but must be one of native",
+    "--output-format xml": "--output-format is 'xml', but must be one of native",
     "--set on-too-long=cut": "Invalid value for '--set on-too-long': 'cut' is not one of 'error'",
     "--config no-such-file": "--config no-such-file cannot be read: No such file",
     "--output x --set stats=x": "--output and --set stats are both x",

@@ -34,7 +34,9 @@ from dsbd_cli.cli.run.files import (
     file_hash,
     lacks_input,
     open_input_lines,
+    reads_table,
     resuming,
+    unlike_name,
     writes,
 )
 from dsbd_cli.cli.run.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
@@ -46,7 +48,9 @@ from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import Summary, rows_exit_code
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.errors import UsageError, plural
+from dsbd_cli.io.lines.jsonl import read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
+from dsbd_cli.io.lines.tables import lines_reader
 from dsbd_cli.io.records.record_parts import MethodRecord, run_fingerprint
 from dsbd_cli.io.records.row import LongLine, Row
 from dsbd_cli.io.records.row_files import files_root
@@ -198,14 +202,19 @@ class _GenerateRun:
                 for line in EXPLAINED:
                     say(line)
             stream, name, size = open_input_lines(self._files, stack)
-            self.reporter.input_bytes, rows = size, count_rows(self._files, size)
+            if note := unlike_name(self._files):
+                self.reporter.warn(note)
+            table = reads_table(self._files)
+            # a table's rows have other sizes than the lines they become
+            self.reporter.input_bytes, rows = size if table is None else None, count_rows(self._files, size)
             self.reporter.input_rows = rows if rows is None or self._shard is None else self._shard.rows(rows)
             outputs = stack.enter_context(Outputs(self._files, self._fingerprint))
             outputs.tell(self.reporter)
             settings = {**self._fingerprint, "batch_size": self._settings.batch_size, **self._commits}
             summary = stack.enter_context(Summary(self._files.summary, self.reporter.totals, settings))
             stack.callback(self.reporter.stop)
-            reader = stack.enter_context(LineReader(stream, name))
+            read = read_lines if table is None else lines_reader(table)
+            reader = stack.enter_context(LineReader(stream, name, read=read))
             flow = self._flow(reader, outputs)
             self._answer(flow, outputs, summary)
             if self._shard is not None:
@@ -254,6 +263,7 @@ class _GenerateRun:
                 self._run(flow, outputs, summary)
             elif outputs.is_empty:
                 outputs.begin()  # a run without rows has to make its file, too
+            outputs.finish()
         except TooManyErrorsError as error:
             raise TooManyErrorsError(f"{error}; {self._how_to_resume()}") from None
         except StoppedError:

@@ -11,7 +11,7 @@ import typer
 
 from dsbd_cli.cli.options.declare import Existing, Output, Quiet
 from dsbd_cli.cli.options.settings import TYPED
-from dsbd_cli.cli.run.files import is_special
+from dsbd_cli.cli.run.files import NO_KEY, is_special
 from dsbd_cli.cli.run.messages import say, set_style, warn
 from dsbd_cli.cli.run.shard import SHARD_SETTINGS, shard_of
 from dsbd_cli.cli.run.summary import ROWS_FAILED
@@ -21,6 +21,7 @@ from dsbd_cli.io.lines.jsonl import LineWriter, check_new
 from dsbd_cli.io.lines.lock import open_locked, open_shared
 from dsbd_cli.io.lines.parts import PartFile, in_order, one_after_another, scan
 from dsbd_cli.io.lines.resume import Settings, read_run, replacing, settings_file, write_settings
+from dsbd_cli.io.lines.tables import is_table
 from dsbd_cli.io.records.record_parts import fingerprint_difference
 
 SHOWN = 5  # parts that are named in a message, at most
@@ -90,6 +91,8 @@ def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[l
     for path in paths:
         if not path.is_file():
             raise UsageError(f"{path} is no file")
+        if is_table(path):
+            raise UsageError(f"merge takes parts of native or openai lines, but {path} is a table{NO_KEY}")
         stream = _opened(path, stack)
         settings, created, end = read_run(path, "merge", BESIDE)
         if "shard" not in settings:

@@ -16,16 +16,18 @@ import typer
 from dsbd_cli._version import __version__
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import MAIN, MAX_ERRORS, PIPED, Existing, FileOptions, StreamOptions, TalkOptions
-from dsbd_cli.cli.run.files import can_resume, check_files, open_input_lines, resuming
+from dsbd_cli.cli.run.files import can_resume, check_files, check_rows_file, open_input_lines, resuming
 from dsbd_cli.cli.run.flow import check_errors
 from dsbd_cli.cli.run.output_files import Outputs
 from dsbd_cli.cli.run.progress import Reporter, begin_talk, row_line
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import rows_exit_code
 from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.config.variants import BEAM_COLUMNS
 from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError, one_line, option_name, plural, reading
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.line_reader import LineReader
+from dsbd_cli.io.lines.tables import is_table, lines_reader
 from dsbd_cli.io.records.row import LongLine
 from dsbd_cli.io.schemas.contracts import PICK, dump_line
 from dsbd_cli.pick.candidate_rows import CandidateRow, group_of_lines, record_row
@@ -34,6 +36,7 @@ from dsbd_cli.pick.execution import DEFAULT_TIMEOUT_S, ByExecution, Otherwise
 from dsbd_cli.pick.prompts import ByReward, PromptsById
 from dsbd_cli.pick.sandbox import SqlStoppedError
 
+NO_RECORDS = "pick reads native or openai records, which hold the key of their row"
 CHOICE, FILES = "How one is chosen", "Input and output"
 
 By = Literal["score", "vote", "exec", "mbr", "model"]
@@ -144,6 +147,7 @@ def pick(how: PickOptions, files: PickFiles, talk: TalkOptions, arguments: Seque
     own = FileOptions(
         input=files.input,
         output=files.output,
+        input_format="text" if files.input_format == "lines" else None,
         output_format="text" if files.output_format in ("text", "lines") else None,
         existing=files.existing,
     )
@@ -172,6 +176,8 @@ def _check(how: PickOptions, files: PickFiles) -> None:
         hint = " (write --output-format lines and give them to mbrs, which has it)" if how.metric == "comet" else ""
         raise UsageError(f"--metric is {how.metric!r}, but must be one of {', '.join(METRICS)}{hint}")
     lines = files.input_format == "lines"
+    if files.input is not None and is_table(files.input) and not lines:
+        raise UsageError(f"{NO_RECORDS}, not a table such as {files.input}")
     if (lines or writes_all) != (files.candidates is not None):
         if files.candidates is None:
             raise UsageError("a format lines needs --candidates N: how many lines make a row")
@@ -286,12 +292,13 @@ class _PickRun:
         path, how = self._how.prompts, self._how
         assert path is not None
         with reading(f"--prompts {path}"):
+            check_rows_file(path)
             stream = stack.enter_context(open_input(path))
         from dsbd_cli.models.reward import RewardModel
 
         return ByReward(
             RewardModel(ModelSpec(how.model or "", device=how.device or "auto")),
-            PromptsById(cast("io.BufferedReader", stream), str(path)),
+            PromptsById(cast("io.BufferedReader", stream), str(path), lines_reader(path)),
         )
 
     def _rows(self, reader: LineReader) -> Iterator[CandidateRow | None]:
@@ -303,6 +310,8 @@ class _PickRun:
                 continue
             number, line = item
             if count is None:
+                if number == 1 and line == ",".join(BEAM_COLUMNS).encode():
+                    raise UsageError(f"{NO_RECORDS}, not lines of --output-format csv")
                 yield record_row(line, index=index, number=number)
                 index += 1
                 continue

@@ -69,8 +69,8 @@ class FileOptions(RowFileOptions, StreamOptions):
 
     input_format: InputFormat | None = option(
         FILES,
-        "auto: JSON lines, flat or of the OpenAI batch form, told apart line by line; "
-        "strict: the same, and a line with an unknown field fails; text: every line is a prompt",
+        "auto: JSON lines, flat or of the OpenAI batch form, told apart line by line; a table where --input ends in "
+        ".csv, .tsv or .parquet; strict: the same, and a row with an unknown field fails; text: every line is a prompt",
         default="auto",
         metavar="FORM",
     )

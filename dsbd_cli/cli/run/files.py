@@ -8,7 +8,7 @@ import itertools
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -19,14 +19,17 @@ from dsbd_cli.config.variant import Format
 from dsbd_cli.config.variants import FORMATS
 from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.io.lines.compression import check_whole, open_input
-from dsbd_cli.io.lines.jsonl import check_new, read_lines
+from dsbd_cli.io.lines.jsonl import BOM, HEAD_BYTES, check_new, read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
+from dsbd_cli.io.lines.tables import check_table, count_table_rows, is_table, lines_reader, require_parquet
+from dsbd_cli.io.records.parse import ARRAY_HINT
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.io.records.row_files import files_root
 from dsbd_cli.requests import Request
 
 COMPRESSED = (".gz", ".zst")
 MAX_COUNTED_BYTES = 256 << 20
+NO_KEY = ", whose lines do not say what was asked: native and openai lines have a key that does"
 
 
 def is_special(path: Path) -> bool:
@@ -68,6 +71,7 @@ def resuming(arguments: Sequence[str]) -> str:
 def check_files(files: FileOptions) -> None:
     """Refuse names and switches that cannot work together. Raises UsageError."""
     writes(files).load()
+    _check_parquet(files)
     check_files_under(files.files_under, "every line is a prompt" if files.input_format == "text" else None)
     named = [
         (option, path)
@@ -90,6 +94,18 @@ def check_files(files: FileOptions) -> None:
     _check_apart(named)
 
 
+def _check_parquet(files: FileOptions) -> None:
+    """Refuse a Parquet output that is no file of its own. Raises UsageError."""
+    if not writes(files).parquet:
+        return
+    given = f"--output-format {files.output_format}"
+    if files.output is None or files.output == STANDARD or is_special(files.output):
+        raise UsageError(f"{given} needs an ordinary file, which a pipe is not: name it with --output")
+    if files.output.suffix in COMPRESSED:
+        raise UsageError(f"{given} is compressed inside: name --output without {files.output.suffix}")
+    require_parquet(given)
+
+
 def _check_apart(named: Sequence[tuple[str, Path]]) -> None:
     for (one, path), (other, taken) in itertools.combinations(named, 2):
         if _same(path, taken):
@@ -109,7 +125,7 @@ def _check_resume(files: FileOptions) -> None:
             raise UsageError(f"{given} cannot go on with {path}, which is compressed: write plain lines")
     if not writes(files).resumable:
         form = f"--output-format {files.output_format}"
-        raise UsageError(f"{given} cannot go on with {form}, whose lines do not say which row they are")
+        raise UsageError(f"{given} cannot go on with {form}{NO_KEY}")
 
 
 def _same(one: Path, other: Path) -> bool:
@@ -145,6 +161,8 @@ def open_input_lines(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, st
     if path is not None and path != STANDARD:
         with reading(f"--input {path}"):
             plain = path.suffix not in COMPRESSED
+            if files.input_format != "text":
+                check_rows_file(path)
             size = path.stat().st_size if path.is_file() and plain else None
             if path.is_file() and not plain:
                 check_whole(path)
@@ -156,13 +174,42 @@ def open_input_lines(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, st
     return sys.stdin.buffer, "standard input", None
 
 
+def check_rows_file(path: Path) -> None:
+    """Refuse a table whose columns cannot be used, and a file that holds a JSON array. Raises UsageError, OSError."""
+    if is_table(path):
+        check_table(path)
+    elif path.is_file():
+        with closing(open_input(path)) as stream:
+            begin = stream.read(HEAD_BYTES)
+        if begin.removeprefix(BOM).lstrip()[:1] == b"[":
+            raise UsageError(f"{path} holds a JSON array, but rows are lines with an object each: {ARRAY_HINT}")
+
+
+def reads_table(files: FileOptions) -> Path | None:
+    """The input where it is a table."""
+    named = files.input is not None and files.input != STANDARD and files.input_format != "text"
+    return files.input if named and files.input is not None and is_table(files.input) else None
+
+
+def unlike_name(files: FileOptions) -> str | None:
+    """Tell of an output that is called a table and is none."""
+    if files.output is None or not is_table(files.output) or writes(files).columns:
+        return None
+    return (
+        f"{files.output} gets lines of {files.output_format or 'native'}: --output-format csv or parquet writes a table"
+    )
+
+
 def count_rows(files: FileOptions, size: int | None) -> int | None:
     """Rows of the input, from a pass of its own; None where it is too large for one, or no plain file. size: as
     `open_input_lines` gives it. Raises UsageError."""
     if files.input is None or size is None or size > MAX_COUNTED_BYTES:
         return None
-    with reading(f"--input {files.input}"), files.input.open("rb") as stream:
-        return sum(1 for _ in read_lines(stream))
+    with reading(f"--input {files.input}"):
+        if (table := reads_table(files)) is not None:
+            return count_table_rows(table)
+        with files.input.open("rb") as stream:
+            return sum(1 for _ in read_lines(stream))
 
 
 def check_report_files(files: Mapping[str, Path | None], *, existing: str | None) -> None:
@@ -195,7 +242,10 @@ def read_prompts(
     check_files_under(files_under)
     rows = replace(rows, files_root=files_root(files_under, path))
     found: list[Request] = []
-    with reading(f"{option} {path}"), open_input(path) as stream, LineReader(stream, str(path)) as reader:
+    with reading(f"{option} {path}"), ExitStack() as stack:
+        check_rows_file(path)
+        stream = stack.enter_context(open_input(path))
+        reader = stack.enter_context(LineReader(stream, str(path), read=lines_reader(path)))
         for number, line in itertools.islice(filter(None, reader), most):
             row = rows.read(line, index=len(found), number=number)
             if row.request is None:

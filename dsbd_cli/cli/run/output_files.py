@@ -99,7 +99,25 @@ class Outputs:
         if self._steps is not None and self._files.existing == "overwrite":
             self._steps.truncate(0)
         self._new = []
-        return self._writer(output, self._output), None if steps is None else self._writer(steps, self._steps)
+        form = writes(self._files)
+        if form.parquet:
+            return self._table_writer(form.columns), None if steps is None else self._writer(steps, self._steps)
+        records = self._writer(output, self._output)
+        if form.columns:
+            records.write(",".join(form.columns).encode())
+        return records, None if steps is None else self._writer(steps, self._steps)
+
+    def _table_writer(self, columns: tuple[str, ...]) -> LineWriter:
+        from dsbd_cli.io.lines.parquet_writer import TableWriter
+
+        assert self._output is not None
+        assert self._files.output is not None
+        return self._stack.enter_context(TableWriter(self._output, str(self._files.output), columns))
+
+    def finish(self) -> None:
+        """Close the output, where one was begun, so that what is told afterwards is true. Raises OutputError."""
+        if self._writers is not None:
+            self._writers[0].close()
 
     def complete(self, rows: int, digest: str) -> None:
         """All rows of a part are written. rows, digest: of the whole input."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsbd_cli.cli.options.options import STANDARD, FileOptions
-from dsbd_cli.cli.run.files import COMPRESSED, is_special
+from dsbd_cli.cli.run.files import COMPRESSED, NO_KEY, is_special, writes
 from dsbd_cli.errors import UsageError, reading, shorten
+from dsbd_cli.io.lines.tables import PARQUET
 
 SHARD_SETTINGS = ("shard", "input_bytes", "input_head", "input_compressed")  # of the settings beside a part
 HEAD_BYTES = 1 << 16
@@ -49,7 +50,7 @@ class Shard:
         with reading(f"--input {path}"), path.open("rb") as stream:
             head = hashlib.blake2b(stream.read(HEAD_BYTES), digest_size=8).hexdigest()
             values = (f"{self.part}/{self.count}", path.stat().st_size, head, True)
-        named = SHARD_SETTINGS if path.suffix in COMPRESSED else SHARD_SETTINGS[:-1]
+        named = SHARD_SETTINGS if path.suffix in (*COMPRESSED, PARQUET) else SHARD_SETTINGS[:-1]
         return dict(zip(named, values, strict=False))
 
 
@@ -119,8 +120,8 @@ def sharded_files(files: FileOptions, shard: Shard) -> FileOptions:
         raise UsageError("--shard needs a file that all parts read: name it with --input")
     if files.output is None or files.output == STANDARD or is_special(files.output):
         raise UsageError("--shard writes a file of its own: name it with --output, without the part")
-    if files.output_format == "text":
-        raise UsageError("--shard cannot write --output-format text, whose lines do not say which row they are")
+    if not writes(files).resumable:
+        raise UsageError(f"--shard cannot write --output-format {files.output_format}{NO_KEY}")
     for option, path in (("--output", files.output), ("--set stats", files.stats)):
         if path is not None and path.suffix in COMPRESSED:
             raise UsageError(f"--shard cannot write {option} {path}, which is compressed: write plain lines")

@@ -33,6 +33,12 @@ class _Frame(Protocol):
     def decompress(self, data: bytes, /) -> bytes: ...
 
 
+def ending(path: Path) -> str:
+    """The ending of a name before .gz or .zst, in lower case: `.csv` for rows.CSV.gz."""
+    plain = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+    return plain.suffix.lower()
+
+
 def open_input(path: Path) -> BinaryIO:
     """A file to read bytes from, decompressed if its name ends in .gz or .zst. Raises OSError."""
     if path.suffix not in (".gz", ".zst"):

@@ -10,15 +10,9 @@ from pathlib import Path
 import orjson
 
 from dsbd_cli.errors import UsageError, reading
-from dsbd_cli.io.lines.compression import open_input
+from dsbd_cli.io.lines.compression import ending, open_input
 
 PIECE_CHARACTERS = 1 << 18
-
-
-def _is_json_lines(path: Path) -> bool:
-    """By the name, before .gz or .zst."""
-    plain = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
-    return plain.suffix in (".jsonl", ".ndjson")
 
 
 def read_documents(path: Path, field: str) -> Iterator[Iterator[str]]:
@@ -26,7 +20,7 @@ def read_documents(path: Path, field: str) -> Iterator[Iterator[str]]:
 
     Raises UsageError, naming the line and the field.
     """
-    if _is_json_lines(path):
+    if ending(path) in (".jsonl", ".ndjson"):
         for number, line in _lines(path):
             if line.strip():
                 yield iter((_text(line, f"{path}, line {number}", field),))

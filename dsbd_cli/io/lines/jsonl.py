@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO, Protocol, Self
 
 import orjson
 
@@ -24,6 +24,12 @@ FRAME_LINES = 256
 FRAME_SECONDS = 1.0
 
 NumberedLine = tuple[int, bytes | LongLine]
+
+
+class ReadLines(Protocol):
+    """Interface of `read_lines`, and of what reads a table as such lines."""
+
+    def __call__(self, stream: BinaryIO, *, limit: int = MAX_LINE_BYTES) -> Iterator[NumberedLine]: ...
 
 
 OUTPUT_CLOSED = 141  # exit code of a program that SIGPIPE ends: 128 + 13

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, BinaryIO, Self
 
 from dsbd_cli.errors import DsbdError
-from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, NumberedLine, read_lines
+from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, NumberedLine, ReadLines, read_lines
 from dsbd_cli.io.records.row import MAX_LINE_BYTES, LongLine
 
 if TYPE_CHECKING:
@@ -38,10 +38,12 @@ class LineReader:
     Held are 2048 lines or 4 MiB, whatever comes first, and one line more; as many may have been taken already.
     """
 
-    def __init__(self, stream: BinaryIO, name: str, *, limit: int = MAX_LINE_BYTES) -> None:
+    def __init__(
+        self, stream: BinaryIO, name: str, *, limit: int = MAX_LINE_BYTES, read: ReadLines = read_lines
+    ) -> None:
         """stream: borrowed, not closed; see `open_input`. name: for messages. limit: bytes of a line, see
-        `read_lines`."""
-        self._name, self._limit = name, limit
+        `read_lines`. read: that, or what reads a table as such lines."""
+        self._name, self._limit, self._read_lines = name, limit, read
         self._changed = threading.Condition()
         self._held: deque[NumberedLine] = deque()
         self._held_bytes = 0
@@ -80,10 +82,12 @@ class LineReader:
         """Read lines until the end: the work of the thread."""
         number = 0
         try:
-            for line in read_lines(io.BufferedReader(self._stream, BLOCK_BYTES), limit=self._limit):
+            for line in self._read_lines(io.BufferedReader(self._stream, BLOCK_BYTES), limit=self._limit):
                 number = line[0]
                 if not self._offer(line):
                     break
+        except DsbdError as error:
+            self._error = error
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             self._error = DsbdError(f"cannot read {self._name} behind line {number}: {reason}")

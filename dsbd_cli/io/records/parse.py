@@ -10,6 +10,7 @@ from dsbd_cli.errors import MAX_SHOWN, InvalidRowError, shorten
 from dsbd_cli.io.records.row import Fields
 
 MAX_DEPTH = 64
+ARRAY_HINT = "jq -c '.[]' makes lines of a JSON array"
 LARGEST_EXACT = 2.0**63
 
 
@@ -20,7 +21,7 @@ def parse_object(line: bytes) -> Fields:
     except orjson.JSONDecodeError as error:
         raise InvalidRowError(_not_json(line, error)) from None
     if not isinstance(row, dict):
-        raise InvalidRowError(f"not a JSON object: {_shown(line)}")
+        raise InvalidRowError(f"not a JSON object: {_shown(line)}{_hint(line)}")
     names, colons, large = _survey(row)
     # Colons of the line are those behind names and those in strings. A name that stands twice is counted once in the
     # dict, so its second colon is left over. An escaped colon is not seen in the line: then, too, the slow way decides.
@@ -89,8 +90,15 @@ def _not_json(line: bytes, error: orjson.JSONDecodeError) -> str:
         reason = "nested too deep"
     elif "surrogate" in reason:
         reason = "half of a surrogate pair"
-    hint = "" if line.lstrip()[:1] in b'{["' else "; lines of plain text need --input-format text"
-    return f"not valid JSON: {reason} at character {error.pos + 1}: {_shown(line)}{hint}"
+    return f"not valid JSON: {reason} at character {error.pos + 1}: {_shown(line)}{_hint(line)}"
+
+
+def _hint(line: bytes) -> str:
+    """How to read what is no line of JSON."""
+    begin = line.lstrip()[:1]
+    if begin == b"[":
+        return f"; {ARRAY_HINT}"
+    return "" if begin in b'{"' else "; plain text needs --input-format text, CSV a file named .csv"
 
 
 def _shown(line: bytes) -> str:

@@ -270,6 +270,8 @@ def _raw_key(row_id: str, line: bytes | LongLine) -> str:
 
 
 def _held(line: bytes | LongLine) -> bytes:
+    if isinstance(line, LongLine) and line.reason:
+        raise InvalidRowError(line.reason)
     if isinstance(line, LongLine):
         shown = shorten(line.head.decode("utf-8", "replace"))
         raise InvalidRowError(f"the line has {line.size} bytes, but must have at most {MAX_LINE_BYTES}: {shown}")

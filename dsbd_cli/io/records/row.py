@@ -17,10 +17,16 @@ MAX_LINE_BYTES = 16 << 20  # parsed, a line of brackets takes 25 times its size
 
 @dataclass(frozen=True, slots=True)
 class LongLine:
-    """Stands for a line that is too long to be held: its size in bytes and its first bytes."""
+    """Stands for a line that cannot be held, or a table's row that cannot be read.
+
+    Attributes:
+        size: its bytes. head: its first bytes.
+        reason: why it cannot be read; the empty text: it is too long.
+    """
 
     size: int
     head: bytes = b""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

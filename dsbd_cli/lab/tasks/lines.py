@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from dsbd_cli.errors import InvalidRowError, UsageError, shorten
+from dsbd_cli.errors import InvalidRowError, UsageError, reading, shorten
+from dsbd_cli.io.lines.compression import open_input
+from dsbd_cli.io.lines.tables import check_table, is_table, lines_reader
 from dsbd_cli.io.records.parse import parse_object
+from dsbd_cli.io.records.row import LongLine
 from dsbd_cli.io.records.row_files import FILE_FIELDS, file_of_row, files_root
 from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS, ranked_scores, read_metrics
@@ -121,6 +125,16 @@ def _are_messages(value: object) -> bool:
     )
 
 
+def _table_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The rows of a table as lines of JSON. Raises UsageError."""
+    check_table(path)
+    with reading(str(path)), closing(open_input(path)) as stream:
+        for number, line in lines_reader(path)(stream):
+            if isinstance(line, LongLine):
+                raise UsageError(f"{path} line {number}: {line.reason or 'it is too long'}")
+            yield number, line.decode()
+
+
 def _exact(record: TaskRecord, text: str) -> Mapping[str, float]:
     return {"exact match": float(text.strip() == record.reference.strip())}
 
@@ -130,9 +144,9 @@ def _nothing(record: TaskRecord, text: str) -> Mapping[str, float]:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Place and object of every line that is not blank."""
+    """Place and object of every line that is not blank, or of every row of a table."""
     found = False
-    for number, line in enumerate(read_text(path).split("\n"), 1):
+    for number, line in _table_lines(path) if is_table(path) else enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             found = True
             try:

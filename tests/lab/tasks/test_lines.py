@@ -41,6 +41,21 @@ def test_lines_with_references_are_met_exactly(tmp_path: Path) -> None:
     assert dataset.score(second, "Y") == {"exact match": 0.0}
 
 
+def test_a_table_of_rows_with_references(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('id,prompt,reference\n01,2 + 2 =,4\n,"x\n", y \n')
+    first, second = jsonl_dataset(path).records()
+    assert [(one.id, one.prompt, one.reference) for one in (first, second)] == [
+        ("01", "2 + 2 =", "4"),
+        ("line-2", "x\n", " y "),
+    ]
+    path.write_text('prompt,relevant\nx,"[""a"", ""b""]"\n')
+    assert [one.meta["relevant"] for one in jsonl_dataset(path).records()] == [{"a", "b"}]
+    path.write_text("prompt\nx\ny,z\n")
+    with pytest.raises(UsageError, match=r"line 3: the row has 2 cells, but the header has 1$"):
+        list(jsonl_dataset(path).records())
+
+
 def test_lines_without_references_are_for_speed(tmp_path: Path) -> None:
     message = [{"role": "user", "content": "hello"}]
     dataset = jsonl_dataset(write(tmp_path, {"prompt": "a", "temperature": 2}, {"messages": message}))

@@ -1,0 +1,223 @@
+"""Tables as input, CSV and Parquet, known by the ending of the file: each row as the line of JSON that asks for the
+same."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import BinaryIO
+
+from dsbd_cli.errors import InvalidRowError, UsageError, one_line, plural, reading
+from dsbd_cli.io.lines.compression import ending, open_input
+from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, BOM, HEAD_BYTES, NumberedLine, ReadLines, read_lines
+from dsbd_cli.io.records.cells import check_columns, row_line
+from dsbd_cli.io.records.row import MAX_LINE_BYTES, LongLine
+
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+PARQUET = ".parquet"
+MAX_COUNTED_BYTES = 16 << 20  # of CSV
+MAX_BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20  # of Parquet: rows that are held at a time
+
+
+def is_table(path: Path) -> bool:
+    """Whether the name is that of a table; it may be compressed."""
+    return ending(path) in (*DELIMITERS, PARQUET)
+
+
+def lines_reader(path: Path) -> ReadLines:
+    """The function that reads the rows of a file of this name as lines of JSON."""
+    if ending(path) == PARQUET:
+        return partial(_parquet_lines, path)
+    delimiter = DELIMITERS.get(ending(path))
+    return read_lines if delimiter is None else partial(read_csv, name=str(path), delimiter=delimiter)
+
+
+def check_table(path: Path) -> None:
+    """Read the names of a table's columns. Raises UsageError where it cannot be read, or no row could be answered."""
+    if ending(path) == PARQUET:
+        if path.suffix.lower() != PARQUET:
+            raise UsageError(f"{path}: a Parquet file is compressed inside: unpack it, and name it .parquet")
+        require_parquet(str(path))
+        if not path.is_file():
+            raise UsageError(f"{path} is no ordinary file: Parquet is not read from a pipe")
+    if path.is_file():
+        with reading(str(path)), closing(open_input(path)) as stream:
+            next(lines_reader(path)(stream), None)
+
+
+def require_parquet(wanted_by: str) -> None:
+    """Raises UsageError where pyarrow is not installed."""
+    if find_spec("pyarrow") is None:
+        raise UsageError(f"{wanted_by} needs pyarrow: pip install 'dsbd[parquet]'")
+
+
+def count_table_rows(path: Path) -> int | None:
+    """Rows of a table: of Parquet they are noted in the file, CSV is read through; None where it is too large for that.
+    Raises OSError."""
+    if ending(path) == PARQUET:
+        from pyarrow.parquet import read_metadata
+
+        return int(read_metadata(path).num_rows)
+    if path.stat().st_size > MAX_COUNTED_BYTES:
+        return None
+    with closing(open_input(path)) as stream:
+        records = _records(stream, DELIMITERS[ending(path)], MAX_LINE_BYTES)
+        next(records, None)  # the header
+        return sum(1 for _ in records)
+
+
+# CSV
+
+
+def read_csv(
+    stream: BinaryIO, *, name: str, delimiter: str = ",", limit: int = MAX_LINE_BYTES
+) -> Iterator[NumberedLine]:
+    """The first line's number and the JSON of every row behind the header; blank lines are passed over.
+
+    A row that cannot be read, or has more than `limit` bytes, is given as a LongLine that says why. name: for messages.
+    Raises UsageError for a header that cannot be used.
+    """
+    names: list[str] | None = None
+    for lines, cells, reason in _records(stream, delimiter, limit):
+        if names is None:
+            names = _header(cells, reason, name)
+            continue
+        try:
+            if cells is None or reason:
+                raise InvalidRowError(reason)
+            if len(cells) != len(names):
+                raise InvalidRowError(f"the row has {plural(len(cells), 'cell')}, but the header has {len(names)}")
+            yield lines.first, row_line(zip(names, cells, strict=True))
+        except InvalidRowError as error:
+            yield lines.first, LongLine(lines.size, lines.head, str(error))
+
+
+def _records(stream: BinaryIO, delimiter: str, limit: int) -> Iterator[tuple[_RecordLines, list[str] | None, str]]:
+    """Where every record stands and its cells, or None and why they cannot be read; the empty text: it is too long."""
+    csv.field_size_limit(max(limit, csv.field_size_limit()))
+    lines = _RecordLines(stream, limit)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    while True:
+        lines.begin()
+        try:
+            cells = next(reader, None)
+            if cells is None:
+                return
+            if cells:
+                yield lines, cells, ""
+        except _LongRecordError:
+            lines.skip()
+            yield lines, None, ""
+        except csv.Error as error:
+            wording = "a line end stands in a cell without quotes" if "new-line" in str(error) else one_line(error)
+            yield lines, None, f"not valid CSV: {wording}"
+
+
+def _header(cells: list[str] | None, reason: str, file: str) -> list[str]:
+    """The names of the columns. Raises UsageError."""
+    if cells is None:
+        raise UsageError(f"the header of {file} cannot be read: {reason or 'it is too long'}")
+    names = [name.strip() for name in cells]
+    try:
+        "".join(names).encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"the header of {file} is not UTF-8: save the file in UTF-8") from None
+    _check_header(names, file)
+    return names
+
+
+def _check_header(names: list[str], file: str) -> None:
+    try:
+        check_columns(names)
+    except UsageError as error:
+        raise UsageError(f"the header of {file} cannot be used: {error}") from None
+
+
+class _LongRecordError(Exception):
+    """A record has more bytes than may be held."""
+
+
+class _RecordLines:
+    """The lines of a stream as text, for a csv.reader, which takes as many as its record has. Bytes that are no UTF-8
+    are kept as surrogates, so that the record goes on.
+
+    Attributes:
+        first: number of the record's first line, from 1. size, head: of the record so far, in bytes.
+    """
+
+    def __init__(self, stream: BinaryIO, limit: int) -> None:
+        self._stream, self._limit = stream, limit
+        self._number = self._quotes = self.size = 0
+        self._ended = True  # the last line was read to its end
+        self.head = b""
+        self.first = 1
+
+    def begin(self) -> None:
+        """A new record begins with the next line."""
+        self.first, self.size, self._quotes, self.head = self._number + 1, 0, 0, b""
+
+    def __iter__(self) -> _RecordLines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._read(self._limit - self.size + len(BOM) + 1)
+        if not line:
+            raise StopIteration
+        if self.size > self._limit:
+            raise _LongRecordError
+        return line.decode("utf-8", "surrogateescape")
+
+    def skip(self) -> None:
+        """Go to the end of the record: the end of a line behind which no quote is open."""
+        while (not self._ended or self._quotes % 2) and self._read(BLOCK_BYTES):
+            pass
+
+    def _read(self, most: int) -> bytes:
+        """A line, or so many bytes of it."""
+        line = self._stream.readline(most)
+        if not line:
+            return b""
+        self._number += self._ended
+        if self._number == 1 and self._ended:
+            line = line.removeprefix(BOM)
+        self._ended = line.endswith(b"\n")
+        self.head += line[: HEAD_BYTES - len(self.head)]
+        self.size += len(line)
+        self._quotes += line.count(b'"')
+        return line
+
+
+# Parquet
+
+
+def _parquet_lines(path: Path, stream: BinaryIO, *, limit: int = MAX_LINE_BYTES) -> Iterator[NumberedLine]:
+    """The number of every row, from 1, and its JSON, a batch at a time. stream: of the same file; another one is
+    opened, which can be sought in. Raises OSError, UsageError for columns that cannot be used."""
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path, buffer_size=BLOCK_BYTES) as file:
+            names = file.schema_arrow.names
+            _check_header(names, str(path))
+            size = sum(file.metadata.row_group(place).total_byte_size for place in range(file.num_row_groups))
+            rows = min(MAX_BATCH_ROWS, max(1, BATCH_BYTES * file.metadata.num_rows // max(size, 1)))
+            number = 0
+            for batch in file.iter_batches(batch_size=rows, use_threads=False):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, _parquet_line(row, limit)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise OSError(f"no Parquet that can be read: {one_line(error)}") from None
+
+
+def _parquet_line(row: dict[str, object], limit: int) -> bytes | LongLine:
+    try:
+        line = row_line(row.items())
+    except InvalidRowError as error:
+        return LongLine(0, reason=str(error))
+    return line if len(line) <= limit else LongLine(len(line), line[:HEAD_BYTES])

@@ -1,0 +1,108 @@
+"""Cells of a table's row to the line of JSON that asks for the same."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+import orjson
+
+from dsbd_cli.errors import InvalidRowError, UsageError, shorten
+from dsbd_cli.io.records.input_forms import OWN, UNSUPPORTED, WITHOUT_EFFECT
+from dsbd_cli.io.records.row import Fields
+
+PROMPTS = ("prompt", "messages", "audio", "image", "body")  # a row has one of these
+TEXTS = frozenset("id custom_id prompt audio image source_lang language target_lang prefix".split())
+TEXT_OR_JSON = frozenset("stop allow token_rules metadata".split())
+FIELDS = OWN | UNSUPPORTED.keys() | WITHOUT_EFFECT | {"logprobs", "body"}  # all others stay text
+MAX_COLUMNS = 1000
+
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_LARGEST_WHOLE = 2.0**53  # a float beyond may not be the number that was written
+
+
+def check_columns(names: list[str]) -> None:
+    """Refuse a header under which no row can be answered. Raises UsageError."""
+    if len(names) > MAX_COLUMNS:
+        raise UsageError(f"it has {len(names)} columns, but may have {MAX_COLUMNS}")
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"the column {shorten(name)} stands twice in it: drop one")
+    if not any(name in PROMPTS for name in names):
+        shown = shorten(", ".join(names))
+        hint = "; .csv has commas between cells, .tsv has tabs" if len(names) == 1 else ""
+        raise UsageError(f"no column is called {', '.join(PROMPTS[:-2])} or {PROMPTS[-2]}; there are {shown}{hint}")
+
+
+def row_line(row: Iterable[tuple[str, object]]) -> bytes:
+    """The line of JSON for a row's columns and cells, empty ones left out. Raises InvalidRowError."""
+    fields: Fields = {}
+    for name, cell in row:
+        value = cell_value(name, cell)
+        if value is not None:
+            fields[name] = value
+    try:
+        return orjson.dumps(fields)
+    except TypeError:
+        raise InvalidRowError(_why_not_json(fields)) from None
+
+
+def cell_value(name: str, cell: object) -> object:
+    """The value of a cell as a line of JSON would have it, None for an empty one.
+
+    A field that is text stays text. `stop`, `allow`, `token_rules` and `metadata` are JSON where the cell begins with a
+    bracket and is JSON, else text. In other fields numbers and true or false are read, and a whole float is an integer.
+    """
+    if isinstance(cell, float):
+        return _whole(cell) if math.isfinite(cell) else None
+    if not isinstance(cell, str):
+        known = name in FIELDS or cell is None or isinstance(cell, bool | int | list | dict)
+        return cell if known else str(cell)
+    if not cell:
+        return None
+    if name in TEXTS or name not in FIELDS:
+        return cell
+    if cell.lstrip()[:1] in ("[", "{"):
+        return _json_or_text(cell)
+    return cell if name in TEXT_OR_JSON else _scalar(cell)
+
+
+def _json_or_text(cell: str) -> object:
+    """Keep the JSON of a cell as it is written, so that it is checked as that of a line is."""
+    try:
+        orjson.loads(cell)
+    except orjson.JSONDecodeError:
+        return cell
+    return orjson.Fragment(cell)
+
+
+def _scalar(cell: str) -> object:
+    """True, false or a number; the text where it is none of them, which the row's reader refuses by its name."""
+    text = cell.strip()
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if not _NUMBER.fullmatch(text):
+        return cell
+    if re.fullmatch(r"[+-]?[0-9]{1,20}", text):
+        return int(text) if -(2**63) <= int(text) < 2**64 else cell
+    number = float(text)
+    return _whole(number) if math.isfinite(number) else cell
+
+
+def _whole(number: float) -> int | float:
+    """An integer for a float that is one: pandas writes integers beside empty cells as floats."""
+    return int(number) if number.is_integer() and abs(number) < _LARGEST_WHOLE else number
+
+
+def _why_not_json(fields: Fields) -> str:
+    for name, value in fields.items():
+        try:
+            orjson.dumps({name: value})
+        except TypeError:
+            shown = name if name.isidentifier() else shorten(name)
+            if isinstance(value, str):  # bytes that are no UTF-8 came as surrogates
+                byte = next(ord(letter) & 0xFF for letter in value if "\ud800" <= letter <= "\udfff")
+                return f"{shown} is not UTF-8: byte 0x{byte:02x} in {shorten(value)}"
+            return f"{shown} is {shorten(value)} of type {type(value).__name__}, which no field takes"
+    return "the row is no JSON"

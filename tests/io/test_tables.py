@@ -1,0 +1,311 @@
+"""Tables as input, and the Parquet file that is written."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import random
+from collections.abc import Callable
+from datetime import date
+from decimal import Decimal
+from functools import partial
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from dsbd_cli.errors import OutputError, UsageError
+from dsbd_cli.io.lines.line_reader import LineReader
+from dsbd_cli.io.lines.parquet_writer import MAX_GROUP_BYTES, TableWriter
+from dsbd_cli.io.lines.tables import check_table, count_table_rows, lines_reader, read_csv
+from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.io.records.row import LongLine, Row
+
+COLUMNS = ("id", "rank", "text", "score")
+
+
+def read(text: bytes, *, delimiter: str = ",", limit: int = 1000) -> list[tuple[int, object]]:
+    """The rows of a table: the object, or a LongLine's reason or size."""
+    lines = read_csv(io.BytesIO(text), name="t.csv", delimiter=delimiter, limit=limit)
+    return [
+        (number, (line.reason or line.size) if isinstance(line, LongLine) else json.loads(line))
+        for number, line in lines
+    ]
+
+
+def test_rows_have_the_number_of_their_first_line() -> None:
+    text = b'\xef\xbb\xbfid, prompt\r\na,"x\ny ""z"""\r\n\r\nb,\r\n01,"\xc3\xa9,"'
+    assert read(text) == [
+        (2, {"id": "a", "prompt": 'x\ny "z"'}),
+        (5, {"id": "b"}),
+        (6, {"id": "01", "prompt": "é,"}),
+    ]
+    assert read(b"id\tprompt\na\t1,5\n", delimiter="\t") == [(2, {"id": "a", "prompt": "1,5"})]
+    assert read(b"") == read(b"prompt\n") == []
+
+
+def test_a_row_that_cannot_be_read_stands_alone() -> None:
+    """The others go on, behind a record that is too long as well: its quotes say where it ends."""
+    long = b'"' + b'a ""b""\n' * 200 + b'"'
+    text = b"id,prompt\n1,2,3\n4\n5,\xff\n6," + long + b'\n7,"x"y\n8,ok\n9,a\rb\n10,' + b"z" * 2000 + b'\n11,"open\n'
+    assert read(text) == [
+        (2, "the row has 3 cells, but the header has 2"),
+        (3, "the row has 1 cell, but the header has 2"),
+        (4, "prompt is not UTF-8: byte 0xff in '\\udcff'"),
+        (5, len(long) + 3),
+        (206, "not valid CSV: ',' expected after '\"'"),
+        (207, {"id": "8", "prompt": "ok"}),
+        (208, "not valid CSV: a line end stands in a cell without quotes"),
+        (209, 2004),
+        (210, "not valid CSV: unexpected end of data"),
+    ]
+    assert read(b"prompt\n" + b"z" * 999 + b"\n") == [(2, {"prompt": "z" * 999})]
+    assert read(b"prompt\n" + b"z" * 1000 + b"\n") == [(2, 1001)]
+
+
+CELL = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
+
+
+@given(st.lists(st.tuples(CELL, CELL), max_size=6), st.sampled_from(["\n", "\r\n"]))
+@example([('"', "\r"), (",", '",\n"')], "\n")
+def test_what_csv_writes_is_read_as_it_was(rows: list[tuple[str, str]], end: str) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator=end, quoting=csv.QUOTE_ALL)
+    writer.writerows([("id", "prompt"), *rows])
+    wanted = [{name: cell for name, cell in zip(("id", "prompt"), row, strict=True) if cell} for row in rows]
+    assert [found for _, found in read(text.getvalue().encode())] == wanted
+
+
+PIECES = [b'"', b",", b"\n", b"\r", b"a", b"\xff", b"\0", b"x" * 30]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=40).map(b"".join))
+def test_no_bytes_raise_and_every_row_has_its_line(rows: bytes) -> None:
+    """A row begins on the line that it names, behind all lines of the row before."""
+    found = list(read_csv(io.BytesIO(b"id,prompt\n" + rows), name="t.csv", limit=50))
+    numbers = [number for number, _ in found]
+    assert numbers == sorted(set(numbers))
+    assert all(2 <= number <= 2 + rows.count(b"\n") for number in numbers)
+    assert not any(isinstance(line, bytes) and len(json.loads(line)) > 2 for _, line in found)
+
+
+CELLS: list[tuple[str, str, object]] = [
+    ("id", "007", "007"),
+    ("prompt", "1.0", "1.0"),
+    ("prompt", '["x"]', '["x"]'),
+    ("prompt", "true", "true"),
+    ("prefix", "[1]", "[1]"),
+    ("image", "3", "3"),
+    ("source_lang", "1", "1"),
+    ("seed", "12", 12),
+    ("seed", "9223372036854775807", 2**63 - 1),
+    ("seed", "99999999999999999999", "99999999999999999999"),
+    ("max_tokens", "8.0", 8),
+    ("max_new_tokens", " 1e2 ", 100),
+    ("temperature", "0.7", 0.7),
+    ("temperature", "hot", "hot"),
+    ("temperature", "1_0", "1_0"),
+    ("temperature", "inf", "inf"),
+    ("token_logprobs", "TRUE", True),
+    ("logprobs", "False", False),
+    ("presence_penalty", "0", 0),
+    ("stop", "5", "5"),
+    ("stop", '["a", "b"]', ["a", "b"]),
+    ("stop", "[END]", "[END]"),
+    ("allow", "true", "true"),
+    ("token_rules", '{"min_length": 3}', {"min_length": 3}),
+    ("metadata", '{"a": [1]}', {"a": [1]}),
+    ("metadata", "5", "5"),
+    ("messages", '[{"role": "user", "content": "é"}]', [{"role": "user", "content": "é"}]),
+    ("response_format", '{"type": "json_object"}', {"type": "json_object"}),
+    ("ticket", "12", "12"),
+]
+
+
+@pytest.mark.parametrize(("name", "cell", "value"), CELLS)
+def test_the_type_of_a_cell(name: str, cell: str, value: object) -> None:
+    """Types as well: 1 == True."""
+    text = io.StringIO()
+    csv.writer(text).writerows([("audio", name), ("-", cell)])
+    [(_, found)] = read(text.getvalue().encode())
+    assert json.dumps(found[name]) == json.dumps(value)  # type: ignore[index]
+
+
+HEADERS: list[tuple[bytes, str]] = [
+    (b"id,question\n1,x\n", "no column is called prompt, messages, audio or image; there are 'id, question'"),
+    (b"id;prompt\n1;x\n", "there are 'id;prompt'; .csv has commas between cells"),
+    (b"prompt,id,id\n", "the column 'id' stands twice in it: drop one"),
+    (b"prompt" + b",x" * 1000, "it has 1001 columns, but may have 1000"),
+    (b"\xff\xfep\0r\0\n", "is not UTF-8"),
+    (b'"prompt', "cannot be read: not valid CSV: unexpected end of data"),
+    (b"prompt" * 2000, "cannot be read: it is too long"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), HEADERS)
+def test_a_header_that_cannot_be_used(text: bytes, reason: str) -> None:
+    with pytest.raises(UsageError, match=r"^the header of t.csv ") as refused:
+        read(text, limit=9000)
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+    # a pipe's header is read by the reader's thread
+    source = LineReader(io.BytesIO(text), "t.csv", limit=9000, read=partial(read_csv, name="t.csv"))
+    with pytest.raises(UsageError, match=r"^the header of t.csv "), source as reader:
+        assert not [line for line in reader if line is not None]
+
+
+def rows_of(path: Path) -> list[Row]:
+    reader = RowReader(files_root="/")
+    with path.open("rb") as stream:
+        lines = list(lines_reader(path)(stream))
+    return [reader.read(line, index=place, number=number) for place, (number, line) in enumerate(lines)]
+
+
+def test_all_forms_of_a_row_ask_for_the_same(tmp_path: Path) -> None:
+    """By the key, from which a resumed run knows a row. pandas writes integers beside empty cells as floats."""
+    lines = [
+        {"id": "a", "prompt": "1", "max_new_tokens": 8, "stop": ["x", "y"], "metadata": {"k": [1, 2]}},
+        {"id": "b", "prompt": "p\nq", "temperature": 0.5, "seed": 2**62 + 1, "token_logprobs": True},
+    ]
+    columns = ["id", "prompt", "max_new_tokens", "stop", "metadata", "temperature", "seed", "token_logprobs"]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with (tmp_path / "in.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, columns)
+        writer.writeheader()
+        for line in lines:
+            writer.writerow(
+                {name: json.dumps(cell) if isinstance(cell, list | dict) else cell for name, cell in line.items()}
+            )
+    table = pyarrow.Table.from_pylist([{name: line.get(name) for name in columns} for line in lines])
+    floats = pyarrow.array([8.0, None])
+    table = table.set_column(columns.index("max_new_tokens"), "max_new_tokens", floats)
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
+    wanted = [(row.key, row.metadata) for row in rows_of(path)]
+    assert [(row.key, row.metadata) for row in rows_of(tmp_path / "in.csv")] == wanted
+    assert [(row.key, row.metadata) for row in rows_of(tmp_path / "in.parquet")] == wanted
+    assert [row.number for row in rows_of(tmp_path / "in.parquet")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ('{""a"": 1, ""a"": 2}', "line 2: duplicate field 'a'"),
+        ('{""a"": 99999999999999999999}', "is an integer of more than 64 bits"),
+        ("[" * 100 + "]" * 100, "nested deeper than 64 levels"),
+    ],
+)
+def test_json_in_a_cell_is_checked_as_that_of_a_line(tmp_path: Path, cell: str, message: str) -> None:
+    (tmp_path / "in.csv").write_text(f'prompt,metadata\nx,"{cell}"\n')
+    [row] = rows_of(tmp_path / "in.csv")
+    assert message in str(row.error)
+
+
+def test_rows_of_csv_are_counted_as_they_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.tsv.gz"
+    for text, rows in ((b"", 0), (b"prompt\n", 0), (b'prompt\tid\n"a\nb"\t1\n\nbad\nc\t"2', 3)):
+        path.write_bytes(gzip.compress(text))
+        assert count_table_rows(path) == rows
+
+
+def test_values_of_parquet_that_no_field_takes_are_the_errors_of_their_rows(tmp_path: Path) -> None:
+    path = tmp_path / "in.parquet"
+    columns = {
+        "prompt": [b"bytes", b"", None],
+        "other": [Decimal("1.5"), Decimal("2.5"), None],
+        "metadata": [date(2026, 1, 2), None, None],
+        "temperature": [float("nan"), 0.5, 0.5],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    messages = [str(row.error) for row in rows_of(path)]
+    assert messages == [
+        "line 1: prompt is b'bytes' of type bytes, which no field takes",
+        "line 2: prompt is b'' of type bytes, which no field takes",
+        "line 3: neither prompt nor messages is given",
+    ]
+    assert count_table_rows(path) == 3
+
+
+BAD_FILES: dict[str, tuple[str, Callable[[], bytes], str]] = {
+    "no parquet": ("in.parquet", lambda: b"PAR1 and more", "cannot be read: no Parquet that can be read: "),
+    "an empty file": ("in.parquet", lambda: b"", "cannot be read: no Parquet that can be read: "),
+    "compressed": ("in.parquet.gz", lambda: gzip.compress(b"x"), "is compressed inside: unpack it"),
+    "csv": ("in.CSV.gz", lambda: gzip.compress(b"question\nx\n"), "no column is called prompt"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "reason"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_file_that_is_no_table_is_refused(
+    name: str, content: Callable[[], bytes], reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content())
+    with pytest.raises(UsageError, match=reason) as refused:
+        check_table(tmp_path / name)
+    assert "\n" not in str(refused.value)
+
+
+def table_rows(path: Path) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = pyarrow.parquet.read_table(path).to_pylist()
+    return found
+
+
+def line_of(number: int, text: str) -> bytes:
+    return json.dumps([{"id": str(number), "rank": 1, "text": text, "score": -number / 3}, {"id": "e"}]).encode()
+
+
+def test_row_groups_are_written_as_they_come(tmp_path: Path) -> None:
+    """Guards against a writer that holds the whole file, and against one group for each record."""
+    path = tmp_path / "out.parquet"
+    writer = TableWriter(io.FileIO(path, "wb"), str(path), COLUMNS)
+    text = "x" * (MAX_GROUP_BYTES // 4)
+    for number in range(6):
+        writer.write(line_of(number, text + str(number)))
+        writer.flush()
+        if number == 3:
+            held = path.stat().st_size
+    assert held > 4
+    writer.close()
+    writer.close()
+    found = table_rows(path)
+    assert [(row["text"], row["score"]) for row in found[::2]] == [(f"{text}{n}", -n / 3) for n in range(6)]
+    assert found[1] == {"id": "e", "rank": None, "text": None, "score": None}
+    assert pyarrow.parquet.ParquetFile(path).num_row_groups == 2
+    empty = TableWriter(io.FileIO(path, "wb"), str(path), COLUMNS)
+    empty.close()
+    assert table_rows(path) == []
+
+
+class FullDisk(io.FileIO):
+    """Has room for so many bytes."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        super().__init__(path, "wb")
+        self.room = room
+
+    def write(self, data: object) -> int:
+        if self.room <= 0:
+            raise OSError(28, "No space left on device")
+        self.room -= len(bytes(data))  # type: ignore[call-overload]
+        return super().write(data)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("room", [0, 4, 6_000_000])
+def test_after_a_full_disk_the_file_has_no_end(tmp_path: Path, room: int) -> None:
+    """So nobody takes it for whole: not even where there is room for the end again."""
+    path = tmp_path / "out.parquet"
+    stream = FullDisk(path, room)
+    writer = TableWriter(stream, str(path), COLUMNS)
+    writing = pytest.raises(OutputError, match=r"No space left on device; the file is cut and cannot be read$")
+    with writing:
+        for number in range(16):
+            writer.write(line_of(number, random.Random(number).randbytes(1 << 19).hex()))
+        writer.close()
+    stream.room = 1_000_000_000
+    writer.close()
+    with pytest.raises(pyarrow.ArrowInvalid):
+        table_rows(path)
