@@ -193,18 +193,17 @@ class TransformersForest(BaseForestModel):
     def size(self) -> ModelSize:
         """How large the model is. An embedding table that is no output head too is looked up, not read; experts of a
         mixture all count as read."""
-        # weights in the processor's own order are no parameters
+        # weights of packed layers are no parameters
         layers = [one for one in self._model.modules() if isinstance(one, PackedLinear | Int8Linear)]
         experts = [one.forward for one in self._model.modules() if isinstance(one.forward, PackedExperts)]
-        parts = [*(one.packed for one in layers), *(part for one in experts for part in one.packed)]
-        packed = {id(part): part for part in parts}.values()
-        weights = [*{one.data_ptr(): one for one in self._model.parameters()}.values(), *packed]
+        packed = {part.data_ptr(): part for one in (*layers, *experts) for part in one.packed}
+        weights = {**{one.data_ptr(): one for one in self._model.parameters()}, **packed}.values()
         buffers = {one.data_ptr(): one for one in self._model.buffers()}.values()
         held = sum(one.numel() * one.element_size() for one in (*weights, *buffers))
         count = sum(one.numel() for one in weights)
         table = self._model.get_input_embeddings().weight
         head = getattr(self._model.get_output_embeddings(), "weight", None)
-        if head is not None and head.data_ptr() == table.data_ptr():
+        if table.data_ptr() in packed or (head is not None and head.data_ptr() == table.data_ptr()):
             return ModelSize(held, held, 2 * count)
         return ModelSize(held, held - table.numel() * table.element_size(), 2 * (count - table.numel()))
 

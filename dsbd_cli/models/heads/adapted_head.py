@@ -81,7 +81,7 @@ class MtpForestModel(TargetHead, CausalForestModel):
 def _tables(model: Any) -> list[Tensor]:
     """Return the memory of a model's embeddings and of its LM head."""
     head = model.get_output_embeddings()
-    found = [model.get_input_embeddings().weight, getattr(head, "packed", head.weight)]
+    found = [model.get_input_embeddings().weight, *getattr(head, "packed", [head.weight])]
     return list({one.data_ptr(): one for one in found}.values())
 
 
