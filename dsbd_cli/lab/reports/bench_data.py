@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+BASELINES = ("hf-beam-search", "greedy", "beam-search", "beam-sampling")  # what a user has today comes first
+SIGNIFICANT = 0.05  # a p value below it is called a difference
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -35,6 +38,35 @@ class Energy:
 
 
 @dataclass(frozen=True, slots=True)
+class PairedTest:
+    """Main scores of one method beside a baseline's, record by record.
+
+    Attributes:
+        baseline: name of the baseline's setting: with as many beams, where there is one.
+        records: that both have answered; `better`, `worse`: those on which this method scores higher, lower.
+        difference: mean of this method's scores less the baseline's.
+        test: mcnemar (exact) where all scores are 0 or 1, else sign-flip.
+        p: two-sided; `p_holm`: after Holm's correction over all methods that were compared with this baseline.
+        least: records that must differ, all one way, for a difference to show at all.
+    """
+
+    baseline: str
+    records: int
+    better: int
+    worse: int
+    difference: float
+    test: str
+    p: float
+    p_holm: float
+    least: int
+
+    @property
+    def shown(self) -> bool:
+        """Whether the two differ by more than chance."""
+        return self.p_holm < SIGNIFICANT
+
+
+@dataclass(frozen=True, slots=True)
 class BenchRow:
     """One method at one setting on one task.
 
@@ -44,10 +76,12 @@ class BenchRow:
         records: answered; `failed`: of these without an answer (scored as wrong, and none of their tokens count).
         windows: stretches of records that were timed, each next to one of every other method.
         tokens: delivered by the best beams up to and with their end tokens, in `seconds`.
-        scores: metric -> mean over the records with its 95 % bootstrap interval; the main metric first.
+        scores: metric -> mean over the records with its 95 % interval, Wilson's of scores that are 0 or 1, else by
+            bootstrap; the main metric first.
         logprob_per_token: of the best beams under the raw target, nats.
         tokens_per_s: median of the windows and their middle half (quartiles).
         ratios: baseline -> this method's speed over its, median of pairs of neighbouring windows and quartiles.
+        paired: baseline -> this method's main scores beside its.
         steps_per_call: beam-sampling steps per target call; None for others' code, which does not count them.
         accepted_by_drafter: accepted of drafted nodes of each drafter, where there are two; a node that both proposed
             is the first one's.
@@ -73,6 +107,7 @@ class BenchRow:
     logprob_per_token: float | None
     tokens_per_s: Interval
     ratios: Mapping[str, Interval] = field(default_factory=dict)
+    paired: Mapping[str, PairedTest] = field(default_factory=dict)
     steps_per_call: float | None = None
     acceptance_rate: float | None = None
     accepted_by_drafter: Mapping[str, float | None] = field(default_factory=dict)

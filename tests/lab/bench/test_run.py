@@ -61,7 +61,9 @@ def test_a_run_measures_every_method_on_the_same_records(pair: Engine) -> None:
     # a call yields a step per passed layer and one more, unless the text ends with one of them
     passed = sum(coupled.passed_by_depth)
     assert passed < coupled.steps_per_call <= passed + 1
-    assert set(coupled.ratios) == {"beam-sampling", "greedy"}
+    assert set(coupled.ratios) == set(coupled.paired) == {"hf-beam-search", "greedy", "beam-sampling"}
+    test = coupled.paired["beam-sampling"]
+    assert (test.records, test.better, test.worse, test.p) == (10, 0, 0, 1.0)
     assert (rows["hf-assisted"].batch_size, rows["greedy"].batch_size) == (1, 8)
     assert rows["hf-beam-search"].steps_per_call is None
     assert report.environment["command"] == "dsbd bench --x"
