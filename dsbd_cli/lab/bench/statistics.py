@@ -55,7 +55,7 @@ def mcnemar(better: int, worse: int) -> float:
     """The exact two-sided p value of so many discordant records: a fair coin's (McNemar 1947)."""
     count = better + worse
     tail = sum(math.comb(count, place) for place in range(min(better, worse) + 1))
-    return min(1.0, 2 * tail / 2**count)
+    return float(min(1.0, 2 * tail / 2**count))
 
 
 def sign_flip(differences: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> float:

@@ -149,7 +149,7 @@ def test_conversations_need_a_template_unless_they_can_be_plain(pair: Engine, tm
     """The built-in tokenizer has no chat template."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "hello"}]}\n')
-    with pytest.raises(UsageError, match=r"record line-1: .* chat template"):
+    with pytest.raises(UsageError, match=r"record 0: .* chat template"):
         prepare(jsonl_dataset(path), pair.codec, 5, 8, None)
     data = Path(__file__).parents[2] / "lab" / "tasks" / "data" / "question.jsonl"
     found = prepare(open_dataset("mt-bench", data), pair.codec, 2, 8, None)
