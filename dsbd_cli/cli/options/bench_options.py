@@ -134,7 +134,7 @@ class BenchOutputs:
     json: Path | None = option(OUTPUT, "write one JSON line per task, method and setting here")
     markdown: Path | None = option(OUTPUT, "write a page here")
     plot: Path | None = option(
-        OUTPUT, "draw speed, quality and acceptance by depth here: .png, .svg or .pdf (needs the extra plots)"
+        OUTPUT, "draw quality against speed, and acceptance by depth, here: .png, .svg or .pdf (needs the extra plots)"
     )
     existing: Literal["error", "overwrite"] | None = option(
         OUTPUT, "where a --json, --markdown or --plot file exists: error or overwrite", default="error", metavar="WHAT"

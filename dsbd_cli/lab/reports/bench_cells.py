@@ -64,7 +64,8 @@ def paired(test: PairedTest | None) -> str:
     """3/1 (0.62): records on which it is better, and worse, and the p value after Holm's correction."""
     if test is None:
         return DASH
-    return f"{test.better}/{test.worse} ({'<0.001' if test.p_holm < 0.001 else format(test.p_holm, '.2g')})"
+    p = test.p_holm
+    return f"{test.better}/{test.worse} ({'<0.001' if p < 0.001 else format(p, '.2g' if p < 0.1 else '.2f')})"
 
 
 def baselines(rows: Sequence[BenchRow]) -> list[str]:

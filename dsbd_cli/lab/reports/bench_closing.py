@@ -52,10 +52,10 @@ def _faster(rows: Sequence[BenchRow], base: str) -> str:
 
 def _power(test: PairedTest) -> str:
     """Say how large a difference must be to be seen on so many records."""
-    least = plural(test.least, "record")
+    records = plural(test.records, "record")
     if test.least > test.records:
-        return f"The file is too small to show any difference: {test.records} of at least {least}."
-    return f"A difference would show if {least} of {test.records} differed, all one way."
+        return f"With {records} no difference can show: it takes {test.least} that are scored differently."
+    return f"With {records} a difference shows only if {test.least} or more are scored differently, all one way."
 
 
 def _times(ratio: float) -> str:

@@ -114,7 +114,7 @@ def test_a_reference_that_does_not_run_is_told_with_its_line(database: Path, tmp
         ("exact", 4, "line 1: reference is 4, but must be a text"),
         ("contains", " ", "line 1: reference is ' ', but must be a text that is not blank"),
         ("exec:missing.sqlite", "SELECT 1", "--score exec:.* missing.sqlite does not exist"),
-        ("exec:{db}.sqlite", "SELECT 1", "line 1: metadata.db is .*, but the database {db}.sqlite needs a string there"),
+        ("exec:{db}.sqlite", "SELECT 1", "line 1: metadata.db is .*, but the database {db}.sqlite needs"),
     ],
 )
 def test_what_cannot_be_scored_is_told_at_once(kind: str, reference: object, message: str, tmp_path: Path) -> None:
