@@ -74,7 +74,7 @@ def score_library(name: str) -> ModuleType:
         import_module(name.partition(".")[0] + (".metrics" if name == "sacrebleu" else ""))
         return import_module(name)
     except ImportError as error:
-        raise UsageError(f"this task needs the extra scores ({error}): pip install 'dsbd[scores]'") from None
+        raise UsageError(f"scores by {name} need the extra scores ({error}): pip install 'dsbd[scores]'") from None
 
 
 def _text(value: object) -> str:
@@ -154,7 +154,7 @@ def _chrf() -> AnswerScore:
 
 
 def _by_regex(pattern: str) -> AnswerScore:
-    known = read_regex("--score regex:", pattern)
+    known = read_regex("--score regex", pattern)
 
     def right(gold: str, text: str) -> bool:
         found = last_answer(known, text)
@@ -166,7 +166,7 @@ def _by_regex(pattern: str) -> AnswerScore:
 def _by_execution(database: str) -> AnswerScore:
     """SQL whose rows are those of the reference, on a database as `dsbd pick --by exec --database` names it."""
     runner = ByExecution(database)
-    runner.check("--score exec:")
+    runner.check("--score exec")
     metric = "execution accuracy"
 
     def check(record: TaskRecord) -> TaskRecord:
