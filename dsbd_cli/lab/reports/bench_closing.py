@@ -43,6 +43,8 @@ def _faster(rows: Sequence[BenchRow], base: str) -> str:
     """Say which of the rows is the fastest beside the baseline, in tokens per second."""
     first = max(rows, key=lambda row: row.ratios[base].value)
     ratio = first.ratios[base]
+    if first.windows == 1:
+        return f"{first.name} was {_times(ratio.value)} as fast in the only window that was timed (--rounds times more)"
     if ratio.low > 1:
         return f"{first.name} is {_times(ratio.value)} as fast"
     if ratio.high < 1:

@@ -80,6 +80,9 @@ def test_a_small_file_and_answers_that_are_not_scored() -> None:
     few = dataclasses.replace(one, paired={"greedy": dataclasses.replace(one.paired["greedy"], records=5)})
     (said,) = closing_lines(BenchReport([GREEDY, few], {}, {}))
     assert said.endswith("With 5 records no difference can show: it takes 8 that are scored differently.")
+    once = dataclasses.replace(few, windows=1)
+    (said,) = closing_lines(BenchReport([GREEDY, once], {}, {}))
+    assert "beam-search was 0.5 times as fast in the only window that was timed (--rounds times more)" in said
     plain = [dataclasses.replace(GREEDY, scores={}), dataclasses.replace(one, scores={}, paired={})]
     both = [*plain, *(dataclasses.replace(row, task="qa") for row in plain)]
     said = "The answers are not scored; greedy is 2 times as fast as the next, beam-search."
