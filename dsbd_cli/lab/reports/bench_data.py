@@ -81,7 +81,6 @@ class BenchRow:
         logprob_per_token: of the best beams under the raw target, nats.
         tokens_per_s: median of the windows and their middle half (quartiles).
         ratios: baseline -> this method's speed over its, median of pairs of neighbouring windows and quartiles.
-        paired: baseline -> this method's main scores beside its.
         steps_per_call: beam-sampling steps per target call; None for others' code, which does not count them.
         accepted_by_drafter: accepted of drafted nodes of each drafter, where there are two; a node that both proposed
             is the first one's.
@@ -90,6 +89,7 @@ class BenchRow:
         target_calls, draft_calls: per record.
         kv_peak_bytes: most that one request held in both models' caches; for transformers the target's at the end.
         peak_memory_bytes: of the whole process or device (memory_source) while the method ran.
+        paired: baseline -> this method's main scores beside its.
     """
 
     task: str
@@ -107,7 +107,6 @@ class BenchRow:
     logprob_per_token: float | None
     tokens_per_s: Interval
     ratios: Mapping[str, Interval] = field(default_factory=dict)
-    paired: Mapping[str, PairedTest] = field(default_factory=dict)
     steps_per_call: float | None = None
     acceptance_rate: float | None = None
     accepted_by_drafter: Mapping[str, float | None] = field(default_factory=dict)
@@ -120,6 +119,7 @@ class BenchRow:
     peak_memory_bytes: int | None = None
     memory_source: str = "rss"
     energy: Energy = field(default_factory=Energy)
+    paired: Mapping[str, PairedTest] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
