@@ -99,11 +99,22 @@ class ByVote:
         known = normalised if self.equal == "text" else str
         if self.answer is None:
             return known(text)
-        found = list(self.answer.finditer(text))
-        if not found:
-            return None
-        last = found[-1]
-        return known((last[1] if last.re.groups else last[0]) or "")
+        found = last_answer(self.answer, text)
+        return None if found is None else known(found)
+
+
+def read_regex(option: str, text: str) -> re.Pattern[str]:
+    """A pattern that finds answers in texts. option: that gave it. Raises UsageError."""
+    try:
+        return re.compile(text, re.DOTALL)
+    except re.error as error:
+        raise UsageError(f"{option} is {text!r}, but must be a regex: {error}") from None
+
+
+def last_answer(pattern: re.Pattern[str], text: str) -> str | None:
+    """The last match in a text, its first group if the pattern has one; None where nothing matches."""
+    found = list(pattern.finditer(text))
+    return (found[-1][1 if pattern.groups else 0] or "") if found else None
 
 
 def _math_verify() -> ModuleType:

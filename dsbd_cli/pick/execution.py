@@ -29,7 +29,7 @@ def database_path(template: str, metadata: object) -> Path:
         held = known.get(found[1])
         if isinstance(held, bool) or not isinstance(held, str | int) or held == "":
             raise InvalidRowError(
-                f"metadata.{found[1]} is {shorten(held)}, but --database {template} needs a string there"
+                f"metadata.{found[1]} is {shorten(held)}, but the database {template} needs a string there"
             )
         text = str(held)
         if text in (".", "..") or "/" in text or "\\" in text or "\0" in text:
@@ -68,7 +68,7 @@ class ByExecution:
         if FIELD.search(self.database):
             return
         try:
-            self._run(database_path(self.database, None), "SELECT 1")
+            self.run(database_path(self.database, None), "SELECT 1")
         except InvalidRowError as error:
             raise UsageError(f"{option}: {error}") from None
 
@@ -77,7 +77,7 @@ class ByExecution:
         path, texts = database_path(self.database, row.metadata), [candidate.text for candidate in row.candidates]
         results: list[StatementResult | str] = []
         for text in texts:
-            results.append(self._run(path, text))
+            results.append(self.run(path, text))
             if self.agree == "first" and isinstance(results[-1], StatementResult):
                 break
         ran = {place: found for place, found in enumerate(results) if isinstance(found, StatementResult)}
@@ -97,7 +97,7 @@ class ByExecution:
         """End what runs. May be called from a signal handler."""
         self.process.stop()
 
-    def _run(self, path: Path, text: str) -> StatementResult | str:
+    def run(self, path: Path, text: str) -> StatementResult | str:
         """Run a candidate: return its result, or why it failed. Raises InvalidRowError for a file that is no
         database."""
         try:

@@ -52,6 +52,7 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
         (("--input", "x", "--task", "sql"), "--input and --task cannot be used together"),
         (("--input", "x", "--data", "y"), "--input and --data cannot be used together"),
         (("--task", "jsonl", "--data", "x"), "--task jsonl is no task: name the prompts with --input"),
+        (("--task", "qa", "--score", "f1"), "--score f1 is for prompts of --input, but the task is qa: drop it"),
         (("--records", "0"), "'--records': 0 is less than 1"),
         (("--rounds", "0"), "'--rounds': 0 is less than 1"),
         (("--batch-size", "0"), "--batch-size is 0"),
@@ -138,6 +139,44 @@ def test_methods_that_need_a_draft_are_named_where_there_is_none() -> None:
 def lines_of(path: Path, count: int, reference: str = ', "reference": "x"') -> Path:
     path.write_text("".join(f'{{"prompt": "question {number}"{reference}}}\n' for number in range(count)))
     return path
+
+
+def test_scores_and_options_of_lines_that_cannot_be(dsbd: Call, tmp_path: Path) -> None:
+    """All before a model is loaded, in one line."""
+    plain = lines_of(tmp_path / "plain.jsonl", 2)
+    cold = lines_of(tmp_path / "cold.jsonl", 2, ', "reference": "x", "temperature": 0')
+    json_ = ', "response_format": {"type": "json_object"}'
+    shaped = lines_of(tmp_path / "shaped.jsonl", 2, json_)
+    (tmp_path / "x.sqlite").write_text("no database, " * 99)
+    for path, arguments, message in (
+        (plain, ("--score", "same"), "--score is 'same', but must be one of exact, prefix, contains, regex:PATTERN"),
+        (plain, ("--score", "regex:("), "must be a regex: "),
+        (plain, ("--score", "number"), "line 1: reference is 'x', but must be a number"),
+        (plain, ("--score", f"exec:{tmp_path / 'x.sqlite'}"), "x.sqlite cannot be read: file is not a database"),
+        (cold, ("--methods", "hf-beam-sampling"), "some line asks for temperature 0, which it does not take"),
+        (shaped, ("--methods", "hf-greedy,greedy"), "only methods of our own engine follow a grammar"),
+    ):
+        done = dsbd("bench", "-i", str(path), *arguments)
+        assert (done.code, done.out, done.loads, len(done.err.splitlines())) == (2, "", [], 1)
+        assert message in done.err
+
+
+def test_a_file_of_the_user_s_own_with_a_score_and_options(tmp_path: Path) -> None:
+    """Methods that cannot do what a line asks for are named; the last line says which method pays."""
+    data, out = tmp_path / "x.jsonl", tmp_path / "x.out"
+    rows = [{"prompt": f"question {n}", "reference": n, "max_tokens": 3, "seed": n} for n in range(3)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "temperature": 0}]))
+    words = ("--input", str(data), "--score", "number", "--methods", "greedy,beam-search,all", "--draft", "none")
+    done = bench(*words, "--num-beams", "2", "--json", str(out), "-q")
+    assert done.code == 0, done.err
+    said = " ".join(done.out.split())
+    assert "hf-beam-sampling: some line asks for temperature 0, which it does not take" in said
+    assert "is better than hf-beam-search by more than chance" in said
+    assert said.endswith("With 4 records no difference can show: it takes 9 that are scored differently.")
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {line["method"] for line in lines} >= {"greedy", "beam-search", "hf-beam-search"}
+    assert {line["tokens"] <= 12 for line in lines} == {True}
+    assert all(line["scores"]["number"]["high"] > 0.3 for line in lines), "0 of 4 is not 0 for certain"
 
 
 def test_dev_records_of_a_file_that_cannot_be(dsbd: Call, tmp_path: Path) -> None:

@@ -179,8 +179,8 @@ def test_bench_reads_words_of_pictures(target: str, folder: Path) -> None:
     [
         ({"image": "../out/a.png"}, "which is not under"),
         ({"image": "gone.png"}, "cannot be read: No such file"),
-        ({"image": "a.png", "audio": "b.wav"}, "give prompt, messages, audio or image, one of them"),
-        ({"image": 3}, "image is 3, but must be a text that is not empty"),
+        ({"image": "a.png", "audio": "b.wav"}, "audio and image are both given: give one of them"),
+        ({"image": 3}, "image is 3, but must be a non-empty string"),
     ],
 )
 def test_bench_says_what_it_cannot_read(

@@ -216,7 +216,7 @@ def test_what_cannot_run() -> None:
     ("metadata", "message"),
     [
         (None, "metadata.db_id is null"),
-        ({"db_id": 2.5}, r"metadata.db_id is 2.5, but --database .* needs a string there"),
+        ({"db_id": 2.5}, r"metadata.db_id is 2.5, but the database .* needs a string there"),
         ({"db_id": "../pets"}, "must be a name without folders"),
         ({"db_id": ".."}, "must be a name without folders"),
         ({"db_id": "nowhere"}, "nowhere.sqlite does not exist"),

@@ -34,6 +34,7 @@ from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.errors import UsageError, option_name
 from dsbd_cli.io.lines.resume import write_atomically
+from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
 from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS
 from dsbd_cli.lab.bench.sweep import SweepPlan, SweepSetting, choose_methods, plan, read_values
@@ -87,7 +88,7 @@ def bench(
         {"--json": outputs.json, "--markdown": outputs.markdown, "--plot": outputs.plot},
         existing=outputs.existing,
     )
-    datasets, notes = _datasets(data, choice, shots, chosen=chosen)
+    datasets, notes = _datasets(data, choice, shots, settings.rows, chosen=chosen)
     planned = _runnable(planned, sweep.methods, settings.rows.grammar, datasets)
     with StopSignals() as signals:
         from dsbd_cli.lab.bench.prepare import BenchSpec
@@ -136,10 +137,19 @@ def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> SweepPlan:
 def _runnable(
     planned: SweepPlan, methods: str | None, grammar: Grammar | None, datasets: Sequence[Dataset]
 ) -> SweepPlan:
-    """The settings that can follow the grammar and run SQL where they have to. Raises UsageError."""
-    if grammar is not None:
-        peers = [one for one in planned.settings if not isinstance(one.config, MethodConfig)]
-        planned = planned.without(peers, methods, "only methods of our own engine follow a grammar")
+    """The settings that can do what the run and its lines ask for. Raises UsageError."""
+    asks = {what for one in datasets for what in one.asks} | ({"grammar"} if grammar is not None else set())
+    for what, name in (("grammar", "a grammar"), ("allow", "a line's own allow")):
+        if what in asks:
+            peers = [one for one in planned.settings if not isinstance(one.config, MethodConfig)]
+            planned = planned.without(peers, methods, f"only methods of our own engine follow {name}")
+    if "greedy" in asks:
+        hot = [one for one in planned.settings if _draws_always(one)]
+        planned = planned.without(hot, methods, "some line asks for temperature 0, which it does not take")
+    theirs = [one.name for one in planned.settings if one.samples and not isinstance(one.config, MethodConfig)]
+    if "seed" in asks and theirs:
+        note = f"{', '.join(theirs)}: transformers draws with the run's seed, not with a line's own"
+        planned = dataclasses.replace(planned, notes=(*planned.notes, note))
     if bare := next((one.name for one in datasets if one.execute is None), None):
         running = [one for one in planned.settings if METHODS[one.method].pick == "exec"]
         planned = planned.without(running, methods, f"{bare} has no database to run SQL in")
@@ -168,13 +178,17 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
     if idle and not any(one.samples for one in planned.settings):
         names = ", ".join(option_name(name) for name in idle)
         raise UsageError(f"{names} would do nothing, because no method of --methods samples: drop it")
-    samplers = [one for one in planned.settings if one.samples]
-    hot = [one.name for one in samplers if not (isinstance(one.config, MethodConfig) and one.config.takes_greedy)]
+    hot = [one.name for one in planned.settings if _draws_always(one)]
     if drawing.temperature == 0 and hot:
         raise UsageError(
             f"--temperature is 0, which {hot[0]} does not take: drop it, or take the method from --methods"
         )
     return SamplingOptions(**given)
+
+
+def _draws_always(setting: SweepSetting) -> bool:
+    """Whether it samples and does not take temperature 0."""
+    return setting.samples and not (isinstance(setting.config, MethodConfig) and setting.config.takes_greedy)
 
 
 def _of_input(data: DataOptions) -> DataOptions:
@@ -189,8 +203,11 @@ def _of_input(data: DataOptions) -> DataOptions:
     return dataclasses.replace(data, task=OWN_TASK, data=data.input)
 
 
-def _datasets(data: DataOptions, choice: ChoiceOptions, shots: int, *, chosen: bool) -> tuple[list[Dataset], list[str]]:
-    """The data sets, and what is to be said of them. chosen: on dev records, where answers are scored."""
+def _datasets(
+    data: DataOptions, choice: ChoiceOptions, shots: int, rows: RowReader, *, chosen: bool
+) -> tuple[list[Dataset], list[str]]:
+    """The data sets, and what is to be said of them. rows: what lines inherit. chosen: on dev records, where answers
+    are scored."""
     names = [name.strip() for name in (data.task or DEFAULT_TASKS).split(",")]
     for place, name in enumerate(names):
         if name in names[:place]:
@@ -200,7 +217,8 @@ def _datasets(data: DataOptions, choice: ChoiceOptions, shots: int, *, chosen: b
     if choice.dev_data is not None and data.data is None:
         raise UsageError(f"--dev-data {choice.dev_data} goes with --input or --data, but neither is given")
     check_files_under(data.files_under, "there is no --input and no --data" if data.data is None else None)
-    opened = [open_dataset(name, data.data, choice.dev_data, data.metric, data.files_under) for name in names]
+    under = data.files_under
+    opened = [open_dataset(one, data.data, choice.dev_data, data.metric, under, data.score, rows) for one in names]
     if shots:
         opened = [with_shots(one, shots) for one in opened]
     if not chosen:

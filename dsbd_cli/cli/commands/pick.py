@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from dsbd_cli.io.lines.tables import is_table, lines_reader
 from dsbd_cli.io.records.row import LongLine
 from dsbd_cli.io.schemas.contracts import PICK, dump_line
 from dsbd_cli.pick.candidate_rows import CandidateRow, group_of_lines, record_row
-from dsbd_cli.pick.choosers import METRICS, ByRisk, ByScore, ByVote, Choice, Chooser, Equal, Weights
+from dsbd_cli.pick.choosers import METRICS, ByRisk, ByScore, ByVote, Choice, Chooser, Equal, Weights, read_regex
 from dsbd_cli.pick.execution import DEFAULT_TIMEOUT_S, ByExecution, Otherwise
 from dsbd_cli.pick.prompts import ByReward, PromptsById
 from dsbd_cli.pick.sandbox import SqlStoppedError
@@ -201,10 +200,7 @@ def _chooser(how: PickOptions) -> Chooser | None:
         case "score":
             return ByScore()
         case "vote":
-            try:
-                answer = None if how.answer_regex is None else re.compile(how.answer_regex, re.DOTALL)
-            except re.error as error:
-                raise UsageError(f"--answer-regex is {how.answer_regex!r}, but must be a regex: {error}") from None
+            answer = None if how.answer_regex is None else read_regex("--answer-regex", how.answer_regex)
             return ByVote(answer, how.weights or "uniform", how.equal or "text")
         case "exec":
             agree: Literal["first", "majority"] = "majority" if how.majority else "first"

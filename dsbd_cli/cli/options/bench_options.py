@@ -14,6 +14,7 @@ from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
 from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS, own_tokens
 from dsbd_cli.lab.tasks.choose import TASK_NAMES
 from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS
+from dsbd_cli.lab.tasks.scores import DEFAULT_SCORE, KINDS
 
 DATA, METHODS_PANEL, CHOICE, OUTPUT = MAIN, "Methods and their settings", "Choice of a fuzzy threshold", "Output"
 DEFAULT_TASKS, DEFAULT_RECORDS, DEFAULT_ROUNDS = "sql,qa", 24, 1
@@ -47,6 +48,12 @@ class DataOptions(RowFileOptions):
         "how all answers, best first, are held against relevant, the ids of a line of --input: hit@K, ndcg@K, mrr",
         default=DEFAULT_METRICS,
         metavar="NAME,...",
+    )
+    score: str | None = option(
+        DATA,
+        f"how an answer is held against reference, of a line of --input: {', '.join(KINDS)} (docs/cookbook.md)",
+        default=DEFAULT_SCORE,
+        metavar="KIND",
     )
     records: int | None = option(DATA, "records of each task", default=DEFAULT_RECORDS, least=1)
     shots: int | None = option(
@@ -127,7 +134,7 @@ class BenchOutputs:
     json: Path | None = option(OUTPUT, "write one JSON line per task, method and setting here")
     markdown: Path | None = option(OUTPUT, "write a page here")
     plot: Path | None = option(
-        OUTPUT, "draw speed, quality and acceptance by depth here: .png, .svg or .pdf (needs the extra plots)"
+        OUTPUT, "draw quality against speed, and acceptance by depth, here: .png, .svg or .pdf (needs the extra plots)"
     )
     existing: Literal["error", "overwrite"] | None = option(
         OUTPUT, "where a --json, --markdown or --plot file exists: error or overwrite", default="error", metavar="WHAT"

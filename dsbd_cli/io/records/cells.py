@@ -13,7 +13,7 @@ from dsbd_cli.io.records.input_forms import OWN, UNSUPPORTED, WITHOUT_EFFECT
 from dsbd_cli.io.records.row import Fields
 
 PROMPTS = ("prompt", "messages", "audio", "image", "body")  # a row has one of these
-TEXTS = frozenset("id custom_id prompt audio image source_lang language target_lang prefix".split())
+TEXTS = frozenset("id custom_id prompt reference audio image source_lang language target_lang prefix".split())
 TEXT_OR_JSON = frozenset("stop allow token_rules metadata".split())
 FIELDS = OWN | UNSUPPORTED.keys() | WITHOUT_EFFECT | {"logprobs", "body"}  # all others stay text
 MAX_COLUMNS = 1000

@@ -36,7 +36,7 @@ PROMPT_OF: dict[Form, str] = {"openai-completions": "prompt", "openai-chat": "me
 # Fields of other servers that say nothing about the text.
 WITHOUT_EFFECT = frozenset(
     "model user store service_tier safety_identifier prompt_cache_key prompt_cache_retention stream_options "
-    "parallel_tool_calls prediction relevant".split()
+    "parallel_tool_calls prediction reference relevant".split()
 )
 # Fields that would change the text but cannot be honoured, with the values under which they change nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {

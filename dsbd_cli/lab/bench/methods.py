@@ -147,9 +147,6 @@ METHODS: dict[str, Method] = {
     "hf-assisted": Method("transformers' assisted sampling, one sequence at a time", peer=PeerConfig("assisted")),
 }
 
-# What speeds are compared with: the same number of beams without a draft, and one sequence.
-BASELINES = ("beam-sampling", "greedy", "beam-search")
-
 DEFAULT_METHODS = (
     "greedy",
     "beam-search",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -16,7 +16,7 @@ from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
 from dsbd_cli.lab.bench.sweep import SweepSetting
 from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.record import TaskRecord
-from dsbd_cli.requests import Request
+from dsbd_cli.requests import Request, derive_seed
 
 MIN_WINDOW = 8
 MAX_SKIPPED_PER_RECORD = 100
@@ -64,9 +64,20 @@ class Prompt:
     runs: Callable[[str], bool] | None = None
     source: Request | None = None
 
+    def sampling(self, of_run: SamplingConfig, changes: Mapping[str, object]) -> SamplingConfig:
+        """The record's own options, else those of the run. changes: fields that a method sets."""
+        own = of_run if self.record.request is None else self.record.request.sampling
+        return replace(own, **changes) if changes else own  # type: ignore[arg-type]
+
+    def seed(self, of_run: int) -> int:
+        """The seed of the record's own answer. of_run: that of the run."""
+        return derive_seed(of_run, self.record.id) if self.record.request is None else self.record.request.seed
+
     def request(self, name: str, seed: int, sampling: SamplingConfig, grammar: Grammar | None = None) -> Request:
-        """Return what is asked of our engine. name: the request's id."""
+        """Return what is asked of our engine. name: the request's id. grammar: of the run."""
         asked = Request(prompt_ids=self.ids) if self.source is None else self.source
+        if (own := self.record.request) is not None:
+            asked, grammar = replace(asked, allow=own.allow), own.grammar or grammar
         return replace(asked, id=name, seed=seed, sampling=sampling, grammar=grammar)
 
 
@@ -92,27 +103,31 @@ def prepare(
     room: int | None,
     sampling: SamplingConfig | None = None,
 ) -> Prepared:
-    """The first `count` records that fit, in windows of `size`. room: tokens a prompt may have, None for any number.
-    sampling: names the languages, where the target has an encoder.
+    """The first `count` records that fit, in windows of `size`. room: tokens a prompt may have beside the new tokens of
+    the run, None for any number. sampling: of the run.
 
     Raises UsageError where no record fits, or conversations meet a tokenizer without a chat template.
     """
+    of_run = sampling or SamplingConfig()
     prompts: list[Prompt] = []
     too_long = too_long_sources = plain_chats = 0
     for record in itertools.islice(dataset.records(), MAX_SKIPPED_PER_RECORD * count):
         if len(prompts) == count:
             break
-        source = _source(record, sampling or SamplingConfig())
+        own = of_run if record.request is None else record.request.sampling
+        source = _source(record, own)
         if source is not None:
             if _fits(record, source, codec):
                 prompts.append(Prompt(record, (), None, source))
             else:
                 too_long_sources += 1
             continue
-        ids, as_plain = encode_record(record, codec, sampling or SamplingConfig())
+        ids, as_plain = encode_record(record, codec, own)
         if not ids:
             raise UsageError(f"record {record.id} has an empty prompt")
-        if room is not None and len(ids) > room:
+        # an encoder's input shares no room with what is generated
+        more = 0 if isinstance(codec, EncoderDecoderCodec) else own.max_new_tokens - of_run.max_new_tokens
+        if room is not None and len(ids) > room - more:
             too_long += 1
             continue
         plain_chats += as_plain

@@ -16,7 +16,7 @@ from dsbd_cli.lab.bench.choice import choose, curves, doubts
 from dsbd_cli.lab.bench.prepare import BenchSpec, Prepared, prepare, window_size
 from dsbd_cli.lab.bench.runners import make_runner
 from dsbd_cli.lab.bench.sweep import SweepSetting
-from dsbd_cli.lab.bench.tally import Tally, ratios_of
+from dsbd_cli.lab.bench.tally import Tally, paired_of, ratios_of
 from dsbd_cli.lab.metrics.energy import EnergyMeter, find_meter
 from dsbd_cli.lab.metrics.environment import environment
 from dsbd_cli.lab.metrics.memory import PeakMemory, synchronise
@@ -164,9 +164,10 @@ class Bench:
 
     def _rows(self, *, dev: bool) -> list[BenchRow]:
         """Return the rows of the dev records (`dev`), or of the test records."""
-        tallies = [tally for (part, _), tally in self._tallies.items() if part.dev == dev]
+        tallies = [tally for (part, _), tally in self._tallies.items() if part.dev == dev and tally.speeds]
+        paired = paired_of(tallies)
         return [
-            tally.row(ratios_of(tally, tallies), self._meter, self._memory.source) for tally in tallies if tally.speeds
+            tally.row(ratios_of(tally, tallies), self._meter, self._memory.source, paired[tally]) for tally in tallies
         ]
 
     def _window(self, part: BenchPart, number: int, window: int, done: int, progress: OnWindow) -> int:

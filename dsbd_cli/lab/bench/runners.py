@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.variant import Exactness
-from dsbd_cli.engine.constraints.answers import Catalogue
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import ModelError, UsageError, one_line
 from dsbd_cli.lab.bench.methods import METHODS
@@ -17,7 +16,7 @@ from dsbd_cli.lab.bench.sweep import SweepSetting
 from dsbd_cli.lab.peers.base import Asked, Delivered, Peer
 from dsbd_cli.pick.candidate_rows import Candidate, CandidateRow
 from dsbd_cli.pick.choosers import ByRisk, ByScore, ByVote, Chooser, Weights
-from dsbd_cli.requests import RequestResult, derive_seed
+from dsbd_cli.requests import Request, RequestResult, derive_seed
 from dsbd_cli.stats import RequestStats
 
 
@@ -50,7 +49,8 @@ class EngineRunner:
     its own.
     """
 
-    def __init__(self, pair: Engine, setting: SweepSetting, spec: BenchSpec, sampling: SamplingConfig) -> None:
+    def __init__(self, pair: Engine, setting: SweepSetting, spec: BenchSpec, changes: Mapping[str, object]) -> None:
+        """changes: fields of every prompt's sampling that are set."""
         method, how = setting.config, METHODS[setting.method]
         assert isinstance(method, MethodConfig)
         self._pick, self._seed, self._grammar = how.pick, spec.seed, spec.grammar
@@ -58,10 +58,10 @@ class EngineRunner:
         if how.independent:
             # a sample ends with the first end token that it draws
             method = replace(method, num_beams=1)
-            sampling = replace(sampling, n_best=1, early_stopping=True)
+            changes = {**changes, "n_best": 1, "early_stopping": True}
         elif how.pick is not None:
-            sampling = replace(sampling, n_best=method.num_beams)
-        self._sampling = sampling
+            changes = {**changes, "n_best": method.num_beams}
+        self._sampling, self._changes = spec.sampling, changes
         weights: Weights = "uniform" if how.independent else "probability"
         choosers: dict[str | None, Chooser] = {"vote": ByVote(weights=weights), "mbr": ByRisk(weights=weights)}
         self._chooser = choosers.get(how.pick, ByScore())
@@ -80,13 +80,8 @@ class EngineRunner:
 
     def run(self, prompts: Sequence[Prompt]) -> list[BestAnswer]:
         """Answers in order; fewer after `stop`."""
-        each, names = self._samples or 1, [prompt.record.id for prompt in prompts]
-        if self._samples is not None:
-            names = [f"{name}/{place}" for name in names for place in range(each)]
-        requests = [
-            prompts[place // each].request(name, derive_seed(self._seed, name), self._sampling, self._grammar)
-            for place, name in enumerate(names)
-        ]
+        each = self._samples or 1
+        requests = [request for prompt in prompts for request in self._requests(prompt)]
         results: list[RequestResult] = []
         try:
             results += self._engine.run(requests)
@@ -100,6 +95,18 @@ class EngineRunner:
             for place, prompt in enumerate(prompts)
             if len(results) >= each * (place + 1)
         ]
+
+    def _requests(self, prompt: Prompt) -> Iterator[Request]:
+        """Yield one, or one for each independent sample."""
+        sampling, name = prompt.sampling(self._sampling, self._changes), prompt.record.id
+        if self._samples is None:
+            yield prompt.request(name, prompt.seed(self._seed), sampling, self._grammar)
+            return
+        own = prompt.record.request
+        for place in range(self._samples):
+            sample = f"{name}/{place}"
+            seed = derive_seed(self._seed if own is None else own.seed, sample)
+            yield prompt.request(sample, seed, sampling, self._grammar)
 
     def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[BestAnswer]) -> list[float]:
         """Log-probabilities of the answers, which the engine has summed up already."""
@@ -130,12 +137,21 @@ class EngineRunner:
 
 
 class PeerRunner:
-    """The code of others."""
+    """The code of others, with a comparator for each sampling that prompts ask for: it answers those that ask for the
+    same together."""
 
-    def __init__(self, name: str, peer: Peer, seed: int, catalogue: Catalogue | None) -> None:
-        self._title, self._peer, self._seed, self._catalogue = name, peer, seed, catalogue
-        self._ends = frozenset() if catalogue is None else frozenset(catalogue.nodes.tolist())
-        self._delivered: list[Delivered] = []
+    def __init__(
+        self, setting: SweepSetting, pair: Engine, spec: BenchSpec, longest: int, changes: Mapping[str, object]
+    ):
+        """longest: tokens of a prompt, at most. changes: as of EngineRunner. Raises ModelError where the other code
+        does not take the target."""
+        self._setting, self._pair, self._spec, self._longest, self._changes = setting, pair, spec, longest, changes
+        self._catalogue = pair.catalogues.get("")
+        self._ends = frozenset() if self._catalogue is None else frozenset(self._catalogue.nodes.tolist())
+        self._peers: dict[SamplingConfig, Peer] = {}
+        self._delivered: list[tuple[Peer, Delivered]] = []
+        self._stopped = False
+        self._peer(replace(spec.sampling, **changes))  # type: ignore[arg-type]
 
     @property
     def exactness(self) -> Exactness | None:
@@ -144,39 +160,69 @@ class PeerRunner:
 
     def run(self, prompts: Sequence[Prompt]) -> list[BestAnswer]:
         """Answers in order; none of a window in which `stop` came."""
-        seed = derive_seed(self._seed, prompts[0].record.id)
+        groups: dict[SamplingConfig, list[int]] = {}
+        for place, prompt in enumerate(prompts):
+            groups.setdefault(prompt.sampling(self._spec.sampling, self._changes), []).append(place)
+        found: dict[int, tuple[Peer, Delivered]] = {}
+        for sampling, places in groups.items():
+            peer, together = self._peer(sampling), [prompts[place] for place in places]
+            found |= {place: (peer, one) for place, one in zip(places, self._deliver(peer, together), strict=False)}
+        if self._stopped:
+            return []
+        self._delivered = [found[place] for place in range(len(prompts))]
+        return [
+            BestAnswer(
+                one.text,
+                len(one.token_ids),
+                None,
+                None,
+                one.kv_bytes,
+                ranked=tuple(self._name(peer, ids) for ids in one.ranked),
+            )
+            for peer, one in self._delivered
+        ]
+
+    def _peer(self, sampling: SamplingConfig) -> Peer:
+        """Raises ModelError."""
+        config, spec = self._setting.config, self._spec
+        assert not isinstance(config, MethodConfig)
+        if sampling not in self._peers:
+            try:
+                self._peers[sampling] = config.peer(self._pair, sampling, spec.batch_size, self._longest)
+            except ModelError as error:
+                raise ModelError(f"{self._setting.method}: {error}") from None
+        return self._peers[sampling]
+
+    def _deliver(self, peer: Peer, prompts: Sequence[Prompt]) -> list[Delivered]:
+        """Answers of one comparator; fewer once `stop` was called. Raises ModelError."""
+        peer.stopped |= self._stopped
+        name = self._setting.name
         try:
-            self._delivered = list(self._peer.run(_asked(prompts), seed))
+            return list(peer.run(_asked(prompts), derive_seed(self._spec.seed, prompts[0].record.id)))
         except ModelError as error:
-            raise ModelError(f"{self._title}: {error}") from None
+            raise ModelError(f"{name}: {error}") from None
         except Exception as error:  # a model that others cannot decode raises what it likes
             reason = one_line(error)
             raise ModelError(
-                f"{self._title}: {self._peer.config.whose} fails ({type(error).__name__}: {reason}): "
-                "leave it out of --methods"
+                f"{name}: {peer.config.whose} fails ({type(error).__name__}: {reason}): leave it out of --methods"
             ) from error
-        if self._peer.stopped:
-            return []
-        return [
-            BestAnswer(
-                one.text, len(one.token_ids), None, None, one.kv_bytes, ranked=tuple(map(self._name, one.ranked))
-            )
-            for one in self._delivered
-        ]
 
-    def _name(self, ids: tuple[int, ...]) -> str:
+    def _name(self, peer: Peer, ids: tuple[int, ...]) -> str:
         """Name an answer. What transformers fills up with where there are too few has no id: its text names it."""
         known = self._catalogue is not None and self._catalogue.trie.find(ids) in self._ends
         answer_id = self._catalogue.id_of(ids) if known and self._catalogue is not None else None
-        return _named(answer_id, self._peer.text(ids))
+        return _named(answer_id, peer.text(ids))
 
     def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[BestAnswer]) -> list[float]:
         """One plain forward of the target per answer of the last window."""
-        return self._peer.logprobs(_asked(prompts), self._delivered)
+        both = zip(_asked(prompts), self._delivered, strict=True)
+        return [peer.logprobs([asked], [one])[0] for asked, (peer, one) in both]
 
     def stop(self) -> None:
         """End after the token that is under way."""
-        self._peer.stop()
+        self._stopped = True
+        for peer in list(self._peers.values()):
+            peer.stop()
 
 
 def _asked(prompts: Sequence[Prompt]) -> list[Asked]:
@@ -194,14 +240,9 @@ Runner = EngineRunner | PeerRunner
 def make_runner(pair: Engine, setting: SweepSetting, spec: BenchSpec, longest: int = 0) -> Runner:
     """The runner of a setting. longest: tokens of a prompt, at most. Raises ModelError where another code does not take
     the target."""
-    config, sampling = setting.config, spec.sampling
-    if any(dataset.ranks is not None for dataset in spec.datasets):  # all hypotheses are asked for
-        sampling = replace(sampling, n_best=setting.num_beams)
-    if isinstance(config, MethodConfig):
-        return EngineRunner(pair, setting, spec, sampling)
+    ranked = any(dataset.ranks is not None for dataset in spec.datasets)  # all hypotheses are asked for
+    changes = {"n_best": setting.num_beams} if ranked else {}
+    if isinstance(setting.config, MethodConfig):
+        return EngineRunner(pair, setting, spec, changes)
     assert spec.grammar is None, "checked by the command"
-    try:
-        peer = config.peer(pair, sampling, spec.batch_size, longest)
-    except ModelError as error:
-        raise ModelError(f"{setting.method}: {error}") from None
-    return PeerRunner(setting.name, peer, spec.seed, pair.catalogues.get(""))
+    return PeerRunner(setting, pair, spec, longest, changes)

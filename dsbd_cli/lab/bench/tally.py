@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from dsbd_cli.config.variant import Exactness
-from dsbd_cli.lab.bench.methods import BASELINES
 from dsbd_cli.lab.bench.runners import BestAnswer
+from dsbd_cli.lab.bench.statistics import middle_half, paired_tests, score_interval
 from dsbd_cli.lab.bench.sweep import SweepSetting
 from dsbd_cli.lab.metrics.energy import EnergyMeter, EnergyWindow
-from dsbd_cli.lab.reports.bench_data import BenchRow, Energy, Interval
+from dsbd_cli.lab.reports.bench_data import BASELINES, BenchRow, Energy, PairedTest
 from dsbd_cli.stats import RequestStats
 
 
@@ -97,7 +95,18 @@ class Tally:
             if answer.kv_bytes is not None:
                 self._kv.append(answer.kv_bytes)
 
-    def row(self, ratios: Mapping[str, Sequence[float]], meter: EnergyMeter, memory_source: str) -> BenchRow:
+    @property
+    def main_scores(self) -> list[float]:
+        """The first metric's scores, record by record; empty where answers are not scored."""
+        return next(iter(self._scores.values()), [])
+
+    def row(
+        self,
+        ratios: Mapping[str, Sequence[float]],
+        meter: EnergyMeter,
+        memory_source: str,
+        paired: Mapping[str, PairedTest] | None = None,
+    ) -> BenchRow:
         """The row of at least one window. ratios: baseline -> speed ratios of the windows that both have done."""
         return BenchRow(
             task=self.task,
@@ -111,10 +120,11 @@ class Tally:
             windows=len(self.speeds),
             tokens=self._tokens,
             seconds=self._seconds,
-            scores={name: bootstrap_mean(values) for name, values in self._scores.items()},
+            scores={name: score_interval(values) for name, values in self._scores.items()},
             logprob_per_token=self._logprob / self._logprob_tokens if self._logprob_tokens else None,
             tokens_per_s=middle_half(list(self.speeds.values())),
             ratios={name: middle_half(values) for name, values in ratios.items()},
+            paired=paired or {},
             kv_peak_bytes=max(self._kv, default=None),
             peak_memory_bytes=max(self._peaks, default=None),
             memory_source=memory_source,
@@ -132,41 +142,40 @@ class Tally:
 
 
 def ratios_of(tally: Tally, others: Sequence[Tally]) -> dict[str, list[float]]:
-    """Speed over each baseline's, of the same round and window.
-
-    The baseline with as many beams is taken, else its first one (a method with one beam has no other).
-    """
+    """Speed over each baseline's, of the same round and window."""
     found = {}
     for name in BASELINES:
-        candidates = [one for one in others if one.task == tally.task and one.setting.method == name]
-        same = [one for one in candidates if one.setting.num_beams == tally.setting.num_beams]
-        if not candidates or tally.setting.method == name:
+        if (base := _baseline_of(tally, others, name)) is None:
             continue
-        base = (same or candidates)[0]
         pairs = [tally.speeds[place] / speed for place, speed in base.speeds.items() if speed and place in tally.speeds]
         if pairs:
             found[name] = pairs
     return found
 
 
-RESAMPLES = 10_000
-CHUNK = 2_000_000
+def paired_of(tallies: Sequence[Tally]) -> dict[Tally, dict[str, PairedTest]]:
+    """Main scores of every tally beside each baseline's. Holm's correction is over the methods of a task."""
+    found: dict[Tally, dict[str, PairedTest]] = {tally: {} for tally in tallies}
+    for task in dict.fromkeys(tally.task for tally in tallies):
+        for name in BASELINES:
+            compared, pairs = [], []
+            for tally in (one for one in tallies if one.task == task):
+                base = _baseline_of(tally, tallies, name)
+                # of a run that was stopped one may have answered more windows; both began with the same records
+                scores = list(zip(tally.main_scores, base.main_scores, strict=False)) if base is not None else []
+                if base is not None and scores:
+                    compared.append(tally)
+                    pairs.append((base.setting.name, [mine for mine, _ in scores], [other for _, other in scores]))
+            for tally, test in zip(compared, paired_tests(pairs), strict=True):
+                found[tally][name] = test
+    return found
 
 
-def bootstrap_mean(values: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> Interval:
-    """The mean and its 95 % percentile bootstrap interval over the values (at least one)."""
-    data = np.asarray(values, dtype=np.float64)
-    rng = np.random.default_rng(seed)
-    block = max(1, CHUNK // len(data))
-    means = [
-        data[rng.integers(0, len(data), (min(block, resamples - start), len(data)))].mean(axis=1)
-        for start in range(0, resamples, block)
-    ]
-    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
-    return Interval(float(data.mean()), float(low), float(high))
-
-
-def middle_half(values: Sequence[float]) -> Interval:
-    """Median and quartiles of at least one value."""
-    low, median, high = np.quantile(np.asarray(values, dtype=np.float64), (0.25, 0.5, 0.75))
-    return Interval(float(median), float(low), float(high))
+def _baseline_of(tally: Tally, others: Sequence[Tally], name: str) -> Tally | None:
+    """The baseline with as many beams, else its first one (a method with one beam has no other); None for a baseline
+    itself, and where it was not run."""
+    candidates = [one for one in others if one.task == tally.task and one.setting.method == name]
+    if not candidates or tally.setting.method == name:
+        return None
+    same = [one for one in candidates if one.setting.num_beams == tally.setting.num_beams]
+    return (same or candidates)[0]

@@ -6,10 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dsbd_cli.errors import plural
-from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, ChosenThreshold, Interval
+from dsbd_cli.lab.reports.bench_data import (
+    BASELINES,
+    BenchReport,
+    BenchRow,
+    ChosenThreshold,
+    Interval,
+    PairedTest,
+)
 
 DASH = "–"
-BASELINES = {"beam-sampling": "vs beam sampling", "greedy": "vs greedy"}
+MOST_COMPARED = 2  # baselines that have columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,19 @@ def ratio(interval: Interval | None) -> str:
     return f"{interval.value:.2f}x ({interval.low:.2f}–{interval.high:.2f})"
 
 
+def paired(test: PairedTest | None) -> str:
+    """3/1 (0.62): records on which it is better, and worse, and the p value after Holm's correction."""
+    if test is None:
+        return DASH
+    p = test.p_holm
+    return f"{test.better}/{test.worse} ({'<0.001' if p < 0.001 else format(p, '.2g' if p < 0.1 else '.2f')})"
+
+
+def baselines(rows: Sequence[BenchRow]) -> list[str]:
+    """Methods of these rows that others are compared with, the first one what a user has today."""
+    return [name for name in BASELINES if any(name in row.ratios for row in rows)][:MOST_COMPARED]
+
+
 def speed(value: float) -> str:
     """Three digits that count."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
@@ -72,6 +92,10 @@ def quality_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
         ReportColumn(f"{metric} %", lambda row, metric=metric: percent(row.scores.get(metric)))  # type: ignore[misc]
         for metric in dict.fromkeys(metric for row in rows for metric in row.scores)
     ]
+    columns += [
+        ReportColumn(f"better/worse than {name} (p)", lambda row, name=name: paired(row.paired.get(name)))  # type: ignore[misc]
+        for name in baselines(rows)[:1]
+    ]
     return [*columns, ReportColumn("log-prob/token", lambda row: number(row.logprob_per_token, ".3f"))]
 
 
@@ -80,9 +104,8 @@ def speed_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
     return [
         ReportColumn("tokens/s", lambda row: speed(row.tokens_per_s.value)),
         *(
-            ReportColumn(title, lambda row, name=name: ratio(row.ratios.get(name)))  # type: ignore[misc]
-            for name, title in BASELINES.items()
-            if any(name in row.ratios for row in rows)
+            ReportColumn(f"vs {name}", lambda row, name=name: ratio(row.ratios.get(name)))  # type: ignore[misc]
+            for name in baselines(rows)
         ),
     ]
 
@@ -194,7 +217,12 @@ def reading_lines(rows: Sequence[BenchRow]) -> list[str]:
     """Tell what the ranges are."""
     lines = []
     if any(row.scores for row in rows):
-        lines.append("Scores: mean over the records (95 % bootstrap interval).")
+        lines.append("Scores: mean over the records (95 % interval: Wilson's where all are 0 or 1, else by bootstrap).")
+    if any(row.paired for row in rows):
+        lines.append(
+            "better/worse: records with a higher/lower score than the baseline's (p of the exact McNemar test, or of a "
+            "sign-flip test where scores lie between 0 and 1, after Holm's correction over the methods)."
+        )
     lines.append(
         "tokens/s: delivered tokens of the best beams, median of the windows; ratios: median of neighbouring windows "
         "(middle half)."

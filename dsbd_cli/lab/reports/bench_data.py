@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+BASELINES = ("hf-beam-search", "greedy", "beam-search", "beam-sampling")  # what a user has today comes first
+SIGNIFICANT = 0.05  # a p value below it is called a difference
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -35,6 +38,35 @@ class Energy:
 
 
 @dataclass(frozen=True, slots=True)
+class PairedTest:
+    """Main scores of one method beside a baseline's, record by record.
+
+    Attributes:
+        baseline: name of the baseline's setting: with as many beams, where there is one.
+        records: that both have answered; `better`, `worse`: those on which this method scores higher, lower.
+        difference: mean of this method's scores less the baseline's.
+        test: mcnemar (exact) where all scores are 0 or 1, else sign-flip.
+        p: two-sided; `p_holm`: after Holm's correction over all methods that were compared with this baseline.
+        least: records that must differ, all one way, for a difference to show at all.
+    """
+
+    baseline: str
+    records: int
+    better: int
+    worse: int
+    difference: float
+    test: str
+    p: float
+    p_holm: float
+    least: int
+
+    @property
+    def shown(self) -> bool:
+        """Whether the two differ by more than chance."""
+        return self.p_holm < SIGNIFICANT
+
+
+@dataclass(frozen=True, slots=True)
 class BenchRow:
     """One method at one setting on one task.
 
@@ -44,7 +76,8 @@ class BenchRow:
         records: answered; `failed`: of these without an answer (scored as wrong, and none of their tokens count).
         windows: stretches of records that were timed, each next to one of every other method.
         tokens: delivered by the best beams up to and with their end tokens, in `seconds`.
-        scores: metric -> mean over the records with its 95 % bootstrap interval; the main metric first.
+        scores: metric -> mean over the records with its 95 % interval, Wilson's of scores that are 0 or 1, else by
+            bootstrap; the main metric first.
         logprob_per_token: of the best beams under the raw target, nats.
         tokens_per_s: median of the windows and their middle half (quartiles).
         ratios: baseline -> this method's speed over its, median of pairs of neighbouring windows and quartiles.
@@ -56,6 +89,7 @@ class BenchRow:
         target_calls, draft_calls: per record.
         kv_peak_bytes: most that one request held in both models' caches; for transformers the target's at the end.
         peak_memory_bytes: of the whole process or device (memory_source) while the method ran.
+        paired: baseline -> this method's main scores beside its.
     """
 
     task: str
@@ -85,6 +119,7 @@ class BenchRow:
     peak_memory_bytes: int | None = None
     memory_source: str = "rss"
     energy: Energy = field(default_factory=Energy)
+    paired: Mapping[str, PairedTest] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports import bench_cells as cells
 from dsbd_cli.lab.reports.bench_cells import ReportColumn
+from dsbd_cli.lab.reports.bench_closing import closing_lines
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
 
 
@@ -59,6 +60,8 @@ def markdown_page(report: BenchReport, title: str = "dsbd bench") -> str:
             parts.append(f"### {cells.choice_title(report, choice)}\n")
             parts.append(markdown_table(columns, report.curve(choice)))
             parts.append(f"{cells.choice_line(report, choice)}\n")
+    if closing := closing_lines(report):
+        parts.append("\n\n".join(f"**{line}**" for line in closing) + "\n")
     if report.notes:
         parts.append("## Notes\n")
         parts.append("\n".join(f"- {note}" for note in report.notes) + "\n")

@@ -1,29 +1,32 @@
-"""A bench run as a picture: per task the speed and the quality of every method, a row each, and acceptance by depth.
+"""A bench run as a picture: per task the quality of every method against its speed, and acceptance by depth where
+something was drafted.
 
 Colours are those of a family of methods; names stand at what they name, so that nothing depends on the colours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports.bench_curve import curve_panel
-from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Interval, pareto_front
+from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, pareto_front
 from dsbd_cli.lab.reports.style import COLOURS, INK, MUTED, new_figure, plain_axes, score_limits, spread_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTHS = (3.4, 2.6, 3.8)  # inches of the panels, without names and labels
-CURVE_WIDTH = 4.2
-LETTER, AXES = 0.072, 1.6  # inches of a letter of a name, and of what stands between the panels
+WIDTH, DEPTH_WIDTH, CURVE_WIDTH = 5.2, 3.8, 4.2  # inches of the panels, without names
+LETTER, AXES = 0.072, 0.8  # inches of a letter of a name, and of what stands beside a panel
+TITLE_LETTER, TITLE_POINTS = 0.098, 11.0
 ROW, MARGIN, LEAST = 0.23, 1.3, 4.0  # inches of a task's height
 MAX_ROWS = 40
 LABEL_POINTS = 8.0
 CAPTION = (
-    "Speed: median and middle half of the windows. Quality: with its 95 % interval. "
+    "Bars: quality with its 95 % interval, speed with the middle half of the windows.\n"
     "Bold: no other method is both faster and better."
 )
 FAMILIES = {
@@ -49,21 +52,39 @@ def _colour_of(method: str) -> str:
 def bench_figure(report: BenchReport) -> Figure:
     """One row of panels per task that has a row; where a threshold was chosen, with its curve."""
     tasks = report.tasks
-    widths = (*WIDTHS, CURVE_WIDTH) if report.choices else WIDTHS
+    drafted = any(row.passed_by_depth for row in report.rows)
+    widths = [WIDTH, *([DEPTH_WIDTH] if drafted else []), *([CURVE_WIDTH] if report.choices else [])]
     shown = {task: _shown(report.of(task)) for task in tasks}
     heights = [max(LEAST, MARGIN + ROW * len(shown[task])) for task in tasks]
     letters = max((len(row.name) for rows in shown.values() for row in rows), default=0)
-    figure = new_figure(sum(widths) + AXES + 2 * LETTER * letters, sum(heights))
+    title = _title(report)
+    width = sum(widths) + AXES * len(widths) + LETTER * letters * (2 if drafted else 1)
+    figure = new_figure(max(width, TITLE_LETTER * len(title)), sum(heights))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE_POINTS, fontweight="bold", color=INK)
     figure.supxlabel(CAPTION, x=0.01, ha="left", fontsize=LABEL_POINTS, color=MUTED)
     panels = figure.subplots(len(tasks), len(widths), squeeze=False, width_ratios=widths, height_ratios=heights)
-    for (left, middle, right, *more), task, height in zip(panels, tasks, heights, strict=True):
+    for (left, *more), task, height in zip(panels, tasks, heights, strict=True):
         rows = report.of(task)
-        _speed(left, shown[task], rows, task)
-        _quality(middle, shown[task], task)
-        _depth(right, rows, task, height - MARGIN)
+        _quality(left, shown[task], rows, task, height - MARGIN)
+        if drafted:
+            _depth(more.pop(0), rows, task, height - MARGIN)
         for axes in more:
             curve_panel(axes, report, task, {row.method: _colour_of(row.method) for row in rows})
     return figure
+
+
+def _title(report: BenchReport) -> str:
+    """File, models and machine."""
+    run, env = report.run, report.environment
+    target, draft = (run.get(name) for name in ("target", "draft"))
+    models = f"{_short(target)} with {_short(draft)}" if draft else _short(target)
+    return f"{_short(run.get('data')) or ', '.join(report.tasks)}: {models}, on {env.get('device')}"
+
+
+def _short(source: object) -> str:
+    """Name a file or a folder without those around it; empty where there is none."""
+    text = "" if source is None else str(source)
+    return Path(text).name if text.startswith((".", "/", "~")) else text
 
 
 def _shown(rows: Sequence[BenchRow]) -> list[BenchRow]:
@@ -89,48 +110,61 @@ def _level(row: BenchRow) -> float | None:
     return 100 * row.quality.value if row.quality is not None else row.logprob_per_token
 
 
-def _speed(axes: Axes, shown: Sequence[BenchRow], rows: Sequence[BenchRow], task: str) -> None:
-    """Medians and middle halves; the names of the front are bold."""
-    records = max(row.records for row in rows)
-    some = f" (best {len(shown)} of {len(rows)} settings)" if len(shown) < len(rows) else ""
-    plain_axes(axes, f"{task}, {records} records: speed", f"tokens per second{some}", "")
-    for place, row in enumerate(shown):
-        _range(axes, place, row, row.tokens_per_s.value, row.tokens_per_s)
-    axes.set_yticks(range(len(shown)), [row.name for row in shown])
-    front = {row.name for row in _front(rows)}
-    for label, row in zip(axes.get_yticklabels(), shown, strict=True):
-        label.set_fontsize(LABEL_POINTS + 0.5)
-        label.set_fontweight("bold" if row.name in front else "normal")
-    axes.set_xlim(left=0)
-    _rows(axes, len(shown))
-
-
-def _quality(axes: Axes, shown: Sequence[BenchRow], task: str) -> None:
-    """Scores with their intervals, or log-probabilities, in the rows of the speeds."""
+def _quality(axes: Axes, shown: Sequence[BenchRow], rows: Sequence[BenchRow], task: str, height: float) -> None:
+    """Scores with their intervals, or log-probabilities, against speeds with their middle halves; the names of the
+    front are bold. height: of the panel, in inches."""
+    records = plural(max(row.records for row in rows), "record")
     metric = next((row.metric for row in shown if row.metric), None)
-    label = f"{metric} (%)" if metric else "log-probability per token"
-    plain_axes(axes, f"{task}: quality", label, "")
-    for place, row in enumerate(shown):
-        if (level := _level(row)) is not None:
-            _range(axes, place, row, level, row.quality, 100)
-    axes.set_yticks(range(len(shown)), [""] * len(shown))
-    _rows(axes, len(shown))
+    some = f" (best {len(shown)} of {len(rows)} settings)" if len(shown) < len(rows) else ""
+    quality = f"{metric} (%)" if metric else "log-probability per token"
+    plain_axes(axes, f"{task}, {records}: quality against speed", f"tokens per second{some}", quality)
+    front = {row.name for row in _front(rows)}
+    drawn = [(level, row.tokens_per_s.value, row) for row in shown if (level := _level(row)) is not None]
+    drawn.sort(key=lambda one: (one[0], -one[1]))  # of one level the slower has its name above, and its line
+    for level, speed, row in drawn:
+        colour = _colour_of(row.method)
+        axes.hlines(level, row.tokens_per_s.low, row.tokens_per_s.high, color=colour, alpha=0.35, linewidth=2)
+        if row.quality is not None:
+            axes.vlines(speed, 100 * row.quality.low, 100 * row.quality.high, color=colour, alpha=0.35, linewidth=2)
+        axes.plot(speed, level, "o", color=colour, markersize=6, clip_on=False, label=row.name)
+    axes.set_xlim(left=0)
     if metric:
-        score_limits(axes, "x")
+        score_limits(axes)
+    _name_points(
+        axes,
+        [(speed, level, row.name, _colour_of(row.method)) for level, speed, row in drawn],
+        1.05 * axes.get_xlim()[1],
+        height,
+        bold=front,
+    )
 
 
-def _range(axes: Axes, place: int, row: BenchRow, value: float, around: Interval | None, scale: float = 1) -> None:
-    """Draw a dot in a row, and a bar for the range around it."""
-    colour = _colour_of(row.method)
-    if around is not None:
-        axes.hlines(place, scale * around.low, scale * around.high, color=colour, alpha=0.4, linewidth=3)
-    axes.plot(value, place, "o", color=colour, markersize=6, clip_on=False)
+def _name_points(
+    axes: Axes,
+    points: Sequence[tuple[float, float, str, str]],
+    stand: float,
+    height: float,
+    bold: Container[str] = (),
+) -> None:
+    """Names in a column beside the panel, each with a thin line from its point, and none over another.
 
-
-def _rows(axes: Axes, count: int) -> None:
-    """The first row at the top; no marks at the names."""
-    axes.set_ylim(max(count, 1) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
+    points: x, y, name and colour. stand: x of the column. height: of the panel, in inches. bold: names.
+    """
+    low, high = axes.get_ylim()
+    gap = min((high - low) * LABEL_POINTS * 1.45 / 72 / height, (high - low) / max(1, len(points)))
+    stands = spread_labels([y for _, y, _, _ in points], gap, low, high)
+    for (x, y, name, colour), place in zip(points, stands, strict=True):
+        axes.annotate(
+            name,
+            (x, y),
+            xytext=(stand, place),
+            fontsize=LABEL_POINTS,
+            fontweight="bold" if name in bold else "normal",
+            color=colour,
+            va="center",
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.6, "relpos": (0, 0.5)},
+        )
 
 
 def _depth(axes: Axes, rows: Sequence[BenchRow], task: str, height: float) -> None:
@@ -149,8 +183,7 @@ def _depth(axes: Axes, rows: Sequence[BenchRow], task: str, height: float) -> No
     axes.set_ylim(0, 100)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if not chosen:
-        axes.text(0.5, 0.5, "nothing was drafted", transform=axes.transAxes, ha="center", color=MUTED)
-        axes.set_xticks([])
+        axes.set_visible(False)  # drafts on another task
         return
     drawn = [(row, _until_zero(row)) for row in chosen.values()]
     hues = [_colour_of(row.method) for row, _ in drawn]
@@ -160,19 +193,8 @@ def _depth(axes: Axes, rows: Sequence[BenchRow], task: str, height: float) -> No
         axes.plot(layers, shares, style, marker=marker, color=colour, linewidth=1.6, label=row.name, clip_on=False)
     deepest = max(len(shares) for _, shares in drawn)
     axes.set_xlim(0.8, deepest + 0.1)
-    gap = min(100 * LABEL_POINTS * 1.45 / 72 / height, 100 / len(drawn))
-    stands = spread_labels([shares[-1] for _, shares in drawn], gap, 0, 100)
-    for (row, shares), colour, stand in zip(drawn, hues, stands, strict=True):
-        axes.annotate(
-            row.name,
-            (len(shares), shares[-1]),
-            xytext=(1.12 * deepest, stand),
-            fontsize=LABEL_POINTS,
-            color=colour,
-            va="center",
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.6, "relpos": (0, 0.5)},
-        )
+    ends = [(len(shares), shares[-1], row.name, hue) for (row, shares), hue in zip(drawn, hues, strict=True)]
+    _name_points(axes, ends, 1.12 * deepest, height)
 
 
 def _until_zero(row: BenchRow) -> list[float]:

@@ -12,6 +12,7 @@ from rich.text import Text
 from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports import bench_cells as cells
 from dsbd_cli.lab.reports.bench_cells import ReportColumn
+from dsbd_cli.lab.reports.bench_closing import closing_lines
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, ChosenThreshold
 from dsbd_cli.lab.reports.screen import Screen
 
@@ -39,6 +40,10 @@ def print_report(report: BenchReport, stream: IO[str]) -> None:
         console.print(Text(line, style="dim"))
     for note in report.notes:
         console.print(Text(f"note: {note}"))
+    if closing := closing_lines(report):
+        console.print()
+        for line in closing:
+            console.print(Text(line, style="bold"))
 
 
 def _print_choice(console: Screen, report: BenchReport, choice: ChosenThreshold) -> None:

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from dsbd_cli.errors import UsageError
+from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.tasks.dataset import Dataset
-from dsbd_cli.lab.tasks.lines import jsonl_dataset, mt_bench_dataset
+from dsbd_cli.lab.tasks.lines import PLAIN_ROWS, jsonl_dataset, mt_bench_dataset
 from dsbd_cli.lab.tasks.pairs import summary_dataset, translation_dataset, words_dataset
 from dsbd_cli.lab.tasks.qa import QA
 from dsbd_cli.lab.tasks.spider import spider_dataset
@@ -37,13 +38,17 @@ def open_dataset(
     dev_path: Path | None = None,
     metric: str | None = None,
     files_under: Path | None = None,
+    score: str | None = None,
+    rows: RowReader = PLAIN_ROWS,
 ) -> Dataset:
     """The data set of a task. `path` is for those that lie on disk, `dev_path` for their dev records, if these lie
-    elsewhere. metric: of task jsonl, see jsonl_dataset. files_under: the only folder that lines may name files in.
-    Raises UsageError.
+    elsewhere. metric, score: of task jsonl, see jsonl_dataset. files_under: the only folder that lines may name files
+    in. rows: what lines inherit from the run. Raises UsageError.
     """
-    if metric is not None and name != "jsonl":
-        raise UsageError(f"--metric {metric} is for prompts of --input, but the task is {name}: drop it")
+    own = {option: value for option, value in (("metric", metric), ("score", score)) if value is not None}
+    if own and name != "jsonl":
+        option, value = next(iter(own.items()))
+        raise UsageError(f"--{option} {value} is for prompts of --input, but the task is {name}: drop it")
     if name in TASKS:
         for given in (path, dev_path):
             if given is not None:
@@ -58,7 +63,7 @@ def open_dataset(
             raise UsageError(f"--files-under {files_under} would do nothing, because {name} names no files: drop it")
         read = FROM_DISK[name]
     else:
-        read = partial(OF_LINES[name], files_under=files_under, **({} if metric is None else {"metric": metric}))
+        read = partial(OF_LINES[name], files_under=files_under, rows=rows, **own)
     data = read(path)
     if dev_path is None:
         return data

@@ -30,6 +30,7 @@ class Dataset:
             it takes the place of `score`. An answer is its id, or its text where it has none.
         dev: other records of the same kind, to choose settings on; None where the data has no such split.
         execute: what a text returns on a record's database, None where it fails; None for data without one.
+        asks: what some record asks for itself and not every method can do: `grammar`, `allow`, `seed`, `greedy`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Dataset:
     dev: Dataset | None = None
     execute: Execute | None = None
     ranks: Callable[[TaskRecord, Sequence[str]], Mapping[str, float]] | None = None
+    asks: frozenset[str] = frozenset()
 
 
 def builtin_dataset(name: str, metrics: tuple[str, ...], score: Score, execute: Execute | None = None) -> Dataset:

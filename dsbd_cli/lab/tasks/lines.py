@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+import orjson
+
 from dsbd_cli.errors import InvalidRowError, UsageError, reading, shorten
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.tables import check_table, is_table, lines_reader
 from dsbd_cli.io.records.parse import parse_object
-from dsbd_cli.io.records.row import LongLine
-from dsbd_cli.io.records.row_files import FILE_FIELDS, file_of_row, files_root
+from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.io.records.row import Fields, LongLine, Row
+from dsbd_cli.io.records.row_files import FILE_FIELDS, files_root
 from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS, ranked_scores, read_metrics
 from dsbd_cli.lab.tasks.record import TaskRecord
+from dsbd_cli.lab.tasks.scores import DEFAULT_SCORE, AnswerScore, read_score
 from dsbd_cli.lab.tasks.task_files import read_text
+from dsbd_cli.requests import Request, derive_seed
 
-KNOWN = {"id", "prompt", "messages", *FILE_FIELDS, "reference", "relevant"}
+MOST_ASKED = 1 << 20  # answers: how many a line may ask for is up to the methods
+PLAIN_ROWS = RowReader()
 
 Message = dict[str, str]
 
@@ -29,7 +36,8 @@ def mt_bench_dataset(path: Path) -> Dataset:
     Raises UsageError naming line and field.
     """
     records = []
-    for place, row in _rows(path):
+    for number, row in _rows(path):
+        place = f"{path} line {number}"
         turns = row.get("turns")
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
             raise UsageError(f"{place}: turns is {shorten(turns)}, but must be a list of texts")
@@ -41,38 +49,64 @@ def mt_bench_dataset(path: Path) -> Dataset:
     return Dataset("mt-bench", (), lambda: iter(records), _nothing)
 
 
-def jsonl_dataset(path: Path, metric: str | None = None, files_under: Path | None = None) -> Dataset:
-    """Lines with `prompt`, `messages`, `audio` or `image`, an `id` if wanted, and on all lines or none a `reference` to
-    be met exactly, or `relevant`, the ids of the answers that a ranking should bring. metric: of the ranking.
-    files_under: the only folder that lines may name files in, by default that of the data.
+def jsonl_dataset(
+    path: Path,
+    metric: str | None = None,
+    files_under: Path | None = None,
+    score: str | None = None,
+    rows: RowReader = PLAIN_ROWS,
+) -> Dataset:
+    """Lines as `dsbd generate` reads them, options of their own among them, and on all lines or none a `reference`, or
+    `relevant`, the ids of the answers that a ranking should bring.
+
+    metric: of the ranking. score: kind of the score against references, see scores.read_score. files_under: the only
+    folder that lines may name files in, by default that of the data. rows: what lines inherit from the run.
 
     Raises UsageError naming line and field.
     """
+    how = read_score(score or DEFAULT_SCORE)
+    reader = dataclasses.replace(rows, num_beams=MOST_ASKED, files_root=files_root(files_under, path))
     records: list[TaskRecord] = []
-    unused: set[str] = set()
+    asks: set[str] = set()
+    notes: list[str] = []
     scored: str | None = None
-    root = files_root(files_under, path)
-    for number, (place, row) in enumerate(_rows(path)):
-        record = _record(place, row, number, root)
-        has = next((name for name in ("reference", "relevant") if name in row), "")
-        if "reference" in row and "relevant" in row:
-            raise UsageError(f"{place}: reference and relevant are both given: give one of them")
+    for index, (number, line) in enumerate(_rows(path)):
+        gold: Fields = {name: line.pop(name) for name in ("reference", "relevant") if name in line}
+        if len(gold) == 2:
+            raise UsageError(f"{path} line {number}: reference and relevant are both given: give one of them")
+        has = next(iter(gold), "")
         if scored is not None and has != scored:
             name = scored or has
-            raise UsageError(f"{place}: {name} is on some lines only: give one to every line, or to none")
+            raise UsageError(f"{path} line {number}: {name} is on some lines only: give one to every line, or to none")
         scored = has
-        unused |= row.keys() - KNOWN
-        records.append(record)
-    left = ", ".join(sorted(unused))
-    notes = (f"{path}: {left} is not looked at: every record is run with the same settings",) if unused else ()
+        row = reader.read(orjson.dumps(line), index=index, number=number)
+        if row.request is None:
+            raise UsageError(f"{path} {row.error}")
+        notes += [f"{path} {warning}" for warning in row.warnings]
+        asks.update(_asks(row.request, reader.seed))
+        try:
+            records.append(how.check(_record(row, row.request, gold, how)))
+        except InvalidRowError as error:
+            raise UsageError(f"{path} line {number}: {error}") from None
+    if metric is not None and scored != "relevant":
+        raise UsageError(f"--metric {metric} needs relevant, a list of ids, on every line of {path}")
+    if score is not None and scored != "reference":
+        raise UsageError(f"--score {score} needs a reference on every line of {path}")
+    data = Dataset("jsonl", (), lambda: iter(records), _nothing, tuple(notes), asks=frozenset(asks))
     if scored == "relevant":
         names = read_metrics(metric or DEFAULT_METRICS)
-        ranks = partial(_ranks, names)
-        return Dataset("jsonl", names, lambda: iter(records), _nothing, notes, ranks=ranks)
-    if metric is not None:
-        raise UsageError(f"--metric {metric} needs relevant, a list of ids, on every line of {path}")
-    metrics = ("exact match",) if scored else ()
-    return Dataset("jsonl", metrics, lambda: iter(records), _exact if scored else _nothing, notes)
+        return dataclasses.replace(data, metrics=names, ranks=partial(_ranks, names))
+    if not scored:
+        return data
+
+    def completed() -> Iterator[TaskRecord]:
+        for record in records:
+            try:
+                yield how.complete(record)
+            except InvalidRowError as error:
+                raise UsageError(f"{path} record {record.id}: {error}") from None
+
+    return dataclasses.replace(data, metrics=(how.metric,), records=completed, score=how.score, execute=how.execute)
 
 
 def _ranks(names: Sequence[str], record: TaskRecord, ranked: Sequence[str]) -> Mapping[str, float]:
@@ -81,48 +115,35 @@ def _ranks(names: Sequence[str], record: TaskRecord, ranked: Sequence[str]) -> M
     return ranked_scores(names, relevant, ranked)
 
 
-def _record(place: str, row: Mapping[str, object], number: int, root: str) -> TaskRecord:
-    """root: the folder that lines may name files in."""
-    prompt, messages, reference = row.get("prompt"), row.get("messages"), row.get("reference", "")
-    given = [name for name in ("prompt", "messages", *FILE_FIELDS) if row.get(name) is not None]
-    if len(given) != 1 and given != ["prompt", "image"]:
-        raise UsageError(f"{place}: give prompt, messages, audio or image, one of them")
-    for field in ("prompt", *FILE_FIELDS):
-        if field in given and (not isinstance(row[field], str) or not row[field]):
-            raise UsageError(f"{place}: {field} is {shorten(row[field])}, but must be a text that is not empty")
-    if messages is not None and not _are_messages(messages):
-        raise UsageError(
-            f"{place}: messages is {shorten(messages)}, but must be a list of objects with role and content"
-        )
-    if not isinstance(reference, str):
-        raise UsageError(f"{place}: reference is {shorten(reference)}, but must be a text")
-    name = row.get("id", f"line-{number + 1}")
-    if not isinstance(name, str | int):
-        raise UsageError(f"{place}: id is {shorten(name)}, but must be a text")
-    meta: dict[str, object] = {} if messages is None else {"messages": messages}
+def _asks(request: Request, seed: int) -> Iterator[str]:
+    """Yield what not every method can do. seed: of the run."""
+    if request.grammar is not None:
+        yield "grammar"
+    if request.allow is not None:
+        yield "allow"
+    if request.seed != derive_seed(seed, request.id):
+        yield "seed"
+    if request.sampling.temperature == 0:
+        yield "greedy"
+
+
+def _record(row: Row, request: Request, gold: Fields, how: AnswerScore) -> TaskRecord:
+    """Raises InvalidRowError for a reference that cannot be scored against."""
+    meta: dict[str, object] = {} if row.metadata is None else {"metadata": row.metadata}
+    if request.messages is not None:
+        meta["messages"] = list(request.messages)
     for field in FILE_FIELDS:
-        if field in given:
-            try:
-                meta[field] = file_of_row(root, field, str(row[field]))
-            except InvalidRowError as error:
-                raise UsageError(f"{place}: {error}") from None
-    if "relevant" in row:
-        relevant = row["relevant"]
+        if (file := getattr(request, field)) is not None:
+            meta[field] = file
+    if "relevant" in gold:
+        relevant = gold["relevant"]
         if not isinstance(relevant, list) or not relevant or not all(type(one) in (str, int) for one in relevant):
-            raise UsageError(f"{place}: relevant is {shorten(relevant)}, but must be a list of ids")
+            raise InvalidRowError(f"relevant is {shorten(relevant)}, but must be a list of ids")
         meta["relevant"] = frozenset(str(one).strip() for one in relevant)
-    return TaskRecord(str(name), prompt if isinstance(prompt, str) else "", reference, meta)
-
-
-def _are_messages(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(one, dict) and set(one) == {"role", "content"} and all(isinstance(v, str) for v in one.values())
-            for one in value
-        )
-    )
+    reference = how.reference(gold["reference"]) if "reference" in gold else ""
+    # the best answer is what counts; how many are asked for is up to the method
+    sampling = dataclasses.replace(request.sampling, n_best=1, token_logprobs=False, top_logprobs=0)
+    return TaskRecord(row.id, request.prompt or "", reference, meta, dataclasses.replace(request, sampling=sampling))
 
 
 def _table_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -135,22 +156,18 @@ def _table_lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line.decode()
 
 
-def _exact(record: TaskRecord, text: str) -> Mapping[str, float]:
-    return {"exact match": float(text.strip() == record.reference.strip())}
-
-
 def _nothing(record: TaskRecord, text: str) -> Mapping[str, float]:
     return {}
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Place and object of every line that is not blank, or of every row of a table."""
+def _rows(path: Path) -> Iterator[tuple[int, Fields]]:
+    """Number and object of every line that is not blank, or of every row of a table."""
     found = False
     for number, line in _table_lines(path) if is_table(path) else enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             found = True
             try:
-                yield f"{path} line {number}", parse_object(line.encode())
+                yield number, parse_object(line.encode())
             except InvalidRowError as error:
                 raise UsageError(f"{path} line {number}: {error}") from None
     if not found:

@@ -7,65 +7,56 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import cache
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 from dsbd_cli.errors import UsageError
+from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.tasks.dataset import Dataset, Score
-from dsbd_cli.lab.tasks.lines import jsonl_dataset
+from dsbd_cli.lab.tasks.lines import PLAIN_ROWS, jsonl_dataset
 from dsbd_cli.lab.tasks.record import TaskRecord
+from dsbd_cli.lab.tasks.scores import score_library
 
 
-def translation_dataset(path: Path, files_under: Path | None = None) -> Dataset:
+def translation_dataset(path: Path, files_under: Path | None = None, rows: RowReader = PLAIN_ROWS) -> Dataset:
     """Lines with `prompt` and `reference`: chrF and BLEU of each sentence, by sacrebleu, from 0 to 1."""
-    metrics = _library("sacrebleu").metrics
+    metrics = score_library("sacrebleu").metrics
     chrf, bleu = metrics.CHRF(), metrics.BLEU(effective_order=True)
 
     def score(record: TaskRecord, text: str) -> Mapping[str, float]:
         found = {"chrF": chrf, "BLEU": bleu}
         return {name: one.sentence_score(text, [record.reference]).score / 100 for name, one in found.items()}
 
-    return _scored("translation", path, files_under, ("chrF", "BLEU"), score)
+    return _scored("translation", path, files_under, rows, ("chrF", "BLEU"), score)
 
 
-def summary_dataset(path: Path, files_under: Path | None = None) -> Dataset:
+def summary_dataset(path: Path, files_under: Path | None = None, rows: RowReader = PLAIN_ROWS) -> Dataset:
     """Lines with `prompt` and `reference`: ROUGE-1, -2 and -L, F measures by rouge-score."""
-    scorer = _library("rouge_score.rouge_scorer").RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+    scorer = score_library("rouge_score.rouge_scorer").RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     names = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 
     def score(record: TaskRecord, text: str) -> Mapping[str, float]:
         found = scorer.score(record.reference, text)
         return {names[name]: one.fmeasure for name, one in found.items()}
 
-    return _scored("summary", path, files_under, tuple(names.values()), score)
+    return _scored("summary", path, files_under, rows, tuple(names.values()), score)
 
 
-def words_dataset(path: Path, files_under: Path | None = None) -> Dataset:
+def words_dataset(path: Path, files_under: Path | None = None, rows: RowReader = PLAIN_ROWS) -> Dataset:
     """Lines with `prompt`, `audio` or `image`, and `reference`: 1 - WER by jiwer, 0 at least. With a token per
     word it is the error rate of phonemes or characters."""
-    jiwer = _library("jiwer")
+    jiwer = score_library("jiwer")
 
     def score(record: TaskRecord, text: str) -> Mapping[str, float]:
         return {"1 - WER": max(0.0, 1.0 - jiwer.wer(record.reference, text))}
 
-    return _scored("words", path, files_under, ("1 - WER",), score)
+    return _scored("words", path, files_under, rows, ("1 - WER",), score)
 
 
-def _scored(name: str, path: Path, files_under: Path | None, metrics: tuple[str, ...], score: Score) -> Dataset:
+def _scored(
+    name: str, path: Path, files_under: Path | None, rows: RowReader, metrics: tuple[str, ...], score: Score
+) -> Dataset:
     """The lines of a file under another score. Raises UsageError where they have no references."""
-    data = jsonl_dataset(path, files_under=files_under)
+    data = jsonl_dataset(path, files_under=files_under, rows=rows)
     if not data.metrics:
         raise UsageError(f"{path}: task {name} scores against a reference: give one to every line")
     return dataclasses.replace(data, name=name, metrics=metrics, score=score)
-
-
-@cache
-def _library(name: str) -> ModuleType:
-    """A library of the extra `scores`. Raises UsageError where it is not installed."""
-    try:
-        import_module(name.partition(".")[0] + (".metrics" if name == "sacrebleu" else ""))
-        return import_module(name)
-    except ImportError as error:
-        raise UsageError(f"this task needs the extra scores ({error}): pip install 'dsbd[scores]'") from None

@@ -9,18 +9,22 @@ from pathlib import Path
 
 import orjson
 
+from dsbd_cli.requests import Request
+
 RECORDS = Path(__file__).parent / "records"  # TASK-SPLIT.jsonl.gz, written by training.tasks.ship
 SPLITS = ("dev", "test")
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """One prompt with its gold answer and what scoring it needs."""
+    """One prompt with its gold answer and what scoring it needs. request: the user's line as `dsbd generate` would ask
+    it, whose options take the place of the run's; None of records that bring none."""
 
     id: str
     prompt: str
     reference: str
     meta: Mapping[str, object]
+    request: Request | None = None
 
 
 def shipped(task: str, split: str) -> Iterator[TaskRecord]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,10 @@ import pytest
 from dsbd_cli import Engine, Request, SamplingConfig, load
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.errors import UsageError
+from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.bench.prepare import BenchSpec, prepare
 from dsbd_cli.lab.bench.run import Bench, BenchPart
+from dsbd_cli.lab.bench.runners import make_runner
 from dsbd_cli.lab.bench.sweep import SweepSetting, plan
 from dsbd_cli.lab.tasks.choose import open_dataset
 from dsbd_cli.lab.tasks.lines import jsonl_dataset
@@ -61,7 +65,9 @@ def test_a_run_measures_every_method_on_the_same_records(pair: Engine) -> None:
     # a call yields a step per passed layer and one more, unless the text ends with one of them
     passed = sum(coupled.passed_by_depth)
     assert passed < coupled.steps_per_call <= passed + 1
-    assert set(coupled.ratios) == {"beam-sampling", "greedy"}
+    assert set(coupled.ratios) == set(coupled.paired) == {"hf-beam-search", "greedy", "beam-sampling"}
+    test = coupled.paired["beam-sampling"]
+    assert (test.records, test.better, test.worse, test.p) == (10, 0, 0, 1.0)
     assert (rows["hf-assisted"].batch_size, rows["greedy"].batch_size) == (1, 8)
     assert rows["hf-beam-search"].steps_per_call is None
     assert report.environment["command"] == "dsbd bench --x"
@@ -133,6 +139,63 @@ def test_a_run_that_is_stopped_reports_what_it_has(pair: Engine) -> None:
     ]
 
 
+OWN_OPTIONS = (
+    {"id": "short", "prompt": "question: who met", "max_tokens": 3},
+    {"prompt": "question: what did", "stop": " the", "temperature": 0.5, "n": 2, "logprobs": True},
+    {"prompt": "question: where is", "seed": 77, "top_k": 5},
+    {"prompt": "question: when was", "allow": ["one", "two"]},
+    {"prompt": "question: why"},
+)
+
+
+@pytest.mark.parametrize("name", ["beam-sampling", "dsbd-coupled", "greedy"])
+def test_lines_are_answered_as_generate_answers_them(pair: Engine, name: str, tmp_path: Path) -> None:
+    """Options of a line take the place of the run's, also its seed and its allowed answers."""
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in OWN_OPTIONS))
+    rows = RowReader(SAMPLING, seed=3)
+    dataset = jsonl_dataset(path, rows=rows)
+    (setting,) = plan([name], {}).settings
+    spec = BenchSpec([dataset], [setting], 9, 1, 8, SAMPLING, seed=3)
+    (prompts,) = prepare(dataset, pair.codec, 9, 8, None, SAMPLING).windows
+    found = make_runner(pair, setting, spec).run(prompts)
+    lines = path.read_bytes().splitlines()
+    requests = [rows.read(line, index=place, number=place + 1).request for place, line in enumerate(lines)]
+    assert isinstance(setting.config, MethodConfig)
+    engine = Engine(pair.target, pair.draft if setting.drafts else None, pair.codec, setting.config)
+    wanted = list(engine.run([replace(one, sampling=replace(one.sampling, n_best=1)) for one in requests if one]))
+    assert [one.text for one in found] == [one.text for one in wanted]
+    assert found[0].tokens <= 3
+    assert found[3].text in ("one", "two")
+
+
+def test_transformers_keeps_to_a_line_s_own_options(pair: Engine, tmp_path: Path) -> None:
+    """Each sampling has a comparator of its own; answers come back in the order of the lines."""
+    path = tmp_path / "x.jsonl"
+    some = [one for one in OWN_OPTIONS if "allow" not in one]
+    path.write_text("".join(json.dumps(row) + "\n" for row in some))
+    dataset = jsonl_dataset(path, rows=RowReader(SAMPLING))
+    (setting,) = plan(["hf-greedy"], {}).settings
+    spec = BenchSpec([dataset], [setting], 9, 1, 8, SAMPLING)
+    (prompts,) = prepare(dataset, pair.codec, 9, 8, None, SAMPLING).windows
+    runner = make_runner(pair, setting, spec)
+    found = runner.run(prompts)
+    greedy = Engine(pair.target, None, pair.codec, MethodConfig(rule="search", num_beams=1, depth=0))
+    options = [replace(prompt.sampling(SAMPLING, {}), temperature=1.0, top_k=50) for prompt in prompts]
+    asked = [Request(str(row["prompt"]), sampling=one) for row, one in zip(some, options, strict=True)]
+    wanted = [result.hypotheses[0] for result in greedy.run(asked)]
+    assert [one.text for one in found] == [one.text for one in wanted]
+    assert found[0].tokens <= 3
+    assert runner.with_logprobs(prompts, found) == pytest.approx([one.logprob for one in wanted], abs=1e-3)
+
+
+def test_a_line_that_asks_for_much_leaves_less_room_for_its_prompt(pair: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "question: who met whom", "max_tokens": 90}\n{"prompt": "question: who met whom"}\n')
+    found = prepare(jsonl_dataset(path, rows=RowReader(SAMPLING)), pair.codec, 5, 8, 50, SAMPLING)
+    assert [prompt.record.id for window in found.windows for prompt in window] == ["1"]
+
+
 def test_records_that_do_not_fit_are_left_out_and_told(pair: Engine, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "%s"}\n{"prompt": "question: who"}\n' % ("word " * 900))
@@ -147,7 +210,7 @@ def test_conversations_need_a_template_unless_they_can_be_plain(pair: Engine, tm
     """The built-in tokenizer has no chat template."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "hello"}]}\n')
-    with pytest.raises(UsageError, match=r"record line-1: .* chat template"):
+    with pytest.raises(UsageError, match=r"record 0: .* chat template"):
         prepare(jsonl_dataset(path), pair.codec, 5, 8, None)
     data = Path(__file__).parents[2] / "lab" / "tasks" / "data" / "question.jsonl"
     found = prepare(open_dataset("mt-bench", data), pair.codec, 2, 8, None)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 
 import pytest
 
 from dsbd_cli.lab.bench.runners import BestAnswer
+from dsbd_cli.lab.bench.statistics import (
+    bootstrap_mean,
+    holm,
+    least_records,
+    mcnemar,
+    middle_half,
+    paired_tests,
+    score_interval,
+    sign_flip,
+)
 from dsbd_cli.lab.bench.sweep import SweepSetting, plan
-from dsbd_cli.lab.bench.tally import Tally, bootstrap_mean, middle_half, ratios_of
+from dsbd_cli.lab.bench.tally import Tally, paired_of, ratios_of
 from dsbd_cli.lab.metrics.energy import EnergyMeter, EnergyWindow
 from dsbd_cli.lab.reports.bench_cells import work_columns
 from dsbd_cli.stats import DrafterStats, LayerStats, RequestStats, StepStats
@@ -25,7 +37,91 @@ def test_the_bootstrap_of_a_mean_has_its_known_width() -> None:
 
 
 def test_the_bootstrap_of_a_constant_is_the_constant() -> None:
-    assert bootstrap_mean([1.0] * 5) == middle_half([1.0])
+    assert bootstrap_mean([0.5] * 5) == middle_half([0.5])
+
+
+@pytest.mark.parametrize(
+    ("right", "count", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_the_interval_of_shares_is_wilson_s(right: int, count: int, low: float, high: float) -> None:
+    """Values of Newcombe (1998), Statistics in Medicine 17, 857-872, table I, method 3."""
+    found = score_interval([1.0] * right + [0.0] * (count - right))
+    assert found.value == right / count
+    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+    other = score_interval([0.0] * right + [1.0] * (count - right))
+    assert (other.low, other.high) == pytest.approx((1 - high, 1 - low), abs=5e-5)
+
+
+def test_scores_between_0_and_1_have_a_bootstrap_interval() -> None:
+    values = [0.0, 0.5, 1.0, 0.25] * 5
+    assert score_interval(values) == bootstrap_mean(values)
+
+
+@pytest.mark.parametrize(("better", "worse"), [(0, 0), (5, 0), (0, 6), (6, 1), (4, 9), (3, 3)])
+def test_mcnemar_is_that_of_all_sequences_of_a_fair_coin(better: int, worse: int) -> None:
+    coins = list(itertools.product((0, 1), repeat=better + worse))
+    far = [sum(coin) for coin in coins if abs(2 * sum(coin) - len(coin)) >= abs(better - worse)]
+    assert mcnemar(better, worse) == pytest.approx(len(far) / len(coins))
+
+
+def test_the_sign_flip_test_enumerates_few_and_draws_many() -> None:
+    few = [0.3, -0.1, 0.2, 0.0, 0.25, -0.05]
+    signs = itertools.product((1, -1), repeat=len(few))
+    sums = [abs(sum(sign * value for sign, value in zip(one, few, strict=True))) for one in signs]
+    assert sign_flip(few) == pytest.approx(sum(one >= abs(sum(few)) - 1e-12 for one in sums) / len(sums))
+    # many: a normal distribution of the sum, by the central limit theorem
+    draws = random.Random(1)
+    many = [draws.uniform(-0.9, 1.1) for _ in range(200)]
+    z = abs(sum(many)) / math.sqrt(sum(one * one for one in many))
+    assert sign_flip(many) == pytest.approx(math.erfc(z / math.sqrt(2)), abs=0.02)
+    assert sign_flip(many) == sign_flip(many), "the same on every run"
+
+
+def test_holm_s_correction() -> None:
+    """Worked by hand: 4 x 0.005, 3 x 0.01, 2 x 0.03, then 1 x 0.04, which may not be below the one before."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+
+
+def test_how_many_records_must_differ() -> None:
+    assert [least_records(tests) for tests in (1, 10)] == [6, 9]
+    for tests in (1, 10):
+        count = least_records(tests)
+        pairs = [("greedy", [1.0] * count + [0.0], [0.0] * (count + 1))] + [("greedy", [0.0], [0.0])] * (tests - 1)
+        assert paired_tests(pairs)[0].shown
+        shorter = [("greedy", pairs[0][1][1:], pairs[0][2][1:]), *pairs[1:]]
+        assert not paired_tests(shorter)[0].shown
+
+
+def test_methods_are_paired_with_their_baseline_record_by_record() -> None:
+    """Two widths of beam search beside the baseline of the same width; one was stopped a record earlier."""
+    greedy, two, four, theirs, theirs_four = settings("greedy", "beam-search", "hf-beam-search", num_beams=[2, 4])
+    scores = {greedy: [0, 0, 1], two: [1, 1, 1], four: [1, 0, 0], theirs: [0, 1, 1, 1], theirs_four: [0.5, 0, 1]}
+    tallies = []
+    for setting, values in scores.items():
+        made = tally(setting, {(0, 0): 1.0})
+        made.add_answers(
+            [BestAnswer("", 1, 0.0, None, None)] * len(values),
+            [{"F1": float(one)} for one in values],
+            [0.0] * len(values),
+        )
+        tallies.append(made)
+    found = {one.setting.name: tests for one, tests in paired_of(tallies).items()}
+    assert set(found["beam-search W=2"]) == {"hf-beam-search", "greedy"}
+    test = found["beam-search W=2"]["hf-beam-search"]
+    assert (test.baseline, test.records, test.better, test.worse, test.test) == (
+        "hf-beam-search W=2",
+        3,
+        1,
+        0,
+        "mcnemar",
+    )
+    test = found["beam-search W=4"]["hf-beam-search"]
+    assert (test.baseline, test.better, test.worse, test.test) == ("hf-beam-search W=4", 1, 1, "sign-flip")
+    assert test.difference == pytest.approx(-0.5 / 3)
+    assert found["greedy"]["hf-beam-search"].baseline == "hf-beam-search W=2"
+    assert set(found["hf-beam-search W=2"]) == {"greedy", "beam-search"}
 
 
 def test_the_middle_half() -> None:

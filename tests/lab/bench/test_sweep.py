@@ -6,9 +6,10 @@ import pytest
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.errors import UsageError
-from dsbd_cli.lab.bench.methods import AXES, BASELINES, DEFAULT_METHODS, METHODS
+from dsbd_cli.lab.bench.methods import AXES, DEFAULT_METHODS, METHODS
 from dsbd_cli.lab.bench.sweep import choose_methods, plan, read_values
 from dsbd_cli.lab.peers.config import PeerConfig
+from dsbd_cli.lab.reports.bench_data import BASELINES
 
 
 def test_every_method_of_the_table_can_be_made_with_the_defaults() -> None:

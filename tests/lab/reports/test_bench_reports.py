@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Annotation
 from matplotlib.text import Text as PlotText
 from rich.table import Table
 from rich.text import Text
@@ -284,23 +285,44 @@ def panel(figure: Figure, title: str) -> Axes:
 def test_scores_of_zero_are_drawn_at_zero() -> None:
     rows = [dataclasses.replace(one, scores={"exact match": Interval(0.0, 0.0, 0.0)}) for one in report().rows]
     axes = panel(bench_figure(dataclasses.replace(report(), rows=rows)), "quality")
-    assert axes.get_xlim()[0] == 0
-    assert axes.get_xlim()[1] >= 5
+    assert axes.get_ylim()[0] == 0
+    assert axes.get_ylim()[1] >= 5
 
 
-def test_every_method_has_a_row_with_its_name() -> None:
-    """Guards methods of one score, whose marks would lie on each other, and a key of twenty marks."""
-    figure = bench_figure(report(("sql",)))
-    axes = panel(figure, "speed")
-    names = [label.get_text() for label in axes.get_yticklabels()]
-    assert sorted(names) == sorted(METHODS)
-    dots = [line for line in axes.get_lines() if len(line.get_xdata()) == 1]
-    assert [line.get_ydata()[0] for line in dots] == list(range(len(METHODS)))
-    speeds = [line.get_xdata()[0] for line in dots]
-    assert speeds == sorted(speeds, reverse=True)
-    bold = {label.get_text() for label in axes.get_yticklabels() if label.get_fontweight() == "bold"}
+def test_every_method_has_a_point_with_both_intervals_and_its_name() -> None:
+    """Guards a name at another point, and a key of twenty marks."""
+    found = report(("sql",))
+    axes = panel(bench_figure(found), "quality against speed")
+    points = {line.get_label(): line.get_xydata()[0].tolist() for line in axes.get_lines()}
+    bars = [path.vertices.tolist() for bar in axes.collections for path in bar.get_paths()]
+    named = {text.get_text(): text for text in axes.texts if isinstance(text, Annotation)}
+    assert named.keys() == points.keys() == set(METHODS)
+    for one in found.rows:
+        assert one.quality is not None
+        x, y = one.tokens_per_s.value, 100 * one.quality.value
+        assert points[one.name] == [x, y]
+        assert list(named[one.name].xy) == [x, y]
+        assert [[one.tokens_per_s.low, y], [one.tokens_per_s.high, y]] in bars
+        assert [[x, 100 * one.quality.low], [x, 100 * one.quality.high]] in bars
+    bold = {name for name, text in named.items() if text.get_fontweight() == "bold"}
     assert bold == set(METHODS), "each is slower and better than the one before"
-    assert all(axes.get_legend() is None for axes in figure.axes)
+    assert all(axes.get_legend() is None for axes in bench_figure(found).axes)
+
+
+def test_the_title_is_the_file_the_models_and_the_machine_and_nothing_drafted_leaves_one_panel() -> None:
+    run = {**RUN, "data": "/data/questions.jsonl", "target": "./models/big", "draft": None}
+    rows = [row("jsonl", "greedy", 0), row("jsonl", "hf-beam-search", 1)]
+    figure = bench_figure(BenchReport(rows, ENVIRONMENT, run))
+    assert figure.get_suptitle() == "questions.jsonl: big, on Fast One"
+    assert [axes.get_title("left") for axes in figure.axes] == ["jsonl, 200 records: quality against speed"]
+    assert_whole(figure)
+    both = bench_figure(BenchReport([*rows, row("sql", "dsbd-search", 2)], ENVIRONMENT, RUN))
+    assert both.get_suptitle() == "built in: builtin:target with builtin:draft, on Fast One"
+    assert [axes.get_title("left") for axes in both.axes if axes.get_visible()] == [
+        "jsonl, 200 records: quality against speed",
+        "sql, 200 records: quality against speed",
+        "sql: layers passed, by depth",
+    ]
 
 
 def test_families_have_one_colour_and_no_two_labels_overlap() -> None:
@@ -312,8 +334,7 @@ def test_families_have_one_colour_and_no_two_labels_overlap() -> None:
     assert len({hue for found in families.values() for hue in found}) == len(set(FAMILIES.values()))
     figure.draw_without_rendering()
     for axes in (depth, panel(figure, "speed")):
-        texts = [*axes.texts, *axes.get_yticklabels()]
-        boxes = [PlotText.get_window_extent(one) for one in texts if one.get_text()]
+        boxes = [PlotText.get_window_extent(one) for one in axes.texts if one.get_text()]
         assert len(boxes) > 8
         assert not any(a.overlaps(b) for place, a in enumerate(boxes) for b in boxes[:place])
 
@@ -322,7 +343,7 @@ def test_a_large_sweep_shows_the_best_settings_of_each_method() -> None:
     rows = [row("sql", name, place + step, f"D={step}") for place, name in enumerate(METHODS) for step in range(3)]
     slower = [dataclasses.replace(row("sql", "dsbd-coupled", 0, "D=9"), tokens_per_s=Interval(1.0, 1.0, 1.0))]
     axes = panel(bench_figure(BenchReport([*rows, *slower], {}, {})), "speed")
-    names = [label.get_text() for label in axes.get_yticklabels()]
+    names = [text.get_text() for text in axes.texts]
     assert len(names) <= 40
     assert "dsbd-coupled D=9" not in names
     assert f"best {len(names)} of {len(rows) + 1} settings" in axes.get_xlabel()
@@ -357,8 +378,8 @@ def test_settings_of_a_sweep_and_drafters_are_told_apart() -> None:
         for place, name in enumerate(names)
     ]
     figure = bench_figure(BenchReport(rows, {}, {}))
-    shown = [label.get_text() for label in panel(figure, "speed").get_yticklabels()]
-    assert shown == [f"dsbd-coupled {name}" for name in names]
+    shown = {text.get_text() for text in panel(figure, "speed").texts}
+    assert shown == {f"dsbd-coupled {name}" for name in names}
     curves = panel(figure, "by depth").get_lines()
     assert [line.get_label() for line in curves] == [f"dsbd-coupled {name}" for name in names]
     assert_whole(figure)
@@ -368,7 +389,9 @@ def assert_whole(figure: Figure) -> None:
     """No artist reaches over the edge."""
     figure.draw_without_rendering()
     whole = figure.bbox
-    for axes in figure.axes:
+    for text in (figure._suptitle, figure._supxlabel):  # type: ignore[attr-defined]
+        assert text.get_window_extent().x1 <= whole.x1 + 1, text
+    for axes in (one for one in figure.axes if one.get_visible()):
         for artist in (axes.title, axes.xaxis.label, axes.yaxis.label, axes.get_legend(), *axes.texts):
             if artist is None or not artist.get_visible() or (hasattr(artist, "get_text") and not artist.get_text()):
                 continue

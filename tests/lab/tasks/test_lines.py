@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import UsageError
+from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.tasks.choose import TASK_NAMES, open_dataset
 from dsbd_cli.lab.tasks.dataset import with_dev
 from dsbd_cli.lab.tasks.lines import jsonl_dataset, mt_bench_dataset
@@ -34,7 +37,7 @@ def test_lines_with_references_are_met_exactly(tmp_path: Path) -> None:
     path = write(tmp_path, {"id": "a", "prompt": "2 + 2 =", "reference": "4"}, {"prompt": "x", "reference": " y "})
     dataset = jsonl_dataset(path)
     first, second = dataset.records()
-    assert (first.id, second.id, dataset.metrics) == ("a", "line-2", ("exact match",))
+    assert (first.id, second.id, dataset.metrics) == ("a", "1", ("exact match",))
     assert dataset.score(first, " 4\n") == {"exact match": 1.0}
     assert dataset.score(first, "4.") == {"exact match": 0.0}
     assert dataset.score(second, "y") == {"exact match": 1.0}
@@ -47,7 +50,7 @@ def test_a_table_of_rows_with_references(tmp_path: Path) -> None:
     first, second = jsonl_dataset(path).records()
     assert [(one.id, one.prompt, one.reference) for one in (first, second)] == [
         ("01", "2 + 2 =", "4"),
-        ("line-2", "x\n", " y "),
+        ("1", "x\n", " y "),
     ]
     path.write_text('prompt,relevant\nx,"[""a"", ""b""]"\n')
     assert [one.meta["relevant"] for one in jsonl_dataset(path).records()] == [{"a", "b"}]
@@ -61,17 +64,45 @@ def test_lines_without_references_are_for_speed(tmp_path: Path) -> None:
     dataset = jsonl_dataset(write(tmp_path, {"prompt": "a", "temperature": 2}, {"messages": message}))
     assert dataset.metrics == ()
     assert [record.meta.get("messages") for record in dataset.records()] == [None, message]
-    assert "temperature is not looked at" in dataset.notes[0]
+    assert dataset.notes == ()
+
+
+def test_lines_are_those_of_generate_with_their_own_options(tmp_path: Path) -> None:
+    """The same ids and seeds as `dsbd generate` gives them, so the same texts."""
+    openai = {"model": "m", "max_tokens": 7, "messages": [{"role": "user", "content": "hello"}]}
+    rows = [
+        {"prompt": "a", "temperature": 2, "max_tokens": 5, "stop": "\n", "n": 3, "logprobs": True},
+        {"custom_id": "x", "method": "POST", "url": "/v1/chat/completions", "body": openai},
+        {"prompt": "b", "seed": 3, "temperatur": 0, "allow": ["c"], "metadata": {"db": "d"}},
+    ]
+    path = write(tmp_path, *rows)
+    run = RowReader(SamplingConfig(top_k=9), seed=4)
+    dataset = jsonl_dataset(path, rows=run)
+    first, second, third = (record.request for record in dataset.records())
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert first.sampling == SamplingConfig(temperature=2.0, top_k=9, max_new_tokens=5, stop=("\n",))
+    assert (second.id, second.sampling) == ("x", SamplingConfig(top_k=9, max_new_tokens=7))
+    assert (third.seed, third.allow, third.sampling) == (3, ("c",), SamplingConfig(top_k=9))
+    for index, (line, found) in enumerate(zip(path.read_bytes().splitlines(), (first, second, third), strict=True)):
+        asked = replace(run, num_beams=3).read(line, index=index, number=index + 1).request
+        assert asked is not None
+        assert (asked.id, asked.seed) == (found.id, found.seed)
+    assert dataset.asks == {"seed", "allow"}
+    assert "line 3: unknown field 'temperatur' (value 0): did you mean temperature?; not used" in dataset.notes[0]
+    assert [dict(record.meta).get("metadata") for record in dataset.records()] == [None, None, {"db": "d"}]
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         (["x"], "line 1: not a JSON object"),
-        ([{"prompt": "a"}, {}], "line 2: give prompt, messages, audio or image, one of them"),
+        ([{"prompt": "a"}, {}], "line 2: neither prompt nor messages is given"),
+        ([{"prompt": "a", "top_k": -1}], "line 1: top_k is -1"),
         ([{"prompt": 3}], "line 1: prompt is 3"),
         ([{"prompt": ""}], "line 1: prompt is ''"),
-        ([{"messages": [{"role": "user"}]}], "line 1: messages is"),
+        ([{"messages": [{"role": "user"}]}], r"line 1: messages\[0\] is"),
         ([{"prompt": "a", "reference": 4}], "line 1: reference is 4, but must be a text"),
         ([{"prompt": "a", "reference": "4"}, {"prompt": "b"}], "line 2: reference is on some lines only"),
         ([{"prompt": "a", "id": []}], r"line 1: id is \[\]"),

@@ -35,7 +35,7 @@ def test_shots_need_answered_dev_records(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="jsonl has no dev records to show: drop it, or give --dev-data"):
         with_shots(jsonl_dataset(lines), 1)
     unsolved = replace(jsonl_dataset(lines), dev=jsonl_dataset(lines))
-    with pytest.raises(UsageError, match="dev record line-1 has no reference to show as its answer"):
+    with pytest.raises(UsageError, match="dev record 0 has no reference to show as its answer"):
         with_shots(unsolved, 1)
     with pytest.raises(UsageError, match="jsonl has 2 dev records: ask for as many or fewer"):
         with_shots(unsolved, 3)
@@ -54,5 +54,5 @@ def test_speech_takes_no_examples(tmp_path: Path) -> None:
     """Guards shots that are said to stand in front of speech, where they do nothing."""
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"audio": "a.wav", "reference": "b"}\n')
-    with pytest.raises(UsageError, match="record line-1 is speech, which takes no examples: drop --shots"):
+    with pytest.raises(UsageError, match="record 0 is speech, which takes no examples: drop --shots"):
         with_shots(replace(jsonl_dataset(lines), dev=jsonl_dataset(lines)), 1)

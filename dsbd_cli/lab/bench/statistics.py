@@ -1,0 +1,123 @@
+"""Intervals of means, and paired tests of two methods on the same records. Everything is exact or seeded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsbd_cli.lab.reports.bench_data import SIGNIFICANT, Interval, PairedTest
+
+RESAMPLES = 10_000
+CHUNK = 2_000_000  # numbers that are drawn at once
+NORMAL_975 = 1.959963984540054  # quantile of the standard normal distribution
+ROUNDING = 1e-9
+
+
+def yes_or_no(values: Sequence[float]) -> bool:
+    """Whether every score is 0 or 1."""
+    return all(value in (0.0, 1.0) for value in values)
+
+
+def score_interval(values: Sequence[float]) -> Interval:
+    """The mean of at least one score and its 95 % interval: Wilson's where each is 0 or 1, else by bootstrap."""
+    return wilson(round(sum(values)), len(values)) if yes_or_no(values) else bootstrap_mean(values)
+
+
+def wilson(right: int, count: int) -> Interval:
+    """The share of `right` among `count` (1 or more) and its 95 % score interval (Wilson 1927)."""
+    share, square = right / count, NORMAL_975**2
+    centre = (share + square / (2 * count)) / (1 + square / count)
+    half = NORMAL_975 * math.sqrt(share * (1 - share) / count + square / (4 * count**2)) / (1 + square / count)
+    # at 0 and 1 the limit is the share itself, which rounding would miss
+    low = 0.0 if right == 0 else centre - half
+    return Interval(share, low, 1.0 if right == count else centre + half)
+
+
+def bootstrap_mean(values: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> Interval:
+    """The mean and its 95 % percentile bootstrap interval over the values (at least one)."""
+    data = np.asarray(values, dtype=np.float64)
+    rng = np.random.default_rng(seed)
+    means = [data[rng.integers(0, len(data), (rows, len(data)))].mean(axis=1) for rows in _blocks(resamples, len(data))]
+    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
+    return Interval(float(data.mean()), float(low), float(high))
+
+
+def middle_half(values: Sequence[float]) -> Interval:
+    """Median and quartiles of at least one value."""
+    low, median, high = np.quantile(np.asarray(values, dtype=np.float64), (0.25, 0.5, 0.75))
+    return Interval(float(median), float(low), float(high))
+
+
+def mcnemar(better: int, worse: int) -> float:
+    """The exact two-sided p value of so many discordant records: a fair coin's (McNemar 1947)."""
+    count = better + worse
+    tail = sum(math.comb(count, place) for place in range(min(better, worse) + 1))
+    return float(min(1.0, 2 * tail / 2**count))
+
+
+def sign_flip(differences: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> float:
+    """The two-sided p value of a mean difference where each sign is as likely as the other (Fisher's randomisation).
+
+    Exact where there are no more patterns of signs than `resamples`, else from as many seeded ones, the observed one
+    among them.
+    """
+    data = np.asarray([value for value in differences if value], dtype=np.float64)
+    least = abs(data.sum()) - ROUNDING
+    if 2 ** len(data) <= resamples:
+        patterns = np.arange(2 ** len(data))[:, None] >> np.arange(len(data)) & 1
+        return float(_extreme(patterns, data, least) / len(patterns))
+    rng = np.random.default_rng(seed)
+    hits = [_extreme(rng.integers(0, 2, (rows, len(data))), data, least) for rows in _blocks(resamples, len(data))]
+    return (1 + sum(hits)) / (1 + resamples)
+
+
+def _extreme(patterns: NDArray[np.int64], data: NDArray[np.float64], least: float) -> int:
+    """Count patterns [rows, records] of 0 and 1, as signs, whose sum is as far from 0 as `least`."""
+    return int((np.abs((2 * patterns - 1) @ data) >= least).sum())
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Adjust p values of several tests so that each may be read alone (Holm 1979)."""
+    found, highest = [1.0] * len(values), 0.0
+    for done, place in enumerate(sorted(range(len(values)), key=lambda one: values[one])):
+        highest = max(highest, min(1.0, (len(values) - done) * values[place]))
+        found[place] = highest
+    return found
+
+
+def paired_tests(pairs: Sequence[tuple[str, Sequence[float], Sequence[float]]]) -> list[PairedTest]:
+    """Compare several methods on the same records, with Holm's correction over all of them.
+
+    pairs: name of the baseline's setting, the method's scores, the baseline's, record by record (at least one).
+    """
+    tests, values = [], []
+    for _, mine, other in pairs:
+        differences = [one - base for one, base in zip(mine, other, strict=True)]
+        better, worse = (sum(sign * one > ROUNDING for one in differences) for sign in (1, -1))
+        exact = yes_or_no(mine) and yes_or_no(other)
+        values.append(mcnemar(better, worse) if exact else sign_flip(differences))
+        tests.append((better, worse, math.fsum(differences) / len(differences), "mcnemar" if exact else "sign-flip"))
+    return [
+        PairedTest(base, len(mine), better, worse, difference, test, p, adjusted, least_records(len(pairs)))
+        for (base, mine, _), (better, worse, difference, test), p, adjusted in zip(
+            pairs, tests, values, holm(values), strict=True
+        )
+    ]
+
+
+def least_records(tests: int) -> int:
+    """How many records must differ, all one way, for the least p value of so many tests to be significant."""
+    count = 1
+    while tests * mcnemar(count, 0) >= SIGNIFICANT:
+        count += 1
+    return count
+
+
+def _blocks(rows: int, columns: int) -> Iterator[int]:
+    """Yield numbers of rows that sum to `rows`, each of at most CHUNK numbers."""
+    block = max(1, CHUNK // columns)
+    for start in range(0, rows, block):
+        yield min(block, rows - start)

@@ -1,0 +1,69 @@
+"""The last line of a bench run: what it says about the methods, in one plain sentence for each task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsbd_cli.errors import plural
+from dsbd_cli.lab.reports.bench_cells import baselines
+from dsbd_cli.lab.reports.bench_data import SIGNIFICANT, BenchReport, BenchRow, PairedTest
+
+
+def closing_lines(report: BenchReport) -> list[str]:
+    """A line for each task on which some method was compared with a baseline."""
+    found = {task: line for task in report.tasks if (line := _closing_line(report.of(task)))}
+    return [f"{task}: {line}" if len(report.tasks) > 1 else line for task, line in found.items()]
+
+
+def _closing_line(rows: Sequence[BenchRow]) -> str | None:
+    """Say whether a method is better than what a user has today, and which one is faster."""
+    if not (names := baselines(rows)):
+        return None
+    base = names[0]
+    compared = [row for row in rows if base in row.ratios]
+    tests = {row.name: row.paired[base] for row in compared if base in row.paired}
+    if not tests:
+        return f"The answers are not scored; {_faster(compared, base)}."
+    different = [row for row in compared if row.name in tests and tests[row.name].shown]
+    if better := [row for row in different if tests[row.name].difference > 0]:
+        best = max(better, key=lambda row: (tests[row.name].difference, row.ratios[base].value))
+        level, difference = (best.quality.value if best.quality else 0.0), tests[best.name].difference
+        return (
+            f"{best.name} is better than {tests[best.name].baseline}: {best.metric} {100 * level:.1f} % instead of "
+            f"{100 * (level - difference):.1f} %; it is {_times(best.ratios[base].value)} as fast."
+        )
+    kind = "beam method" if all(_has_beams(row) for row in compared) else "method"
+    kept = [row for row in compared if row not in different]
+    faster = _faster(kept, base) if kept else "all others are worse"
+    chance = f"No {kind} is better than {base} by more than chance (p < {SIGNIFICANT:g})"
+    return f"{chance}; {faster}. {_power(max(tests.values(), key=lambda test: test.records))}"
+
+
+def _faster(rows: Sequence[BenchRow], base: str) -> str:
+    """Say which of the rows is the fastest beside the baseline, in tokens per second."""
+    first = max(rows, key=lambda row: row.ratios[base].value)
+    ratio = first.ratios[base]
+    if first.windows == 1:
+        return f"{first.name} was {_times(ratio.value)} as fast in the only window that was timed (--rounds times more)"
+    if ratio.low > 1:
+        return f"{first.name} is {_times(ratio.value)} as fast"
+    if ratio.high < 1:
+        return f"{base} is {_times(1 / ratio.value)} as fast as the next, {first.name}"
+    return "none is clearly faster"
+
+
+def _power(test: PairedTest) -> str:
+    """Say how large a difference must be to be seen on so many records."""
+    records = plural(test.records, "record")
+    if test.least > test.records:
+        return f"With {records} no difference can show: it takes {test.least} that are scored differently."
+    return f"With {records} a difference shows only if {test.least} or more are scored differently, all one way."
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.0f} times" if ratio >= 10 else f"{ratio:.2g} times"
+
+
+def _has_beams(row: BenchRow) -> bool:
+    beams = row.settings.get("num_beams")
+    return isinstance(beams, int) and beams > 1

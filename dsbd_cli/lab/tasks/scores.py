@@ -1,0 +1,208 @@
+"""Scores of an answer against the reference of its line: the kinds of `dsbd bench --score`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import orjson
+
+from dsbd_cli.errors import InvalidRowError, UsageError, shorten
+from dsbd_cli.lab.tasks.dataset import Execute, Score
+from dsbd_cli.lab.tasks.qa import f1
+from dsbd_cli.lab.tasks.record import TaskRecord
+from dsbd_cli.pick.choosers import last_answer, normalised, read_regex
+from dsbd_cli.pick.execution import ByExecution, database_path
+from dsbd_cli.pick.sandbox import StatementResult, is_ordered
+
+DEFAULT_SCORE = "exact"
+KINDS = ("exact", "prefix", "contains", "regex:PATTERN", "number", "f1", "chrf", "json", "exec:DB")
+# a number in a text: not a part of a word or of a longer one; commas only between thousands
+NUMBER = re.compile(
+    r"(?<![\w.])[-+−]?[$€£]?(?:\d{1,3}(?:,\d{3})++|\d++|(?=\.\d))(?:\.\d++)?(?:e[-+]?\d++)?(?!\d)", re.IGNORECASE
+)
+FENCED = re.compile(r"```\w*+\n(.*?)```", re.DOTALL)
+LARGEST_EXACT = 2**53
+
+Accept = Callable[[TaskRecord], TaskRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerScore:
+    """A way to score answers.
+
+    Attributes:
+        metric: its name in reports.
+        score: record and text -> the metric, from 0 to 1.
+        reference: the text of a line's reference. Raises InvalidRowError for one that cannot be scored against.
+        check: of a record, before a model is loaded; `complete`: of one that is about to be answered. Both return the
+            record with what its score needs. Raise InvalidRowError.
+        execute: as of Dataset.
+    """
+
+    metric: str
+    score: Score
+    reference: Callable[[object], str]
+    check: Accept = lambda record: record
+    complete: Accept = lambda record: record
+    execute: Execute | None = None
+
+
+def read_score(text: str) -> AnswerScore:
+    """The score that `--score` names. Raises UsageError for what is none, a wrong pattern, a database that cannot be
+    read, or a library that is missing."""
+    if text == "chrf":
+        return _chrf()
+    if text in _PLAIN:
+        return _PLAIN[text]
+    kind, _, detail = text.partition(":")
+    if kind in _DETAILED and detail:
+        return _DETAILED[kind](detail)
+    raise UsageError(f"--score is {shorten(text)}, but must be one of {', '.join(KINDS)}")
+
+
+@cache
+def score_library(name: str) -> ModuleType:
+    """A library of the extra `scores`. Raises UsageError where it is not installed."""
+    try:
+        import_module(name.partition(".")[0] + (".metrics" if name == "sacrebleu" else ""))
+        return import_module(name)
+    except ImportError as error:
+        raise UsageError(f"scores by {name} need the extra scores ({error}): pip install 'dsbd[scores]'") from None
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidRowError(f"reference is {shorten(value)}, but must be a text")
+    return value
+
+
+def _not_blank(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise InvalidRowError(f"reference is {shorten(value)}, but must be a text that is not blank")
+    return value
+
+
+def _numeric(value: object) -> str:
+    """A number, or a text that holds one."""
+    text = str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+    if not isinstance(text, str) or _last_number(text) is None:
+        raise InvalidRowError(f"reference is {shorten(value)}, but must be a number, or a text that holds one")
+    return text
+
+
+def _json(value: object) -> str:
+    """A text that holds JSON, or any other JSON value itself."""
+    text = value if isinstance(value, str) else orjson.dumps(value).decode()
+    if _canonical(text) is None:
+        raise InvalidRowError(f"reference is {shorten(value)}, but must be JSON, or a text that holds it")
+    return text
+
+
+def _plain(metric: str, right: Callable[[str, str], float], reference: Callable[[object], str] = _text) -> AnswerScore:
+    """A score of reference and answer alone."""
+
+    def score(record: TaskRecord, text: str) -> Mapping[str, float]:
+        return {metric: float(right(record.reference, text))}
+
+    return AnswerScore(metric, score, reference)
+
+
+def _folded(text: str) -> str:
+    """Without capitals and repeated spaces."""
+    return " ".join(text.casefold().split())
+
+
+def _last_number(text: str) -> str | None:
+    """The last number in a text, as its value is written."""
+    found = last_answer(NUMBER, text)
+    return None if found is None else normalised(found.replace("−", "-"))
+
+
+def _same_json(reference: str, text: str) -> bool:
+    return _canonical(text) == _canonical(reference)
+
+
+def _canonical(text: str) -> bytes | None:
+    """The JSON value in a text, or in its last block between ``` fences, written in one way; None where there is
+    none."""
+    try:
+        value = orjson.loads(last_answer(FENCED, text) or text)
+        return orjson.dumps(_same_numbers(value), option=orjson.OPT_SORT_KEYS)
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError, RecursionError):
+        return None
+
+
+def _same_numbers(value: object) -> object:
+    """1.0 is 1."""
+    if isinstance(value, dict):
+        return {name: _same_numbers(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_same_numbers(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < LARGEST_EXACT else value
+
+
+def _chrf() -> AnswerScore:
+    chrf = score_library("sacrebleu").metrics.CHRF()
+    return _plain("chrF", lambda gold, text: chrf.sentence_score(text, [gold]).score / 100)
+
+
+def _by_regex(pattern: str) -> AnswerScore:
+    known = read_regex("--score regex", pattern)
+
+    def right(gold: str, text: str) -> bool:
+        found = last_answer(known, text)
+        return found is not None and normalised(found) == normalised(gold)
+
+    return _plain("regex match", right)
+
+
+def _by_execution(database: str) -> AnswerScore:
+    """SQL whose rows are those of the reference, on a database as `dsbd pick --by exec --database` names it."""
+    runner = ByExecution(database)
+    runner.check("--score exec")
+    metric = "execution accuracy"
+
+    def check(record: TaskRecord) -> TaskRecord:
+        path = database_path(database, record.meta.get("metadata"))
+        return dataclasses.replace(record, meta={**record.meta, "database": path})
+
+    def complete(record: TaskRecord) -> TaskRecord:
+        found = run(record, record.reference)
+        if isinstance(found, str):
+            raise InvalidRowError(f"reference fails on {record.meta['database']}: {found}")
+        return dataclasses.replace(record, meta={**record.meta, "result": found})
+
+    def run(record: TaskRecord, text: str) -> StatementResult | str:
+        path = record.meta["database"]
+        assert isinstance(path, Path)
+        return runner.run(path, text)
+
+    def execute(record: TaskRecord, text: str) -> StatementResult | None:
+        found = run(record, text)
+        return found if isinstance(found, StatementResult) else None
+
+    def score(record: TaskRecord, text: str) -> Mapping[str, float]:
+        gold, found = record.meta["result"], execute(record, text)
+        assert isinstance(gold, StatementResult)
+        right = found is not None and gold.same(found, ordered=is_ordered(record.reference))
+        return {metric: float(right)}
+
+    return AnswerScore(metric, score, _not_blank, check, complete, execute)
+
+
+_PLAIN = {
+    "exact": _plain("exact match", lambda gold, text: gold.strip() == text.strip()),
+    "prefix": _plain("prefix", lambda gold, text: _folded(text).startswith(_folded(gold)), _not_blank),
+    "contains": _plain("contains", lambda gold, text: _folded(gold) in _folded(text), _not_blank),
+    "number": _plain("number", lambda gold, text: _last_number(gold) == _last_number(text), _numeric),
+    "f1": _plain("F1", f1),
+    "json": _plain("JSON", _same_json, _json),
+}
+_DETAILED = {"regex": _by_regex, "exec": _by_execution}
