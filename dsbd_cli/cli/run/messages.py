@@ -191,11 +191,13 @@ def _width() -> int | None:
 
 
 def _wrapped(message: str, width: int) -> str:
-    """Broken at spaces only: the terminal itself would break names and paths."""
+    """Broken at spaces only: the terminal itself would break names and paths. The first word stays behind the name of
+    the program, which takes its columns here and is written by the caller."""
+    name = f"dsbd:{NO_BREAK}"
     lines = textwrap.wrap(
-        f"dsbd: {message}", width, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
+        name + message, width, subsequent_indent=" " * len(name), break_long_words=False, break_on_hyphens=False
     )
-    return "\n".join(lines).removeprefix("dsbd: ").replace(NO_BREAK, " ")
+    return "\n".join(lines).removeprefix(name).replace(NO_BREAK, " ")
 
 
 def _write(line: str) -> None:
