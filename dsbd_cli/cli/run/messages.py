@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -12,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal, TextIO, cast
+
+from dsbd_cli.io.schemas.contracts import LOG
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -171,7 +172,8 @@ def _line(message: str, level: Level, event: str, fields: Mapping[str, object]) 
         text, width = visible(message), _width()
         return f"dsbd: {' '.join(text.split()) if width is None else _wrapped(text, width)}\n"
     text = " ".join(message.split())
-    return json.dumps({"time": utc_now(), "level": level, "event": event, "message": text, **fields}) + "\n"
+    head = {"schema": LOG.id, "time": utc_now(), "level": level, "event": event, "message": text}
+    return LOG.text_line(head | dict(fields))
 
 
 def visible(text: str) -> str:
