@@ -81,9 +81,8 @@ def open_objects(schema: Any) -> list[str]:
     def walk(place: str, node: Any, closed: bool) -> None:
         node = whole(node)
         others = node.get("unevaluatedProperties", node.get("additionalProperties"))
-        closed = (
-            closed or others is not None or any("additionalProperties" in whole(one) for one in node.get("allOf", ()))
-        )
+        parts = [whole(one) for one in node.get("allOf", ())]
+        closed = closed or others is not None or any("additionalProperties" in one for one in parts)
         if not closed and "properties" in node:
             found.append(place)
         for part in ("allOf", "anyOf", "oneOf"):
