@@ -24,7 +24,7 @@ import dsbd_cli.models
 from tests.helpers import slow
 
 ROOT = Path(__file__).parents[1]
-MODEL = "coder"  # as the pages name their own checkpoint
+MODEL = "smol"  # as the pages name their own checkpoint
 TEMPLATE = "{% for message in messages %}{{ message.content }}\nsql:{% endfor %}"
 BLOCK = re.compile(
     r"^<!-- (?:run|file: (?P<name>[\w.]+)) -->\n\n"

@@ -290,8 +290,9 @@ def test_a_circle_names_its_files_alone(tmp_path: Path) -> None:
     assert not any("errors.py is on" in one for one in found)
 
 
-def test_changelog_and_version_agree() -> None:
-    found = re.search(r"^## \[(\d+\.\d+\.\d+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+@pytest.mark.parametrize(("name", "form"), [("CHANGELOG.md", r"^## \[(.*?)\]"), ("CITATION.cff", r"^version: (.*)$")])
+def test_changelog_citation_and_version_agree(name: str, form: str) -> None:
+    found = re.search(form, (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
     assert found is not None
     assert found[1] == dsbd_cli.__version__
 

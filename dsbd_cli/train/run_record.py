@@ -10,9 +10,9 @@ import orjson
 
 from dsbd_cli.errors import UsageError
 from dsbd_cli.io.lines.resume import write_atomically
+from dsbd_cli.io.schemas.contracts import DISTILL
 
 RECORD = "dsbd_distill.json"
-SCHEMA = "dsbd.distill/1"
 BATCH = 8  # answers of a step
 Form = Literal["head", "model"]
 
@@ -86,8 +86,11 @@ class Record:
 
     def write(self, folder: Path) -> None:
         """Whole or not at all. Raises OutputError."""
-        content = {"schema": SCHEMA, **asdict(self)}
-        write_atomically(folder / RECORD, orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
+        write_atomically(folder / RECORD, self.page())
+
+    def page(self) -> bytes:
+        """Return the document."""
+        return DISTILL.page({"schema": DISTILL.id, **asdict(self)})
 
 
 def read_record(folder: Path) -> Record:

@@ -20,6 +20,7 @@ from dsbd_cli.errors import RowError
 from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.io.lines.lock import open_locked
 from dsbd_cli.io.lines.resume import truncate_at, whole_size
+from dsbd_cli.io.schemas.contracts import ANSWERS
 from dsbd_cli.requests import Request, RequestResult
 
 
@@ -136,7 +137,7 @@ def make_answers(
             failed.append(result.error)
         tokens, branches = beams.take(number - 1)
         tree = {"tree": tokens, "branches": branches} if tokens else {}
-        writer.write(orjson.dumps(_line(encoder, result) | tree))
+        writer.write(ANSWERS.line(_line(encoder, result) | tree))
         on_answer(number)
     engine.observe(Observer())
     return failed
@@ -145,8 +146,9 @@ def make_answers(
 def _line(encoder: Encoder, result: RequestResult) -> dict[str, object]:
     """`text` is for `dsbd trim-draft --texts`, which counts what the target says."""
     if result.error is not None:
-        return {"id": result.request.id, "error": str(result.error)}
+        return {"schema": ANSWERS.id, "id": result.request.id, "error": str(result.error)}
     return {
+        "schema": ANSWERS.id,
         "id": result.request.id,
         "text": result.text,
         "prompt_ids": encoder.job(0, result.request).prompt,

@@ -75,6 +75,7 @@ def test_json_logs(dsbd: Dsbd) -> None:
         event["event"] for event in events
     ] == ["start", "warning", "row_failed", "summary"]
     assert all(set(event) >= {"time", "level", "event", "message"} for event in events)
+    assert {event["schema"] for event in events} == {"dsbd.log/1"}
     assert events[-1]["rows"]["failed"] == 1
     failed = dsbd("generate", "--set", "log=json", "--batch-size", "1", lines=[{"prompt": "no memory"}])
     last = json.loads(failed.err.splitlines()[-1])

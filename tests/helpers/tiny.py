@@ -6,8 +6,10 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
 
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
@@ -272,10 +274,15 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+SINCE = {"lfm3": Version("5.23")}  # versions of transformers, of families that the oldest one of pyproject.toml lacks
+
+
 def build(name: str, *, attention: str | None = None, seed: int = 0, **changes: Any) -> Any:
     """A random model of a family in evaluation mode, with weights large enough that a wrong mask shows, and states
     that last long enough for a wrong one to show."""
     kind, settings = {**FIT, **UNFIT, **RECURRENT}[name]
+    if name in SINCE and Version(transformers.__version__) < SINCE[name]:
+        pytest.skip(f"transformers {transformers.__version__} does not know {name} yet")
     config = getattr(transformers, kind)(**{**settings, **changes})
     torch.manual_seed(seed)
     wants = {} if attention is None else {"attn_implementation": attention}

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -19,9 +20,12 @@ import orjson
 import pytest
 
 from dsbd_cli._version import __version__
+from dsbd_cli.cli.commands import trim as trim_command
 from dsbd_cli.cli.commands.pick import _record as pick_record
+from dsbd_cli.cli.run import messages
 from dsbd_cli.cli.run.summary import Totals
 from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import MAX_TOP_LOGPROBS
 from dsbd_cli.config.variants import DRAFTERS, FUSION, RULES, WIDTHS
 from dsbd_cli.errors import PromptTooLongError
@@ -31,12 +35,16 @@ from dsbd_cli.io.records.openai_record import openai_record
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.io.records.record_parts import MethodRecord
 from dsbd_cli.io.records.row import Row
-from dsbd_cli.io.schemas.contracts import CONTRACTS, INPUT, OUTPUT, SHARED, STEP
+from dsbd_cli.io.schemas.contracts import ANSWERS, CONTRACTS, INPUT, OUTPUT, SHARED, STEP, TRIM
 from dsbd_cli.lab.reports.bench_json import json_lines
 from dsbd_cli.pick.candidate_rows import record_row
 from dsbd_cli.pick.choosers import ByVote
 from dsbd_cli.requests import Hypothesis, RequestResult, Segment, TokenDetail
 from dsbd_cli.stats import DrafterStats, LayerStats, RequestStats, StepStats
+from dsbd_cli.train.compare import Measure
+from dsbd_cli.train.run_record import DraftAcceptance, Measurement, Milestone, Record, Speed, TrainingPlan
+from dsbd_cli.train.target_answers import _line as answer_line
+from dsbd_cli.train.trim import TrimReport
 from tests.helpers.every_process import written_lines
 from tests.helpers.schema_lock import SINCE, Fields, broken_promises, fields_of, promised, read_lock
 from tests.lab.reports.test_bench_reports import report
@@ -61,6 +69,40 @@ def test_every_setting_of_a_rule_or_a_drafter_is_in_the_schema_of_records() -> N
     method = OUTPUT.schema()["$defs"]["method"]["properties"]  # type: ignore[index]
     every = (*RULES.values(), *WIDTHS.values(), *DRAFTERS.values(), FUSION)
     assert {one.field for variant in every for one in variant.settings} <= method.keys()
+
+
+def open_objects(schema: Any) -> list[str]:
+    """Return places of objects whose other fields nothing is said of. Parts count as what they are parts of."""
+    found: list[str] = []
+
+    def whole(node: Any) -> Any:
+        return {**schema["$defs"][node["$ref"].rsplit("/", 1)[1]], **node} if "$ref" in node else node
+
+    def walk(place: str, node: Any, closed: bool) -> None:
+        node = whole(node)
+        others = node.get("unevaluatedProperties", node.get("additionalProperties"))
+        parts = [whole(one) for one in node.get("allOf", ())]
+        closed = closed or others is not None or any("additionalProperties" in one for one in parts)
+        if not closed and "properties" in node:
+            found.append(place)
+        for part in ("allOf", "anyOf", "oneOf"):
+            for one in node.get(part, ()):
+                walk(place, one, closed)
+        for name, one in node.get("properties", {}).items():
+            if isinstance(one, dict):
+                walk(f"{place}.{name}", one, False)
+        for below in (node.get("items"), others):
+            if isinstance(below, dict):
+                walk(f"{place}[]", below, False)
+
+    walk("", schema, False)
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(CONTRACTS.keys() - {"input"}))
+def test_what_is_written_has_no_field_that_the_schema_does_not_know(name: str) -> None:
+    """Guards documents whose every key is not held against fixed values: of profile and doctor."""
+    assert open_objects(CONTRACTS[name].schema()) == []
 
 
 # Every line
@@ -291,6 +333,24 @@ def _result(row: Row) -> RequestResult:
     )  # fmt: skip
 
 
+class _Encoder:
+    def job(self, number: int, request: object) -> Any:
+        return SimpleNamespace(prompt=[5, 6])
+
+
+def _trimmed(stats: RequestStats) -> dict[str, object]:
+    settings, draft = SimpleNamespace(target=ModelSpec("t")), ModelSpec("d")
+    command = trim_command._Trimming(trim_command.TrimOptions(), settings, draft, Path("out"))  # type: ignore[arg-type]
+    return command._record(TrimReport(3, 8, 1, 20, 4, 0.75, 64, 24), 2, (Measure(stats, 16), Measure()))
+
+
+_MEASURED = Measurement(DraftAcceptance(2.5, (0.75, 0.5)), Speed(10.0, 12.5, "K = 4, D = 2"))
+_DISTILLED = Record(
+    TrainingPlan("t", "head", 1, None, 200, 40, 1e-3, "sample", 2, 64, 5, "float32", "ab12"), True, 21, 24,
+    [Milestone(0, None, Measurement(None)), Milestone(40, 1.25, _MEASURED, _MEASURED)],
+)  # fmt: skip
+
+
 def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """A line of each form, of fixed results."""
     rows = RowReader(num_beams=2)
@@ -315,7 +375,14 @@ def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
         "pick": pick_record(candidates, ByVote().choose(candidates), "vote", None),
         "summary": orjson.dumps(totals.numbers()),
         "bench": json_lines(report()).splitlines()[1],
+        "trim": TRIM.line(_trimmed(result.stats)),
+        "distill": _DISTILLED.page(),
+        "answers": ANSWERS.line(answer_line(_Encoder(), result)),
     }
+    monkeypatch.setattr(messages, "utc_now", lambda: "2026-01-02T03:04:05Z")
+    monkeypatch.setattr(messages, "_json", True)
+    lines["log, words"] = messages._line("é\n ü", "warning", "row_failed", {}).encode()
+    lines["log, numbers"] = messages._line("", "info", "summary", totals.numbers()).encode()
     found: dict[str, Any] = {name: orjson.loads(line) for name, line in lines.items()}
     for name in ("openai, completion", "openai, chat"):
         del found[name]["response"]["body"]["system_fingerprint"]  # of all settings, new ones too

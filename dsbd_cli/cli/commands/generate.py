@@ -51,9 +51,9 @@ from dsbd_cli.errors import UsageError, plural
 from dsbd_cli.io.lines.jsonl import read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.lines.tables import lines_reader
+from dsbd_cli.io.records.file_roots import files_root
 from dsbd_cli.io.records.record_parts import MethodRecord, run_fingerprint
 from dsbd_cli.io.records.row import LongLine, Row
-from dsbd_cli.io.records.row_files import files_root
 from dsbd_cli.models.checkpoints.digest import checkpoint_digest, commit_of
 
 if TYPE_CHECKING:

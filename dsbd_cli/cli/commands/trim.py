@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import orjson
-
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
     MAIN,
@@ -30,6 +28,7 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import DsbdError, UsageError, plural, reading
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.jsonl import read_lines, read_object
+from dsbd_cli.io.schemas import contracts
 from dsbd_cli.pick.candidate_rows import record_row
 from dsbd_cli.requests import Request
 
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from dsbd_cli.train.compare import Measure
     from dsbd_cli.train.trim import TrimReport
 
-TRIM_SCHEMA = "dsbd.trim/1"
 TRIM = "Trimming"
 COUNTERS = ("steps", "target_calls", "draft_calls", "drafted", "accepted")
 HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
@@ -120,7 +118,7 @@ class _Trimming:
                 more = "a larger --size or --coverage keeps more rows"
                 warn(f"the trimmed draft is worse than the full one: {loss}: {more}")
         if self._trim.json:
-            sys.stdout.buffer.write(orjson.dumps(self._record(report, len(held), measured)) + b"\n")
+            sys.stdout.buffer.write(contracts.TRIM.line(self._record(report, len(held), measured)) + b"\n")
         elif not self._trim.quiet:
             _show(report, measured, len(held), str(self._output))
 
@@ -195,7 +193,7 @@ class _Trimming:
 
     def _record(self, report: TrimReport, prompts: int, measured: tuple[Measure, Measure] | None) -> dict[str, object]:
         record: dict[str, object] = {
-            "schema": TRIM_SCHEMA,
+            "schema": contracts.TRIM.id,
             "target": self._settings.target.source,
             "draft": self._draft.source,
             "output": str(self._output),

@@ -22,9 +22,9 @@ from dsbd_cli.io.lines.compression import check_whole, open_input
 from dsbd_cli.io.lines.jsonl import BOM, HEAD_BYTES, check_new, read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.lines.tables import check_table, count_table_rows, is_table, lines_reader, require_parquet
+from dsbd_cli.io.records.file_roots import files_root
 from dsbd_cli.io.records.parse import ARRAY_HINT
 from dsbd_cli.io.records.reader import RowReader
-from dsbd_cli.io.records.row_files import files_root
 from dsbd_cli.requests import Request
 
 COMPRESSED = (".gz", ".zst")

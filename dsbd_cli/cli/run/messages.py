@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -12,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal, TextIO, cast
+
+from dsbd_cli.io.schemas.contracts import LOG
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -171,7 +172,8 @@ def _line(message: str, level: Level, event: str, fields: Mapping[str, object]) 
         text, width = visible(message), _width()
         return f"dsbd: {' '.join(text.split()) if width is None else _wrapped(text, width)}\n"
     text = " ".join(message.split())
-    return json.dumps({"time": utc_now(), "level": level, "event": event, "message": text, **fields}) + "\n"
+    head = {"schema": LOG.id, "time": utc_now(), "level": level, "event": event, "message": text}
+    return LOG.text_line(head | dict(fields))
 
 
 def visible(text: str) -> str:
@@ -191,11 +193,13 @@ def _width() -> int | None:
 
 
 def _wrapped(message: str, width: int) -> str:
-    """Broken at spaces only: the terminal itself would break names and paths."""
+    """Broken at spaces only: the terminal itself would break names and paths. The first word stays behind the name of
+    the program, which takes its columns here and is written by the caller."""
+    name = f"dsbd:{NO_BREAK}"
     lines = textwrap.wrap(
-        f"dsbd: {message}", width, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
+        name + message, width, subsequent_indent=" " * len(name), break_long_words=False, break_on_hyphens=False
     )
-    return "\n".join(lines).removeprefix("dsbd: ").replace(NO_BREAK, " ")
+    return "\n".join(lines).removeprefix(name).replace(NO_BREAK, " ")
 
 
 def _write(line: str) -> None:

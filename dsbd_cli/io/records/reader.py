@@ -13,10 +13,10 @@ from dsbd_cli.config.token_rules import written_rules
 from dsbd_cli.config.variants import RULES
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 from dsbd_cli.io.records.fields import messages, response_format, text
+from dsbd_cli.io.records.file_roots import file_of_row
 from dsbd_cli.io.records.input_forms import ParsedRow, as_written, parsed_row
 from dsbd_cli.io.records.parse import parse_object
 from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key
-from dsbd_cli.io.records.row_files import file_of_row
 from dsbd_cli.requests import Request, check_ends, check_seed, derive_seed
 
 WARP_FIELDS = {"temperature": None, "top_k": 0, "top_p": 1, "min_p": 0}  # with the value that draws nothing

@@ -6,6 +6,7 @@ A number moves when a field goes, or means something else. Fields may be added u
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,6 +40,10 @@ class Contract:
         """Return the line without its end."""
         return dump_line(fields)
 
+    def text_line(self, fields: Mapping[str, object]) -> str:
+        """Return the line with its end for a stream of text, whose encoding may be any: ASCII only."""
+        return json.dumps(fields) + "\n"
+
     def page(self, fields: Mapping[str, object]) -> bytes:
         """Return an indented document with its last line end."""
         return _escaped(orjson.dumps(fields, option=orjson.OPT_INDENT_2)) + b"\n"
@@ -58,7 +63,12 @@ PICK = Contract("pick")
 BENCH = Contract("bench")
 PROFILE = Contract("profile")
 DOCTOR = Contract("doctor")
-CONTRACTS = {one.name: one for one in (INPUT, OUTPUT, FAILED, OPENAI, STEP, SUMMARY, PICK, BENCH, PROFILE, DOCTOR)}
+TRIM = Contract("trim")
+DISTILL = Contract("distill")
+ANSWERS = Contract("answers")
+LOG = Contract("log")
+_ALL = (INPUT, OUTPUT, FAILED, OPENAI, STEP, SUMMARY, PICK, BENCH, PROFILE, DOCTOR, TRIM, DISTILL, ANSWERS, LOG)
+CONTRACTS = {one.name: one for one in _ALL}
 
 
 def contract_of(name: str) -> Contract:

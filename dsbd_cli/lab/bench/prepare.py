@@ -11,7 +11,7 @@ from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.protocols import EncoderDecoderCodec, TextCodec
 from dsbd_cli.errors import InvalidRowError, PromptTooLongError, UsageError
-from dsbd_cli.io.records.row_files import FILE_FIELDS
+from dsbd_cli.io.records.file_roots import FILE_FIELDS
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
 from dsbd_cli.lab.bench.sweep import SweepSetting
 from dsbd_cli.lab.tasks.dataset import Dataset

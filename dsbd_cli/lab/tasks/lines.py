@@ -13,10 +13,10 @@ import orjson
 from dsbd_cli.errors import InvalidRowError, UsageError, reading, shorten
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.tables import check_table, is_table, lines_reader
+from dsbd_cli.io.records.file_roots import FILE_FIELDS, files_root
 from dsbd_cli.io.records.parse import parse_object
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.io.records.row import Fields, LongLine, Row
-from dsbd_cli.io.records.row_files import FILE_FIELDS, files_root
 from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS, ranked_scores, read_metrics
 from dsbd_cli.lab.tasks.record import TaskRecord

@@ -1,6 +1,6 @@
 """Lines and documents that any process of the suite writes, and rows that it reads, held against their JSON schemas.
 
-All that is written passes through `Contract.line` or `Contract.page`, and all rows through `RowReader.read`. Both are
+All that is written passes through a method of `Contract`, and all rows through `RowReader.read`. Both are
 wrapped as soon as their modules are imported. What does not fit goes to a file, into which tests/conftest.py looks
 after every test: an exception could end as a failed row that nobody reads.
 """
@@ -50,17 +50,18 @@ def watch() -> None:
 
 
 def _wrap_contracts(module: ModuleType) -> None:
-    def checked(write: Callable[..., bytes]) -> Callable[..., bytes]:
+    def checked(write: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(write)
-        def written(contract: Any, fields: object) -> bytes:
+        def written(contract: Any, fields: object) -> Any:
             text = write(contract, fields)
             if not (isinstance(fields, dict) and "$schema" in fields):  # dsbd schema itself
-                _check(contract.name, text)
+                _check(contract.name, text if isinstance(text, bytes) else text.encode())
             return text
 
         return written
 
     module.Contract.line = checked(module.Contract.line)
+    module.Contract.text_line = checked(module.Contract.text_line)
     module.Contract.page = checked(module.Contract.page)
 
 
