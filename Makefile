@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo real test test-slow wheel-test lint types docs docs-check site clean
+.PHONY: help demo real evidence test test-slow wheel-test lint types docs docs-check site clean
 
 # The first Python that is new enough; another one with: make PYTHON=/path/to/python
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -32,6 +32,11 @@ real: $(READY) ## fetch SmolLM2-135M and Gemma-3-270m (350 MB) into models/, and
 		echo; echo "══ $$model"; \
 		$(BIN)/dsbd demo --target $$model; \
 	done
+
+evidence: $(READY) ## the table of README: fetch Qwen2.5-Coder-1.5B and SmolLM2-135M, and measure beside other engines
+	$(BIN)/python -m benchmarks.real qwen2.5-coder-1.5b-instruct smollm2-135m-instruct
+	BIN=$(BIN) benchmarks/peers/setup models/qwen2.5-coder-1.5b-instruct models/smollm2-135m-instruct
+	$(BIN)/python -m benchmarks.evidence --equal models/smollm2-135m-instruct
 
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
 

@@ -90,3 +90,12 @@ def test_the_picture_is_that_of_its_trace() -> None:
         assert ("completed" in states) != layer["passed"]
     assert step["steps"] == traced["forest"]["verified"] == step["passed_layers"] + 1
     assert step["nodes"] == sum(node["state"] != "completed" for node in nodes)
+
+
+def test_the_first_table_of_readme_is_that_of_its_report() -> None:
+    """The rows between the marks are those that benchmarks.evidence wrote beside the report which stands below them."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    marked = re.search(r"<!-- evidence -->\n(.+?)\n<!-- end -->", text, re.DOTALL)
+    assert marked is not None
+    (report,) = re.findall(r"\]\((benchmarks/results/\S+/evidence/)report\.md\)", text)
+    assert marked[1].strip() == (ROOT / report / "readme.md").read_text(encoding="utf-8").strip()

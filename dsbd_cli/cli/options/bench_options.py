@@ -51,7 +51,7 @@ class DataOptions(RowFileOptions):
     )
     score: str | None = option(
         DATA,
-        f"how an answer is held against reference, of a line of --input: {', '.join(KINDS)} (docs/cookbook.md)",
+        f"how answers are scored against `reference` of each line of --input: {', '.join(KINDS)} (docs/cookbook.md)",
         default=DEFAULT_SCORE,
         metavar="KIND",
     )

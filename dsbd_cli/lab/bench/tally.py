@@ -81,12 +81,13 @@ class Tally:
     def add_answers(
         self, answers: Sequence[BestAnswer], scores: Sequence[Mapping[str, float]], logprobs: Sequence[float]
     ) -> None:
-        """Answers of the first round with their scores and log-probabilities."""
+        """Answers of the first round with their scores and log-probabilities. An answer that failed is wrong, even
+        where the reference is empty."""
         for answer, found, logprob in zip(answers, scores, logprobs, strict=True):
             self._records += 1
             self._failed += answer.error is not None
             for name, value in found.items():
-                self._scores.setdefault(name, []).append(value)
+                self._scores.setdefault(name, []).append(value if answer.error is None else 0.0)
             if answer.error is None:
                 self._logprob += logprob
                 self._logprob_tokens += answer.tokens

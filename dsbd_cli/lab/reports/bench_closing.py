@@ -27,10 +27,12 @@ def _closing_line(rows: Sequence[BenchRow]) -> str | None:
     different = [row for row in compared if row.name in tests and tests[row.name].shown]
     if better := [row for row in different if tests[row.name].difference > 0]:
         best = max(better, key=lambda row: (tests[row.name].difference, row.ratios[base].value))
-        level, difference = (best.quality.value if best.quality else 0.0), tests[best.name].difference
+        test, ratio = tests[best.name], best.ratios[base]
+        window = " in the only window that was timed (--rounds times more)" if best.windows == 1 else ""
+        level = best.quality.value if best.quality else 0.0
         return (
-            f"{best.name} is better than {tests[best.name].baseline}: {best.metric} {100 * level:.1f} % instead of "
-            f"{100 * (level - difference):.1f} %; it is {_times(best.ratios[base].value)} as fast."
+            f"{best.name} is better than {test.baseline}: {best.metric} {100 * level:.1f} % instead of "
+            f"{100 * (level - test.difference):.1f} %; it is {_speed(ratio.value)}{window}."
         )
     kind = "beam method" if all(_has_beams(row) for row in compared) else "method"
     kept = [row for row in compared if row not in different]
@@ -44,11 +46,11 @@ def _faster(rows: Sequence[BenchRow], base: str) -> str:
     first = max(rows, key=lambda row: row.ratios[base].value)
     ratio = first.ratios[base]
     if first.windows == 1:
-        return f"{first.name} was {_times(ratio.value)} as fast in the only window that was timed (--rounds times more)"
+        return f"{first.name} was {_speed(ratio.value)} in the only window that was timed (--rounds times more)"
     if ratio.low > 1:
-        return f"{first.name} is {_times(ratio.value)} as fast"
+        return f"{first.name} is {_speed(ratio.value)}"
     if ratio.high < 1:
-        return f"{base} is {_times(1 / ratio.value)} as fast as the next, {first.name}"
+        return f"{base} is {_speed(1 / ratio.value)} as the next, {first.name}"
     return "none is clearly faster"
 
 
@@ -60,8 +62,10 @@ def _power(test: PairedTest) -> str:
     return f"With {records} a difference shows only if {test.least} or more are scored differently, all one way."
 
 
-def _times(ratio: float) -> str:
-    return f"{ratio:.0f} times" if ratio >= 10 else f"{ratio:.2g} times"
+def _speed(ratio: float) -> str:
+    """Say a ratio of speeds in words."""
+    number = f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}"
+    return "as fast" if number in ("1", "0.99", "0.98") else f"{number} times as fast"
 
 
 def _has_beams(row: BenchRow) -> bool:

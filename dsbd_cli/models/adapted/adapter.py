@@ -197,7 +197,7 @@ class TransformersForest(BaseForestModel):
         layers = [one for one in self._model.modules() if isinstance(one, PackedLinear | Int8Linear)]
         experts = [one.forward for one in self._model.modules() if isinstance(one.forward, PackedExperts)]
         packed = {part.data_ptr(): part for one in (*layers, *experts) for part in one.packed}
-        weights = {**{one.data_ptr(): one for one in self._model.parameters()}, **packed}.values()
+        weights = {**packed, **{one.data_ptr(): one for one in self._model.parameters()}}.values()
         buffers = {one.data_ptr(): one for one in self._model.buffers()}.values()
         held = sum(one.numel() * one.element_size() for one in (*weights, *buffers))
         count = sum(one.numel() for one in weights)

@@ -142,7 +142,8 @@ def pack(model: nn.Module) -> int:
     """Replace the plain linear layers of a model on the CPU by packed ones, in place; return how many. Experts and
     routers of mixtures get a forward with packed products.
 
-    Each original weight is freed as soon as it is packed, unless something else shares it (tied embeddings).
+    Each original weight is freed as soon as it is packed, unless something else shares it (tied embeddings) or the
+    packed layer reads it where it lies.
     """
     # small ones too: rows of torch's own products depend on each other
     made, found = 0, [(parent, name) for parent, name, _ in plain_linears(model, 1, 1)]

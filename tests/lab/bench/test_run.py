@@ -14,8 +14,9 @@ from dsbd_cli.errors import UsageError
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.bench.prepare import BenchSpec, prepare
 from dsbd_cli.lab.bench.run import Bench, BenchPart
-from dsbd_cli.lab.bench.runners import make_runner
+from dsbd_cli.lab.bench.runners import BestAnswer, make_runner
 from dsbd_cli.lab.bench.sweep import SweepSetting, plan
+from dsbd_cli.lab.bench.tally import Tally
 from dsbd_cli.lab.tasks.choose import open_dataset
 from dsbd_cli.lab.tasks.lines import jsonl_dataset
 from dsbd_cli.requests import derive_seed
@@ -119,6 +120,13 @@ def test_what_a_row_promises_holds_after_its_last_window(pair: Engine, monkeypat
 def test_rounds_time_again_and_score_once(pair: Engine) -> None:
     (row,) = bench(pair, ["greedy"], records=3, rounds=3).run().rows
     assert (row.windows, row.records) == (3, 3)
+
+
+def test_an_answer_that_failed_is_wrong_whatever_its_score() -> None:
+    tally = Tally("jsonl", plan(["greedy"], {}).settings[0], 8)
+    answers = [BestAnswer("", 0, None, None, None, error="too long"), BestAnswer("", 0, None, None, None)]
+    tally.add_answers(answers, [{"exact match": 1.0}] * 2, [0.0, 0.0])
+    assert tally.main_scores == [0.0, 1.0]
 
 
 def test_a_run_that_is_stopped_reports_what_it_has(pair: Engine) -> None:

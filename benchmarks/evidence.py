@@ -1,0 +1,355 @@
+"""The table of README: dsbd beside OpenVINO GenAI, CTranslate2 and transformers, on the same token ids, in turn.
+
+    benchmarks/peers/setup models/qwen2.5-coder-1.5b-instruct models/smollm2-135m-instruct   # once: some minutes
+    python -m benchmarks.evidence --target models/qwen2.5-coder-1.5b-instruct --equal models/smollm2-135m-instruct
+
+`make evidence` does both. Every engine runs in a process of its own (benchmarks/peers/child.py), on the same threads. A
+cell is a number of beams, of prompts decoded together, of their tokens, and of new tokens, which all answers have. Each
+round gives every engine a cell in turn, on prompts that no round before had; the median of its rounds counts. Speed is
+new tokens of the best answers by the seconds of the whole call, the prompt's included.
+
+--equal: the best answers of float32 weights, computed in float32, beside those of transformers.
+
+The whole takes three quarters of an hour on two cores. What a stopped run has measured is kept and not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.common import device_name, markdown_table, results_folder, write_results
+
+ROOT = Path(__file__).parents[1]
+PEERS = ROOT / "models" / "peers"
+OPENVINO = ROOT / ".venv-openvino" / "bin" / "python"
+CHILD = Path(__file__).parent / "peers" / "child.py"
+OURS, THEIRS = "dsbd-int8", ("openvino-int8", "ctranslate2-int8")
+ENGINES = (OURS, *THEIRS, "dsbd-bfloat16", "transformers-bfloat16")
+EQUAL = ("transformers-float32", "dsbd-float32", "openvino-strict")
+EQUAL_PROMPTS, EQUAL_TOKENS = 24, 32
+START = 4, 1, 50, 16  # beams, prompts, their tokens, new tokens: what the first answer of a process has
+TEXTS = ("docs/algorithm.md", "docs/beams-and-drafts.md", "docs/hardware.md", "docs/models.md", "docs/constraints.md")
+
+
+class Cell(NamedTuple):
+    """What every engine is asked."""
+
+    beams: int
+    prompts: int
+    length: int
+    tokens: int
+    rounds: int
+
+    @property
+    def name(self) -> str:
+        together = "1 prompt" if self.prompts == 1 else f"{self.prompts} prompts together"
+        first = ", first token" if self.tokens == 1 else ""
+        return f"{self.beams} beam{'s' * (self.beams > 1)}, {together} of {self.length}{first}"
+
+
+CELLS = (
+    Cell(1, 1, 50, 64, 3),
+    Cell(4, 1, 50, 64, 3),
+    Cell(10, 1, 50, 64, 3),
+    Cell(50, 1, 50, 16, 3),
+    Cell(1, 8, 50, 64, 3),
+    Cell(4, 8, 50, 64, 3),
+    Cell(4, 32, 50, 64, 1),
+    Cell(4, 8, 500, 32, 1),
+    Cell(4, 1, 500, 1, 3),
+    Cell(4, 1, 2500, 1, 3),
+)
+
+
+class Child:
+    """An engine in its process.
+
+    Attributes:
+        memory: most memory of its own so far, in bytes (RssAnon, sampled every 0.1 s).
+    """
+
+    def __init__(self, engine: str, model: Path, threads: int) -> None:
+        kind = engine.partition("-")[0]
+        python, folder = sys.executable, model
+        if kind == "openvino":
+            python = str(OPENVINO)
+            folder = PEERS / f"openvino-{'fp32' if engine.endswith('strict') else 'int8'}" / model.name
+        elif kind == "ctranslate2":
+            folder = PEERS / "ctranslate2-int8" / model.name
+        if not folder.is_dir():
+            raise SystemExit(f"{folder} is missing: run benchmarks/peers/setup {model}")
+        self.memory, self._name = 0, f"{python} {CHILD} {engine} {folder} {threads}"
+        self._process = subprocess.Popen(
+            self._name.split(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**_environment(), **({"PYTHONPATH": str(ROOT)} if kind == "dsbd" else {})},
+            text=True,
+        )
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def ask(self, ids: list[list[int]], beams: int, tokens: int) -> dict[str, Any]:
+        """Return its answer. Raises SystemExit where the process ends instead."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"ids": ids, "beams": beams, "tokens": tokens}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self._name} ended with {self._process.wait()}: run its command by hand to see why")
+        answer: dict[str, Any] = json.loads(line)
+        assert [len(one) for one in answer["best"]] == [tokens] * len(ids), "an answer has another length"
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.wait()
+
+    def _watch(self) -> None:
+        while self._process.poll() is None:
+            self.memory = max(self.memory, own_memory(self._process.pid))
+            time.sleep(0.1)
+
+
+def own_memory(process: int) -> int:
+    """Bytes of memory that belong to a process alone; 0 where it has ended."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": ""}
+
+
+def prompts(model: Path) -> Iterator[int]:
+    """Yield the ids of this project's pages, over and over, each time from another place."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer("\n".join((ROOT / name).read_text(encoding="utf-8") for name in TEXTS)).input_ids
+    start = 0
+    while True:
+        yield from ids[start:]
+        start = (start + 17) % 1000
+
+
+def take(source: Iterator[int], cell: Cell) -> list[list[int]]:
+    """Return the ids of a cell's prompts."""
+    return [[next(source) for _ in range(cell.length)] for _ in range(cell.prompts)]
+
+
+def measured(
+    model: Path, engines: Sequence[str], cells: Sequence[Cell], threads: int, runs: list[dict[str, Any]]
+) -> Iterator[Cell]:
+    """Append a run for each engine and round of a cell, and yield the cell."""
+    source = prompts(model)
+    children = {engine: Child(engine, model, threads) for engine in engines}
+    try:
+        for cell in cells:
+            warm = take(source, cell)
+            for child in children.values():  # the first call of a shape builds things
+                child.ask(warm, cell.beams, min(cell.tokens, 4))
+            for number in range(cell.rounds):
+                ids = take(source, cell)
+                for engine in engines if number % 2 == 0 else engines[::-1]:
+                    time.sleep(0.5)  # threads of the one before may still spin
+                    seconds = children[engine].ask(ids, cell.beams, cell.tokens)["seconds"]
+                    run = {"model": model.name, "engine": engine, **cell._asdict(), "seconds": seconds}
+                    runs.append({**run, "memory": children[engine].memory})
+                    print(f"{model.name} {cell.name}: {engine} {seconds:.2f} s", file=sys.stderr, flush=True)
+            yield cell
+    finally:
+        for child in children.values():
+            child.close()
+
+
+def started(model: Path, engines: Sequence[str], threads: int, rounds: int, runs: list[dict[str, Any]]) -> None:
+    """Append the seconds from a process's start to its first answer."""
+    cell, source = Cell(*START, rounds), prompts(model)
+    for number in range(rounds):
+        ids = take(source, cell)
+        for engine in engines if number % 2 == 0 else engines[::-1]:
+            begin = time.perf_counter()
+            child = Child(engine, model, threads)
+            child.ask(ids, cell.beams, cell.tokens)
+            seconds = time.perf_counter() - begin
+            child.close()
+            runs.append({"model": model.name, "engine": engine, "start": seconds})
+            print(f"{model.name} start: {engine} {seconds:.2f} s", file=sys.stderr, flush=True)
+
+
+def equal(model: Path, threads: int, runs: list[dict[str, Any]]) -> None:
+    """Append of how many prompts an engine's best answer in float32 is that of transformers: with 1 beam and with 4."""
+    cell = Cell(4, EQUAL_PROMPTS, 50, EQUAL_TOKENS, 1)
+    ids, found = take(prompts(model), cell), dict[str, list[list[list[int]]]]()
+    for engine in EQUAL:
+        child = Child(engine, model, threads)
+        found[engine] = [child.ask(ids, beams, cell.tokens)["best"] for beams in (1, 4)]
+        child.close()
+    for engine in EQUAL[1:]:
+        one, four = (
+            sum(a == b for a, b in zip(mine, theirs, strict=True))
+            for mine, theirs in zip(found[engine], found[EQUAL[0]], strict=True)
+        )
+        runs.append({"model": model.name, "engine": engine, "equal": [one, four]})
+
+
+def middle(runs: Sequence[dict[str, Any]], engine: str, cell: Cell) -> float | None:
+    """Return the median seconds of a cell; None where it was not run."""
+    asked = cell._asdict()
+    found = [
+        run["seconds"] for run in runs
+        if run["engine"] == engine and "seconds" in run and all(run[name] == asked[name] for name in asked)
+    ]  # fmt: skip
+    return statistics.median(found) if found else None
+
+
+def most(runs: Sequence[dict[str, Any]], engine: str) -> int:
+    """Return the most memory that an engine took in all cells."""
+    return max((run["memory"] for run in runs if run["engine"] == engine and "memory" in run), default=0)
+
+
+def shown(cell: Cell, seconds: float | None) -> str:
+    """Seconds to the first token, or tokens/s."""
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if cell.tokens == 1 else f"{cell.prompts * cell.tokens / seconds:.1f}"
+
+
+def report(
+    model: Path, runs: Sequence[dict[str, Any]], engines: Sequence[str], cells: Sequence[Cell]
+) -> tuple[str, str]:
+    """Return the report, and the rows of README's table."""
+    rows, behind, first = list[dict[str, str]](), list[str](), list[dict[str, str]]()
+    for cell in cells:
+        seconds = {engine: middle(runs, engine, cell) for engine in engines}
+        if not any(seconds.values()):
+            continue
+        mine = seconds[OURS]
+        peers = {engine: seconds[engine] for engine in THEIRS if seconds.get(engine) is not None}
+        best = min(peers, key=lambda engine: peers[engine] or 0.0) if peers else None
+        row = {"tokens/s, or s to the first token": cell.name}
+        row |= {engine: shown(cell, seconds[engine]) for engine in engines}
+        if mine and best:
+            ratio = (peers[best] or 0.0) / mine
+            row["dsbd-int8 by the best int8 peer"] = f"{ratio:.2f}"
+            if ratio < 1:
+                behind.append(f"{cell.name}: {best} is {1 / ratio:.2f} times as fast")
+            theirs = seconds.get("transformers-bfloat16")
+            first.append({
+                model.name: cell.name,
+                "`dsbd` int8": shown(cell, mine) if cell.tokens == 1 else f"{shown(cell, mine)} tokens/s",
+                "best peer in int8": f"{NAMES[best]} {shown(cell, peers[best])}",
+                "transformers, bfloat16": shown(cell, theirs),
+                "times as fast": f"{ratio:.1f}, {theirs / mine:.1f}" if theirs else f"{ratio:.1f}",
+            })  # fmt: skip
+        rows.append(row)
+    starts = [
+        {
+            "engine": engine,
+            "start to the first answer, s": f"{statistics.median(found):.1f}",
+            "own memory at most, GB": f"{most(runs, engine) / 1e9:.1f}",
+        }
+        for engine in engines
+        if (found := [run["start"] for run in runs if run["engine"] == engine and "start" in run])
+    ]
+    parts = [
+        "# Beside other engines",
+        f"{device_name()}, {model.name}; medians of rounds in turn, one process for each engine.",
+        markdown_table(rows),
+    ]
+    if starts:
+        beams, _, length, tokens = START
+        told = f"Start: a process of its own, {beams} beams, a prompt of {length}, {tokens} new tokens."
+        parts += [told, markdown_table(starts)]
+    parts.append("Behind: " + ("; ".join(behind) if behind else "no cell") + ".")
+    if counts := [run for run in runs if "equal" in run]:
+        told = ", ".join(f"{run['engine'].partition('-')[0]} {run['equal'][0]} and {run['equal'][1]}" for run in counts)
+        parts.append(
+            f"Best answers equal to those of transformers in float32, {counts[0]['model']}, {EQUAL_PROMPTS} prompts, "
+            f"{EQUAL_TOKENS} tokens, 1 and 4 beams: {told}."
+        )
+    return "\n\n".join(parts) + "\n", markdown_table([row for row in first if row[model.name] in README_ROWS])
+
+
+NAMES = {"openvino-int8": "OpenVINO", "ctranslate2-int8": "CTranslate2"}
+README_ROWS = tuple(cell.name for cell in (CELLS[0], CELLS[1], CELLS[5], CELLS[3], CELLS[9]))
+
+
+def figure(
+    path: Path, model: Path, runs: Sequence[dict[str, Any]], engines: Sequence[str], cells: Sequence[Cell]
+) -> None:
+    """Draw tokens/s against beams, one prompt at a time, a line for each engine."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    wide = [cell for cell in cells if cell.prompts == 1 and cell.length == 50 and cell.tokens > 1]
+    drawn, axes = plt.subplots(figsize=(6.4, 4))
+    for engine in engines:
+        points = [(cell.beams, cell.tokens / found) for cell in wide if (found := middle(runs, engine, cell))]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", label=engine, linewidth=2.4 if engine == OURS else 1.2)
+    axes.set_xscale("log")
+    axes.set_xticks([cell.beams for cell in wide], [str(cell.beams) for cell in wide])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("beams")
+    axes.set_ylabel("tokens/s of the best answer")
+    axes.set_title(f"{model.name}, one prompt at a time\n{device_name()}", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    drawn.tight_layout()
+    drawn.savefig(path, dpi=110)
+    plt.close(drawn)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, default=ROOT / "models" / "qwen2.5-coder-1.5b-instruct")
+    parser.add_argument("--equal", type=Path, help="a small model whose answers in float32 are compared")
+    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--cells", help="their places from 1, by commas; default: all")
+    parser.add_argument("--starts", type=int, default=3, help="starts of each engine")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--name", default="evidence", help="folder of the results")
+    options = parser.parse_args()
+    engines = options.engines.split(",")
+    cells = CELLS if options.cells is None else [CELLS[int(place) - 1] for place in options.cells.split(",")]
+    folder = results_folder(options.name)
+    runs = (
+        [json.loads(line) for line in kept.read_text().splitlines()] if (kept := folder / "runs.jsonl").exists() else []
+    )
+    if options.equal is not None and not any("equal" in run for run in runs):
+        equal(options.equal, options.threads, runs)
+    if not any("start" in run for run in runs):
+        started(options.target, engines, options.threads, options.starts, runs)
+    missing = [cell for cell in cells if any(middle(runs, engine, cell) is None for engine in engines)]
+    for _ in measured(options.target, engines, missing, options.threads, runs) if missing else ():
+        write_results(folder, runs, report(options.target, runs, engines, cells)[0])
+    text, rows = report(options.target, runs, engines, cells)
+    write_results(folder, runs, text)
+    (folder / "readme.md").write_text(rows + "\n", encoding="utf-8")
+    figure(folder / "speed.png", options.target, runs, engines, cells)
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""One engine in a process of its own, which answers questions on its standard input: see benchmarks.evidence.
+
+    python benchmarks/peers/child.py ENGINE FOLDER THREADS
+
+A question is a line {"ids": prompts as token ids, all of one length, "beams": W, "tokens": N}; its answer is a line
+{"seconds", "best": ids of the best answer of each prompt}. All answers have N tokens: none may end before. Nothing of
+this package but the engine itself is imported here, as peers live in environments of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Prompts = list[list[int]]
+Answer = Callable[[Prompts, int, int], Prompts]
+
+
+def dsbd(folder: str, threads: int, dtype: str, quantize: str | None) -> Answer:
+    """Return how dsbd answers: beam search, no draft."""
+    from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig, load
+
+    spec = ModelSpec(folder, device="cpu", dtype=dtype, quantize=quantize)  # type: ignore[arg-type]
+    first = load(spec, None, method=MethodConfig(num_beams=1, rule="search"), threads=threads)
+    engines: dict[tuple[int, int], Any] = {}
+
+    def answer(prompts: Prompts, beams: int, tokens: int) -> Prompts:
+        key = beams, len(prompts)
+        if key not in engines:
+            method = MethodConfig(num_beams=beams, rule="search")
+            engines.clear()
+            engines[key] = Engine(first.target, None, first.codec, method, batch_size=len(prompts))
+        sampling = SamplingConfig(max_new_tokens=tokens, token_rules=f"none,min_new_tokens={tokens}")
+        found = list(engines[key].run([Request(prompt_ids=tuple(ids), sampling=sampling) for ids in prompts]))
+        return [list(one.hypotheses[0].token_ids) for one in found]
+
+    return answer
+
+
+def openvino(folder: str, threads: int, *, strict: bool) -> Answer:
+    """Return how OpenVINO GenAI answers from a folder that `optimum-cli export openvino` made.
+
+    strict: sums and cache in float32, and no activations in int8.
+    """
+    import numpy as np
+    import openvino as ov
+    import openvino_genai as genai
+
+    options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
+    if strict:
+        options |= {
+            "INFERENCE_PRECISION_HINT": "f32",
+            "KV_CACHE_PRECISION": "f32",
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
+        }
+    pipe = genai.LLMPipeline(folder, "CPU", **options)
+
+    def answer(prompts: Prompts, beams: int, tokens: int) -> Prompts:
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.num_beams, config.do_sample = tokens, True, beams, False
+        config.num_return_sequences, config.length_penalty = 1, 1.0
+        ids = np.array(prompts, dtype=np.int64)
+        inputs = genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
+        return [list(map(int, one)) for one in pipe.generate(inputs, config).tokens]
+
+    return answer
+
+
+def transformers(folder: str, threads: int, dtype: str) -> Answer:
+    """Return how transformers' generate answers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+
+    def answer(prompts: Prompts, beams: int, tokens: int) -> Prompts:
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            found = model.generate(
+                ids, attention_mask=torch.ones_like(ids), num_beams=beams, max_new_tokens=tokens, min_new_tokens=tokens,
+                do_sample=False, length_penalty=1.0, temperature=None, top_k=None, top_p=None, repetition_penalty=1.0,
+                pad_token_id=0,
+            )  # fmt: skip
+        rows: Prompts = found[:, ids.shape[1] :].tolist()
+        return rows
+
+    return answer
+
+
+def ctranslate2(folder: str, threads: int) -> Answer:
+    """Return how CTranslate2 answers from a folder that its converter made."""
+    import ctranslate2 as engine
+
+    model = engine.Generator(folder, device="cpu", intra_threads=threads)
+    with open(f"{folder}/vocabulary.json", encoding="utf-8") as file:
+        words = json.load(file)
+
+    def answer(prompts: Prompts, beams: int, tokens: int) -> Prompts:
+        found = model.generate_batch(
+            [[words[token] for token in ids] for ids in prompts], beam_size=beams, max_length=tokens,
+            min_length=tokens, include_prompt_in_result=False, length_penalty=1.0,
+        )  # fmt: skip
+        return [one.sequences_ids[0] for one in found]
+
+    return answer
+
+
+ENGINES: dict[str, Callable[[str, int], Answer]] = {
+    "dsbd-int8": lambda folder, threads: dsbd(folder, threads, "bfloat16", "int8"),
+    "dsbd-bfloat16": lambda folder, threads: dsbd(folder, threads, "bfloat16", None),
+    "dsbd-float32": lambda folder, threads: dsbd(folder, threads, "float32", None),
+    "openvino-int8": lambda folder, threads: openvino(folder, threads, strict=False),
+    "openvino-strict": lambda folder, threads: openvino(folder, threads, strict=True),
+    "transformers-bfloat16": lambda folder, threads: transformers(folder, threads, "bfloat16"),
+    "transformers-float32": lambda folder, threads: transformers(folder, threads, "float32"),
+    "ctranslate2-int8": ctranslate2,
+}
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    engine, folder, threads = sys.argv[1:4]
+    answer = ENGINES[engine](folder, int(threads))
+    for line in sys.stdin:
+        asked = json.loads(line)
+        start = time.perf_counter()
+        best = answer(asked["ids"], asked["beams"], asked["tokens"])
+        print(json.dumps({"seconds": time.perf_counter() - start, "best": best}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
