@@ -58,7 +58,7 @@ class LinearArguments(ctypes.Structure):
 
 
 class PackArguments(ctypes.Structure):
-    """Arguments of the kernel that packs. rows: addresses of rows, 0 for rows of zeros."""
+    """Arguments of the kernel that packs. rows: addresses of rows."""
 
     _fields_ = fields("taken", "threads", "items", "rows", "steps", "out")
 
@@ -136,7 +136,8 @@ def lines(weights: Sequence[Tensor]) -> Tensor:
     zeros. Each weight is read once, from wherever it lies.
     """
     rows, held = row_addresses(weights)
-    steps = weights[0].shape[1] * weights[0].element_size() // 4
+    steps, zeros = weights[0].shape[1] * weights[0].element_size() // 4, torch.zeros_like(weights[0][0]).contiguous()
+    rows[sum(map(len, weights)) :] = zeros.data_ptr()
     made = scratch(len(rows) * steps * 4).view(torch.int32).view(-1, steps, COLUMNS)
     compiled()[1](PackArguments(0, 0, len(made), rows.data_ptr(), steps, made.data_ptr()), made.numel(), len(made))
     del held

@@ -416,18 +416,32 @@ def tile(kind: str) -> Callable[..., Any]:
     return made
 
 
+@operation(types.void, *(types.int64,) * 3)
+def _turn_rows(builder: Any, rows: Any, place: Any, target: Any) -> None:
+    """Write LANES words of LANES rows, whose addresses are at `rows`, from `place` bytes on: a word of each side by
+    side in LANES lines."""
+    words = []
+    for lane in range(LANES):
+        row = loaded(builder, _further(builder, rows, 8 * lane), I64, 8)
+        words.append(loaded(builder, builder.add(row, place), WHOLES, 1))
+    for line in _transpose(builder, words):
+        builder.store(line, pointer(builder, target, WHOLES), align=WORD)
+        target = _further(builder, target, LINE)
+
+
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def pack_lines(rows: Any, steps: Any, out: Any) -> None:
-    """Write COLUMNS rows of `steps` words, whose addresses (0: zeros) are at `rows`, as `steps` lines: a word of each
-    row side by side."""
+    """Write COLUMNS rows of `steps` words, whose addresses are at `rows`, as `steps` lines: a word of each row side by
+    side."""
     done = types.int64(0)
+    while done + LANES <= steps:  # a line of the cache of each row
+        for v in range(SIDE):
+            _turn_rows(rows + v * LANES * 8, done * WORD, out + done * LINE + v * LANES * WORD)
+        done += LANES
     while done < steps:
-        count = min(LANES, steps - done)  # a line of the cache of each row
         for column in range(COLUMNS):
-            row, target = get_i64(rows + column * 8), out + done * LINE + column * WORD
-            for j in range(count):
-                put_i32(target + j * LINE, get_i32(row + (done + j) * WORD) if row != 0 else types.int64(0))
-        done += count
+            put_i32(out + done * LINE + column * WORD, get_i32(get_i64(rows + column * 8) + done * WORD))
+        done += 1
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
