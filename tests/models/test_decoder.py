@@ -38,6 +38,7 @@ from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.verdicts import Verdict
+from dsbd_cli.ops import select
 from dsbd_cli.ops.cpu.program import Arena, Program
 from dsbd_cli.ops.select import packing_works
 from dsbd_cli.requests import Request
@@ -733,3 +734,12 @@ def test_a_cache_folder_that_cannot_be_written_costs_checks_alone(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert decoder_of(folder).invariant
     assert "every load checks the model anew" in caplog.text
+
+
+@pytest.mark.parametrize("way", ["Compiled", "Torch"])
+def test_the_size_is_told_whatever_packs_the_weights(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards torch's packed weights, which do not say where they lie."""
+    works = select._packs
+    monkeypatch.setattr(select, "_packs", lambda one, dtype: one.__name__ == way and works(one, dtype))
+    model = decoder_of(save_decoder(tmp_path, build_decoder("llama")))
+    assert 0 < model.size.read_bytes <= model.size.held_bytes

@@ -25,6 +25,7 @@ from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.checkpoints.generation import checkpoint_rules
 from dsbd_cli.models.forest_attention import AttentionMetadata
 from dsbd_cli.models.forest_model import CALIBRATION, BaseForestModel, ModelSize, StateTap, unsupported
+from dsbd_cli.ops.cpu.linear import address
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import MODEL, ops_for
 
@@ -196,7 +197,7 @@ class TransformersForest(BaseForestModel):
         # weights of packed layers are no parameters
         layers = [one for one in self._model.modules() if isinstance(one, PackedLinear | Int8Linear)]
         experts = [one.forward for one in self._model.modules() if isinstance(one.forward, PackedExperts)]
-        packed = {part.data_ptr(): part for one in (*layers, *experts) for part in one.packed}
+        packed = {address(part): part for one in (*layers, *experts) for part in one.packed}
         weights = {**packed, **{one.data_ptr(): one for one in self._model.parameters()}}.values()
         buffers = {one.data_ptr(): one for one in self._model.buffers()}.values()
         held = sum(one.numel() * one.element_size() for one in (*weights, *buffers))

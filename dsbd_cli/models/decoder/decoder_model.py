@@ -24,7 +24,7 @@ from dsbd_cli.models.forest_attention import LEAST_DIM, AttentionMetadata, Block
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops.cpu.attention import SlotPaths
-from dsbd_cli.ops.cpu.linear import PackedProduct
+from dsbd_cli.ops.cpu.linear import PackedProduct, address
 from dsbd_cli.ops.cpu.program import Arena, Program
 from dsbd_cli.ops.cpu.runtime import EAGER
 from dsbd_cli.ops.interface import Ops
@@ -152,7 +152,7 @@ class DecoderForestModel(BaseForestModel):
         linears = [linear for layer in weights.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         held = [one for linear in (*linears, weights.head) for one in stored(linear)]
         table = weights.table
-        shared = any(one.data_ptr() == table.data_ptr() for one in held)
+        shared = any(address(one) == table.data_ptr() for one in held)
         read = sum(one.nbytes for one in held)
         count = sum(sum(linear.parts) * wide for linear, wide in _widths(linears, spec)) + self._width * spec.hidden
         return ModelSize(read + (0 if shared else table.nbytes), read, 2 * count)

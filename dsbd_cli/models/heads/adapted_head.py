@@ -23,6 +23,7 @@ from dsbd_cli.models.decoder.weights import Tensors
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap
 from dsbd_cli.models.heads.formats import HeadTensors, MtpNames, find_mtp
 from dsbd_cli.models.heads.head_model import AFTER_NORM, TargetHead, without_first
+from dsbd_cli.ops.cpu.linear import address
 
 HEAD = "shared_head.head.weight"
 # settings of MTP layers, and what is known of each; others must be idle
@@ -51,8 +52,8 @@ class MtpForestModel(TargetHead, CausalForestModel):
     @property
     def size(self) -> ModelSize:
         found = super().size
-        theirs = {one.data_ptr() for one in _tables(self._target.settings)}
-        shared = sum(one.nbytes for one in _tables(self._model) if one.data_ptr() in theirs)
+        theirs = {address(one) for one in _tables(self._target.settings)}
+        shared = sum(one.nbytes for one in _tables(self._model) if address(one) in theirs)
         return replace(found, held_bytes=found.held_bytes - shared)
 
     def pack(self) -> None:
@@ -82,7 +83,7 @@ def _tables(model: Any) -> list[Tensor]:
     """Return the memory of a model's embeddings and of its LM head."""
     head = model.get_output_embeddings()
     found = [model.get_input_embeddings().weight, *getattr(head, "packed", [head.weight])]
-    return list({one.data_ptr(): one for one in found}.values())
+    return list({address(one): one for one in found}.values())
 
 
 def read_adapted_mtp(tensors: Tensors, target: BaseForestModel, name: str) -> MtpForestModel:

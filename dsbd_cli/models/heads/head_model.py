@@ -25,6 +25,7 @@ from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import DecoderWeights, PlainLinear
 from dsbd_cli.models.forest_model import CALIBRATION, BaseForestModel, ModelSize, StateTap
 from dsbd_cli.ops import reference
+from dsbd_cli.ops.cpu.linear import address
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
 from dsbd_cli.ops.interface import Linear, Ops
 
@@ -243,8 +244,8 @@ class HeadForestModel(TargetHead, DecoderForestModel):
         theirs = [target.embeddings]
         if isinstance(target, DecoderForestModel):
             theirs += stored(target.decoder.weights.head)
-        sizes = {one.data_ptr(): one.nbytes for one in (mine.table, *stored(mine.head))}
-        shared = sum(sizes[one.data_ptr()] for one in theirs if one.data_ptr() in sizes)
+        sizes = {address(one): one.nbytes for one in (mine.table, *stored(mine.head))}
+        shared = sum(sizes[address(one)] for one in theirs if address(one) in sizes)
         return replace(found, held_bytes=found.held_bytes - shared)
 
     def pack(self) -> None:

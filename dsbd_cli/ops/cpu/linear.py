@@ -177,6 +177,11 @@ def row_addresses(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     return _filled(torch.cat(found), COLUMNS), held
 
 
+def address(tensor: Tensor) -> int:
+    """Return what tells the memory of a tensor from others'; torch's own packed weights do not say where they lie."""
+    return id(tensor) if tensor.is_mkldnn else tensor.data_ptr()
+
+
 class Compiled:
     """Weights for our kernel: rows of the tensors that it is given, which must not change, or lines."""
 
