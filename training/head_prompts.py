@@ -2,6 +2,8 @@
 
 Questions on topics, code, SQL, sums, translations and texts to summarise, made from lists. `dsbd distill` holds out
 every eighth prompt, 64 at most. These are about topics, tables, tasks and texts that no other prompt names.
+--sql SHARE: so many of the prompts are questions of the task sql behind three solved ones, as
+`dsbd bench --task sql --shots 3` asks them. They are of its train split, which shares no name with the others.
 """
 
 from __future__ import annotations
@@ -11,9 +13,13 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from benchmarks.instruct_prompts import TEMPLATES, TOPICS
 from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST
+from dsbd_cli.lab.tasks.choose import TASKS as SCORED_TASKS
+from dsbd_cli.lab.tasks.dataset import with_shots
+from training.tasks.sql import SqlGenerator
 
 KINDS = {"topic": 50, "code": 16, "sql": 14, "text": 8, "translation": 6, "sum": 6}  # shares
 LANGUAGES = ("Python", "Python", "Python", "JavaScript", "Java", "Go", "C", "Bash")
@@ -118,22 +124,34 @@ def instruction(rng: random.Random, lists: dict[str, list[str]]) -> str:
     return rng.choice(SUMS.splitlines()).format(a=a, b=b, c=c)
 
 
-def prompts(seed: int) -> Iterator[str]:
-    """Different instructions without end. Those that are held out are about entries of their own."""
+def questions(seed: int) -> Iterator[list[dict[str, str]]]:
+    """Conversations of the task sql without end: three solved records, then one of the train split."""
+    asked = replace(SCORED_TASKS["sql"], records=lambda: SqlGenerator().records("train", seed))
+    for record in with_shots(asked, 3).records():
+        yield record.meta["messages"]  # type: ignore[misc]
+
+
+def prompts(seed: int, sql: float = 0.0) -> Iterator[list[dict[str, str]]]:
+    """Different conversations without end. Those that are held out are about entries of their own. sql: share of
+    questions behind solved ones."""
     rng = random.Random(seed)
     held, learnt = dict[str, list[str]](), dict[str, list[str]]()
     for name, entries in LISTS.items():
         some = rng.sample(entries, len(entries))
         few = max(2, len(some) // HELD_OUT_EVERY)
         held[name], learnt[name] = some[:few], some[few:]
-    seen, number = set[str](), 0
+    seen, number, solved = set[str](), 0, questions(seed)
     while True:
         out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 and number < HELD_OUT_EVERY * HELD_OUT_MOST
+        if sql and rng.random() < sql:
+            number += 1
+            yield next(solved)
+            continue
         text = instruction(rng, held if out else learnt)
         if text not in seen:
             seen.add(text)
             number += 1
-            yield text
+            yield [{"role": "user", "content": text}]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -141,10 +159,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sql", type=float, default=0.0, metavar="SHARE")
     options = parser.parse_args(arguments)
-    for number, text in zip(range(options.count), prompts(options.seed), strict=False):
-        row = {"id": str(number), "messages": [{"role": "user", "content": text}]}
-        sys.stdout.write(json.dumps(row) + "\n")
+    for number, messages in zip(range(options.count), prompts(options.seed, options.sql), strict=False):
+        sys.stdout.write(json.dumps({"id": str(number), "messages": messages}) + "\n")
 
 
 if __name__ == "__main__":
