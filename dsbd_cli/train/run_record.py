@@ -34,6 +34,7 @@ class TrainingPlan:
     seed: int
     dtype: str
     input: str
+    quantize: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsbd_cli.cli.app import run
 from dsbd_cli.cli.commands import distill as command
 from dsbd_cli.io.lines.lock import open_locked
+from dsbd_cli.models.decoder import pack
+from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.train import target_answers
+from dsbd_cli.train.distributions import HeadTeacher
 from dsbd_cli.train.run_record import DraftAcceptance, Measurement, Speed
 from dsbd_cli.train.training import Training
 from tests.helpers.checkpoints import byte_level, save, wrap
@@ -140,6 +143,31 @@ def test_from_prompts_to_a_head(target: str, prompts: str, tmp_path: Path, capfd
             assert run(["generate", "--target", target, "--draft", draft, *options, "-o", str(given)]) == 0
             texts.append([json.loads(line)["text"] for line in given.read_text().splitlines()])
         assert texts[0] == texts[1]
+
+
+def test_a_head_of_an_int8_target(
+    target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the states that a head learns from: they are those of the target as it will run. A run that goes on keeps
+    the format."""
+    monkeypatch.setattr(pack.quantize_decoder, "__defaults__", (1,))
+    loaded: list[str | None] = []
+    real = HeadTeacher.__init__
+
+    def noting(self: HeadTeacher, target: BaseForestModel, *rest: Any) -> None:
+        loaded.append(target.quantized)
+        real(self, target, *rest)
+
+    monkeypatch.setattr(HeadTeacher, "__init__", noting)
+    words = ["--steps", "2", "--vocab", "200", "--quantize", "int8"]
+    distil(target, prompts, tmp_path / "head", *words)
+    assert loaded == ["int8"]
+    assert record_of(tmp_path / "head")["plan"]["quantize"] == "int8"
+    record = record_of(tmp_path / "head") | {"complete": False}
+    (tmp_path / "head" / "dsbd_distill.json").write_text(json.dumps(record))
+    capfd.readouterr()
+    distil(target, prompts, tmp_path / "head", *words[:-2], code=2)
+    assert "--quantize was int8 and is None: go on with what --output" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from dsbd_cli.cli.run.files import read_prompts
 from dsbd_cli.cli.run.messages import Talk, duration, quote_command, say, set_style, talking, warn
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
-from dsbd_cli.config.model import BUILTIN_TARGET, DTYPES, ModelSpec
+from dsbd_cli.config.model import BUILTIN_TARGET, DTYPES, ModelSpec, Quantize
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.variants import SEARCH
 from dsbd_cli.errors import DsbdError, RowError, UsageError, option_name
@@ -108,6 +108,9 @@ class DistillOptions:
     )
     max_new_tokens: int | None = option(MAIN, "tokens of an answer at most", default=SamplingConfig().max_new_tokens)
     seed: int | None = option(MAIN, "of answers, batches and new weights", default=0)
+    quantize: Quantize | None = option(
+        DISTILL, "int8: of the target, and of the draft where it is measured, as of generate", metavar="int8"
+    )
     threads: int | None = option(DISTILL, "processor threads, as of generate", least=1)
     quiet: bool | None = flag(DISTILL, "nothing but errors", "-q")
 
@@ -131,7 +134,7 @@ def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptio
     if rate is not None and not 0 < rate < 1:
         raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
     draft_device = devices_of(loading.device)[1]
-    devices = DeviceOptions(**vars(loading) | {"device": devices_of(loading.device)[0]})
+    devices = DeviceOptions(**vars(loading) | {"device": devices_of(loading.device)[0], "quantize": options.quantize})
     settings = _run_settings(options, decoding, devices)
     with StopSignals() as signals, talking() as talk:
         _Distilling(options, settings, draft_device, options.input, options.output, signals, talk).run()
@@ -221,6 +224,7 @@ class _Distilling:
             max_new_tokens=self._settings.rows.sampling.max_new_tokens,
             seed=options.seed or 0,
             dtype=self._spec.dtype,
+            quantize=self._spec.quantize,
         )
         folder = self._folder
         if not (folder / RECORD).is_file():
