@@ -26,6 +26,7 @@ from dsbd_cli.models.heads.head_model import HeadForestModel
 from dsbd_cli.models.heads.load import load_head
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
+from dsbd_cli.models.verdicts import TIMES_ROUNDING
 from tests.helpers.checkpoints import numbers
 from tests.helpers.tiny import V, build
 from tests.models.heads.adapted import LAYERS, StockHead, save_target
@@ -69,8 +70,18 @@ def test_states_and_laws_are_those_of_a_formula(
     head's laws after iterations in which some layers, none or all passed and after iterations without drafts."""
     monkeypatch.setattr("dsbd_cli.engine.cache.prefill.CHUNK", 32)  # tokens of a prompt that are read at once
     watch = watched(loaded(family), rule, beams, depths, monkeypatch)
-    assert watch.worst[0] <= 1e-5, "states"
+    pair, _, formula = loaded(family)
+    assert watch.worst[0] <= max(1e-5, TIMES_ROUNDING * rounding(pair.target.name, formula)), "states"
     assert watch.worst[1] <= 1e-4, "laws"  # a layer of experts turns 1e-5 into 3e-5
+
+
+def rounding(target: str, formula: StockHead) -> float:
+    """How far the states of transformers' own float32 forward are from those in float64, on this processor."""
+    stock: Any = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    path = torch.randint(0, V, (48,), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        found = stock(input_ids=path[None], output_hidden_states=True).hidden_states[-1][0]
+    return apart(found, formula.truth(path.tolist()))
 
 
 @pytest.mark.parametrize(
