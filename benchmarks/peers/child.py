@@ -12,8 +12,11 @@ from __future__ import annotations
 import json
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from typing import Any
+
+ROOM = 256  # new tokens that llama.cpp keeps room for
 
 Prompts = list[list[int]]
 Answer = Callable[[Prompts, int, int], Prompts]
@@ -109,6 +112,37 @@ def ctranslate2(folder: str, threads: int) -> Answer:
     return answer
 
 
+def llama_cpp(file: str, threads: int) -> Answer:
+    """Return how llama.cpp answers from a GGUF file: greedily, as it has no beam search.
+
+    Only its HTTP side takes and gives token ids. It listens on this machine alone.
+    """
+    import xllamacpp
+
+    servers: dict[tuple[int, int], Any] = {}
+
+    def answer(prompts: Prompts, beams: int, tokens: int) -> Prompts:
+        assert beams == 1, "llama.cpp has no beam search"
+        key = len(prompts), len(prompts[0])
+        if key not in servers:
+            params = xllamacpp.CommonParams()
+            params.model.path, params.verbosity, params.n_parallel = file, -1, len(prompts)
+            params.n_ctx = len(prompts) * (len(prompts[0]) + ROOM)
+            params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+            servers.clear()
+            servers[key] = xllamacpp.Server(params)
+        asked = {
+            "prompt": prompts, "n_predict": tokens, "temperature": 0.0, "ignore_eos": True, "return_tokens": True,
+            "cache_prompt": False,
+        }  # fmt: skip
+        request = urllib.request.Request(f"{servers[key].listening_address}/completion", json.dumps(asked).encode())
+        with urllib.request.urlopen(request) as response:
+            found = json.load(response)
+        return [one["tokens"] for one in sorted(found, key=lambda one: one["index"])]
+
+    return answer
+
+
 ENGINES: dict[str, Callable[[str, int], Answer]] = {
     "dsbd-int8": lambda folder, threads: dsbd(folder, threads, "bfloat16", "int8"),
     "dsbd-bfloat16": lambda folder, threads: dsbd(folder, threads, "bfloat16", None),
@@ -118,6 +152,7 @@ ENGINES: dict[str, Callable[[str, int], Answer]] = {
     "transformers-bfloat16": lambda folder, threads: transformers(folder, threads, "bfloat16"),
     "transformers-float32": lambda folder, threads: transformers(folder, threads, "float32"),
     "ctranslate2-int8": ctranslate2,
+    "llama.cpp-int8": llama_cpp,
 }
 
 
