@@ -41,6 +41,13 @@ def test_a_cell_that_an_engine_lacks_is_a_dash_and_no_peer() -> None:
     assert [line.split("|")[3].strip() for line in readme.splitlines()[2:]] == ["llama.cpp 8.0", "OpenVINO 6.4"]
 
 
+def test_a_cell_that_no_peer_has_is_told_all_the_same() -> None:
+    text, readme = evidence.report(MODEL, runs(), ("dsbd-int8", "llama.cpp-int8"), (ONE, FOUR))
+    assert f"| {FOUR.name} " in text
+    assert FOUR.name not in readme
+    assert evidence.report(MODEL, runs(), ("dsbd-int8",), (ONE,))[1] == ""
+
+
 def test_the_picture_is_drawn_without_it(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     evidence.figure(tmp_path / "speed.png", MODEL, runs(), ENGINES, (ONE, FOUR))

@@ -138,7 +138,8 @@ def llama_cpp(file: str, threads: int) -> Answer:
         request = urllib.request.Request(f"{servers[key].listening_address}/completion", json.dumps(asked).encode())
         with urllib.request.urlopen(request) as response:
             found = json.load(response)
-        return [one["tokens"] for one in sorted(found, key=lambda one: one["index"])]
+        answers = found if len(prompts) > 1 else [found]
+        return [one["tokens"] for one in sorted(answers, key=lambda one: one["index"])]
 
     return answer
 
