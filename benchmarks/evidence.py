@@ -1,4 +1,6 @@
-"""The table of README: dsbd beside OpenVINO GenAI, CTranslate2, llama.cpp and transformers, on the same token ids.
+"""The table of README: dsbd beside other engines on the same token ids.
+
+They are OpenVINO GenAI, CTranslate2, llama.cpp, ONNX Runtime GenAI and transformers.
 
     benchmarks/peers/setup models/qwen2.5-coder-1.5b-instruct models/smollm2-135m-instruct   # once: some minutes
     python -m benchmarks.evidence --target models/qwen2.5-coder-1.5b-instruct --equal models/smollm2-135m-instruct
@@ -33,9 +35,9 @@ from benchmarks.common import device_name, markdown_table, results_folder, write
 
 ROOT = Path(__file__).parents[1]
 PEERS = ROOT / "models" / "peers"
-OPENVINO = ROOT / ".venv-openvino" / "bin" / "python"
+OWN = {kind: ROOT / f".venv-{kind}" / "bin" / "python" for kind in ("openvino", "onnxruntime")}  # environments
 CHILD = Path(__file__).parent / "peers" / "child.py"
-OURS, THEIRS = "dsbd-int8", ("openvino-int8", "ctranslate2-int8", "llama.cpp-int8")
+OURS, THEIRS = "dsbd-int8", ("openvino-int8", "ctranslate2-int8", "llama.cpp-int8", "onnxruntime-int8")
 WITHOUT_BEAMS = ("llama.cpp-int8",)
 ENGINES = (OURS, *THEIRS, "dsbd-bfloat16", "transformers-bfloat16")
 EQUAL = ("transformers-float32", "dsbd-float32", "openvino-strict")
@@ -83,12 +85,11 @@ class Child:
 
     def __init__(self, engine: str, model: Path, threads: int) -> None:
         kind = engine.partition("-")[0]
-        python, folder = sys.executable, model
+        python, folder = str(OWN.get(kind, sys.executable)), model
         if kind == "openvino":
-            python = str(OPENVINO)
             folder = PEERS / f"openvino-{'fp32' if engine.endswith('strict') else 'int8'}" / model.name
-        elif kind == "ctranslate2":
-            folder = PEERS / "ctranslate2-int8" / model.name
+        elif kind in ("ctranslate2", "onnxruntime"):
+            folder = PEERS / engine / model.name
         elif kind == "llama.cpp":
             folder = model.parent / f"{model.name}-q8_0.gguf"
         if not folder.exists():
@@ -299,7 +300,7 @@ def report(
     return "\n\n".join(parts) + "\n", markdown_table(kept) if kept else ""
 
 
-NAMES = {"openvino-int8": "OpenVINO", "ctranslate2-int8": "CTranslate2", "llama.cpp-int8": "llama.cpp"}
+NAMES = dict(zip(THEIRS, ("OpenVINO", "CTranslate2", "llama.cpp", "ONNX Runtime"), strict=True))
 README_ROWS = tuple(cell.name for cell in (CELLS[0], CELLS[1], CELLS[5], CELLS[3], CELLS[9]))
 
 

@@ -144,6 +144,31 @@ def llama_cpp(file: str, threads: int) -> Answer:
     return answer
 
 
+def onnxruntime(folder: str, threads: int) -> Answer:
+    """Return how ONNX Runtime GenAI answers from a folder that its model builder made."""
+    import numpy as np
+    import onnxruntime_genai as genai
+
+    config = genai.Config(folder)
+    config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
+    model = genai.Model(config)
+
+    def answer(prompts: Prompts, beams: int, tokens: int) -> Prompts:
+        start, end = len(prompts[0]), len(prompts[0]) + tokens
+        params = genai.GeneratorParams(model)
+        params.set_search_options(
+            batch_size=len(prompts), num_beams=beams, num_return_sequences=1, do_sample=False, min_length=end,
+            max_length=end, length_penalty=1.0, early_stopping=False, past_present_share_buffer=beams == 1,
+        )  # fmt: skip
+        generator = genai.Generator(model, params)
+        generator.append_tokens(np.array(prompts, dtype=np.int32))
+        while not generator.is_done():
+            generator.generate_next_token()
+        return [list(map(int, generator.get_sequence(place)))[start:] for place in range(len(prompts))]
+
+    return answer
+
+
 ENGINES: dict[str, Callable[[str, int], Answer]] = {
     "dsbd-int8": lambda folder, threads: dsbd(folder, threads, "bfloat16", "int8"),
     "dsbd-bfloat16": lambda folder, threads: dsbd(folder, threads, "bfloat16", None),
@@ -154,6 +179,7 @@ ENGINES: dict[str, Callable[[str, int], Answer]] = {
     "transformers-float32": lambda folder, threads: transformers(folder, threads, "float32"),
     "ctranslate2-int8": ctranslate2,
     "llama.cpp-int8": llama_cpp,
+    "onnxruntime-int8": onnxruntime,
 }
 
 
