@@ -14,7 +14,8 @@ llama.cpp's Q8_0 counts as int8 weights. It has no beam search, so its cells wit
 
 --equal: the best answers of float32 weights, computed in float32, beside those of transformers.
 
-The whole took three quarters of an hour on two cores with five engines. What a stopped run has measured is kept and not measured again.
+The whole took three quarters of an hour on two cores with five engines. What a stopped run has measured is kept and not
+measured again.
 """
 
 from __future__ import annotations
