@@ -34,7 +34,7 @@ real: $(READY) ## fetch SmolLM2-135M and Gemma-3-270m (350 MB) into models/, and
 	done
 
 evidence: $(READY) ## the table of README: fetch Qwen2.5-Coder-1.5B and SmolLM2-135M, and measure beside other engines
-	$(BIN)/python -m benchmarks.real qwen2.5-coder-1.5b-instruct smollm2-135m-instruct
+	$(BIN)/python -m benchmarks.real --q8 qwen2.5-coder-1.5b-instruct smollm2-135m-instruct
 	BIN=$(BIN) benchmarks/peers/setup models/qwen2.5-coder-1.5b-instruct models/smollm2-135m-instruct
 	$(BIN)/python -m benchmarks.evidence --equal models/smollm2-135m-instruct
 

@@ -1,4 +1,6 @@
-"""The table of README: dsbd beside OpenVINO GenAI, CTranslate2 and transformers, on the same token ids, in turn.
+"""The table of README: dsbd beside other engines on the same token ids.
+
+They are OpenVINO GenAI, CTranslate2, llama.cpp, ONNX Runtime GenAI and transformers.
 
     benchmarks/peers/setup models/qwen2.5-coder-1.5b-instruct models/smollm2-135m-instruct   # once: some minutes
     python -m benchmarks.evidence --target models/qwen2.5-coder-1.5b-instruct --equal models/smollm2-135m-instruct
@@ -8,9 +10,12 @@ cell is a number of beams, of prompts decoded together, of their tokens, and of 
 round gives every engine a cell in turn, on prompts that no round before had; the median of its rounds counts. Speed is
 new tokens of the best answers by the seconds of the whole call, the prompt's included.
 
+llama.cpp's Q8_0 counts as int8 weights. It has no beam search, so its cells with beams say `-`.
+
 --equal: the best answers of float32 weights, computed in float32, beside those of transformers.
 
-The whole takes three quarters of an hour on two cores. What a stopped run has measured is kept and not measured again.
+The whole took three quarters of an hour on two cores with five engines. What a stopped run has measured is kept and not
+measured again.
 """
 
 from __future__ import annotations
@@ -31,9 +36,10 @@ from benchmarks.common import device_name, markdown_table, results_folder, write
 
 ROOT = Path(__file__).parents[1]
 PEERS = ROOT / "models" / "peers"
-OPENVINO = ROOT / ".venv-openvino" / "bin" / "python"
+OWN = {kind: ROOT / f".venv-{kind}" / "bin" / "python" for kind in ("openvino", "onnxruntime")}  # environments
 CHILD = Path(__file__).parent / "peers" / "child.py"
-OURS, THEIRS = "dsbd-int8", ("openvino-int8", "ctranslate2-int8")
+OURS, THEIRS = "dsbd-int8", ("openvino-int8", "ctranslate2-int8", "llama.cpp-int8", "onnxruntime-int8")
+WITHOUT_BEAMS = ("llama.cpp-int8",)
 ENGINES = (OURS, *THEIRS, "dsbd-bfloat16", "transformers-bfloat16")
 EQUAL = ("transformers-float32", "dsbd-float32", "openvino-strict")
 EQUAL_PROMPTS, EQUAL_TOKENS = 24, 32
@@ -80,13 +86,14 @@ class Child:
 
     def __init__(self, engine: str, model: Path, threads: int) -> None:
         kind = engine.partition("-")[0]
-        python, folder = sys.executable, model
+        python, folder = str(OWN.get(kind, sys.executable)), model
         if kind == "openvino":
-            python = str(OPENVINO)
             folder = PEERS / f"openvino-{'fp32' if engine.endswith('strict') else 'int8'}" / model.name
-        elif kind == "ctranslate2":
-            folder = PEERS / "ctranslate2-int8" / model.name
-        if not folder.is_dir():
+        elif kind in ("ctranslate2", "onnxruntime"):
+            folder = PEERS / engine / model.name
+        elif kind == "llama.cpp":
+            folder = model.parent / f"{model.name}-q8_0.gguf"
+        if not folder.exists():
             raise SystemExit(f"{folder} is missing: run benchmarks/peers/setup {model}")
         self.memory, self._name = 0, f"{python} {CHILD} {engine} {folder} {threads}"
         self._process = subprocess.Popen(
@@ -153,6 +160,11 @@ def take(source: Iterator[int], cell: Cell) -> list[list[int]]:
     return [[next(source) for _ in range(cell.length)] for _ in range(cell.prompts)]
 
 
+def able(engines: Sequence[str], beams: int) -> list[str]:
+    """Return the engines that search with so many beams."""
+    return [engine for engine in engines if beams == 1 or engine not in WITHOUT_BEAMS]
+
+
 def measured(
     model: Path, engines: Sequence[str], cells: Sequence[Cell], threads: int, runs: list[dict[str, Any]]
 ) -> Iterator[Cell]:
@@ -161,12 +173,12 @@ def measured(
     children = {engine: Child(engine, model, threads) for engine in engines}
     try:
         for cell in cells:
-            warm = take(source, cell)
-            for child in children.values():  # the first call of a shape builds things
-                child.ask(warm, cell.beams, min(cell.tokens, 4))
+            warm, asked = take(source, cell), able(engines, cell.beams)
+            for engine in asked:  # the first call of a shape builds things
+                children[engine].ask(warm, cell.beams, min(cell.tokens, 4))
             for number in range(cell.rounds):
                 ids = take(source, cell)
-                for engine in engines if number % 2 == 0 else engines[::-1]:
+                for engine in asked if number % 2 == 0 else asked[::-1]:
                     time.sleep(0.5)  # threads of the one before may still spin
                     seconds = children[engine].ask(ids, cell.beams, cell.tokens)["seconds"]
                     run = {"model": model.name, "engine": engine, **cell._asdict(), "seconds": seconds}
@@ -181,6 +193,7 @@ def measured(
 def started(model: Path, engines: Sequence[str], threads: int, rounds: int, runs: list[dict[str, Any]]) -> None:
     """Append the seconds from a process's start to its first answer."""
     cell, source = Cell(*START, rounds), prompts(model)
+    engines = able(engines, cell.beams)
     for number in range(rounds):
         ids = take(source, cell)
         for engine in engines if number % 2 == 0 else engines[::-1]:
@@ -244,7 +257,7 @@ def report(
         peers = {engine: seconds[engine] for engine in THEIRS if seconds.get(engine) is not None}
         best = min(peers, key=lambda engine: peers[engine] or 0.0) if peers else None
         row = {"tokens/s, or s to the first token": cell.name}
-        row |= {engine: shown(cell, seconds[engine]) for engine in engines}
+        row |= {engine: shown(cell, seconds[engine]) for engine in engines} | {"dsbd-int8 by the best int8 peer": "-"}
         if mine and best:
             ratio = (peers[best] or 0.0) / mine
             row["dsbd-int8 by the best int8 peer"] = f"{ratio:.2f}"
@@ -259,21 +272,21 @@ def report(
                 "times as fast": f"{ratio:.1f}, {theirs / mine:.1f}" if theirs else f"{ratio:.1f}",
             })  # fmt: skip
         rows.append(row)
+    begun = {one: [run["start"] for run in runs if run["engine"] == one and "start" in run] for one in engines}
     starts = [
         {
             "engine": engine,
-            "start to the first answer, s": f"{statistics.median(found):.1f}",
-            "own memory at most, GB": f"{most(runs, engine) / 1e9:.1f}",
+            "start to the first answer, s": f"{statistics.median(found):.1f}" if found else "-",
+            "own memory at most, GB": f"{memory / 1e9:.1f}" if (memory := most(runs, engine)) else "-",
         }
-        for engine in engines
-        if (found := [run["start"] for run in runs if run["engine"] == engine and "start" in run])
+        for engine, found in begun.items()
     ]
     parts = [
         "# Beside other engines",
         f"{device_name()}, {model.name}; medians of rounds in turn, one process for each engine.",
         markdown_table(rows),
     ]
-    if starts:
+    if any(begun.values()):
         beams, _, length, tokens = START
         told = f"Start: a process of its own, {beams} beams, a prompt of {length}, {tokens} new tokens."
         parts += [told, markdown_table(starts)]
@@ -284,10 +297,11 @@ def report(
             f"Best answers equal to those of transformers in float32, {counts[0]['model']}, {EQUAL_PROMPTS} prompts, "
             f"{EQUAL_TOKENS} tokens, 1 and 4 beams: {told}."
         )
-    return "\n\n".join(parts) + "\n", markdown_table([row for row in first if row[model.name] in README_ROWS])
+    kept = [row for row in first if row[model.name] in README_ROWS]
+    return "\n\n".join(parts) + "\n", markdown_table(kept) if kept else ""
 
 
-NAMES = {"openvino-int8": "OpenVINO", "ctranslate2-int8": "CTranslate2"}
+NAMES = dict(zip(THEIRS, ("OpenVINO", "CTranslate2", "llama.cpp", "ONNX Runtime"), strict=True))
 README_ROWS = tuple(cell.name for cell in (CELLS[0], CELLS[1], CELLS[5], CELLS[3], CELLS[9]))
 
 
@@ -341,7 +355,7 @@ def main() -> None:
         equal(options.equal, options.threads, runs)
     if not any("start" in run for run in runs):
         started(options.target, engines, options.threads, options.starts, runs)
-    missing = [cell for cell in cells if any(middle(runs, engine, cell) is None for engine in engines)]
+    missing = [cell for cell in cells if any(middle(runs, one, cell) is None for one in able(engines, cell.beams))]
     for _ in measured(options.target, engines, missing, options.threads, runs) if missing else ():
         write_results(folder, runs, report(options.target, runs, engines, cells)[0])
     text, rows = report(options.target, runs, engines, cells)

@@ -12,8 +12,11 @@ from __future__ import annotations
 import json
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from typing import Any
+
+ROOM = 256  # new tokens that llama.cpp keeps room for
 
 Prompts = list[list[int]]
 Answer = Callable[[Prompts, int, int], Prompts]
@@ -109,6 +112,63 @@ def ctranslate2(folder: str, threads: int) -> Answer:
     return answer
 
 
+def llama_cpp(file: str, threads: int) -> Answer:
+    """Return how llama.cpp answers from a GGUF file: greedily, as it has no beam search.
+
+    Only its HTTP side takes and gives token ids. It listens on this machine alone.
+    """
+    import xllamacpp
+
+    servers: dict[tuple[int, int], Any] = {}
+
+    def answer(prompts: Prompts, beams: int, tokens: int) -> Prompts:
+        assert beams == 1, "llama.cpp has no beam search"
+        key = len(prompts), len(prompts[0])
+        if key not in servers:
+            params = xllamacpp.CommonParams()
+            params.model.path, params.verbosity, params.n_parallel = file, -1, len(prompts)
+            params.n_ctx = len(prompts) * (len(prompts[0]) + ROOM)
+            params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+            servers.clear()
+            servers[key] = xllamacpp.Server(params)
+        asked = {
+            "prompt": prompts, "n_predict": tokens, "temperature": 0.0, "ignore_eos": True, "return_tokens": True,
+            "cache_prompt": False,
+        }  # fmt: skip
+        request = urllib.request.Request(f"{servers[key].listening_address}/completion", json.dumps(asked).encode())
+        with urllib.request.urlopen(request) as response:
+            found = json.load(response)
+        answers = found if len(prompts) > 1 else [found]
+        return [one["tokens"] for one in sorted(answers, key=lambda one: one["index"])]
+
+    return answer
+
+
+def onnxruntime(folder: str, threads: int) -> Answer:
+    """Return how ONNX Runtime GenAI answers from a folder that its model builder made."""
+    import numpy as np
+    import onnxruntime_genai as genai
+
+    config = genai.Config(folder)
+    config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
+    model = genai.Model(config)
+
+    def answer(prompts: Prompts, beams: int, tokens: int) -> Prompts:
+        start, end = len(prompts[0]), len(prompts[0]) + tokens
+        params = genai.GeneratorParams(model)
+        params.set_search_options(
+            batch_size=len(prompts), num_beams=beams, num_return_sequences=1, do_sample=False, min_length=end,
+            max_length=end, length_penalty=1.0, early_stopping=False, past_present_share_buffer=beams == 1,
+        )  # fmt: skip
+        generator = genai.Generator(model, params)
+        generator.append_tokens(np.array(prompts, dtype=np.int32))
+        while not generator.is_done():
+            generator.generate_next_token()
+        return [list(map(int, generator.get_sequence(place)))[start:] for place in range(len(prompts))]
+
+    return answer
+
+
 ENGINES: dict[str, Callable[[str, int], Answer]] = {
     "dsbd-int8": lambda folder, threads: dsbd(folder, threads, "bfloat16", "int8"),
     "dsbd-bfloat16": lambda folder, threads: dsbd(folder, threads, "bfloat16", None),
@@ -118,6 +178,8 @@ ENGINES: dict[str, Callable[[str, int], Answer]] = {
     "transformers-bfloat16": lambda folder, threads: transformers(folder, threads, "bfloat16"),
     "transformers-float32": lambda folder, threads: transformers(folder, threads, "float32"),
     "ctranslate2-int8": ctranslate2,
+    "llama.cpp-int8": llama_cpp,
+    "onnxruntime-int8": onnxruntime,
 }
 
 

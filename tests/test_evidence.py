@@ -1,0 +1,54 @@
+"""README's first table, from runs as they are kept: no engine is started here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import evidence
+from benchmarks.evidence import CELLS, ENGINES
+
+MODEL = Path("models/some")
+ONE, FOUR = CELLS[0], CELLS[1]
+
+
+def runs(**seconds: float) -> list[dict[str, Any]]:
+    """Return a run of each engine in each of two cells, but of llama.cpp only in that with one beam."""
+    return [
+        {"model": MODEL.name, "engine": engine, **cell._asdict(), "seconds": seconds.get(engine, 10.0), "memory": 10**9}
+        for cell in (ONE, FOUR)
+        for engine in evidence.able(ENGINES, cell.beams)
+    ]
+
+
+def test_llama_cpp_is_asked_for_one_beam_alone() -> None:
+    assert evidence.able(ENGINES, 1) == list(ENGINES)
+    assert evidence.able(ENGINES, 4) == [engine for engine in ENGINES if engine != "llama.cpp-int8"]
+
+
+def test_a_cell_that_an_engine_lacks_is_a_dash_and_no_peer() -> None:
+    found = runs(**{"dsbd-int8": 4.0, "llama.cpp-int8": 8.0})
+    found += [{"model": MODEL.name, "engine": "dsbd-int8", "start": 2.5}]
+    text, readme = evidence.report(MODEL, found, ENGINES, (ONE, FOUR))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    place = rows[0].index("llama.cpp-int8")
+    of = {row[0]: row for row in rows}
+    assert (of[ONE.name][place], of[FOUR.name][place]) == ("8.0", "-")
+    assert (of[ONE.name][-1], of[FOUR.name][-1]) == ("2.00", "2.50")
+    assert (of["dsbd-int8"], of["llama.cpp-int8"]) == (["dsbd-int8", "2.5", "1.0"], ["llama.cpp-int8", "-", "1.0"])
+    assert [line.split("|")[3].strip() for line in readme.splitlines()[2:]] == ["llama.cpp 8.0", "OpenVINO 6.4"]
+
+
+def test_a_cell_that_no_peer_has_is_told_all_the_same() -> None:
+    text, readme = evidence.report(MODEL, runs(), ("dsbd-int8", "llama.cpp-int8"), (ONE, FOUR))
+    assert f"| {FOUR.name} " in text
+    assert FOUR.name not in readme
+    assert evidence.report(MODEL, runs(), ("dsbd-int8",), (ONE,))[1] == ""
+
+
+def test_the_picture_is_drawn_without_it(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    evidence.figure(tmp_path / "speed.png", MODEL, runs(), ENGINES, (ONE, FOUR))
+    assert (tmp_path / "speed.png").stat().st_size > 0

@@ -1,0 +1,75 @@
+"""Every measured figure of README, docs and benchmarks/README.md stands in a report that is linked beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_arithmetic
+from tests.helpers.figures import BENCHMARKS, faults
+
+ROOT = Path(__file__).parents[1]
+# docs/cli.md is made from the options: its figures are settings
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "cli.md"),
+    BENCHMARKS / "README.md",
+]
+UNMEASURED = {
+    "README.md": ["350 MB"],  # to download
+    "docs/algorithm.md": ["13 of 11", "0.08"],  # beams and answers of an example; what tests/exact finds
+    "docs/architecture.md": ["1 %"],  # what the planner spends
+    "docs/beams-and-drafts.md": ["0.85 times", "14 times", "1 GB", "0.8 times", "2 %", "5 %"],  # settings
+    "docs/constraints.md": ["3 s", "2 GiB", "30 s"],  # limits of a child process
+    "docs/cookbook.md": ["2 GiB", "10 s"],  # the same
+    "docs/first-hour.md": ["3 GB"],  # memory to have
+    "docs/hardware.md": ["1.3 us", "2.0 us", "48 KB"],  # of GPUs, where nothing was measured; a limit
+    "docs/models.md": ["0.18", "0.50", "30 seconds", "256 MiB"],  # versions; limits
+    "docs/pick.md": ["1 GiB", "256 MiB", "64 MB", "1 MB"],  # limits of a child process
+    "docs/scale.md": ["600 seconds", "95 %"],  # settings of ours and of Ray
+    "benchmarks/README.md": ["1.5 times", "2.5 times", "0.7"],  # the paper's, and its threshold
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_figures_stand_in_linked_reports(page: Path) -> None:
+    """A figure that is no measurement belongs into UNMEASURED, and leaves it when the page drops it."""
+    unmeasured = UNMEASURED.get(str(page.relative_to(ROOT)), [])
+    assert list(faults(page, unmeasured)) == []
+    found = "\n".join(faults(page))
+    assert [figure for figure in unmeasured if f": {figure} is in no report" not in found] == []
+
+
+REPORT = "[report](results/2026-11-22-cpu/speech/report.md)"
+SECTION = "[figures](README.md#wide-beams-constraints-encoder-decoder-2026-11-22)"
+
+
+@pytest.mark.parametrize(
+    ("said", "missed"),
+    [
+        (f"It took 9.4 s, theirs 21.79 s: 2.3 times, 8 of 8 texts {REPORT}.", []),
+        (f"It took 9.4 s and 8.8 s {SECTION}, with `1.1 s` as a setting.", []),
+        ("Two texts took 9.4 s.", ["1: 9.4 s"]),
+        (f"It took\n8.4 and 8.77 s {REPORT}.", ["2: 8.4 s"]),
+        (f"It took 9.4 s, theirs 21.8 s: 2.4 times, 8 of 9 texts {REPORT}.", ["1: 2.4 times", "1: 8 of 9"]),
+        (f"- It took 9.4 s {REPORT}.\n- It took 9.4 s.", ["2: 9.4 s"]),
+        (f"Beside {REPORT}:\n\n| | seconds |\n|---|---:|\n| ours | 9.42 |\n| theirs | 22 |\n| its | 23 |", ["7: 23 s"]),
+        ("By arithmetic it takes 9.5 s.", []),
+    ],
+)
+def test_a_wrong_figure_and_a_missing_link_are_found(said: str, missed: list[str], tmp_path: Path) -> None:
+    """Guards a test that holds nothing. A page in another folder, with links as on benchmarks/README.md."""
+    for name in ("README.md", "results"):
+        (tmp_path / name).symlink_to(BENCHMARKS / name)
+    page = tmp_path / "page.md"
+    page.write_text(said + "\n", encoding="utf-8")
+    found = [fault.removeprefix("page.md:").partition(" is in")[0] for fault in faults(page)]
+    assert len(found) == len(missed)
+    assert all(one.startswith(other) for one, other in zip(found, missed, strict=True)), found
+
+
+def test_the_table_of_a_gpu_is_what_its_script_prints() -> None:
+    """Guards a number that was changed by hand."""
+    _, _, rest = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8").partition("<!-- gpu_arithmetic -->\n")
+    assert rest.partition("<!-- end -->")[0] == gpu_arithmetic.table()
