@@ -170,7 +170,7 @@ class HeadStudent(nn.Module):
         spoken = self.fc(trees.states)
         states = _at(spoken, trees.parent)
         states = states.masked_fill((trees.positions == 0)[..., None], 0)  # nothing stands before a first token
-        _, _, keys, values = self._enter(trees.tokens, states, trees.positions)
+        keys, values = self._keys(self._joined(trees.tokens, states), self._angles(trees.positions))
         tokens, positions = trees.tokens.gather(1, trees.nodes), trees.positions.gather(1, trees.nodes)
         state, above, real, sees = _at(states, trees.nodes), trees.above.clamp(min=0), trees.real, trees.sees
         guessed: list[
@@ -190,13 +190,27 @@ class HeadStudent(nn.Module):
 
     def _enter(self, tokens: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the residual stream [B, n, H], queries [B, n, Q, E], keys and values [B, n, K, E]."""
-        layer, spec = self._block, self.spec
+        x, angles = self._joined(tokens, states), self._angles(positions)
+        return states, _rotated(self._heads("q", x), *angles), *self._keys(x, angles)
+
+    def _joined(self, tokens: Tensor, states: Tensor) -> Tensor:
+        """Return tokens and states as the layer reads them, [B, n, 2H]."""
         embedded = nn.functional.embedding(tokens, self.table).float()  # type: ignore[arg-type]
-        x = torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(states)), -1)
-        query, key, value = (layer.self_attn[f"{one}_proj"](x).unflatten(-1, (-1, spec.head_dim)) for one in "qkv")
-        cos, sin = (one.to(x.device) for one in spec.rotaries[0].table(int(positions.max()) + 1, spec.head_dim))
-        cos, sin = cos[positions][:, :, None], sin[positions][:, :, None]
-        return states, _rotated(query, cos, sin), _rotated(key, cos, sin), value
+        return torch.cat((self._block.input_layernorm(embedded), self._block.hidden_norm(states)), -1)
+
+    def _keys(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return keys and values [B, n, K, E]."""
+        return _rotated(self._heads("k", x), *angles), self._heads("v", x)
+
+    def _heads(self, name: str, x: Tensor) -> Tensor:
+        found: Tensor = self._block.self_attn[f"{name}_proj"](x).unflatten(-1, (-1, self.spec.head_dim))
+        return found
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [B, n, 1, E]."""
+        tables = self.spec.rotaries[0].table(int(positions.max()) + 1, self.spec.head_dim)
+        cos, sin = (one.to(positions.device)[positions][:, :, None] for one in tables)
+        return cos, sin
 
     def _attend(
         self, query: Tensor, keys: Tensor, values: Tensor, sees: Tensor, guessed: list[tuple[Tensor, Tensor]]

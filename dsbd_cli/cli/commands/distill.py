@@ -407,7 +407,7 @@ class _Distilling:
 
         assert engine.info is not None
         plan, folder = self._record.plan, self._folder / CHECKPOINT
-        recipe = Recipe(plan.steps, plan.learning_rate, plan.seed, autocast=engine.info.dtype == "bfloat16")
+        recipe = Recipe(plan.steps, plan.learning_rate, plan.seed, autocast=self._compute_dtype(engine) == "bfloat16")
         spec = self._draft_spec(self._spec.source, "float32")
         recover(folder)
         going_on = (folder / "config.json").is_file()
@@ -442,6 +442,11 @@ class _Distilling:
         teacher = HeadTeacher(target, student.taps, student.ids)
         return HeadTraining(student.to(target.device), teacher, self._answers, recipe)
 
+    def _compute_dtype(self, engine: Engine) -> str:
+        """Return the dtype that the target computes in: of an int8 one, that of what stays out of int8."""
+        assert engine.info is not None
+        return engine.info.dtype.rpartition("+")[2]
+
     def _draft_spec(self, source: str, dtype: str) -> ModelSpec:
         """A draft that is made of the target, whose code it may bring."""
         draft = replace(self._spec.of_draft(source, self._draft_device), dtype=dtype if dtype in DTYPES else "auto")
@@ -461,7 +466,7 @@ class _Distilling:
         assert engine.info is not None
         plain = self._settings.method
         method = MethodConfig(rule=plain.rule, num_beams=plain.num_beams, depth=DEFAULT_DEPTH)
-        pair = with_draft(engine, self._draft_spec(str(folder), engine.info.dtype), method)
+        pair = with_draft(engine, self._draft_spec(str(folder), self._compute_dtype(engine)), method)
         held = [replace(one, sampling=replace(one.sampling, n_best=1)) for one in held]
         found = self._measured(pair, held, speed=speed)
         if self._record.plan.form == "model" or method.num_beams == 1:
