@@ -115,10 +115,6 @@ class Watch(Observer):
     before: dict[int, tuple[tuple[int, int], int]] = field(default_factory=dict)
     attached: bool = True
 
-    def __post_init__(self) -> None:
-        self.truth = cache(lambda path: self.formula.truth(list(path)))
-        self.law = cache(lambda path, known: self.formula.logits(list(path), known))
-
     def drafted(self, context: DraftContext, forest: Forest) -> None:
         table, beams = context.table, context.beams
         states = self.head.target.states
@@ -129,7 +125,7 @@ class Watch(Observer):
             text = texts[row, root] = table.tokens[row, slots].tolist()
             assert table.positions[row, slots].tolist() == [*range(len(text))]
             if text:
-                self.note(0, apart(states[row, slots], self.truth(tuple(text))))
+                self.note(0, apart(states[row, slots], self.formula.truth(tuple(text))))
         for row, text in enumerate(zip(context.row_key.tolist(), beams.length.tolist(), strict=True)):
             before, depth = self.before.get(row, ((0, 0), 0))
             if before[0] == text[0]:
@@ -144,7 +140,7 @@ class Watch(Observer):
                 text = texts[row, int(nodes.root[row, node])]
                 start = int(beams.token[row, int(nodes.root[row, node])])
                 path = (*text, start, *nodes.path_tokens[row, node, :depth].tolist())
-                self.note(1, apart(found[row, node], self.law(path, len(text))))
+                self.note(1, apart(found[row, node], self.formula.logits(path, len(text))))
         self.logits.clear()
 
     def note(self, kind: int, error: float) -> None:
@@ -352,7 +348,7 @@ def test_a_state_goes_where_its_slot_goes(loaded: Loads) -> None:
     places = torch.arange(3).expand(2, -1)
     mask = (torch.arange(3) <= torch.arange(3)[:, None]).expand(2, -1, -1)
     target.forward(ForestInput(tokens, places, places, mask, places, torch.tensor([0, 2]), chain=True), logits=False)
-    truth = [formula.truth(text) for text in tokens.tolist()]
+    truth = [formula.truth(tuple(text)) for text in tokens.tolist()]
     assert apart(target.states[0, :3], truth[0]) <= 1e-5
     assert apart(target.states[2, :3], truth[1]) <= 1e-5
     target.copy_prefixes([(2, 1, 2)])
