@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import orjson
 
@@ -34,21 +35,22 @@ def _survey(row: Fields) -> tuple[int, int, bool]:
     """Names in all dicts, colons in all strings, and whether a float is so large that it may have been an integer."""
     names = colons = 0
     large = False
-    level: list[object] = [row]
+    level: list[Any] = [row]
     for _ in range(MAX_DEPTH):
-        below: list[object] = []
+        below: list[Any] = []
         for value in level:
-            if isinstance(value, str):
+            kind = type(value)  # which orjson gives as it is, so that no subclass is missed
+            if kind is str:
                 colons += value.count(":")
-            elif isinstance(value, dict):
+            elif kind is dict:
                 names += len(value)
                 for name in value:
                     if ":" in name:
                         colons += name.count(":")
                 below += value.values()
-            elif isinstance(value, list):
+            elif kind is list:
                 below += value
-            elif isinstance(value, float) and abs(value) >= LARGEST_EXACT:
+            elif kind is float and abs(value) >= LARGEST_EXACT:
                 large = True
         if not below:
             return names, colons, large
