@@ -78,7 +78,7 @@ def test_each_step_is_the_layer_that_a_running_head_drafts(spec: ModelSpec, targ
                     assert bool(real[row, place - last]) is (drafted >= step)
                     if drafted < step:
                         continue
-                    wanted = plain.logits(tuple(path), len(path) - 1 - step)
+                    wanted = plain.logits(path, len(path) - 1 - step)
                     torch.testing.assert_close(logits[row, place - last], wanted, atol=2e-4, rtol=2e-4)
                     compared[step] += 1
                 assert not bool(real[row, len(one.text) - last :].any())

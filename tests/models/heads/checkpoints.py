@@ -116,7 +116,7 @@ class ScalarHead:
         layer = config.get("transformer_layer_config", config)
         self.theta, self.eps = layer.get("rope_theta", 10000.0), layer["rms_norm_eps"]
         self.embedding = self.tensors.get("embed_tokens", target.get_input_embeddings().weight)
-        self.truth, self._behind = cache(self._truth), cache(self._computed)
+        self._known, self._behind = cache(self._stated), cache(self._computed)
 
     @staticmethod
     def _plain(name: str) -> str:
@@ -124,8 +124,11 @@ class ScalarHead:
             name = name.removeprefix(before)
         return name.removesuffix(".weight")
 
-    def _truth(self, path: Tokens) -> Tensor:
+    def truth(self, path: Sequence[int]) -> Tensor:
         """[n, 64], states of a path's tokens."""
+        return self._known(tuple(path))
+
+    def _stated(self, path: Tokens) -> Tensor:
         with torch.no_grad():
             said = self.target(input_ids=torch.tensor([path]), output_hidden_states=True, use_cache=False)
         if self.mtp:
@@ -139,9 +142,9 @@ class ScalarHead:
             joined = self.norm(joined, "input_norm")
         return joined @ self.tensors["fc"].T
 
-    def logits(self, path: Tokens, known: int) -> Tensor:
+    def logits(self, path: Sequence[int], known: int) -> Tensor:
         """[m] logits behind a path. known: leading tokens whose states the target has said; others are guesses."""
-        return self._behind(path, known)[1]
+        return self._behind(tuple(path), known)[1]
 
     def _computed(self, path: Tokens, known: int) -> tuple[Tensor, Tensor]:
         """State and logits of the last token of a path."""

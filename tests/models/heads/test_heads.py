@@ -93,6 +93,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loads:
     return load
 
 
+@cache
+def guide_of(target: str) -> Any:
+    """The target once more, to draft in a head's place; loaded once."""
+    return load_model(spec_for(target, "draft"))[0]
+
+
 def apart(found: Tensor, wanted: Tensor) -> float:
     """Root mean square of the difference, in standard deviations of what is wanted."""
     return float((found - wanted).square().mean().sqrt() / wanted.std().clamp(min=1e-3))
@@ -125,7 +131,7 @@ class Watch(Observer):
             text = texts[row, root] = table.tokens[row, slots].tolist()
             assert table.positions[row, slots].tolist() == [*range(len(text))]
             if text:
-                self.note(0, apart(states[row, slots], self.formula.truth(tuple(text))))
+                self.note(0, apart(states[row, slots], self.formula.truth(text)))
         for row, text in enumerate(zip(context.row_key.tolist(), beams.length.tolist(), strict=True)):
             before, depth = self.before.get(row, ((0, 0), 0))
             if before[0] == text[0]:
@@ -210,7 +216,7 @@ def watched(
 ) -> Watch:
     """Run requests with drafts of these depths in turn, see that no text depends on them, and return what was seen."""
     pair, head, formula = loaded
-    guide, _ = load_model(spec_for(pair.target.name, "draft"))
+    guide = guide_of(pair.target.name)
     plain = answers(engine_of(pair.target, None, rule, beams))
     watch = Watch(head, formula)
     follow(head, guide, watch, monkeypatch)
@@ -259,7 +265,7 @@ def test_states_and_laws_after_layers_that_did_not_go_to_the_target(
 ) -> None:
     """The head has run the nodes above such a layer, and must count them as run and no others."""
     pair, head, formula = loaded(form)
-    guide, _ = load_model(spec_for(pair.target.name, "draft"))
+    guide = guide_of(pair.target.name)
     watch, goes = Watch(head, formula), cycle([True, True, False, True, True, True, False, True, False])
     follow(head, guide, watch, monkeypatch)
     engine = engine_of(pair.target, head, rule, beams)
@@ -348,7 +354,7 @@ def test_a_state_goes_where_its_slot_goes(loaded: Loads) -> None:
     places = torch.arange(3).expand(2, -1)
     mask = (torch.arange(3) <= torch.arange(3)[:, None]).expand(2, -1, -1)
     target.forward(ForestInput(tokens, places, places, mask, places, torch.tensor([0, 2]), chain=True), logits=False)
-    truth = [formula.truth(tuple(text)) for text in tokens.tolist()]
+    truth = [formula.truth(text) for text in tokens.tolist()]
     assert apart(target.states[0, :3], truth[0]) <= 1e-5
     assert apart(target.states[2, :3], truth[1]) <= 1e-5
     target.copy_prefixes([(2, 1, 2)])
