@@ -63,6 +63,16 @@ def every_line_fits_its_schema(faults_file: Path) -> Iterator[None]:
         pytest.fail(found[:4000], pytrace=False)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Imports run without the garbage collector, which would search all that they make again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays, so the collector need not look at it again and again. In a fresh checkout the
     kernels of attention, layers and sums are compiled before any test runs: a command that compiles them says so."""

@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 from collections.abc import Container, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -96,9 +97,19 @@ def lies_in(name: str, units: Container[str]) -> str | None:
     return next((one for one in found if one in units), None)
 
 
+def nodes(path: Path) -> list[ast.AST]:
+    """All that a file says, as it is now."""
+    return _nodes(path.read_text(encoding="utf-8"))
+
+
+@cache
+def _nodes(text: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(text)))
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """Line and full name of every import, inside functions too; of `from x import y` both x and x.y."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -197,7 +208,7 @@ def print_faults(package: Path) -> list[str]:
         f"{path}:{node.lineno} print"
         for path in sources(package)
         if not lies_in(module_name(path, package), ("cli",))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
 
@@ -208,7 +219,7 @@ def docstring_faults(package: Path) -> list[str]:
     return [
         f"{path}:{getattr(node, 'lineno', 1)} {text.split()[0]}"
         for path in sources(package)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, kinds) and (text := ast.get_docstring(node))
         if text.split()[0] in UNFIT_BEGINNINGS
     ]

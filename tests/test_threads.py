@@ -15,6 +15,7 @@ import dsbd_cli
 from dsbd_cli import threads
 from dsbd_cli.errors import UsageError
 from dsbd_cli.threads import SPINNING, processors, quota, wait_without_spinning
+from tests.helpers.checkpoints import save
 
 
 def write(root: Path, **files: str) -> None:
@@ -91,17 +92,19 @@ def test_the_command_decides_before_torch_is_imported() -> None:
     assert done.stdout.split() == ["False", SPINNING["GOMP_SPINCOUNT"]]
 
 
-def test_an_engine_takes_the_threads_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_takes_the_threads_that_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tiny model, because each number of threads has checks of its own."""
+    target = save(tmp_path)
     before = torch.get_num_threads()
     try:
-        engine = dsbd_cli.load(draft=None, threads=3)
+        engine = dsbd_cli.load(target, None, threads=3)
         assert engine.info is not None
         assert (torch.get_num_threads(), engine.info.threads) == (3, 3)
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
         monkeypatch.setattr("dsbd_cli.loading.processors", lambda: 2)
-        assert dsbd_cli.load(draft=None).info.threads == 3  # type: ignore[union-attr]
+        assert dsbd_cli.load(target, None).info.threads == 3  # type: ignore[union-attr]
         monkeypatch.delenv("OMP_NUM_THREADS")
-        assert dsbd_cli.load(draft=None).info.threads == 2  # type: ignore[union-attr]
+        assert dsbd_cli.load(target, None).info.threads == 2  # type: ignore[union-attr]
     finally:
         torch.set_num_threads(before)
 

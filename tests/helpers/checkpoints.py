@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,13 @@ CHAT = (
 )
 
 
+def _once(train: Callable[[], Tokenizer]) -> Callable[[], Tokenizer]:
+    """Train once in a process; every call gives a tokenizer of its own."""
+    trained = cache(lambda: train().to_str())
+    return wraps(train)(lambda: Tokenizer.from_str(trained()))
+
+
+@_once
 def byte_level() -> Tokenizer:
     """As GPT-2, Llama 3, Qwen: BPE over the byte alphabet."""
     tokenizer = Tokenizer(models.BPE())
@@ -38,6 +47,7 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
+@_once
 def byte_fallback() -> Tokenizer:
     """As Llama 2 and Mistral: BPE over marked words with bytes for what is unknown."""
     trained = Tokenizer(models.BPE())
@@ -63,6 +73,7 @@ def _merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
     return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
+@_once
 def unigram() -> Tokenizer:
     """As T5, XGLM and Gemma's first: Unigram with Metaspace."""
     tokenizer = Tokenizer(models.Unigram())

@@ -216,7 +216,7 @@ ENVELOPE_FAULTS: list[dict[str, object]] = [
 def test_what_the_reader_refuses_by_its_form_the_schema_refuses(row: dict[str, object]) -> None:
     line = json.dumps(row).encode()
     assert RowReader(strict=True).read(line, index=0, number=1).error is not None
-    assert written_lines.faults("input", line)
+    assert written_lines.faults("input", orjson.loads(line))
 
 
 def test_rows_of_every_form_fit() -> None:
@@ -232,7 +232,7 @@ def test_rows_of_every_form_fit() -> None:
     for row in rows:
         line = json.dumps(row).encode()
         assert RowReader(strict=True).read(line, index=0, number=1).error is None, row
-        assert written_lines.faults("input", line) == []
+        assert written_lines.faults("input", orjson.loads(line)) == []
 
 
 # What a number promises

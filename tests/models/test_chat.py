@@ -25,15 +25,22 @@ def renderer() -> Iterator[Renderer]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[Renderer]:
+    """A renderer whose child lives through all that is asked of it."""
+    with closing(Renderer(seconds=600)) as made:
+        yield made
+
+
 def with_template(template: Any) -> Any:
     return wrap(byte_level(), chat_template=template)
 
 
 @pytest.mark.parametrize("opened", [True, False])
-def test_the_text_is_that_of_transformers(renderer: Renderer, opened: bool) -> None:
+def test_the_text_is_that_of_transformers(lasting: Renderer, opened: bool) -> None:
     tokenizer = with_template(CHAT + "{{ bos_token }}{{ messages | tojson }}{{ messages[::-1][0].content }}")
     expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=opened)
-    assert renderer.render(tokenizer, MESSAGES, opened=opened) == expected
+    assert lasting.render(tokenizer, MESSAGES, opened=opened) == expected
 
 
 BEYOND = {
@@ -51,13 +58,13 @@ BEYOND = {
 
 
 @pytest.mark.parametrize(("template", "message"), BEYOND.items(), ids=[key[:30] for key in BEYOND])
-def test_a_template_beyond_its_limits_is_an_error_of_the_row(renderer: Renderer, template: str, message: str) -> None:
+def test_a_template_beyond_its_limits_is_an_error_of_the_row(lasting: Renderer, template: str, message: str) -> None:
     with pytest.raises(InvalidRowError) as caught:
-        renderer.render(with_template(template), MESSAGES, opened=True)
+        lasting.render(with_template(template), MESSAGES, opened=True)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert renderer.render(with_template("{{ 1 }}"), MESSAGES, opened=True) == "1", "the next row is answered"
-    assert renderer.starts == 1
+    assert lasting.render(with_template("{{ 1 }}"), MESSAGES, opened=True) == "1", "the next row is answered"
+    assert lasting.starts == 1
 
 
 def test_an_operation_that_does_not_end_is_an_error_of_the_row() -> None:
@@ -80,7 +87,7 @@ def test_a_child_that_is_killed_is_started_anew(renderer: Renderer) -> None:
     assert renderer.starts == 2
 
 
-def test_one_of_several_templates_is_taken_or_the_row_fails(renderer: Renderer) -> None:
-    assert renderer.render(with_template({"default": "d", "other": "o"}), MESSAGES, opened=True) == "d"
+def test_one_of_several_templates_is_taken_or_the_row_fails(lasting: Renderer) -> None:
+    assert lasting.render(with_template({"default": "d", "other": "o"}), MESSAGES, opened=True) == "d"
     with pytest.raises(InvalidRowError, match="the model's chat template cannot be chosen"):
-        renderer.render(with_template({"one": "d", "other": "o"}), MESSAGES, opened=True)
+        lasting.render(with_template({"one": "d", "other": "o"}), MESSAGES, opened=True)

@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 __all__ = [
     "Chooser",
@@ -43,14 +43,14 @@ def remembered(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT
     well."""
 
     @functools.wraps(function)
-    def call(*arguments: ParametersT.args, **named: ParametersT.kwargs) -> ResultT:
-        if _known is None or named:
-            return function(*arguments, **named)
+    def call(*arguments: Any) -> Any:  # without names, whose looking at takes a third of a call
+        if _known is None:
+            return function(*arguments)  # type: ignore[call-arg]
         key = (function, *map(id, arguments))
         found = _known.get(key)
         if found is None:
-            found = _known[key] = function(*arguments, **named), arguments
-        return found[0]  # type: ignore[return-value]
+            found = _known[key] = function(*arguments), arguments  # type: ignore[call-arg]
+        return found[0]
 
     return call
 

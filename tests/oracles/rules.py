@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from tests.oracles.choice import (
     Chooser,
@@ -170,8 +170,7 @@ def greedy_step(distribution: Distribution, ends: Collection[int], width: int) -
     return tuple(drawn)
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """A drawn pair.
 
     Attributes:
@@ -184,8 +183,7 @@ class Draw:
     ends: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LayerResult:
+class LayerResult(NamedTuple):
     """Draws of one layer in order. A layer that did not pass is the last one of its iteration."""
 
     draws: tuple[Draw, ...]
@@ -361,7 +359,7 @@ class WithReplacementRule(RejectionRule):
 
 
 def _count_live(draws: Iterable[Draw]) -> int:
-    return sum(not draw.ends for draw in draws)
+    return len([draw for draw in draws if not draw.ends])
 
 
 def verify_layer_rejection(

@@ -31,24 +31,27 @@ def parse_object(line: bytes) -> Fields:
 
 
 def _survey(row: Fields) -> tuple[int, int, bool]:
-    """Names in all dicts, colons in all strings, and whether a float is so large that it may have been an integer."""
+    """Names in all dicts, colons in all strings, and whether a float is so large that it may have been an integer.
+
+    orjson makes no subclass of a type, so that `type` tells them, which is faster than isinstance.
+    """
     names = colons = 0
     large = False
     level: list[object] = [row]
     for _ in range(MAX_DEPTH):
         below: list[object] = []
         for value in level:
-            if isinstance(value, str):
+            if type(value) is str:
                 colons += value.count(":")
-            elif isinstance(value, dict):
+            elif type(value) is dict:
                 names += len(value)
                 for name in value:
                     if ":" in name:
                         colons += name.count(":")
                 below += value.values()
-            elif isinstance(value, list):
+            elif type(value) is list:
                 below += value
-            elif isinstance(value, float) and abs(value) >= LARGEST_EXACT:
+            elif type(value) is float and abs(value) >= LARGEST_EXACT:
                 large = True
         if not below:
             return names, colons, large

@@ -55,7 +55,8 @@ def _wrap_contracts(module: ModuleType) -> None:
         def written(contract: Any, fields: object) -> Any:
             text = write(contract, fields)
             if not (isinstance(fields, dict) and "$schema" in fields):  # dsbd schema itself
-                _check(contract.name, text if isinstance(text, bytes) else text.encode())
+                line = text if isinstance(text, bytes) else text.encode()
+                _check(contract.name, line, _parsed(line))
             return text
 
         return written
@@ -71,8 +72,10 @@ def _wrap_reader(module: ModuleType) -> None:
     @wraps(read)
     def checked(reader: Any, line: Any, *, index: int, number: int) -> Any:
         row = read(reader, line, index=index, number=number)
-        if row.error is None and not module.parsed_row(module.parse_object(line)).unused:
-            _check("input", line)
+        if row.error is None:
+            fields = _parsed(line)
+            if not module.parsed_row(fields).unused:
+                _check("input", line, fields)
         return row
 
     module.RowReader.read = checked
@@ -84,6 +87,13 @@ WRAPPED = {
 }
 
 
+def _parsed(line: bytes) -> Any:
+    """Return what a line holds that is known to be JSON."""
+    import orjson  # not before the process has imported what it watches
+
+    return orjson.loads(line)
+
+
 @cache
 def _validator(name: str) -> Any:
     import jsonschema_rs
@@ -93,12 +103,12 @@ def _validator(name: str) -> Any:
     return jsonschema_rs.validator_for(CONTRACTS[name].schema())
 
 
-def faults(name: str, text: bytes) -> list[str]:
-    """Return where a line does not fit its schema, and why; of several forms that it may have, for each."""
-    import orjson
-
+def faults(name: str, value: object) -> list[str]:
+    """Return where what a line holds does not fit its schema, and why; of several forms that it may have, for each."""
+    if _validator(name).is_valid(value):
+        return []
     found: list[str] = []
-    errors = list(_validator(name).iter_errors(orjson.loads(text)))
+    errors = list(_validator(name).iter_errors(value))
     while errors and len(found) < MOST_FAULTS:
         error = errors.pop(0)
         forms = getattr(error.kind, "context", None)
@@ -109,8 +119,9 @@ def faults(name: str, text: bytes) -> list[str]:
     return found
 
 
-def _check(name: str, text: bytes) -> None:
-    found = faults(name, text)
+def _check(name: str, text: bytes, value: object) -> None:
+    """Note what does not fit. value: what the text holds."""
+    found = faults(name, value)
     if found and FAULTS_FILE in os.environ:
         shown = text[:300].decode(errors="replace")
         with Path(os.environ[FAULTS_FILE]).open("a", encoding="utf-8") as stream:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.helpers.checkpoints import numbers
 from tests.helpers.tiny import DELTA, EXPERTS
-from tests.models.heads.checkpoints import ScalarHead, random
+from tests.models.heads.checkpoints import ScalarHead, Tokens, random
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "rope_parameters": {
     "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
@@ -101,7 +101,7 @@ class StockHead(ScalarHead):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * weight
 
     @torch.no_grad()
-    def _last(self, path: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
+    def _last(self, path: Tokens, states: Tensor) -> tuple[Tensor, Tensor]:
         names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
         if "fc" in self.tensors:
             names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models.decoders import V
+
+Tokens = tuple[int, ...]
 
 LAYERS = 4  # of the target
 KEPT = torch.tensor([*range(2, 40), *range(50, 90)])  # tokens of a trimmed vocabulary
@@ -101,7 +104,10 @@ def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
 
 
 class ScalarHead:
-    """A head as a formula over one path, computed anew for each token; nothing is cached and no mask is built."""
+    """A head as a formula over one path; no keys and values are kept and no mask is built.
+
+    A path is computed whole. What it gave is remembered, because many nodes stand below the same ones.
+    """
 
     def __init__(self, tensors: dict[str, Tensor], config: dict[str, Any], target: Any, layers: Sequence[int]) -> None:
         """target: transformers' model. layers: after so many of its layers states are taken; none: MTP."""
@@ -110,6 +116,7 @@ class ScalarHead:
         layer = config.get("transformer_layer_config", config)
         self.theta, self.eps = layer.get("rope_theta", 10000.0), layer["rms_norm_eps"]
         self.embedding = self.tensors.get("embed_tokens", target.get_input_embeddings().weight)
+        self._known, self._behind = cache(self._stated), cache(self._computed)
 
     @staticmethod
     def _plain(name: str) -> str:
@@ -117,8 +124,11 @@ class ScalarHead:
             name = name.removeprefix(before)
         return name.removesuffix(".weight")
 
-    def truth(self, path: list[int]) -> Tensor:
+    def truth(self, path: Sequence[int]) -> Tensor:
         """[n, 64], states of a path's tokens."""
+        return self._known(tuple(path))
+
+    def _stated(self, path: Tokens) -> Tensor:
         with torch.no_grad():
             said = self.target(input_ids=torch.tensor([path]), output_hidden_states=True, use_cache=False)
         if self.mtp:
@@ -132,15 +142,17 @@ class ScalarHead:
             joined = self.norm(joined, "input_norm")
         return joined @ self.tensors["fc"].T
 
-    def logits(self, path: list[int], known: int) -> Tensor:
+    def logits(self, path: Sequence[int], known: int) -> Tensor:
         """[m] logits behind a path. known: leading tokens whose states the target has said; others are guesses."""
-        states = self.truth(path[:known]) if known else torch.zeros(0, 64, dtype=self.embedding.dtype)
-        for count in range(known, len(path)):  # tokens 1 .. count are read, which gives the state of the last
-            guess, _ = self._last(path[: count + 1], states)
-            states = torch.cat((states, guess[None]))
-        return self._last(path, states[: len(path) - 1])[1]
+        return self._behind(tuple(path), known)[1]
 
-    def _last(self, path: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
+    def _computed(self, path: Tokens, known: int) -> tuple[Tensor, Tensor]:
+        """State and logits of the last token of a path."""
+        states = self.truth(path[:known]) if known else torch.zeros(0, 64, dtype=self.embedding.dtype)
+        guesses = [self._behind(path[:count], known)[0][None] for count in range(known + 1, len(path))]
+        return self._last(path, torch.cat((states, *guesses)))
+
+    def _last(self, path: Tokens, states: Tensor) -> tuple[Tensor, Tensor]:
         """State and logits of the last token, whose input is the state before it; the first token is not seen."""
         t, embedded = self.tensors, self.embedding[torch.tensor(path)]
         before = torch.cat((torch.zeros(1, 64), states[: len(path) - 1]))

@@ -31,7 +31,7 @@ from tests.helpers.checkpoints import numbers
 from tests.helpers.tiny import V, build
 from tests.models.heads.adapted import LAYERS, StockHead, save_target
 from tests.models.heads.checkpoints import LAYER_IDS, ScalarHead, eagle3
-from tests.models.heads.test_heads import Watch, answers, apart, choose, engine_of, follow, spec_for, watched
+from tests.models.heads.test_heads import Watch, answers, apart, choose, engine_of, follow, guide_of, spec_for, watched
 from tests.ops.cpu.test_int8 import any_size, needs_int8  # noqa: F401
 
 Loads = Callable[[str], tuple[Any, MtpForestModel, StockHead]]
@@ -156,7 +156,7 @@ def test_states_and_laws_of_eagle3(
 ) -> None:
     """Guards hidden states of inner layers, the embeddings among them, in prompts, forests and moves."""
     pair, head, formula = eagle3_pair(tmp_path, family)
-    guide, _ = load_model(spec_for(pair.target.name, "draft"))
+    guide = guide_of(pair.target.name)
     plain = answers(engine_of(pair.target, None, rule, beams))
     watch = Watch(head, formula)
     follow(head, guide, watch, monkeypatch)

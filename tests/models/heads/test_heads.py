@@ -93,6 +93,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loads:
     return load
 
 
+@cache
+def guide_of(target: str) -> Any:
+    """The target once more, to draft in a head's place; loaded once."""
+    return load_model(spec_for(target, "draft"))[0]
+
+
 def apart(found: Tensor, wanted: Tensor) -> float:
     """Root mean square of the difference, in standard deviations of what is wanted."""
     return float((found - wanted).square().mean().sqrt() / wanted.std().clamp(min=1e-3))
@@ -115,10 +121,6 @@ class Watch(Observer):
     before: dict[int, tuple[tuple[int, int], int]] = field(default_factory=dict)
     attached: bool = True
 
-    def __post_init__(self) -> None:
-        self.truth = cache(lambda path: self.formula.truth(list(path)))
-        self.law = cache(lambda path, known: self.formula.logits(list(path), known))
-
     def drafted(self, context: DraftContext, forest: Forest) -> None:
         table, beams = context.table, context.beams
         states = self.head.target.states
@@ -129,7 +131,7 @@ class Watch(Observer):
             text = texts[row, root] = table.tokens[row, slots].tolist()
             assert table.positions[row, slots].tolist() == [*range(len(text))]
             if text:
-                self.note(0, apart(states[row, slots], self.truth(tuple(text))))
+                self.note(0, apart(states[row, slots], self.formula.truth(text)))
         for row, text in enumerate(zip(context.row_key.tolist(), beams.length.tolist(), strict=True)):
             before, depth = self.before.get(row, ((0, 0), 0))
             if before[0] == text[0]:
@@ -144,7 +146,7 @@ class Watch(Observer):
                 text = texts[row, int(nodes.root[row, node])]
                 start = int(beams.token[row, int(nodes.root[row, node])])
                 path = (*text, start, *nodes.path_tokens[row, node, :depth].tolist())
-                self.note(1, apart(found[row, node], self.law(path, len(text))))
+                self.note(1, apart(found[row, node], self.formula.logits(path, len(text))))
         self.logits.clear()
 
     def note(self, kind: int, error: float) -> None:
@@ -214,7 +216,7 @@ def watched(
 ) -> Watch:
     """Run requests with drafts of these depths in turn, see that no text depends on them, and return what was seen."""
     pair, head, formula = loaded
-    guide, _ = load_model(spec_for(pair.target.name, "draft"))
+    guide = guide_of(pair.target.name)
     plain = answers(engine_of(pair.target, None, rule, beams))
     watch = Watch(head, formula)
     follow(head, guide, watch, monkeypatch)
@@ -263,7 +265,7 @@ def test_states_and_laws_after_layers_that_did_not_go_to_the_target(
 ) -> None:
     """The head has run the nodes above such a layer, and must count them as run and no others."""
     pair, head, formula = loaded(form)
-    guide, _ = load_model(spec_for(pair.target.name, "draft"))
+    guide = guide_of(pair.target.name)
     watch, goes = Watch(head, formula), cycle([True, True, False, True, True, True, False, True, False])
     follow(head, guide, watch, monkeypatch)
     engine = engine_of(pair.target, head, rule, beams)
