@@ -6,9 +6,9 @@
     python -m benchmarks.seq2seq --target R/target --data R/test.jsonl --num-beams 1,4,10 --batch-size 1 --new-tokens 60
     python -m benchmarks.seq2seq --target G/target --draft G/draft --data G/test.jsonl --num-beams 1,4,8
 
-The fourth is a copy task (training/reactions.py; training/spelling.py is another). A line of the data is `{"prompt":
-..}`, and `phonemes`, a list of right answers, where errors are to be counted (see training/grapheme_phoneme.py). Random
-weights know no draft that is worth anything, so a shape is run without one.
+The fourth is a copy task (training/reactions.py). A line of the data is `{"prompt": ..}`, and `phonemes`, a list of
+right answers, where errors are to be counted (see training/grapheme_phoneme.py). Random weights know no draft that is
+worth anything, so a shape is run without one.
 """
 
 from __future__ import annotations
