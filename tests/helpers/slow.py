@@ -22,6 +22,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "tests/engine/constraints/test_schemas.py": GRAMMARS,
     "tests/models/heads/test_adapted.py": ("dsbd_cli/models", "dsbd_cli/engine"),
     "tests/models/test_tensor_parallel.py": ("dsbd_cli/models", "dsbd_cli/engine/protocols.py"),
+    "tests/ops/cpu/test_compiler.py": ("dsbd_cli/ops/cpu",),
     "tests/ops/triton/test_compile.py": ("dsbd_cli/ops/triton",),
     "tests/scale/test_faults.py": (*RAY, "dsbd_cli/models/heads", "tests/models/heads"),
     "tests/scale/test_ray_data.py": RAY,

@@ -227,3 +227,39 @@ def test_kernels_of_two_processes_do_not_share_their_parts(tmp_path: Path) -> No
     (one,), (two,), together, turned = found
     assert one != two
     assert (together, turned) == ([one, two], [two, one])
+
+
+AVX2 = "+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+popcnt,+sse,+sse2,+sse3,+sse4.1,+sse4.2,+ssse3,+xsave"
+AVX512 = f"{AVX2},+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl"
+PROCESSORS = {
+    "haswell": AVX2,
+    "skylake-avx512": AVX512,
+    "cascadelake": f"{AVX512},+avx512vnni",
+    "znver4": f"{AVX512},+avx512vnni,+avx512bf16",
+    "sapphirerapids": f"{AVX512},+avx512vnni,+avx512bf16,+amx-tile,+amx-bf16,+amx-int8",
+}
+NOT_LOADED = {"haswell": ("linear", "int8"), "skylake-avx512": ("int8",)}  # torch multiplies there
+COMPILE_ALL = """
+import importlib
+import sys
+from pathlib import Path
+from dsbd_cli.ops.cpu import kernels
+from dsbd_cli.ops.cpu.runtime import processor
+
+print(processor()[0])
+for file in sorted(Path(kernels.__file__).parent.glob("*.py")):
+    if file.stem not in sys.argv[1:]:
+        importlib.import_module(f"{kernels.__name__}.{file.stem}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_kernels_compile_for_every_processor(name: str, tmp_path: Path) -> None:
+    """Guards processors other than the one at hand: LLVM ends the process at an instruction that the processor lacks,
+    as it did for the matrix units of others. Nothing of what is compiled is run."""
+    kept = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": PROCESSORS[name], "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILE_ALL, *NOT_LOADED.get(name, ())]
+    found = subprocess.run(command, env={**os.environ, **kept}, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert (found.returncode, found.stdout.split()) == (0, [name]), found.stderr[-2000:]
+    assert any(tmp_path.rglob("*.nbc")), "the kernels of this folder were taken, not compiled"

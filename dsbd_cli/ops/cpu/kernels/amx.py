@@ -33,6 +33,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     turn_f32,
     turn_some,
 )
+from dsbd_cli.ops.cpu.runtime import matrix_units
 
 SIDES = 16  # rows of a tile register, and words of one row
 ROW = SIDES * WORD  # bytes
@@ -42,6 +43,11 @@ VOID, ADDRESS = ir.VoidType(), I8.as_pointer()
 
 
 def _intrinsic(builder: Any, name: str, *arguments: Any) -> None:
+    """Call an instruction. Code that names it is compiled everywhere, but a processor without matrix units never runs
+    it, and LLVM ends the process where it shall compile an instruction that the processor lacks. So nothing is called
+    there."""
+    if not matrix_units():
+        return
     kind = ir.FunctionType(VOID, [value.type for value in arguments])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
