@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import environment, markdown_table, results_folder, write_results
+from benchmarks.common import markdown_table, numbers, publish, step_seconds, whole
 from benchmarks.forwards import forward_times
 from benchmarks.inflate import SHAPES
-from benchmarks.speed import Bench, numbers, prepare, whole
+from benchmarks.speed import Bench, prepare
 from dsbd_cli import Engine, MethodConfig
 from dsbd_cli.models.forest_model import BaseForestModel
 
@@ -53,7 +53,7 @@ def shares_outside(bench: Bench, method: MethodConfig, batch_size: int) -> list[
     models: list[Any] = [*watched, None][:2]
     engine = Engine(models[0], models[1], bench.codec, method, batch_size=batch_size)
     shares: list[float] = []
-    step = engine._stepper.step
+    step = engine.stepper.step
 
     def timed(*arguments: Any) -> Any:
         inside, start = sum(model.seconds for model in watched), time.perf_counter()
@@ -62,7 +62,7 @@ def shares_outside(bench: Bench, method: MethodConfig, batch_size: int) -> list[
         shares.append(1 - (sum(model.seconds for model in watched) - inside) / whole)
         return result
 
-    engine._stepper.step = timed  # type: ignore[method-assign]
+    engine.stepper.step = timed  # type: ignore[method-assign]
     list(engine.run(bench.requests))
     return shares[len(shares) // 4 :]
 
@@ -71,17 +71,7 @@ def iteration_times(bench: Bench, method: MethodConfig, batch_size: int) -> tupl
     """Seconds of iterations whose shape has been seen (no prefill), and the slots in use at their end."""
     draft = bench.draft if method.depth else None
     engine = Engine(bench.target, draft, bench.codec, method, batch_size=batch_size)
-    seconds: list[float] = []
-    step = engine._stepper.step
-
-    def timed(*arguments: Any) -> Any:
-        start = time.perf_counter()
-        result = step(*arguments)  # ends with a read of the counters: the device is done
-        seconds.append(time.perf_counter() - start)
-        return result
-
-    engine._stepper.step = timed  # type: ignore[method-assign]
-    results = list(engine.run(bench.requests))
+    seconds, results = step_seconds(engine, bench.requests)
     return seconds, max(result.stats.kv_peak_slots for result in results)
 
 
@@ -89,7 +79,7 @@ def reads_per_iteration(bench: Bench, method: MethodConfig, batch_size: int) -> 
     """Reads of the host inside iterations, counted by the profiler."""
     draft = bench.draft if method.depth else None
     engine = Engine(bench.target, draft, bench.codec, method, batch_size=batch_size)
-    step, counts, iterations = engine._stepper.step, dict.fromkeys(READS, 0), 0
+    step, counts, iterations = engine.stepper.step, dict.fromkeys(READS, 0), 0
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
 
     def profiled(*arguments: Any) -> Any:
@@ -104,7 +94,7 @@ def reads_per_iteration(bench: Bench, method: MethodConfig, batch_size: int) -> 
                 counts[event.key] += event.count
         return result
 
-    engine._stepper.step = profiled  # type: ignore[method-assign]
+    engine.stepper.step = profiled  # type: ignore[method-assign]
     list(engine.run(bench.requests[:batch_size]))
     return {name: count / iterations for name, count in counts.items()}
 
@@ -143,15 +133,12 @@ def main() -> None:
             }
         )
         print(rows[-1], flush=True)
-    env = environment()
-    text = (
-        f"# Overhead: {options.shape} with {options.draft_shape}, {options.dtype}\n\n"
-        f"`{env['command']}` on {env['device']}, commit {env['commit']}. Medians. "
-        "reads: per iteration, one of the counters and those that the profiler sees (on a CPU one, of the kernel of "
-        "attention).\n\n"
+    about = (
+        "Medians. reads: per iteration, one of the counters and those that the profiler sees (on a CPU one, of the "
+        "kernel of attention)."
     )
-    write_results(results_folder(options.name), runs, text + markdown_table(rows))
-    print(text + markdown_table(rows))
+    title = f"Overhead: {options.shape} with {options.draft_shape}, {options.dtype}"
+    publish(options.name, runs, title, about, markdown_table(rows))
 
 
 def measure(bench: Bench, method: MethodConfig, batch_size: int, rounds: int) -> dict[str, Any]:

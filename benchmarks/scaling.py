@@ -1,101 +1,24 @@
-"""How an iteration scales: forwards against nodes, rows and slots; the work beside them against the vocabulary; memory
-against width and length.
+"""Time of forwards against nodes, rows and slots, and of a long prompt.
 
     python -m benchmarks.scaling --shape tinyllama-1.1b --dtype bfloat16
+
+A prompt takes time to be read, and in every iteration behind it.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.common import environment, markdown_table, results_folder, write_results
+from benchmarks.common import markdown_table, numbers, publish
 from benchmarks.forwards import forward_times
 from benchmarks.inflate import SHAPES
-from benchmarks.speed import Bench, numbers, prepare
+from benchmarks.speed import Bench, prepare
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
-from dsbd_cli.engine.protocols import ForestInput
-
-
-class Constant:
-    """A model that costs nothing, so that only the engine's own work is left: logits by token from a small bank."""
-
-    max_positions, head_ids = None, None
-    capturable, copies_prefixes, generation = False, True, 0
-
-    def __init__(self, vocab_size: int, seed: int, like: Constant | None = None) -> None:
-        self.vocab_size, self.device = vocab_size, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        bank = 3 * torch.randn(64, vocab_size, generator=torch.Generator().manual_seed(seed))
-        if like is not None:
-            bank = like.bank.float().cpu() + 0.1 * bank
-        self.bank = bank.to(self.device, torch.bfloat16)
-
-    def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        return self.bank[batch.tokens % 64] if logits else None
-
-    def reserve(self, rows: int, slots: int, window: int | None = None) -> None: ...
-    def release(self) -> None: ...
-    def clear(self, row: int, start: int = 0) -> None: ...
-    def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None: ...
-    def select_rows(self, rows: Tensor) -> None: ...
-    def move(self, source: Tensor, target: Tensor, common_prefix: Tensor) -> None: ...
-    def kv_bytes_per_slot(self) -> int:
-        return 0
-
-    def state_bytes(self, window: int) -> int:
-        return 0
-
-
-class Codec:
-    """Prompts are given as ids; texts are not looked at."""
-
-    eos_ids = (2,)
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-
-    def encode(self, prompt: str) -> list[int]:
-        return [1]
-
-    def encode_pieces(self, texts: list[str]) -> list[list[int]]:
-        return [[1] for _ in texts]
-
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        return [1]
-
-    def decode(self, ids: list[int]) -> str:
-        return ""
-
-    def token_bytes(self) -> list[bytes]:
-        return [b"x"] * self.vocab_size
-
-
-def by_vocabulary(rule: str, vocab_size: int, rows: int, method: dict[str, Any]) -> float:
-    """Seconds of an iteration without any model."""
-    target = Constant(vocab_size, 1)
-    config = MethodConfig.of({"rule": rule, "width": "fixed", **method})
-    draft = Constant(vocab_size, 2, target) if config.depth else None
-    engine = Engine(target, draft, Codec(vocab_size), config, batch_size=rows)
-    sampling = SamplingConfig(max_new_tokens=48)
-    seconds: list[float] = []
-    step = engine._stepper.step
-
-    def timed(*arguments: Any) -> Any:
-        start = time.perf_counter()
-        result = step(*arguments)
-        seconds.append(time.perf_counter() - start)
-        return result
-
-    engine._stepper.step = timed  # type: ignore[method-assign]
-    list(engine.run(Request(id=str(i), seed=i, prompt_ids=(1, 3, 5), sampling=sampling) for i in range(rows)))
-    return statistics.median(seconds[3:])
 
 
 def forwards(bench: Bench, nodes: list[int], rows: list[int], slots: list[int]) -> list[dict[str, Any]]:
@@ -113,36 +36,6 @@ def forwards(bench: Bench, nodes: list[int], rows: list[int], slots: list[int]) 
     ]
 
 
-def memory(bench: Bench, widths: list[int], lengths: list[int]) -> list[dict[str, Any]]:
-    """Peak cache slots of one request against one sequence of the same length, by width and new tokens."""
-    found = []
-    for rule in ("coupled", "search"):
-        for beams in widths:
-            for length in lengths:
-                method = MethodConfig(rule=rule, num_beams=beams, depth=4, width="fixed")
-                engine = Engine(bench.target, bench.draft, bench.codec, method, batch_size=1)
-                engine._stepper.endings.eos.zero_()  # nothing ends before its length
-                request = bench.requests[0]
-                sampling = SamplingConfig(max_new_tokens=length)
-                [result] = engine.run([Request(id="m", seed=1, prompt=request.prompt, sampling=sampling)])
-                one = result.prompt_tokens + length
-                nodes = beams + 4 * 2 * beams
-                peak = result.stats.kv_peak_slots
-                found.append(
-                    {
-                        "rule": rule,
-                        "beams": beams,
-                        "new_tokens": length,
-                        "peak_slots": peak,
-                        "kept_slots": peak - nodes,
-                        "ratio": peak / one,
-                        "kept_ratio": (peak - nodes) / one,
-                        "bytes": peak * (bench.target.kv_bytes_per_slot() + bench.draft.kv_bytes_per_slot()),
-                    }
-                )
-    return found
-
-
 def prompts(bench: Bench, lengths: list[int]) -> list[dict[str, Any]]:
     """One request with a prompt of so many tokens, W=4: what reading it takes, what an iteration takes behind it."""
     for model in (bench.target, bench.draft):
@@ -155,7 +48,7 @@ def prompts(bench: Bench, lengths: list[int]) -> list[dict[str, Any]]:
         for depth, drafts in ((0, 8), (2, 5)):
             method = MethodConfig(num_beams=4, drafts_per_layer=drafts, depth=depth)
             engine = Engine(bench.target, bench.draft if depth else None, bench.codec, method, batch_size=1)
-            engine._stepper.endings.eos.zero_()
+            engine.stepper.endings.eos.zero_()
             [result] = engine.run([Request(id="p", seed=1, prompt_ids=ids, sampling=SamplingConfig(max_new_tokens=24))])
             stats = result.stats
             busy = stats.draft_s + stats.target_s + stats.verify_s
@@ -182,20 +75,17 @@ def main() -> None:
     parser.add_argument("--nodes", type=numbers, default=[1, 2, 4, 8, 12, 20, 36, 52, 100])
     parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8])
     parser.add_argument("--slots", type=numbers, default=[160, 1024, 4096])
-    parser.add_argument("--widths", type=numbers, default=[1, 4, 8])
-    parser.add_argument("--lengths", type=numbers, default=[64, 256])
-    parser.add_argument("--vocabularies", type=numbers, default=[32000, 128000])
     parser.add_argument("--prompts", type=numbers, default=[256, 4096])
-    parser.add_argument("--parts", default="forwards,vocabulary,memory,prompts")
+    parser.add_argument("--parts", default="forwards,prompts")
     parser.add_argument("--name", default="")
     options = parser.parse_args()
-    parts, runs, text = options.parts.split(","), [], ""
+    wanted, runs, parts = options.parts.split(","), list[dict[str, Any]](), list[str]()
     bench = prepare(options.shape, options.draft_shape, getattr(torch, options.dtype), 2)
-    if "forwards" in parts:
+    if "forwards" in wanted:
         found = forwards(bench, options.nodes, options.rows, options.slots)
         read = {role: model.size.read_bytes for role, model in (("target", bench.target), ("draft", bench.draft))}
         runs += [{"part": "forwards", "weight_bytes": read[item["model"]], **item} for item in found]
-        text += "## Forwards\n\nGB/s: weight bytes over time.\n\n" + markdown_table(
+        table = markdown_table(
             [
                 {
                     "model": item["model"],
@@ -208,35 +98,14 @@ def main() -> None:
                 for item in found
             ]
         )
-    if "vocabulary" in parts:
-        rows = []
-        for rule in ("coupled", "search", "rejection"):
-            for depth, drafts, batch in ((0, 8, 1), (4, 8, 1), (4, 8, 8)):
-                row = {"rule": rule, "D": str(depth), "K": str(drafts), "rows": str(batch)}
-                for vocab_size in options.vocabularies:
-                    seconds = by_vocabulary(rule, vocab_size, batch, {"depth": depth, "drafts_per_layer": drafts})
-                    runs.append({"part": "vocabulary", "vocab_size": vocab_size, "seconds": seconds, **row})
-                    row[f"ms at V={vocab_size}"] = f"{seconds * 1e3:.2f}"
-                rows.append(row)
-        text += "\n## An iteration without models, W=4\n\n" + markdown_table(rows)
-    if "memory" in parts:
-        found = memory(bench, options.widths, options.lengths)
-        runs += [{"part": "memory", **item} for item in found]
-        rows = [{key: f"{v:.2f}" if isinstance(v, float) else str(v) for key, v in item.items()} for item in found]
-        text += "\n## Peak cache slots, K=2W, D=4; ratios to one sequence, with and without the nodes in flight\n\n"
-        text += markdown_table(rows)
-    if "prompts" in parts:
+        parts += ["## Forwards", "GB/s: weight bytes over time.", table]
+    if "prompts" in wanted:
         found = prompts(bench, options.prompts)
         runs += [{"part": "prompts", **item} for item in found]
         rows = [{key: f"{v:.2f}" if isinstance(v, float) else str(v) for key, v in item.items()} for item in found]
-        text += "\n## One request with a long prompt, W=4\n\nread_s: the prompt into the caches.\n\n" + markdown_table(
-            rows
-        )
-    env = environment()
-    head = f"# Scaling: {options.shape}, {options.dtype}\n\n"
-    head += f"`{env['command']}` on {env['device']}, commit {env['commit']}.\n\n"
-    write_results(results_folder(options.name or f"scaling-{options.shape}-{options.dtype}"), runs, head + text)
-    print(head + text)
+        parts += ["## One request with a long prompt, W=4", "read_s: the prompt into the caches.", markdown_table(rows)]
+    name = options.name or f"scaling-{options.shape}-{options.dtype}"
+    publish(name, runs, f"Scaling: {options.shape}, {options.dtype}", "", *parts)
 
 
 if __name__ == "__main__":
