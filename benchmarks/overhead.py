@@ -21,12 +21,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import markdown_table, numbers, publish, step_seconds, whole
-from benchmarks.forwards import forward_times
 from benchmarks.inflate import SHAPES
 from benchmarks.speed import Bench, prepare
 from dsbd_cli import Engine, MethodConfig
+from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.forest_model import BaseForestModel
 
+REPEATS = 7  # of a forward
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "Memcpy DtoH (Device -> Pageable)")
 
 
@@ -73,6 +74,48 @@ def iteration_times(bench: Bench, method: MethodConfig, batch_size: int) -> tupl
     engine = Engine(bench.target, draft, bench.codec, method, batch_size=batch_size)
     seconds, results = step_seconds(engine, bench.requests)
     return seconds, max(result.stats.kv_peak_slots for result in results)
+
+
+@torch.inference_mode()
+def forward_times(model: BaseForestModel, rows: int, nodes: int, slots: int) -> float:
+    """Median seconds of a forward over `nodes` nodes in each of `rows` rows that see `slots` slots; captured as a CUDA
+    graph on a GPU."""
+    device = model.device
+    slots = max(slots, nodes + 1)
+    model.reserve(rows, slots + 1)
+    at = torch.arange(slots - nodes, slots, device=device).expand(rows, nodes)
+    batch = ForestInput(
+        tokens=torch.randint(5, 1000, (rows, nodes), device=device),
+        positions=at,
+        slots=at,
+        mask=torch.ones(rows, nodes, slots, dtype=torch.bool, device=device),
+        slot_positions=torch.arange(slots, device=device).expand(rows, slots),
+    )
+
+    def run() -> None:
+        model.forward(batch)
+
+    for _ in range(2):
+        run()
+    if device.type != "cuda":
+        seconds = []
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    seconds = []
+    for _ in range(REPEATS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(seconds)
 
 
 def reads_per_iteration(bench: Bench, method: MethodConfig, batch_size: int) -> dict[str, float]:
@@ -150,10 +193,10 @@ def measure(bench: Bench, method: MethodConfig, batch_size: int, rounds: int) ->
         seconds, slots = iteration_times(bench, method, batch_size)
         iterations.append(statistics.median(seconds[len(seconds) // 4 :]))
         nodes = method.num_beams + method.depth * method.drafts_per_layer
-        targets.append(forward_times(bench.target, batch_size, nodes, slots, 7))
+        targets.append(forward_times(bench.target, batch_size, nodes, slots))
         if method.depth:
-            first = forward_times(bench.draft, batch_size, 2 * method.num_beams, slots, 7)
-            layer = forward_times(bench.draft, batch_size, method.drafts_per_layer, slots, 7)
+            first = forward_times(bench.draft, batch_size, 2 * method.num_beams, slots)
+            layer = forward_times(bench.draft, batch_size, method.drafts_per_layer, slots)
             drafts.append(first + (method.depth - 1) * layer)
     iteration = statistics.median(iterations)
     forwards = statistics.median(targets) + (statistics.median(drafts) if drafts else 0.0)
