@@ -35,7 +35,6 @@ from dsbd_cli.config.variants import MIN_WIDTH, RULES, WIDTHS
 from dsbd_cli.errors import SETTINGS, UsageError, option_name
 from dsbd_cli.io.lines.resume import write_atomically
 from dsbd_cli.io.schemas import contracts
-from dsbd_cli.lab.reports.style import picture_bytes
 from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.requests import Request, derive_seed
 
@@ -73,12 +72,8 @@ class ProfileOptions:
     repeats: int | None = option(PROFILE, "timed runs of each setting, taken in turn", default=REPEATS, least=1)
     show: int | None = option(PROFILE, "show the draft forest of iteration N of the first prompt as a tree", least=1)
     json: Path | None = option(PROFILE, "write all numbers here as one JSON document")
-    plot: Path | None = option(PROFILE, "draw the phases here: .png, .svg or .pdf (needs the extra plots)")
-    trace: Path | None = option(
-        PROFILE, "write a Chrome trace of the first iterations here; compressed if it ends in .gz"
-    )
     existing: Literal["error", "overwrite"] | None = option(
-        PROFILE, "where a --json, --plot or --trace file exists: error or overwrite", default="error", metavar="WHAT"
+        PROFILE, "where the --json file exists: error or overwrite", default="error", metavar="WHAT"
     )
     quiet: bool | None = flag(PROFILE, "print the recommended command line and nothing else", "-q")
 
@@ -119,9 +114,7 @@ def profile(
         )
     if wanted.quiet and wanted.show is not None and wanted.json is None:
         raise UsageError("--show prints a tree and --quiet prints nothing but a command: drop one, or add --json")
-    check_report_files(
-        {"--json": wanted.json, "--plot": wanted.plot, "--trace": wanted.trace}, existing=wanted.existing
-    )
+    check_report_files({"--json": wanted.json}, existing=wanted.existing)
     requests = _requests(prompts, settings)
     groups = (pair, method, sampling, answers, devices)
     command = shlex.join(["dsbd", *(arguments or ["profile"])])
@@ -206,7 +199,6 @@ def _measure(
             resident_before=before,
             render=render,
             show=wanted.show,
-            trace=wanted.trace,
         )
     )
     return shown, found
@@ -311,10 +303,6 @@ def _write(found: Profile, wanted: ProfileOptions) -> None:
     if wanted.json is not None:
         document = {"schema": contracts.PROFILE.id, **dataclasses.asdict(found)}
         write_atomically(wanted.json, contracts.PROFILE.page(document))
-    if wanted.plot is not None:
-        from dsbd_cli.lab.reports.profile_plots import profile_figure
-
-        write_atomically(wanted.plot, picture_bytes(profile_figure(found), wanted.plot.suffix))
     if wanted.quiet:
         typer.echo(found.recommended_command)
         return

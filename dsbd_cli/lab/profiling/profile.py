@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -22,7 +21,6 @@ from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
 from dsbd_cli.lab.profiling.probe import owners
 from dsbd_cli.lab.profiling.runs import ProfiledPair, ProfiledRun, drafts_nodes, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.snapshot import Snapshot
-from dsbd_cli.lab.profiling.trace import write_trace
 from dsbd_cli.lab.reports.profile_data import (
     NO_DRAFT,
     DepthRate,
@@ -59,7 +57,6 @@ class ProfileSpec:
     resident_before: int | None
     render: Callable[[ForestSize], str]
     show: int | None = None
-    trace: Path | None = None
 
 
 def take_profile(job: ProfileSpec) -> Profile | None:
@@ -89,7 +86,6 @@ class _Session:
         self._once: dict[ForestSize, ProfiledRun] = {}
         self._rounds: dict[ForestSize, list[ProfiledRun]] = {}
         self._repeats = 1
-        self._notes: list[str] = []
 
     def measure(self) -> None:
         """Everything, in order of worth."""
@@ -111,10 +107,6 @@ class _Session:
         for setting in neighbours(method):
             self._run_once(f"a run of {setting.label}", setting, expected, reserved_s=round_s)
         self._take_rounds(expected)
-        if self._job.trace is not None:
-            budget.tell("tracing")
-            count = write_trace(self._bench, method, self._job.trace)
-            self._notes.append(f"{count} iterations are in the trace {self._job.trace}")
 
     def _run_once(self, what: str, setting: ForestSize, expected: Expected, *, reserved_s: float = 0.0) -> None:
         """Run a setting if there is time for it, and for so many seconds behind it."""
@@ -196,7 +188,7 @@ class _Session:
         notes += advice.drafting(self._first)
         tried = [one for one in measured.values() if one.setting != now]
         notes += advice.notes(measured[now], tried, best)
-        notes += self._notes + advice.missing(self._budget)
+        notes += advice.missing(self._budget)
         return Profile(
             command=job.command,
             target=bench.names[0],

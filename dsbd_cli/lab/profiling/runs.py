@@ -106,13 +106,10 @@ class ProfiledPair:
         """Return the devices of the models, each once."""
         return tuple({model.device for model in self.models})
 
-    def engine(self, method: MethodConfig, *, log_steps: bool = False, cuda_graphs: bool | None = None) -> Engine:
+    def engine(self, method: MethodConfig, *, log_steps: bool = False) -> Engine:
         """A new engine over the pair."""
         draft = self.draft if method.needs_draft else None
-        rows = self.batch_size
-        return Engine(
-            self.target, draft, self.codec, method, batch_size=rows, log_steps=log_steps, cuda_graphs=cuda_graphs
-        )
+        return Engine(self.target, draft, self.codec, method, batch_size=self.batch_size, log_steps=log_steps)
 
     def answers(self, engine: Engine, requests: Sequence[Request]) -> Iterator[RequestResult]:
         """Results of an engine. Raises what a row failed with, CutOffError where the budget's `stop` has cut it off."""
