@@ -36,6 +36,7 @@ from dsbd_cli.lab.reports.profile_data import (
 )
 from dsbd_cli.models.forest_model import size_of
 from dsbd_cli.requests import Request
+from dsbd_cli.stats import RequestStats
 
 SLOT_STEP = 32
 RUN_SHARE = 0.2  # of the time: one run at most, which takes a fraction of that where texts end and drafts pass
@@ -209,7 +210,7 @@ class _Session:
             now=measured[now],
             tried=tuple(tried),
             roofline=self._roofline,
-            acceptance=_acceptance(self._first),
+            acceptance=depth_rates(self._first.stats, self._first.method.depth),
             best=best,
             memory=self._memory,
             notes=tuple(notes),
@@ -390,11 +391,11 @@ def _forward(run: ProfiledRun, roofline: Roofline | None) -> TargetForward:
     return replace(mean, floor_s=floor, bound=bound)
 
 
-def _acceptance(run: ProfiledRun) -> tuple[DepthRate, ...]:
-    """By layer: how often it was looked at, and how often it passed. The run's results need their step logs."""
-    reached, passed = [0] * run.method.depth, [0] * run.method.depth
-    for step in run.stats.step_log:
+def depth_rates(stats: RequestStats, depth: int) -> tuple[DepthRate, ...]:
+    """Count by layer, from the step log, how often it was looked at and how often it passed."""
+    reached, passed = [0] * depth, [0] * depth
+    for step in stats.step_log:
         for place, layer in enumerate(step.layers):
             reached[place] += 1
             passed[place] += layer.passed
-    return tuple(DepthRate(depth, *counts) for depth, counts in enumerate(zip(reached, passed, strict=True), 1))
+    return tuple(DepthRate(layer, *counts) for layer, counts in enumerate(zip(reached, passed, strict=True), 1))

@@ -20,7 +20,7 @@ from dsbd_cli.config.variants import MIN_WIDTH
 from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.lab.profiling.budget import Budget
-from dsbd_cli.lab.reports import profile_tables
+from dsbd_cli.lab.reports import units
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
 from tests.helpers.toys import NumberCodec, TableLM
 from tests.lab.profiling.conftest import VOCABULARY, Outcome
@@ -359,10 +359,10 @@ def test_words_of_options() -> None:
 
 
 def test_numbers_are_shown_with_units_that_suit_them() -> None:
-    assert [profile_tables.seconds_text(x) for x in (0.0, 2e-6, 0.0123, 3.456, 1234.5)] == [
+    assert [units.seconds_text(x) for x in (0.0, 2e-6, 0.0123, 3.456, 1234.5)] == [
         "0 µs", "2 µs", "12.3 ms", "3.46 s", "1234 s",
     ]  # fmt: skip
-    assert [profile_tables.bytes_text(x) for x in (None, 12, 2048, 3 << 20, 5 << 30)] == [
+    assert [units.bytes_text(x) for x in (None, 12, 2048, 3 << 20, 5 << 30)] == [
         "-", "12 B", "2.0 KiB", "3.0 MiB", "5.0 GiB",
     ]  # fmt: skip
 
