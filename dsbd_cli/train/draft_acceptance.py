@@ -36,12 +36,8 @@ def measured_speed(engine: Engine, requests: Sequence[Request], budget: Budget) 
     """Runs without and with the draft, as `dsbd profile` makes them, within the budget; None where there was no time
     for both."""
     assert engine.draft is not None
-    assert engine.info is not None
-    names, rows = (engine.info.target, engine.info.draft), min(engine.batch_size, len(requests))
-    pair = ProfiledPair(engine.target, engine.draft, engine.codec, tuple(requests), rows, names, budget)
-    profile = take_profile(
-        ProfileSpec(pair, engine.method, 1, "", engine.info.dtype, None, lambda setting: setting.label)
-    )
+    pair = ProfiledPair(engine, tuple(requests), min(engine.batch_size, len(requests)), budget)
+    profile = take_profile(ProfileSpec(pair, engine.method, 1, "", None, lambda setting: setting.label))
     if profile is None:
         return None
     speeds = {one.setting: one.tokens_per_s.median for one in (profile.now, *profile.tried)}

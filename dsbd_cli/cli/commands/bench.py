@@ -245,7 +245,8 @@ def _load(settings: RunSettings, planned: Sequence[SweepSetting]) -> Engine:
         settings.target,
         settings.draft if any(one.drafts for one in planned) else None,
         batch_size=settings.batch_size,
-        log_steps=False,
+        cuda_graphs=settings.cuda_graphs,
+        kernels=settings.kernels,
         allow=settings.allow,
         threads=settings.threads,
     )

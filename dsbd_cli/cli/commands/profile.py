@@ -171,7 +171,6 @@ def _measure(
     from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
     from dsbd_cli.lab.profiling.runs import ProfiledPair
 
-    assert engine.info is not None
     shown = False
 
     def announce(message: str) -> None:
@@ -183,19 +182,10 @@ def _measure(
     signals.on_stop = budget.stop
     found = take_profile(
         ProfileSpec(
-            bench=ProfiledPair(
-                engine.target,
-                engine.draft,
-                engine.codec,
-                requests,
-                settings.batch_size or len(requests),
-                (settings.target.source, None if settings.draft is None else settings.draft.source),
-                budget,
-            ),
+            bench=ProfiledPair(engine, requests, settings.batch_size or len(requests), budget),
             method=settings.method,
             repeats=wanted.repeats or REPEATS,
             command=command,
-            dtype=engine.info.dtype,
             resident_before=before,
             render=render,
             show=wanted.show,
@@ -217,6 +207,8 @@ def _load(settings: RunSettings) -> tuple[Engine, int | None]:
         settings.draft,
         method=settings.method,
         batch_size=settings.batch_size,
+        cuda_graphs=settings.cuda_graphs,
+        kernels=settings.kernels,
         threads=settings.threads,
     )
     return engine, before

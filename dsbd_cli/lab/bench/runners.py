@@ -66,10 +66,7 @@ class EngineRunner:
         choosers: dict[str | None, Chooser] = {"vote": ByVote(weights=weights), "mbr": ByRisk(weights=weights)}
         self._chooser = choosers.get(how.pick, ByScore())
         draft = pair.draft if method.needs_draft else None
-        rows, catalogues = spec.batch_size, pair.catalogues
-        self._engine = Engine(
-            pair.target, draft, pair.codec, method, batch_size=rows, log_steps=True, catalogues=catalogues
-        )
+        self._engine = pair.replace(draft=draft, method=method, batch_size=spec.batch_size, log_steps=True)
         self._slot_bytes = sum(model.kv_bytes_per_slot() for model in self._engine.models)
         self._stopped = False
 

@@ -54,7 +54,6 @@ class ProfileSpec:
     method: MethodConfig
     repeats: int
     command: str
-    dtype: str
     resident_before: int | None
     render: Callable[[ForestSize], str]
     show: int | None = None
@@ -125,7 +124,7 @@ class _Session:
         """Time single forwards, and take as many prompts and new tokens as one run has time for."""
         method, budget, bench = self._method, self._budget, self._bench
         budget.tell("timing one forward")
-        encoder = Encoder.alone(bench.target, bench.codec, method)
+        encoder = Encoder.alone(bench.target, bench.loaded.codec, method)
         lengths = [_prompt_tokens(encoder, one) for one in bench.requests]
         beams, drafts = method.num_beams, method.drafts_per_layer
         nodes = sorted({beams, self._now.nodes(beams) if method.depth else 4 * beams})
@@ -192,10 +191,10 @@ class _Session:
         notes += advice.missing(self._budget)
         return Profile(
             command=job.command,
-            target=bench.names[0],
-            draft=bench.names[1] if method.depth else None,
+            target=bench.info.target,
+            draft=bench.info.draft if method.depth else None,
             drafter=method.drafter if method.depth else None,
-            dtype=job.dtype,
+            dtype=bench.info.dtype,
             rule=method.rule,
             width=method.width,
             num_beams=method.num_beams,
@@ -302,9 +301,10 @@ def _forest(job: ProfileSpec, bench: ProfiledPair) -> ShownForest:
     if snapshot.forest is None or len(steps) < job.show:
         raise UsageError(f"--show {job.show}: the first prompt ({request.id}) took {len(steps)} iterations only")
     size = bench.target.vocab_size
-    pieces = bench.codec.token_bytes()[:size]
+    codec = bench.loaded.codec
+    pieces = codec.token_bytes()[:size]
     names = [piece.decode("utf-8", "replace") for piece in pieces] + [""] * (size - len(pieces))
-    ends = bench.codec.eos_ids
+    ends = codec.eos_ids
     names = [name or ("<end>" if token in ends else f"<{token}>") for token, name in enumerate(names)]
     return snapshot.shown(request.id, job.method.rule, steps[job.show - 1].steps, names, job.method.drafter)
 
@@ -337,7 +337,7 @@ def _roofline(job: ProfileSpec, bench: ProfiledPair) -> Roofline | None:
     if size is None:
         return None
     bench.budget.tell("timing a copy and a matrix product")
-    dtype = getattr(torch, job.dtype) if hasattr(torch, job.dtype) else torch.float32
+    dtype = getattr(torch, bench.info.dtype, torch.float32)
     rates = machine_rates(model.device, dtype, size.read_bytes)
     return Roofline(size.read_bytes, size.flops_per_node, model.kv_bytes_per_slot(), *rates)
 

@@ -19,6 +19,7 @@ from dsbd_cli.lab.profiling.profile import depth_rates
 from dsbd_cli.lab.profiling.runs import ProfiledPair
 from dsbd_cli.lab.profiling.timers import RunLog
 from dsbd_cli.ops.interface import Ops
+from dsbd_cli.requests import EngineInfo
 from tests.helpers.toys import NumberCodec, table_pair
 
 VOCABULARY = 12
@@ -113,7 +114,8 @@ def test_the_acceptance_of_a_profile_is_what_the_walks_looked_at() -> None:
     target, draft = table_pair(1, VOCABULARY, 0.6)
     sampling = SamplingConfig(top_k=0, max_new_tokens=16)
     requests = tuple(Request(id=str(i), seed=i, prompt=f"{i % 5} {i % 7}", sampling=sampling) for i in range(6))
-    pair = ProfiledPair(target, draft, NumberCodec(VOCABULARY, (3,)), requests, 3, ("t", "d"))
+    loaded = Engine(target, draft, NumberCodec(VOCABULARY, (3,)), info=EngineInfo("t", "d", "float32", "cpu"))
+    pair = ProfiledPair(loaded, requests, 3)
     found = pair.timed(METHODS[0], log_steps=True)
     steps = [one for result in found.results for one in result.stats.step_log]
     rates = depth_rates(found.stats, found.method.depth)
