@@ -131,7 +131,7 @@ def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptio
     if rate is not None and not 0 < rate < 1:
         raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
     draft_device = devices_of(loading.device)[1]
-    devices = DeviceOptions(**vars(loading) | {"device": devices_of(loading.device)[0]})
+    devices = DeviceOptions(**vars(loading) | {"device": devices_of(loading.device)[0], "threads": options.threads})
     settings = _run_settings(options, decoding, devices)
     with StopSignals() as signals, talking() as talk:
         _Distilling(options, settings, draft_device, options.input, options.output, signals, talk).run()
@@ -272,10 +272,8 @@ class _Distilling:
             raise StoppedError(number)
 
     def _load(self) -> Engine:
-        from dsbd_cli.loading import load
-
         self._talk.now("loading the target", {})
-        engine = load(self._spec, None, method=self._settings.method, threads=self._options.threads)
+        engine = self._settings.load()
         self._check_stopped()
         return engine
 

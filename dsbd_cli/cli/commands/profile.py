@@ -39,7 +39,6 @@ from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.requests import Request, derive_seed
 
 if TYPE_CHECKING:
-    from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.lab.reports.profile_data import ForestSize, Profile
 
 T = TypeVar("T")
@@ -166,7 +165,11 @@ def _measure(
 ) -> tuple[bool, Profile | None]:
     """Whether anything that was measured has been told, and the profile. Where torch is imported."""
     talk.step("loading the models")
-    engine, before = _load(settings)
+    # what is imported here would else count as the models' memory
+    from dsbd_cli.lab.metrics.memory import resident_bytes
+
+    before = resident_bytes()
+    engine = settings.load()
     from dsbd_cli.lab.profiling.budget import Budget
     from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
     from dsbd_cli.lab.profiling.runs import ProfiledPair
@@ -192,26 +195,6 @@ def _measure(
         )
     )
     return shown, found
-
-
-def _load(settings: RunSettings) -> tuple[Engine, int | None]:
-    """The models, and the bytes that this process held before them."""
-    from dsbd_cli import loading
-
-    # what is imported here would else count as the models' memory
-    from dsbd_cli.lab.metrics.memory import resident_bytes
-
-    before = resident_bytes()
-    engine = loading.load(
-        settings.target,
-        settings.draft,
-        method=settings.method,
-        batch_size=settings.batch_size,
-        cuda_graphs=settings.cuda_graphs,
-        kernels=settings.kernels,
-        threads=settings.threads,
-    )
-    return engine, before
 
 
 def option_words(group: object) -> list[str]:
