@@ -139,7 +139,7 @@ def _runnable(
     if "greedy" in asks:
         hot = [one for one in planned.settings if _draws_always(one)]
         planned = planned.without(hot, methods, "some line asks for temperature 0, which it does not take")
-    theirs = [one.name for one in planned.settings if one.samples and not isinstance(one.config, MethodConfig)]
+    theirs = [one.name for one in planned.settings if one.config.samples and not isinstance(one.config, MethodConfig)]
     if "seed" in asks and theirs:
         note = f"{', '.join(theirs)}: transformers draws with the run's seed, not with a line's own"
         planned = dataclasses.replace(planned, notes=(*planned.notes, note))
@@ -168,7 +168,7 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
     """Return these as options of generate. Raises UsageError for options of sampling where no method samples."""
     given = {item.name: getattr(drawing, item.name) for item in dataclasses.fields(drawing)}
     idle = [name for name in ("temperature", "top_k", "top_p", "min_p", "seed") if given[name] is not None]
-    if idle and not any(one.samples for one in planned.settings):
+    if idle and not any(one.config.samples for one in planned.settings):
         names = ", ".join(option_name(name) for name in idle)
         raise UsageError(f"{names} would do nothing, because no method of --methods samples: drop it")
     hot = [one.name for one in planned.settings if _draws_always(one)]
@@ -181,7 +181,8 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
 
 def _draws_always(setting: SweepSetting) -> bool:
     """Whether it samples and does not take temperature 0."""
-    return setting.samples and not (isinstance(setting.config, MethodConfig) and setting.config.takes_greedy)
+    config = setting.config
+    return config.samples and not (isinstance(config, MethodConfig) and config.takes_greedy)
 
 
 def _of_input(data: DataOptions) -> DataOptions:

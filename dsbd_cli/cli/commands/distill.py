@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -334,8 +335,6 @@ class _Distilling:
         publish_student(training.student, self._spec, self._folder, stored_dtype(self._spec))
 
     def _take_steps(self, engine: Engine, training: Training, held: list[Request]) -> None:
-        from dsbd_cli.train.student import remove
-
         record = self._record
         steps = record.plan.steps
         every = max(1, steps // EVALUATIONS)
@@ -371,7 +370,7 @@ class _Distilling:
         self._reach_with(engine, steps, losses, self._folder, held)
         record.complete = True
         record.write(self._folder)
-        remove(self._folder / CHECKPOINT)
+        shutil.rmtree(self._folder / CHECKPOINT, ignore_errors=True)
         if not self._options.quiet:
             _show(record, self._folder, len(held))
 

@@ -238,7 +238,7 @@ def make_runner(pair: Engine, setting: SweepSetting, spec: BenchSpec, longest: i
     """The runner of a setting. longest: tokens of a prompt, at most. Raises ModelError where another code does not take
     the target."""
     ranked = any(dataset.ranks is not None for dataset in spec.datasets)  # all hypotheses are asked for
-    changes = {"n_best": setting.num_beams} if ranked else {}
+    changes = {"n_best": setting.config.num_beams} if ranked else {}
     if isinstance(setting.config, MethodConfig):
         return EngineRunner(pair, setting, spec, changes)
     assert spec.grammar is None, "checked by the command"
