@@ -16,6 +16,7 @@ import torch
 import dsbd_cli
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, versions
+from dsbd_cli.lab.reports.bench_markdown import aligned_table
 from dsbd_cli.requests import Request, RequestResult
 
 __all__ = [
@@ -75,18 +76,9 @@ def publish(name: str, runs: Sequence[dict[str, Any]], title: str, about: str, *
 
 
 def markdown_table(rows: Sequence[dict[str, str]]) -> str:
-    """Rows of equal keys as a markdown table with aligned columns; the first column left, the others right."""
+    """Rows of equal keys as a markdown table; the first column left, the others right."""
     names = list(rows[0])
-    widths = [max(len(name), *(len(row[name]) for row in rows)) for name in names]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
-    return "\n".join([line(names), rule, *(line([row[name] for name in names]) for row in rows)]) + "\n"
+    return aligned_table(names, [[row[name] for name in names] for row in rows], [name == names[0] for name in names])
 
 
 def numbers(text: str) -> list[int]:
