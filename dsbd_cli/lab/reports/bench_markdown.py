@@ -30,10 +30,10 @@ def markdown_table(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) ->
     return aligned_table([column.title for column in columns], cells, [column.text for column in columns])
 
 
-def markdown_page(report: BenchReport, title: str = "dsbd bench") -> str:
+def markdown_page(report: BenchReport) -> str:
     """Heading, command, one table per task with quality, speed, memory and energy, a second one with the work."""
     env = report.environment
-    parts = [f"# {title}\n", f"`{env.get('command')}`, {env.get('date')}\n"]
+    parts = ["# dsbd bench\n", f"`{env.get('command')}`, {env.get('date')}\n"]
     parts.append(
         "\n".join(f"- {line}" for line in [*cells.environment_lines(report), *cells.reading_lines(report.rows)]) + "\n"
     )
