@@ -81,8 +81,8 @@ class ProfiledRun:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledPair:
-    """What all runs of a profile share: a loaded engine, the requests, rows decoded together, and the time that the
-    runs may take."""
+    """Things that all runs of a profile share: a loaded engine, the requests, rows decoded together, and the time that
+    they may take."""
 
     loaded: Engine
     requests: tuple[Request, ...]
