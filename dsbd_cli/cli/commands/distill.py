@@ -132,7 +132,7 @@ def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptio
     if rate is not None and not 0 < rate < 1:
         raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
     draft_device = devices_of(loading.device)[1]
-    devices = DeviceOptions(**vars(loading) | {"device": devices_of(loading.device)[0], "threads": options.threads})
+    devices = DeviceOptions(**vars(loading) | {"device": devices_of(loading.device)[0]})
     settings = _run_settings(options, decoding, devices)
     with StopSignals() as signals, talking() as talk:
         _Distilling(options, settings, draft_device, options.input, options.output, signals, talk).run()
@@ -274,7 +274,7 @@ class _Distilling:
 
     def _load(self) -> Engine:
         self._talk.now("loading the target", {})
-        engine = self._settings.load()
+        engine = replace(self._settings, threads=self._options.threads).load()
         self._check_stopped()
         return engine
 
