@@ -14,14 +14,13 @@ from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
 def aligned_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[bool]) -> str:
     """A markdown table, aligned so that it can be read as text too. left: columns that stand on the left."""
     shown = [[cell.replace("|", "\\|") for cell in line] for line in (titles, *rows)]
-    widths = [max(3, *(len(line[place]) for line in shown)) for place in range(len(titles))]
-    rule = ["-" * width if text else "-" * (width - 1) + ":" for width, text in zip(widths, left, strict=True)]
+    widths = [max(len(line[place]) for line in shown) for place in range(len(titles))]
+    rule = ["-" * (width + 1) + ("-" if text else ":") for width, text in zip(widths, left, strict=True)]
     padded = [
-        [f"{cell:{'<' if text else '>'}{width}}" for cell, width, text in zip(line, widths, left, strict=True)]
+        [f" {cell:{'<' if text else '>'}{width}} " for cell, width, text in zip(line, widths, left, strict=True)]
         for line in shown
     ]
-    lines = [padded[0], rule, *padded[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return "\n".join(f"|{'|'.join(line)}|" for line in (padded[0], rule, *padded[1:])) + "\n"
 
 
 def markdown_table(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> str:
