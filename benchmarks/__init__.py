@@ -1,1 +1,1 @@
-"""Measurements that the README quotes; run from the repository root, e.g. `python -m benchmarks.scores`."""
+"""Measurements that the README quotes; run from the repository root, e.g. `python -m benchmarks.speed`."""

@@ -1,70 +1,60 @@
-"""What every benchmark shares: where results go, what machine they come from, and tables."""
+"""Places for results, facts of the machine that they come from, and tables."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import platform
-import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dsbd_cli import __version__
+import dsbd_cli
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, versions
+from dsbd_cli.lab.reports.bench_markdown import aligned_table
+from dsbd_cli.requests import Request, RequestResult
 
-__all__ = ["environment", "markdown_table", "results_folder", "write_results"]
+__all__ = [
+    "device_name",
+    "environment",
+    "markdown_table",
+    "numbers",
+    "own_memory",
+    "publish",
+    "results_folder",
+    "step_seconds",
+    "whole",
+    "write_results",
+]
 
 
 def device_name() -> str:
-    """The GPU's name, or the processor's with its core count."""
+    """The GPU's name, or the processor's with its threads."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    return f"{model}, {torch.get_num_threads()} threads"
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
 def environment() -> dict[str, Any]:
     """Versions, device, commit and the command that is running."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    packages = ("torch", "transformers", "tokenizers", "typer", "numpy")
-    return {
-        "command": " ".join(["python -m", *_module(), *sys.argv[1:]]),
-        "dsbd": __version__,
-        "commit": commit.stdout.strip() or None,
-        "python": platform.python_version(),
-        "device": device_name(),
-        **{name: _version(name) for name in packages},
-    }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _module() -> list[str]:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return [spec.name] if spec is not None else [sys.argv[0]]
-
-
-def device_kind() -> str:
-    """gpu or cpu."""
-    return "gpu" if torch.cuda.is_available() else "cpu"
+    return {
+        "command": " ".join(["python -m", sys.argv[0] if spec is None else spec.name, *sys.argv[1:]]),
+        "commit": commit_of(Path(dsbd_cli.__file__).parent),
+        "device": device_name(),
+        **versions(),
+    }
 
 
 def results_folder(name: str) -> Path:
     """benchmarks/results/<date>-<device kind>/<name>, made if missing."""
-    folder = Path(__file__).parent / "results" / f"{date.today().isoformat()}-{device_kind()}" / name
+    kind = "gpu" if torch.cuda.is_available() else "cpu"
+    folder = Path(__file__).parent / "results" / f"{date.today().isoformat()}-{kind}" / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -76,16 +66,57 @@ def write_results(folder: Path, runs: Sequence[dict[str, Any]], report: str) -> 
     (folder / "report.md").write_text(report, encoding="utf-8")
 
 
+def publish(name: str, runs: Sequence[dict[str, Any]], title: str, about: str, *parts: str) -> None:
+    """Write and print a report in the folder `name`: its command, device and commit, what it is about, and tables."""
+    env = environment()
+    origin = f"`{env['command']}` on {env['device']}, commit {env['commit']}. {about}".rstrip()
+    report = "\n\n".join((f"# {title}", origin, *parts))
+    write_results(results_folder(name), runs, report)
+    print(report, flush=True)
+
+
 def markdown_table(rows: Sequence[dict[str, str]]) -> str:
-    """Rows of equal keys as a markdown table with aligned columns; the first column left, the others right."""
+    """Rows of equal keys as a markdown table; the first column left, the others right."""
     names = list(rows[0])
-    widths = [max(len(name), *(len(row[name]) for row in rows)) for name in names]
+    return aligned_table(names, [[row[name] for name in names] for row in rows], [name == names[0] for name in names])
 
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return "| " + " | ".join(padded) + " |"
 
-    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
-    return "\n".join([line(names), rule, *(line([row[name] for name in names]) for row in rows)]) + "\n"
+def numbers(text: str) -> list[int]:
+    """1,2,4 -> [1, 2, 4]."""
+    return [int(part) for part in text.split(",")]
+
+
+def whole(text: str) -> int:
+    """A count of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
+
+
+def own_memory(process: int) -> int:
+    """Bytes of memory that belong to a process alone (RssAnon); 0 where it has ended."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+def step_seconds(engine: Engine, requests: Iterable[Request]) -> tuple[list[float], list[RequestResult]]:
+    """Answer requests: seconds of every iteration, and the results."""
+    step, seconds = engine.stepper.step, list[float]()
+
+    def timed(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        result = step(*arguments)  # ends with a read of the counters: the device is done
+        seconds.append(time.perf_counter() - start)
+        return result
+
+    engine.stepper.step = timed  # type: ignore[method-assign]
+    try:
+        results = list(engine.run(requests))
+    finally:
+        engine.stepper.step = step  # type: ignore[method-assign]
+    for result in results:
+        result.check()
+    return seconds, results

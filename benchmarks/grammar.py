@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import environment, markdown_table, results_folder, write_results
+from benchmarks.common import markdown_table, numbers, publish, step_seconds, whole
 from benchmarks.inflate import SHAPES
-from benchmarks.speed import Bench, numbers, prepare, whole
+from benchmarks.speed import Bench, prepare
 from dsbd_cli import Engine, MethodConfig, Request
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.engine.constraints.grammar import GrammarMasks, GrammarStep
@@ -64,20 +64,9 @@ class Inside:
 
 def once(engine: Engine, requests: list[Request], inside: Inside, sums: Sums) -> None:
     """One round of a run."""
-    iterations, step, before = 0, engine.stepper.step, inside.seconds
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal iterations
-        iterations += 1
-        return step(*arguments)
-
-    engine.stepper.step = counted  # type: ignore[method-assign]
-    start = time.perf_counter()
-    results = list(engine.run(requests, seed=0))
-    seconds = time.perf_counter() - start
-    engine.stepper.step = step  # type: ignore[method-assign]
-    for result in results:
-        result.check()
+    before, start = inside.seconds, time.perf_counter()
+    steps, results = step_seconds(engine, requests)
+    seconds, iterations = time.perf_counter() - start, len(steps)
     sums.iteration_ms.append(
         1e3 * sum(r.stats.target_s + r.stats.verify_s + r.stats.draft_s for r in results) / iterations
     )
@@ -145,13 +134,9 @@ def main() -> None:
                     "valid": "-" if sums.valid is None else f"{100 * sums.valid:.0f} %",
                 }
             )
-    report = (
-        f"# Grammars: {options.shape}, {options.dtype}, {options.requests} requests of {options.new_tokens} tokens\n\n"
-        f"`{environment()['command']}`, commit {environment()['commit']}, {environment()['device']}. "
-        f"Medians of {options.rounds} interleaved rounds; schema {options.schema.name}.\n\n{markdown_table(rows)}"
-    )
-    write_results(results_folder(options.name), runs, report)
-    print(report)
+    title = f"Grammars: {options.shape}, {options.dtype}, {options.requests} requests of {options.new_tokens} tokens"
+    about = f"Medians of {options.rounds} interleaved rounds; schema {options.schema.name}."
+    publish(options.name, runs, title, about, markdown_table(rows))
 
 
 if __name__ == "__main__":

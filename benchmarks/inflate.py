@@ -60,7 +60,6 @@ def inflate(
     small: LlamaForCausalLM,
     shape: Shape,
     dtype: torch.dtype = torch.float32,
-    seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> LlamaForCausalLM:
     """A model of the given shape with the small model's logits; padding ids get the lowest logits. Made where it is to
@@ -76,7 +75,7 @@ def inflate(
     large.to_empty(device=device)
     # the frequencies are no weights: computed, and in float32 whatever the weights are
     large.model.rotary_emb = type(large.model.rotary_emb)(large.config).to(device)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in large.parameters():
             parameter.normal_(0.0, 0.02, generator=generator)

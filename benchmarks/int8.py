@@ -1,11 +1,9 @@
-"""`--quantize int8` beside the checkpoint's own weights: error of the log-probabilities, and time of forwards.
+"""`--quantize int8` beside the checkpoint's own weights: error of the log-probabilities, and tokens/s.
 
     python -m benchmarks.int8 error --target models/qwen2.5-coder-0.5b-instruct
-    python -m benchmarks.int8 forwards --target models/qwen2.5-coder-1.5b-instruct --nodes 4,20,36 --rounds 20
     python -m benchmarks.int8 decode --target models/qwen2.5-coder-1.5b-instruct --ctranslate2
 
 error: KL divergence from float32 and agreement of the most probable token, of bfloat16 and of int8 beside bfloat16.
-forwards: medians of forwards of so many tokens, bfloat16 and int8 in alternation in one process.
 decode: tokens/s of the best answer, one chat prompt at a time, beam search without a draft; every prompt is answered by
 all in turn, and the time of its own forward counts. The results are written after every prompt; `--seconds` ends it.
 One that runs SQL tasks: `dsbd bench --task sql` with and without `--quantize int8`.
@@ -38,10 +36,6 @@ from dsbd_cli.models.load_model import load_model
 TEXTS = ("README.md", "docs/algorithm.md", "dsbd_cli/ops/cpu/int8.py", "sample_inputs/prompts.jsonl")
 
 
-def loaded(target: str, dtype: str, quantize: Any) -> Any:
-    return load_model(ModelSpec(target, device="cpu", dtype=dtype, quantize=quantize, numerics="fast"))
-
-
 def logprobs(target: str, dtype: str, quantize: Any, tokens: int) -> Tensor:
     """[places, V] log-probabilities after every token of the texts, in float32."""
     run: Callable[[Tensor], Tensor]
@@ -49,7 +43,8 @@ def logprobs(target: str, dtype: str, quantize: Any, tokens: int) -> Tensor:
         network, tokenizer = load(ModelSpec(target, device="cpu", dtype=dtype))
         run = lambda tokens: network(tokens, use_cache=False).logits  # noqa: E731
     else:
-        model, codec = loaded(target, dtype, quantize)
+        spec = ModelSpec(target, device="cpu", dtype=dtype, quantize=quantize, numerics="fast")
+        model, codec = load_model(spec)
         run, tokenizer = model.plain, codec.tokenizer
     root = Path(__file__).parents[1]
     found = []
@@ -74,22 +69,6 @@ def error(target: str, tokens: int) -> None:
             f"most probable token off by {off:.4f}; the same one at {agree:.1%} of {len(exact)} places",
             flush=True,
         )
-
-
-def forwards(target: str, sizes: list[int], rounds: int) -> None:
-    """Median milliseconds of a forward of so many tokens, and the ratio."""
-    models = {name: loaded(target, "bfloat16", name)[0] for name in (None, "int8")}
-    with torch.inference_mode():
-        for nodes in sizes:
-            tokens = torch.arange(nodes).unsqueeze(0) + 100
-            taken: dict[Any, list[float]] = {name: [] for name in models}
-            for _ in range(rounds + 2):
-                for name, model in models.items():
-                    start = time.perf_counter()
-                    model.plain(tokens)
-                    taken[name].append(1000 * (time.perf_counter() - start))
-            plain, int8 = (statistics.median(times[2:]) for times in taken.values())
-            print(f"{nodes} tokens: bfloat16 {plain:.1f} ms, int8 {int8:.1f} ms, ratio {int8 / plain:.2f}", flush=True)
 
 
 Answering = Callable[[list[int]], tuple[int, ...]]
@@ -175,11 +154,9 @@ def decode_table(runs: list[dict[str, Any]], names: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("error", "forwards", "decode"))
+    parser.add_argument("what", choices=("error", "decode"))
     parser.add_argument("--target", required=True)
     parser.add_argument("--tokens", type=int, default=250, help="of each text")
-    parser.add_argument("--nodes", default="4,20,36", help="tokens of a forward")
-    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--num-beams", type=int, default=4, help="of decode, as all that follow")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -190,10 +167,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "error":
         error(options.target, options.tokens)
-    elif options.what == "decode":
-        decode(options)
     else:
-        forwards(options.target, [int(nodes) for nodes in options.nodes.split(",")], options.rounds)
+        decode(options)
 
 
 if __name__ == "__main__":

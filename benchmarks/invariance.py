@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import dsbd_cli
-from benchmarks.common import environment, markdown_table, results_folder, write_results
+from benchmarks.common import environment, markdown_table, numbers, results_folder, write_results
 from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, RequestResult, SamplingConfig
 from dsbd_cli.config.model import NUMERICS
 from dsbd_cli.config.variants import DRAFTERS
@@ -207,11 +207,6 @@ def read_prompts(path: Path | None) -> list[str]:
 def words(text: str) -> list[str]:
     """a,b -> [a, b]."""
     return text.split(",")
-
-
-def numbers(text: str) -> list[int]:
-    """1,2,4 -> [1, 2, 4]."""
-    return [int(part) for part in words(text)]
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.common import environment, markdown_table, results_folder, write_results
+from benchmarks.common import markdown_table, publish
 from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig, load
 from dsbd_cli.config.model import BUILTIN_TARGET
 from training.tasks import GENERATORS
@@ -115,14 +115,8 @@ def main() -> None:
         )
         for name, launched in itertools.islice(most.items(), options.functions):
             print(f"{launched:6d} {name}")
-    report = (
-        f"# Operations of one iteration: W={options.num_beams}, K={options.drafts_per_layer}, D={options.depth}\n\n"
-        f"`{environment()['command']}`, commit {environment()['commit']}. "
-        f"Medians of {options.iterations} iterations.\n\n"
-        f"{markdown_table(rows)}"
-    )
-    write_results(results_folder(options.name), runs, report)
-    print(report)
+    title = f"Operations of one iteration: W={options.num_beams}, K={options.drafts_per_layer}, D={options.depth}"
+    publish(options.name, runs, title, f"Medians of {options.iterations} iterations.", markdown_table(rows))
 
 
 if __name__ == "__main__":

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import environment, markdown_table, results_folder, write_results
-from benchmarks.forwards import forward_times
+from benchmarks.common import markdown_table, numbers, publish, step_seconds, whole
 from benchmarks.inflate import SHAPES
-from benchmarks.speed import Bench, numbers, prepare, whole
+from benchmarks.speed import Bench, prepare
 from dsbd_cli import Engine, MethodConfig
+from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.forest_model import BaseForestModel
 
+REPEATS = 7  # of a forward
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "Memcpy DtoH (Device -> Pageable)")
 
 
@@ -53,7 +54,7 @@ def shares_outside(bench: Bench, method: MethodConfig, batch_size: int) -> list[
     models: list[Any] = [*watched, None][:2]
     engine = Engine(models[0], models[1], bench.codec, method, batch_size=batch_size)
     shares: list[float] = []
-    step = engine._stepper.step
+    step = engine.stepper.step
 
     def timed(*arguments: Any) -> Any:
         inside, start = sum(model.seconds for model in watched), time.perf_counter()
@@ -62,7 +63,7 @@ def shares_outside(bench: Bench, method: MethodConfig, batch_size: int) -> list[
         shares.append(1 - (sum(model.seconds for model in watched) - inside) / whole)
         return result
 
-    engine._stepper.step = timed  # type: ignore[method-assign]
+    engine.stepper.step = timed  # type: ignore[method-assign]
     list(engine.run(bench.requests))
     return shares[len(shares) // 4 :]
 
@@ -71,25 +72,57 @@ def iteration_times(bench: Bench, method: MethodConfig, batch_size: int) -> tupl
     """Seconds of iterations whose shape has been seen (no prefill), and the slots in use at their end."""
     draft = bench.draft if method.depth else None
     engine = Engine(bench.target, draft, bench.codec, method, batch_size=batch_size)
-    seconds: list[float] = []
-    step = engine._stepper.step
-
-    def timed(*arguments: Any) -> Any:
-        start = time.perf_counter()
-        result = step(*arguments)  # ends with a read of the counters: the device is done
-        seconds.append(time.perf_counter() - start)
-        return result
-
-    engine._stepper.step = timed  # type: ignore[method-assign]
-    results = list(engine.run(bench.requests))
+    seconds, results = step_seconds(engine, bench.requests)
     return seconds, max(result.stats.kv_peak_slots for result in results)
+
+
+@torch.inference_mode()
+def forward_times(model: BaseForestModel, rows: int, nodes: int, slots: int) -> float:
+    """Median seconds of a forward over `nodes` nodes in each of `rows` rows that see `slots` slots; captured as a CUDA
+    graph on a GPU."""
+    device = model.device
+    slots = max(slots, nodes + 1)
+    model.reserve(rows, slots + 1)
+    at = torch.arange(slots - nodes, slots, device=device).expand(rows, nodes)
+    batch = ForestInput(
+        tokens=torch.randint(5, 1000, (rows, nodes), device=device),
+        positions=at,
+        slots=at,
+        mask=torch.ones(rows, nodes, slots, dtype=torch.bool, device=device),
+        slot_positions=torch.arange(slots, device=device).expand(rows, slots),
+    )
+
+    def run() -> None:
+        model.forward(batch)
+
+    for _ in range(2):
+        run()
+    if device.type != "cuda":
+        seconds = []
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    seconds = []
+    for _ in range(REPEATS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(seconds)
 
 
 def reads_per_iteration(bench: Bench, method: MethodConfig, batch_size: int) -> dict[str, float]:
     """Reads of the host inside iterations, counted by the profiler."""
     draft = bench.draft if method.depth else None
     engine = Engine(bench.target, draft, bench.codec, method, batch_size=batch_size)
-    step, counts, iterations = engine._stepper.step, dict.fromkeys(READS, 0), 0
+    step, counts, iterations = engine.stepper.step, dict.fromkeys(READS, 0), 0
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
 
     def profiled(*arguments: Any) -> Any:
@@ -104,7 +137,7 @@ def reads_per_iteration(bench: Bench, method: MethodConfig, batch_size: int) -> 
                 counts[event.key] += event.count
         return result
 
-    engine._stepper.step = profiled  # type: ignore[method-assign]
+    engine.stepper.step = profiled  # type: ignore[method-assign]
     list(engine.run(bench.requests[:batch_size]))
     return {name: count / iterations for name, count in counts.items()}
 
@@ -143,15 +176,12 @@ def main() -> None:
             }
         )
         print(rows[-1], flush=True)
-    env = environment()
-    text = (
-        f"# Overhead: {options.shape} with {options.draft_shape}, {options.dtype}\n\n"
-        f"`{env['command']}` on {env['device']}, commit {env['commit']}. Medians. "
-        "reads: per iteration, one of the counters and those that the profiler sees (on a CPU one, of the kernel of "
-        "attention).\n\n"
+    about = (
+        "Medians. reads: per iteration, one of the counters and those that the profiler sees (on a CPU one, of the "
+        "kernel of attention)."
     )
-    write_results(results_folder(options.name), runs, text + markdown_table(rows))
-    print(text + markdown_table(rows))
+    title = f"Overhead: {options.shape} with {options.draft_shape}, {options.dtype}"
+    publish(options.name, runs, title, about, markdown_table(rows))
 
 
 def measure(bench: Bench, method: MethodConfig, batch_size: int, rounds: int) -> dict[str, Any]:
@@ -163,10 +193,10 @@ def measure(bench: Bench, method: MethodConfig, batch_size: int, rounds: int) ->
         seconds, slots = iteration_times(bench, method, batch_size)
         iterations.append(statistics.median(seconds[len(seconds) // 4 :]))
         nodes = method.num_beams + method.depth * method.drafts_per_layer
-        targets.append(forward_times(bench.target, batch_size, nodes, slots, 7))
+        targets.append(forward_times(bench.target, batch_size, nodes, slots))
         if method.depth:
-            first = forward_times(bench.draft, batch_size, 2 * method.num_beams, slots, 7)
-            layer = forward_times(bench.draft, batch_size, method.drafts_per_layer, slots, 7)
+            first = forward_times(bench.draft, batch_size, 2 * method.num_beams, slots)
+            layer = forward_times(bench.draft, batch_size, method.drafts_per_layer, slots)
             drafts.append(first + (method.depth - 1) * layer)
     iteration = statistics.median(iterations)
     forwards = statistics.median(targets) + (statistics.median(drafts) if drafts else 0.0)

@@ -14,7 +14,7 @@ import statistics
 import time
 
 import dsbd_cli
-from benchmarks.common import environment, markdown_table, results_folder, write_results
+from benchmarks.common import markdown_table, numbers, publish
 from benchmarks.invariance import signature
 from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig
 from dsbd_cli.lab.tasks.choose import TASKS
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--shots", type=int, default=3, help="solved examples before every question")
     parser.add_argument("--records", type=int, default=16)
-    parser.add_argument("--batch-size", default="1,8", help="several, by commas")
+    parser.add_argument("--batch-size", type=numbers, default=[1, 8], help="several, by commas")
     parser.add_argument("--num-beams", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
@@ -45,7 +45,7 @@ def main() -> None:
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, n_best=options.num_beams)
     requests = [Request(record.prompt, id=str(place), sampling=sampling) for place, record in enumerate(records)]
     runs, lines = list[dict[str, object]](), list[dict[str, str]]()
-    for batch_size in map(int, options.batch_size.split(",")):
+    for batch_size in options.batch_size:
         engine = first.replace(method=method, batch_size=batch_size)
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         found: dict[str, list[object]] = {}
@@ -74,9 +74,7 @@ def main() -> None:
             }
         )
         print(lines[-1], flush=True)
-    report = f"# Prompts that begin alike\n\n`{environment()['command']}`\n\n{markdown_table(lines)}\n"
-    write_results(results_folder(options.name), runs, report)
-    print(report)
+    publish(options.name, runs, "Prompts that begin alike", "", markdown_table(lines))
 
 
 if __name__ == "__main__":

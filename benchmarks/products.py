@@ -15,7 +15,7 @@ import time
 import torch
 from torch import Tensor
 
-from benchmarks.common import device_name, markdown_table, results_folder, write_results
+from benchmarks.common import markdown_table, numbers, publish
 from dsbd_cli.ops import select
 from dsbd_cli.ops.cpu import linear as packing
 
@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="8960x1536,1536x8960,1536x576", help="outputs x inputs, by commas")
     parser.add_argument("--dtypes", default="bfloat16,float32")
-    parser.add_argument("--rows", default="1,4,8,36,256")
+    parser.add_argument("--rows", type=numbers, default=[1, 4, 8, 36, 256])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--name", default="products", help="folder of the results")
     options = parser.parse_args()
@@ -50,7 +50,7 @@ def main() -> None:
             count = max(2, COLD_BYTES // (outputs * inputs * dtype.itemsize))
             weights = [torch.randn(outputs, inputs, dtype=dtype) for _ in range(count)]
             layers = {name: [way([weight]) for weight in weights] for name, way in WAYS.items()}
-            for rows in map(int, options.rows.split(",")):
+            for rows in options.rows:
                 x, best = torch.randn(rows, inputs, dtype=dtype), dict.fromkeys(WAYS, float("inf"))
                 for number in range(options.rounds + 1):
                     for name in WAYS:
@@ -70,11 +70,8 @@ def main() -> None:
                         "ours, GFLOP/s": f"{2 * rows * outputs * inputs / best['ours'] / 1e9:.0f}",
                     }
                 )
-                about = f"{device_name()}, best of {options.rounds} rounds; bfloat16 "
-                about += f"by the tile '{packing.bfloat16_tile()}'"
-                report = f"# Linear layers\n\n{about}\n\n{markdown_table(lines)}"
-                write_results(results_folder(options.name), runs, report)
-    print(report, flush=True)
+                about = f"Best of {options.rounds} rounds; bfloat16 by the tile '{packing.bfloat16_tile()}'."
+                publish(options.name, runs, "Linear layers", about, markdown_table(lines))
 
 
 if __name__ == "__main__":

@@ -18,10 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
-
 import dsbd_cli
-from benchmarks.common import markdown_table, results_folder, write_results
+from benchmarks.common import markdown_table, numbers, publish
 from benchmarks.equal import encoded
 from benchmarks.instruct_prompts import prompts
 from benchmarks.invariance import signature
@@ -51,7 +49,7 @@ def main() -> None:
     parser.add_argument("--rule", default="search")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantize")
-    parser.add_argument("--num-beams", default="4", help="several, by commas")
+    parser.add_argument("--num-beams", type=numbers, default=[4], help="several, by commas")
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--name", default="programs", help="folder of the results")
@@ -68,7 +66,7 @@ def main() -> None:
         parser.error(f"{options.target} runs no programs here")
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens)
     runs, lines = list[dict[str, object]](), list[dict[str, str]]()
-    for num_beams in map(int, options.num_beams.split(",")):
+    for num_beams in options.num_beams:
         method = MethodConfig.of({"rule": options.rule, "num_beams": num_beams, **({} if draft else {"depth": 0})})
         engine = Engine(first.target, first.draft, first.codec, method, batch_size=1)
         seconds, tokens, same = dict.fromkeys((PROGRAMS, CALLED), 0.0), 0, 0
@@ -97,11 +95,8 @@ def main() -> None:
                 "answers of the same bits": f"{same} of {options.prompts}",
             }
         )
-        about = f"{options.target}, draft {options.draft}, {options.rule}, {options.quantize or options.dtype}, "
-        about += f"{torch.get_num_threads()} threads, one chat prompt at a time, {options.max_new_tokens} new tokens"
-        report = f"# Layers as programs\n\n{about}\n\n{markdown_table(lines)}"
-        write_results(results_folder(options.name), runs, report)
-        print(report, flush=True)
+        about = f"One chat prompt at a time, {options.max_new_tokens} new tokens."
+        publish(options.name, runs, "Layers as programs", about, markdown_table(lines))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@
     python -m benchmarks.seq2seq --target R/target --data R/test.jsonl --num-beams 1,4,10 --batch-size 1 --new-tokens 60
     python -m benchmarks.seq2seq --target G/target --draft G/draft --data G/test.jsonl --num-beams 1,4,8
 
-The fourth is a copy task (training/reactions.py; training/spelling.py is another). A line of the data is `{"prompt":
-..}`, and `phonemes`, a list of right answers, where errors are to be counted (see training/grapheme_phoneme.py). Random
-weights know no draft that is worth anything, so a shape is run without one.
+The fourth is a copy task (training/reactions.py). A line of the data is `{"prompt": ..}`, and `phonemes`, a list of
+right answers, where errors are to be counted (see training/grapheme_phoneme.py). Random weights know no draft that is
+worth anything, so a shape is run without one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from transformers import (
 )
 
 import dsbd_cli
-from benchmarks.common import environment, markdown_table, results_folder, write_results
-from benchmarks.speed import numbers
+from benchmarks.common import markdown_table, numbers, publish
 from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
@@ -251,7 +250,6 @@ def main() -> None:
         spec = ModelSpec(options.checkpoint, dtype=options.dtype)
         loaded = dsbd_cli.load(spec, options.draft)
         runs = [line for beams in options.num_beams for line in measure(loaded, rows, beams, options)]
-    env = environment()
     table = [
         {
             "method": run["method"],
@@ -265,16 +263,11 @@ def main() -> None:
         }
         for run in runs
     ]
-    report = (
-        f"# Encoder-decoder beams: {options.shape or options.target}, {options.dtype}, batches of "
-        f"{options.batch_size}\n\n`{env['command']}` on {env['device']}, commit {env['commit']}.\n\n"
+    title = (
+        f"Encoder-decoder beams: {options.shape or options.target}, {options.dtype}, batches of {options.batch_size}"
     )
-    write_results(
-        results_folder(options.name),
-        [{**vars(options), **run, "data": str(options.data)} for run in runs],
-        report + markdown_table(table),
-    )
-    print(markdown_table(table))
+    runs = [{**vars(options), **run, "data": str(options.data)} for run in runs]
+    publish(options.name, runs, title, "", markdown_table(table))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import torch
 from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 import dsbd_cli
-from benchmarks.common import environment, markdown_table, results_folder, write_results
+from benchmarks.common import markdown_table, publish
 from dsbd_cli import MethodConfig, ModelSpec, Request, RequestResult, SamplingConfig
 from dsbd_cli.models.adapted.speech import read_audio
 
@@ -166,7 +166,6 @@ def in_turns(options: argparse.Namespace) -> None:
         }
         for name, texts in said.items()
     ]
-    env = environment()
     table = markdown_table(
         [
             {
@@ -179,13 +178,9 @@ def in_turns(options: argparse.Namespace) -> None:
             for run in runs
         ]
     )
-    report = (
-        f"# Speech: {options.target}, {options.num_beams} beams, batches of {options.batch_size} (transformers: one at "
-        f"a time)\n\n`{env['command']}` on {env['device']}, commit {env['commit']}. Seconds are of all {len(files)} "
-        f"files, reading them included.\n\n"
-    )
-    write_results(results_folder(options.name), runs, report + table)
-    print(table)
+    together = f"batches of {options.batch_size} (transformers: one at a time)"
+    title = f"Speech: {options.target}, {options.num_beams} beams, {together}"
+    publish(options.name, runs, title, f"Seconds are of all {len(files)} files, reading them included.", table)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import argparse
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from benchmarks.common import environment, markdown_table, results_folder, write_results
-from benchmarks.ctranslate import Converted
+from benchmarks.common import markdown_table, numbers, publish, whole
 from benchmarks.inflate import SHAPES, inflate
-from benchmarks.outcome import Outcome, Runner, delivered
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.lab.peers.base import delivered
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checkpoints.loader import eos_ids, load_tokenizer
 from dsbd_cli.models.checkpoints.registry import resolve
@@ -40,6 +40,20 @@ from dsbd_cli.requests import derive_seed
 from training.tasks import GENERATORS
 
 NEW_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One method on all requests: seconds, tokens of the best texts, steps per target call and drafted nodes per target
+    call (None for others' code)."""
+
+    seconds: float
+    tokens: int
+    steps_per_call: float | None = None
+    nodes_per_call: float | None = None
+
+
+Runner = Callable[[], Outcome]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +97,7 @@ class Bench:
             for first in range(0, len(prompts), batch_size):
                 ids, mask = _padded(prompts[first : first + batch_size], model.device)
                 out = model.generate(ids, attention_mask=mask, generation_config=settings, **extra)
-                tokens += sum(delivered(row, self.codec.eos_ids) for row in out[:, ids.shape[1] :].tolist())
+                tokens += sum(len(delivered(row, self.codec.eos_ids)) for row in out[:, ids.shape[1] :].tolist())
             return Outcome(time.perf_counter() - start, tokens)
 
         return run
@@ -160,18 +174,6 @@ def methods(bench: Bench, beams: int, batch_size: int, drafts: int, depth: int) 
     return found
 
 
-def whole(text: str) -> int:
-    """A count of 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return int(text)
-
-
-def numbers(text: str) -> list[int]:
-    """1,2,4 -> [1, 2, 4]."""
-    return [int(part) for part in text.split(",")]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of methods on the built-in pair in a larger shape.")
     parser.add_argument("--shape", choices=("small", *SHAPES), default="tinyllama-1.1b")
@@ -184,26 +186,24 @@ def main() -> None:
     parser.add_argument("--drafts-per-layer", type=int, default=8)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--only", default="", help="methods whose name holds one of these words, comma separated")
-    parser.add_argument("--ctranslate2", action="store_true", help="compare with it too; it must be installed")
     parser.add_argument("--name", default="", help="name of the results folder")
     options = parser.parse_args()
     bench = prepare(options.shape, options.draft_shape, getattr(torch, options.dtype), options.requests)
-    converted = Converted(bench.plain[0], bench.codec.tokenizer, options.dtype) if options.ctranslate2 else None
-    runs, tables = [], []
+    about = (
+        "Shapes, cost and acceptance are real, weights are not: the built-in pair, inflated. Search is compared with "
+        "search, sampling with sampling."
+    )
+    runs, tables = list[dict[str, Any]](), list[str]()
     for beams, batch_size in itertools.product(options.num_beams, options.batch_size):
         runners = methods(bench, beams, batch_size, options.drafts_per_layer, options.depth)
-        if converted is not None:
-            prompts = [bench.codec.encode(request.prompt or "") for request in bench.requests]
-            name = f"CTranslate2 {'beam search' if beams > 1 else 'sampling'}, {converted.dtype}"
-            runners[name] = converted.runner(prompts, bench.codec.eos_ids, beams, batch_size, NEW_TOKENS)
         wanted = [word for word in options.only.split(",") if word]
         runners = {name: run for name, run in runners.items() if not wanted or any(word in name for word in wanted)}
         rounds = measure(runners, options.rounds, f"W={beams} batch {batch_size}")
         found, rows = summarise(rounds)
         runs += [{**vars(options), **run, "num_beams": beams, "batch_size": batch_size} for run in found]
         tables.append(f"## {beams} beams, batch {batch_size}\n\n{markdown_table(rows)}")
-        report(runs, tables, options)
-    print("\n".join(tables))
+        title = f"Speed: {options.shape} with {options.draft_shape}, {options.dtype}"
+        publish(options.name or f"speed-{options.shape}-{options.dtype}", runs, title, about, *tables)
 
 
 def measure(runners: dict[str, Runner], count: int, label: str) -> dict[str, list[Outcome]]:
@@ -243,19 +243,6 @@ def summarise(rounds: dict[str, list[Outcome]]) -> tuple[list[dict[str, Any]], l
         }
         rows.append(row | {label: f"{ratios[label]:.2f}x" if label in ratios else "" for label in partners})
     return runs, rows
-
-
-def report(runs: list[dict[str, Any]], tables: list[str], options: argparse.Namespace) -> None:
-    """Write what is measured so far."""
-    env = environment()
-    text = (
-        f"# Speed: {options.shape} with {options.draft_shape}, {options.dtype}\n\n"
-        f"`{env['command']}` on {env['device']}, commit {env['commit']}. Shapes, cost and acceptance "
-        "are real, weights are not: the built-in pair, inflated. Search is compared with search, sampling with "
-        "sampling.\n\n"
-    )
-    name = options.name or f"speed-{options.shape}-{options.dtype}"
-    write_results(results_folder(name), runs, text + "\n".join(tables))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from benchmarks.common import device_name, markdown_table, results_folder, write_results
+from benchmarks.common import markdown_table, own_memory, publish
 
 ROOT = Path(__file__).parents[1]
 PROMPT = {"messages": [{"role": "user", "content": "Write a haiku about the sea."}]}
@@ -63,11 +63,7 @@ def measured(command: list[str], stdin: bytes, cache: str) -> dict[str, float]:
     def watch() -> None:
         nonlocal most
         while process.poll() is None:
-            try:
-                lines = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8").splitlines()
-            except OSError:
-                return
-            most = max([most, *(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))])
+            most = max(most, own_memory(process.pid))
             time.sleep(0.02)
 
     watcher = threading.Thread(target=watch, daemon=True)
@@ -82,7 +78,7 @@ def measured(command: list[str], stdin: bytes, cache: str) -> dict[str, float]:
     after = os.times()
     watcher.join()
     spent = after.children_user + after.children_system - before.children_user - before.children_system
-    return {"first_s": first, "all_s": time.perf_counter() - start, "processor_s": spent, "own_gb": most * 1024 / 1e9}
+    return {"first_s": first, "all_s": time.perf_counter() - start, "processor_s": spent, "own_gb": most / 1e9}
 
 
 def main() -> None:
@@ -117,14 +113,10 @@ def main() -> None:
         of_way = [run for run in runs if run["way"] == way]
         row = {"load": str(way)}
         for field, title in {**names, "own_gb": "own memory, GB"}.items():
-            numbers = sorted(float(str(run[field])) for run in of_way)
-            row[title] = f"{median(numbers):.2f} ({numbers[0]:.2f} to {numbers[-1]:.2f})"
+            found = sorted(float(str(run[field])) for run in of_way)
+            row[title] = f"{median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
         table.append(row)
-    what = options.target or "the built-in pair, eight prompts"
-    how = " ".join(filter(None, (what, options.dtype if options.target else None, options.quantize)))
-    report = f"# Start\n\n{device_name()}, {how}: median of {options.rounds} (and range)\n\n{markdown_table(table)}\n"
-    print(report)
-    write_results(results_folder(options.name), runs, report)
+    publish(options.name, runs, "Start", f"Median of {options.rounds} (and range).", markdown_table(table))
 
 
 if __name__ == "__main__":

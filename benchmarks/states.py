@@ -29,9 +29,8 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.common import environment, markdown_table, results_folder, write_results
-from benchmarks.outcome import Outcome, Runner
-from benchmarks.speed import measure, summarise
+from benchmarks.common import markdown_table, publish
+from benchmarks.speed import Outcome, Runner, measure, summarise
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.adapted.causal import CausalForestModel
@@ -269,7 +268,7 @@ def cost_table(runs: Sequence[dict[str, Any]]) -> str:
                 "conv, read, solve, fold": f"{run['scans_ms']:.1f} ms ({run['share']:.0%})",
                 "forward": f"{run['forward_ms']:.1f} ms",
                 "state, any W": f"{run['state_bytes'] / 2**20:.2f} MiB",
-                "tail": f"{run['tail_bytes'] / 2**20:.2f} MiB",
+                "suffix": f"{run['suffix_bytes'] / 2**20:.2f} MiB",
             }
             for run in runs
         ]
@@ -294,26 +293,24 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     nodes, shapes = [int(item) for item in options.nodes.split(",")], options.shapes.split(",")
     only = options.only.split(",")
-    runs: list[dict[str, Any]] = []
-    env = environment()
-    text = f"# Recurrent layers over a forest\n\n`{env['command']}` on {env['device']}, commit {env['commit']}.\n"
+    runs, parts = list[dict[str, Any]](), list[str]()
     if "cost" in only:
         lengths = [int(item) for item in options.prompts.split(",")]
         asked = [(name, kind, length) for name in shapes for kind in PRECISIONS for length in lengths]
         runs += [line for one in asked for line in costs(*one, nodes, options.repeats)]
-        text += f"\n## Cost\n\nFour layers of each full shape, medians of {options.repeats}.\n\n{cost_table(runs)}"
+        about = f"Four layers of each full shape, medians of {options.repeats}."
+        parts.append(f"## Cost\n\n{about}\n\n{cost_table(runs)}")
     for name in shapes if "speed" in only else ():
         found, rows = summarise(
             speeds(name, options.layers, options.depth, options.requests, options.tokens, options.rounds)
         )
         runs += [{"shape": name, "layers": options.layers, **run} for run in found]
-        text += (
-            f"\n## Speed: {name}\n\n{options.layers} layers of the full shape, the draft is the first "
-            f"{max(1, options.layers // 4)}; W = {WIDTH}, one request at a time, {options.tokens} tokens each.\n\n"
-            f"{markdown_table(rows)}"
+        about = (
+            f"{options.layers} layers of the full shape, the draft is the first {max(1, options.layers // 4)}; "
+            f"W = {WIDTH}, one request at a time, {options.tokens} tokens each."
         )
-    write_results(results_folder(options.name), runs, text)
-    print(text)
+        parts.append(f"## Speed: {name}\n\n{about}\n\n{markdown_table(rows)}")
+    publish(options.name, runs, "Recurrent layers over a forest", "", *parts)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,8 @@ from typing import Any
 import torch
 
 import dsbd_cli
-from benchmarks.common import environment, markdown_table, results_folder, write_results
+from benchmarks.common import markdown_table, numbers, publish
 from benchmarks.invariance import PROMPTS
-from benchmarks.speed import numbers
 from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig
 from dsbd_cli.engine.constraints import trie
 from dsbd_cli.engine.constraints.answers import Catalogue, CatalogueAnswer, CatalogueCompiler
@@ -210,16 +209,10 @@ def main() -> None:
                 "illegal, twice": f"{run['illegal']}, {run['twice']} of {run['returned']}" if options.rows else "",
             }
         )
-        print(rows[-1], flush=True)
-        env = environment()
         held = f" Catalogue: {options.answers} answers, compiled in {compiled_s:.1f} s, {trie_mib:.1f} MiB."
-        text = (
-            f"# Many beams, long prompts: {options.dtype}, {options.new_tokens} new tokens\n\n"
-            f"`{env['command']}` on {env['device']}, commit {env['commit']}. Ours: best of {options.rounds}."
-            f"{held if catalogues else ''}\n\n"
-        )
-        write_results(results_folder(options.name), runs, text + markdown_table(rows))
-    print(markdown_table(rows))
+        title = f"Many beams, long prompts: {options.dtype}, {options.new_tokens} new tokens"
+        about = f"Ours: best of {options.rounds}.{held if catalogues else ''}"
+        publish(options.name, runs, title, about, markdown_table(rows))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from training.scores import load
 
-BUILTIN = Path(__file__).parents[1] / "dsbd_cli" / "engine" / "models" / "builtin"
+BUILTIN = Path(__file__).parents[1] / "dsbd_cli" / "models" / "builtin"
 
 
 def export(source: Path, folder: Path) -> None:

@@ -104,16 +104,16 @@ def _close_to_writing(database: sqlite3.Connection, value_bytes: int) -> None:
     database.set_authorizer(allow)
 
 
-def budget(seconds: float, steps: int | None, clock: Callable[[], float] = time.monotonic) -> Callable[[], str | None]:
+def budget(seconds: float, steps: int | None) -> Callable[[], str | None]:
     """Says, once in STEPS_PER_CALL steps, why a statement has to end; None: it may go on."""
-    end, calls = clock() + seconds, math.inf if steps is None else steps // STEPS_PER_CALL
+    end, calls = time.monotonic() + seconds, math.inf if steps is None else steps // STEPS_PER_CALL
 
     def over() -> str | None:
         nonlocal calls
         calls -= 1
         if calls < 0:
             return f"it took more than {steps} steps"
-        return f"it ran longer than {seconds:g} s" if clock() > end else None
+        return f"it ran longer than {seconds:g} s" if time.monotonic() > end else None
 
     return over
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.lab.profiling.budget import Budget
-from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
+from dsbd_cli.lab.profiling.profile import ProfileSpec, depth_rates, take_profile
 from dsbd_cli.lab.profiling.runs import ProfiledPair
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT
 from dsbd_cli.requests import Request
+from dsbd_cli.stats import RequestStats
 from dsbd_cli.train.run_record import DraftAcceptance, Speed
 
 
@@ -19,32 +20,24 @@ def measure_acceptance(
     """The engine on these requests; requests that fail are left out. None where nothing was drafted. on_answer: after
     each, how many are done."""
     engine.log_steps = True
-    depth = engine.method.depth
-    reached, passed, steps, calls = [0] * depth, [0] * depth, 0, 0
+    answers = []
     for number, result in enumerate(engine.run(requests), 1):
         on_answer(number)
-        if result.error is not None:
-            continue
-        steps, calls = steps + result.stats.steps, calls + result.stats.target_calls
-        for step in result.stats.step_log:
-            for place, layer in enumerate(step.layers):
-                reached[place] += 1
-                passed[place] += layer.passed
-    if not calls or not reached[0]:
+        if result.error is None:
+            answers.append(result.stats)
+    stats = RequestStats.total(answers)
+    rates = [rate for rate in depth_rates(stats, engine.method.depth) if rate.reached]
+    if not rates:
         return None
-    return DraftAcceptance(steps / calls, tuple(p / r for p, r in zip(passed, reached, strict=True) if r))
+    return DraftAcceptance(stats.steps_per_call, tuple(rate.passed / rate.reached for rate in rates))
 
 
 def measured_speed(engine: Engine, requests: Sequence[Request], budget: Budget) -> Speed | None:
     """Runs without and with the draft, as `dsbd profile` makes them, within the budget; None where there was no time
     for both."""
     assert engine.draft is not None
-    assert engine.info is not None
-    names, rows = (engine.info.target, engine.info.draft), min(engine.batch_size, len(requests))
-    pair = ProfiledPair(engine.target, engine.draft, engine.codec, tuple(requests), rows, names, budget)
-    profile = take_profile(
-        ProfileSpec(pair, engine.method, 1, "", engine.info.dtype, None, lambda setting: setting.label)
-    )
+    pair = ProfiledPair(engine, tuple(requests), min(engine.batch_size, len(requests)), budget)
+    profile = take_profile(ProfileSpec(pair, engine.method, 1, "", None, lambda setting: setting.label))
     if profile is None:
         return None
     speeds = {one.setting: one.tokens_per_s.median for one in (profile.now, *profile.tried)}

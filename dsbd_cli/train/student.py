@@ -197,11 +197,6 @@ def read_moments(folder: Path) -> dict[str, Tensor]:
         raise ModelError(f"{folder / MOMENTS} cannot be read ({reason}): remove {folder} to begin anew") from None
 
 
-def remove(folder: Path) -> None:
-    """A checkpoint that is needed no more."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def _trainable(model: Any) -> nn.Module:
     """Evaluation mode leaves out dropout, whose noise would be another one after a resume."""
     student: nn.Module = model.eval().requires_grad_(True)

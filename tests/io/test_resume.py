@@ -19,7 +19,7 @@ from dsbd_cli.io.lines.resume import (
     cut_unfinished_steps,
     drop_failed,
     read_done,
-    read_settings,
+    read_run,
     settings_file,
     truncate_at,
     whole_size,
@@ -106,14 +106,14 @@ def test_failed_rows_are_dropped_in_one_step_and_the_lock_moves_on(tmp_path: Pat
 def test_settings_stand_beside_the_file(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     with pytest.raises(UsageError, match="missing"):
-        read_settings(output)
+        read_run(output, "--existing resume")
     write_settings(output, {"seed": 1, "stop": ["\n"]}, 123)
     assert settings_file(output).name == "out.jsonl.dsbd-run"
-    assert read_settings(output) == ({"seed": 1, "stop": ["\n"]}, 123)
+    assert read_run(output, "--existing resume") == ({"seed": 1, "stop": ["\n"]}, 123, None)
     for text in ("", "[]", "{}", '{"schema": "dsbd.run/1"}', '{"schema": "dsbd.run/9", "settings": {}, "created": 1}'):
         settings_file(output).write_text(text)
         with pytest.raises(UsageError, match="not what dsbd wrote"):
-            read_settings(output)
+            read_run(output, "--existing resume")
 
 
 def test_a_pipe_is_written_to_and_a_link_stays_one(tmp_path: Path) -> None:

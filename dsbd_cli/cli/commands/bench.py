@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dsbd_cli.cli.options.bench_options import (
     DEFAULT_RECORDS,
@@ -26,7 +26,7 @@ from dsbd_cli.cli.options.options import (
     PairOptions,
     SamplingOptions,
 )
-from dsbd_cli.cli.options.settings import RunSettings, drafts, run_settings
+from dsbd_cli.cli.options.settings import drafts, run_settings
 from dsbd_cli.cli.run.files import check_files_under, check_report_files
 from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
@@ -42,15 +42,8 @@ from dsbd_cli.lab.tasks.choose import open_dataset
 from dsbd_cli.lab.tasks.dataset import Dataset, with_dev, with_shots
 
 if TYPE_CHECKING:
-    from dsbd_cli.engine.decoding.engine import Engine
-    from dsbd_cli.lab.bench.run import Bench
+    from dsbd_cli.lab.bench.run import Bench, OnWindow
     from dsbd_cli.lab.reports.bench_data import BenchReport
-
-
-class WindowProgress(Protocol):
-    """Called with windows done, windows in all, what is measured next, and the seconds left where that is known."""
-
-    def __call__(self, done: int, total: int, name: str, left_s: float | None) -> None: ...
 
 
 @grouped
@@ -108,7 +101,7 @@ def bench(
             grammar=settings.rows.grammar,
             tolerance=DEFAULT_TOLERANCE if choice.fuzzy_tolerance is None else choice.fuzzy_tolerance,
         )
-        engine = _load(settings, planned.settings)
+        engine = settings.load(drafts=any(one.drafts for one in planned.settings))
         running = Bench(engine, spec, command=[str(word) for word in arguments] or ["bench"])
         signals.on_stop = running.stop
         _run(running, outputs)
@@ -146,7 +139,7 @@ def _runnable(
     if "greedy" in asks:
         hot = [one for one in planned.settings if _draws_always(one)]
         planned = planned.without(hot, methods, "some line asks for temperature 0, which it does not take")
-    theirs = [one.name for one in planned.settings if one.samples and not isinstance(one.config, MethodConfig)]
+    theirs = [one.name for one in planned.settings if one.config.samples and not isinstance(one.config, MethodConfig)]
     if "seed" in asks and theirs:
         note = f"{', '.join(theirs)}: transformers draws with the run's seed, not with a line's own"
         planned = dataclasses.replace(planned, notes=(*planned.notes, note))
@@ -175,7 +168,7 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
     """Return these as options of generate. Raises UsageError for options of sampling where no method samples."""
     given = {item.name: getattr(drawing, item.name) for item in dataclasses.fields(drawing)}
     idle = [name for name in ("temperature", "top_k", "top_p", "min_p", "seed") if given[name] is not None]
-    if idle and not any(one.samples for one in planned.settings):
+    if idle and not any(one.config.samples for one in planned.settings):
         names = ", ".join(option_name(name) for name in idle)
         raise UsageError(f"{names} would do nothing, because no method of --methods samples: drop it")
     hot = [one.name for one in planned.settings if _draws_always(one)]
@@ -188,7 +181,8 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
 
 def _draws_always(setting: SweepSetting) -> bool:
     """Whether it samples and does not take temperature 0."""
-    return setting.samples and not (isinstance(setting.config, MethodConfig) and setting.config.takes_greedy)
+    config = setting.config
+    return config.samples and not (isinstance(config, MethodConfig) and config.takes_greedy)
 
 
 def _of_input(data: DataOptions) -> DataOptions:
@@ -237,20 +231,6 @@ def _datasets(
     return found, notes
 
 
-def _load(settings: RunSettings, planned: Sequence[SweepSetting]) -> Engine:
-    """Where torch is imported. A draft that no method needs is not loaded."""
-    from dsbd_cli import loading
-
-    return loading.load(
-        settings.target,
-        settings.draft if any(one.drafts for one in planned) else None,
-        batch_size=settings.batch_size,
-        log_steps=False,
-        allow=settings.allow,
-        threads=settings.threads,
-    )
-
-
 def _run(running: Bench, outputs: BenchOutputs) -> None:
     """Measure, then print and write, also what was measured until a signal came."""
     with talking() as talk:
@@ -281,7 +261,7 @@ def _write(report: BenchReport, outputs: BenchOutputs) -> None:
         write_atomically(outputs.plot, picture_bytes(bench_figure(report), outputs.plot.suffix))
 
 
-def _teller(talk: Talk, settings: int) -> WindowProgress:
+def _teller(talk: Talk, settings: int) -> OnWindow:
     """Return what tells of the windows: in a log at the beginning, after the first and after the first of every method.
     settings: how many are measured in turn."""
     wanted = [0, 1, settings]

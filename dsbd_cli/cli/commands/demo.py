@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -16,15 +15,13 @@ import typer
 from dsbd_cli.cli.options.declare import grouped, option
 from dsbd_cli.cli.options.options import MAIN, PIPED, DeviceOptions, MethodOptions, PairOptions, SamplingOptions
 from dsbd_cli.cli.options.settings import fixed_depth, run_settings
-from dsbd_cli.cli.run.messages import live_line, visible
+from dsbd_cli.cli.run.messages import talking, visible
 from dsbd_cli.cli.run.signals import StopSignals
 from dsbd_cli.config.model import BUILTIN_TARGET
 from dsbd_cli.errors import plural
 from dsbd_cli.lab.tasks.record import shipped
 
 if TYPE_CHECKING:
-    from rich.live import Live
-
     from dsbd_cli.lab.bench.beside import Answer, Beam, BesideTransformers
     from dsbd_cli.lab.reports.screen import Screen
 
@@ -32,14 +29,6 @@ BEAMS = 4
 SHOWN_TASKS = (("sql", 5), ("qa", 3))  # of the data sets that the built-in target knows, the first test prompts
 OWN_PROMPT = "List three uses of a paper clip:"
 BUILTIN_TOKENS, OWN_TOKENS = 64, 24
-STAGES = (
-    "importing torch",
-    "loading the models (the first time compiles kernels and checks the target)",
-    "answering",
-    "loading the target into transformers",
-    "answering by transformers",
-)
-BAR = 24  # columns
 
 
 @dataclass(frozen=True)
@@ -68,25 +57,25 @@ def demo(pair: PairOptions, wanted: DemoOptions, arguments: Sequence[str]) -> No
     settings = run_settings(pair, method, SamplingOptions(), DeviceOptions(dtype="float32"))
     builtin = settings.target.source == BUILTIN_TARGET
     prompts = _prompts(builtin) if wanted.prompt is None else [wanted.prompt]
-    with StopSignals(), closing(_Bar()) as bar:
-        bar.stage(0)
-        from dsbd_cli.lab.bench.beside import BesideTransformers
-        from dsbd_cli.lab.reports.screen import Screen
+    tokens = BUILTIN_TOKENS if builtin else OWN_TOKENS
+    with StopSignals():
+        with talking() as talk:
+            talk.now("importing torch", {})
+            from dsbd_cli.lab.bench.beside import BesideTransformers
+            from dsbd_cli.lab.reports.screen import Screen
 
+            talk.now("loading the models (the first time compiles kernels and checks the target)", {})
+            beside = BesideTransformers(settings.target, settings.draft, settings.method, tokens)
+            talk.now("answering", {})
+            ours = [beside.ours(prompt) for prompt in prompts]
         screen = Screen(sys.stdout)
-        bar.stage(1)
-        tokens = BUILTIN_TOKENS if builtin else OWN_TOKENS
-        beside = BesideTransformers(settings.target, settings.draft, settings.method, tokens)
-        bar.stage(2)
-        ours = [beside.ours(prompt) for prompt in prompts]
-        bar.close()
         _show_prompt(screen, beside, prompts[0])
         _show_ours(screen, ours[0])
-        bar.stage(3)
-        beside.load_theirs()
-        bar.stage(4)
-        theirs = [beside.theirs(prompt) for prompt in prompts]
-        bar.close()
+        with talking() as talk:
+            talk.now("loading the target into transformers", {})
+            beside.load_theirs()
+            talk.now("answering by transformers", {})
+            theirs = [beside.theirs(prompt) for prompt in prompts]
     _show_theirs(screen, ours[0], theirs[0])
     same = [_same(one, other) for one, other in zip(ours, theirs, strict=True)]
     if len(prompts) > 1:
@@ -105,31 +94,6 @@ def _prompts(builtin: bool) -> list[str]:
 
 def _same(one: Answer, other: Answer) -> bool:
     return [beam.token_ids for beam in one.beams] == [beam.token_ids for beam in other.beams]
-
-
-class _Bar:
-    """A bar on the terminal that shows standard error, with the stage that is under way; nothing elsewhere."""
-
-    def __init__(self) -> None:
-        self._place = 0
-        self._live: Live | None = None
-
-    def stage(self, place: int) -> None:
-        """Say that this stage of STAGES begins."""
-        self._place = place
-        if self._live is None and sys.stderr is not None and sys.stderr.isatty():
-            self._live = live_line(self._told)
-            self._live.start()
-
-    def close(self) -> None:
-        """Take the bar away, because something is to be shown, or all is over."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    def _told(self) -> str:
-        full = BAR * (self._place + 1) // (len(STAGES) + 1)
-        return f"{'━' * full}{'╌' * (BAR - full)} {STAGES[self._place]}"
 
 
 def _show_prompt(screen: Screen, beside: BesideTransformers, prompt: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -276,10 +277,8 @@ class _Distilling:
             raise StoppedError(number)
 
     def _load(self) -> Engine:
-        from dsbd_cli.loading import load
-
         self._talk.now("loading the target", {})
-        engine = load(self._spec, None, method=self._settings.method, threads=self._options.threads)
+        engine = replace(self._settings, threads=self._options.threads).load()
         self._check_stopped()
         return engine
 
@@ -340,8 +339,6 @@ class _Distilling:
         publish_student(training.student, self._spec, self._folder, stored_dtype(self._spec))
 
     def _take_steps(self, engine: Engine, training: Training, held: list[Request]) -> None:
-        from dsbd_cli.train.student import remove
-
         record = self._record
         steps = record.plan.steps
         every = max(1, steps // EVALUATIONS)
@@ -377,7 +374,7 @@ class _Distilling:
         self._reach_with(engine, steps, losses, self._folder, held)
         record.complete = True
         record.write(self._folder)
-        remove(self._folder / CHECKPOINT)
+        shutil.rmtree(self._folder / CHECKPOINT, ignore_errors=True)
         if not self._options.quiet:
             _show(record, self._folder, len(held))
 

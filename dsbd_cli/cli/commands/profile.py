@@ -35,12 +35,10 @@ from dsbd_cli.config.variants import MIN_WIDTH, RULES, WIDTHS
 from dsbd_cli.errors import SETTINGS, UsageError, option_name
 from dsbd_cli.io.lines.resume import write_atomically
 from dsbd_cli.io.schemas import contracts
-from dsbd_cli.lab.reports.style import picture_bytes
 from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.requests import Request, derive_seed
 
 if TYPE_CHECKING:
-    from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.lab.reports.profile_data import ForestSize, Profile
 
 T = TypeVar("T")
@@ -73,12 +71,8 @@ class ProfileOptions:
     repeats: int | None = option(PROFILE, "timed runs of each setting, taken in turn", default=REPEATS, least=1)
     show: int | None = option(PROFILE, "show the draft forest of iteration N of the first prompt as a tree", least=1)
     json: Path | None = option(PROFILE, "write all numbers here as one JSON document")
-    plot: Path | None = option(PROFILE, "draw the phases here: .png, .svg or .pdf (needs the extra plots)")
-    trace: Path | None = option(
-        PROFILE, "write a Chrome trace of the first iterations here; compressed if it ends in .gz"
-    )
     existing: Literal["error", "overwrite"] | None = option(
-        PROFILE, "where a --json, --plot or --trace file exists: error or overwrite", default="error", metavar="WHAT"
+        PROFILE, "where the --json file exists: error or overwrite", default="error", metavar="WHAT"
     )
     quiet: bool | None = flag(PROFILE, "print the recommended command line and nothing else", "-q")
 
@@ -119,9 +113,7 @@ def profile(
         )
     if wanted.quiet and wanted.show is not None and wanted.json is None:
         raise UsageError("--show prints a tree and --quiet prints nothing but a command: drop one, or add --json")
-    check_report_files(
-        {"--json": wanted.json, "--plot": wanted.plot, "--trace": wanted.trace}, existing=wanted.existing
-    )
+    check_report_files({"--json": wanted.json}, existing=wanted.existing)
     requests = _requests(prompts, settings)
     groups = (pair, method, sampling, answers, devices)
     command = shlex.join(["dsbd", *(arguments or ["profile"])])
@@ -173,12 +165,15 @@ def _measure(
 ) -> tuple[bool, Profile | None]:
     """Whether anything that was measured has been told, and the profile. Where torch is imported."""
     talk.step("loading the models")
-    engine, before = _load(settings)
+    # what is imported here would else count as the models' memory
+    from dsbd_cli.lab.metrics.memory import resident_bytes
+
+    before = resident_bytes()
+    engine = settings.load()
     from dsbd_cli.lab.profiling.budget import Budget
     from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
     from dsbd_cli.lab.profiling.runs import ProfiledPair
 
-    assert engine.info is not None
     shown = False
 
     def announce(message: str) -> None:
@@ -190,44 +185,16 @@ def _measure(
     signals.on_stop = budget.stop
     found = take_profile(
         ProfileSpec(
-            bench=ProfiledPair(
-                engine.target,
-                engine.draft,
-                engine.codec,
-                requests,
-                settings.batch_size or len(requests),
-                (settings.target.source, None if settings.draft is None else settings.draft.source),
-                budget,
-            ),
+            bench=ProfiledPair(engine, requests, settings.batch_size or len(requests), budget),
             method=settings.method,
             repeats=wanted.repeats or REPEATS,
             command=command,
-            dtype=engine.info.dtype,
             resident_before=before,
             render=render,
             show=wanted.show,
-            trace=wanted.trace,
         )
     )
     return shown, found
-
-
-def _load(settings: RunSettings) -> tuple[Engine, int | None]:
-    """The models, and the bytes that this process held before them."""
-    from dsbd_cli import loading
-
-    # what is imported here would else count as the models' memory
-    from dsbd_cli.lab.metrics.memory import resident_bytes
-
-    before = resident_bytes()
-    engine = loading.load(
-        settings.target,
-        settings.draft,
-        method=settings.method,
-        batch_size=settings.batch_size,
-        threads=settings.threads,
-    )
-    return engine, before
 
 
 def option_words(group: object) -> list[str]:
@@ -311,10 +278,6 @@ def _write(found: Profile, wanted: ProfileOptions) -> None:
     if wanted.json is not None:
         document = {"schema": contracts.PROFILE.id, **dataclasses.asdict(found)}
         write_atomically(wanted.json, contracts.PROFILE.page(document))
-    if wanted.plot is not None:
-        from dsbd_cli.lab.reports.profile_plots import profile_figure
-
-        write_atomically(wanted.plot, picture_bytes(profile_figure(found), wanted.plot.suffix))
     if wanted.quiet:
         typer.echo(found.recommended_command)
         return

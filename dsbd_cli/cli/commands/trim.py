@@ -180,15 +180,7 @@ class _Trimming:
     def _engine_of(self) -> Engine:
         """The target with the full draft, loaded when it is first needed."""
         if self._engine_made is None:
-            from dsbd_cli.loading import load
-
-            settings = self._settings
-            self._engine_made = load(
-                settings.target,
-                settings.draft,
-                method=settings.method,
-                batch_size=settings.batch_size,
-            )
+            self._engine_made = self._settings.load()
         return self._engine_made
 
     def _record(self, report: TrimReport, prompts: int, measured: tuple[Measure, Measure] | None) -> dict[str, object]:

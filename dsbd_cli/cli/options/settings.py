@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from dsbd_cli.cli.options.options import (
     PIPED,
@@ -27,6 +27,9 @@ from dsbd_cli.errors import UsageError, option_name, reading
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.io.records.record_parts import DIGESTS
 from dsbd_cli.io.records.row import MAX_LINE_BYTES
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.engine import Engine
 
 T = TypeVar("T")
 
@@ -63,6 +66,21 @@ class RunSettings:
         """Target and draft, as far as they are checkpoints of their own."""
         pair = (self.target, self.draft)
         return tuple(model for model in pair if model is not None and not model.in_target)
+
+    def load(self, *, drafts: bool = True) -> Engine:
+        """Load the models into an engine. drafts: the draft, too, where there is one."""
+        from dsbd_cli import loading  # imports torch
+
+        return loading.load(
+            self.target,
+            self.draft if drafts else None,
+            method=self.method,
+            batch_size=self.batch_size,
+            cuda_graphs=self.cuda_graphs,
+            kernels=self.kernels,
+            allow=self.allow,
+            threads=self.threads,
+        )
 
 
 def run_settings(

@@ -216,8 +216,7 @@ def check_report_files(files: Mapping[str, Path | None], *, existing: str | None
     """Everything about output files, by option, that can be known before anything is measured. Raises UsageError."""
     named = [(name, path) for name, path in files.items() if path is not None]
     if existing == "overwrite" and not named:
-        *first, last = files
-        raise UsageError(f"--existing overwrite replaces {', '.join(first)} and {last}, but none is given: drop it")
+        raise UsageError(f"--existing overwrite replaces {', '.join(files)}, but none is given: drop it")
     for name, path in named:
         check_new(path, option=name, overwrite=existing == "overwrite")
     _check_apart(named)

@@ -26,7 +26,7 @@ from dsbd_cli.io.lines.resume import (
     cut_unfinished_steps,
     drop_failed,
     read_done,
-    read_settings,
+    read_run,
     settings_file,
     truncate_at,
     whole_size,
@@ -144,7 +144,7 @@ class Outputs:
         assert output is not None
         self.done = DoneRows()
         if stream.seek(0, io.SEEK_END) > 0:
-            before, self.created = read_settings(output)
+            before, self.created, _ = read_run(output, "--existing resume")
             if difference := fingerprint_difference(before, self._settings, TYPED):
                 raise UsageError(
                     f"--existing {self._files.existing}: {output} was made with other settings: {difference}; "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from dsbd_cli._version import __version__
 from dsbd_cli.cli.run.messages import utc_now
 from dsbd_cli.cli.run.signals import StoppedError
 from dsbd_cli.errors import DsbdError, OutputError, plural
@@ -19,14 +17,13 @@ from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
 from dsbd_cli.io.lines.resume import check_replaceable, write_atomically
 from dsbd_cli.io.records.native_record import drafter_fields, phase_seconds
 from dsbd_cli.io.schemas.contracts import SUMMARY
-from dsbd_cli.lab.metrics.environment import installed
+from dsbd_cli.lab.metrics.environment import versions
 from dsbd_cli.requests import EngineInfo, RequestResult
 from dsbd_cli.stats import RequestStats
 
 if TYPE_CHECKING:
     from dsbd_cli.scale.workers import WorkerReport
 
-PACKAGES = ("torch", "transformers", "tokenizers")
 ROWS_FAILED = 3
 ENGINE_FIELDS = ("device", "dtype", "draft_device", "draft_dtype", "draft_form", "threads")
 
@@ -76,11 +73,7 @@ class Summary:
             "settings": self._settings,
             "device": None if info is None else _engine(info),
             **({} if self.workers is None else {"workers": [asdict(report) for report in self.workers()]}),
-            "versions": {
-                "dsbd": __version__,
-                "python": platform.python_version(),
-                **{name: installed(name) for name in PACKAGES},
-            },
+            "versions": versions(),
         }
 
 

@@ -96,14 +96,9 @@ def write_settings(output: Path, settings: Settings, created: int, end: InputEnd
     write_atomically(settings_file(output), orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def read_settings(output: Path) -> tuple[Settings, int]:
-    """Return what the records in `output` were made with, and when the run began. Raises UsageError if nobody knows."""
-    settings, created, _ = read_run(output, "--existing resume")
-    return settings, created
-
-
 def read_run(output: Path, wanted_by: str, help_: str = AGAIN) -> tuple[Settings, int, InputEnd | None]:
-    """The same and the end of the whole input, None where it was not reached. wanted_by, help_: for messages."""
+    """Return what the records in `output` were made with, when the run began, and the end of the whole input, None
+    where it was not reached. wanted_by, help_: for messages. Raises UsageError if nobody knows."""
     path = settings_file(output)
     try:
         found = orjson.loads(path.read_bytes())

@@ -44,7 +44,7 @@ def curves(settings: Sequence[SweepSetting]) -> tuple[_ThresholdCurve, ...]:
 def reference_of(fuzzy: SweepSetting, settings: Sequence[SweepSetting]) -> SweepSetting | None:
     """The setting with the target's distribution and as many beams: rule rejection if there, else another, as they
     stand."""
-    exact = [one for one in settings if _is_exact(one) and one.num_beams == fuzzy.num_beams]
+    exact = [one for one in settings if _is_exact(one) and one.config.num_beams == fuzzy.config.num_beams]
     return min(exact, key=lambda one: one.fields()["rule"] != "rejection", default=None)
 
 

@@ -17,7 +17,7 @@ from dsbd_cli.lab.bench.prepare import BenchSpec, Prepared, prepare, window_size
 from dsbd_cli.lab.bench.runners import make_runner
 from dsbd_cli.lab.bench.sweep import SweepSetting
 from dsbd_cli.lab.bench.tally import Tally, paired_of, ratios_of
-from dsbd_cli.lab.metrics.energy import EnergyMeter, find_meter
+from dsbd_cli.lab.metrics.energy import find_meter
 from dsbd_cli.lab.metrics.environment import environment
 from dsbd_cli.lab.metrics.memory import PeakMemory, synchronise
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
@@ -48,11 +48,9 @@ class Bench:
         spec: BenchSpec,
         *,
         command: Sequence[str],
-        meter: EnergyMeter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """command: the command line, for the record. meter: of the target's device, if left out. clock: of the
-        estimate of the time that is left.
+        """command: the command line, for the record. clock: of the estimate of the time that is left.
 
         Raises UsageError where a record or a setting cannot be run.
         """
@@ -60,7 +58,7 @@ class Bench:
         if named := sorted(filter(None, pair.catalogues)):
             raise UsageError(f"--allow has catalogues with names ({named[0]}, ...): bench holds all records to one")
         device = pair.target.device
-        self._meter = meter or find_meter(str(device), synchronize=partial(synchronise, device))
+        self._meter = find_meter(str(device), synchronize=partial(synchronise, device))
         self._memory = PeakMemory(device)
         self._stopping = False
         size, room = window_size(spec.batch_size), self._room()

@@ -66,10 +66,7 @@ class EngineRunner:
         choosers: dict[str | None, Chooser] = {"vote": ByVote(weights=weights), "mbr": ByRisk(weights=weights)}
         self._chooser = choosers.get(how.pick, ByScore())
         draft = pair.draft if method.needs_draft else None
-        rows, catalogues = spec.batch_size, pair.catalogues
-        self._engine = Engine(
-            pair.target, draft, pair.codec, method, batch_size=rows, log_steps=True, catalogues=catalogues
-        )
+        self._engine = pair.replace(draft=draft, method=method, batch_size=spec.batch_size, log_steps=True)
         self._slot_bytes = sum(model.kv_bytes_per_slot() for model in self._engine.models)
         self._stopped = False
 
@@ -241,7 +238,7 @@ def make_runner(pair: Engine, setting: SweepSetting, spec: BenchSpec, longest: i
     """The runner of a setting. longest: tokens of a prompt, at most. Raises ModelError where another code does not take
     the target."""
     ranked = any(dataset.ranks is not None for dataset in spec.datasets)  # all hypotheses are asked for
-    changes = {"n_best": setting.num_beams} if ranked else {}
+    changes = {"n_best": setting.config.num_beams} if ranked else {}
     if isinstance(setting.config, MethodConfig):
         return EngineRunner(pair, setting, spec, changes)
     assert spec.grammar is None, "checked by the command"

@@ -36,11 +36,11 @@ def wilson(right: int, count: int) -> Interval:
     return Interval(share, low, 1.0 if right == count else centre + half)
 
 
-def bootstrap_mean(values: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> Interval:
+def bootstrap_mean(values: Sequence[float]) -> Interval:
     """The mean and its 95 % percentile bootstrap interval over the values (at least one)."""
     data = np.asarray(values, dtype=np.float64)
-    rng = np.random.default_rng(seed)
-    means = [data[rng.integers(0, len(data), (rows, len(data)))].mean(axis=1) for rows in _blocks(resamples, len(data))]
+    rng = np.random.default_rng(0)
+    means = [data[rng.integers(0, len(data), (rows, len(data)))].mean(axis=1) for rows in _blocks(len(data))]
     low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
     return Interval(float(data.mean()), float(low), float(high))
 
@@ -58,20 +58,20 @@ def mcnemar(better: int, worse: int) -> float:
     return float(min(1.0, 2 * tail / 2**count))
 
 
-def sign_flip(differences: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> float:
+def sign_flip(differences: Sequence[float]) -> float:
     """The two-sided p value of a mean difference where each sign is as likely as the other (Fisher's randomisation).
 
-    Exact where there are no more patterns of signs than `resamples`, else from as many seeded ones, the observed one
+    Exact where there are no more patterns of signs than RESAMPLES, else from as many seeded ones, the observed one
     among them.
     """
     data = np.asarray([value for value in differences if value], dtype=np.float64)
     least = abs(data.sum()) - ROUNDING
-    if 2 ** len(data) <= resamples:
+    if 2 ** len(data) <= RESAMPLES:
         patterns = np.arange(2 ** len(data))[:, None] >> np.arange(len(data)) & 1
         return float(_extreme(patterns, data, least) / len(patterns))
-    rng = np.random.default_rng(seed)
-    hits = [_extreme(rng.integers(0, 2, (rows, len(data))), data, least) for rows in _blocks(resamples, len(data))]
-    return (1 + sum(hits)) / (1 + resamples)
+    rng = np.random.default_rng(0)
+    hits = [_extreme(rng.integers(0, 2, (rows, len(data))), data, least) for rows in _blocks(len(data))]
+    return (1 + sum(hits)) / (1 + RESAMPLES)
 
 
 def _extreme(patterns: NDArray[np.int64], data: NDArray[np.float64], least: float) -> int:
@@ -116,8 +116,8 @@ def least_records(tests: int) -> int:
     return count
 
 
-def _blocks(rows: int, columns: int) -> Iterator[int]:
-    """Yield numbers of rows that sum to `rows`, each of at most CHUNK numbers."""
+def _blocks(columns: int) -> Iterator[int]:
+    """Yield numbers of rows that sum to RESAMPLES, each of at most CHUNK numbers."""
     block = max(1, CHUNK // columns)
-    for start in range(0, rows, block):
-        yield min(block, rows - start)
+    for start in range(0, RESAMPLES, block):
+        yield min(block, RESAMPLES - start)

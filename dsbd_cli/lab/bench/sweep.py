@@ -32,19 +32,9 @@ class SweepSetting:
         return f"{self.method} {self.label}".strip()
 
     @property
-    def num_beams(self) -> int:
-        """W."""
-        return self.config.num_beams
-
-    @property
     def drafts(self) -> bool:
         """Whether a draft model runs."""
         return self.config.kind == "assisted" if isinstance(self.config, PeerConfig) else self.config.needs_draft
-
-    @property
-    def samples(self) -> bool:
-        """Whether it draws at random."""
-        return self.config.samples
 
     def fields(self) -> dict[str, object]:
         """All settings by the library's names."""

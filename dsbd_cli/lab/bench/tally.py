@@ -178,5 +178,5 @@ def _baseline_of(tally: Tally, others: Sequence[Tally], name: str) -> Tally | No
     candidates = [one for one in others if one.task == tally.task and one.setting.method == name]
     if not candidates or tally.setting.method == name:
         return None
-    same = [one for one in candidates if one.setting.num_beams == tally.setting.num_beams]
+    same = [one for one in candidates if one.setting.config.num_beams == tally.setting.config.num_beams]
     return (same or candidates)[0]

@@ -17,6 +17,7 @@ from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import DsbdError, ModelNotFoundError, plural
 from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, installed, versions
+from dsbd_cli.lab.reports.units import bytes_text, figure, seconds_text
 from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.models.checkpoints.catalog import fit, local_folder
 from dsbd_cli.requests import Request
@@ -196,7 +197,7 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
         assert spec is not None
         size = size_of(model)
         how = f" ({spec.dtype})" if spec.dtype == "auto" else ""
-        weights = "" if size is None else f", {_bytes(size.held_bytes)}"
+        weights = "" if size is None else f", {bytes_text(size.held_bytes)}"
         name = getattr(model, "architecture", type(model).__name__)
         lines.append(f"{spec.role} {spec.source}: {name}, {dtype}{how} on {model.device}{weights}")
         facts[spec.role] = {
@@ -307,7 +308,8 @@ def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:
     slots = MEMORY_TOKENS + 2 * nodes
     rows = fitting_rows(models, slots, nodes, free)
     text = (
-        f"{_bytes(free)} free on {pair.target.device} with the models loaded; a token takes {_bytes(cache)} of cache; "
+        f"{bytes_text(free)} free on {pair.target.device} with the models loaded; "
+        f"a token takes {bytes_text(cache)} of cache; "
         f"room for {plural(rows, 'row')} of {MEMORY_TOKENS:,} tokens and {BEAMS} beams together"
     )
     return "ok", text, {"free_bytes": free, "cache_bytes_per_token": cache, "rows": rows}
@@ -362,14 +364,14 @@ def _speed(pair: LoadedPair, prompts: Sequence[str], seconds: float, captured: b
     plain, call_s = _steps_per_second(_engine(pair, depth=0, captured=captured), prompts, seconds)
     size = size_of(pair.target)
     rate = None if size is None else size.read_bytes / call_s
-    text = f"beam search, {BEAMS} beams, one prompt at a time: {_figure(plain)} tokens/s without a draft"
+    text = f"beam search, {BEAMS} beams, one prompt at a time: {figure(plain)} tokens/s without a draft"
     facts: Facts = {"tokens_per_s": plain, "target_call_s": call_s, "weight_bytes_per_s": rate}
-    text += f" ({_time(call_s)} per target call"
-    text += ")" if rate is None else f", weights at {_figure(rate / 1e9)} GB/s)"
+    text += f" ({seconds_text(call_s)} per target call"
+    text += ")" if rate is None else f", weights at {figure(rate / 1e9)} GB/s)"
     if pair.draft is not None:
         drafted, _ = _steps_per_second(_engine(pair, depth=None, captured=captured), prompts, seconds)
         facts["drafted_tokens_per_s"] = drafted
-        text += f", {_figure(drafted)} with the draft"
+        text += f", {figure(drafted)} with the draft"
     return "ok", text, facts
 
 
@@ -398,19 +400,3 @@ def _steps_per_second(engine: Engine, prompts: Sequence[str], seconds: float) ->
             raise _BrokenError(f"no token in {took:.0f} s")
         return steps / took, took / steps
     return (steps - first) / (last - begun), target_s / calls
-
-
-def _figure(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}" if number < 10 else f"{number:.1f}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

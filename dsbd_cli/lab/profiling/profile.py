@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -22,7 +21,6 @@ from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
 from dsbd_cli.lab.profiling.probe import owners
 from dsbd_cli.lab.profiling.runs import ProfiledPair, ProfiledRun, drafts_nodes, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.snapshot import Snapshot
-from dsbd_cli.lab.profiling.trace import write_trace
 from dsbd_cli.lab.reports.profile_data import (
     NO_DRAFT,
     DepthRate,
@@ -38,6 +36,7 @@ from dsbd_cli.lab.reports.profile_data import (
 )
 from dsbd_cli.models.forest_model import size_of
 from dsbd_cli.requests import Request
+from dsbd_cli.stats import RequestStats
 
 SLOT_STEP = 32
 RUN_SHARE = 0.2  # of the time: one run at most, which takes a fraction of that where texts end and drafts pass
@@ -55,11 +54,9 @@ class ProfileSpec:
     method: MethodConfig
     repeats: int
     command: str
-    dtype: str
     resident_before: int | None
     render: Callable[[ForestSize], str]
     show: int | None = None
-    trace: Path | None = None
 
 
 def take_profile(job: ProfileSpec) -> Profile | None:
@@ -89,7 +86,6 @@ class _Session:
         self._once: dict[ForestSize, ProfiledRun] = {}
         self._rounds: dict[ForestSize, list[ProfiledRun]] = {}
         self._repeats = 1
-        self._notes: list[str] = []
 
     def measure(self) -> None:
         """Everything, in order of worth."""
@@ -111,10 +107,6 @@ class _Session:
         for setting in neighbours(method):
             self._run_once(f"a run of {setting.label}", setting, expected, reserved_s=round_s)
         self._take_rounds(expected)
-        if self._job.trace is not None:
-            budget.tell("tracing")
-            count = write_trace(self._bench, method, self._job.trace)
-            self._notes.append(f"{count} iterations are in the trace {self._job.trace}")
 
     def _run_once(self, what: str, setting: ForestSize, expected: Expected, *, reserved_s: float = 0.0) -> None:
         """Run a setting if there is time for it, and for so many seconds behind it."""
@@ -132,7 +124,7 @@ class _Session:
         """Time single forwards, and take as many prompts and new tokens as one run has time for."""
         method, budget, bench = self._method, self._budget, self._bench
         budget.tell("timing one forward")
-        encoder = Encoder.alone(bench.target, bench.codec, method)
+        encoder = Encoder.alone(bench.target, bench.loaded.codec, method)
         lengths = [_prompt_tokens(encoder, one) for one in bench.requests]
         beams, drafts = method.num_beams, method.drafts_per_layer
         nodes = sorted({beams, self._now.nodes(beams) if method.depth else 4 * beams})
@@ -196,13 +188,13 @@ class _Session:
         notes += advice.drafting(self._first)
         tried = [one for one in measured.values() if one.setting != now]
         notes += advice.notes(measured[now], tried, best)
-        notes += self._notes + advice.missing(self._budget)
+        notes += advice.missing(self._budget)
         return Profile(
             command=job.command,
-            target=bench.names[0],
-            draft=bench.names[1] if method.depth else None,
+            target=bench.info.target,
+            draft=bench.info.draft if method.depth else None,
             drafter=method.drafter if method.depth else None,
-            dtype=job.dtype,
+            dtype=bench.info.dtype,
             rule=method.rule,
             width=method.width,
             num_beams=method.num_beams,
@@ -217,7 +209,7 @@ class _Session:
             now=measured[now],
             tried=tuple(tried),
             roofline=self._roofline,
-            acceptance=_acceptance(self._first),
+            acceptance=depth_rates(self._first.stats, self._first.method.depth),
             best=best,
             memory=self._memory,
             notes=tuple(notes),
@@ -309,9 +301,10 @@ def _forest(job: ProfileSpec, bench: ProfiledPair) -> ShownForest:
     if snapshot.forest is None or len(steps) < job.show:
         raise UsageError(f"--show {job.show}: the first prompt ({request.id}) took {len(steps)} iterations only")
     size = bench.target.vocab_size
-    pieces = bench.codec.token_bytes()[:size]
+    codec = bench.loaded.codec
+    pieces = codec.token_bytes()[:size]
     names = [piece.decode("utf-8", "replace") for piece in pieces] + [""] * (size - len(pieces))
-    ends = bench.codec.eos_ids
+    ends = codec.eos_ids
     names = [name or ("<end>" if token in ends else f"<{token}>") for token, name in enumerate(names)]
     return snapshot.shown(request.id, job.method.rule, steps[job.show - 1].steps, names, job.method.drafter)
 
@@ -344,7 +337,7 @@ def _roofline(job: ProfileSpec, bench: ProfiledPair) -> Roofline | None:
     if size is None:
         return None
     bench.budget.tell("timing a copy and a matrix product")
-    dtype = getattr(torch, job.dtype) if hasattr(torch, job.dtype) else torch.float32
+    dtype = getattr(torch, bench.info.dtype, torch.float32)
     rates = machine_rates(model.device, dtype, size.read_bytes)
     return Roofline(size.read_bytes, size.flops_per_node, model.kv_bytes_per_slot(), *rates)
 
@@ -398,11 +391,11 @@ def _forward(run: ProfiledRun, roofline: Roofline | None) -> TargetForward:
     return replace(mean, floor_s=floor, bound=bound)
 
 
-def _acceptance(run: ProfiledRun) -> tuple[DepthRate, ...]:
-    """By layer: how often it was looked at, and how often it passed. The run's results need their step logs."""
-    reached, passed = [0] * run.method.depth, [0] * run.method.depth
-    for step in run.stats.step_log:
+def depth_rates(stats: RequestStats, depth: int) -> tuple[DepthRate, ...]:
+    """Count by layer, from the step log, how often it was looked at and how often it passed."""
+    reached, passed = [0] * depth, [0] * depth
+    for step in stats.step_log:
         for place, layer in enumerate(step.layers):
             reached[place] += 1
             passed[place] += layer.passed
-    return tuple(DepthRate(depth, *counts) for depth, counts in enumerate(zip(reached, passed, strict=True), 1))
+    return tuple(DepthRate(layer, *counts) for layer, counts in enumerate(zip(reached, passed, strict=True), 1))

@@ -13,8 +13,8 @@ import torch
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import MIN_WIDTH, RULES
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.drafting.bridge.bridged import AnyDraft, BridgedDraft
-from dsbd_cli.engine.protocols import ForestModel, TextCodec
+from dsbd_cli.engine.drafting.bridge.bridged import BridgedDraft
+from dsbd_cli.engine.protocols import ForestModel
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.io.records.native_record import native_record
@@ -24,7 +24,7 @@ from dsbd_cli.lab.metrics.memory import synchronise
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
 from dsbd_cli.lab.profiling.timers import RunLog
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize, Phase
-from dsbd_cli.requests import Request, RequestResult
+from dsbd_cli.requests import EngineInfo, Request, RequestResult
 from dsbd_cli.stats import RequestStats
 
 
@@ -81,20 +81,30 @@ class ProfiledRun:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledPair:
-    """The models and requests that all runs of a profile share, and the time they may take."""
+    """Things that all runs of a profile share: a loaded engine, the requests, rows decoded together, and the time that
+    they may take."""
 
-    target: ForestModel
-    draft: AnyDraft | None
-    codec: TextCodec
+    loaded: Engine
     requests: tuple[Request, ...]
     batch_size: int
-    names: tuple[str, str | None]
     budget: Budget = field(default_factory=Budget)
+
+    @property
+    def info(self) -> EngineInfo:
+        """Names, dtypes and devices of the models."""
+        assert self.loaded.info is not None
+        return self.loaded.info
+
+    @property
+    def target(self) -> ForestModel:
+        """The model whose text comes out."""
+        return self.loaded.target
 
     @property
     def draft_model(self) -> ForestModel | None:
         """The draft's model, also of a bridged draft."""
-        return self.draft.model if isinstance(self.draft, BridgedDraft) else self.draft
+        draft = self.loaded.draft
+        return draft.model if isinstance(draft, BridgedDraft) else draft
 
     @property
     def models(self) -> tuple[ForestModel, ...]:
@@ -106,13 +116,10 @@ class ProfiledPair:
         """Return the devices of the models, each once."""
         return tuple({model.device for model in self.models})
 
-    def engine(self, method: MethodConfig, *, log_steps: bool = False, cuda_graphs: bool | None = None) -> Engine:
+    def engine(self, method: MethodConfig, *, log_steps: bool = False) -> Engine:
         """A new engine over the pair."""
-        draft = self.draft if method.needs_draft else None
-        rows = self.batch_size
-        return Engine(
-            self.target, draft, self.codec, method, batch_size=rows, log_steps=log_steps, cuda_graphs=cuda_graphs
-        )
+        draft = self.loaded.draft if method.needs_draft else None
+        return self.loaded.replace(draft=draft, method=method, batch_size=self.batch_size, log_steps=log_steps)
 
     def answers(self, engine: Engine, requests: Sequence[Request]) -> Iterator[RequestResult]:
         """Results of an engine. Raises what a row failed with, CutOffError where the budget's `stop` has cut it off."""
@@ -132,7 +139,7 @@ class ProfiledPair:
         log = RunLog(self.devices, captured=engine.stepper.graphs is not None)
         engine.observe(log)
         writing, results = 0.0, []
-        record = MethodRecord(engine.method, *self.names)
+        record = MethodRecord(engine.method, self.info.target, self.info.draft)
         with tempfile.TemporaryDirectory() as folder:
             synchronise(*self.devices)
             start = time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
@@ -27,10 +27,9 @@ class RunLog(Observer):
         peak: slots at the iteration that used most of them. most_slots: most rows x slots that the caches had.
     """
 
-    def __init__(self, devices: Sequence[torch.device], *, captured: bool = False, name_scopes: bool = False) -> None:
-        """captured: iterations may be CUDA graphs, so that no clock may run within one. name_scopes: name the spans in
-        a profiler's trace."""
-        self._devices, self._captured, self._name_scopes = devices, captured, name_scopes
+    def __init__(self, devices: Sequence[torch.device], *, captured: bool = False) -> None:
+        """captured: iterations may be CUDA graphs, so that no clock may run within one."""
+        self._devices, self._captured = devices, captured
         self._spans: dict[str, list[list[PhaseTimer]]] = {name: [] for name in (*HOST, *DEVICE)}
         self.phases = dict.fromkeys(PHASES, 0.0)
         self.iterations = self.rows = self.nodes = self.slots = self.most_slots = 0
@@ -42,17 +41,16 @@ class RunLog(Observer):
         clocks = [torch.device("cpu")] if name in HOST else self._devices if name in DEVICE else []
         if name == "compact" and self._captured:
             clocks = []
-        with torch.profiler.record_function(name) if self._name_scopes else nullcontext():
-            timers = {device: PhaseTimer(events(device)) for device in clocks}
-            for device, timer in timers.items():
-                with current(device):
-                    timer.start()
-            yield
-            for device, timer in timers.items():
-                with current(device):
-                    timer.lap(name)
-            if timers:
-                self._spans[name].append([*timers.values()])
+        timers = {device: PhaseTimer(events(device)) for device in clocks}
+        for device, timer in timers.items():
+            with current(device):
+                timer.start()
+        yield
+        for device, timer in timers.items():
+            with current(device):
+                timer.lap(name)
+        if timers:
+            self._spans[name].append([*timers.values()])
 
     def reserved(self, rows: int, slots: int) -> None:
         """Keep the most."""

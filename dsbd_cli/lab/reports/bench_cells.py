@@ -14,6 +14,7 @@ from dsbd_cli.lab.reports.bench_data import (
     Interval,
     PairedTest,
 )
+from dsbd_cli.lab.reports.units import bytes_text, figure
 
 DASH = "–"
 MOST_COMPARED = 2  # baselines that have columns
@@ -34,14 +35,8 @@ def number(value: float | None, form: str) -> str:
 
 
 def size(count: float | None) -> str:
-    """Bytes with a unit."""
-    if count is None:
-        return DASH
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+    """Bytes with a unit, or a dash."""
+    return DASH if count is None else bytes_text(count)
 
 
 def percent(interval: Interval | None) -> str:
@@ -73,11 +68,6 @@ def baselines(rows: Sequence[BenchRow]) -> list[str]:
     return [name for name in BASELINES if any(name in row.ratios for row in rows)][:MOST_COMPARED]
 
 
-def speed(value: float) -> str:
-    """Three digits that count."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
 def setting_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
     """Name of the method, and its setting where a sweep has set something."""
     columns = [ReportColumn("method", lambda row: row.method, text=True)]
@@ -102,7 +92,7 @@ def quality_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
 def speed_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
     """Tokens per second, and how that compares."""
     return [
-        ReportColumn("tokens/s", lambda row: speed(row.tokens_per_s.value)),
+        ReportColumn("tokens/s", lambda row: figure(row.tokens_per_s.value)),
         *(
             ReportColumn(f"vs {name}", lambda row, name=name: ratio(row.ratios.get(name)))  # type: ignore[misc]
             for name in baselines(rows)
@@ -155,7 +145,7 @@ def choice_columns(
     numbers: dict[str, tuple[str, Callable[[BenchRow], str]]] = {
         "quality": (f"{metric} %", lambda row: percent(row.quality)),
         "work": ("steps/target call", lambda row: number(row.steps_per_call, ".2f")),
-        "speed": ("tokens/s", lambda row: speed(row.tokens_per_s.value)),
+        "speed": ("tokens/s", lambda row: figure(row.tokens_per_s.value)),
     }
     head = [
         ReportColumn("method", lambda row: row.method, text=True),

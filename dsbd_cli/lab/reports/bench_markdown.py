@@ -11,29 +11,28 @@ from dsbd_cli.lab.reports.bench_closing import closing_lines
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
 
 
-def markdown_table(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> str:
-    """Aligned, so that it can be read as text too."""
-    shown = [[column.title for column in columns], *([column.cell(row) for column in columns] for row in rows)]
-    shown = [[cell.replace("|", "\\|") for cell in line] for line in shown]
-    widths = [max(3, *(len(line[place]) for line in shown)) for place in range(len(columns))]
-    rule = [
-        "-" * width if column.text else "-" * (width - 1) + ":" for column, width in zip(columns, widths, strict=True)
-    ]
+def aligned_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[bool]) -> str:
+    """A markdown table, aligned so that it can be read as text too. left: columns that stand on the left."""
+    shown = [[cell.replace("|", "\\|") for cell in line] for line in (titles, *rows)]
+    widths = [max(len(line[place]) for line in shown) for place in range(len(titles))]
+    rule = ["-" * (width + 1) + ("-" if text else ":") for width, text in zip(widths, left, strict=True)]
     padded = [
-        [
-            cell.ljust(width) if column.text else cell.rjust(width)
-            for cell, width, column in zip(line, widths, columns, strict=True)
-        ]
+        [f" {cell:{'<' if text else '>'}{width}} " for cell, width, text in zip(line, widths, left, strict=True)]
         for line in shown
     ]
-    lines = [padded[0], rule, *padded[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return "\n".join(f"|{'|'.join(line)}|" for line in (padded[0], rule, *padded[1:])) + "\n"
 
 
-def markdown_page(report: BenchReport, title: str = "dsbd bench") -> str:
+def markdown_table(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> str:
+    """These columns of the rows."""
+    cells = [[column.cell(row) for column in columns] for row in rows]
+    return aligned_table([column.title for column in columns], cells, [column.text for column in columns])
+
+
+def markdown_page(report: BenchReport) -> str:
     """Heading, command, one table per task with quality, speed, memory and energy, a second one with the work."""
     env = report.environment
-    parts = [f"# {title}\n", f"`{env.get('command')}`, {env.get('date')}\n"]
+    parts = ["# dsbd bench\n", f"`{env.get('command')}`, {env.get('date')}\n"]
     parts.append(
         "\n".join(f"- {line}" for line in [*cells.environment_lines(report), *cells.reading_lines(report.rows)]) + "\n"
     )

@@ -12,27 +12,10 @@ from rich.text import Text
 
 from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports.profile_data import Profile
+from dsbd_cli.lab.reports.units import bytes_text, seconds_text
 
 BAR = 24
 MARKS = {">": "in use", "*": "recommended"}
-
-
-def seconds_text(value: float) -> str:
-    """With a unit that suits it: 12.3 ms."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}" if value / size < 1000 else f"{value / size:.0f} {unit}"
-    return f"{value * 1e6:.3g} µs"
-
-
-def bytes_text(value: float | None) -> str:
-    """With a unit that suits it: 17.2 MiB; a dash for None."""
-    if value is None:
-        return "-"
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if value >= size:
-            return f"{value / size:.1f} {unit}"
-    return f"{value:.0f} B"
 
 
 def _table(*columns: str) -> Table:

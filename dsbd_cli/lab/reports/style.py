@@ -9,7 +9,7 @@ import io
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from dsbd_cli.errors import UsageError
 
@@ -66,15 +66,11 @@ def plain_axes(axes: Axes, title: str, x: str, y: str) -> None:
         axes.spines[side].set_color(MUTED)
 
 
-def score_limits(axes: Axes, axis: Literal["x", "y"] = "y") -> None:
+def score_limits(axes: Axes) -> None:
     """After everything is drawn: percents begin at 0 or above, and equal ones do not look far apart."""
-    low, high = axes.get_ylim() if axis == "y" else axes.get_xlim()
+    low, high = axes.get_ylim()
     spare = max(0.0, LEAST_POINTS - (high - low)) / 2
-    limits = max(0.0, low - spare), max(high + spare, LEAST_POINTS)
-    if axis == "y":
-        axes.set_ylim(*limits)
-    else:
-        axes.set_xlim(*limits)
+    axes.set_ylim(max(0.0, low - spare), max(high + spare, LEAST_POINTS))
 
 
 def spread_labels(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:

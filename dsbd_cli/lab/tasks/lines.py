@@ -21,7 +21,6 @@ from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS, ranked_scores, read_metrics
 from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.lab.tasks.scores import DEFAULT_SCORE, AnswerScore, read_score
-from dsbd_cli.lab.tasks.task_files import read_text
 from dsbd_cli.requests import Request, derive_seed
 
 MOST_ASKED = 1 << 20  # answers: how many a line may ask for is up to the methods
@@ -146,28 +145,22 @@ def _record(row: Row, request: Request, gold: Fields, how: AnswerScore) -> TaskR
     return TaskRecord(row.id, request.prompt or "", reference, meta, dataclasses.replace(request, sampling=sampling))
 
 
-def _table_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The rows of a table as lines of JSON. Raises UsageError."""
-    check_table(path)
-    with reading(str(path)), closing(open_input(path)) as stream:
-        for number, line in lines_reader(path)(stream):
-            if isinstance(line, LongLine):
-                raise UsageError(f"{path} line {number}: {line.reason or 'it is too long'}")
-            yield number, line.decode()
-
-
 def _nothing(record: TaskRecord, text: str) -> Mapping[str, float]:
     return {}
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Fields]]:
-    """Number and object of every line that is not blank, or of every row of a table."""
+    """Number and object of every line that is not blank, or of every row of a table. Raises UsageError."""
+    if is_table(path):
+        check_table(path)
     found = False
-    for number, line in _table_lines(path) if is_table(path) else enumerate(read_text(path).split("\n"), 1):
-        if line.strip():
+    with reading(str(path)), closing(open_input(path)) as stream:
+        for number, line in lines_reader(path)(stream):
             found = True
+            if isinstance(line, LongLine):
+                raise UsageError(f"{path} line {number}: {line.reason or 'it is too long'}")
             try:
-                yield number, parse_object(line.encode())
+                yield number, parse_object(line)
             except InvalidRowError as error:
                 raise UsageError(f"{path} line {number}: {error}") from None
     if not found:

@@ -79,7 +79,7 @@ def test_a_curve_for_each_shape_of_the_forest_and_none_of_one_threshold() -> Non
     assert [curve.settings[0].label for curve in found] == [
         f"W={beams} D={depth} T=0.1" for beams in (1, 4) for depth in (2, 4)
     ]
-    assert [curve.reference.num_beams for curve in found if curve.reference] == [1, 1, 4, 4]
+    assert [curve.reference.config.num_beams for curve in found if curve.reference] == [1, 1, 4, 4]
     assert curves(plan(["dsbd-fuzzy"], {"fuzzy_threshold": [0.3]}).settings) == ()
 
 

@@ -23,9 +23,7 @@ from tests.helpers.bridged import TextModel, codec
 from tests.helpers.toys import NumberCodec, TableLM, table_pair
 
 VOCABULARY = 12
-PARTS_TOLD = tuple(
-    f"dsbd: {part}" for part in ("loading", "timing", "drafting", "warming up", "round", "tracing", "measured")
-)
+PARTS_TOLD = tuple(f"dsbd: {part}" for part in ("loading", "timing", "drafting", "warming up", "round", "measured"))
 
 
 def toy_load(

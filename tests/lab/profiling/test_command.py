@@ -20,7 +20,7 @@ from dsbd_cli.config.variants import MIN_WIDTH
 from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.lab.profiling.budget import Budget
-from dsbd_cli.lab.reports import profile_tables
+from dsbd_cli.lab.reports import units
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
 from tests.helpers.toys import NumberCodec, TableLM
 from tests.lab.profiling.conftest import VOCABULARY, Outcome
@@ -38,14 +38,13 @@ PARTS = (
 
 
 def test_a_whole_profile(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
-    files = {name: tmp_path / f"{name}.json" for name in ("json", "trace")}
-    named = [word for name, path in files.items() for word in (f"--{name}", str(path))]
-    done = dsbd("profile", "--input", str(prompts), *FEW, "--show", "2", *named)
+    path = tmp_path / "profile.json"
+    done = dsbd("profile", "--input", str(prompts), *FEW, "--show", "2", "--json", str(path))
     assert (done.code, done.faults) == (0, [])
     for part in PARTS:
         assert part in done.out
     assert "Iteration 2 of prompt row 0" in done.out
-    found = json.loads(files["json"].read_text())
+    found = json.loads(path.read_text())
     assert found["schema"] == "dsbd.profile/1"
     assert found["command"].startswith("dsbd profile --input")
     assert found["machine"]["versions"]["dsbd"]
@@ -59,10 +58,7 @@ def test_a_whole_profile(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
     assert all(one["forward"]["seconds"] > 0 for one in (found["now"], *found["tried"]))
     assert [one["depth"] for one in found["acceptance"]] == [1, 2]
     assert found["forest"]["iteration"] == 2
-    trace = json.loads(files["trace"].read_text())
-    names = {event.get("name") for event in trace["traceEvents"]}
-    assert {"prefill", "draft", "target", "verify", "compact"} <= names
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
 
 
 def test_without_a_draft_and_with_threshold_width(dsbd: Dsbd, prompts: Path) -> None:
@@ -124,14 +120,6 @@ def test_quiet_prints_the_command_alone(dsbd: Dsbd, prompts: Path) -> None:
     assert shlex.split(line)[-2:] == ["--input", str(prompts)]
 
 
-def test_the_plot_is_a_picture(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "p.png"
-    done = dsbd("profile", "--input", str(prompts), *FEW, "--quiet", "--plot", str(picture))
-    assert (done.code, done.err) == (0, "")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.fixture
 def unloadable(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -151,10 +139,8 @@ def unloadable(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--existing", "overwrite"), "--existing overwrite replaces"),
         (("--quiet", "--show", "1"), "drop one, or add --json"),
         (("--json", "{old}"), "exists: name another file, or replace it with --existing overwrite"),
-        (("--trace", "{folder}"), "is a folder"),
-        (("--plot", "{folder}/none/p.png"), "does not exist"),
-        (("--plot", "{folder}/p.gif"), "must end in .png"),
-        (("--json", "{folder}/a", "--trace", "{folder}/a"), "name two files"),
+        (("--json", "{folder}"), "is a folder"),
+        (("--json", "{folder}/none/p.json"), "does not exist"),
         (("--input", "{folder}/none.jsonl"), "cannot be read"),
         (("--input", "{old}", "--task", "sql"), "--input and --task cannot be used together"),
         (("--input", "{old}"), "line 2: "),
@@ -178,15 +164,6 @@ def test_what_is_refused_before_anything_is_loaded(
 
 def test_the_fixture_above_works(dsbd: Dsbd, prompts: Path, unloadable: None) -> None:
     assert "a model was loaded" in dsbd("profile", "--input", str(prompts)).err
-
-
-def test_a_plot_without_matplotlib(
-    dsbd: Dsbd, tmp_path: Path, unloadable: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dsbd_cli.lab.reports.style.find_spec", lambda name: None)
-    done = dsbd("profile", "--plot", str(tmp_path / "p.png"))
-    assert done.code == 2
-    assert "pip install 'dsbd[plots]'" in done.err
 
 
 def test_an_iteration_that_there_is_not(dsbd: Dsbd, prompts: Path) -> None:
@@ -382,10 +359,10 @@ def test_words_of_options() -> None:
 
 
 def test_numbers_are_shown_with_units_that_suit_them() -> None:
-    assert [profile_tables.seconds_text(x) for x in (0.0, 2e-6, 0.0123, 3.456, 1234.5)] == [
+    assert [units.seconds_text(x) for x in (0.0, 2e-6, 0.0123, 3.456, 1234.5)] == [
         "0 µs", "2 µs", "12.3 ms", "3.46 s", "1234 s",
     ]  # fmt: skip
-    assert [profile_tables.bytes_text(x) for x in (None, 12, 2048, 3 << 20, 5 << 30)] == [
+    assert [units.bytes_text(x) for x in (None, 12, 2048, 3 << 20, 5 << 30)] == [
         "-", "12 B", "2.0 KiB", "3.0 MiB", "5.0 GiB",
     ]  # fmt: skip
 

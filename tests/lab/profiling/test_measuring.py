@@ -17,18 +17,20 @@ from dsbd_cli.models.adapted.patching import pack, plain_linears
 from dsbd_cli.models.forest_model import size_of
 from dsbd_cli.ops import select
 from dsbd_cli.ops.select import packing_works
+from dsbd_cli.requests import EngineInfo
 from tests.helpers.tiny import build
 from tests.helpers.toys import NumberCodec, TableLM, table_pair
 
 CPU = torch.device("cpu")
 METHOD = MethodConfig(num_beams=2, drafts_per_layer=4, depth=2)
+INFO = EngineInfo("t", "d", "float32", "cpu")
 
 
 def bench(count: int = 3) -> ProfiledPair:
     target, draft = table_pair(2, 8, 0.5)
     sampling = SamplingConfig(top_k=0, max_new_tokens=10)
     requests = tuple(Request(id=str(i), seed=i, prompt=f"{i} 1 2", sampling=sampling) for i in range(count))
-    return ProfiledPair(target, draft, NumberCodec(8, (3,)), requests, 2, ("t", "d"))
+    return ProfiledPair(Engine(target, draft, NumberCodec(8, (3,)), METHOD, info=INFO), requests, 2)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -118,15 +120,15 @@ def test_no_clock_runs_within_a_captured_iteration() -> None:
 
 def test_clocks_change_no_text() -> None:
     some = bench()
-    assert some.draft is not None
-    plain = list(Engine(some.target, some.draft, some.codec, METHOD, batch_size=2).run(some.requests))
+    loaded = some.loaded
+    plain = list(Engine(loaded.target, loaded.draft, loaded.codec, METHOD, batch_size=2).run(some.requests))
     timed = some.timed(METHOD).results
     assert [result.hypotheses for result in timed] == [result.hypotheses for result in plain]
 
 
 def test_a_row_that_fails_ends_the_profile() -> None:
     some = bench(1)
-    wrong = ProfiledPair(some.target, some.draft, some.codec, (Request(id="x", seed=0, prompt="77"),), 2, ("t", "d"))
+    wrong = ProfiledPair(some.loaded, (Request(id="x", seed=0, prompt="77"),), 2)
     with pytest.raises(DsbdError, match="prompt x cannot be profiled"):
         wrong.timed(METHOD)
 

@@ -15,10 +15,11 @@ from dsbd_cli.engine.drafting.base import DraftContext
 from dsbd_cli.engine.iteration import iteration
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
-from dsbd_cli.lab.profiling.profile import _acceptance
+from dsbd_cli.lab.profiling.profile import depth_rates
 from dsbd_cli.lab.profiling.runs import ProfiledPair
 from dsbd_cli.lab.profiling.timers import RunLog
 from dsbd_cli.ops.interface import Ops
+from dsbd_cli.requests import EngineInfo
 from tests.helpers.toys import NumberCodec, table_pair
 
 VOCABULARY = 12
@@ -113,10 +114,11 @@ def test_the_acceptance_of_a_profile_is_what_the_walks_looked_at() -> None:
     target, draft = table_pair(1, VOCABULARY, 0.6)
     sampling = SamplingConfig(top_k=0, max_new_tokens=16)
     requests = tuple(Request(id=str(i), seed=i, prompt=f"{i % 5} {i % 7}", sampling=sampling) for i in range(6))
-    pair = ProfiledPair(target, draft, NumberCodec(VOCABULARY, (3,)), requests, 3, ("t", "d"))
+    loaded = Engine(target, draft, NumberCodec(VOCABULARY, (3,)), info=EngineInfo("t", "d", "float32", "cpu"))
+    pair = ProfiledPair(loaded, requests, 3)
     found = pair.timed(METHODS[0], log_steps=True)
     steps = [one for result in found.results for one in result.stats.step_log]
-    rates = _acceptance(found)
+    rates = depth_rates(found.stats, found.method.depth)
     assert [one.depth for one in rates] == [1, 2, 3]
     assert rates[0].reached == len([one for one in steps if one.layers])
     for depth, rate in enumerate(rates):
