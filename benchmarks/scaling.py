@@ -27,7 +27,7 @@ from dsbd_cli.engine.protocols import ForestInput
 class Constant:
     """A model that costs nothing, so that only the engine's own work is left: logits by token from a small bank."""
 
-    max_positions, head_ids = None, None
+    max_positions, head_ids, own_ids_below = None, None, 0
     capturable, copies_prefixes, generation = False, True, 0
 
     def __init__(self, vocab_size: int, seed: int, like: Constant | None = None) -> None:
