@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -34,7 +35,7 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 from training.head_prompts import prompts
 
-FIXED = (4096, 8192, 16384)
+FIXED = (4096, 8192)
 OWN = (0, 1024, 2048, 4096)
 KEPT = (8, 16, 64)
 
@@ -68,11 +69,12 @@ class Said(Observer):
         engine.observe(self)
 
     def verified(self, view: LayerView, draws: LayerDraws) -> None:
-        """One layer of one row: its nodes' logits [n, V], and the tokens [w] that go on."""
+        """One layer: of each row its nodes' logits [n, V], and the tokens [w] that go on."""
         assert self._logits is not None
-        nodes = view.node[0][view.valid[0]]
         _, tokens = view.pair(draws.index)
-        self._layer(self._logits[0, nodes], tokens[0][draws.valid[0]])
+        for row in view.valid.any(1).nonzero().flatten().tolist():
+            nodes = view.node[row][view.valid[row]]
+            self._layer(self._logits[row, nodes], tokens[row][draws.valid[row]])
 
 
 def most_mass(engine: Engine, count: int, tokens: int) -> Tensor:
@@ -82,6 +84,8 @@ def most_mass(engine: Engine, count: int, tokens: int) -> Tensor:
     def add(logits: Tensor, _: Tensor) -> None:
         mass.add_(logits.double().softmax(-1).sum(0))
 
+    method = MethodConfig(num_beams=1, depth=0)
+    engine = engine.replace(method=method, batch_size=8)
     Said(engine, add)
     for result in engine.run(requests_of(False, count, tokens)):
         result.check()
@@ -135,7 +139,7 @@ def coverage(options: argparse.Namespace) -> None:
         spec = ModelSpec(options.target, dtype=options.dtype)
         engine = load(spec, None, method=MethodConfig(rule="search", num_beams=beams, depth=0), batch_size=1)
         if order is None:
-            order = most_mass(engine.replace(method=MethodConfig(num_beams=1, depth=0)), options.learnt, options.tokens)
+            order = most_mass(engine, options.learnt, options.tokens)
             del engine.target.forward  # type: ignore[method-assign]
         found = Coverage(order)
         Said(engine, found.layer)
@@ -144,6 +148,7 @@ def coverage(options: argparse.Namespace) -> None:
             found.begin(prompt)
             engine.generate(request)
             found.end()
+            print(f"W = {beams}: {found.layers} layers", file=sys.stderr, flush=True)
         for (fixed, room, kept, way), held in found.held.items():
             sizes = found.sizes[fixed, kept]
             line = {"beams": beams, "fixed": fixed, "own": room, "kept": kept, "way": way, "layers": found.layers}
@@ -229,9 +234,9 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--count", type=int, default=48, help="held-out prompts")
-    parser.add_argument("--learnt", type=int, default=192, help="prompts that the fixed ids are from")
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--count", type=int, default=24, help="held-out prompts")
+    parser.add_argument("--learnt", type=int, default=48, help="prompts that the fixed ids are from")
+    parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=200)

@@ -145,6 +145,7 @@ class Book(Observer):
     engine: Engine
     room: int
     monkeypatch: pytest.MonkeyPatch
+    kept: int = KEPT
     own: dict[int, list[int]] = field(default_factory=dict)
     pending: list[tuple[Forest, list[int], list[int]]] = field(default_factory=list)
     checked: int = 0
@@ -154,7 +155,7 @@ class Book(Observer):
     def __post_init__(self) -> None:
         self.target: list[Tensor] = []
         for module in (own_ids, iteration):
-            self.monkeypatch.setattr(module, "KEPT", KEPT)
+            self.monkeypatch.setattr(module, "KEPT", self.kept)
         forward = self.engine.target.forward
 
         def kept(batch: ForestInput, *, logits: bool = True) -> Tensor | None:
@@ -182,7 +183,7 @@ class Book(Observer):
                 for node in forest.flat.valid[row].nonzero().flatten().tolist():
                     given = logits[row, node].tolist()
                     ranked = sorted(range(V), key=lambda token: (-given[token], token))
-                    said += ranked[: min(wanted, KEPT)]
+                    said += ranked[: min(wanted, self.kept)]
                 self.take(keys[row], said)
         self.pending.clear()
 
@@ -272,9 +273,9 @@ def test_q_is_the_distribution_over_the_ids_of_the_row(
     monkeypatch.setattr(own_ids.OwnIds, "of", partial(OwnIds.of, most=room))
     engine = engine_of(Trimmed, rule=rule, drafter=drafter)
     book = Book(engine, room, monkeypatch)
-    found = list(engine.run(requests(5, top_k=top_k, temperature=1.3)))
+    found = list(engine.run(requests(4, top_k=top_k, temperature=1.3)))
     assert passed(found) > 0
-    assert book.checked > 60
+    assert book.checked > 30
     assert len(book.sizes) > (1 if room == 7 else 8)
     assert max(book.sizes) <= room
 
@@ -283,7 +284,7 @@ def test_q_is_the_distribution_over_the_ids_of_the_row(
 def test_best_pairs_are_of_the_ids_of_the_row(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`search`, where the rule itself wants fewer tokens of a node than are learnt."""
     engine = engine_of(Trimmed, rule="search", drafter=drafter)
-    book = Book(engine, 2048, monkeypatch)
+    book = Book(engine, 2048, monkeypatch, kept=12)  # the rule wants 6
     assert passed(list(engine.run(requests(5)))) > 0
     assert len(book.sizes) > 8
 
@@ -346,14 +347,14 @@ def logits_of(vocabulary: int, seed: int) -> tuple[DraftLogits, list[list[int]]]
 
 
 @pytest.mark.parametrize("vocabulary", [50, BLOCKED_FROM + 100, 3 * BLOCKED_FROM])
-@pytest.mark.parametrize("count", [1, 7, 20, 40])
+@pytest.mark.parametrize("count", [1, 7, 20, 30, 40])
 def test_candidates_are_those_of_the_whole_vocabulary(vocabulary: int, count: int) -> None:
     logits, tokens = logits_of(vocabulary, count)
     wanted, found = top_candidates(logits.wide(), CandidateCount(count)), logits.candidates(CandidateCount(count))
-    real = wanted.logprobs > -math.inf
-    assert torch.equal(found.tokens[real], wanted.tokens[real])
-    assert torch.allclose(found.logprobs, wanted.logprobs, rtol=0, atol=2e-6)
-    assert bool((found.tokens.diff(dim=-1) > 0).all()) or not real.all()
+    real, given = (one.logprobs > -math.inf for one in (found, wanted))
+    assert torch.equal(found.tokens[real], wanted.tokens[given])  # in order of token id, none twice
+    assert torch.allclose(found.logprobs[real], wanted.logprobs[given], rtol=0, atol=2e-6)
+    assert int(found.tokens.max()) < vocabulary
     for row, some in enumerate(tokens):
         assert set(found.tokens[row][real[row]].tolist()) <= set(some)
         column = {token: place for place, token in enumerate(logits.ids.tolist() + logits.own_ids[row].tolist())}  # type: ignore[union-attr]

@@ -60,7 +60,7 @@ class Laws(Observer):
         for depth, law in enumerate(self.logits):
             nodes = forest.layers[depth]
             found = law[:, -nodes.token.shape[1] :]
-            for row, node in nodes.valid.nonzero().tolist()[::3]:
+            for row, node in nodes.valid.nonzero().tolist()[::10]:
                 root, prefix = int(nodes.root[row, node]), int(table.common_prefix[row])
                 slots = [*range(prefix), *(prefix + beams.ancestors[row, root].nonzero().flatten()).tolist()]
                 text = table.tokens[row, slots].tolist()
@@ -109,17 +109,16 @@ def test_laws_are_those_of_the_whole_lm_head(
     assert [result.error for result in found] == [None] * len(PROMPTS)
     assert plain is None or [[(one.token_ids, one.logprob) for one in result.hypotheses] for result in found] == plain
     assert laws.worst <= 1e-5
-    assert laws.counted > 40
+    assert laws.counted > 15
     assert laws.own > 10
 
 
-@pytest.mark.parametrize("rule", ["search", "coupled"])
-@pytest.mark.parametrize("beams", [1, 3, 4])
+@pytest.mark.parametrize(("rule", "beams"), [("search", 4), ("coupled", 1), ("coupled", 3)])
 def test_no_text_depends_on_own_ids(rule: str, beams: int, tmp_path: Path) -> None:
     target, source, _ = save_pair(tmp_path)
     pair = load_pair(spec_for(target), spec_for(source, "draft"))
     plain = answers(engine_of(pair.target, None, rule, beams, batch=3))
-    for batch, more in ((1, {}), (4, {"adaptive_depth": True}), (3, {"drafter": "rsd-s+ngram"})):
+    for batch, more in ((4, {"adaptive_depth": True}), (2, {"drafter": "rsd-s+ngram"})):
         assert answers(engine_of(pair.target, pair.draft, rule, beams, batch=batch, **more)) == plain
 
 
