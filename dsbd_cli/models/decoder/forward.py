@@ -171,7 +171,7 @@ class Decoder:
             found = found / self.spec.logit_scale
         if cap is not None:
             found = torch.tanh(found / cap) * cap
-        if own_ids is not None:
+        if own_ids is not None and self.own_rows is not None:
             absent = own_ids >= len(self.own_rows.table)
             found[..., -own_ids.shape[1] :].masked_fill_(absent.unsqueeze(1), float("-inf"))
         return found
