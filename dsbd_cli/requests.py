@@ -236,7 +236,7 @@ class EngineInfo:
     """Names, dtypes and devices of the models that run, for records and reports.
 
     Attributes:
-        draft_form: what was read of a draft head. notes: what the user should know of the target.
+        draft_form: what was read of a draft head or a trimmed draft. notes: what the user should know of the target.
         ops: operation, backend and reason, of the target and of iterations.
         threads: of the processor. chat: the target has a chat template.
     """

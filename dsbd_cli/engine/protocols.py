@@ -43,6 +43,8 @@ class ForestInput:
         chain: a prefill. The real nodes of a row stand first, follow one another from the row's common prefix on, and
             each sees all before it; they join the common prefix.
         late: how many leading nodes the target has run before; of a draft, where logits are wanted.
+        own_ids: [R, o] int64, tokens of each row whose logits are wanted behind those of a head that lacks them; past
+            the vocabulary where there is none. See own_ids_below.
     """
 
     tokens: Tensor
@@ -56,6 +58,7 @@ class ForestInput:
     chain: bool = False
     prompt: Tensor | None = None
     late: int = 0
+    own_ids: Tensor | None = None
 
     def to(self, device: torch.device) -> ForestInput:
         """The same on another device."""
@@ -71,6 +74,7 @@ class ForestInput:
             self.chain,
             None if self.prompt is None else self.prompt.to(device),
             self.late,
+            None if self.own_ids is None else self.own_ids.to(device),
         )
 
 
@@ -114,6 +118,12 @@ class ForestModel(Protocol):
         is token v."""
         ...
 
+    @property
+    def own_ids_below(self) -> int:
+        """Tokens below this may be asked for by `own_ids` of a forward, where the head lacks some; 0 where a forward
+        gives logits of the head's tokens alone."""
+        ...
+
     def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
         """Own cache memory for `rows` x `slots` (the last slot is the trash slot). Called again with more, it keeps the
         contents of all slots except the old trash slot.
@@ -125,7 +135,8 @@ class ForestModel(Protocol):
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         """Write the nodes' keys and values, return logits [R, n, V] in the model's dtype, of a head that lacks tokens
-        [R, n, m]. None with logits=False, when the output head must not be run."""
+        [R, n, m + o]: of its own tokens and of `own_ids`, -inf where there is none. None with logits=False, when the
+        output head must not be run."""
         ...
 
     def move(self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor) -> None:

@@ -215,6 +215,11 @@ class BaseForestModel:
         """Tokens [m] int64 of the logits' columns, ascending, where the head lacks some; None: column v is token v."""
         return self._kept
 
+    @property
+    def own_ids_below(self) -> int:
+        """Tokens below this may be asked for by `own_ids` of a forward, where the head lacks some; 0: none may."""
+        return 0
+
     def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
         """Own cache memory for rows x slots, of which `window` lie past the common prefix at most (None: all); grows
         only and keeps what is there."""
@@ -287,13 +292,14 @@ class BaseForestModel:
 
     @torch.no_grad()
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        """Write the nodes, return logits [R, n, V] in the model's dtype, [R, n, m] where the head lacks tokens (see
-        head_ids); with logits=False the head is not run."""
+        """Write the nodes, return logits [R, n, V] in the model's dtype, [R, n, m + o] where the head lacks tokens (see
+        head_ids and ForestInput.own_ids); with logits=False the head is not run."""
         rows, count = batch.tokens.shape
         if self._fills and batch.prompt_slots is not None and rows * count < LEAST_ROWS:
             batch = repeated(batch, -(-LEAST_ROWS // rows))
         found = self._run(batch, logits=logits)
-        return None if found is None else self._fitted(found.to(self._device))[:, :count]
+        own = 0 if batch.own_ids is None else batch.own_ids.shape[1]
+        return None if found is None else self._fitted(found.to(self._device), own)[:, :count]
 
     def trust(self, varies: str | None, copies: bool | None) -> None:
         """Take what the check of invariance has found (`invariance.Verdict`): prompts that begin alike are each read
@@ -326,9 +332,13 @@ class BaseForestModel:
         )
         return self._metadata
 
-    def _fitted(self, logits: Tensor) -> Tensor:
+    def _fitted(self, logits: Tensor, own: int = 0) -> Tensor:
+        """Cut logits to the width. own: columns of own ids, the last ones."""
         if self._kept is not None:
-            return logits[..., : len(self._kept)]
+            kept = logits[..., : len(self._kept)]
+            if not own:
+                return kept
+            return logits if logits.shape[-1] == len(self._kept) + own else torch.cat((kept, logits[..., -own:]), -1)
         if self._width <= logits.shape[-1]:
             return logits[..., : self._width]
         return nn.functional.pad(logits, (0, self._width - logits.shape[-1]), value=float("-inf"))

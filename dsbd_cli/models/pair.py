@@ -9,6 +9,7 @@ from dsbd_cli.engine.drafting.bridge.bridged import AnyDraft, BridgedDraft
 from dsbd_cli.errors import PairError
 from dsbd_cli.models.checkpoints.generation import settings_notes
 from dsbd_cli.models.checkpoints.vocabulary import check_pair, markers
+from dsbd_cli.models.decoder.own_rows import OWN_IDS
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.heads.load import load_head, names_head
 from dsbd_cli.models.load_model import load_model
@@ -22,7 +23,8 @@ class LoadedPair:
     Attributes:
         target_dtype: torch's name without prefix: float32, bfloat16, float16; `int8+bfloat16` where linear layers are
             int8 and the rest is bfloat16.
-        draft_dtype: the same, None without a draft. draft_form: what was read of a draft head, None without one.
+        draft_dtype: the same, None without a draft. draft_form: what was read of a draft head or a trimmed draft, None
+        of other drafts.
         differences: differences that do not matter for the result, for the user to read.
         notes: what the user should know: generation settings that are not done, kernels of layers that are left out.
     """
@@ -76,7 +78,14 @@ def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = Fal
         if model.encoder_digest == small.encoder_digest:
             model.lead(small)
             differences += ("the draft's encoder is the target's: it reads each source once for both",)
-    return LoadedPair(model, small, codec, *dtypes, differences, notes)
+    return LoadedPair(model, small, codec, *dtypes, differences, notes, _trimmed_form(small))
+
+
+def _trimmed_form(draft: BaseForestModel) -> str | None:
+    if draft.head_ids is None:
+        return None
+    own = f"; {OWN_IDS}" if draft.own_ids_below else ""
+    return f"{len(draft.head_ids)} of {draft.vocab_size} tokens{own}"
 
 
 def _check_kinds(target: BaseForestModel, draft: BaseForestModel, *, bridged: bool) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from dsbd_cli.ops import reference
@@ -40,6 +41,18 @@ class Linear(Protocol):
         ...
 
 
+class RowsLinear(Protocol):
+    """x W^T, where each row of a batch has its own W: rows that it has picked of a table."""
+
+    def take(self, ids: Tensor) -> None:
+        """Multiply with the rows ids [R, o] int64 of the table from now on."""
+        ...
+
+    def compute(self, x: Tensor) -> Tensor:
+        """x [R, n, i] -> [R, n, o]."""
+        ...
+
+
 def _no_size(*sizes: object) -> None:
     """Return no kernel: tensor code serves."""
 
@@ -60,6 +73,7 @@ class Ops:
         program: keeps the kernels of a forward to be run again; None: each runs when it is called.
     Of all models:
         linear: weights [o, i] and biases [o] of layers as one product; None: they stay as they are.
+        pick: a table [V, i] and a dtype -> products of each row of a batch with rows of its own.
         path_attention: query [R, Q, n, E] over the slots that each node sees, listed by depth -> [R, n, Q, E]; None:
             the model sums by parts.
         attention: query [R, Q, n, E] over slots by a mask -> [R, Q, n, E], or None for such heads; None: torch's own.
@@ -79,6 +93,7 @@ class Ops:
     rotate: Callable[..., Tensor] = reference.rotate
     program: type[Program] | None = None
     linear: Callable[[Sequence[Tensor], Sequence[Tensor | None]], Linear | None] = reference.linear
+    pick: Callable[[Tensor, torch.dtype], RowsLinear] = reference.PickedRows
     path_attention: Callable[..., Tensor] | None = None
     attention: Callable[..., Tensor | None] | None = None
     scan: Callable[[], ModuleType] | None = None

@@ -114,6 +114,21 @@ def linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Device
     return None if weights[0].is_cpu else DeviceLinear.of(weights, biases)
 
 
+class PickedRows:
+    """Products, in a dtype, of each row of a batch with rows of its own of a table [V, i]."""
+
+    def __init__(self, table: Tensor, dtype: torch.dtype) -> None:
+        self._table, self._dtype = table, dtype
+
+    def take(self, ids: Tensor) -> None:
+        """Multiply with the rows ids [R, o] int64 from now on."""
+        self._weights = self._table[ids].to(self._dtype)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """x [R, n, i] -> [R, n, o]."""
+        return x @ self._weights.transpose(1, 2)
+
+
 def log_total(values: Tensor, highest: Tensor) -> Tensor:
     """log of the sum over v of exp(values[:, v] - highest) of a few rows: [n, 1] float32.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu import attention, int8, layer, linear, logsumexp, program, scan
 from dsbd_cli.ops.cpu.runtime import unloadable
-from dsbd_cli.ops.interface import Linear, OpChoice, Ops
+from dsbd_cli.ops.interface import Linear, OpChoice, Ops, RowsLinear
 from dsbd_cli.ops.triton import available
 from dsbd_cli.ops.triton.trial import faults
 
@@ -59,6 +59,8 @@ def ops_for(
             )
         elif device.type == "cpu" and name == "linear":
             found[name], choice = packed_linear, _packing(dtype)
+        elif device.type == "cpu" and name == "pick" and _packs(linear.Compiled, dtype):
+            found[name], choice = pick, OpChoice(name, "numba", "rows are packed from where they lie")
         elif device.type == "cpu" and name in NUMBA and (reason := _numba_missing(name, dtype, widths)) is None:
             found[name], choice = NUMBA[name].op, OpChoice(name, "numba", "it runs on this processor")
         else:
@@ -114,6 +116,13 @@ def packed_linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) ->
         if way.takes(weights[0]) and _packs(way, weights[0].dtype):
             return linear.PackedProduct(weights, biases, way)
     return None
+
+
+def pick(table: Tensor, dtype: torch.dtype) -> RowsLinear:
+    """Return products with rows of a table [V, i] that are packed, where the kernel takes rows as they lie."""
+    if table.dtype != dtype or not linear.Compiled.takes(table) or table.stride(1) != 1:
+        return reference.PickedRows(table, dtype)
+    return linear.PickedRows(table)
 
 
 def packing_works(dtype: torch.dtype) -> bool:

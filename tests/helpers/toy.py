@@ -26,6 +26,7 @@ class _SlotModel:
 
     capturable, copies_prefixes = False, True
     head_ids: Tensor | None = None
+    own_ids_below = 0
 
     def __init__(self, vocab_size: int, device: torch.device | str, max_positions: int | None) -> None:
         self._vocab_size = vocab_size

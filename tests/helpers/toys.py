@@ -20,6 +20,7 @@ class TableLM:
     capturable = False
     invariant = copies_prefixes = True
     head_ids: Tensor | None = None
+    own_ids_below = 0
 
     def __init__(self, table: Tensor) -> None:
         self.table, self.generation = table, 0

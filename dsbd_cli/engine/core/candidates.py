@@ -39,6 +39,15 @@ class Candidates:
         wide = index.unsqueeze(-1).expand(-1, -1, self.tokens.shape[-1])
         return Candidates(self.tokens.gather(1, wide), self.logprobs.gather(1, wide), self.full)
 
+    def best(self, count: int) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probabilities [R, n, m] of the best of each node, `count` of them, or all where there are no
+        more."""
+        if self.tokens.shape[-1] <= count:
+            return self.tokens, self.logprobs
+        best, index = best_tokens(self.logprobs.flatten(0, 1), count)
+        tokens = self.tokens.flatten(0, 1).gather(1, index)
+        return tokens.view(*self.tokens.shape[:2], count), best.view(*self.tokens.shape[:2], count)
+
 
 @dataclass(frozen=True, slots=True)
 class CandidateCount:

@@ -14,6 +14,7 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.constraints.legal import FREE
 from dsbd_cli.engine.core.beams import fit_window
+from dsbd_cli.engine.core.own_ids import OwnIds
 from dsbd_cli.engine.decoding.tables import RequestTables
 from dsbd_cli.engine.drafting.beam import MERGED_BACKLOG
 from dsbd_cli.engine.drafting.text import PromptTable
@@ -132,6 +133,7 @@ class Batch:
         self.state = BatchState.empty(self._method, rows, caches.slots, caches.round_window(nodes), history, device)
         if self._keep_text:
             self.state.prompts = PromptTable.empty(rows, device)
+        self.state.own_ids = OwnIds.of(caches.draft, caches.target.vocab_size, rows, device)
         self._empty = False
 
     def _grow(self, slots: int) -> None:

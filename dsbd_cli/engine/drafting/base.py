@@ -89,6 +89,7 @@ class DraftContext:
             text (needs_text).
         stopping: the engine was asked to stop. legal: the constraints that act, None where there are none.
         ops: what serves. gate: see goes_on; None: all that is drafted goes to the target.
+        own_ids: [R, o] int64, of OwnIds, where a trimmed draft may draft them. They stay the same in all layers.
     """
 
     beams: Beams
@@ -110,6 +111,7 @@ class DraftContext:
     legal: Legal | None = None
     ops: Ops | None = None
     gate: Callable[[list[float]], bool] | None = None
+    own_ids: Tensor | None = None
 
     @property
     def keys(self) -> Tensor:

@@ -79,9 +79,10 @@ class BeamDrafter(Drafter):
             run(self.model, buffer.draft_backlog(), device, logits=False)
             with_backlog = False
         batch = buffer.late_and_roots() if with_backlog else buffer.input(layer)
+        batch.own_ids = context.own_ids
         logits = run(self.model, batch, device)
         assert logits is not None
-        return DraftLogits.of(logits[:, -count:], self._ids, self.vocab_size)
+        return DraftLogits.of(logits[:, -count:], self._ids, self.vocab_size, context.own_ids)
 
     def drafts(
         self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int

@@ -1,10 +1,13 @@
 """Logits of a draft whose head may lack tokens (`dsbd trim-draft`): candidates are taken from the columns that there
-are, and only then get their token ids, so that nothing of the vocabulary's size is touched."""
+are, and only then get their token ids, so that nothing of the vocabulary's size is touched.
+
+Letters: R rows, n nodes, m columns of the head, o own ids of a row, V vocabulary of the target."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.candidates import CandidateCount, Candidates, LegalTokens, top_candidates
@@ -24,20 +27,30 @@ class DraftLogits:
     """Logits of some nodes.
 
     Attributes:
-        values: [R, n, m], in the model's dtype. ids: [m] int64, tokens of the columns; None: columns are tokens.
-        vocab_size: V of the target; tokens without a column have q = 0.
+        values: [R, n, m + o], in the model's dtype. ids: [m] int64, tokens of the head's columns; None: columns are
+            tokens.
+        vocab_size: V; tokens without a column have q = 0.
+        own_ids: [R, o] int64, tokens of the columns behind the head's, none of them in ids; V where there is none, and
+            -inf in `values`. None: o is 0.
     """
 
     values: Tensor
     ids: Tensor | None
     vocab_size: int
+    own_ids: Tensor | None = None
 
     @classmethod
-    def of(cls, logits: Tensor, ids: Tensor | None, vocab_size: int) -> DraftLogits:
-        """Without columns past V. ids: of head_ids."""
+    def of(cls, logits: Tensor, ids: Tensor | None, vocab_size: int, own_ids: Tensor | None = None) -> DraftLogits:
+        """Without columns past V. ids: of head_ids. own_ids: that the forward was asked for."""
         if ids is None:
             return cls(logits[..., :vocab_size], None, vocab_size)
-        return cls(logits[..., : len(ids)], ids.to(logits.device), vocab_size)
+        ids, own = ids.to(logits.device), 0 if own_ids is None else own_ids.shape[1]
+        kept = logits[..., : len(ids)]
+        if own and logits.shape[-1] == len(ids) + own:
+            kept = logits
+        elif own:
+            kept = torch.cat((kept, logits[..., -own:]), -1)
+        return cls(kept, ids, vocab_size, own_ids)
 
     @property
     def width(self) -> int:
@@ -48,14 +61,27 @@ class DraftLogits:
         """[R, n, V], -inf where there is no column; as wide as the draft's own logits where it lacks no tokens."""
         if self.ids is None:
             return self.values
-        wide = self.values.new_full((*self.values.shape[:-1], self.vocab_size), NEG_INF)
-        return wide.index_copy_(-1, self.ids, self.values)
+        fixed, own_ids = len(self.ids), self.own_ids
+        most = self.vocab_size if own_ids is None else self.vocab_size + 1
+        wide = self.values.new_full((*self.values.shape[:-1], most), NEG_INF)
+        wide.index_copy_(-1, self.ids, self.values[..., :fixed])
+        if own_ids is None:
+            return wide
+        own = self.values[..., fixed:]
+        return wide.scatter_(-1, own_ids.unsqueeze(-2).expand_as(own), own)[..., : self.vocab_size]
 
     def candidates(
         self, wanted: CandidateCount, legal: LegalTokens | None = None, ops: Ops | None = None
     ) -> Candidates:
-        """Return top_candidates of `wide`, but for the last bits of the logits' sum."""
+        """Return top_candidates of `wide`, but for the last bits of the logits' sum, and for which of equal tokens are
+        the last ones: those of the head before own ids."""
         if self.ids is None or wanted.count >= self.values.shape[-1] or legal is not None:
             return top_candidates(self.wide(), wanted, legal, ops)
         found = top_candidates(self.values, wanted, ops=ops)
-        return Candidates(self.ids[found.tokens], found.logprobs, full=False)
+        if self.own_ids is None:
+            return Candidates(self.ids[found.tokens], found.logprobs, full=False)
+        columns = torch.cat((self.ids.expand(len(self.own_ids), -1), self.own_ids), 1)
+        tokens = columns.gather(1, found.tokens.flatten(1)).view_as(found.tokens)
+        # where there is no own id the column is -inf, whatever token it is given
+        tokens, order = tokens.clamp(max=self.vocab_size - 1).sort(-1)
+        return Candidates(tokens, found.logprobs.gather(-1, order), full=False)

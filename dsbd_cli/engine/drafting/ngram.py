@@ -20,7 +20,7 @@ from dsbd_cli.engine.core.nodes import LayerNodes
 from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.sampler import largest
-from dsbd_cli.engine.core.topk import NEG_INF, best_tokens
+from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import (
     DraftContext,
     DrafterInputs,
@@ -74,14 +74,10 @@ class Recall:
         nodes = forest.flat
         # an absent node may have the path of one that is there, and what it is said to be followed by means nothing
         self._keys, order = torch.where(nodes.valid, nodes.path, ABSENT).sort(1)
-        tokens, logprobs = candidates.tokens, candidates.logprobs
-        rows, count, most = tokens.shape
-        if most > KEPT:
-            best, index = best_tokens(logprobs.flatten(0, 1), KEPT)
-            tokens, logprobs = tokens.flatten(0, 1).gather(1, index), best
-        more = max(0, KEPT - most)
-        tokens = torch.nn.functional.pad(tokens.view(rows, count, -1), (0, more))
-        logprobs = torch.nn.functional.pad(logprobs.view(rows, count, -1), (0, more), value=NEG_INF)
+        tokens, logprobs = candidates.best(KEPT)
+        more = KEPT - tokens.shape[-1]
+        tokens = torch.nn.functional.pad(tokens, (0, more))
+        logprobs = torch.nn.functional.pad(logprobs, (0, more), value=NEG_INF)
         self._tokens = _in_order(tokens, order)
         self._logprobs = _in_order(logprobs, order).nan_to_num(nan=NEG_INF, neginf=NEG_INF)
 

@@ -16,6 +16,7 @@ from dsbd_cli.engine.constraints.stops import NO_STOPS
 from dsbd_cli.engine.core.candidates import CandidateCount, Candidates, LegalTokens, top_candidates
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.forest_buffer import ForestBuffer, ForestSizes
+from dsbd_cli.engine.core.own_ids import KEPT
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, Endings
 from dsbd_cli.engine.drafting.beam import MERGED_BACKLOG, run
 from dsbd_cli.engine.iteration.commit_beams import best_only, commit_beams, pack_counters
@@ -123,6 +124,8 @@ class Iteration:
         state, forest = self.state, self.forest
         self.candidates = self.best_tokens()
         self.drafter.learn(forest, self.candidates)
+        if state.own_ids is not None:
+            state.own_ids.learn(forest.flat, self.candidates)
         arguments = state, forest, self.candidates, self.rule, self.endings, self.context.keys
         kernel = None if self.observer.attached else verification_kernel(self.ops, state, forest, self.candidates)
         if kernel is not None:
@@ -160,6 +163,8 @@ class Iteration:
             # any number of tokens may complete a stop string, but only of the rows that have one
             own = torch.where(self.forest.flat.stop_state == NO_STOPS, wanted.count, vocabulary)
             wanted = CandidateCount(vocabulary, own, wanted.count)
+        if state.own_ids is not None and not self.rule.sampler.random:
+            wanted = wanted.at_least(min(KEPT, vocabulary))  # more of them change nothing of what is best
         return top_candidates(self.logits, wanted, self.legal_tokens, self.ops)
 
     def _context(self) -> DraftContext:
@@ -185,6 +190,7 @@ class Iteration:
             legal=self.legal,
             ops=self.ops,
             gate=self.gate,
+            own_ids=None if state.own_ids is None else state.own_ids.tokens,
         )
 
     def _buffer(self) -> ForestBuffer:

@@ -14,6 +14,7 @@ from dsbd_cli.engine.constraints.legal import FREE
 from dsbd_cli.engine.core.beams import Beams, Finished, select_rows
 from dsbd_cli.engine.core.distribution import Warp
 from dsbd_cli.engine.core.noise import seed_key
+from dsbd_cli.engine.core.own_ids import OwnIds
 from dsbd_cli.engine.core.slots import SlotTable
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.text import PromptTable
@@ -49,7 +50,7 @@ class BatchState:
 
     `sampling` is the host's copy of each row's settings, None where the row is free; `legal_starts` of the state in
     which its constraint began. `prompts` is kept only for a drafter that reads the text, `trace` only while a row asks
-    for it.
+    for it, `own_ids` only for a trimmed draft that can give their logits.
     """
 
     method: MethodConfig
@@ -65,6 +66,7 @@ class BatchState:
     legal_starts: list[int | None]
     prompts: PromptTable | None = None
     trace: TokenTrace | None = None
+    own_ids: OwnIds | None = None
 
     @classmethod
     def empty(
@@ -146,6 +148,8 @@ class BatchState:
             self.sampling[row], self.legal_starts[row] = entry.sampling, entry.legal_state
             if self.prompts is not None:
                 self.prompts.put(row, entry.prompt)
+        if self.own_ids is not None:
+            self.own_ids.begin({row: entry.prompt for row, entry in entries.items()})
         if any(item.token_logprobs for item in sampling):
             self.trace = self.trace or TokenTrace.empty(beams, self.finished)
             tops = max(item.top_logprobs for item in sampling if item.token_logprobs)
@@ -190,6 +194,8 @@ class BatchState:
             self.prompts = self.prompts.select(index)
         if self.trace is not None:
             self.trace.select(index)
+        if self.own_ids is not None:
+            self.own_ids = self.own_ids.select(index)
 
     def grow_history(self, length: int) -> None:
         """Room for `length` generated tokens."""

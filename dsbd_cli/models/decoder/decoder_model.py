@@ -129,6 +129,10 @@ class DecoderForestModel(BaseForestModel):
         return self.decoder.ops
 
     @property
+    def own_ids_below(self) -> int:
+        return 0 if self.decoder.own_rows is None else len(self.decoder.own_rows.table)
+
+    @property
     def capturable(self) -> bool:
         return self._device.type == "cuda"
 
@@ -236,7 +240,7 @@ class DecoderForestModel(BaseForestModel):
         last = decoder.finish(residual, branch)
         if self._tap is not None:
             self._leave_states([self.hidden_states[number] for number in self._tap.layers] or [last])
-        return decoder.logits(last) if logits else None
+        return decoder.logits(last, batch.own_ids) if logits else None
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Token ids [R, n]. A narrower draft knows no id of its target's extra ones: any legal id will do, only

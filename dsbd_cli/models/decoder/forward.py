@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dsbd_cli.models.decoder.own_rows import OwnRows
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights, PlainLinear
 from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, attention, prompt_attention
@@ -110,6 +111,7 @@ class Decoder:
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops) -> None:
         self.spec, self.weights, self.ops = spec, weights, ops
+        self.own_rows: OwnRows | None = None  # where the head lacks tokens, but others of its rows are at hand
         # rounded to the dtype, as the families that scale their embeddings do
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype, device=weights.table.device)
 
@@ -158,12 +160,21 @@ class Decoder:
         """Return the last norm of the sum [R, n, H] of both."""
         return self.ops.norm(branch, residual, self.weights.norm, self.spec.eps, self.spec.unit_offset, EAGER)[0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, n, V], or of as many tokens as the head has, of what `finish` gave."""
+    def logits(self, hidden: Tensor, own_ids: Tensor | None = None) -> Tensor:
+        """Return logits [R, n, V], or of as many tokens as the head has, of what `finish` gave; behind them those of
+        own_ids [R, o]."""
         found, cap = self.weights.head.compute(hidden), self.spec.logit_softcap
+        if own_ids is not None:
+            assert self.own_rows is not None
+            found = torch.cat((found, self.own_rows.compute(hidden, own_ids)), -1)
         if self.spec.logit_scale != 1:
             found = found / self.spec.logit_scale
-        return found if cap is None else torch.tanh(found / cap) * cap
+        if cap is not None:
+            found = torch.tanh(found / cap) * cap
+        if own_ids is not None and self.own_rows is not None:
+            absent = own_ids >= len(self.own_rows.table)
+            found[..., -own_ids.shape[1] :].masked_fill_(absent.unsqueeze(1), float("-inf"))
+        return found
 
     def _attention(self, number: int, layer: LayerWeights, x: Tensor, inputs: LayerInputs, run: Eager) -> Tensor:
         """Return the output [R, n, H] of a layer's attention; its keys and values are in the planes then."""

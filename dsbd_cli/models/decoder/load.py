@@ -20,6 +20,7 @@ from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checkpoints.head import TrimmedHead
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.forward import Decoder
+from dsbd_cli.models.decoder.own_rows import OwnRows
 from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_decoder
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.decoder.weights import Tensors, read_tensors, read_weights
@@ -74,6 +75,8 @@ def build_decoder(
     model = DecoderForestModel(Decoder(decoder_spec, weights, ops), spec.source, settings, stock)
     if head is not None:
         model.spread(head.ids, head.vocab_size)
+        if head.bias is None:
+            model.decoder.own_rows = OwnRows.of(head.weight, head.ids, weights.table, checkpoint.dtype)
     return model
 
 

@@ -280,7 +280,7 @@ class HeadForestModel(TargetHead, DecoderForestModel):
         spec = head.spec
         last, summed = head.ops.norm(branch, residual, head.weights.norm, spec.eps, spec.unit_offset, EAGER)
         self._guess(batch, head.guess(summed, last))
-        return head.logits(last)
+        return head.logits(last, batch.own_ids)
 
 
 def _rows(batch: ForestInput) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +13,13 @@ from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
 from dsbd_cli.models.checkpoints.loader import check_quantize, device_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import tensors_of
+from dsbd_cli.models.decoder.own_rows import OWN_IDS, OwnRows
+from dsbd_cli.models.decoder.weights import PlainLinear
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.heads.formats import FoundHead, is_head, read_eagle3, read_mtp
 from dsbd_cli.models.heads.head_model import AFTER_NORM, HeadForestModel, TargetHead
 from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
+from dsbd_cli.ops.reference import DeviceLinear
 
 TRIAL = 24  # tokens of the text by which the convention of layer numbers is found
 
@@ -67,8 +70,29 @@ def _loaded(spec: ModelSpec, target_spec: ModelSpec, target: BaseForestModel) ->
         model.fit_width(target.vocab_size)
     else:
         model.spread(found.ids, target.vocab_size)
-    model.form = f"{found.form}; {_choose_layers(model, found)}"
+        _share_rows(model, found.ids, target_spec)
+    shared = f"; {OWN_IDS}" if model.own_ids_below else ""
+    model.form = f"{found.form}; {_choose_layers(model, found)}{shared}"
     return model
+
+
+def _share_rows(model: HeadForestModel, ids: Tensor, target_spec: ModelSpec) -> None:
+    """Give a head whose LM head is part of the target's the rows of the other tokens."""
+    target, head = model.target, model.decoder.weights.head
+    assert isinstance(head, PlainLinear)
+    tables: list[Callable[[], Tensor]] = [lambda: target.embeddings]
+    scale = 1.0
+    if isinstance(target, DecoderForestModel):
+        theirs, scale = target.decoder.weights.head, target.decoder.spec.logit_scale
+        if isinstance(theirs, DeviceLinear):
+            tables.append(lambda: theirs.weight)
+        elif (place := locate(target_spec)).is_dir():
+            # what is packed for the target is no table any more, but its file is
+            tables += [get for name, get in tensors_of(place, target_spec).items() if name == "lm_head.weight"]
+    for table in tables:
+        model.decoder.own_rows = OwnRows.of(head.weights[0], ids, table(), target.weights_dtype, scale)
+        if model.own_ids_below:
+            return
 
 
 def _pack(model: TargetHead, spec: ModelSpec) -> None:

@@ -136,11 +136,24 @@ def lines(weights: Sequence[Tensor]) -> Tensor:
     zeros. Each weight is read once, from wherever it lies.
     """
     rows, held = row_addresses(weights)
-    steps, zeros = weights[0].shape[1] * weights[0].element_size() // 4, torch.zeros_like(weights[0][0]).contiguous()
-    rows[sum(map(len, weights)) :] = zeros.data_ptr()
-    made = scratch(len(rows) * steps * 4).view(torch.int32).view(-1, steps, COLUMNS)
-    compiled()[1](PackArguments(0, 0, len(made), rows.data_ptr(), steps, made.data_ptr()), made.numel(), len(made))
+    made = _lines(rows, sum(map(len, weights)), weights[0])
     del held
+    return made
+
+
+def picked_lines(table: Tensor, ids: Tensor, home: Tensor | None = None) -> Tensor:
+    """Return the rows ids [o] int64 of a table [V, i] as lines. home: lines of as many rows, whose memory they take."""
+    rows = ids * (table.stride(0) * table.element_size()) + table.data_ptr()
+    return _lines(_filled(rows, COLUMNS), len(ids), table, home)
+
+
+def _lines(rows: Tensor, count: int, like: Tensor, home: Tensor | None = None) -> Tensor:
+    """Return the rows at addresses [o] int64 as lines. count: of real ones, behind which rows of zeros stand. like: [.,
+    i], a tensor of such rows."""
+    steps, zeros = like.shape[1] * like.element_size() // 4, torch.zeros_like(like[0]).contiguous()
+    rows[count:] = zeros.data_ptr()
+    made = scratch(len(rows) * steps * 4).view(torch.int32).view(-1, steps, COLUMNS) if home is None else home
+    compiled()[1](PackArguments(0, 0, len(made), rows.data_ptr(), steps, made.data_ptr()), made.numel(), len(made))
     return made
 
 
@@ -197,15 +210,18 @@ class Compiled:
         """Whether a row of weights [o, i] fills whole words."""
         return weight.shape[1] * weight.element_size() % 4 == 0
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self.outputs, self.dtype = sum(map(len, weights)), weights[0].dtype
-        self._unit = weights[0].element_size()
-        self._steps = weights[0].shape[1] * self._unit // 4
-        self._in_rows = self._unit == 2 and bfloat16_tile() == "amx" and lie_in_groups(weights)
+    def __init__(self, weights: Sequence[Tensor], picked: Tensor | None = None) -> None:
+        """picked: [o] int64, rows of the only one of the weights; None: all rows of all."""
+        like, self.dtype = weights[0], weights[0].dtype
+        self.outputs = sum(map(len, weights)) if picked is None else len(picked)
+        self._unit = like.element_size()
+        self._steps = like.shape[1] * self._unit // 4
+        in_groups = picked is None and self._unit == 2 and bfloat16_tile() == "amx"
+        self._in_rows = in_groups and lie_in_groups(weights)
         if self._in_rows:
             self._places, self.weights = row_groups(weights)
         else:
-            self._places = lines(weights)
+            self._places = lines(weights) if picked is None else picked_lines(like, picked)
             self.weights = [self._places]
         self._blocks = -(-self.outputs // COLUMNS)
 
@@ -337,6 +353,27 @@ class PackedProduct(Product):
 
     def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
         return self._backend(x, self._bias, run)
+
+
+class PickedRows:
+    """Products of each row of a batch with rows of its own of a table [V, i]."""
+
+    def __init__(self, table: Tensor) -> None:
+        self._table = table
+        self._products: list[Compiled] = []
+
+    def take(self, ids: Tensor) -> None:
+        """Multiply with the rows ids [R, o] int64 from now on."""
+        if [one.outputs for one in self._products] != [ids.shape[1]] * len(ids):
+            self._products = [Compiled([self._table], some) for some in ids]
+            return
+        for product, some in zip(self._products, ids, strict=True):
+            picked_lines(self._table, some, product.weights[0])
+
+    def compute(self, x: Tensor) -> Tensor:
+        """x [R, n, i] -> [R, n, o]."""
+        found = [product(part, None) for product, part in zip(self._products, x.split(1), strict=True)]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _filled(weight: Tensor, multiple: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dsbd_cli.models.adapted.patching import PackedLinear, pack
-from dsbd_cli.ops import select
+from dsbd_cli.ops import reference, select
 from dsbd_cli.ops.cpu import linear as packing
 from dsbd_cli.ops.cpu import runtime as native
 from dsbd_cli.ops.cpu.runtime import EAGER
@@ -382,3 +382,71 @@ def test_matrix_units_sum_integers(steps: int) -> None:
     sums = torch.ones(len(x), packing.COLUMNS, dtype=torch.int32)
     matrix_tile("int8")(len(x), x.data_ptr(), 4 * steps, lines.data_ptr(), steps, sums.data_ptr())
     assert torch.equal(sums - 1, (x.int() @ weight.int().T).int())
+
+
+# Rows that are picked
+
+
+def picked(table: torch.Tensor, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    rows = select.ops_for(torch.device("cpu"), x.dtype, ("pick",)).pick(table, x.dtype)
+    rows.take(ids)
+    return rows.compute(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 64, 130])
+@pytest.mark.parametrize("nodes", [1, 8, 37])
+def test_picked_rows_are_those_of_the_table(dtype: torch.dtype, count: int, nodes: int) -> None:
+    """Guards rows of another batch row, and the table read past its end."""
+    rng = torch.Generator().manual_seed(count)
+    table = torch.randn(200, 160, generator=rng).to(dtype)
+    ids = torch.randint(200, (3, count), generator=rng)
+    x = torch.randn(3, nodes, 160, generator=rng).to(dtype)
+    plain = reference.PickedRows(table, dtype)
+    plain.take(ids)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for found in (picked(table, ids, x), plain.compute(x)):
+        assert found.shape == (3, nodes, count)
+        for row in range(3):
+            wanted = torch.einsum("nh,oh->no", x[row].double(), table[ids[row]].double())
+            torch.testing.assert_close(found[row].double(), wanted, rtol=tolerance, atol=20 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_rows_may_be_picked(dtype: torch.dtype) -> None:
+    """Guards memory that is used again by rows of another number."""
+    rng = torch.Generator().manual_seed(7)
+    table = torch.randn(200, 96, generator=rng).to(dtype)
+    rows = select.ops_for(torch.device("cpu"), dtype, ("pick",)).pick(table, dtype)
+    for batch, count in ((2, 70), (2, 70), (3, 70), (3, 64), (1, 130)):
+        ids, x = torch.randint(200, (batch, count), generator=rng), torch.randn(batch, 4, 96, generator=rng).to(dtype)
+        rows.take(ids)
+        assert torch.equal(rows.compute(x), picked(table, ids, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_picked_row_s_bits_are_its_own(dtype: torch.dtype) -> None:
+    if not select._packs(packing.Compiled, dtype):
+        pytest.skip(f"our kernel does not serve {dtype} on this processor")
+    rng = torch.Generator().manual_seed(1)
+    table, x = torch.randn(300, 96, generator=rng).to(dtype), torch.randn(4, 9, 96, generator=rng).to(dtype)
+    ids = torch.randint(300, (4, 128), generator=rng)
+    found = picked(table, ids, x)
+    for row in range(4):
+        assert torch.equal(picked(table, ids[row : row + 1], x[row : row + 1])[0], found[row])
+        assert torch.equal(picked(table, ids[row : row + 1], x[row : row + 1, 3:4])[0, 0], found[row, 3])
+    order = torch.randperm(128, generator=rng)
+    assert torch.equal(picked(table, ids[:, order], x), found[..., order])
+
+
+@pytest.mark.parametrize("kind", ["other dtype", "odd width", "turned"])
+def test_tables_that_the_kernel_does_not_take_are_copied(kind: str) -> None:
+    rng = torch.Generator().manual_seed(2)
+    table = torch.randn(50, 33 if kind == "odd width" else 64, generator=rng)
+    dtype = torch.bfloat16 if kind != "turned" else torch.float32
+    table = table if kind == "other dtype" else table.to(dtype)
+    table = table.t().contiguous().t() if kind == "turned" else table
+    ids, x = torch.tensor([[3, 49, 3]]), torch.randn(1, 2, table.shape[1], generator=rng).to(dtype)
+    assert isinstance(select.pick(table, dtype), reference.PickedRows)
+    wanted = x.float() @ table[ids[0]].float().T
+    torch.testing.assert_close(picked(table, ids, x).float(), wanted, rtol=3e-2, atol=0.3)
