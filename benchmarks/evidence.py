@@ -296,6 +296,35 @@ NAMES = dict(zip(THEIRS, ("OpenVINO", "CTranslate2", "llama.cpp", "ONNX Runtime"
 README_ROWS = tuple(cell.name for cell in (CELLS[0], CELLS[1], CELLS[5], CELLS[3], CELLS[9]))
 
 
+def figure(
+    path: Path, model: Path, runs: Sequence[dict[str, Any]], engines: Sequence[str], cells: Sequence[Cell]
+) -> None:
+    """Draw tokens/s against beams, one prompt at a time, a line for each engine."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    wide = [cell for cell in cells if cell.prompts == 1 and cell.length == 50 and cell.tokens > 1]
+    drawn, axes = plt.subplots(figsize=(6.4, 4))
+    for engine in engines:
+        points = [(cell.beams, cell.tokens / found) for cell in wide if (found := middle(runs, engine, cell))]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", label=engine, linewidth=2.4 if engine == OURS else 1.2)
+    axes.set_xscale("log")
+    axes.set_xticks([cell.beams for cell in wide], [str(cell.beams) for cell in wide])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("beams")
+    axes.set_ylabel("tokens/s of the best answer")
+    axes.set_title(f"{model.name}, one prompt at a time\n{device_name()}", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    drawn.tight_layout()
+    drawn.savefig(path, dpi=110)
+    plt.close(drawn)
+
+
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -323,6 +352,7 @@ def main() -> None:
     text, rows = report(options.target, runs, engines, cells)
     write_results(folder, runs, text)
     (folder / "readme.md").write_text(rows + "\n", encoding="utf-8")
+    figure(folder / "speed.png", options.target, runs, engines, cells)
     print(text, flush=True)
 
 
