@@ -88,7 +88,8 @@ def test_watching_changes_no_text(method: MethodConfig) -> None:
 def test_no_kernel_works_behind_the_back_of_an_observer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards profiles on a GPU, where kernels would draft and verify, and graphs repeat, without telling anybody."""
     one = object.__new__(iteration.Iteration)
-    vars(one).update(ops=Ops(), observer=Observer(), legal=None, state=None, forest=None, rule=None, endings=None)
+    vars(one).update(ops=Ops(), observer=Observer(), legal=None, forest=None, rule=None, endings=None)
+    vars(one).update(state=SimpleNamespace(own_ids=None))
     vars(one).update(best_tokens=lambda: None, context=SimpleNamespace(keys=None))
     vars(one).update(drafter=SimpleNamespace(by_kernel=True, learn=lambda *_: None))
     monkeypatch.setattr(iteration, "verification_kernel", lambda *_: "kernel")
