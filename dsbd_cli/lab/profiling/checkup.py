@@ -1,4 +1,5 @@
-"""Find what runs how on this machine. Every part is tried: one that fails does not keep the others from being tried."""
+"""Checks of what runs on this machine, and how. Every part is tried: one that fails does not keep the others from being
+tried."""
 
 from __future__ import annotations
 
@@ -31,24 +32,26 @@ if TYPE_CHECKING:
 State = Literal["ok", "note", "off", "broken"]
 Facts = dict[str, object]
 
-OPTIONAL = ("triton", "ray")  # packages that parts of this one take where they are there
-NVIDIA = Path("/proc/driver/nvidia/version")  # is there where a driver is
+OPTIONAL = ("triton", "ray")  # packages that parts of this one use where they are installed
+NVIDIA = Path("/proc/driver/nvidia/version")  # this file exists where a driver is installed
 GIB = 2**30
 BEAMS, DEPTH = 4, 4
 PROMPTS = (
     "The library opens at nine and closes at six. On Sunday it",
     "To change a tyre you need a jack and a wrench. First",
 )
-TOKENS = 24  # of the texts that are compared
-MEMORY_TOKENS = 2000  # of the rows whose number is told
+TOKENS = 24  # new tokens of the texts that are compared
+MEMORY_TOKENS = 2000  # tokens of the rows whose number is reported
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One part. ok: it works; note: it works, and there is something to know; off: it is not in use here; broken.
+    """The result for one part.
 
     Attributes:
-        text: for people, in one line. facts: numbers and names of it, by name.
+        state: ok: it works. note: it works, and there is something to know. off: it is not in use here. broken: it does
+            not work.
+        text: for people, in one line. facts: numbers and names of the part, by name.
     """
 
     name: str
@@ -58,13 +61,13 @@ class Check:
 
 
 class _BrokenError(Exception):
-    """A part does not do what it should; the message is its line."""
+    """A part does not do what it should. The message is the text of its check."""
 
 
 def check_up(target: ModelSpec, draft: ModelSpec | None, seconds: float) -> Iterator[Check]:
-    """Every part, in order, as soon as it is tried. seconds: for measuring the speed, in all.
+    """Yield the check of every part, in order, as soon as it is done. seconds: for measuring the speed, in all.
 
-    Nothing is fetched. Without the models on this machine, what needs them is left out.
+    Nothing is downloaded. Where the models are not on this machine, the parts that need them are left out.
     """
     yield _tried("versions", _versions)
     yield _tried("machine", _machine)
@@ -97,7 +100,7 @@ def check_up(target: ModelSpec, draft: ModelSpec | None, seconds: float) -> Iter
 
 
 def _tried(name: str, part: Callable[[], tuple[State, str, Facts]]) -> Check:
-    """The part's findings; what it raises is a finding, too."""
+    """Try a part and return its check. An error that it raises becomes a check, too."""
     try:
         return Check(name, *part())
     except (DsbdError, _BrokenError) as error:
@@ -215,12 +218,12 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
 
 
 def _both(pair: LoadedPair) -> list[ForestModel]:
-    """The target, and the draft where there is one."""
+    """Return the target, and the draft where there is one."""
     return [pair.target] if pair.draft is None else [pair.target, pair.draft]  # type: ignore[list-item]
 
 
 def _forest(pair: LoadedPair) -> tuple[State, str, Facts]:
-    """The self-test has passed, or the models would not be loaded: how far off they were."""
+    """Report the errors that the self-test measured at load. It has passed, or the models would not be loaded."""
     lines: list[str] = []
     facts: Facts = {}
     for role, model in zip(("target", "draft"), _both(pair), strict=False):
@@ -260,7 +263,7 @@ def _graphs(pair: LoadedPair) -> tuple[State, str, Facts]:
 
 
 def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
-    """Tell what serves each operation of the target and of an iteration: state, sentence and facts."""
+    """Return state, sentence and facts on which backend serves each operation of the target and of an iteration."""
     from dsbd_cli.engine.iteration.devices import iteration_ops
     from dsbd_cli.ops.select import rejected_kernels
 
@@ -283,7 +286,7 @@ def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
 
 
 def _products(target: ForestModel) -> list[object]:
-    """Linear layers of a model; of our own decoder those of one input are one."""
+    """Return the linear layers of a model. Our own decoder joins those that read the same input into one."""
     from torch.nn import Linear
 
     from dsbd_cli.models.adapted.adapter import TransformersForest
@@ -325,8 +328,8 @@ def _prompts(target: ModelSpec) -> tuple[str, ...]:
 
 
 def _engine(pair: LoadedPair, *, depth: int | None, captured: bool | None = None) -> Engine:
-    """An engine over the pair: beam search, whose text does not depend on chance. depth: None for the default. Without
-    a draft model, drafts come from the prompt. captured: False for iterations without CUDA graphs."""
+    """Make an engine over the pair with beam search, whose text does not depend on chance. depth: None for the default.
+    Without a draft model, drafts come from the prompt. captured: False for iterations without CUDA graphs."""
     from dsbd_cli.engine.decoding.engine import Engine
 
     drafts = depth is None or depth > 0
@@ -376,11 +379,11 @@ def _speed(pair: LoadedPair, prompts: Sequence[str], seconds: float, captured: b
 
 
 def _steps_per_second(engine: Engine, prompts: Sequence[str], seconds: float) -> tuple[float, float]:
-    """Steps per second, each a token longer beams, and seconds per target call, of prompts in turn. The engine is
-    stopped in the end."""
+    """Return steps per second and seconds per target call, measured on the prompts in turn. A step makes all beams one
+    token longer. The engine is stopped in the end."""
     sampling = SamplingConfig(max_new_tokens=64, n_best=BEAMS)
     engine = engine.replace(batch_size=1)
-    engine.generate(Request(prompts[0], sampling=SamplingConfig(max_new_tokens=4)))  # what is set up at first use
+    engine.generate(Request(prompts[0], sampling=SamplingConfig(max_new_tokens=4)))  # set-up of the first use
     begun, first = time.monotonic(), engine.steps
     timer = threading.Timer(seconds, engine.stop)
     timer.daemon = True

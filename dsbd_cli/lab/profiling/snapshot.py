@@ -1,4 +1,4 @@
-"""The forest of one iteration of one prompt and the verifier's verdict on it, for people to look at."""
+"""The forest of one iteration of one prompt, with the verifier's verdict on each node, for people to look at."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class Snapshot(Observer):
         self.layers.append(_Layer(live, pairs, taken, completed, finished))
 
     def shown(self, prompt_id: str, rule: str, verified: int, names: list[str], drafter: str = "") -> ShownForest:
-        """The tree. verified: layers that yielded a step; names: of the tokens by id; drafter: as in MethodConfig."""
+        """Return the tree. verified: layers that yielded a step. names: texts of the tokens, by id. drafter: as in
+        MethodConfig."""
         assert self.forest is not None
         forest, row = self.forest, self.row
         nodes: list[ShownNode] = []
@@ -103,7 +104,8 @@ class Snapshot(Observer):
 
 
 def _state(above: _Layer | None, index: int, pair: tuple[int, int]) -> NodeState:
-    """Tell what became of a drafted node; `above` is None below the last layer reached."""
+    """Return what became of a drafted node. above: the verified layer whose draws decide; None where verification ended
+    before."""
     if above is None:
         return "unreached"
     if index in above.taken:
@@ -122,7 +124,8 @@ def _undrafted(
     valid: list[int],
     names: list[str],
 ) -> list[ShownNode]:
-    """Pairs that the exact distribution drew and nobody had drafted: live beams, and hypotheses that ended."""
+    """Return the pairs that the exact distribution drew and no drafter had proposed: live beams, and hypotheses that
+    ended."""
     drafted = {pair for pair, real in zip(zip(parents, tokens, strict=True), valid, strict=True) if real}
     found = [
         ShownNode(names[pair[1]], number, place[pair[0]], "completed", layer.distribution[pair], None)
@@ -135,14 +138,14 @@ def _undrafted(
 
 
 def _drawn(forest: Forest, number: int, row: int) -> list[float]:
-    """log Q of the first nodes of a drafted layer; those past the end were not drawn from a distribution."""
+    """Return log Q of the first nodes of a drafted layer. Nodes beyond them were not drawn from a distribution."""
     distribution = forest.distributions[number - 1] if number else None
     drawn: list[float] = [] if distribution is None else distribution.log_drawn[row].tolist()
     return drawn
 
 
 def _proposers(forest: Forest, number: int, row: int, drafter: str) -> list[str | None]:
-    """Which of two drafters proposed each node of a layer; None of the roots, and where there is one drafter."""
+    """Return which of two drafters proposed each node of a layer; None for roots, and where there is one drafter."""
     layer = forest.layers[number]
     names = drafter.split("+")
     if not number or len(names) == 1:
