@@ -1,10 +1,10 @@
-"""Attention over the suffix by a kernel for the CPU: each node visits the slots that it sees, in order of depth.
+"""A CPU kernel for attention over the suffix: each node visits the slots that it sees, in order of depth.
 
-What stands beside a node, and where its ancestors' slots lie, then changes nothing: float32 is enough. The torch code
-of attention.py is the specification, and serves what does not fit here. The kernel itself is kernels/attention.py;
-numba, which compiles it, is imported when it is first called.
+So neither the other nodes nor the places of the ancestors' slots change a result, and sums in float32 suffice. The
+torch code of models/forest_attention.py is the specification, and serves what the kernel does not support. The kernel
+itself is in kernels/attention.py; numba, which compiles it, is imported at its first call.
 
-Letters as in attention.py: R rows, H kv heads, G query heads per kv head, n nodes, S slots, T suffix slots, E head dim.
+Letters: R rows, H kv heads, G query heads per kv head, n nodes, S slots, T suffix slots, E head dim.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dsbd_cli.ops.cpu.runtime import EAGER, SMALL, CpuKernel, Eager, kernels, of
 
 LANES = 16
 DTYPES = (torch.float32, torch.bfloat16)
-FEW = 32  # queries of a kv head: fewer are not shared out, because each thread reads all keys
+FEW = 32  # fewer queries of a kv head are not divided among threads, because each thread would read all keys
 
 
 class AttentionArguments(ctypes.Structure):
-    """Arguments of the kernel: sizes, addresses and strides in bytes."""
+    """Arguments of the kernel `attend`: sizes, addresses and strides in bytes."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in (
@@ -42,7 +42,7 @@ class AttentionArguments(ctypes.Structure):
 
 
 class SlotListArguments(ctypes.Structure):
-    """Arguments of the kernel that lists slots."""
+    """Arguments of the kernel `list_slots`."""
 
     _fields_ = tuple(
         (name, ctypes.c_int64)
@@ -63,10 +63,11 @@ LAYOUT = zlib.crc32(
 
 @dataclass(frozen=True, slots=True)
 class SlotPaths:
-    """The suffix slots that each node sees, by depth.
+    """The suffix slots that each node sees, in order of depth.
 
-    slots [R, n, T] int32, counted from the row's lowest; counts [R, n] int32; bounds [R, 2] int32: the lowest slot that
-    a node of the row sees, and one past the highest. span: the largest difference of the two. total: S.
+    slots [R, n, T] int32, relative to the row's lowest; counts [R, n] int32, how many of them are used; bounds [R, 2]
+    int32: the lowest slot that a node of the row sees, and one past the highest. span: the largest difference of these
+    two. total: S.
     """
 
     slots: Tensor
@@ -77,8 +78,8 @@ class SlotPaths:
 
     @staticmethod
     def of(seen: Tensor, starts: Tensor, order: Tensor) -> SlotPaths:
-        """seen [R, n, S] bool; starts [R] int64, where the suffixes begin; order [R, T] int64, places from there on by
-        depth."""
+        """List the slots. seen [R, n, S] bool; starts [R] int64, the slot where each suffix begins; order [R, T] int64,
+        the places of the suffix, relative to its start, sorted by depth."""
         rows, nodes, total = seen.shape
         width = order.shape[1]
         assert (seen.dtype, starts.dtype, order.dtype) == (torch.bool, torch.int64, torch.int64)
@@ -98,8 +99,8 @@ class SlotPaths:
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel takes such tensors. It goes by dtype and layout, never by a number of nodes, rows or slots:
-    that would change bits in the middle of a text."""
+    """Return whether the kernel supports these tensors. Only dtype and layout decide it, never the number of nodes,
+    rows or slots, which would change bits in the middle of a text."""
     same = query.dtype in DTYPES and query.dtype == key.dtype == value.dtype
     return same and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
 
@@ -117,15 +118,15 @@ def attend(
     bias: Tensor | None = None,
     run: Eager = EAGER,
 ) -> Tensor:
-    """Attention of query [R, H * G, n, E] over the listed slots of key and value [R, H, S, E]: [R, n, H * G, E].
+    """Attend with query [R, H * G, n, E] to the listed slots of key and value [R, H, S, E]. Return [R, n, H * G, E].
 
-    prompt_part: what attention over other slots gave, [R, H, m, E] with m at least G * n, and its natural log-sums
+    prompt_part: the result of attention over other slots, [R, H, m, E] with m at least G * n, and its natural log-sums
     [R, H, m] float32. sinks: [H * G]. bias: [R or 1, H * G, n, S].
     """
     rows, query_heads, nodes, dim = query.shape
     heads, out_dim, unit = key.shape[1], value.shape[3], query.element_size()
     groups = query_heads // heads
-    # the kernel believes what it is told
+    # the kernel checks none of this
     assert (len(key), len(value), value.shape[1], key.shape[3]) == (rows, rows, heads, dim)
     assert paths.slots.shape[:2] == (rows, nodes)
     assert paths.total <= min(key.shape[2], value.shape[2])

@@ -5,9 +5,9 @@ rows beside it. The few input channels whose values are far larger than the othe
 are multiplied as they are, in the checkpoint's dtype (LLM.int8(), Dettmers et al. 2022). Which channels these are is
 found once, at load, on random tokens; choosing them anew for every batch would make rows depend on each other.
 
-Two ways give the same integers. Where the processor has AVX-512 VNNI, a kernel of our own makes a row integers in one
-pass and streams the weights once for the integers and the outliers (kernels/int8.py). Elsewhere operators of torch
-serve, which are not documented. ops/select.py tries the one that serves against integers.
+Two ways give the same integers. Where the processor has AVX-512 VNNI or matrix units, our own kernels quantize a row in
+one pass and read the weights once for the integers and the outliers (kernels/int8.py). Elsewhere operators of torch
+serve, which are not documented. ops/select.py compares the way that serves with products of integers.
 
 Letters: r rows (tokens), i input channels, o output channels, k outlier channels.
 """
@@ -40,20 +40,20 @@ from dsbd_cli.ops.cpu.runtime import (
     team,
 )
 
-OUTLIERS = 32  # channels kept as they are; measured: docs/hardware.md
-# Of a product. Measured: 896 x 896 takes 1.5 times as long as in bfloat16, 1536 x 1536 as long.
+OUTLIERS = 32  # channels that are not quantized; measured: docs/hardware.md
+# A smaller product is not quantized. Measured: 896 x 896 takes 1.5 times as long as in bfloat16, 1536 x 1536 as long.
 LEAST_WEIGHTS = 2_000_000
 LEVELS = 127
-ZERO = 128  # unsigned inputs, whose kernel is fast; with signed ones torch takes a kernel a thousand times slower
-# Rows at a time, so that what is between stays in the caches: made integers, and multiplied. Measured on one core: 512
-# rows of 8960 are integers after 5 ms, all at a time after 27 ms (and with vector_norm for the largest after 45 ms).
+ZERO = 128  # offset of inputs, which are unsigned: for signed ones torch takes a kernel a thousand times slower
+# Rows that are quantized, and multiplied, at a time, so that intermediate results stay in the caches. Measured on one
+# core: 512 rows of 8960 are quantized after 5 ms, all at once after 27 ms (with vector_norm for the largest 45 ms).
 LEVEL_ROWS, PRODUCT_ROWS = 32, 128
-INPUTS = 16  # our kernels work on multiples of so many
+INPUTS = 16  # our kernels need a multiple of this many
 SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class QuantizeRowArguments(ctypes.Structure):
-    """Arguments of the kernel that makes rows integers: sizes, addresses, and strides in bytes."""
+    """Arguments of the kernel that quantizes rows: sizes, addresses, and strides in bytes."""
 
     _fields_ = fields(
         "taken", "threads", "items", "rows", "share", "x", "x_row", "narrow", "inputs", "kept", "levels", "levels_row",
@@ -71,8 +71,8 @@ class Int8Arguments(ctypes.Structure):
 
 
 class QuantizeWeightArguments(ctypes.Structure):
-    """Arguments of the kernel that makes weights integers: sizes and addresses. rows: addresses of rows, 0 for rows of
-    zeros. spare: [threads, COLUMNS, inputs] bytes."""
+    """Arguments of the kernel that quantizes weights: sizes and addresses. rows: the address of an array of row
+    addresses, 0 for rows of zeros. spare: [threads, COLUMNS, inputs] bytes."""
 
     _fields_ = fields(
         "taken", "threads", "items", "rows", "inputs", "narrow", "kept", "scales", "sums", "out", "spare",
@@ -93,28 +93,28 @@ Linear = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Product | None]
 
 
 class _Int8Backend(Protocol):
-    """How a product of int8 layers is computed. weights: as they are stored."""
+    """The interface of what computes a product of int8 layers. weights: as they are stored."""
 
     weights: Tensor
 
     def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        """x [r, i] -> [r, o]."""
+        """Compute the product: x [r, i] -> [r, o]."""
 
     scales: Tensor
 
     def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor, linear: Linear) -> None:
         """weights: [o, i] each, one below the other; outliers [k]; bias [o]. linear: packs the columns of outliers.
-        scales: [o] float32, what an integer of a weight is worth."""
+        scales: [o] float32, the weight that the integer 1 stands for."""
 
     def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [r, i] -> integers [r, i] in 1 .. 255, what one of them is worth [r, 1], outliers [r, k]."""
+        """Quantize x [r, i]. Return integers [r, i] in 1 .. 255, the scale of each row [r, 1], and outliers [r, k]."""
 
     def multiply(self, levels: Tensor, steps: Tensor, few: Tensor) -> Tensor:
-        """Multiply what `levels` gave by the weights: levels [r, i], steps [r, 1], few [r, k] -> [r, o]."""
+        """Multiply the results of `levels` by the weights: levels [r, i], steps [r, 1], few [r, k] -> [r, o]."""
 
 
 class Torch:
-    """By torch's operators."""
+    """Weights and products by torch's operators."""
 
     def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor, linear: Linear) -> None:
         weight = torch.cat([*weights])
@@ -131,7 +131,7 @@ class Torch:
         self._zeros = torch.zeros(len(integers), dtype=torch.int32)
 
     def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        """x [r, i] -> [r, o]."""
+        """Compute the product: x [r, i] -> [r, o]."""
         return run.compute(lambda: self._in_parts(x))
 
     def _in_parts(self, x: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Torch:
         for rows, found, step in zip(
             x.split(LEVEL_ROWS), levels.split(LEVEL_ROWS), steps.split(LEVEL_ROWS), strict=True
         ):
-            # products, quotients and sums that IEEE rounds exactly, one by one: fused ones would go by place
+            # each product, quotient and sum is rounded by itself: where torch fuses some, bits depend on the place
             ordinary = rows * self._kept
             step.copy_(ordinary.abs().amax(1, keepdim=True)).div_(LEVELS).clamp_min_(SMALLEST)
             found.copy_(ordinary.float().div_(step).add_(ZERO + 0.5).to(torch.int32))
@@ -158,11 +158,11 @@ class Torch:
 
 
 class Compiled:
-    """By the kernels of kernels/int8.py. Outputs are filled up to a multiple of COLUMNS, inputs to one of INPUTS."""
+    """Weights and products by kernels/int8.py. Outputs fill up a multiple of COLUMNS, inputs a multiple of INPUTS."""
 
     @staticmethod
     def able() -> bool:
-        """Whether the kernels are fast here."""
+        """Return whether the kernels are fast here, and torch's threads can run them."""
         able = may_use_matrix_units() if matrix_units() else {"avx512f", "avx512vnni"} <= features()
         return able and team() is not None
 
@@ -183,7 +183,7 @@ class Compiled:
         self._outliers = outliers.contiguous()
 
     def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        """x [r, i] -> [r, o]."""
+        """Compute the product: x [r, i] -> [r, o]."""
         return self.multiply(*self.levels(x, run), run)
 
     def levels(self, x: Tensor, run: Eager = EAGER) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,15 +228,15 @@ def _linear(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
 
 
 def _kept(inputs: int, outliers: Tensor) -> Tensor:
-    """[i] float32: 0 for outliers and 1 for others."""
+    """Return [i] float32, 0 for outliers and 1 for other channels."""
     kept = torch.ones(inputs)
     kept[outliers] = 0
     return kept
 
 
 def _converted(weights: Sequence[Tensor], kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make weights [o, i] integers, as lines; return these, their scales [o] and sums [o] int32, filled up with zeros
-    (scales: with SMALLEST) to a multiple of COLUMNS. Each weight is read twice, row by row."""
+    """Quantize weights [o, i]. Return the integers as lines, their scales [o] and their sums [o] int32, filled up with
+    zeros (scales: with SMALLEST) to a multiple of COLUMNS. Each weight is read twice, row by row."""
     rows, held = row_addresses(weights)
     inputs, count, threads = weights[0].shape[1], len(rows), torch.get_num_threads()
     made = scratch(count * inputs).view(torch.int32).view(-1, inputs // 4, COLUMNS)
@@ -252,12 +252,12 @@ def _converted(weights: Sequence[Tensor], kept: Tensor) -> tuple[Tensor, Tensor,
 
 
 class Int8Product(Product):
-    """Product of integers; the tensor is made integers once.
+    """A product in int8, of layers with the same input, which is quantized once.
 
     Attributes:
-        outliers: [k] input channels that are multiplied as they are.
-        scales: [o] float32, what an integer of a weight is worth.
-        parts: outputs of each layer.
+        outliers: [k] input channels that are not quantized.
+        scales: [o] float32, the weight that the integer 1 stands for.
+        parts: number of outputs of each layer.
         backend: computes the product.
     """
 
@@ -269,8 +269,8 @@ class Int8Product(Product):
         backend: type[Compiled] | type[Torch],
         linear: Linear,
     ) -> None:
-        """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. outliers: [k], ascending. way:
-        computes the product. linear: packs weights that stay as they are; None for those that it does not take."""
+        """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. outliers: [k], ascending.
+        backend: computes the product. linear: packs weights that are not quantized, or returns None."""
         self.parts = [len(one) for one in weights]
         missing = (weights[0].new_zeros(part) for part in self.parts)
         bias = torch.cat([gap if one is None else one for one, gap in zip(biases, missing, strict=True)])
@@ -284,7 +284,7 @@ class Int8Product(Product):
 
 
 def outlier_channels(largest: Tensor) -> Tensor:
-    """Return the input channels [k], ascending, of the largest magnitudes [i]."""
+    """Return the k input channels with the largest magnitudes, ascending. largest: [i], a magnitude of each channel."""
     return largest.topk(min(OUTLIERS, len(largest) // 2)).indices.sort().values
 
 
@@ -295,7 +295,7 @@ def compiled() -> list[CpuKernel]:
 
 
 def fault(backend: type[Torch] | type[Compiled], linear: Linear) -> str | None:
-    """Return what is wrong with the sums of integers of a way; None where they are exact."""
+    """Return what is wrong with the sums of integers of a backend; None where they are exact."""
     operators: Any = torch.ops.onednn
     if backend is Torch and not (hasattr(operators, "qlinear_prepack") and hasattr(operators, "qlinear_pointwise")):
         return "this build of torch has no int8 linear layers (oneDNN)"

@@ -1,9 +1,8 @@
-"""Norms, gated activation and rotation, which stand between the products of a decoder layer, by kernels for the CPU.
+"""CPU kernels for what comes between the products of a decoder layer: norms, gated activation and rotation.
 
-Each kernel does in one pass what takes five to twenty operations of torch. What they compute is said by
-ops/reference.py. A row is computed by itself, in an order that its width fixes, so its bits do not depend on how many
-rows or threads there are. The kernels are kernels/layer.py; numba, which compiles them, is imported when they are first
-called.
+Each kernel does in one pass what takes five to twenty operations of torch. ops/reference.py specifies what they
+compute. A row is computed by itself, in an order that its width fixes, so its bits do not depend on how many rows or
+threads there are. The kernels are in kernels/layer.py; numba, which compiles them, is imported at their first call.
 
 Letters: m rows (nodes of all requests), H hidden width, I inner width, Q query heads, K kv heads, E head dim.
 """
@@ -20,9 +19,9 @@ from torch import Tensor
 from dsbd_cli.ops.cpu.runtime import EAGER, CpuKernel, Eager, fields, kernels, offsets
 
 DTYPES = (torch.float32, torch.bfloat16)
-STEP = 16  # widths of rows, of gates and of half heads are multiples of it
+STEP = 16  # widths of rows, of gates and of half heads must be multiples of it
 NOTHING = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in DTYPES}
-COSTS = 8  # multiplications that a number takes, about
+COSTS = 8  # multiplications per number, about
 
 
 class NormArguments(ctypes.Structure):
@@ -141,7 +140,7 @@ def rotate(
 
 
 def _flat(x: Tensor) -> tuple[Tensor, int, int]:
-    """[m, width] whose rows have no gaps inside, m, and from one row to the next."""
+    """Return x as [m, width] without gaps inside its rows, m, and the distance from one row to the next in numbers."""
     assert x.is_cpu
     width = x.shape[-1]
     flat = x.reshape(-1, width)
@@ -153,7 +152,7 @@ def _flat(x: Tensor) -> tuple[Tensor, int, int]:
 
 @functools.lru_cache(1024)
 def _shares(rows: int, threads: int) -> tuple[int, int]:
-    """Parts that threads take, and the rows of each."""
+    """Return the number of parts that threads take, and the rows of each part."""
     share = max(1, -(-rows // (4 * threads)))
     return -(-rows // share), share
 
