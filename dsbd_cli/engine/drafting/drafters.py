@@ -1,5 +1,5 @@
-"""Drafters: how a forest is proposed. `variants.DRAFTERS` says where the code of each is; two names joined by + are
-fused."""
+"""Construction of the drafter that a method names. `variants.DRAFTERS` says where the code of each is. Two names joined
+by + become one drafter with merged drafts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsbd_cli.errors import UsageError
 
 
 def make_drafter(of: DrafterInputs) -> Drafter:
-    """The drafter that a method names. Raises UsageError where its draft, its index or its code cannot be used."""
+    """Make the drafter that a method names. Raises UsageError where its draft, its index or its code cannot be used."""
     method = of.method
     if method.depth == 0:
         return NoDrafter()

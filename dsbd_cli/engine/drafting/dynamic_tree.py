@@ -20,12 +20,13 @@ from dsbd_cli.engine.protocols import ForestModel
 
 
 class DynamicTree(BeamDrafter):
-    """Drafts where an acceptance is likeliest.
+    """A drafter that puts nodes where an acceptance is likeliest. `tree` says how it chooses them.
 
-    greedy: the value of a draw is the chance that it is reached: the product of q along the path to its parent, times
-    the mass of the parent's distribution that earlier siblings have left. It is known before the draw, so taking the K
-    draws of largest value says nothing about their tokens. threshold: of them, those worth at least t.
-    top-k: the K pairs with the largest product of q along the path; deterministic nodes.
+    greedy: the K draws of largest value. The value of a draw is the chance that it is reached: the product of q along
+    the path to its parent, times the mass of the parent's distribution that earlier siblings have left. It is known
+    before the draw, so the choice says nothing about the tokens that are drawn.
+    threshold: those of the greedy draws whose value is at least t.
+    top-k: the K pairs with the largest product of q along the path. They are deterministic nodes.
     """
 
     def __init__(self, model: ForestModel, vocab_size: int, tree: TreeName, threshold: float) -> None:
@@ -37,7 +38,7 @@ class DynamicTree(BeamDrafter):
     def drafts(
         self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
     ) -> tuple[LayerDrafts, DraftDistribution | None]:
-        """The K best draws of the layer, best first."""
+        """Draft the `count` best draws of the layer, best first."""
         rows = RowDraws(context, forest, layer, logits)
         if self._tree == "top-k":
             weight = rows.nodes.weight.unsqueeze(-1) + rows.candidates.logprobs
@@ -62,7 +63,8 @@ class DynamicTree(BeamDrafter):
 
 
 def _top(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest [R, count], ties in order, -inf where there are fewer: values and indices."""
+    """Return the `count` largest numbers of each row, [R, count]: values and indices. Ties keep their order, and
+    missing numbers are -inf."""
     x = torch.nn.functional.pad(x, (0, max(0, count - x.shape[1])), value=NEG_INF)
     index = x.argsort(dim=1, descending=True, stable=True)[:, :count]
     value = x.gather(1, index)
@@ -70,5 +72,5 @@ def _top(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def make(of: DrafterInputs) -> DynamicTree:
-    """Drafter `dynamic-tree`."""
+    """Make drafter `dynamic-tree`."""
     return DynamicTree(of.draft(), of.vocab_size, of.method.value(TREE), of.method.value_threshold)

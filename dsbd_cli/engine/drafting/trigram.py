@@ -27,10 +27,10 @@ KEPT = 12
 
 
 class TrigramDrafter(PathDrafter):
-    """The likeliest paths by P(c | a, b) = score(a, b, c) / sum of the KEPT best scores of (a, b)."""
+    """A drafter of the likeliest paths by P(c | a, b) = score(a, b, c) / sum of the KEPT best scores of (a, b)."""
 
     def paths(self, context: DraftContext) -> Paths:
-        """Every node of the tree as a path of its own: M = D * K."""
+        """Return every node of the tree as a path of its own: M = D * K."""
         assert context.prompts is not None
         table = _TrigramTable(context.prompts, context.beams)
         beams, count, depth = context.beams, context.drafts_per_layer, context.depth
@@ -72,11 +72,13 @@ class _TrigramTable:
         self._share = (inside.unsqueeze(1) * share.unsqueeze(-1)).flatten(1)  # [R, U]
         ranked, order = flat.sort(dim=1)
         new = torch.nn.functional.pad(ranked[:, 1:] != ranked[:, :-1], (1, 0)).to(torch.int64).cumsum(1)
-        self._kind = torch.empty_like(order).scatter_(1, order, new)  # [R, U] which of the row's different tokens
+        # [R, U], number of each token among the row's different ones
+        self._kind = torch.empty_like(order).scatter_(1, order, new)
         self._tokens = torch.zeros_like(flat).scatter_(1, new, ranked).clamp(min=0)
 
     def after(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The KEPT best tokens after the pairs a, b [R, n] and their chances: [R, n, k], 0 where there are fewer."""
+        """Return the KEPT best tokens after the pairs a, b [R, n] and their probabilities: [R, n, k] each, 0 where
+        there are fewer."""
         hit = (self._first.unsqueeze(1) == a.unsqueeze(-1)) & (self._second.unsqueeze(1) == b.unsqueeze(-1))
         count = torch.zeros(hit.shape, dtype=torch.float32, device=hit.device)
         count.scatter_add_(2, self._kind.unsqueeze(1).expand_as(hit), hit * self._share.unsqueeze(1))
@@ -87,7 +89,8 @@ class _TrigramTable:
 
 
 def _top(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of the last dimension, ties in order, zeros where there are fewer: values and indices."""
+    """Return the `count` largest numbers of the last dimension: values and indices. Ties keep their order, and missing
+    numbers are 0."""
     more = count - x.shape[1]
     x = torch.nn.functional.pad(x, (0, more)) if more > 0 else x
     index = x.argsort(dim=1, descending=True, stable=True)[:, :count]
@@ -96,5 +99,5 @@ def _top(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def make(of: DrafterInputs) -> TrigramDrafter:
-    """Drafter `trigram`."""
+    """Make drafter `trigram`."""
     return TrigramDrafter()
