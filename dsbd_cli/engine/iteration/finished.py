@@ -1,7 +1,9 @@
-"""How far each row came in a verification, what ended on the way, and the counters: over all layers at once.
+"""Progress of each row in a verification, hypotheses that finished in it, and the counters, computed over all layers at
+once.
 
-A layer's draws do not depend on what ended above it, only whether they are used does. So all layers are verified first
-and the ends of all of them are looked at together, in a few operations instead of some sixty per layer.
+The draws of a layer do not depend on what finished above it. Only whether they are used does. So all layers are
+verified first, and then the ends of all of them are processed together, in a few operations instead of some sixty per
+layer.
 
 Letters: R requests, W beams, L = D + 1 layers, F finished hypotheses kept, E new ones that a layer can bring.
 """
@@ -36,11 +38,12 @@ class Live:
 
 @dataclass(slots=True)
 class Verified:
-    """Parts of one verified layer that are kept; none of it is as large as the pool.
+    """Parts of one verified layer that are kept. None of them is as large as the pool.
 
     Attributes:
-        live: beams of the next step. draws: countable, passed and accepted, as the rule said.
-        before, before_valid: [R, W], nodes of the beams that the step began with. width: [R].
+        live: beams of the next step. countable, passed, accepted: as in LayerDraws.
+        before, before_valid: [R, W], nodes of the beams that the step began with, and which of them are valid. width:
+            [R].
         logprob, node, token: [R, F], the best pairs that ended here: raw score (-inf: none), parent node, last token.
     """
 
@@ -57,7 +60,7 @@ class Verified:
 
 
 def verified(view: LayerView, draws: LayerDraws, live: Live, kept: int) -> Verified:
-    """Keep what the end of verify_forest needs. kept: F."""
+    """Return the parts of a verified layer that the end of verify_forest needs. kept: F."""
     flat = view.logprob.flatten(1).masked_fill(~draws.ends, NEG_INF)
     before, before_valid = view.node, view.valid
     if (more := kept - before.shape[1]) > 0:  # a step that began with fewer beams
@@ -82,7 +85,7 @@ def verified(view: LayerView, draws: LayerDraws, live: Live, kept: int) -> Verif
 
 @dataclass(slots=True)
 class Progress:
-    """How far each row came: active [R, L] bool, the layers that count; steps [R], how many; done [R] bool."""
+    """Progress of each row: active [R, L] bool, the layers that count; steps [R], their number; done [R] bool."""
 
     active: Tensor
     steps: Tensor
@@ -90,11 +93,11 @@ class Progress:
 
 
 def progress_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Progress:
-    """Take new hypotheses into the best finished ones, layer by layer, until a layer does not pass or the request is
-    done. rows: [R] bool, those that are verified. Updates `state.finished`.
+    """Add new hypotheses to the best finished ones, layer by layer, until a layer does not pass or the request is done.
+    rows: [R] bool, rows that are verified. Updates `state.finished`.
 
-    The end test is transformers': no live beam, scored at its present length, beats the worst of the best `num_beams`
-    finished ones.
+    The end test is that of transformers: no live beam, scored at its present length, beats the worst of the best
+    `num_beams` finished ones.
     """
     finished, limits = state.finished, state.limits
     number = torch.arange(1, len(layers) + 1, device=rows.device)
@@ -114,7 +117,7 @@ def progress_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Prog
     active = torch.cat((rows.unsqueeze(1), on[:, :-1]), 1).to(torch.int64).cumprod(1)
     steps = active.sum(1)
     new = Finished(
-        score=logprob,  # best_score has those that count
+        score=logprob,  # not read: `take` uses best_score
         logprob=logprob,
         length=length.unsqueeze(2).expand_as(logprob),
         by_length=(torch.arange(logprob.shape[2], device=rows.device) >= layers[0].logprob.shape[1]).expand_as(logprob),
@@ -129,12 +132,13 @@ def progress_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Prog
 
 
 def _power(length: Tensor, penalty: Tensor) -> Tensor:
-    """length ** penalty in float32. torch's pow gives the last few numbers of a tensor other bits than the others."""
+    """Return length ** penalty in float32. torch's pow is not used, because it gives the last few numbers of a tensor
+    other bits than the others."""
     return torch.exp(penalty.to(torch.float64) * torch.log(length.to(torch.float64))).to(torch.float32)
 
 
 def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:
-    """LayerCounters of the drafted layers: [R, D, fields] int64. active: [R, L] bool."""
+    """Return the LayerCounters of the drafted layers: [R, D, fields] int64. active: [R, L] bool."""
     depth = len(layers)
     if not depth:
         return active.new_zeros(len(active), 0, len(LayerCounters._fields), dtype=torch.int64)
@@ -164,5 +168,5 @@ def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:
 
 
 def _stack(values: list[Tensor]) -> Tensor:
-    """[R, ...] of each layer -> [R, L, ...]."""
+    """Stack the values [R, ...] of each layer: [R, L, ...]."""
     return torch.stack(values, 1)
