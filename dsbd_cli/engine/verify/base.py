@@ -1,5 +1,5 @@
-"""Types that a verification rule sees of one layer, and that it returns. Pure tensors; the noise is drawn from keys,
-never from a global state.
+"""Types that a verification rule sees of one layer and that it returns, and code that several rules share. Everything
+is tensors. The noise is drawn from keys, never from a global state.
 
 Letters: R requests, W beams, K drafts per layer, C candidates per beam, M = W*C pairs of the pool.
 """
@@ -29,9 +29,10 @@ class DraftedLayer:
         parent: [R, K] int64, forest index of the parent. token: [R, K] int64. valid: [R, K] bool.
         sampled: [R, K] bool, drawn from the distribution.
         offset: forest index of the first of them.
-        distribution: the distribution of the first K1 nodes, which may be sampled; None when there is no such node, or
-            when no rule or width in use looks at it.
-        above_weight: [R, n] float32, running weight under the draft of the nodes that the distribution's parents are.
+        distribution: the distribution of the first K1 nodes, which may be sampled; None where there is no such node, or
+            where neither the rule nor the width reads it.
+        above_weight: [R, n] float32, running weight under the draft of the nodes above, which the distribution has as
+            parents.
     """
 
     parent: Tensor
@@ -51,15 +52,15 @@ class LayerView:
         log_p: [R, W, C] float32, pool distribution P, -inf outside its support.
         tokens: [R, W, C] int64. ends: [R, W, C] bool, pairs that end the sequence.
         logprob: [R, W, C] float32, raw log-probability l of each child.
-        node: [R, W] int64, forest index of each live beam. valid: [R, W] bool. path: [R, W] int64 path keys.
+        node: [R, W] int64, forest index of each live beam. valid: [R, W] bool. path: [R, W] int64, path keys.
         row_key, iteration: [R] int64, for per-step noise. layer: 0 for the step below the roots.
         full: the candidates are the whole vocabulary, in order.
         drafts: None for the bonus layer.
         width: [R] int64, w_l: live beams the layer needs to pass. dynamic: it may be less than W.
-        noise: [R, W, C] float32, G(x, v) of the candidates, where it is at hand (Sampler.path_noise).
-        keys: [R, STREAMS] int64, stream keys of this layer, where they are at hand.
-        greedy_rows: [R] bool, rows that draw without noise (temperature 0), where there are any.
-        draws: live beams of the next step at most, where they are not as many as those of this one.
+        noise: [R, W, C] float32, G(x, v) of the candidates (Sampler.path_noise); None where it is not computed yet.
+        keys: [R, STREAMS] int64, stream keys of this layer; None where they are not computed yet.
+        greedy_rows: [R] bool, rows that draw without noise (temperature 0); None where there are none.
+        draws: most live beams of the next step; None: as many as this step has.
     """
 
     log_p: Tensor
@@ -82,18 +83,18 @@ class LayerView:
     draws: int | None = None
 
     def key(self, stream: int) -> Tensor:
-        """[R] int64, key of one stream of this layer's noise."""
+        """Return the key of one stream of this layer's noise: [R] int64."""
         if self.keys is not None:
             return self.keys[:, stream]
         return stream_key(self.row_key, self.iteration, self.layer, stream)
 
     @property
     def num_beams(self) -> int:
-        """W, live beams of the next step at most."""
+        """W, the most live beams of the next step."""
         return self.draws or self.node.shape[1]
 
     def pair(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Beam and token of flat pool indices [R, m]."""
+        """Return beam and token of flat pool indices [R, m]."""
         return index // self.tokens.shape[2], self.tokens.flatten(1).gather(1, index)
 
 
@@ -120,8 +121,8 @@ class LayerDraws:
 
 
 class Rule(ABC):
-    """A verification rule: a sampler, by which target and draft draw, and a test of what was drafted. A rule names this
-    class as its base.
+    """A verification rule: a sampler with which target and draft draw, and a test of what was drafted. A rule inherits
+    from this class.
 
     Attributes:
         sampler: how target and draft draw.
@@ -135,7 +136,7 @@ class Rule(ABC):
 
     @classmethod
     def of(cls, method: MethodConfig) -> Self:
-        """The rule with the settings of a method."""
+        """Make the rule with the settings of a method."""
         return cls()
 
     @abstractmethod
@@ -144,12 +145,12 @@ class Rule(ABC):
 
 
 def membership(view: LayerView, keys: Tensor, rank_limit: bool) -> tuple[LayerDraws, Tensor]:
-    """Layer whose draws do not depend on the drafts: the largest keys are drawn, and it passes if the first w_l live
-    ones are drafted. Second result, where the width is dynamic: the end-token draws before the w_l-th live one, [R, M]
-    bool.
+    """Verify a layer whose draws do not depend on the drafts. The pairs of the largest keys are drawn, and the layer
+    passes if the first w_l live ones are drafted. The second result is of use where the width is dynamic: the end-token
+    draws before the w_l-th live one, [R, M] bool.
 
-    keys: [R, W, C] float. With `rank_limit` an end counts only among the W best pairs (transformers' beam search), not
-    until the last live draw.
+    keys: [R, W, C] float. With `rank_limit` an end counts only if it is among the W best pairs (transformers' beam
+    search); without it, if it is drawn before the last live draw.
     """
     beams = view.num_beams
     flat, ends = keys.flatten(1), view.ends.flatten(1)
@@ -174,10 +175,11 @@ def membership(view: LayerView, keys: Tensor, rank_limit: bool) -> tuple[LayerDr
 
 
 def complete_afresh(view: LayerView, draws: LayerDraws, early: Tensor, keys: Tensor) -> LayerDraws:
-    """Where a layer with w_l < W did not pass, draw what lies beyond the w_l-th live draw again, with other noise.
+    """Draw again, with other noise, what lies beyond the w_l-th live draw of a layer with w_l < W that did not pass.
 
-    That the layer stopped says something about the noise of the pairs that were not drawn (drafts were chosen by the
-    same noise), so going on with it would bias the distribution. keys: [R, W, C], log P with fresh noise.
+    That the layer stopped says something about the noise of the pairs that were not drawn, because the drafts were
+    chosen by the same noise. So to draw on with this noise would bias the distribution. early: see membership. keys:
+    [R, W, C], log P with fresh noise.
     """
     beams = view.num_beams
     steps = torch.arange(beams, device=keys.device).unsqueeze(0)
@@ -208,9 +210,9 @@ def complete_afresh(view: LayerView, draws: LayerDraws, early: Tensor, keys: Ten
 
 
 def at_front(index: Tensor, valid: Tensor, node: Tensor, beams: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The first W valid draws of m, in order and without gaps: index, valid and node [R, m] -> [R, W] each.
+    """Return the first W valid draws of m, in order and without gaps: index, valid and node [R, m] -> [R, W] each.
 
-    Places without a draw have index 0 and node -1.
+    beams: W. Places without a draw have index 0 and node -1.
     """
     at = torch.where(valid, valid.cumsum(1) - 1, beams).clamp(max=beams)
     nowhere = index.new_zeros(len(index), beams + 1)

@@ -27,7 +27,7 @@ from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule, at_front
 
 TINY = 1e-300
-MOST_PROBS = 1 << 20  # numbers in a few of the distributions Q' of a layer, which are made together
+MOST_PROBS = 1 << 20  # numbers in the distributions Q' that are made together
 
 
 @dataclass(slots=True)
@@ -35,9 +35,11 @@ class _Tests:
     """State of the sequential tests of one layer.
 
     Attributes:
-        log_p: [R, M] float64, P without what is taken, not renormalised. p: [R, M] float64, the same as probabilities.
+        log_p: [R, M] float64, log P without what is taken, not renormalised.
+        p: [R, M] float64, P without what is taken, renormalised.
         residual: [R, M] float64, P'; NaN where nothing is left of P.
-        live: [R, 1] int64, live accepted drafts. taken: for every draft [R, 1] bool.
+        live: [R, 1] int64, number of accepted drafts that are live.
+        taken: for every tested draft [R, 1] bool, whether it was accepted.
     """
 
     log_p: Tensor
@@ -49,8 +51,12 @@ class _Tests:
 
 @dataclass(slots=True)
 class _Accepted:
-    """Accepted drafts of a layer: pool index [R, K1] int64, which are accepted and live [R, K1] bool, how many are
-    accepted [R] int64, live or not, and the ending pairs among them [R, M] bool."""
+    """Accepted drafts of a layer.
+
+    Attributes:
+        index: [R, K1] int64, pool index of every draft. live: [R, K1] bool, which are accepted and live.
+        count: [R] int64, how many are accepted, live or not. ends: [R, M] bool, the ending pairs among them.
+    """
 
     index: Tensor
     live: Tensor
@@ -59,14 +65,14 @@ class _Accepted:
 
 
 def draft_probs_at(view: LayerView, drafts: DraftedLayer) -> Tensor:
-    """log Q at the pairs of the target's pool: [R, M] float64. The distribution is over all nodes of the live beams'
-    layer."""
+    """Return log Q at the pairs of the target's pool: [R, M] float64. Q is over all nodes of the live beams' layer."""
     assert drafts.distribution is not None
     return at_pool(view, drafts, drafts.distribution.log_q)
 
 
 def at_pool(view: LayerView, drafts: DraftedLayer, log_values: Tensor) -> Tensor:
-    """Move what the draft's candidates have [R, n, Cq] to the pairs of the target's pool: [R, M] float64, else -inf."""
+    """Move values of the draft's candidates [R, n, Cq] to the pairs of the target's pool: [R, M] float64, -inf for a
+    pair that the draft has no candidate for."""
     assert drafts.distribution is not None
     distribution = drafts.distribution
     first = drafts.offset - log_values.shape[1]  # forest index of the first node of that layer
@@ -85,7 +91,7 @@ def at_pool(view: LayerView, drafts: DraftedLayer, log_values: Tensor) -> Tensor
 
 @dataclass(slots=True)
 class _Places:
-    """Where the drafts stand in the target's pool, [R, K] each.
+    """Places of the drafts in the target's pool, [R, K] each.
 
     Attributes:
         index: int64, flat pool index. known: bool, the parent is live and the token a candidate.
@@ -129,7 +135,8 @@ class Rejection(Rule):
     """A missing draw that equals a drafted node is that node."""
 
     def decide(self, view: LayerView, drafts: DraftedLayer) -> tuple[Tensor | None, Tensor | None]:
-        """Rows [R] bool whose drafts are tested (None: all), and those whose drafts are taken untested (None: none)."""
+        """Return the rows [R] bool whose drafts are tested (None: all), and those whose drafts are taken untested
+        (None: none)."""
         return None, None
 
     def verify(self, view: LayerView) -> LayerDraws:
@@ -181,11 +188,11 @@ class Rejection(Rule):
     def _drawn_distributions(
         self, view: LayerView, drafts: DraftedLayer, log_rest: Tensor, places: _Places
     ) -> Iterator[Tensor]:
-        """Q' of each draft in turn, at the pairs of the target's pool: [R, M] float64. They do not depend on what is
-        accepted, so several are made at once.
+        """Yield Q' of each draft in turn, at the pairs of the target's pool: [R, M] float64. They do not depend on what
+        is accepted, so several are made at once.
 
-        What is left of Q is renormalised in logs: at a low temperature the rest of a distribution is far below the
-        smallest number. log_rest: [R, K1] float64.
+        What is left of Q is renormalised in logs, because at a low temperature the rest of a distribution is far below
+        the smallest number. log_rest: [R, K1] float64.
         """
         assert drafts.distribution is not None
         log_q = draft_probs_at(view, drafts).unsqueeze(1)
@@ -205,9 +212,10 @@ class Rejection(Rule):
             yield from torch.where(here, q, 0.0).unbind(1)
 
     def _update(self, tests: _Tests, at: Tensor, accept: Tensor, open_: Tensor, q: Tensor) -> None:
-        """P and P' after one test of a draft drawn from Q' = q; rows whose tests are over stay as they are.
+        """Update P and P' after one test of a draft drawn from Q' = q. at: [R, 1], its pool index. Rows whose tests are
+        over (open_ is False) stay as they are.
 
-        What is left of P is renormalised in logs, as of Q.
+        What is left of P is renormalised in logs, as what is left of Q.
         """
         rejected = _normalise((tests.residual - q).clamp(min=0), tests.p)
         if not self.replacement:
@@ -218,7 +226,8 @@ class Rejection(Rule):
         tests.residual = torch.where(open_, after, tests.residual)
 
     def _finish(self, view: LayerView, tests: _Tests, accepted: _Accepted | None) -> LayerDraws:
-        """Accepted drafts, then the missing draws; those that are drafted nodes count for the layer as well."""
+        """Return the accepted drafts, then the missing draws. Missing draws that are drafted nodes count for the layer
+        as well."""
         beams, ends, live = view.num_beams, view.ends.flatten(1), tests.live.squeeze(1)
         exhausted = (tests.log_p == NEG_INF).all(1) & (live > 0)
         going = (live < view.width) & ~exhausted
@@ -251,15 +260,17 @@ class Rejection(Rule):
         return LayerDraws(index, valid, node, ended, valid, passed, count)
 
     def _noise(self, view: LayerView) -> Tensor:
-        """Gumbel noise [R, 2, M] float64 of the draw from the residual and of the draws that complete the layer."""
+        """Return Gumbel noise [R, 2, M] float64 for the draw from the residual, and for the draws that complete the
+        layer."""
         keys = torch.stack((view.key(RESIDUAL), view.key(COMPLETION)), 1).unsqueeze(2)
         return gumbel(keys, entry_index(view.tokens).flatten(1).unsqueeze(1))
 
     def _complete(
         self, view: LayerView, tests: _Tests, fresh: Tensor, first: Tensor, first_real: Tensor
     ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """Further live draws from P without what is taken, by the noise `fresh` [R, 2, M]: index and real [R, W], and a
-        function that says which ending pairs [R, M] were drawn before the n-th of them, n [R] int64."""
+        """Draw further live pairs from P without what is taken, by the noise `fresh` [R, 2, M]. Return index and real
+        [R, W], and a function that returns which ending pairs [R, M] were drawn before the n-th of them, n [R]
+        int64."""
         distribution = torch.where(first_real, tests.log_p.scatter(1, first, NEG_INF), tests.log_p)
         keys, ends = distribution + fresh[:, 1], view.ends.flatten(1)
         draws = live_draws(keys, ends, view.num_beams)
@@ -267,7 +278,7 @@ class Rejection(Rule):
 
 
 def _nodes(view: LayerView, drafts: DraftedLayer, index: Tensor, valid: Tensor) -> Tensor:
-    """Forest node equal to each draw [R, W], or -1."""
+    """Return the forest node equal to each draw [R, W], or -1."""
     beam, token = view.pair(index)
     found = match_pairs(view.node.gather(1, beam), token, drafts.parent, drafts.token, drafts.valid)
     return torch.where(valid & (found >= 0), found + drafts.offset, -1)
@@ -278,16 +289,16 @@ class WithReplacement(Rejection):
 
     sampler = Independent()
     replacement = True
-    joins = False  # two equal beams would share a node, and its drafts are one beam's only
+    joins = False  # two equal beams would share a node, whose drafts belong to one beam only
 
     def _complete(
         self, view: LayerView, tests: _Tests, fresh: Tensor, first: Tensor, first_real: Tensor
     ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """Independent live draws.
+        """Draw live pairs independently.
 
-        Independent draws are the events of one Poisson clock per pair with rate P: the live ones are independent
-        draws from P given live, and an ending pair was drawn if its clock rings before the last live one, at a time
-        that is Gamma(missing) / P(live).
+        Independent draws are the events of one Poisson clock per pair with rate P. So the live ones are independent
+        draws from P given that they are live. An ending pair was drawn if its clock rings before the last live one,
+        whose time is Gamma(missing) / P(live).
         """
         ends = view.ends.flatten(1)
         distribution = tests.log_p.masked_fill(ends, NEG_INF)

@@ -8,10 +8,11 @@ from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule, membership
 
 
 class Search(Rule):
-    """Rule `search`: the W best live pairs by raw score; an end finishes when it is among the W best of all pairs."""
+    """Rule `search`: the W best live pairs by raw score go on. An ending pair finishes where it is among the W best of
+    all pairs."""
 
     sampler = Best()
 
     def verify(self, view: LayerView) -> LayerDraws:
-        """Rank the pool; pass if the W best live pairs were drafted."""
+        """Rank the pool. The layer passes if the W best live pairs were drafted."""
         return membership(view, view.log_p, rank_limit=True)[0]
