@@ -1,8 +1,8 @@
-"""Token rules of all rows as a constraint: see dsbd_cli/config/token_rules.py for what each one says, and legal.py.
+"""Token rules of all rows as a constraint (see legal.py). dsbd_cli/config/token_rules.py says what each rule does.
 
-They act in transformers' order, the penalty first. But what is forced comes last: transformers suppresses tokens after
-it, and where both meet it leaves no token at all. A rule looks at the path alone, so draft and target have the same
-ones.
+The rules act in transformers' order, the penalty first. The exception is what is forced, which comes last here:
+transformers suppresses tokens after it, and where both meet it leaves no token at all. A rule looks at the path alone,
+so draft and target have the same rules.
 
 Letters: R rows, P prompt tokens kept, L generated tokens, X = P + L, m = R * n nodes, k of them, V vocabulary.
 """
@@ -26,14 +26,15 @@ class RuleTable:
     """Rules of every row, and the decoder's prompts where a rule looks back at them. `begin` sets those of a row."""
 
     def __init__(self, eos: Tensor, times: Timestamps | None = None, *, on_logits: bool = False) -> None:
-        """eos: [V] bool, tokens that end. times: tokens of times, where the target has them. on_logits: the penalty
-        acts on logits, as transformers has it with one beam; with several it acts on log-probabilities."""
+        """eos: [V] bool, tokens that end. times: timestamp tokens, where the target has them. on_logits: the penalty
+        acts on logits, as transformers does it with one beam; with several it acts on log-probabilities."""
         self.eos, self.times, self.on_logits = eos, times, on_logits
-        self.version = 0  # changes whenever a tensor is another one
+        self.version = 0  # changes whenever a tensor is replaced
         self.rules: list[TokenRules] = []
         self.max_new: list[int] = []
         self.prompt = self._numbers(0, 1)
-        # [R] each: tokens of the prompt; steps without an end; forced tokens or -1; n; penalty
+        # [R] each: tokens of the prompt; fewest tokens before an end; forced first token and forced last token (-1: none);
+        # place of the last token; n of n-grams
         self.lengths, self.least, self.first, self.last, self.last_at, self.size = (self._numbers(0) for _ in range(6))
         self.penalty = torch.ones(0, dtype=torch.float32, device=eos.device)
         self.banned, self.begin_banned = (torch.zeros(0, len(eos), dtype=torch.bool, device=eos.device) for _ in "ab")
@@ -43,7 +44,7 @@ class RuleTable:
         return torch.zeros(shape, dtype=torch.int64, device=self.eos.device)
 
     def allocate(self, rows: int) -> None:
-        """A batch of `rows` rows without rules begins."""
+        """Begin a batch of `rows` rows without rules."""
         self.version += 1
         self.rules, self.max_new = [TokenRules()] * rows, [0] * rows
         self.prompt = self._numbers(rows, 1)
@@ -54,9 +55,10 @@ class RuleTable:
         self.timed = self.eos.new_zeros(rows)
 
     def begin(self, row: int, rules: TokenRules, prompt: Sequence[int], max_new: int) -> None:
-        """Set the rules of a row whose request begins. prompt: of the decoder."""
+        """Set the rules of a row whose request begins. prompt: tokens of the decoder's prompt. max_new: tokens that it
+        generates at most."""
         before, self.rules[row], self.max_new[row] = self.rules[row], rules, max_new
-        if not rules.acting and not before.acting:  # else those of the row's last request are undone
+        if not rules.acting and not before.acting:  # else the rules of the row's last request are undone
             return
         device = self.eos.device
         self.timed[row] = rules.timestamps
@@ -66,7 +68,7 @@ class RuleTable:
         self.last[row] = NO_TOKEN if rules.forced_eos_token_id is None else rules.forced_eos_token_id
         self.last_at[row] = max_new - 1
         self.size[row], self.penalty[row] = rules.no_repeat_ngram_size, rules.repetition_penalty
-        if rules.no_repeat_ngram_size or rules.repetition_penalty != 1:  # they look back at the prompt
+        if rules.no_repeat_ngram_size or rules.repetition_penalty != 1:  # these look back at the prompt
             if (more := len(prompt) - self.prompt.shape[1]) > 0:
                 self.prompt = torch.nn.functional.pad(self.prompt, (0, more))
                 self.version += 1
@@ -93,8 +95,8 @@ class RuleTable:
             self.banned, self.begin_banned = self.banned[index], self.begin_banned[index]
 
     def acting(self, starts: Sequence[int | None], generated: int) -> _Rules | None:
-        """Return what the rules do in an iteration; None where no running row has any. generated: tokens that every
-        running row has at least."""
+        """Return the rules for one iteration; None where no running row has any. generated: tokens that every running
+        row has at least."""
         pairs = zip(starts, self.rules, strict=True)
         taken = [rules for start, rules in pairs if start is not None and rules.acting]
         if not taken:
@@ -114,7 +116,7 @@ class RuleTable:
 
 @dataclass(frozen=True, slots=True)
 class _ActiveRules:
-    """Which rules some row has; longest: n of n-grams, 0 for none."""
+    """Flags of the rules that some row has. longest: the largest n of n-grams, 0 for none."""
 
     penalty: bool
     longest: int
@@ -128,7 +130,7 @@ class _ActiveRules:
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """The rules in one iteration."""
+    """Rules of all rows in one iteration."""
 
     table: RuleTable
     acts: _ActiveRules
@@ -136,11 +138,11 @@ class _Rules:
     on_host: bool = False
 
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """No rule has states: what one forbids has no probability."""
+        """Return the states as they are. A rule has no states: a token that it forbids has no probability."""
         return state
 
     def of(self, nodes: NodePaths) -> _NodeRules:
-        """Return what the rules say of these nodes."""
+        """Return the rules at these nodes."""
         table = self.table
         rows, count = nodes.nodes.token.shape
         generated, length = nodes.generated()
@@ -156,8 +158,13 @@ class _Rules:
 
 @dataclass(frozen=True, slots=True)
 class _NodeRules:
-    """Rules at m nodes: row and number of generated tokens [m] int64, the decoder's text [m, X], NO_TOKEN past its end,
-    and what `_spoken` says of times [m, 3]; each None where no rule looks at it."""
+    """Rules at m nodes.
+
+    Attributes:
+        row, length: [m] int64, row and number of generated tokens of each node.
+        text: [m, X], the decoder's text, NO_TOKEN past its end; None where no rule looks at it.
+        spoken: [m, 3], what `_spoken` returns; None where no rule looks at it.
+    """
 
     table: RuleTable
     acts: _ActiveRules
@@ -167,11 +174,12 @@ class _NodeRules:
     spoken: Tensor | None = None
 
     def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
-        """A rule forbids some tokens, so that the others are too many to be listed."""
+        """Return None: a rule forbids some tokens, and the others are too many to be listed."""
         return None
 
     def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
-        """logprobs: [k, V] float32 of the nodes `part`, or fewer columns."""
+        """Apply the rules in place. logprobs: [k, V] float32 of the nodes `part`, or fewer columns. total: [k, 1], what
+        was taken from the logits."""
         table, acts, row, length = self.table, self.acts, self.row[part], self.length[part]
         size = logprobs.shape[1]
         if self.text is not None:
@@ -186,7 +194,7 @@ class _NodeRules:
         if acts.never:
             logprobs.masked_fill_(_columns(table.banned, size)[row], NEG_INF)
         if acts.begin:
-            # behind a forced first token, the second one is what the rule means
+            # after a forced first token the rule is about the second one
             at = torch.where(table.first[row] >= 0, 1, 0)
             begins = (length == at).unsqueeze(1)
             logprobs.masked_fill_(begins & _columns(table.begin_banned, size)[row], NEG_INF)
@@ -199,13 +207,14 @@ class _NodeRules:
 
 
 def _columns(mask: Tensor, size: int) -> Tensor:
-    """A mask [..., V] for so many columns."""
+    """Return a mask [..., V] with `size` columns, cut or padded."""
     more = size - mask.shape[-1]
     return mask[..., :size] if more <= 0 else torch.nn.functional.pad(mask, (0, more))
 
 
 def _force(logprobs: Tensor, token: Tensor) -> None:
-    """0 for the token [k] int64 and -inf for all others, where it is not NO_TOKEN. A draft may lack the token."""
+    """Set the log-probability of the token [k] int64 to 0 and all others to -inf, in rows where it is not NO_TOKEN. A
+    draft may lack the token."""
     forced = (token >= 0).unsqueeze(1)
     logprobs.masked_fill_(forced, NEG_INF)
     here = forced & (torch.arange(logprobs.shape[1], device=token.device) == token.unsqueeze(1))
@@ -213,8 +222,8 @@ def _force(logprobs: Tensor, token: Tensor) -> None:
 
 
 def _penalise(logprobs: Tensor, text: Tensor, penalty: Tensor, total: Tensor | None) -> None:
-    """Multiply what is below 0 of all tokens in the text [k, X] by the penalty [k, 1], divide others. These are
-    log-probabilities or, with `total` [k, 1] that was taken from them, logits."""
+    """Apply the penalty [k, 1] to all tokens in the text [k, X]: values below 0 are multiplied by it, others divided.
+    The values are log-probabilities or, with `total` [k, 1] that was taken from them, logits."""
     known = torch.where((text >= 0) & (text < logprobs.shape[1]), text, text[:, :1])
     known = known.clamp(0, logprobs.shape[1] - 1)
     before = logprobs.gather(1, known)
@@ -226,8 +235,8 @@ def _penalise(logprobs: Tensor, text: Tensor, penalty: Tensor, total: Tensor | N
 
 
 def _repeats(text: Tensor, size: Tensor, longest: int, columns: int) -> Tensor:
-    """[k, V] bool: tokens that would end an n-gram which stands in the text [k, X] already. size: n [k, 1], 0 for any.
-    longest: largest n."""
+    """Return the tokens that would end an n-gram which is in the text [k, X] already: [k, V] bool. size: [k, 1], n, 0
+    where n-grams may repeat. longest: the largest n. columns: V."""
     real = text >= 0
     total = real.sum(1, keepdim=True)
     run = torch.zeros_like(text)  # how many tokens before each place equal the last ones of the text
@@ -244,8 +253,9 @@ def _repeats(text: Tensor, size: Tensor, longest: int, columns: int) -> Tensor:
 
 
 def _spoken(text: Tensor, length: Tensor, first: int) -> Tensor:
-    """[k, 3] int64 of generated tokens [k, L], of which `length` [k] are there: whether the last one is a time, whether
-    the one before it is (true where there is none), and the last time, -1 without one."""
+    """Return three facts about generated tokens [k, L], of which `length` [k] are there: [k, 3] int64. They are whether
+    the last one is a time, whether the one before it is (true where there is none), and the last time, -1 without one.
+    first: the first timestamp token."""
     at = torch.arange(text.shape[1], device=text.device)
     times = (text >= first) & (at < length.unsqueeze(1))
     place = torch.where(times, at, -1).amax(1, keepdim=True)
@@ -256,8 +266,9 @@ def _spoken(text: Tensor, length: Tensor, first: int) -> Tensor:
 
 
 def _time(logprobs: Tensor, times: Timestamps, timed: Tensor, length: Tensor, spoken: Tensor) -> None:
-    """transformers' WhisperTimeStampLogitsProcessor where `timed` [k, 1]: times come in pairs and never go back, an
-    answer begins with one, and where all of them together are likelier than any other token, one of them follows.
+    """Apply transformers' WhisperTimeStampLogitsProcessor in rows where `timed` [k, 1] is true. Times come in pairs and
+    never go back, and an answer begins with one. Where all of them together are likelier than any other token, one of
+    them follows.
 
     logprobs [k, V]; length [k] generated tokens; spoken: see _spoken.
     """
