@@ -120,9 +120,7 @@ def _quality(axes: Axes, shown: Sequence[BenchRow], rows: Sequence[BenchRow], ta
     plain_axes(axes, f"{task}, {records}: quality against speed", f"tokens per second{some}", quality)
     front = {row.name for row in _front(rows)}
     drawn = [(level, row.tokens_per_s.value, row) for row in shown if (level := _level(row)) is not None]
-    drawn.sort(
-        key=lambda one: (one[0], -one[1])
-    )  # on one level the slower point has its name, and the line to it, above
+    drawn.sort(key=lambda one: (one[0], -one[1]))  # on one level the slower point has name and line above
     for level, speed, row in drawn:
         colour = _colour_of(row.method)
         axes.hlines(level, row.tokens_per_s.low, row.tokens_per_s.high, color=colour, alpha=0.35, linewidth=2)

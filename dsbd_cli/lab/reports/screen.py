@@ -46,6 +46,5 @@ class Screen(Console):
         self.print(text, soft_wrap=True)
 
     def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError, which ends the command. It is no error that nobody reads any more, as in every
-        command."""
+        """Raise BrokenPipeError, which ends the command. As in every command, a reader that has gone is no error."""
         raise BrokenPipeError
