@@ -1,5 +1,5 @@
-"""Keeps what Ray and its processes print off standard output, which is for records, and standard error, which is for
-our messages."""
+"""A context that keeps what Ray and its processes print off standard output, which is for records, and off standard
+error, which is for our messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TextIO
 
 
 class _OnlyBytes(io.TextIOBase):
-    """A text stream whose text goes nowhere. Records are bytes and go through `buffer`."""
+    """A text stream that drops its text. Records are bytes and go through `buffer`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -34,14 +34,13 @@ class _OnlyBytes(io.TextIOBase):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """While it lasts, native code and processes that are started write to nowhere in place of standard error, text that
-    threads print to standard output is dropped, and Ray's loggers are silent. `sys.stderr` still leads to standard
-    error, `sys.stdout.buffer` to standard output."""
+    """Silence Ray for the block. Native code and started processes write to the null device in place of standard error,
+    text that threads print to standard output is dropped, and Ray's loggers are silent. `sys.stderr` still leads to
+    standard error, `sys.stdout.buffer` to standard output."""
     logger = logging.getLogger("ray")
     logger.propagate = False
-    logger.setLevel(
-        logging.CRITICAL + 1
-    )  # a handler would not do: ray.init takes all away, and Python has a last resort
+    # a handler would not do, because ray.init removes all of them, and Python then uses its handler of last resort
+    logger.setLevel(logging.CRITICAL + 1)
     stdout, stderr = sys.stdout, sys.stderr
     if stdout is not None and hasattr(stdout, "buffer"):
         sys.stdout = _OnlyBytes(stdout)
@@ -59,8 +58,8 @@ def quiet() -> Iterator[None]:
 
 
 def _own_descriptor(stream: TextIO | None) -> TextIO | None:
-    """Another stream to where standard error leads, whose own descriptor leads to nowhere from now on; None where it
-    is no descriptor of this process."""
+    """Return another stream to where standard error leads, and point standard error's own descriptor at the null device
+    from now on. Return None where the stream is no descriptor of this process."""
     try:
         if stream is None or stream.fileno() != 2:
             return None

@@ -1,7 +1,7 @@
-"""Ray: starts workers, sends them rows, replaces those that die. The only file that imports ray.
+"""Workers by Ray: start them, send them rows, replace those that die. The only file that imports ray.
 
-Ray gives places, processes and messages. What is sent where, and how often, is the window's; a dead worker is replaced
-by a new actor, wherever Ray finds room for it.
+Ray gives places, processes and messages. The window decides what is sent where, and how often. A dead worker is
+replaced by a new actor, wherever Ray finds room for it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 HELD_BATCHES = 2  # rows at a worker, in batches: one that runs, one that waits in its inbox
-AHEAD = 8  # rows that are read ahead to keep the input's order, in rows that all workers hold
-AGAIN_S = 0.5  # before a dead worker is replaced: a node that is going takes a moment to be gone
+AHEAD = 8  # rows that are read ahead to keep the input's order, as a multiple of what all workers can hold
+AGAIN_S = 0.5  # before a dead worker is replaced, because a node that shuts down takes a moment to be gone
 WAIT_S = 0.5  # for an answer; a signal is heeded after this time
 IDLE_S = 0.01
 LOOPBACK = ("127.0.0.1", "::1")
@@ -43,21 +43,21 @@ TOKEN_BYTES = 32
 OBJECT_STORE_BYTES = 128 << 20  # of a Ray of our own; rows and answers above 100 KB pass through it
 LONGEST_TMP = 30
 REACH_S = 10.0
-SLOW_START_S = 30.0  # without enough workers after this time, what is waited for is said
+SLOW_START_S = 30.0  # where workers are still missing after this time, a warning says what they wait for
 
 RowWindow = Window[Request, RequestResult]
 
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """How many workers, where, and with what.
+    """Number of workers, their place and their resources.
 
     Attributes:
         least, most: workers; the run begins when `least` have loaded. most None: as many as the GPUs allow.
         address: of a running Ray (`auto`: the one of this machine); None: start one and stop it in the end.
         gpus: of each worker; None: one for each of its processes, where Ray has any.
         processes: of each worker, see ModelSpec.tensor_parallel.
-        timeout_s: a worker that gives no sign of life for so long is replaced.
+        timeout_s: a worker that gives no sign of life for this time is replaced.
     """
 
     least: int
@@ -70,7 +70,7 @@ class PoolConfig:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """Report of what one worker did; one that was replaced goes on under its number.
+    """Report of what one worker did. A worker that was replaced keeps its number.
 
     seconds: since its last start, or of its life where it has ended, loading included.
     """
@@ -90,7 +90,7 @@ class _WorkerSlot:
 
     report: WorkerReport
     actor: ActorHandle[Worker] | None = None  # None: not started, or to be started again
-    starts: float = 0.0  # not before
+    starts: float = 0.0  # it is not started before this time
     born: float = 0.0
     call: ray.ObjectRef[object] | None = None
     called: float = 0.0
@@ -111,13 +111,13 @@ class RayEngine:
     """The workers together, with the interface of one Engine: `run`, `stop`, `steps`, `info`, `exactness`."""
 
     def __init__(self, setup: WorkerSetup, config: PoolConfig, warn: Callable[[str], None]) -> None:
-        """Silences Ray until `close`. warn: is told of deaths."""
+        """Silence Ray until `close`. warn: called with a message on deaths and slow starts."""
         self._setup, self._config, self._warn = setup, config, warn
         self._stopping = False
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
         self._stack = contextlib.ExitStack()
-        if config.address is None:  # Ray reads them when it is imported
+        if config.address is None:  # Ray reads these variables when it is imported
             self._stack.enter_context(_environment(_closed_doors()))
         import ray  # noqa: F401  # sets up loggers
 
@@ -133,7 +133,7 @@ class RayEngine:
         Raises UsageError where the machine has too little for them, or the workers differ; the error of a worker that
         cannot load; DsbdError where Ray cannot be reached.
         """
-        if self._config.address is None:  # of other machines, this one may be without the models
+        if self._config.address is None:  # with a Ray of other machines, this one may be without the models
             for model in self._setup.models:
                 locate(model)
         self._start()
@@ -141,20 +141,20 @@ class RayEngine:
 
     @property
     def info(self) -> EngineInfo | None:
-        """Return the info of the first worker; the others have the same models, dtypes and kind of device."""
+        """Info of the first worker's engine. The others have the same models, dtypes and kind of device."""
         return self._loaded.engine
 
     @property
     def exactness(self) -> Exactness:
-        """Return what the output shares with plain decoding.
+        """What the output shares with plain decoding.
 
-        That is as the workers were loaded, or as one says in whose engine a kernel has failed since.
+        It is that of the loaded workers, or a weaker one where a kernel has failed since in some worker's engine.
         """
         return self._weaker or self._loaded.exactness
 
     @property
     def allowed(self) -> str | None:
-        """Return what the catalogues hold."""
+        """Description of what the catalogues hold."""
         return self._loaded.allowed
 
     @property
@@ -165,19 +165,19 @@ class RayEngine:
 
     @property
     def steps(self) -> int:
-        """Taken so far, those of unfinished requests too."""
+        """Steps taken so far, those of unfinished requests included."""
         return sum(place.steps_before + place.steps for place in self._places)
 
     @property
     def reports(self) -> list[WorkerReport]:
-        """Return what each worker did."""
+        """Reports of what each worker did."""
         for place in self._places:
             if place.actor is not None:
                 place.report.seconds = round(time.monotonic() - place.born, 3)
         return [place.report for place in self._places]
 
     def describe(self) -> str:
-        """`3 of 4 workers, 1 death`."""
+        """Return the state of the workers, as in `3 of 4 workers, 1 death`."""
         if not self._places:
             return "Ray starts"
         deaths = sum(report.deaths for report in self.reports)
@@ -185,7 +185,7 @@ class RayEngine:
         return text + (f", {plural(deaths, 'death')}" if deaths else "")
 
     def stop(self) -> None:
-        """Ask `run` to end, for good; requests that are not done give no result."""
+        """Ask `run` to end, for good. Requests that are not done give no result."""
         self._stopping = True
 
     def close(self) -> None:
@@ -197,7 +197,8 @@ class RayEngine:
     def run(
         self, requests: Iterable[Request | str | RowError | None], *, seed: int = 0, ordered: bool = True
     ) -> Iterator[RequestResult]:
-        """Run as Engine.run. A request that was out at the deaths of three workers fails with WorkerLostError.
+        """Run requests as Engine.run does. A request that was out at the deaths of three workers fails with
+        WorkerLostError.
 
         Raises DsbdError when no worker is left.
         """
@@ -219,7 +220,7 @@ class RayEngine:
     # Rows
 
     def _read(self, numbered: NumberedRequests, window: RowWindow) -> bool:
-        """Read what there is room for. True: the input has nothing ready."""
+        """Read the requests that there is room for. Return True where the input has nothing ready."""
         while window.room > 0 and not numbered.exhausted():
             item = numbered.next()
             if item is None:
@@ -232,8 +233,8 @@ class RayEngine:
         return False
 
     def _send(self, window: RowWindow | None, *, ended: bool = False) -> None:
-        """A call to every worker that has none: with rows, for answers, or to ask whether it is loaded. ended: there
-        are no more rows to read, so that one with nothing to do is given back."""
+        """Call every worker that has no open call: with rows, for answers, or to ask whether it is loaded. ended: there
+        are no more rows to read, so that a worker with nothing to do is given back."""
         for place in self._places:
             if place.gone or place.call is not None:
                 continue
@@ -255,7 +256,7 @@ class RayEngine:
         place.call, place.called = call, time.monotonic()
 
     def _receive(self, window: RowWindow | None, wait_s: float) -> None:
-        """Take what the workers have answered. window None: the run has not begun."""
+        """Take what the workers have answered, and replace those that hang. window None: the run has not begun."""
         import ray
 
         calls = {place.call: place for place in self._places if place.call is not None}
@@ -306,7 +307,7 @@ class RayEngine:
     # Workers
 
     def _greeted(self, place: _WorkerSlot, window: RowWindow | None, info: WorkerInfo) -> None:
-        """A worker has loaded."""
+        """Let a worker that has loaded take rows. Raises UsageError where it differs from the first one."""
         if self._info is None:
             self._info = info
         elif difference := self._info.difference(info):
@@ -321,14 +322,15 @@ class RayEngine:
             window.join(place.number)
 
     def _failed(self, place: _WorkerSlot, window: RowWindow | None, failure: Failure) -> None:
-        """The engine of a worker has ended. An error of ours ends the run, as it would in one process; another one may
-        be the machine's, and counts as a death."""
+        """Handle the end of a worker's engine. An error of ours ends the run, as it would in one process. Another one
+        may come from the machine, and counts as a death."""
         if (error := failure.error) is not None:
             raise error
         self._died(place, window, str(failure))
 
     def _died(self, place: _WorkerSlot, window: RowWindow | None, reason: str) -> None:
-        """A worker is gone, or of no use: another one takes its place, its rows are sent again."""
+        """Replace a worker that is gone or of no use, and send its rows again. Raises DsbdError where no worker is
+        left."""
         self._end(place)
         rows = 0 if window is None else window.holds(place.number)
         given_up = [] if window is None else window.lose(place.number)
@@ -343,7 +345,7 @@ class RayEngine:
         place.report.deaths += 1
         place.fruitless += 1
         self._last_death = f"worker {place.number}: {reason}"
-        # a worker that dies of its rows answers none either, but each of them is given up after three deaths
+        # a worker that dies of its rows answers none either, but each row is given up after three deaths
         place.gone = place.fruitless >= MAX_DEATHS and rows == 0
         if place.gone:
             self._warn(f"{self._last_death}; it is given up after {MAX_DEATHS} deaths without a row answered")
@@ -355,7 +357,7 @@ class RayEngine:
 
     def _end(self, place: _WorkerSlot) -> None:
         """Kill the actor, if there is one. Ray sends a signal to a process that does not answer within some seconds. We
-        send none: a host name and a process id may mean another process."""
+        send none, because a host name and a process id may mean another process."""
         import ray
 
         if place.actor is None:
@@ -376,7 +378,7 @@ class RayEngine:
     # Ray
 
     def _start(self) -> None:
-        """Reach Ray, and settle what each worker gets."""
+        """Connect to Ray or start it, and settle what each worker gets."""
         import ray
 
         address, cores = self._config.address, os.cpu_count() or 1
@@ -384,7 +386,7 @@ class RayEngine:
         if address is not None and address != "auto":
             _check_reachable(address)
         if local:
-            # sockets lie in it, and a socket's path has 107 bytes at most
+            # the folder holds sockets, and a socket's path has 107 bytes at most
             short = len(tempfile.gettempdir()) <= LONGEST_TMP
             folder = tempfile.mkdtemp(prefix="dsbd-ray-", dir=None if short else "/tmp")
             self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -410,7 +412,7 @@ class RayEngine:
         self._share_out([node["Resources"] for node in ray.nodes() if node["Alive"]])  # type: ignore[no-untyped-call]
 
     def _share_out(self, nodes: list[dict[str, float]]) -> None:
-        """Workers, and what each gets, from what Ray's nodes have. Raises UsageError."""
+        """Settle the number of workers, and what each gets of the resources of Ray's nodes. Raises UsageError."""
         gpus = sum(int(node.get("GPU", 0)) for node in nodes)
         processes = self._config.processes
         self._gpus = min(1, gpus) * processes if self._config.gpus is None else self._config.gpus
@@ -429,7 +431,7 @@ class RayEngine:
         self._places = [_WorkerSlot(WorkerReport(number)) for number in range(most)]
 
     def _wait_for_workers(self) -> None:
-        """Until as many as the run needs have loaded."""
+        """Wait until as many workers as the run needs have loaded. Raises DsbdError where too few are left."""
         import ray
 
         begun, warned = time.monotonic(), False
@@ -450,7 +452,8 @@ class RayEngine:
 
 
 def cpus_each(nodes: Sequence[int], workers: int) -> int:
-    """Return the most processors that each of so many workers can get; 1 where there are fewer processors than workers.
+    """Return the most processors that each of `workers` workers can get; 1 where there are fewer processors than
+    workers.
 
     nodes: processors of each node. A worker lies on one node.
     """
@@ -458,7 +461,8 @@ def cpus_each(nodes: Sequence[int], workers: int) -> int:
 
 
 def _closed_doors() -> dict[str, str]:
-    """Variables for a Ray of our own: all its ports are on loopback, and no one without the token is answered.
+    """Return environment variables for a Ray of our own, whose ports are all on loopback, and which answers nobody
+    without the token.
 
     The first is Ray's switch for clusters of several machines, which it reads on every system. The token is in no file;
     it goes to Ray's processes with their environment, which other users cannot read.
@@ -469,7 +473,7 @@ def _closed_doors() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """These variables, and what stood there before in the end."""
+    """Set these environment variables for the block, and restore what was there before."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -484,7 +488,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Ray puts handlers of its own in the place of ours."""
+    """Restore our signal handlers after the block, in which Ray replaces them by its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -497,7 +501,8 @@ def _handlers_kept() -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself tries for many minutes. Raises UsageError, or DsbdError where nobody answers."""
+    """Check that something answers at this address, because Ray itself tries for many minutes. Raises UsageError for a
+    wrong address, DsbdError where nobody answers."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not int(port) < 1 << 16:
         raise UsageError(f"--workers: ray is {shorten(address)}, but must be auto or HOST:PORT")
@@ -513,7 +518,7 @@ def _last_line(error: BaseException) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """One line of what Ray says of a death, in many."""
+    """Return one line of the many that Ray reports on a death."""
     text = str(error)
     if "ModuleNotFoundError" in text or "ImportError" in text:
         return shorten(next(line.strip() for line in reversed(text.splitlines()) if "Error" in line))
