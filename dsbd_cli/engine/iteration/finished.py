@@ -1,7 +1,7 @@
 """Progress of each row in a verification, hypotheses that finished in it, and the counters, computed over all layers at
 once.
 
-The draws of a layer do not depend on what finished above it. Only whether they are used does. So all layers are
+The draws of a layer do not depend on what finished above it. It only decides whether they are used. So all layers are
 verified first, and then the ends of all of them are processed together, in a few operations instead of some sixty per
 layer.
 
