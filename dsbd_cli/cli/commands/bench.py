@@ -1,4 +1,4 @@
-"""`dsbd bench`: methods side by side on the user's models and data."""
+"""`dsbd bench`: a comparison of methods on the user's models and data."""
 
 from __future__ import annotations
 
@@ -110,7 +110,11 @@ def bench(
 
 
 def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> SweepPlan:
-    """The settings. tuned: a threshold of rule fuzzy is to be chosen, which needs something to be held against."""
+    """Return the settings to run, with notes.
+
+    tuned: a threshold of rule fuzzy may be chosen on dev records. It needs a reference, a setting that samples from the
+    target's own distribution.
+    """
     lists = {
         name: read_values(option_name(name), name, text)
         for name, text in dataclasses.asdict(sweep).items()
@@ -130,7 +134,10 @@ def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> SweepPlan:
 def _runnable(
     planned: SweepPlan, methods: str | None, grammar: Grammar | None, datasets: Sequence[Dataset]
 ) -> SweepPlan:
-    """The settings that can do what the run and its lines ask for. Raises UsageError."""
+    """Return the plan without the settings that cannot do what the run and its lines ask for.
+
+    Raises UsageError if --methods names such a method.
+    """
     asks = {what for one in datasets for what in one.asks} | ({"grammar"} if grammar is not None else set())
     for what, name in (("grammar", "a grammar"), ("allow", "a line's own allow")):
         if what in asks:
@@ -150,7 +157,8 @@ def _runnable(
 
 
 def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int, shots: int) -> bool:
-    """Whether a threshold is chosen. Raises UsageError for options of a choice that is not made."""
+    """Return whether a threshold of rule fuzzy is chosen. Raises UsageError for options of a choice that is not
+    made."""
     tolerance = choice.fuzzy_tolerance
     if tolerance is not None and not 0 <= tolerance <= 1:
         raise UsageError(f"{option_name('fuzzy_tolerance')} is {tolerance:g}, but must be from 0 to 1")
@@ -165,7 +173,10 @@ def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int, s
 
 
 def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
-    """Return these as options of generate. Raises UsageError for options of sampling where no method samples."""
+    """Return these options as options of generate.
+
+    Raises UsageError for sampling options if no method samples, and for temperature 0 if some method does not take it.
+    """
     given = {item.name: getattr(drawing, item.name) for item in dataclasses.fields(drawing)}
     idle = [name for name in ("temperature", "top_k", "top_p", "min_p", "seed") if given[name] is not None]
     if idle and not any(one.config.samples for one in planned.settings):
@@ -180,13 +191,13 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
 
 
 def _draws_always(setting: SweepSetting) -> bool:
-    """Whether it samples and does not take temperature 0."""
+    """Return whether a setting samples and does not take temperature 0."""
     config = setting.config
     return config.samples and not (isinstance(config, MethodConfig) and config.takes_greedy)
 
 
 def _of_input(data: DataOptions) -> DataOptions:
-    """--input as the data of a task. Raises UsageError for what cannot be used with it."""
+    """Return the options with --input as the data of a task. Raises UsageError for what cannot be used with it."""
     if data.input is None:
         if OWN_TASK in [name.strip() for name in (data.task or "").split(",")]:
             raise UsageError(f"--task {OWN_TASK} is no task: name the prompts with --input")
@@ -200,8 +211,11 @@ def _of_input(data: DataOptions) -> DataOptions:
 def _datasets(
     data: DataOptions, choice: ChoiceOptions, shots: int, rows: RowReader, *, chosen: bool
 ) -> tuple[list[Dataset], list[str]]:
-    """The data sets, and what is to be said of them. rows: what lines inherit. chosen: on dev records, where answers
-    are scored."""
+    """Return the data sets, and notes about them.
+
+    rows: settings that lines inherit. chosen: thresholds are chosen on dev records, for which answers must be scored.
+    Raises UsageError.
+    """
     names = [name.strip() for name in (data.task or DEFAULT_TASKS).split(",")]
     for place, name in enumerate(names):
         if name in names[:place]:
@@ -232,7 +246,7 @@ def _datasets(
 
 
 def _run(running: Bench, outputs: BenchOutputs) -> None:
-    """Measure, then print and write, also what was measured until a signal came."""
+    """Measure, then print and write the report. After a signal it has what was measured until then."""
     with talking() as talk:
         report = running.run(_teller(talk, running.settings))
     if not report.rows:
@@ -262,8 +276,11 @@ def _write(report: BenchReport, outputs: BenchOutputs) -> None:
 
 
 def _teller(talk: Talk, settings: int) -> OnWindow:
-    """Return what tells of the windows: in a log at the beginning, after the first and after the first of every method.
-    settings: how many are measured in turn."""
+    """Return a function that reports which window is measured.
+
+    In a log it reports at the beginning, after the first window, and after the first window of every method. settings:
+    number of settings that are measured in turn.
+    """
     wanted = [0, 1, settings]
 
     def on_window(done: int, total: int, name: str, left_s: float | None) -> None:

@@ -1,4 +1,4 @@
-"""`dsbd doctor`: what runs how on this machine, for people and for issues."""
+"""`dsbd doctor`: a check of every part on this machine, for people and for issue reports."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from dsbd_cli.lab.profiling.checkup import Check
 
 COLUMNS = 80
-SECONDS = 10.0  # of measuring the speed
+SECONDS = 10.0  # for measuring the speed
 STATES = {"ok": "ok", "note": "note", "off": "off", "broken": "BROKEN"}
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """How the result is printed."""
+    """Options of how the result is printed."""
 
     json: bool = switch(MAIN, "print one JSON document in place of the lines")
 

@@ -57,7 +57,7 @@ OPTIONS_OF: dict[str, tuple[By, ...]] = {
 
 @dataclass(frozen=True)
 class PickOptions:
-    """How one candidate is chosen."""
+    """Options of how one candidate is chosen."""
 
     by: By | None = option(
         MAIN,
@@ -105,7 +105,7 @@ class PickOptions:
 
 @dataclass(frozen=True)
 class PickFiles(StreamOptions):
-    """Where candidates come from and choices go to."""
+    """Options of where candidates come from and choices go to."""
 
     existing: Existing | None = option(
         MAIN,
@@ -156,7 +156,7 @@ def pick(how: PickOptions, files: PickFiles, talk: TalkOptions, arguments: Seque
 
 
 def _check(how: PickOptions, files: PickFiles) -> None:
-    """Refuse what cannot work together. Raises UsageError."""
+    """Refuse options that contradict each other. Raises UsageError."""
     writes_all = files.output_format == "lines"
     if how.by is None and not writes_all:
         raise UsageError(f"--by is missing: it says how to choose, one of {', '.join(WAYS)}")
@@ -195,7 +195,10 @@ def _check(how: PickOptions, files: PickFiles) -> None:
 
 
 def _chooser(how: PickOptions) -> Chooser | None:
-    """All but a reward model, which is loaded when there is something to choose. Raises UsageError."""
+    """Return the chooser; None for a reward model, which is loaded later, if there is something to choose.
+
+    Raises UsageError.
+    """
     match how.by:
         case "score":
             return ByScore()
@@ -220,7 +223,7 @@ class _PickRun:
     def __init__(
         self, how: PickOptions, files: PickFiles, own: FileOptions, talk: TalkOptions, arguments: Sequence[str]
     ) -> None:
-        """own: the files as `dsbd generate` knows them."""
+        """own: the files as options of `dsbd generate`."""
         self._how, self._files, self._own, self._arguments = how, files, own, arguments
         self._settings: dict[str, object] = {
             name.rstrip("_"): value if value is None or isinstance(value, int | float) else str(value)
@@ -240,7 +243,7 @@ class _PickRun:
         self._chooser: Chooser | None = None
 
     def run(self, chooser: Chooser | None) -> int:
-        """Choose for every row; returns the exit code."""
+        """Choose for every row, and return the exit code."""
         totals = self._reporter.totals
         with ExitStack() as stack:
             stack.enter_context(self._signals)
@@ -284,7 +287,7 @@ class _PickRun:
             self._chooser.stop()
 
     def _reward(self, stack: ExitStack) -> Chooser:
-        """Where torch is imported."""
+        """Load the reward model. This is where torch is imported."""
         path, how = self._how.prompts, self._how
         assert path is not None
         with reading(f"--prompts {path}"):
@@ -312,7 +315,7 @@ class _PickRun:
                 index += 1
                 continue
             text = line.head if isinstance(line, LongLine) else line
-            # the source passes over empty lines, which are empty candidates here
+            # the reader skips empty lines, which are empty candidates here
             for place, one in enumerate([*[b""] * (number - known - 1), text], known + 1):
                 first = first if group else place
                 group.append(one)
@@ -327,7 +330,7 @@ class _PickRun:
             yield CandidateRow(index, first, str(index), "", error=message)
 
     def _lines(self, row: CandidateRow, chooser: Chooser | None) -> list[bytes]:
-        """Return the lines of a row to write. Raises SqlStoppedError where its choice was not made to the end."""
+        """Return the lines to write for a row. Raises SqlStoppedError if its choice was stopped before it was made."""
         error: RowError | None = row.error
         choice: Choice | None = None
         if error is None:
@@ -341,7 +344,7 @@ class _PickRun:
                 error = type(failed)(f"line {row.number}: {failed}")
             except (DsbdError, SqlStoppedError):
                 raise
-            except Exception as failed:  # whatever a text makes of a library, it is the matter of its row
+            except Exception as failed:  # whatever a text causes in a library is an error of its row
                 message = one_line(failed)
                 error = RowError(f"line {row.number}: {type(failed).__name__}: {message}".removesuffix(": "))
         kind = "" if error is None else type(error).__name__

@@ -1,4 +1,4 @@
-"""From given options to settings. An option that could not act is refused with one line, never ignored."""
+"""Conversion of the given options to settings. An option that could not act is refused with one line, never ignored."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 NO_ANSWERS, NO_ROWS = AnswerOptions(), RowOptions()  # not given
 SPREADS = ("balanced", "balanced_low_0", "sequential")  # names of device maps that are no device
 
-# what a setting of a run is called where it is typed
+# by setting of a run: its name as the user types it
 TYPED = {
     **typed_names(item.name for group in (*PIPED, FileOptions, AnswerOptions) for item in fields(group)),
     "rule": "--decode or --verify",
@@ -46,8 +46,11 @@ TYPED = {
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """All that a run needs to know; `draft` is None where nothing is drafted, `batch_size` where memory decides.
-    allow: a list of answers; a grammar stands in `rows`. threads, cuda_graphs, kernels: see loading.load."""
+    """Settings of a run.
+
+    `draft` is None if no draft model runs, `batch_size` if memory decides. allow: a list of answers; a grammar is in
+    `rows`. threads, cuda_graphs, kernels: see loading.load.
+    """
 
     target: ModelSpec
     draft: ModelSpec | None
@@ -63,12 +66,12 @@ class RunSettings:
 
     @property
     def models(self) -> tuple[ModelSpec, ...]:
-        """Target and draft, as far as they are checkpoints of their own."""
+        """Target and draft, without a draft that is a part of the target's checkpoint."""
         pair = (self.target, self.draft)
         return tuple(model for model in pair if model is not None and not model.in_target)
 
     def load(self, *, drafts: bool = True) -> Engine:
-        """Load the models into an engine. drafts: the draft, too, where there is one."""
+        """Load the models into an engine. drafts: load the draft as well, where there is one."""
         from dsbd_cli import loading  # imports torch
 
         return loading.load(
@@ -94,8 +97,10 @@ def run_settings(
     chat: bool = False,
     answers: AnswerOptions = NO_ANSWERS,
 ) -> RunSettings:
-    """Settle defaults and refuse what contradicts itself. strict: of rows with unknown fields. chat: prompts
-    become messages. Raises UsageError."""
+    """Return the settings of a run, with defaults filled in. Raises UsageError for options that contradict each other.
+
+    strict: rows with unknown fields fail. chat: prompts become messages.
+    """
     if _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
         raise UsageError("--depth is 0, but must be 1 or more: --draft none decodes without a draft")
     allow, grammar = allowed_answers(answers.allow)
@@ -159,7 +164,7 @@ def run_settings(
 
 
 def _model_specs(target: str, draft: str | None, devices: DeviceOptions) -> tuple[ModelSpec, ModelSpec | None]:
-    """How target and draft are to be loaded."""
+    """Return how target and draft are loaded. Raises UsageError."""
     given = {item.name: getattr(devices, item.name) for item in fields(ModelSpec) if hasattr(devices, item.name)}
     place, draft_device = devices_of(devices.device)
     spread = place is not None and (place.startswith("{") or place in SPREADS)
@@ -175,7 +180,7 @@ def _model_specs(target: str, draft: str | None, devices: DeviceOptions) -> tupl
 
 
 def devices_of(device: str | None) -> tuple[str | None, str | None]:
-    """Where --device puts the target, and the draft if it has a place of its own."""
+    """Return the target's device of --device, and the draft's if it has one of its own. Raises UsageError."""
     if device is None or device.startswith("{"):
         return device, None
     target, comma, draft = device.partition(",")
@@ -187,15 +192,18 @@ def devices_of(device: str | None) -> tuple[str | None, str | None]:
 
 
 def drafts(pair: PairOptions) -> bool:
-    """Whether there is a draft model: one that is named, or the built-in one of the built-in target."""
+    """Return whether there is a draft model: one that is named, or the built-in one of the built-in target."""
     if pair.draft is None:
         return pair.target in (None, BUILTIN_TARGET)
     return pair.draft != "none"
 
 
 def fixed_depth(pair: PairOptions, method: MethodOptions) -> MethodOptions:
-    """The options with the library's depth in place of `auto` by default, for commands that measure a forest. Without
-    a draft it is the roots alone, with a grammar too."""
+    """Return the options with the library's fixed depth as default in place of `auto`, for commands that measure a
+    forest.
+
+    Without a draft the forest has its roots only, also with a grammar.
+    """
     if not drafts(pair) and method.drafter is None:
         return replace(method, drafter=MethodConfig().drafter)
     drafting = drafts(pair) or not runs_model(str(_chosen(method)["drafter"]))
@@ -204,7 +212,12 @@ def fixed_depth(pair: PairOptions, method: MethodOptions) -> MethodOptions:
 
 
 def _with_drafter(method: MethodOptions, pair: PairOptions, grammar: Grammar | None) -> MethodOptions:
-    """Without a draft model, what a grammar forces is drafted all the same, where the rule takes such drafts."""
+    """Return the options with drafter `grammar`, so that tokens which a grammar forces are drafted without a draft
+    model.
+
+    The options stay as they are if there is no grammar, if a draft model or a drafter is given, or if the rule does not
+    take such drafts.
+    """
     rule = SEARCH if method.decode == "search" else (method.verify or MethodConfig().rule).partition(":")[0]
     free = not drafts(pair) and method.drafter is None
     if grammar is None or not free or rule not in RULES or any(one.field == "drafter" for one in RULES[rule].limits):
@@ -217,7 +230,7 @@ def _given(value: T | None, default: T) -> T:
 
 
 def _number(option: str, given: str | None, auto: int) -> int | None:
-    """A number that may also be `auto`."""
+    """Return a number that may also be spelled `auto`. auto: the value of that word. Raises UsageError."""
     if given is None or given == "auto":
         return None if given is None else auto
     try:
@@ -227,14 +240,14 @@ def _number(option: str, given: str | None, auto: int) -> int | None:
 
 
 def _refuse(reason: str, *options: tuple[str, object]) -> None:
-    """Options that were given although they could not act."""
+    """Raise UsageError for options that were given although they could not act."""
     if given := [name for name, value in options if value is not None]:
         drop = "drop it" if len(given) == 1 else "drop them"
         raise UsageError(f"{', '.join(given)} would do nothing, because {reason}: {drop}")
 
 
 def _chosen(given: MethodOptions) -> dict[str, object]:
-    """Rule, width and drafter with their settings, as fields of MethodConfig. Raises UsageError."""
+    """Return rule, width and drafter with their settings, as fields of MethodConfig. Raises UsageError."""
     found: dict[str, object] = {"rule": SEARCH if given.decode == "search" else MethodConfig().rule}
     try:
         name, settings = parse_drafter(given.drafter or MethodConfig().drafter)
@@ -249,7 +262,7 @@ def _chosen(given: MethodOptions) -> dict[str, object]:
 
 
 def _pair(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, str | None]:
-    """Names of target and draft."""
+    """Return the names of target and draft; no draft if the drafter runs no model. Raises UsageError."""
     target = _given(pair.target, BUILTIN_TARGET)
     if not target or pair.draft == "":
         raise UsageError("--target and --draft need a name: an alias, a folder or a hub id")
@@ -302,8 +315,10 @@ REGEX = "regex:"
 
 
 def allowed_answers(given: str | None) -> tuple[Path | None, Grammar | None]:
-    """The file of a list of answers, or a grammar; at most one of both. Raises UsageError where it cannot be read or
-    cannot be followed."""
+    """Return the file of a list of answers, or a grammar; at most one of both.
+
+    Raises UsageError if it cannot be read, or if the grammar cannot be followed.
+    """
     if given is None:
         return None, None
     if given.startswith(REGEX):

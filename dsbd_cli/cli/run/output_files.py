@@ -1,5 +1,5 @@
-"""Where records go: the output and the stats file, opened and locked before any model is loaded, and changed no sooner
-than there is a record, or a model."""
+"""The output and the stats file. They are opened and locked before any model is loaded, and changed only when there is
+a record, or a model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dsbd_cli.io.records.record_parts import fingerprint_difference
 
 
 class Outputs:
-    """Claims the files on entering the `with` block; `begin` makes them ready to be written."""
+    """Output files of a run. Entering the `with` block opens and locks them; `begin` makes them ready to be written."""
 
     def __init__(self, files: FileOptions, settings: Settings) -> None:
         self.done: DoneRows | None = None
@@ -49,7 +49,7 @@ class Outputs:
         self._steps: io.FileIO | None = None
         self._writers: tuple[LineWriter, LineWriter | None] | None = None
         self._special: dict[Path, LineWriter] = {}  # devices and pipes
-        self._new: list[Path] = []  # made by us, and to be removed if nothing comes of it
+        self._new: list[Path] = []  # created by this run, and removed if they stay empty
 
     def __enter__(self) -> Self:
         if self._files.output in (None, STANDARD) and sys.stdout is None:
@@ -69,7 +69,7 @@ class Outputs:
                 path.unlink()
 
     def tell(self, reporter: Reporter) -> None:
-        """Tell and count what an earlier run has left."""
+        """Report and count what an earlier run has left."""
         for note in self.notes:
             reporter.warn(note)
         if self.done is not None:
@@ -77,12 +77,14 @@ class Outputs:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is in the file yet, so that even a run without rows has to make it."""
+        """Whether nothing is in the file yet, so that even a run without rows has to make it."""
         return self._output is None or self._output.tell() == 0
 
     def begin(self) -> tuple[LineWriter, LineWriter | None]:
-        """Writers of records and steps, the same ones from the first call on, which empties an old file and writes the
-        settings beside it."""
+        """Return the writers of records and steps, the same ones at every call.
+
+        The first call empties a file that is to be overwritten, and writes the settings file if the output is empty.
+        """
         if self._writers is None:
             self._writers = self._begun()
         return self._writers
@@ -115,17 +117,18 @@ class Outputs:
         return self._stack.enter_context(TableWriter(self._output, str(self._files.output), columns))
 
     def finish(self) -> None:
-        """Close the output, where one was begun, so that what is told afterwards is true. Raises OutputError."""
+        """Close the output, if it was begun, so that what is reported afterwards is true. Raises OutputError."""
         if self._writers is not None:
             self._writers[0].close()
 
     def complete(self, rows: int, digest: str) -> None:
-        """All rows of a part are written. rows, digest: of the whole input."""
+        """Note in the settings file that all rows of a part are written. rows, digest: of the whole input."""
         assert self._files.output is not None
         write_settings(self._files.output, self._settings, self.created, InputEnd(rows, digest))
 
     def _claim(self, path: Path | None) -> io.FileIO | None:
-        """The file, locked; None for standard output, and for devices and pipes, which are opened."""
+        """Open and lock a file. Return None for standard output, and for devices and pipes, which are opened
+        unlocked."""
         if path in (None, STANDARD):
             return None
         if is_special(path):

@@ -1,5 +1,5 @@
-"""Ctrl-C, SIGTERM and SIGHUP (the terminal is gone): the first one ends the run after the iteration it is in, the
-second one ends it at once."""
+"""Handling of Ctrl-C, SIGTERM and SIGHUP (the terminal is gone). The first signal ends the run after the present
+iteration, the second one at once."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class StoppedError(BaseException):
     """A signal ended the run; its exit code is 128 + the signal's number.
 
-    No Exception, because libraries catch those; no KeyboardInterrupt, because typer has an exit code of its own for it.
+    It is no Exception, because libraries catch those, and no KeyboardInterrupt, because typer has an exit code of its
+    own for it.
     """
 
     def __init__(self, number: int, *, early: bool = False) -> None:
-        """early: nothing has been told of the run yet."""
+        """early: nothing has been printed about the run yet."""
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.early = early
         self.exit_code = 128 + number
 
 
 class StopSignals:
-    """Catches the first signal. Until `on_stop` is set it raises StoppedError; then it calls that instead."""
+    """A `with` block that catches the first signal. It raises StoppedError, or calls `on_stop` once that is set."""
 
     def __init__(self) -> None:
         self.number: int | None = None

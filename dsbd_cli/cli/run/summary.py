@@ -43,7 +43,7 @@ class Summary:
         self._started = utc_now()
 
     def __enter__(self) -> Self:
-        """Raises OutputError where the file could not be written in the end."""
+        """Check that the file can be written in the end. Raises OutputError."""
         if self._path is not None:
             check_replaceable(self._path)
         return self
@@ -103,7 +103,7 @@ class Totals:
         self.errors: Counter[str] = Counter()
 
     def add(self, result: RequestResult) -> None:
-        """Count what one result cost and gave."""
+        """Count the tokens and the statistics of one result."""
         self.prompt_tokens += result.prompt_tokens
         counts = [beam.num_tokens for beam in result.hypotheses]
         self.tokens += counts[0] if counts else 0
@@ -114,11 +114,14 @@ class Totals:
 
     @property
     def seconds(self) -> float:
-        """Since the first row could start."""
+        """Seconds since the first row could start."""
         return max(time.perf_counter() - self.started, 1e-9)
 
     def line(self, unfinished: int = 0) -> str:
-        """Rows, tokens/s of the best texts, steps per target call, acceptance. unfinished: tokens of rows to come."""
+        """Return one line of the rows, the tokens/s of the best texts, the steps per target call and the acceptance.
+
+        unfinished: tokens of rows that are not written yet.
+        """
         stats, tokens = self.stats, self.tokens + unfinished
         parts = [plural(self.rows, "row"), f"{tokens} tokens", f"{tokens / self.seconds:.1f} tokens/s"]
         if stats.target_calls:
@@ -140,7 +143,7 @@ class Totals:
         return ", ".join(parts)
 
     def numbers(self) -> dict[str, object]:
-        """The same and more, by name; times in seconds."""
+        """Return the same counts and more, by name; times are in seconds."""
         stats, seconds = self.stats, self.seconds
         return {
             "rows": {
