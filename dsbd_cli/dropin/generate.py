@@ -115,9 +115,9 @@ def generate(
     The seed of the run comes from torch's global generator.
 
     Returns sequences [B * n, T + L]. With return_dict_in_generate it returns transformers' output class, which holds
-    `sequences`. With output_scores this also holds, for several beams, `sequences_scores` [B * n] and `beam_indices` [B
-    * n, L]; for one beam `scores`, L tensors [B * n, V], which cost one forward more. For several beams `scores` over
-    the whole vocabulary are not kept.
+    `sequences`. With output_scores this also holds, for one beam, `scores`: L tensors [B * n, V], which cost one
+    forward more. For several beams it holds `sequences_scores` [B * n] and `beam_indices` [B * n, L]; `scores` over the
+    whole vocabulary are not kept.
 
     Weights are read in place. Afterwards the model is as before: mode, attention, buffers. Raises UsageError for what
     is not supported, UnsupportedModelError for models that cannot hold a tree.

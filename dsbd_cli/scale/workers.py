@@ -1,4 +1,4 @@
-"""Workers by Ray: start them, send them rows, replace those that die. The only file that imports ray.
+"""Workers that are Ray actors: started, given rows, and replaced when they die. The only file that imports ray.
 
 Ray gives places, processes and messages. The window decides what is sent where, and how often. A dead worker is
 replaced by a new actor, wherever Ray finds room for it.

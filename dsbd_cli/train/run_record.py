@@ -78,7 +78,7 @@ class Milestone:
 
 @dataclass(slots=True)
 class Record:
-    """A run of the command. prompts, answers: numbers of those that are trained on."""
+    """A run of the command. prompts, answers: how many of them are trained on."""
 
     plan: TrainingPlan
     complete: bool = False

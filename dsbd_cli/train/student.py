@@ -29,7 +29,7 @@ from dsbd_cli.train.head import HeadStudent
 from dsbd_cli.train.run_record import Form
 from dsbd_cli.train.trim import copy_beside
 
-SHARE_OF_LAYERS = 4  # the draft has this fraction of the target's layers: a quarter
+SHARE_OF_LAYERS = 4  # the draft has the target's layers divided by this number
 LLAMA_LAYERS = 2
 VOCABULARY, LEAST_VOCABULARY = 8192, 64  # tokens of a head: by default, and at least
 HEAD_DIMS = (64, 32, 16)
@@ -163,7 +163,7 @@ def save_student(
 
 
 def publish_student(student: nn.Module, spec: ModelSpec, folder: Path, dtype: str) -> None:
-    """Write the trained student into `folder`, beside what it holds. The config comes last, because without it the
+    """Write the trained student into `folder`, next to what it holds. The config comes last, because without it the
     folder is no checkpoint. Raises OutputError."""
     whole = folder / ".draft"
     save_student(student, spec, whole, dtype)

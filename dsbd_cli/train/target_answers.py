@@ -63,7 +63,7 @@ class AnswerTokens:
         return found
 
     def sees(self, start: int, end: int) -> Tensor:
-        """Return [end - start, end] bool: which tokens of `text` the tokens `start` to `end` see. These are those that
+        """Return [end - start, end] bool: which tokens of `text` the tokens `start` to `end` see, namely those that
         they follow, and themselves."""
         rows = torch.ones(end, end, dtype=torch.bool).tril()
         if self.branches is not None:

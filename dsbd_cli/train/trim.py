@@ -178,7 +178,7 @@ def trim(
 
 
 def copy_beside(folder: Path, to: Path) -> None:
-    """Copy what lies in a checkpoint folder beside config and weights: the tokenizer's files, templates, code."""
+    """Copy what a checkpoint folder holds besides config and weights: the tokenizer's files, templates, code."""
     for pattern in _COPIED:
         for path in folder.glob(pattern):
             if path.name not in _WRITTEN and not path.name.endswith(".index.json"):

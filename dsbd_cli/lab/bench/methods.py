@@ -88,7 +88,7 @@ class Method:
         return MethodConfig.of({**FOREST, **self.fixed, **point})
 
 
-FOREST = {"depth": DEFAULT_DEPTH, "width": "fixed"}  # defaults, where a method says nothing else
+FOREST = {"depth": DEFAULT_DEPTH, "width": "fixed"}  # defaults, which the fields of a method replace
 SAMPLING, SEARCH = ({"rule": rule, "depth": 0} for rule in ("coupled", "search"))  # without a draft
 BEAMS = ("num_beams",)
 DRAFTED = ("num_beams", "drafts_per_layer", "depth")

@@ -60,7 +60,7 @@ class Prompt:
 
     Attributes:
         ids: token ids of the prompt, or of the encoder input; empty where `source` is given.
-        runs: tells whether a text runs on the record's database; None where it has none.
+        runs: returns whether a text runs on the record's database; None where it has none.
         source: a request with the record's speech or picture; None for text.
     """
 

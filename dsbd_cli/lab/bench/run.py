@@ -196,7 +196,7 @@ class Bench:
         used = self._meter.stop()
         peak = self._memory.peak()
         if self._stopping or len(answers) < len(prompts):
-            return  # the window was cut off, so its time says nothing
+            return  # the window was cut off, so its time cannot be compared
         tally.exactness = runner.exactness  # it is weaker once a kernel has failed
         tally.add_time((number, window), sum(answer.tokens for answer in answers), used, peak)
         if number == 0:

@@ -121,7 +121,7 @@ def least_records(tests: int) -> int:
 
 
 def _blocks(columns: int) -> Iterator[int]:
-    """Yield numbers of rows that sum to RESAMPLES. A block of so many rows and `columns` columns has at most CHUNK
+    """Yield numbers of rows that sum to RESAMPLES. A block of that many rows and `columns` columns has at most CHUNK
     numbers."""
     block = max(1, CHUNK // columns)
     for start in range(0, RESAMPLES, block):

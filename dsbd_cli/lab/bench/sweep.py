@@ -70,10 +70,10 @@ def choose_methods(
 ) -> tuple[list[str], tuple[str, ...]]:
     """Return the names in a comma list, and notes on methods that were left out.
 
-    `all` stands for every method that runs on the loaded models; others may be named beside it. None stands for the
+    `all` means every method that runs on the loaded models; further methods may be named with it. None means the
     default methods. draft: whether there is a draft model. drafters: those of the sweep.
 
-    Raises UsageError for names that do not exist, stand twice, or need a draft that is not there.
+    Raises UsageError for names that do not exist, occur twice, or need a draft that is not there.
     """
     lookups = bool(drafters) and not any(runs_model(str(name)) for name in drafters)
 

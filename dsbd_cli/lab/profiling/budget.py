@@ -15,7 +15,7 @@ ANNOUNCED_FROM_S = 1.0
 
 
 class CutOffError(Exception):
-    """A signal has ended the measuring: what is measured until then is the profile."""
+    """An end of the measuring by a signal. What was measured until then is the profile."""
 
 
 def _ignore(message: str) -> None:

@@ -61,7 +61,7 @@ class Check:
 
 
 class _BrokenError(Exception):
-    """A part does not do what it should. The message is the text of its check."""
+    """An error for a part that does not do what it should. Its message becomes the text of the check."""
 
 
 def check_up(target: ModelSpec, draft: ModelSpec | None, seconds: float) -> Iterator[Check]:

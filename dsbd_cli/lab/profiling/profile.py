@@ -39,13 +39,13 @@ from dsbd_cli.requests import Request
 from dsbd_cli.stats import RequestStats
 
 SLOT_STEP = 32
-RUN_SHARE = 0.2  # of the time, for one run at most; it takes a fraction of that where texts end early and drafts pass
+RUN_SHARE = 0.2  # of the time, for one run at most; texts that end early and drafts that pass take a fraction of it
 FEWER_TOKENS = (16, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileSpec:
-    """Settings of a profile. The budget of `bench` says how long it may take.
+    """Settings of a profile. The budget of `bench` limits its time.
 
     resident_before: bytes that the process held before models were loaded. render: returns a command line that uses a
     setting. show: number of the iteration to be shown, from 1.
@@ -182,7 +182,7 @@ class _Session:
         job, bench, method, now = self._job, self._bench, self._method, self._now
         runs = {setting: [run] for setting, run in self._once.items()} | self._rounds
         measured = {setting: _measured(setting, some, self._roofline) for setting, some in runs.items()}
-        # settings that were run in rounds are compared alone, where there are some: a single run says less
+        # where some settings were run in rounds, only these are compared: single runs are less certain
         compared = self._rounds or runs
         best = advice.choose(
             [(setting, measured[setting].tokens_per_s.median) for setting in compared], method.num_beams
@@ -329,7 +329,9 @@ def _memory(job: ProfileSpec, bench: ProfiledPair) -> tuple[tuple[MemoryOwner, .
     slot_bytes = sum(model.kv_bytes_per_slot() for _, model in shared)
     before = 0 if on_gpu else job.resident_before
     reserved = run.log.most_slots * slot_bytes
-    peak = sum(peaks) if peaks else peak_rss_bytes()  # where the peak cannot be reset, that since the process began
+    peak = (
+        sum(peaks) if peaks else peak_rss_bytes()
+    )  # where the peak cannot be reset, it is that since the process began
     return owners(sizes, run.log.peak, slot_bytes, reserved, job.method.num_beams, peak, before), run
 
 

@@ -48,8 +48,7 @@ def percent(interval: Interval | None) -> str:
 
 
 def ratio(interval: Interval | None) -> str:
-    """Return a ratio and its range, as in `1.42x (1.38–1.47)`. The range is left out for one window, where it says
-    nothing."""
+    """Return a ratio and its range, as in `1.42x (1.38–1.47)`. One window has no range."""
     if interval is None:
         return DASH
     if interval.low == interval.high:
@@ -135,7 +134,7 @@ def _accepted(row: BenchRow) -> str:
 
 
 def measured(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> list[ReportColumn]:
-    """Return the columns in which something was measured. Notes say why others are missing."""
+    """Return the columns in which something was measured. The report's notes give reasons why others are missing."""
     return [column for column in columns if column.text or any(column.cell(row) != DASH for row in rows)]
 
 

@@ -1,7 +1,7 @@
 """A bench run as a picture. For each task it has the quality of every method against its speed, and acceptance by depth
 where something was drafted.
 
-A colour stands for a family of methods. Names stand at what they name, so that nothing depends on the colours.
+Each family of methods has a colour. Names are joined to their points by lines, so that nothing depends on the colours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WIDTH, DEPTH_WIDTH, CURVE_WIDTH = 5.2, 3.8, 4.2  # inches: widths of the panels, without names
 LETTER, AXES = 0.072, 0.8  # inches: a letter of a name, and the axis labels beside a panel
 TITLE_LETTER, TITLE_POINTS = 0.098, 11.0
-ROW, MARGIN, LEAST = 0.23, 1.3, 4.0  # inches of a task's height: for each row, for the margins, and at least
+ROW, MARGIN, LEAST = 0.23, 1.3, 4.0  # inches of a task's height: per row, for the margins, and at least
 MAX_ROWS = 40
 LABEL_POINTS = 8.0
 CAPTION = (

@@ -178,8 +178,8 @@ class ShownNode:
 
 @dataclass(frozen=True, slots=True)
 class ShownForest:
-    """One iteration of one prompt. `verified` layers yielded a step, the last of them completed. Parents come before
-    children."""
+    """One iteration of one prompt. `verified` layers yielded a step, and the last of these was completed. Parents come
+    first."""
 
     prompt_id: str
     iteration: int

@@ -1,4 +1,4 @@
-"""The forest of one iteration as a tree in the terminal. Symbol and colour say what became of a node."""
+"""The forest of one iteration as a tree in the terminal. Symbol and colour show what became of a node."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ PROCESS = SqlProcess()
 def spider_dataset(folder: Path) -> Dataset:
     """Read the questions of dev.json with the schemas of tables.json and database/<id>/<id>.sqlite.
 
-    A statement may run TIMEOUT_S seconds. Raises UsageError naming a missing file or a wrong field. A gold statement
-    that fails on its database is such an error too, raised when its record is reached.
+    A statement may run TIMEOUT_S seconds. Raises UsageError naming a missing file or a wrong field, and, when its
+    record is reached, for a gold statement that fails on its database.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder: --task spider takes the one with dev.json, tables.json and database")
