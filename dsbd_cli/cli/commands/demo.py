@@ -1,4 +1,4 @@
-"""`dsbd demo`: one prompt, four beams, and the same by transformers, on one screen."""
+"""`dsbd demo`: one prompt with its four beams, by dsbd and by transformers, on one screen."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dsbd_cli.lab.reports.screen import Screen
 
 BEAMS = 4
-SHOWN_TASKS = (("sql", 5), ("qa", 3))  # data sets that the built-in target knows, how many of their test prompts
+SHOWN_TASKS = (("sql", 5), ("qa", 3))  # data sets that the built-in target knows, and the number of their prompts
 OWN_PROMPT = "List three uses of a paper clip:"
 BUILTIN_TOKENS, OWN_TOKENS = 64, 24
 

@@ -168,7 +168,7 @@ class _Distilling:
         signals: StopSignals,
         talk: Talk,
     ) -> None:
-        """draft_device: None where the draft has none of its own."""
+        """draft_device: the draft's device; None: it has none of its own, and takes the target's."""
         self._options, self._settings, self._input = options, settings, source
         self._folder, self._signals, self._talk = folder, signals, talk
         self._spec, self._draft_device = settings.target, draft_device

@@ -1,4 +1,4 @@
-"""`dsbd generate`: lines in, one record per line out, in input order, each written as soon as it is done."""
+"""`dsbd generate`: a record for every input line, in input order, each written as soon as it is done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dsbd index`: the user's own texts as a file that the drafter `retrieval` reads."""
+"""`dsbd index`: an index of the user's own texts, a file that the drafter `retrieval` reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dsbd merge`: the parts that `dsbd generate --shard` has written, as the one file that a single run writes."""
+"""`dsbd merge`: the parts that `dsbd generate --shard` has written, merged into the file that a single run writes."""
 
 from __future__ import annotations
 

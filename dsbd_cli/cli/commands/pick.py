@@ -1,4 +1,5 @@
-"""`dsbd pick`: records with several candidates in, one choice per row out, in input order, each with its reason."""
+"""`dsbd pick`: a choice among the candidates of every record, in input order, with its reason, written as soon as it is
+made."""
 
 from __future__ import annotations
 

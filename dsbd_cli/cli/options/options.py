@@ -106,7 +106,7 @@ class RowOptions:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Options from a file."""
+    """Options of a file that holds options."""
 
     config: Path | None = option(
         JOB, "TOML file with any of these options and settings by their long names", callback=read_job
@@ -295,7 +295,7 @@ TALK = "Messages"
 
 @dataclass(frozen=True)
 class TalkOptions:
-    """Options of what is said on standard error."""
+    """Options of what is printed on standard error."""
 
     quiet: bool | None = flag(TALK, "nothing on standard error but errors that end the run", "-q")
     log: Literal["brief", "verbose", "json"] | None = option(

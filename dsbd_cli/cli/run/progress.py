@@ -38,7 +38,7 @@ def row_line(index: int, row_id: str, error: object) -> str:
 
 
 class Reporter:
-    """A counter of rows that reports on them as the options ask for."""
+    """A counter of the rows of a run, which reports on them as the options say."""
 
     def __init__(self, talk: TalkOptions, output: Path | None = None, *, says_why: bool = True) -> None:
         """output: where records go; if that is a terminal, no live line is shown. says_why: the record of a row that

@@ -1,4 +1,4 @@
-"""--shard: the rows of one part of an input, into a file of their own."""
+"""`--shard`: the rows of one part of an input, answered into a file of their own."""
 
 from __future__ import annotations
 

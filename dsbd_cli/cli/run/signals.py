@@ -39,7 +39,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in HANDLED:
-                # a shell starts jobs in the background with SIGINT ignored, nohup with SIGHUP: that stays so
+                # a shell starts jobs in the background with SIGINT ignored, nohup with SIGHUP: they stay ignored
                 if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                     self._before[number] = signal.signal(number, self._first)
         return self

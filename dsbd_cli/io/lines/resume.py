@@ -181,7 +181,7 @@ def _told(path: Path) -> Iterator[None]:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
 
 
-# The records
+# The output file
 
 
 def whole_size(stream: io.FileIO) -> int:

@@ -20,7 +20,7 @@ from dsbd_cli.io.records.row import MAX_LINE_BYTES, LongLine
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 PARQUET = ".parquet"
 MAX_COUNTED_BYTES = 16 << 20  # of a CSV file whose rows are counted in advance
-MAX_BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20  # of Parquet, held at a time
+MAX_BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20  # of Parquet, most that are held at a time
 
 
 def is_table(path: Path) -> bool:

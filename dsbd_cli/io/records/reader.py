@@ -34,7 +34,7 @@ MAX_KNOWN_GRAMMARS = 256
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """A converter of input lines to rows. It holds the settings that rows inherit from the run, and checks them:
+    """A converter of input lines to rows. It holds and checks the settings that rows inherit from the run. Raises
     UsageError.
 
     Attributes:
