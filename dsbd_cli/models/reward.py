@@ -17,11 +17,12 @@ Asked = str | Sequence[Mapping[str, str]]
 
 
 class RewardModel:
-    """Scores texts. A prompt of messages goes through the chat template, with the candidate as the assistant's answer;
-    a plain prompt is joined to the candidate."""
+    """A model that scores texts. A prompt of messages goes through the chat template, with the candidate as the
+    assistant's answer. A plain prompt is joined to the candidate."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        """Raises ModelNotFoundError and ModelError, or UnsupportedModelError where it has not one output."""
+        """Load the model. Raises ModelNotFoundError and ModelError, or UnsupportedModelError where it is no sequence
+        classifier with one output."""
         from transformers import AutoModelForSequenceClassification
 
         with quiet():
@@ -48,8 +49,8 @@ class RewardModel:
 
     @torch.inference_mode()
     def scores(self, prompt: Asked, texts: Sequence[str]) -> list[float]:
-        """The reward of each text. One at a time, so that no score depends on padding. Raises InvalidRowError for a
-        text that is too long, or a conversation without a chat template."""
+        """Return the reward of each text. Each text is run by itself, so that no score depends on padding. Raises
+        InvalidRowError for a text that is too long, or a conversation without a chat template."""
         found = []
         for text in texts:
             ids = self._ids(prompt, text)

@@ -1,6 +1,7 @@
 """Our own decoder over a packed forest.
 
-On a CPU a forward of few nodes is a program, built when its shape comes first. On a GPU it is captured by the engine.
+On a CPU a forward of few nodes runs as a program, which is built when its shape first occurs. On a GPU the engine
+captures it.
 
 Letters: R rows, n nodes, S active slots, T suffix slots, H hidden width, E head dim, V vocabulary.
 """
@@ -30,15 +31,15 @@ from dsbd_cli.ops.cpu.runtime import EAGER
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import LAYERS
 
-MOST_NODES = 256  # with more, Python's part is small beside the products
+MOST_NODES = 256  # of a program: with more nodes Python takes a small part of the time
 MOST_PROGRAMS = 64
-LEAST_PADDED = 64  # slots of a path, and between its ends; more in powers of two
-POSITION_STEP = 1024  # rotary tables grow in such steps
+LEAST_PADDED = 64  # slots that a program has room for in a path, and between its ends; more are a power of two
+POSITION_STEP = 1024  # rotary tables grow in steps of this size
 
 
 @dataclass(slots=True)
 class _LayerProgram:
-    """The layers of forwards of one shape: inputs to be written, what runs, and where its results lie."""
+    """The program that runs the layers in all forwards of one shape, with the memory of its inputs and results."""
 
     program: Program
     hidden: Tensor
@@ -46,7 +47,7 @@ class _LayerProgram:
     results: tuple[Tensor, Tensor, dict[int, Tensor]]
 
     def load(self, hidden: Tensor, inputs: LayerInputs) -> None:
-        """Write what a forward is given to the program's places."""
+        """Copy the inputs of a forward into those of the program."""
         self.hidden.copy_(hidden)
         self.inputs.slots.copy_(inputs.slots)
         for home, given in zip(self.inputs.angles, inputs.angles, strict=True):
@@ -87,7 +88,7 @@ class DecoderForestModel(BaseForestModel):
         self._dtype, self._width = weights.dtype, sum(weights.head.parts)
         self._angles: list[tuple[Tensor, Tensor]] = []
         self._built_programs = 0
-        self._split = False  # the last forward went by parts
+        self._split = False  # whether the last forward split its keys into prompt slots and suffix
         self._programs: dict[Hashable, _LayerProgram] = {}
         self._programs_of = self.generation
         self._arena = Arena()
@@ -142,12 +143,13 @@ class DecoderForestModel(BaseForestModel):
 
     @property
     def slower_forwards(self) -> int:
-        """Forwards so far that built a program: their time says nothing of the next one of their shape."""
+        """Number of forwards so far that built a program. Their time does not predict that of the next one of their
+        shape."""
         return self._built_programs
 
     @property
     def programs(self) -> int:
-        """How many shapes of forwards are programs now."""
+        """Number of shapes of forwards that have a program now."""
         return len(self._programs)
 
     @property
@@ -169,7 +171,7 @@ class DecoderForestModel(BaseForestModel):
         return module
 
     def shallow(self, each: int) -> DecoderForestModel:
-        """Return a forest of the same weights with the first `each` layers of every kind, and a cache of its own."""
+        """Return a model of the same weights with the first `each` layers of every kind, and a cache of its own."""
         spec, weights, kinds = self.decoder.spec, self.decoder.weights, Counter[Hashable]()
         chosen = []
         for number, kind in enumerate(zip(spec.windows, spec.rotary, strict=True)):
@@ -188,7 +190,7 @@ class DecoderForestModel(BaseForestModel):
         return forest
 
     def tap(self, tap: StateTap | None) -> None:
-        super().tap(tap)  # which ends all programs
+        super().tap(tap)  # a new tap moves the cache's memory, which ends all programs
         self._watched = self._hidden if tap is None else self._hidden | frozenset(tap.layers)
 
     def leave_kernels(self) -> bool:
@@ -205,7 +207,7 @@ class DecoderForestModel(BaseForestModel):
         self.forget_programs()
 
     def forget_programs(self) -> None:
-        """Drop all programs: the cache's memory or the weights have changed."""
+        """Drop all programs, because the cache's memory or the weights have changed."""
         self._programs, self._arena, self._programs_of = {}, Arena(), self.generation
 
     @torch.no_grad()
@@ -243,8 +245,8 @@ class DecoderForestModel(BaseForestModel):
         return decoder.logits(last, batch.own_ids) if logits else None
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """Token ids [R, n]. A narrower draft knows no id of its target's extra ones: any legal id will do, only
-        acceptance suffers."""
+        """Return token ids [R, n] that the embedding table has. A draft may lack the last ids of its target; any other
+        id may take their place, because only acceptance suffers."""
         return tokens.clamp(max=len(self.decoder.weights.table) - 1)
 
     def _layers(
@@ -269,8 +271,8 @@ class DecoderForestModel(BaseForestModel):
         return made.results
 
     def _built(self, hidden: Tensor, inputs: LayerInputs) -> _LayerProgram:
-        """Build the program of a shape. Its places hold the inputs of this forward."""
-        # it runs in and outside of inference mode, so its memory must not belong to one
+        """Build the program for the shape of this forward, with copies of its inputs."""
+        # the program runs in inference mode and outside of it, so its memory must not be that of inference tensors
         with torch.inference_mode(False), torch.no_grad():
             assert self.ops.program is not None
             program = self.ops.program(self._arena)
@@ -312,7 +314,7 @@ class DecoderForestModel(BaseForestModel):
             and self.ops.path_attention is not None
         )
         seen = [_seen(batch, window) for window in spec.kinds]
-        # where all nodes see all prompt slots no mask is added to scores: what is seen is its own name then
+        # where all nodes see all prompt slots no mask is added to scores, and `seen` is registered in its place
         plain = [by_paths and window is None for window in spec.kinds]
         masks = [one if bare else _additive(one, self._dtype) for one, bare in zip(seen, plain, strict=True)]
         if metadata is None:
@@ -335,20 +337,21 @@ class DecoderForestModel(BaseForestModel):
 
 
 def _seen(batch: ForestInput, window: int | None) -> Tensor:
-    """[R, n, S] bool: which slots the nodes see in layers with such a window."""
+    """Return which slots the nodes see in layers with this window, [R, n, S] bool."""
     if window is None:
         return batch.mask
     return batch.mask & (batch.positions[:, :, None] - batch.slot_positions[:, None, :] < window)
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """[R, 1, n, S], which is added to scores. Never -inf: an empty row would be NaN."""
+    """Return the mask [R, 1, n, S] that is added to scores. It holds no -inf, because a row of nothing else would give
+    NaN."""
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
 
 def _key_of(view: View) -> Hashable:
-    """Return what of a view a program is bound to."""
+    """Return the properties of a view that a program depends on."""
     if isinstance(view, PathView):
         return view.prompt_slots, _padded(view.paths.slots.shape[2]), _padded(view.paths.span)
     assert isinstance(view, MaskView)
@@ -356,12 +359,12 @@ def _key_of(view: View) -> Hashable:
 
 
 def _padded(size: int) -> int:
-    """Slots that a program has room for where a forward has so many."""
+    """Return how many slots a program has room for, where a forward has `size` of them."""
     return max(LEAST_PADDED, 1 << (size - 1).bit_length())
 
 
 def _place_of(view: View) -> View:
-    """Return the place of such views in a program, with room for longer paths."""
+    """Return a copy of a view for a program, with room for longer paths."""
     if isinstance(view, MaskView):
         return replace(view, mask=view.mask.clone(memory_format=torch.contiguous_format), metadata=None)
     assert isinstance(view, PathView)
@@ -388,7 +391,7 @@ def _load_view(place: View, view: View) -> None:
 
 
 def stored(linear: object) -> Sequence[Tensor]:
-    """Return the memory that a product's weights take."""
+    """Return the tensors in which a product's weights are stored."""
     if isinstance(linear, (PlainLinear, PackedProduct)):
         return linear.weights
     found: Any = linear
@@ -396,6 +399,6 @@ def stored(linear: object) -> Sequence[Tensor]:
 
 
 def _widths(linears: Sequence[Any], spec: Any) -> list[tuple[Any, int]]:
-    """Products and their numbers of inputs."""
+    """Return each product with its number of inputs."""
     inputs = (spec.hidden, spec.heads * spec.head_dim, spec.hidden, spec.inner)
     return [(linear, inputs[number % 4]) for number, linear in enumerate(linears)]

@@ -35,7 +35,8 @@ SEED = 20  # of its random tokens
 
 @dataclass(frozen=True, slots=True)
 class DecoderCheckpoint:
-    """A checkpoint that our own decoder can run: what it is, its tensors, and what it computes in."""
+    """A checkpoint that our own decoder can run: its spec, its tensors, and the dtype and device that it computes
+    in."""
 
     spec: DecoderSpec
     tensors: Tensors
@@ -44,7 +45,7 @@ class DecoderCheckpoint:
 
 
 def spec_or_reason(spec: ModelSpec, config: Any) -> DecoderSpec | str:
-    """Return the spec of a checkpoint, or why transformers runs it."""
+    """Return the spec of a checkpoint, or the reason why transformers runs it."""
     if spec.tensor_parallel > 1:
         return "it is split over several processes"
     if spec.device_map is not None:
@@ -64,8 +65,9 @@ def build_decoder(
 ) -> DecoderForestModel:
     """Return a model whose products still have the checkpoint's plain weights.
 
-    head: rows in the place of the checkpoint's head. stock: loads the model as transformers runs it. kernels: names of
-    those that a GPU may run. Raises KeyError and ValueError for tensors that are missing or have other shapes.
+    head: rows that take the place of the checkpoint's head. stock: loads the model as transformers runs it. kernels:
+    names of the kernels that a GPU may run. Raises KeyError and ValueError for tensors that are missing or have other
+    shapes.
     """
     decoder_spec = checkpoint.spec
     weights = read_weights(decoder_spec, checkpoint.tensors, checkpoint.dtype, head)
@@ -93,10 +95,11 @@ def tensors_of(folder: Path, spec: ModelSpec) -> Tensors:
 
 @torch.inference_mode()
 def differs(model: DecoderForestModel, theirs: Any) -> str | None:
-    """Compare the logits of a short text with those of transformers' model. Return what differs; None: nothing.
+    """Compare the logits of a short text with those of transformers' model. Return the difference in words; None: they
+    agree.
 
-    The tokens are random, as rounding grows beyond all limits on some texts in half precision: the first 24 tokens of
-    SmolLM2's vocabulary, which are marks, move by 0.7 of the spread.
+    The tokens are random, because rounding grows beyond all limits on some texts in half precision: the first 24 tokens
+    of SmolLM2's vocabulary, which are marks, move by 0.7 of the spread.
     """
     from dsbd_cli.models.verdicts import PADDING, limit_for
 
@@ -123,7 +126,8 @@ def differs(model: DecoderForestModel, theirs: Any) -> str | None:
 def pack(
     model: DecoderForestModel, spec: ModelSpec, outliers: dict[str, list[int]] | None
 ) -> dict[str, list[int]] | None:
-    """Pack the weights, or make them int8. outliers: channels by product, of an earlier load; None: they are found.
+    """Pack the weights, or quantize them to int8. outliers: channels that an earlier load has found, by product; None:
+    find them.
 
     Returns the outliers of int8. Raises UsageError where no product is large enough for int8.
     """
@@ -145,7 +149,7 @@ def pack(
 
 
 def _calibrate(model: DecoderForestModel) -> None:
-    """Run random tokens, by which outliers are found; more of them find no better ones."""
+    """Run the random tokens by which outliers are found; more tokens find no better ones."""
     shape = CALIBRATION[0], min(CALIBRATION[1], model.max_positions or CALIBRATION[1])
     rows = len(model.decoder.weights.table)
     model.plain(torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(19)))
@@ -154,7 +158,7 @@ def _calibrate(model: DecoderForestModel) -> None:
 def decoder_ops(
     decoder_spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kernels: frozenset[str] = frozenset()
 ) -> Ops:
-    """Return the operations of a decoder. kernels: names of those that a GPU may run."""
+    """Return the operations of a decoder. kernels: names of the kernels that a GPU may run."""
     widths = {decoder_spec.hidden, decoder_spec.inner, decoder_spec.head_dim // 2}
     if decoder_spec.norms_over_all_heads:
         widths |= {decoder_spec.heads * decoder_spec.head_dim, decoder_spec.kv_heads * decoder_spec.head_dim}
