@@ -42,8 +42,9 @@ def merge(
 
     Nothing is written unless all parts are there, come from one input and the same settings, and hold every row once.
 
-    OpenAI lines have no row number, so the parts are written one after the other. Exit code 3 where a row has failed
-    or, with --partial, is missing.
+    OpenAI lines have no row number, so the parts are written one after the other.
+
+    Exit code 3 where a row has failed or, with --partial, is missing.
     """
     set_style(quiet=quiet)
     check_new(output, option="--output", overwrite=existing == "overwrite")

@@ -98,10 +98,9 @@ def profile(
 ) -> None:
     """Measure where time and memory go with these models and prompts, and recommend the fastest D and K that was run.
 
-    Besides your setting it runs plain decoding without a draft, and half and twice the layers and the drafts. The most
-    useful measurements come first, within --seconds.
+    Besides your setting it runs plain decoding without a draft, and half and twice the layers and the drafts.
 
-    Ctrl-C prints what is measured by then.
+    The most useful measurements come first, within --seconds. Ctrl-C prints what is measured by then.
     """
     set_style(quiet=wanted.quiet)
     settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, answers=answers)
