@@ -331,7 +331,7 @@ def _memory(job: ProfileSpec, bench: ProfiledPair) -> tuple[tuple[MemoryOwner, .
     reserved = run.log.most_slots * slot_bytes
     peak = (
         sum(peaks) if peaks else peak_rss_bytes()
-    )  # where the peak cannot be reset, it is that since the process began
+    )  # where it cannot be reset: since the process began
     return owners(sizes, run.log.peak, slot_bytes, reserved, job.method.num_beams, peak, before), run
 
 
