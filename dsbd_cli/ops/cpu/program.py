@@ -24,7 +24,7 @@ Step = Callable[[], object]
 
 
 class ProgramArguments(ctypes.Structure):
-    """Arguments of the loop. calls: [count, 3] int64: of each kernel the address, that of its arguments, and the threads."""
+    """Arguments of the loop. calls: [count, 3] int64, each kernel's address, that of its arguments, and its threads."""
 
     _fields_ = fields("count", "calls", "team")
 

@@ -1,9 +1,9 @@
-"""The kernel of attention.py in numba: attention over the listed slots of a forest, joined with the settled part.
+"""The kernels of attention.py in numba: they list the slots of a forest, attend to them, and join the prompt's part.
 
-A sum over the head goes from its first number to its last; a sum over slots goes by depth, for values one by one, for
-weights in LANES partial sums that are added in a fixed order.
+A sum over the head goes from its first number to its last. A sum over slots goes in order of depth: values are added
+one by one, weights in LANES partial sums that are added in a fixed order.
 
-Addresses are int64, and nothing checks them; attention.py does.
+Addresses are int64. Nothing checks them here; attention.py does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
 
 compiled = KernelCompiler("attention", seconds=3, layout=LAYOUT)
 
-# The kernel. `at` is the address of a attention.AttentionArguments, whose fields have these offsets.
+# `at` is the address of an attention.AttentionArguments, whose fields have these offsets.
 
 (
     TAKEN, THREADS, ITEMS, HEADS, GROUPS, NODES, DIM, OUT_DIM, BLOCKS, BLOCK, QUERY, QUERY_ROW, QUERY_HEAD, QUERY_NODE,
@@ -57,12 +57,12 @@ LOG2_E = 1.4426950408889634
 LEAST = -3.0e38  # a score below all others
 WORD = 4  # bytes of a float32 and of an int32
 ROW = LANES * WORD  # bytes of a vector
-FOUR = 4 * LANES  # numbers that are worked on at once, so that they stay in registers
+FOUR = 4 * LANES  # numbers that are worked on at once: their sums stay in registers
 
 
 @njit(error_model="numpy")
 def multiply(queries, keys, stride, width, dim, scores):
-    """Scores [2, stride] of queries [2, dim] and keys [dim, stride], of which width count."""
+    """Compute scores [2, stride] of queries [2, dim] and keys [dim, stride], of which the first `width` count."""
     line, other = stride * WORD, dim * WORD
     t = 0
     while t < width:
@@ -96,7 +96,7 @@ def multiply(queries, keys, stride, width, dim, scores):
 
 @njit(error_model="numpy")
 def add_up(weights, line, slots, count, values, wide, sums):
-    """Sums [2, wide] of values [.., wide] at the listed slots [count], by weights [2, line bytes]."""
+    """Compute sums [2, wide] of values [.., wide] at the listed slots [count]. weights: 2 rows, `line` bytes apart."""
     e = 0
     while e < wide:
         value = values + e * WORD
@@ -135,7 +135,7 @@ def store_four(out, a, b, c, d):
 
 @njit(error_model="numpy")
 def widen(source, dim, narrow, target):
-    """dim numbers as float32."""
+    """Write `dim` numbers as float32."""
     e = 0
     while e + LANES <= dim:
         store_f32(target + e * WORD, load_bf16(source + e * 2) if narrow else load_f32(source + e * WORD))
@@ -147,7 +147,7 @@ def widen(source, dim, narrow, target):
 
 @njit(error_model="numpy")
 def transpose_keys(source, step, count, dim, narrow, target, stride):
-    """Keys of count slots, step bytes apart, as float32 [dim, stride]; zeros up to a multiple of LANES slots."""
+    """Write the keys of `count` slots, `step` bytes apart, as float32 [dim, stride]; zeros fill up LANES slots."""
     line, unit = stride * WORD, 2 if narrow else WORD
     t = 0
     while t < count:
@@ -173,7 +173,7 @@ def transpose_keys(source, step, count, dim, narrow, target, stride):
 
 @njit(error_model="numpy")
 def cap_scores(scores, width, factor):
-    """tanh(score * factor), as 1 - 2 / (1 + e^(2 score factor))."""
+    """Replace scores by tanh(score * factor), computed as 1 - 2 / (1 + e^(2 score factor))."""
     one, two = splat(types.float32(1)), splat(types.float32(2))
     inner = splat(factor * types.float32(2 * LOG2_E))
     most = splat(types.float32(126))
@@ -186,8 +186,11 @@ def cap_scores(scores, width, factor):
 
 @njit(error_model="numpy")
 def weigh(scores, slots, count, factor, bias, mass, weights):
-    """Weights [count] of the listed slots to base 2, zeros up to a multiple of LANES, and the largest exponent, which
-    they lack. mass: an exponent that takes part in it."""
+    """Write the weights [count] of the listed slots, which are powers of 2; zeros fill up a multiple of LANES.
+
+    Return the largest exponent, which is subtracted from all of them. mass: the exponent of what else takes part in the
+    softmax.
+    """
     full = (count + LANES - 1) // LANES * LANES
     base = types.float32(LOG2_E)
     for j in range(count):
@@ -225,7 +228,7 @@ def add_weights(weights, count):
 
 @njit(error_model="numpy")
 def write_out(sums, dim, narrow, prompt_part, share, whole, out):
-    """(sums + settled * share) / whole; no settled part where its address is 0."""
+    """Write (sums + prompt_part * share) / whole. There is no prompt part where its address is 0."""
     e = 0
     unit = 2 if narrow else WORD
     while e < dim:
@@ -255,7 +258,7 @@ def write_out(sums, dim, narrow, prompt_part, share, whole, out):
 
 @compiled.addressed
 def attend(at):
-    """Compute `attend` of ops/cpu/attention.py, for as many (row, kv head, block of nodes) as no other thread has
+    """Compute `attend` of ops/cpu/attention.py, for each (row, kv head, block of nodes) that no other thread has
     taken."""
     heads, groups, nodes = get_i64(at + HEADS), get_i64(at + GROUPS), get_i64(at + NODES)
     dim, out_dim = get_i64(at + DIM), get_i64(at + OUT_DIM)
@@ -278,7 +281,7 @@ def attend(at):
         low = get_i32(get_i64(at + BOUNDS) + row * 2 * WORD)
         used = get_i32(get_i64(at + BOUNDS) + row * 2 * WORD + WORD) - low
         width = (used + LANES - 1) // LANES * LANES
-        stride = width | LANES  # no power of two: columns would share a set of the cache
+        stride = width | LANES  # not a power of two, for which columns would share a set of the cache
         line = stride * WORD
         values = keys + dim * line
         query = values + width * wide * WORD
@@ -302,7 +305,7 @@ def attend(at):
             slots = get_i64(at + SLOTS) + (row * nodes + node) * get_i64(at + LIST_WIDTH) * WORD
             for group in range(0, groups, 2):
                 pairs = min(groups - group, 2)
-                for i in range(2):  # the last of an odd number stands twice
+                for i in range(2):  # the last of an odd number is computed twice
                     of = head * groups + group + min(i, pairs - 1)
                     source = get_i64(at + QUERY) + row * get_i64(at + QUERY_ROW) + of * get_i64(at + QUERY_HEAD)
                     widen(source + node * get_i64(at + QUERY_NODE), dim, narrow, query + i * dim * WORD)
@@ -330,7 +333,7 @@ def attend(at):
                         whole += share
                     if sinks != 0:
                         whole += first(exp2(splat(sink - top)))
-                    if whole == 0:  # a node that is not real may see nothing
+                    if whole == 0:  # an absent node may see nothing
                         whole = types.float32(1)
                     put_f32(mine, whole)
                     put_f32(mine + WORD, share)
@@ -354,7 +357,7 @@ def attend(at):
 
 @compiled.addressed
 def list_slots(at):
-    """List the slots of `Paths` of ops/cpu/attention.py, for as many rows as no other thread has taken."""
+    """List the slots of `SlotPaths` of ops/cpu/attention.py, for each row that no other thread has taken."""
     nodes, width = get_i64(at + L_NODES), get_i64(at + L_WIDTH)
     while True:
         row = take(at + L_TAKEN)

@@ -1,9 +1,10 @@
-"""The kernels of int8.py in numba: inputs made integers, and the product of integers with the outliers beside it.
+"""The kernels of int8.py in numba: they quantize inputs and weights, and multiply integers and outliers.
 
-A product streams the weights once for up to SIX rows, in the tiles of simd.py: of four integers, and of the outliers
-in float32 beside them. Sums of integers are exact. So a row's bits are its own, whatever rows and threads there are.
+A product reads the weights once for up to SIX rows, in the tiles of simd.py: lines of four integers per word, and lines
+of the outliers in float32. With matrix units amx.py has the tiles of integers. Sums of integers are exact. So the bits
+of a row do not depend on the other rows or on the threads.
 
-Addresses are int64, and nothing checks them; int8.py does.
+Addresses are int64. Nothing checks them here; int8.py does.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ from dsbd_cli.ops.cpu.runtime import PRODUCT, matrix_units
 
 compiled = KernelCompiler("int8 layers", seconds=3, layout=LAYOUT)
 
-# `at` is the address of a int8.QuantizeRowArguments or Int8Arguments, whose fields have these offsets.
+# `at` is the address of an int8.QuantizeRowArguments, Int8Arguments or QuantizeWeightArguments, whose fields have these
+# offsets.
 (L_TAKEN, _, L_ITEMS, L_ROWS, L_SHARE, L_X, L_X_ROW, L_NARROW, L_INPUTS, L_KEPT, L_LEVELS, L_LEVELS_ROW, L_STEPS,
  L_OUTLIERS, L_FEW, L_FEW_INPUTS) = LEVELIZE  # fmt: skip
 (LEVELS, LEVELS_ROW, WEIGHTS, QUADS, PIECE, OFFSETS, SCALES, STEPS, FEW, FEW_WEIGHTS, FEW_INPUTS, BIAS, OUT, OUT_ROW,
@@ -73,7 +75,7 @@ whole_tile, float_tile = matrix_tile("int8") if matrix_units() else tile("int8")
 
 @operation(LANES_TYPE, types.int64)
 def load_whole(builder: Any, address: Any) -> Any:
-    """int32 as float32."""
+    """Load int32 numbers as float32."""
     return builder.sitofp(loaded(builder, address, WHOLES, WORD), VECTOR)
 
 
@@ -85,14 +87,14 @@ def magnitude(builder: Any, value: Any) -> Any:
 
 @operation(types.void, types.int64, LANES_TYPE)
 def store_bytes(builder: Any, address: Any, value: Any) -> Any:
-    """The whole part of numbers in 0 .. 255."""
+    """Store the whole parts of numbers in 0 .. 255, or whole numbers in -127 .. 127, as bytes."""
     kind = ir.VectorType(ir.IntType(8), LANES)
     builder.store(builder.trunc(builder.fptosi(value, WHOLES), kind), pointer(builder, address, kind), align=1)
 
 
 @compiled.addressed
 def levelize(at):
-    """Rows made integers, and their outliers as float32. Inputs are filled up to a multiple of LANES with zeros."""
+    """Quantize rows, and write their outliers as float32. Zeros must fill up the inputs to a multiple of LANES."""
     inputs, narrow = get_i64(at + L_INPUTS), get_i64(at + L_NARROW)
     kept, unit = get_i64(at + L_KEPT), types.int64(2) if narrow else types.int64(WORD)
     half = splat(types.float32(ZERO + 0.5))
@@ -107,7 +109,7 @@ def levelize(at):
             i = types.int64(0)
             while i < inputs:
                 value = load_bf16(x + i * unit) if narrow else load_f32(x + i * unit)
-                # of what is no number, or endless, the product is no number, and so is the whole row then
+                # NaN and infinity times 0 are NaN, which makes the whole row NaN
                 strange = fma(value, splat(types.float32(0)), strange)
                 best = larger(magnitude(mul(value, load_f32(kept + i * WORD))), best)
                 i += LANES
@@ -128,7 +130,7 @@ def levelize(at):
 
 @njit(error_model="numpy")
 def add_up(at, block, first, count, quads, few_inputs, sums, few):
-    """Sums [count, COLUMNS] of integers and, in few, of outliers."""
+    """Compute the sums [count, COLUMNS] of integers, and in `few` those of outliers."""
     for r in range(count):
         copy_line(get_i64(at + OFFSETS) + block * LINE, sums + r * LINE)
         clear_line(few + r * LINE)
@@ -173,14 +175,14 @@ share_out = product(add_up_and_finish)
 
 @compiled.addressed
 def multiply(at):
-    """[rows, outputs]: integers times scale and step, plus outliers, plus bias, for the shares of outputs that no
-    other thread has taken."""
+    """Compute [rows, outputs], the sums of integers times scale and step, plus outliers, plus bias, for the items that
+    no other thread has taken."""
     share_out(at)
 
 
 @njit(error_model="numpy")
 def convert_row(row, inputs, narrow, kept, target, scale_at, sum_at):
-    """A row of weights made integers in -127 .. 127, rounded half to even; what one is worth, and their sum."""
+    """Quantize a row of weights to integers in -127 .. 127, rounded half to even. Write its scale and their sum."""
     unit = types.int64(2) if narrow else types.int64(WORD)
     best, i = splat(types.float32(0)), types.int64(0)
     while row != 0 and i < inputs:
@@ -204,7 +206,7 @@ def convert_row(row, inputs, narrow, kept, target, scale_at, sum_at):
 
 @compiled.addressed
 def convert(at):
-    """Weights made integers, a block of COLUMNS rows at a time, and packed as lines."""
+    """Quantize weights, a block of COLUMNS rows at a time, and pack them as lines."""
     inputs, narrow, kept = get_i64(at + C_INPUTS), get_i64(at + C_NARROW), get_i64(at + C_KEPT)
     spare = get_i64(at + C_SPARE) + take(at + C_THREADS) * get_i64(at + C_SPARE_BYTES)
     while True:
