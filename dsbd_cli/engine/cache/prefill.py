@@ -11,7 +11,7 @@ import torch
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 
 CHUNK = 512
-STEP = 32  # widths of chunks are multiples of it; other widths than of whole vectors change how a softmax is summed
+STEP = 32  # widths of chunks are multiples of it: a vector that is not full would change how a softmax is summed
 
 
 def prefill(

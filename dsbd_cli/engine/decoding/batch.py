@@ -54,10 +54,7 @@ class Batch:
         self._method, self._caches, self._tables, self._keep_text = method, caches, tables, keep_text
         self._legal = [FREE] * rows
         self._empty = True
-        self._unread: tuple[tuple[tuple[int, int], ...], int] = (
-            (),
-            0,
-        )  # rows and jobs, and their unread tokens
+        self._unread: tuple[tuple[tuple[int, int], ...], int] = (), 0  # rows and jobs, and their unread tokens
 
     @property
     def running(self) -> list[tuple[int, RequestState]]:
