@@ -33,7 +33,7 @@ class RuleTable:
         self.rules: list[TokenRules] = []
         self.max_new: list[int] = []
         self.prompt = self._numbers(0, 1)
-        # [R] each: tokens of the prompt; fewest tokens before an end; forced first token and forced last token (-1: none);
+        # [R] each: tokens of the prompt; fewest tokens before an end; forced first and forced last token (-1: none);
         # place of the last token; n of n-grams
         self.lengths, self.least, self.first, self.last, self.last_at, self.size = (self._numbers(0) for _ in range(6))
         self.penalty = torch.ones(0, dtype=torch.float32, device=eos.device)
