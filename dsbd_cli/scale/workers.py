@@ -146,7 +146,7 @@ class RayEngine:
 
     @property
     def exactness(self) -> Exactness:
-        """What the output shares with plain decoding.
+        """Exactness of the output, compared with plain decoding.
 
         It is that of the loaded workers, or a weaker one where a kernel has failed since in some worker's engine.
         """

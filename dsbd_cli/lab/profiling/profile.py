@@ -329,9 +329,7 @@ def _memory(job: ProfileSpec, bench: ProfiledPair) -> tuple[tuple[MemoryOwner, .
     slot_bytes = sum(model.kv_bytes_per_slot() for _, model in shared)
     before = 0 if on_gpu else job.resident_before
     reserved = run.log.most_slots * slot_bytes
-    peak = (
-        sum(peaks) if peaks else peak_rss_bytes()
-    )  # where it cannot be reset: since the process began
+    peak = sum(peaks) if peaks else peak_rss_bytes()  # where it cannot be reset: since the process began
     return owners(sizes, run.log.peak, slot_bytes, reserved, job.method.num_beams, peak, before), run
 
 
