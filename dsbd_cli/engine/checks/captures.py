@@ -1,4 +1,4 @@
-"""Check at load that captured iterations give what plain ones give, on the models and the device at hand."""
+"""Check at load that captured iterations give the results of plain ones, on the models and the device at hand."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prove_captures(engine: Engine) -> None:
 
 def captured_otherwise(engine: Engine) -> str | None:
     """Return what is wrong with captured iterations of these models and this method. Return None where a few short
-    requests give the same texts with and without them.
+    requests give the same tokens and, up to CLOSE, the same log-probabilities with and without them.
 
     Two engines of fixed depth are made for this, so that both run the same shapes. They use the kernels of this engine.
     """

@@ -32,7 +32,7 @@ class Forest:
 
     @property
     def drafts_per_layer(self) -> int:
-        """K."""
+        """K, drafts of a layer."""
         return self.buffer.sizes.drafts
 
     @property

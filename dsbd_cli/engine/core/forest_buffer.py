@@ -47,7 +47,7 @@ class ForestSizes:
 
     @property
     def nodes(self) -> int:
-        """N."""
+        """N, nodes of a forward."""
         return self.roots + self.layers * self.drafts
 
     def offset(self, layer: int) -> int:

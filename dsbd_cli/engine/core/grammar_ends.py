@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Tokens = tuple[int, ...]
 
 MOST_BYTES = 1024  # of a completion
-MOST_STATES = 500  # that one search looks at
+MOST_STATES = 500  # that one search expands
 KEPT_PER_LENGTH, TRIED_PER_STATE = 8, 8  # states expanded per length in bytes, and next bytes tried after each
 LONGEST_TOKEN = 32  # bytes of a token that a completion is spelled with
 

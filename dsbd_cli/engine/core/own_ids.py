@@ -66,7 +66,7 @@ class OwnIds:
 
     @property
     def _none(self) -> int:
-        """V."""
+        """V, which stands for no token."""
         return self.known.shape[1] - 1
 
     def begin(self, prompts: Mapping[int, Sequence[int]]) -> None:

@@ -47,7 +47,7 @@ class LiveDraws:
 
     @property
     def valid(self) -> Tensor:
-        """Which draws are real, [R, W] bool."""
+        """Mask of the real draws, [R, W] bool."""
         return self.key > NEG_INF
 
 

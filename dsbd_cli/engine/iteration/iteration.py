@@ -57,7 +57,7 @@ class IterationShape:
 
     @property
     def nodes(self) -> int:
-        """N."""
+        """N, nodes of a row."""
         return self.beams + self.depth * self.drafts_per_layer
 
 

@@ -105,7 +105,7 @@ class BatchState:
 
     @property
     def rows(self) -> int:
-        """R."""
+        """R, number of rows."""
         return len(self.sampling)
 
     def admit(self, entries: Mapping[int, NewRow]) -> None:

@@ -80,7 +80,7 @@ class TokenTrace:
 
     @property
     def tops(self) -> int:
-        """T."""
+        """T, likeliest tokens that are recorded at each place."""
         return self.live.top.shape[3]
 
     def fit(self, history: int, tops: int) -> None:

@@ -1,5 +1,5 @@
-"""Planners: they choose how deep and wide to draft in the next iteration, either always the same or what measured best
-(goodput, arXiv 2406.14066).
+"""Planners: they choose how many layers and drafts the next iteration has, either always the same numbers or what
+measured best (goodput, arXiv 2406.14066).
 
 A planner uses numbers on the host alone, which every iteration reports anyway: seconds of its phases, and which layers
 of each row passed.
@@ -146,9 +146,9 @@ class Planner:
 
 
 class CertainPlanner(Planner):
-    """Planner for a drafter that knows which layers will pass. It takes the depth of the most steps per second, and the
-    width that the layers down to it need. Seconds come from a line fitted to the times of iterations over the number of
-    nodes."""
+    """Planner for a drafter that knows which layers will pass. It takes the depth of the most steps per second, and as
+    many drafts per layer as the layers down to it need. Seconds come from a line fitted to the times of iterations over
+    the number of nodes."""
 
     def __init__(self, method: MethodConfig) -> None:
         super().__init__(method)
@@ -156,7 +156,7 @@ class CertainPlanner(Planner):
         self._warm = set[tuple[int, Shape]]()
 
     def cut(self, shape: Shape, sure: Sequence[Sequence[int]]) -> Shape:
-        """Return the depth of the most steps per second, with the width that its layers need."""
+        """Return the depth of the most steps per second, with as many drafts per layer as its layers need."""
         rest, per_node = self._line.fit()
         if not self._line.weight:
             rest, per_node = UNTIMED, 1.0
@@ -195,8 +195,8 @@ class AdaptivePlanner(Planner):
 
     Steps: each request yields 1 + the sum over the layers of the chance that all layers down to it pass. A layer that
     needed j drafts would have passed with j, so every iteration informs on all smaller K. Seconds: lines fitted to the
-    times of a draft call and of the rest, over the number of nodes. A probe of a wider or deeper shape is made when
-    PROBE_SHARE of the time since the last probe pays for it.
+    times of a draft call and of the rest, over the number of nodes. A probe has K drafts per layer, and is as deep as
+    the present shape or a layer deeper. It is made when PROBE_SHARE of the time since the last probe pays for it.
     """
 
     def __init__(self, method: MethodConfig, *, gated: bool = False) -> None:
@@ -220,11 +220,11 @@ class AdaptivePlanner(Planner):
         self._nodes = np.array([shape.nodes(self._beams) for shape in self._shapes])  # at most
         self._numbers = np.array(numbers)[:, None]
         self._rates, self._lives = PassRates(numbers, method.depth, second, confidences), Lives(FIRST_LIFE)
-        # a draft call, target and verify, prompts
+        # times of a draft call, of target and verify, of reading prompts
         self._draft, self._rest, self._read = FittedLine(), FittedLine(), FittedLine()
         self._warm = set[tuple[int, Shape] | None]()  # rows and shapes that have run; None: the draft has read prompts
-        self._most_nodes = math.inf  # nodes of all rows that fit into memory
-        self._to_time, self._tries = [Shape(1, numbers[0]), self._plain], 0  # the last one first
+        self._most_nodes = math.inf  # most nodes of all rows that fit into memory
+        self._to_time, self._tries = [Shape(1, numbers[0]), self._plain], 0  # shapes to be timed, the last one first
         self._saved, self._probes, self._probing = 0.0, 0, False  # saved: seconds for the next probe
 
     def choose(self, requests: Sequence[Acceptance], reading: DraftWork = NOTHING) -> Shape:
@@ -316,7 +316,8 @@ class AdaptivePlanner(Planner):
         (rest, per_node), (call, per_draft) = self._rest.fit(), self._draft.fit()
         per_node, per_draft = rows * per_node, rows * per_draft
         given = self._rates.given()
-        # expected numbers of layers: that go to the target (the first one is always drafted); drafted below such a one
+        # layers: expected number that go to the target; the first one is always drafted
+        # further: expected number that are drafted below one that goes to the target
         layers = given.cumsum(1)[:, None]
         further = layers - given[:, None]
         target = rest + per_node * (self._beams + self._numbers * layers)

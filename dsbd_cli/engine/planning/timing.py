@@ -18,11 +18,11 @@ class Event(Protocol):
     """A moment on a device's time line."""
 
     def record(self) -> None:
-        """Mark now."""
+        """Mark the present moment."""
         ...
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from this event to a later one; both must have happened."""
+        """Return the milliseconds from this event to a later one. Both must have happened."""
         ...
 
 
