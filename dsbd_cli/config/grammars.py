@@ -128,8 +128,8 @@ def _is_cheap_pattern(pattern: str) -> bool:
 
 
 def _is_cheap_lark(text: str) -> bool:
-    """Return whether a Lark grammar is short, without intersections, complements, repetitions by number and grammars
-    within."""
+    """Return whether a Lark grammar is short, without intersections, complements, repetitions by number and nested
+    grammars."""
     return len(text) <= CHEAP_LARK and not COSTLY_LARK & set(text)
 
 
