@@ -168,8 +168,7 @@ def _decode(
     stop: tuple[str, ...],
     **model_kwargs: Any,
 ) -> Any:
-    """Decode what transformers has prepared. input_ids: [B * max(W, n), T], in which every prompt is repeated max(W, n)
-    times."""
+    """Decode what transformers has prepared. input_ids: [B * max(W, n), T], every prompt repeated max(W, n) times."""
     config = generation_config
     _check(config, stopping_criteria, model_kwargs)
     beams, wanted = int(config.num_beams or 1), int(config.num_return_sequences or 1)
@@ -241,8 +240,7 @@ def _sampling(config: Any, processors: Any, new: int) -> SamplingConfig:
 
 
 def _cut(one: Hypothesis, most: int) -> Hypothesis:
-    """Return the hypothesis with `most` tokens at most. Only a single sample has more, where it has not ended
-    before."""
+    """Return the hypothesis with `most` tokens at most. Only a single sample that has not ended before has more."""
     return one if one.num_tokens <= most else replace(one, token_ids=one.token_ids[:most])
 
 
@@ -283,8 +281,7 @@ def _prompts(ids: Tensor, mask: Tensor | None, positions: Tensor | None, copies:
 
 
 def _warps(processors: Any, drawn: bool) -> dict[str, float | int]:
-    """Return the sampling settings of the prepared logits processors. Raises UsageError for one that is no setting of
-    ours."""
+    """Return sampling settings of the prepared logits processors. Raises UsageError for one that is none of ours."""
     found: dict[str, float | int] = {"top_k": 0}
     seen: set[str] = set()
     for one in processors:
@@ -301,8 +298,7 @@ def _warps(processors: Any, drawn: bool) -> dict[str, float | int]:
 
 
 def _rules(processors: Any, ids: Tensor, mask: Tensor | None) -> str:
-    """Return the token rules of the prepared logits processors, as text. ids, mask: [B, T] or more rows. Raises
-    UsageError."""
+    """Return the token rules of the prepared logits processors. ids, mask: [B, T] or more rows. Raises UsageError."""
     rules = {"min_new_tokens": 0}
     for one in processors:
         name = type(one).__name__

@@ -54,8 +54,7 @@ def sequences_of(
 def compiled(
     sequences: list[list[tuple[int, ...]]], codec: TextCodec, vocabulary: int
 ) -> tuple[list[str], dict[str, Catalogue]]:
-    """Return the name of each prompt's catalogue, and the catalogues by name. Prompts that allow the same sequences
-    share one."""
+    """Return the name of each prompt's catalogue, and the catalogues by name. Equal ones are shared."""
     compiler = CatalogueCompiler(codec, vocabulary)
     names: dict[frozenset[tuple[int, ...]], str] = {}
     made: dict[str, Catalogue] = {}

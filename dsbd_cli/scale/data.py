@@ -69,8 +69,7 @@ class Answer:
         threading.Thread(target=self._collect, name="dsbd-answers", daemon=True).start()
 
     async def __call__(self, batch: Batch) -> AsyncIterator[dict[str, list[object]]]:
-        """Yield the batch, a mapping of columns, with the new columns. Raises UsageError for columns that cannot be
-        used."""
+        """Yield the batch, a mapping of columns, with the new columns. Raises UsageError for unfit columns."""
         yield await asyncio.to_thread(self.answer, batch)
 
     def answer(self, batch: Batch) -> dict[str, list[object]]:

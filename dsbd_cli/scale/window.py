@@ -26,8 +26,7 @@ class _PendingRow(Generic[RequestT]):
 class Window(Generic[RequestT, AnswerT]):
     """The rows between an input and several workers that may die. Rows are numbered from 0 as they are read.
 
-    Every number is given out exactly once, with an answer or as given up, in input order or in the order of the
-    answers.
+    Every number is given out exactly once, with an answer or as given up, in input order or as answers come.
     """
 
     def __init__(self, capacity: int, ahead: int | None) -> None:

@@ -329,7 +329,7 @@ class RayEngine:
         self._died(place, window, str(failure))
 
     def _died(self, place: _WorkerSlot, window: RowWindow | None, reason: str) -> None:
-        """Replace a worker that is gone or of no use, and send its rows again. Raises DsbdError where no worker is
+        """Replace a worker that is gone or of no use, and send its rows again. Raises DsbdError if no worker is
         left."""
         self._end(place)
         rows = 0 if window is None else window.holds(place.number)

@@ -95,8 +95,7 @@ class Teacher:
 
 
 class HeadTeacher(Teacher):
-    """A teacher of draft heads. Its distributions are over the tokens of a head, and have the hidden states that the
-    head reads."""
+    """A teacher of draft heads, with distributions over the tokens of a head, and the hidden states that it reads."""
 
     def __init__(
         self, target: BaseForestModel, layers: Sequence[int], ids: Tensor, kept_bytes: int = KEPT_BYTES

@@ -338,8 +338,7 @@ def _target(spec: ModelSpec) -> tuple[WeightReader, Any]:
 
 
 def _ends(reader: WeightReader) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows [V, H] of the LM head in float32, the embeddings [V, H] as they are stored, and the final norm
-    [H]."""
+    """Return the LM head's rows [V, H] in float32, the embeddings [V, H] as they are stored, and the final norm [H]."""
     spec = reader.spec
     table = reader.tensor("embed_tokens.weight", spec.vocabulary, spec.hidden)
     rows = table if spec.tied else reader.tensors["lm_head.weight"]()

@@ -218,8 +218,7 @@ def _cut_config(config: Any, layers: int) -> Any:
 
 
 def _small_llama(first: Any, shape: StudentShape, seed: int) -> Any:
-    """Make a random Llama. Its embeddings are the target's, projected on their first principal components, not
-    centred."""
+    """Make a random Llama with the target's embeddings, projected on their first principal components, not centred."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     assert shape.hidden_size is not None

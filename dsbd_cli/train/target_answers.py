@@ -146,8 +146,7 @@ def make_answers(
 
 
 def _line(encoder: Encoder, result: RequestResult) -> dict[str, object]:
-    """Return the fields of a line. `text` is for `dsbd trim-draft --texts`, which counts the tokens of the target's
-    texts."""
+    """Return the fields of a line. `text` is for `dsbd trim-draft --texts`, which counts the tokens of texts."""
     if result.error is not None:
         return {"schema": ANSWERS.id, "id": result.request.id, "error": str(result.error)}
     return {

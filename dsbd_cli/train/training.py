@@ -38,14 +38,13 @@ class Recipe:
     autocast: bool
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0. It rises, is constant until half of the steps, and falls
-        to 0."""
+        """Return the learning rate of a step, from 0. It rises, is constant until half of the steps, and falls to 0."""
         warm = max(1, min(WARM_UP_MOST, int(WARM_UP_SHARE * self.steps)))
         return self.learning_rate * min(1.0, (step + 1) / warm, 2.0 * (1.0 - step / self.steps))
 
     def places(self, step: int, count: int) -> list[int]:
-        """Return the indices of the answers that a step trains on, of `count` in all. Each is used once before any is
-        used twice."""
+        """Return the indices, of `count`, of the answers that a step trains on. Each is used once before any is used
+        twice."""
         return [
             _order(self.seed, place // count, count)[place % count] for place in range(step * BATCH, (step + 1) * BATCH)
         ]

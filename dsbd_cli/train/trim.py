@@ -21,11 +21,8 @@ from dsbd_cli.models.checkpoints.head import HEAD_FILE, TrimmedHead, head_keys, 
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import eos_ids, is_gguf, load, load_config, load_tokenizer
 
-_WRITTEN = (
-    "config.json",
-    "generation_config.json",
-    "dsbd_distill.json",
-)  # not copied to the folder of the trimmed draft
+# not copied to the folder of the trimmed draft
+_WRITTEN = ("config.json", "generation_config.json", "dsbd_distill.json")
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
 _BATCH = 256
 

@@ -1,5 +1,4 @@
-"""Answers to the same prompts by our engine and by transformers' beam search on the same weights, for people to
-compare."""
+"""Answers by our engine and by transformers' beam search on the same weights, for people to compare."""
 
 from __future__ import annotations
 

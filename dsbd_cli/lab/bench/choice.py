@@ -1,4 +1,4 @@
-"""The choice of a threshold of rule fuzzy: on dev records, to be reported on test records (Holsman et al. 2025, section
+"""The choice of a threshold of rule fuzzy on dev records, for a report on test records (Holsman et al. 2025, section
 4)."""
 
 from __future__ import annotations

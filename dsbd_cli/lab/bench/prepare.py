@@ -70,13 +70,12 @@ class Prompt:
     source: Request | None = None
 
     def sampling(self, of_run: SamplingConfig, changes: Mapping[str, object]) -> SamplingConfig:
-        """Return the record's own options, or those of the run where it has none. changes: fields that the method
-        sets."""
+        """Return the options of the record, or of the run where it has none. changes: fields that the method sets."""
         own = of_run if self.record.request is None else self.record.request.sampling
         return replace(own, **changes) if changes else own  # type: ignore[arg-type]
 
     def seed(self, of_run: int) -> int:
-        """Return the seed of the record's own request, or one derived from the run's seed (`of_run`) and the record's
+        """Return the seed of the record's own request, else one derived from the run's (`of_run`) and the record's
         id."""
         return derive_seed(of_run, self.record.id) if self.record.request is None else self.record.request.seed
 

@@ -152,8 +152,7 @@ class Bench:
         return BenchReport(rows, self._environment, self._about(), notes, complete, dev_rows, choices)
 
     def _divided(self, size: int, room: int | None) -> Iterator[BenchPart]:
-        """Yield the parts of the run: on every data set all settings, and on its dev records the curves and their
-        references."""
+        """Yield the parts of the run: on every data set all settings, on its dev records the curves and references."""
         spec, codec = self._spec, self._pair.codec
         wanted = {one for curve in self._curves for one in (curve.reference, *curve.settings)}
         tuned = tuple(one for one in spec.settings if one in wanted)
@@ -173,8 +172,8 @@ class Bench:
         ]
 
     def _window(self, part: BenchPart, number: int, window: int, done: int, progress: OnWindow) -> int:
-        """Measure one window by every method, beginning with another method each time. Returns `done` plus the windows
-        measured."""
+        """Measure one window by every method, each time beginning with another one. Returns `done` plus the windows
+        done."""
         data, settings = part.data, part.settings
         first = (number * len(data.windows) + window) % len(settings)
         for setting in (*settings[first:], *settings[:first]):

@@ -1,5 +1,4 @@
-"""Runners of our engine and of the code of others. They take windows of prompts, return answers, and share the
-models."""
+"""Runners of our engine and of others' code: they take windows of prompts, return answers, and share the models."""
 
 from __future__ import annotations
 
@@ -214,8 +213,7 @@ class PeerRunner:
         return _named(answer_id, peer.text(ids))
 
     def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[BestAnswer]) -> list[float]:
-        """Return the log-probabilities of the answers of the last window, by one plain forward of the target per
-        answer."""
+        """Return the log-probabilities of the last window's answers, by one plain forward of the target for each."""
         both = zip(_asked(prompts), self._delivered, strict=True)
         return [peer.logprobs([asked], [one])[0] for asked, (peer, one) in both]
 

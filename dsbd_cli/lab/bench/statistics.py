@@ -77,8 +77,7 @@ def sign_flip(differences: Sequence[float]) -> float:
 
 
 def _extreme(patterns: NDArray[np.int64], data: NDArray[np.float64], least: float) -> int:
-    """Count the patterns [rows, records] of 0 and 1, read as signs, whose signed sum of `data` is at least `least` away
-    from 0."""
+    """Count the patterns [rows, records] of 0 and 1, as signs, whose sum over `data` is at least `least` from 0."""
     return int((np.abs((2 * patterns - 1) @ data) >= least).sum())
 
 
@@ -121,8 +120,7 @@ def least_records(tests: int) -> int:
 
 
 def _blocks(columns: int) -> Iterator[int]:
-    """Yield numbers of rows that sum to RESAMPLES. A block of that many rows and `columns` columns has at most CHUNK
-    numbers."""
+    """Yield numbers of rows that sum to RESAMPLES. Rows of `columns` numbers make a block of CHUNK numbers at most."""
     block = max(1, CHUNK // columns)
     for start in range(0, RESAMPLES, block):
         yield min(block, RESAMPLES - start)

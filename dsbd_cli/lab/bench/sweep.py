@@ -103,8 +103,7 @@ def choose_methods(
 
 
 def read_values(option: str, axis: str, text: str) -> list[Value]:
-    """Read a list of values such as `1,2,4`. option: its name in messages. axis: its name in AXES. Raises
-    UsageError."""
+    """Read a list of values such as `1,2,4`. option: named in errors. axis: its name in AXES. Raises UsageError."""
     values: list[Value] = []
     for part in text.split(","):
         try:

@@ -108,8 +108,7 @@ class Tally:
         memory_source: str,
         paired: Mapping[str, PairedTest] | None = None,
     ) -> BenchRow:
-        """Return the row of at least one window. ratios: baseline -> speed ratios of the windows that both have
-        done."""
+        """Return the row of at least one window. ratios: baseline -> speed ratios of the windows that both have."""
         return BenchRow(
             task=self.task,
             method=self.setting.method,

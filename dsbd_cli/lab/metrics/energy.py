@@ -174,8 +174,7 @@ class EnergyMeter:
 
 
 def _cuda_uuid(device: str) -> str | None:
-    """Return the UUID of a torch device as NVML writes it (`GPU-...` or `MIG-...`); None where torch does not tell
-    it."""
+    """Return the UUID of a torch device as NVML writes it (`GPU-...` or `MIG-...`), or None where torch has none."""
     import torch
 
     bare = str(getattr(torch.cuda.get_device_properties(device), "uuid", "") or "")
@@ -192,8 +191,7 @@ def find_meter(
     powercap: Path = POWERCAP,
     synchronize: Callable[[], None] = lambda: None,
 ) -> EnergyMeter:
-    """Return the meter for models on a torch device (`cpu`, `cuda:0`). Where there are no counters, its `reason` says
-    why."""
+    """Return the meter for models on a torch device (`cpu`, `cuda:0`). Without counters, its `reason` says why."""
     if device.startswith("cuda"):
         try:
             uuid = find_uuid(device)

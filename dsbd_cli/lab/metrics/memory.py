@@ -1,5 +1,4 @@
-"""Peak memory in bytes, of the process on a CPU and of torch's allocator on a GPU. Also a function that waits for
-devices."""
+"""Peak memory in bytes, of the process on a CPU and of torch's allocator on a GPU, and a wait for devices."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Delivered:
 
 
 class PeerSettings(Protocol):
-    """Settings that a comparator reads. See config.PeerConfig, which makes comparators and so lies in a higher
+    """Settings that a comparator reads. config.PeerConfig has them; it makes comparators, so it is in a higher
     layer."""
 
     @property
@@ -78,8 +78,7 @@ class Peer:
         self.stopped = True
 
     def run(self, prompts: Sequence[Asked], seed: int) -> Iterator[Delivered]:
-        """Yield the answers to tokenised prompts, speech or pictures, in order. Raises ModelError for what cannot be
-        answered."""
+        """Answer tokenised prompts, speech or pictures, in order. Raises ModelError for what cannot be answered."""
         for start in range(0, len(prompts), self.batch_size):
             if not self.stopped:
                 yield from self._batch(prompts[start : start + self.batch_size])
@@ -93,7 +92,7 @@ class Peer:
         return text_of(list(body), self._sampling.stop, self._codec)
 
     def logprobs(self, prompts: Sequence[Asked], answers: Sequence[Delivered]) -> list[float]:
-        """Return the raw target log-probability (nats) of each answer after its prompt, by separate forwards. Not for
+        """Return each answer's raw target log-probability (nats) after its prompt, by separate forwards; not for
         timing."""
         return [
             sequence_logprob(self._target, encoder_input, answer.token_ids, begin)
@@ -101,8 +100,7 @@ class Peer:
         ]
 
     def _begun(self, prompt: Asked) -> tuple[Tensor, Sequence[int]]:
-        """Return a prompt [T] int64, or features, and the tokens that answers of an encoder-decoder model begin
-        with."""
+        """Return a prompt [T] int64, or features, and the first tokens of answers of an encoder-decoder model."""
         assert not isinstance(prompt, Request), "speech and pictures are refused or read by the subclass"
         return torch.tensor(prompt), ()
 

@@ -87,8 +87,7 @@ class TransformersPeer(Peer):
         batch_size: int,
         catalogue: Catalogue | None = None,
     ) -> None:
-        """draft: needed by `assisted` only. catalogue: the only answers allowed, which `prefix_allowed_tokens_fn`
-        enforces."""
+        """draft: needed by `assisted` only. catalogue: the allowed answers, enforced by `prefix_allowed_tokens_fn`."""
         super().__init__(config, target, codec, sampling, batch_size)
         self._module = cast("_Generating", target.stock())
         self._assistant = draft.stock() if draft is not None and config.kind == "assisted" else None
@@ -98,8 +97,8 @@ class TransformersPeer(Peer):
         self._settings = self._generation_config()
 
     def run(self, prompts: Sequence[Asked], seed: int) -> Iterator[Delivered]:
-        """Yield the answers to tokenised prompts, speech or pictures, in order. Torch's global random state is restored
-        afterwards."""
+        """Yield the answers to tokenised prompts, speech or pictures, in order. Torch's global random state is
+        restored."""
         with stock_attention(self._module), _seeded(seed, self._target.device):
             yield from super().run(prompts, seed)
 
@@ -241,8 +240,7 @@ def _cache_bytes(cache: object) -> int:
 
 @contextlib.contextmanager
 def stock_attention(module: _Generating) -> Iterator[None]:
-    """Give a module that was switched to our attention transformers' own for the block. Other modules are left
-    alone."""
+    """Give a module that was switched to our attention transformers' own for the block. Others stay as they are."""
     ours = getattr(module.config, "_attn_implementation", None) == GROUPED
     if ours:
         module.set_attn_implementation(module.stock_attention)

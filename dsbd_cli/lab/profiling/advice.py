@@ -32,7 +32,7 @@ def warnings(machine: Machine, measured: Sequence[MeasuredSetting]) -> list[str]
 
 
 def drafting(run: ProfiledRun) -> list[str]:
-    """Return notes on the phase `draft` where it is something other than forwards of a draft model over the forest's
+    """Return notes on the phase `draft` where it does not consist of forwards of a draft model over the forest's
     nodes."""
     method = run.method
     if not method.depth or drafts_nodes(method):

@@ -26,8 +26,8 @@ def _ignore(message: str) -> None:
 class Budget:
     """Seconds that may be spent on measuring, counted from `start`. Without a limit everything is measured.
 
-    announce: called with what is being measured. found: called with each result. left_out: parts that there was no time
-    for.
+    announce: called with what is being measured. found: called with each result. left_out: parts that had to be left
+    out.
     """
 
     seconds: float = float("inf")
@@ -74,8 +74,7 @@ class Budget:
 
     @contextmanager
     def running(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Run the block while an engine runs that `stop` ends. Raises CutOffError where the engine was stopped before
-        it began."""
+        """Run the block, in which an engine runs that `stop` ends. Raises CutOffError where it was stopped before."""
         self._running = stop
         try:
             self.check()

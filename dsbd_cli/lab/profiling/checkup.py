@@ -1,5 +1,4 @@
-"""Checks of what runs on this machine, and how. Every part is tried: one that fails does not keep the others from being
-tried."""
+"""Checks of what runs on this machine, and how. Every part is tried, also where another one fails."""
 
 from __future__ import annotations
 

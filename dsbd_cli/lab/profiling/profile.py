@@ -123,7 +123,7 @@ class _Session:
         return run
 
     def _fit(self) -> Expected:
-        """Time single forwards. Keep as many prompts and new tokens as one run has time for. Return the expected
+        """Time single forwards, keep the prompts and new tokens that one run has time for, and return the expected
         times."""
         method, budget, bench = self._method, self._budget, self._bench
         budget.tell("timing one forward")

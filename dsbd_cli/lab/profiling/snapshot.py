@@ -104,8 +104,7 @@ class Snapshot(Observer):
 
 
 def _state(above: _Layer | None, index: int, pair: tuple[int, int]) -> NodeState:
-    """Return what became of a drafted node. above: the verified layer whose draws decide; None where verification ended
-    before."""
+    """Return what became of a drafted node. above: the verified layer that decides on it; None where none does."""
     if above is None:
         return "unreached"
     if index in above.taken:
@@ -124,8 +123,7 @@ def _undrafted(
     valid: list[int],
     names: list[str],
 ) -> list[ShownNode]:
-    """Return the pairs that the exact distribution drew and no drafter had proposed: live beams, and hypotheses that
-    ended."""
+    """Return the pairs that the exact distribution drew and no drafter proposed: live beams, and ended hypotheses."""
     drafted = {pair for pair, real in zip(zip(parents, tokens, strict=True), valid, strict=True) if real}
     found = [
         ShownNode(names[pair[1]], number, place[pair[0]], "completed", layer.distribution[pair], None)

@@ -57,7 +57,7 @@ def ratio(interval: Interval | None) -> str:
 
 
 def paired(test: PairedTest | None) -> str:
-    """Return a test as in `3/1 (0.62)`: records on which the method is better, and worse, and the p value after Holm's
+    """Return a test as in `3/1 (0.62)`: number of better and of worse records, and the p value after Holm's
     correction."""
     if test is None:
         return DASH

@@ -60,8 +60,7 @@ def curve_panel(axes: Axes, report: BenchReport, task: str, colours: Mapping[str
 
 
 def _hues(choices: Sequence[ChosenThreshold], colours: Mapping[str, str], rows: Sequence[BenchRow]) -> Iterator[str]:
-    """Yield a colour for each curve: the method's colour for its first curve, and for its further curves one that no
-    method has."""
+    """Yield a colour for each curve: the method's for its first curve, and for further ones a colour of no method."""
     methods = {row.name: row.method for row in rows}
     free = itertools.cycle([hue for hue in HUES if hue not in colours.values()] or HUES)
     seen: set[str] = set()

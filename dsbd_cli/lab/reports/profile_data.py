@@ -108,8 +108,7 @@ class TargetForward:
 
 @dataclass(frozen=True, slots=True)
 class DepthRate:
-    """Measured acceptance of a layer with the setting in use: it was verified `reached` times and passed `passed`
-    times."""
+    """Measured acceptance of a layer with the setting in use: how often it was verified (`reached`), and passed."""
 
     depth: int
     reached: int
@@ -178,8 +177,7 @@ class ShownNode:
 
 @dataclass(frozen=True, slots=True)
 class ShownForest:
-    """One iteration of one prompt. `verified` layers yielded a step, and the last of these was completed. Parents come
-    first."""
+    """One iteration of one prompt. `verified` layers yielded a step, the last of them completed. Parents come first."""
 
     prompt_id: str
     iteration: int

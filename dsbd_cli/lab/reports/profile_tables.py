@@ -113,8 +113,7 @@ def _acceptance(profile: Profile) -> RenderableType:
 
 
 def _by_drafter(profile: Profile) -> str:
-    """Return a sentence on the accepted nodes of each of two drafters, in the setting in use; empty where there are not
-    two."""
+    """Return a sentence on the accepted nodes of each of two drafters in the setting in use; empty without two."""
     if not profile.drafters:
         return ""
     rates = [
@@ -142,8 +141,7 @@ def _settings(profile: Profile) -> RenderableType:
 
 
 def _forwards(profile: Profile) -> RenderableType:
-    """Return the table of the mean target forward of every setting that was run, beside the roofline where that is
-    known."""
+    """Return the table of the mean target forward of every setting that was run, beside the roofline if known."""
     table = _table("setting", "rows", "nodes", "slots", "forward", "floor", "bound by", "roofline")
     for one in (profile.now, *profile.tried):
         forward = one.forward

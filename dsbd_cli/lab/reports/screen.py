@@ -31,8 +31,7 @@ class Screen(Console):
         self.width = max(self.width, LEAST_WIDTH)
 
     def show(self, table: RenderableType) -> None:
-        """Print a table. Where it does not fit it is wider than the screen: the terminal wraps its lines, but no cell
-        is cut."""
+        """Print a table. Where it is wider than the screen, the terminal wraps its lines, but no cell is cut."""
         least = Measurement.get(self, self.options.update(width=NO_LIMIT), table).minimum
         before = self.width
         self.width = max(before, least)

@@ -34,7 +34,7 @@ LEAST_POINTS = 5.0
 
 
 def require_plots(option: str, path: Path) -> None:
-    """Check that matplotlib is installed and that the name ends in a known format, before anything is measured. Raises
+    """Check, before anything is measured, that matplotlib is there and the name has a known ending. Raises
     UsageError."""
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"{option} {path}: the name must end in {', '.join(FORMATS)}")

@@ -108,8 +108,7 @@ def with_shots(dataset: Dataset, count: int) -> Dataset:
 
 
 def _conversation(record: TaskRecord) -> list[dict[str, str]]:
-    """Return a record's own conversation, or its prompt as one. Raises UsageError for speech and pictures, which are
-    neither."""
+    """Return a record's conversation, or its prompt as one. Raises UsageError for speech and pictures."""
     for field, what in (("audio", "speech"), ("image", "a picture")):
         if field in record.meta:
             raise UsageError(f"--shots: record {record.id} is {what}, which takes no examples: drop --shots")

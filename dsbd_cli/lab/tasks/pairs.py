@@ -18,7 +18,7 @@ from dsbd_cli.lab.tasks.scores import score_library
 
 
 def translation_dataset(path: Path, files_under: Path | None = None, rows: RowReader = PLAIN_ROWS) -> Dataset:
-    """Read lines with `prompt` and `reference`. The scores are chrF and BLEU of each sentence, by sacrebleu, from 0 to
+    """Read lines with `prompt` and `reference`. Scores are chrF and BLEU of each sentence, by sacrebleu, from 0 to
     1."""
     metrics = score_library("sacrebleu").metrics
     chrf, bleu = metrics.CHRF(), metrics.BLEU(effective_order=True)

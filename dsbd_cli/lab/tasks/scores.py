@@ -131,8 +131,7 @@ def _same_json(reference: str, text: str) -> bool:
 
 
 def _canonical(text: str) -> bytes | None:
-    """Return the JSON value in a text, or in its last block between ``` fences, in one normal form; None where there is
-    none."""
+    """Return the JSON value in a text, or in its last block between ``` fences, in one normal form, or None."""
     try:
         value = orjson.loads(last_answer(FENCED, text) or text)
         return orjson.dumps(_same_numbers(value), option=orjson.OPT_SORT_KEYS)
