@@ -90,8 +90,8 @@ class PackedExperts:
         return [weight for product in (*self._rise, *self._fall) for weight in product.weights]
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the sum of the experts' outputs [t, i], in the dtype of the tokens [t, i]. top_k_index: [t, k] int64,
-        the experts of each token. top_k_weights: [t, k], the weights of these."""
+        """Return the weighted sum of the experts' outputs [t, i], in the dtype of the tokens [t, i]. top_k_index: [t,
+        k] int64, the experts of each token. top_k_weights: [t, k], the weights of these."""
         chosen, order = top_k_index.flatten().sort(stable=True)
         counts = torch.bincount(chosen, minlength=len(self._rise))[: len(self._rise)].tolist()
         given = hidden_states[order // top_k_index.shape[1]].split([*counts, len(order) - sum(counts)])
@@ -191,8 +191,8 @@ def _suits(linear: nn.Linear | Conv1D, least: int, fewest: int) -> bool:
 
 
 def _mixes(module: nn.Module) -> bool:
-    """Return whether a module has the experts of a mixture in the form that transformers' own kernels take. What such
-    experts compute is known."""
+    """Return whether a module has the experts of a mixture in the form that transformers' own kernels take, so that it
+    is known what they compute."""
     if "forward" in vars(module) or getattr(module, "_is_expert_parallel", True) or not hasattr(module, "_apply_gate"):
         return False
     return all(_plain(getattr(module, name, None), 3) for name in _weights_of_experts(module))

@@ -321,8 +321,8 @@ class Shift:
 class LayerMemory:
     """Memory of one recurrent layer: planes [R, lead + T + 1, ...] of the suffix, and tensors [R, ...] of the state.
 
-    The first `lead` places of a plane hold the last tokens of the common prefix. The last place is written where there
-    is no other, and nobody reads it. Shapes are learnt from the first forward.
+    The first `lead` places of a plane hold the last tokens of the common prefix. Nodes without a place are written to
+    the last one, which nobody reads. Shapes are learnt from the first forward.
     """
 
     lead = 0
@@ -444,7 +444,7 @@ class Convolution(LayerMemory):
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
         """Return the convolution [R, n, C], in float32 at least, of x [R, n, C] with weight [C, J] and bias [C] or
-        None."""
+        None, followed by the activation."""
         if self.by_kernel and activation in SILU:
             return self._by_kernel(x, weight, bias, smooth=True)
         out = self._by_kernel(x, weight, bias, smooth=False) if self.by_kernel else self._sum(x, weight, bias)
