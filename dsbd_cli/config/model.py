@@ -23,7 +23,7 @@ MTP_DRAFT = "mtp"  # the head in the target's own checkpoint
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Where a checkpoint is and how to load it.
+    """Place of a checkpoint and how to load it.
 
     Attributes:
         source: alias, folder or hub id, as the user wrote it, with `@revision` of a hub id and `+adapter` for each

@@ -116,7 +116,7 @@ BY_NAME = frozenset("$defs definitions properties patternProperties".split())
 BRANCHES = ("anyOf", "oneOf")
 EXPLICIT = ("additionalProperties", "unevaluatedProperties")
 OPEN = "dsbd-open-"  # begins the name of a definition's open variant
-# Keywords beside a reference that say nothing of a value
+# Keywords beside a reference that do not restrict a value
 BESIDE = frozenset("$ref $defs definitions $schema $id title description default x-guidance".split())
 
 

@@ -110,7 +110,7 @@ class Variant:
         module, _, name = self.make.partition(":")
         try:
             return getattr(import_module(module), name)
-        except Exception as error:  # a module of somebody else raises what it likes
+        except Exception as error:  # a module of another package may raise anything
             reason = f"{self.make or 'nothing'} cannot be imported ({type(error).__name__}: {error})"
             raise UsageError(f"{self.name} cannot be used: {reason}") from error
 

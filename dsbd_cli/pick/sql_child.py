@@ -227,7 +227,7 @@ def serve() -> None:
     for line in sys.stdin.buffer:
         request: StatementRequest = json.loads(line)
         used = resource.getrusage(resource.RUSAGE_SELF)
-        # for a statement whose parent is gone: else the parent ends it before
+        # it ends a statement whose parent is gone; a parent that lives ends it earlier
         _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + request["seconds"]) + GRACE_S)
         try:
             database = databases.of(request)

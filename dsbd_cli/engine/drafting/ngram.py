@@ -194,7 +194,7 @@ class NgramDrafter(PathDrafter):
         logprobs = torch.where(real, FOUND - OTHER * order, NEG_INF)
         if recall is not None:
             known, seen, distribution = recall.at(nodes.path)
-            known = (known & (context.iteration > 0).unsqueeze(1)).unsqueeze(-1)  # else it is the row's last request
+            known = (known & (context.iteration > 0).unsqueeze(1)).unsqueeze(-1)  # at 0 it is the row's last request
             tokens = torch.cat((tokens, seen), 2)
             logprobs = torch.cat((logprobs.masked_fill(known, NEG_INF), distribution.masked_fill(~known, NEG_INF)), 2)
         elif self._recalls:  # sums have as many terms whether or not the batch remembers anything

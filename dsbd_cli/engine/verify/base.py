@@ -189,7 +189,7 @@ def complete_afresh(view: LayerView, draws: LayerDraws, early: Tensor, keys: Ten
     fresh, ends = keys.flatten(1).masked_fill(taken, NEG_INF), view.ends.flatten(1)
     more = live_draws(fresh, ends, beams)
     count = first.sum(1)
-    missing = torch.where(count == view.width, beams - count, 0)  # fewer: nothing is left to draw
+    missing = torch.where(count == view.width, beams - count, 0)  # with fewer first draws nothing is left to draw
     index, valid, node = at_front(
         torch.cat((draws.index, more.index), 1),
         torch.cat((first, more.valid & (steps < missing.unsqueeze(1))), 1),
