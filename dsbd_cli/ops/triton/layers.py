@@ -1,10 +1,11 @@
-"""Norms, rotation with the cache's write, and gated activation, which stand between the products of a decoder layer.
+"""Kernels for what comes between the products of a decoder layer: norms, rotation with the write to the cache, and
+gated activation. ops/reference.py specifies what they compute.
 
 Every program computes one row, or one head of one row, in an order that is fixed by the width of the row. So its bits
-do not depend on how many rows there are. They compute what their references do (ops/reference.py).
+do not depend on how many rows there are.
 
-Letters: m rows (nodes of all requests), H hidden width, I inner width, Q query heads, K kv heads, E head dim, P planes'
-rows times slots.
+Letters: m rows (nodes of all requests), H hidden width, I inner width, Q query heads, K kv heads, E head dim, P width
+of a row or of half a head, padded to a power of two.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch import Tensor
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.triton import Arguments, KernelCheck
 
-WIDEST = 16384  # of a row that one program normalises
+WIDEST = 16384  # numbers of a row, which one program normalises
 GATE_BLOCK = 1024
-MOST_POWER = tl.constexpr(80.0)  # of e: what is divided by a larger one is zero
+MOST_POWER = tl.constexpr(80.0)  # of e: a number divided by a larger power is practically zero
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,7 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @triton.jit
 def norm_kernel(x, more, weight, out, summed, width, eps, ADDS: tl.constexpr, ONE_MORE: tl.constexpr, P: tl.constexpr):
-    """A row of x (+ more): divided by its root mean square, times weight. ONE_MORE: times (1 + weight), in float32."""
+    """Divide a row of x (+ more) by its root mean square and multiply by weight. ONE_MORE: by 1 + weight in float32."""
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, P)
     inside = at < width
@@ -80,7 +81,7 @@ def _(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset: b
 
 @triton.jit
 def gated_kernel(both, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """silu of the first half of a row, times the second half. GELU: in place of silu, with tanh as a logistic."""
+    """Multiply silu of the first half of a row by the second half. GELU: gelu, whose tanh is computed as a logistic."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -119,8 +120,8 @@ def rotate_kernel(
     both, cos, sin, slots, out, keys, values, query_norm, key_norm, nodes, angle_row, eps, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr, ONE_MORE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: a query is rotated, a key rotated and written to its slot, a value written. NORMS: queries
-    and keys are normalised first, as by norm_kernel."""
+    """Process one head of one row: rotate a query, rotate a key and write it to its slot, or write a value. NORMS:
+    queries and keys are normalised first, as by norm_kernel."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim: tl.constexpr = 2 * HALF
@@ -215,7 +216,7 @@ def _(
 
 
 def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """Those that are tried: triton's interpreter cuts bfloat16 off where everything else rounds."""
+    """Return the dtypes that are tried: triton's interpreter truncates to bfloat16 where everything else rounds."""
     return torch.float32, torch.bfloat16 if device.type == "cuda" else torch.float16
 
 

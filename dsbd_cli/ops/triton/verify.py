@@ -1,4 +1,4 @@
-"""Verification of a forest: one program per request, one layer after another, until one does not pass.
+"""A kernel that verifies a forest. One program per request verifies layer after layer, until one does not pass.
 
 Letters: R requests, W0 roots, W beams, K drafts per layer, D layers, N = W0 + D*K nodes, C candidates per node, F = W
 finished hypotheses kept.
@@ -44,19 +44,19 @@ TINY = tl.constexpr(1e-300)
 
 @triton.jit
 def one(x, place, where):
-    """x[where] of a vector x at the numbers `place`: a number."""
+    """Return the number x[where] of a vector x whose indices are `place`."""
     return tl.sum(tl.where(place == where, x, 0), 0)
 
 
 @triton.jit
 def several(x, place, where):
-    """x[where] of a vector x at the numbers `place`: a vector."""
+    """Return the vector x[where] of a vector x whose indices are `place`."""
     return tl.sum(tl.where(place[None, :] == where[:, None], x[None, :], 0), 1)
 
 
 @triton.jit
 def find(tokens, start, count, wanted, STEPS: tl.constexpr):
-    """Where `wanted` stands among the ascending tokens [start, start + count), or the place of the next larger one."""
+    """Return the place of `wanted` among the ascending tokens [start, start + count), or of the next larger one."""
     low = start * 0 + wanted * 0
     high = low + count
     for _ in tl.static_range(STEPS):
@@ -69,11 +69,12 @@ def find(tokens, start, count, wanted, STEPS: tl.constexpr):
 
 @triton.jit
 def tested(left, log_q, index_of, sampled, ends, bound, log_rest, count, beams, w, k, flat):
-    """The tests of `count` drafts in turn. left: log P of the pool, float64; log_q: of the distribution that the drafts
-    come from. index_of, sampled, ends, bound, log_rest: of each draft its place in the pool and what is known of it.
+    """Test `count` drafts in turn. left: log P of the pool, float64. log_q: log Q, the distribution that the drafts are
+    drawn from. index_of, sampled, ends, bound, log_rest: of each draft, its place in the pool (-1: none), whether it
+    was sampled, whether it ends, the bound of its test, and the log of what is left of Q when it is drawn.
 
-    Returns what is left of P, the distribution of the next draw, what ended, and the live draws: their places, which
-    there are, their drafts, how many drafts were taken and how many of these live.
+    Return log P of what is left, the distribution of the next draw, which pairs ended, and the live draws: their
+    places, which exist, and their drafts. Then how many drafts were accepted, and how many of these are live.
     """
     share = tl.exp(left)
     residual = share
@@ -117,9 +118,9 @@ def tested(left, log_q, index_of, sampled, ends, bound, log_rest, count, beams, 
 def completed(
     left, residual, ending, entry, residual_key, completion_key, live, beams, chosen, drawn, ended, w, flat
 ):  # fmt: skip
-    """The draws that drafts did not give: the first one from `residual`, the others from what is left of P.
+    """Make the draws that the drafts did not give: the first one from `residual`, the others from what is left of P.
 
-    Returns the places of the live draws, which there are, and what ended.
+    Return the places of the live draws, which of them exist, and which pairs ended.
     """
     open_ = (live < beams) & ((live == 0) | (tl.max(left, 0) > NEG_INF))
     level_of = tl.log(tl.where(residual == residual, residual, 0.0))
@@ -153,8 +154,8 @@ def best_finished(
     score, h_logprob, h_length, h_by_length, h_origin, h_node, h_token, e_score, e_logprob, e_node, e_token,
     cut_score, n_logprob, n_parent, n_token, reached, beams, w,
 ):  # fmt: skip
-    """The best of three lists of hypotheses: the finished ones (h_) and those that end here (e_), both in order, and
-    the live draws that the length limit ends (cut_score, n_). Of equal ones, in this order."""
+    """Return the best of three lists of hypotheses: the finished ones (h_) and those that end here (e_), both sorted,
+    and the live draws that the length limit ends (cut_score, n_). Of equal scores the earlier list comes first."""
     m_score, m_logprob, m_length = score, h_logprob, h_length
     m_by_length, m_origin, m_node, m_token = h_by_length, h_origin, h_node, h_token
     old = tl.full((), 0, tl.int32)
@@ -193,7 +194,7 @@ def best_finished(
 
 @triton.jit
 def is_broken(logprobs, valid, base, nodes, candidates):
-    """Whether a node of the request has a logit that is NaN."""
+    """Return whether a node of the request has a logit that is NaN."""
     found = tl.full((), 0, tl.int32)
     pairs = nodes * candidates
     for start in tl.range(0, pairs, BLOCK):
@@ -207,7 +208,7 @@ def is_broken(logprobs, valid, base, nodes, candidates):
 
 @triton.jit
 def first_counters(report, valid, source, base, roots, drafted, depth, beams, k):
-    """Counters of all layers, reached or not: what was drafted, and 0 elsewhere."""
+    """Write the first counters of all layers, reached or not: their valid nodes, their width, and 0 elsewhere."""
     for layer in range(depth):
         below = base + roots + layer * drafted + k
         there = k < drafted
@@ -224,10 +225,10 @@ def first_counters(report, valid, source, base, roots, drafted, depth, beams, k)
 
 @triton.jit
 def ranked(log_p, path, token, greedy, ending, pairs, beams, w, flat, RULE: tl.constexpr, GREEDY: tl.constexpr):
-    """The live draws of the rules that draw all at once: the largest of log P and the noise, or of the scores alone.
-    pairs: of the pool, at most.
+    """Make the live draws of the rules that draw all at once: the largest of log P plus noise, or of the scores alone.
+    pairs: number of pairs in the pool, at most.
 
-    Returns their places, which there are, which of them count, and what ended.
+    Return their places, which of them exist, which count as hypotheses at the length limit, and which pairs ended.
     """
     pool = tl.reshape(log_p, flat.shape)
     if RULE == 0:
@@ -315,7 +316,7 @@ def verify_kernel(
     STEPS: tl.constexpr,
     Q_STEPS: tl.constexpr,
 ):
-    """All layers of one request: its draws, what ended, the counters."""
+    """Verify all layers of one request: write its final beams, its finished hypotheses and the counters."""
     row = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, WP)
     c = tl.arange(0, CP)
@@ -564,7 +565,8 @@ def verify_kernel(
 
 
 def fits(beams: int, roots: int, candidates: int, drafts: int, rule: str) -> bool:
-    """Whether the kernel takes so many beams, roots, candidates per node and drafts per layer, and the rule."""
+    """Return whether the kernel supports these numbers of beams, roots, candidates per node and drafts per layer, and
+    the rule."""
     padded = triton.next_power_of_2(max(beams, roots)) * triton.next_power_of_2(candidates)
     return rule in RULES and beams <= MOST_BEAMS and roots <= beams and padded <= MOST_PAIRS and drafts <= 64
 
@@ -585,15 +587,15 @@ def verify(
     rule: str,
     flags: Sequence[bool],
 ) -> None:
-    """verify_forest.verify_forest. Finished hypotheses change in place; the rest is written to `out`.
+    """Do what `verify_forest` does. Finished hypotheses change in place; the rest is written to `out`.
 
-    candidates: tokens, logprobs [R, N, C]. nodes: path, stop_state, parent, token, valid, source, sampled [R, N].
-    beams: valid, weight, logprob [R, W0], length [R]. finished: score, logprob, length, by_length, source, node, token
-    [R, F]. endings: eos [V], table of the stop automaton. warp: temperature, top_k, top_p, min_p, cold. limits: active,
-    max_new, length_penalty, early [R]. keys [R, D + 1, STREAMS]. distribution: tokens, log_q [R, N, Cq], log_drawn and
-    log_rest [2, R, D, K]; or nothing. out: parent, token, node, valid, weight, logprob [R, W]; before [R, D + 1, W];
-    report [R, FIRST + D * COLUMNS] int64, of which 0 to 3 are done, invalid, steps and the sum of widths. flags: of
-    distribution.pool_constants.
+    candidates: tokens, logprobs [R, N, C]. nodes: path, stop_state, parent, token, valid, drafter_id, sampled [R, N].
+    beams: valid, weight, logprob [R, W0], length [R]. finished: score, logprob, length, by_length, origin, node, token
+    [R, F]. endings: eos [V], table of the stop automaton. warp: temperature, top_k, top_p, min_p, greedy. limits:
+    active, max_new, length_penalty, early [R]. keys [R, D + 1, STREAMS]. distribution: tokens, log_q [R, N, Cq],
+    log_drawn and log_rest [2, R, D, K]; or nothing. out: parent, token, node, valid, weight, logprob [R, W]; before
+    [R, D + 1, W]; report [R, FIRST + D * COLUMNS] int64, of which 0 to 3 are done, invalid, steps and the sum of
+    widths. flags: of distribution.pool_constants.
     """
     rows, count, own = candidates[0].shape
     width, roots = out[0].shape[1], beams[0].shape[1]
