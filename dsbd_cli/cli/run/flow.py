@@ -149,8 +149,10 @@ class RowFlow:
             yield handed
 
     def _rows(self) -> Iterator[tuple[int, Row] | None]:
-        """Yield the rows that are not done, each with the bytes of the input up to its end; None if nothing is
-        ready."""
+        """Yield the rows that are not done, each with the bytes of all lines up to its end; None if nothing is ready.
+
+        Blank lines and carriage returns are not among these bytes.
+        """
         if self._next is not None:
             yield self._next
             self._next = None
