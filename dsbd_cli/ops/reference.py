@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
 
 # Smaller arguments of exp are raised to this: soon below, exp is subnormal in float32, which takes processors ten times
-# as long, and a float32 sum with a 1 does not change by such numbers.
+# as long, and such numbers do not change a float32 sum that has a 1.
 LOWEST = -80.0
 
 

@@ -93,7 +93,7 @@ Linear = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Product | None]
 
 
 class _Int8Backend(Protocol):
-    """The interface of what computes a product of int8 layers. weights: as they are stored."""
+    """The interface of a backend of int8 products. weights: as they are stored."""
 
     weights: Tensor
 
@@ -300,7 +300,7 @@ def fault(backend: type[Torch] | type[Compiled], linear: Linear) -> str | None:
     if backend is Torch and not (hasattr(operators, "qlinear_prepack") and hasattr(operators, "qlinear_pointwise")):
         return "this build of torch has no int8 linear layers (oneDNN)"
     generator = torch.Generator().manual_seed(0)
-    # largest values beside each other: processors without exact 8-bit products saturate there
+    # the largest values next to each other: processors without exact 8-bit products saturate there
     weight = LEVELS * (2 * torch.randint(0, 2, (96, 128), generator=generator) - 1)
     levels = 1 + 254 * torch.randint(0, 2, (5, 128), generator=generator)
     weight[:, :32], levels[:, :32] = LEVELS, 255

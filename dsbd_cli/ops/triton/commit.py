@@ -108,8 +108,8 @@ def commit_kernel(
     TILE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """Commit one request. Every value is read before its place is written. Where another warp writes, a barrier is
-    between."""
+    """Commit one request. Every value is read before its place is written. A barrier separates the two where different
+    warps do them."""
     row = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, WP)
     t = tl.arange(0, TP)
@@ -241,7 +241,8 @@ def move_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Move slots of one row of one plane, in order. No target is behind its source, so slots are read before written."""
+    """Move slots of one row of one plane, in order. No target is behind its source, so each slot is read before it is
+    written."""
     program = tl.program_id(0).to(tl.int64)
     row = program % moving
     plane_row = program // moving * rows + row

@@ -63,8 +63,8 @@ def kernels() -> dict[str, KernelCheck]:
 
 
 def tried(kernel: KernelCheck, device: torch.device) -> str | None:
-    """Try a kernel on a device. Return what is wrong with it, in one line; None where it gives what its reference
-    gives."""
+    """Try a kernel on a device. Return what is wrong with it, in one line; None where its results are those of
+    its reference."""
     try:
         with torch.inference_mode():
             for results in differences(kernel, device):
@@ -116,7 +116,9 @@ def _asked(device: torch.device, command: Sequence[str]) -> dict[str, str]:
         if left and time.monotonic() >= last:
             found |= dict.fromkeys(left, f"was not tried: all of them together took {TOTAL_S:.0f} s")
             break
-        if left and end is not None and not results:  # the process did not even start: what all need is missing
+        if (
+            left and end is not None and not results
+        ):  # the process did not even start: something that all kernels need is missing
             found |= dict.fromkeys(left, f"cannot be tried, its process {end}")
             break
         if left and end is not None:
