@@ -73,7 +73,7 @@ def ops_for(
 
 
 class _Numba(NamedTuple):
-    """An operation that CPU kernels serve, the function that loads them, and a warning's words for what happens instead."""
+    """An operation that CPU kernels serve, what loads them, and the words of a warning if that fails."""
 
     op: object
     load: Callable[[], object]

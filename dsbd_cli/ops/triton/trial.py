@@ -116,9 +116,7 @@ def _asked(device: torch.device, command: Sequence[str]) -> dict[str, str]:
         if left and time.monotonic() >= last:
             found |= dict.fromkeys(left, f"was not tried: all of them together took {TOTAL_S:.0f} s")
             break
-        if (
-            left and end is not None and not results
-        ):  # the process did not even start: something that all kernels need is missing
+        if left and end is not None and not results:  # the process did not start: what all kernels need is missing
             found |= dict.fromkeys(left, f"cannot be tried, its process {end}")
             break
         if left and end is not None:
