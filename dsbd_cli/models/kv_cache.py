@@ -192,7 +192,10 @@ class KVCache:
 
     def add_states(self, spec: PlaneSpec) -> None:
         """Add one more vector to each slot: a state, which is moved and copied with the slot's keys and values."""
+        replaced = self._plane_specs.get((STATES, 0))
         self._plane_specs[STATES, 0] = spec
+        if replaced is not None and not self._members(replaced):
+            self._slabs.pop(replaced, None)
         self._grow(spec)
         self._bind()
 

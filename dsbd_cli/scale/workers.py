@@ -28,6 +28,7 @@ from dsbd_cli.scale.quiet import quiet
 from dsbd_cli.scale.window import MAX_DEATHS, Window
 from dsbd_cli.scale.worker import Exchange, Failure, Worker, WorkerInfo, WorkerSetup
 from dsbd_cli.stats import RequestStats
+from dsbd_cli.threads import processors
 
 if TYPE_CHECKING:
     import ray
@@ -381,7 +382,7 @@ class RayEngine:
         """Connect to Ray or start it, and settle what each worker gets."""
         import ray
 
-        address, cores = self._config.address, os.cpu_count() or 1
+        address, cores = self._config.address, processors()
         local, folder = address is None, None
         if address is not None and address != "auto":
             _check_reachable(address)

@@ -69,11 +69,13 @@ class Teacher:
     @torch.no_grad()
     def _compute(self, answer: AnswerTokens) -> TopDistribution:
         parts = []
-        for logits in self._logits(answer):
-            logs = logits.log_softmax(-1).topk(min(TOP, logits.shape[-1]), -1)
-            parts.append((logs.indices.to(torch.int32).cpu(), logs.values.cpu()))
-        states = self._states(answer)
-        self._target.release()
+        try:
+            for logits in self._logits(answer):
+                logs = logits.log_softmax(-1).topk(min(TOP, logits.shape[-1]), -1)
+                parts.append((logs.indices.to(torch.int32).cpu(), logs.values.cpu()))
+            states = self._states(answer)
+        finally:
+            self._target.release()
         return TopDistribution(torch.cat([ids for ids, _ in parts]), torch.cat([logs for _, logs in parts]), states)
 
     def _states(self, answer: AnswerTokens) -> Tensor | None:

@@ -173,12 +173,15 @@ class HeadTraining(Training):
         return found
 
     def _loss(self, part: list[AnswerTokens]) -> Tensor:
-        laws = [self._teacher.distribution(one) for one in part]
-        trees = Trees.of(part, [law.states for law in laws if law.states is not None]).to(self._device)
+        targets, states = [self._teacher.distribution(one) for one in part], list[Tensor]()
+        for target in targets:
+            assert target.states is not None, "a HeadTeacher keeps states"
+            states.append(target.states)
+        trees = Trees.of(part, states).to(self._device)
         most = trees.nodes.shape[1]
         ids, logs = (
             torch.stack([nn.functional.pad(one, (0, 0, 0, most - len(one))) for one in some]).to(self._device)
-            for some in ([law.ids for law in laws], [law.logs for law in laws])
+            for some in ([target.ids for target in targets], [target.logs for target in targets])
         )
         total = torch.zeros((), device=self._device)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._recipe.autocast):

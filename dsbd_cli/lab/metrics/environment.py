@@ -14,6 +14,7 @@ from dsbd_cli._version import __version__
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 CPUINFO = Path("/proc/cpuinfo")
+PACKAGE = Path(__file__).parents[2]  # the folder of dsbd_cli
 
 
 def environment(command: Sequence[str], device: str) -> dict[str, object]:
@@ -27,7 +28,7 @@ def environment(command: Sequence[str], device: str) -> dict[str, object]:
     return {
         "command": shlex.join(["dsbd", *command]),
         "date": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        "commit": commit_of(Path(__file__).parents[1]),
+        "commit": commit_of(),
         "versions": versions(),
         "device": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
         "device_kind": "gpu" if on_gpu else "cpu",
@@ -60,7 +61,7 @@ def cpu_name(cpuinfo: Path = CPUINFO) -> str:
     return platform.processor() or platform.machine()
 
 
-def commit_of(folder: Path) -> str | None:
+def commit_of(folder: Path = PACKAGE) -> str | None:
     """Return the short commit of the git tree this code runs from; None outside one. A `+` is added where tracked files
     in `folder` differ from it.
 

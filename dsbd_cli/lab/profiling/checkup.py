@@ -114,7 +114,7 @@ def _tried(name: str, part: Callable[[], tuple[State, str, Facts]]) -> Check:
 
 def _versions() -> tuple[State, str, Facts]:
     found = versions() | {name: installed(name) for name in OPTIONAL}
-    commit = commit_of(Path(__file__).parents[2])
+    commit = commit_of()
     shown = [f"{name} {version}" for name, version in found.items() if version is not None]
     shown[0] += f" ({commit})" if commit else ""
     return "ok", ", ".join(shown), {"versions": found, "commit": commit}

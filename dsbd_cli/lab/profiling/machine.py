@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, versions
 from dsbd_cli.lab.metrics.memory import synchronise
 from dsbd_cli.lab.reports.profile_data import Machine
+from dsbd_cli.threads import processors
 
 MIB = 1 << 20
 
@@ -22,9 +22,8 @@ def describe_machine(device: torch.device) -> Machine:
         load: float | None = os.getloadavg()[0]
     except (AttributeError, OSError):
         load = None
-    cores = os.cpu_count() or 1
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return Machine(name, torch.get_num_threads(), cores, load, versions(), commit_of(Path(__file__).parents[1]))
+    return Machine(name, torch.get_num_threads(), processors(), load, versions(), commit_of())
 
 
 def _fastest(run: Callable[[], object], device: torch.device, rounds: int) -> float:

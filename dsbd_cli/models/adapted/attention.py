@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, attention
+from dsbd_cli.models.verdicts import LIMITS
 
 NAME = "dsbd_grouped"
 
@@ -102,8 +103,8 @@ def use_grouped_attention(model: Any) -> None:
 
 def same_logits(before: Tensor, after: Tensor) -> bool:
     """Return whether two passes over the same tokens give the same logits, up to rounding."""
-    limit = 1e-4 if before.dtype == torch.float32 else 6e-2
-    return bool((after.float() - before.float()).square().mean().sqrt() <= limit * before.float().std())
+    error = (after.float() - before.float()).square().mean().sqrt()
+    return bool(error <= LIMITS[before.dtype] * before.float().std())
 
 
 def _looks_up(model: Any) -> bool:

@@ -152,7 +152,8 @@ def has_weights(folder: Path) -> bool:
         index = folder / f"{stem}.{suffix}.index.json"
         if index.is_file():
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            return all((folder / shard).is_file() for shard in shards)
+            if all((folder / shard).is_file() for shard in shards):
+                return True
     return False
 
 

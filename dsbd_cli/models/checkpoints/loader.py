@@ -18,7 +18,7 @@ import torch
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError, one_line
 from dsbd_cli.models.checkpoints.adapters import merge_adapters
-from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, unsafe_pickle
+from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, stored_bytes, unsafe_pickle
 from dsbd_cli.models.checkpoints.head import head_keys, install, read_head
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.linearised import mark, unread
@@ -364,7 +364,7 @@ def dtype_of(spec: ModelSpec, config: Any, folder: Path) -> Any:
     if is_gguf(folder):  # its blocks of four to eight bits are no finer than bfloat16
         large, stored = folder.stat().st_size > SMALL_BYTES // 4, torch.bfloat16
     else:
-        large = sum(file.stat().st_size for file in folder.glob("*.safetensors")) > SMALL_BYTES
+        large = stored_bytes(folder) > SMALL_BYTES
     halves = large and stored in (torch.bfloat16, "bfloat16") and packing_works(torch.bfloat16)
     return torch.bfloat16 if halves else torch.float32
 

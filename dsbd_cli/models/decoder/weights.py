@@ -20,7 +20,7 @@ from dsbd_cli.ops.cpu.runtime import EAGER, Eager
 from dsbd_cli.ops.interface import Linear
 
 NORMS = ("input_norm", "attention_norm", "mlp_norm", "output_norm", "query_norm", "key_norm")
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Tensors = Mapping[str, Callable[[], Tensor]]
 """For the name of each tensor of a checkpoint, a function that reads the tensor."""
 
@@ -113,7 +113,7 @@ def read_tensors(folder: Path) -> Tensors:
     from safetensors import safe_open
 
     index = folder / INDEX
-    if index.is_file():
+    if index.is_file() and not (folder / WHOLE).is_file():  # transformers prefers the whole file, too
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         files = [folder / name for name in names]
     else:
