@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -286,6 +287,17 @@ def test_shards_and_pickles(tmp_path: Path, folder: Path) -> None:
     for name in ("shards", "pickle"):
         numbers().save_pretrained(tmp_path / name)
         assert torch.equal(decoder_of(tmp_path / name).plain(tokens(1, 20)), wanted)
+
+
+def test_a_whole_file_goes_before_shards(tmp_path: Path, folder: Path) -> None:
+    whole, shards = build_decoder("llama"), build_decoder("llama")
+    with torch.no_grad():
+        shards.model.norm.weight.add_(1)
+    shards.save_pretrained(tmp_path / "both", max_shard_size="50KB")
+    whole.save_pretrained(tmp_path / "whole")
+    shutil.copy(tmp_path / "whole" / "model.safetensors", tmp_path / "both")
+    numbers().save_pretrained(tmp_path / "both")
+    assert torch.equal(decoder_of(tmp_path / "both").plain(tokens(1, 20)), decoder_of(folder).plain(tokens(1, 20)))
 
 
 def test_a_gguf_file(tmp_path: Path) -> None:
