@@ -12,7 +12,6 @@ Letters: B prompts, T their padded length, W beams, n returned sequences, L new 
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Sequence
@@ -139,10 +138,10 @@ def generate(
             raise UsageError(f"{name} is given, but is not supported: drop it")
     _check_alone(options.pop("synced_gpus", None))
     stop = options.pop("stop_strings", None)
-    if stop is None and generation_config is not None:
-        stop = generation_config.stop_strings
-        generation_config = copy.copy(generation_config)
-        generation_config.stop_strings = None
+    for config in (generation_config, model.generation_config):
+        stop = getattr(config, "stop_strings", None) if stop is None else stop
+    if stop is not None:
+        options["stop_strings"] = None  # our engine ends the texts; an argument overrides both configs
     stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if stop and tokenizer is None:
         raise UsageError("stop_strings is given, but tokenizer is not: give the model's tokenizer too")
