@@ -311,6 +311,6 @@ def fault(backend: type[Torch] | type[Compiled], linear: Linear) -> str | None:
             made = backend([weight.float()], last, torch.zeros(96), linear)
             ours = made.multiply(levels.to(torch.uint8), torch.ones(5, 1), torch.zeros(5, 1))
     except (RuntimeError, NotImplementedError) as error:
-        return f"torch's int8 linear layers fail on this processor: {' '.join(str(error).split())[:100]}"
+        return f"int8 linear layers fail on this processor: {' '.join(str(error).split())[:100]}"
     exact = (levels - ZERO) @ weight.t()
     return None if torch.equal(ours.long(), exact) else "this processor's int8 products are not exact"

@@ -39,7 +39,7 @@ MOST_PAIRS = 4096  # of a pool at most, padding included
 TILE = 256  # slots of a mask that are written at a time
 
 
-@triton.jit(do_not_specialize=["rows", "nodes", "roots", "depth", "window", "slots", "table_slots", "late"])
+@triton.jit(do_not_specialize=["rows", "nodes", "roots", "depth", "window", "slots", "table_slots", "draft_backlog"])
 def begin_kernel(
     token,
     path,

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO
@@ -190,8 +190,10 @@ def _place(device: torch.device) -> Path:
     return Path(cache or Path.home() / ".cache") / "dsbd" / f"kernels-{key}.json"
 
 
-def _modules() -> Iterable[Path]:
-    return sorted(Path(__file__).parent.glob("*.py"))
+def _modules() -> list[Path]:
+    """Return the files that kernels, their cases and their references are made from."""
+    package = Path(__file__).parents[2]
+    return sorted(path for folder in ("engine", "ops") for path in (package / folder).rglob("*.py"))
 
 
 def _text(path: Path) -> str:

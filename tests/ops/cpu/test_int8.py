@@ -248,6 +248,14 @@ def test_layers_that_calibration_does_not_reach_stay() -> None:
     assert not model["idle"]._forward_pre_hooks
 
 
+def test_a_backend_that_fails_is_not_said_to_be_torch() -> None:
+    class Fails(module.Compiled):  # type: ignore[misc,name-defined]
+        def __init__(self, *arguments: object) -> None:
+            raise RuntimeError("no room")
+
+    assert module.fault(Fails, select.packed_linear) == "int8 linear layers fail on this processor: no room"
+
+
 @needs_int8
 def test_small_products_stay() -> None:
     model = block()
