@@ -58,7 +58,7 @@ class Caches:
         self._recurrent = any(model.state_bytes(0) for model in self.models)
         self._slot_step, self._window_step = (128, 64) if large_steps else (32, 16)
         self._moving = moving
-        self._reserved: tuple[object, ...] | None = None  # value of `_now` after the last `reserve`
+        self._reserved: tuple[int, ...] | None = None  # `_reserved_key` after the last `reserve`
         self._indexes: dict[int, PrefixIndex] = {}  # of models whose prefixes are shared, by place in `models`
 
     def begin(self, *, share: bool) -> None:
@@ -97,16 +97,16 @@ class Caches:
         where it has this size."""
         self.slots = self.round_slots(slots)
         self.window = max(self.window, self.round_window(window))
-        if self._reserved != self._now(rows):
+        if self._reserved != self._reserved_key(rows):
             self._moving()
             self._forget_prompts()
             for model in self.models:
                 model.release()  # otherwise memory would grow to the rows of one batch times the slots of another
                 model.reserve(rows, self.slots, self.window)
-            self._reserved = self._now(rows)
+            self._reserved = self._reserved_key(rows)
         self.observer.reserved(rows, self.slots)
 
-    def _now(self, rows: int) -> tuple[object, ...]:
+    def _reserved_key(self, rows: int) -> tuple[int, ...]:
         """Return rows, sizes, and the generation of each cache, which shows whether another engine has used the same
         models since."""
         return (rows, self.slots, self.window, *(model.generation for model in self.models))
@@ -118,7 +118,7 @@ class Caches:
             return False
         self._moving()
         self.slots = self.round_slots(max(slots, self.slots * 5 // 4))
-        self._take(rows)
+        self._reserve_all(rows)
         return True
 
     def hold(self, rows: int, window: int) -> None:
@@ -126,9 +126,9 @@ class Caches:
         if self._recurrent and window > self.window:
             self._moving()
             self.window = self.round_window(max(window, self.window * 5 // 4))
-            self._take(rows)
+            self._reserve_all(rows)
 
-    def _take(self, rows: int) -> None:
+    def _reserve_all(self, rows: int) -> None:
         for model in self.models:
             model.reserve(rows, self.slots, self.window)
         self._reserved = None
@@ -172,7 +172,7 @@ class Caches:
         if model.generation != generation:
             self._moving()
             if self._reserved is not None:
-                self._reserved = self._now(int(str(self._reserved[0])))
+                self._reserved = self._reserved_key(self._reserved[0])
 
     def first_logits(self, tokens: Mapping[int, int]) -> Tensor:
         """Return the target's logits [n, V] behind the first token of each row's prompt. The target has read the

@@ -14,7 +14,7 @@ from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.core.report import Report
 from dsbd_cli.engine.decoding.batch import Batch
 from dsbd_cli.engine.decoding.recovery import Recovery
-from dsbd_cli.engine.decoding.results import broken, collect, common_tokens, ended, record_iteration
+from dsbd_cli.engine.decoding.results import collect, common_tokens, nan_result, read_finished, record_iteration
 from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
 from dsbd_cli.engine.decoding.tables import RequestTables
 from dsbd_cli.engine.drafting.base import Drafter, EngineStopped
@@ -136,10 +136,10 @@ class Loop(Generic[Item]):
         for row in rows:
             if report.rows[row].invalid:
                 self.caches.forget(row)
-        finished = ended(state.finished, rows)
+        finished = read_finished(state.finished, rows)
         with self.stepper.observer.span("detokenise"):
             found = {
-                row: broken(jobs[row])
+                row: nan_result(jobs[row])
                 if report.rows[row].invalid
                 else collect(one, row, jobs[row], self.codec, grammars, state.trace)
                 for row, one in zip(rows, finished, strict=True)

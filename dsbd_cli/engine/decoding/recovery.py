@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dsbd_cli.engine.cache.caches import Caches
+from dsbd_cli.engine.decoding.results import result_of
 from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
 from dsbd_cli.engine.drafting.base import Drafter
 from dsbd_cli.engine.iteration.request_state import RequestState
@@ -12,7 +13,6 @@ from dsbd_cli.engine.planning.memory_limit import out_of_memory
 from dsbd_cli.engine.planning.planner import Planner, Shape
 from dsbd_cli.errors import OutOfMemoryRowError
 from dsbd_cli.ops.select import kernel_failed
-from dsbd_cli.requests import RequestResult
 
 
 class Recovery:
@@ -73,7 +73,7 @@ class Recovery:
             f"out of memory with this row alone ({tokens} tokens, {nodes} nodes in an iteration): "
             "shorten it, or lower num_beams, depth or drafts_per_layer"
         )
-        queue.results.put(job.number, RequestResult(job.request, (), len(job.prompt), job.stats, error))
+        queue.results.put(job.number, result_of(job, (), error))
 
     def _release(self) -> None:
         """Give the memory of all caches back."""

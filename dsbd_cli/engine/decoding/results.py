@@ -37,7 +37,7 @@ class FinishedRow:
     tokens: list[list[int]]
 
 
-def ended(finished: Finished, rows: Sequence[int]) -> list[FinishedRow]:
+def read_finished(finished: Finished, rows: Sequence[int]) -> list[FinishedRow]:
     """Return the finished hypotheses of these rows, one entry per row."""
     at = torch.tensor(rows, device=finished.score.device)
     columns = (getattr(finished, item.name)[at].tolist() for item in fields(FinishedRow))
@@ -87,6 +87,19 @@ def collect(
         error = InvalidRowError(f"token_rules ({rules}) leave none of the allowed answers: switch them off")
     elif not hypotheses:
         error = NumericalError("no hypothesis has a finite score: the settings of this row are too extreme")
+    return result_of(job, hypotheses, error)
+
+
+def nan_result(job: RequestState) -> RequestResult:
+    """Return the result of a row whose model returned NaN: an error."""
+    error = NumericalError(
+        f"the target returned NaN after {job.stats.steps} steps: the checkpoint may need another dtype (try float32)"
+    )
+    return result_of(job, (), error)
+
+
+def result_of(job: RequestState, hypotheses: Sequence[Hypothesis], error: RowError | None) -> RequestResult:
+    """Return the result of a request that was encoded: its hypotheses, or an error."""
     return RequestResult(
         job.request,
         tuple(hypotheses),
@@ -98,14 +111,6 @@ def collect(
         token_rules=job.rules.acting,
         language=job.language,
     )
-
-
-def broken(job: RequestState) -> RequestResult:
-    """Return the result of a row whose model returned NaN: an error."""
-    error = NumericalError(
-        f"the target returned NaN after {job.stats.steps} steps: the checkpoint may need another dtype (try float32)"
-    )
-    return RequestResult(job.request, (), len(job.prompt), job.stats, error)
 
 
 def text_of(ids: list[int], stops: Sequence[str], codec: TextCodec, prefix: Sequence[int] = ()) -> str:

@@ -160,9 +160,11 @@ class IterationGraphs(Generic[WorkT]):
         self.steady = False
 
     def forget(self) -> None:
-        """Drop all captures, because the models' caches have moved and no captured address is valid any more."""
+        """Drop all captures and the state's buffers, because the models' caches have moved and no captured address is
+        valid any more."""
         self._entries.clear()
         self._seen.clear()
+        self._static_buffers = StaticBuffers()
 
     def run(
         self, key: Hashable, state: DataclassInstance, work: WorkT, phases: Sequence[Phase], lap: Callable[[int], None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -161,6 +162,27 @@ def test_a_shape_runs_plainly_first_and_is_captured_once() -> None:
     graphs.forget()
     graphs.run("shape", state, Work(), (phase,), laps.append)
     assert recorder.recorded == 1
+
+
+def test_forgotten_captures_leave_no_memory_behind() -> None:
+    """Guards buffers of earlier batches, which would stay for the engine's life."""
+
+    @dataclass
+    class State:
+        x: Tensor
+
+    graphs, state = IterationGraphs(FakeRecorder()), State(torch.zeros(1))
+
+    def phase() -> None:
+        state.x = state.x + 1
+
+    for _ in range(4):
+        graphs.run("shape", state, None, (phase,), lambda number: None)
+    buffer = weakref.ref(state.x)
+    graphs.forget()
+    graphs.run("shape", state, None, (phase,), lambda number: None)
+    assert state.x.item() == 5
+    assert buffer() is None
 
 
 def test_a_plain_run_before_a_capture_has_the_tensors_of_the_capture() -> None:
