@@ -363,7 +363,7 @@ def _by_paths(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
 ) -> Tensor:
     """Return attention [R, n, H * G, E]: torch's kernel computes the prompt slots, ours computes the suffix and joins
     both."""
@@ -408,7 +408,7 @@ def _by_parts(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
 ) -> Tensor:
     """Return attention [R, H * G, n, E]: the fused kernel computes the prompt slots, sums in float64 the suffix, and
     their log-sums join both."""

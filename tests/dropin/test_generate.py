@@ -16,7 +16,7 @@ import dsbd_cli
 from dsbd_cli import MethodConfig, PairError, SamplingConfig, UnsupportedModelError, UsageError
 from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.models.checkpoints.loader import load
-from dsbd_cli.models.checks.invariance import is_invariant
+from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.ops.cpu.runtime import on_amd
 from tests.engine.decoding.test_transformers import model as tiny
 from tests.helpers.tiny import build
@@ -343,7 +343,7 @@ def test_an_engine_over_live_models() -> None:
     assert found == by_name.generate(dsbd_cli.Request(prompt, sampling=short)).text
     assert by_name.exactness == "same-text"
     # the live model's layers are not packed, and torch's own products keep a row's bits on AMD's processors alone
-    kept = on_amd() or is_invariant(engine.target)
+    kept = on_amd() or check(engine.target).varies is None
     assert engine.exactness == ("same-text" if kept else "same-law")
     with pytest.raises(UsageError, match="model is in training mode"):
         dsbd_cli.from_models(model.train(), tokenizer)

@@ -95,11 +95,6 @@ class Seq2SeqForestModel(TransformersForest):
         return None if self.encoder_input_name == "input_ids" or bins is None else (int(bins),)
 
     @property
-    def encoder_config(self) -> Any:
-        """The encoder's config."""
-        return self._encoder.config
-
-    @property
     def encoder_vocab_size(self) -> int:
         """Rows of the encoder's embedding table."""
         if self.encoder_input_name != "input_ids":
@@ -369,7 +364,7 @@ def sample_encoder_input(model: Seq2SeqForestModel, size: int, seed: int) -> Ten
     if model.encoder_input_name == "input_ids":
         return torch.randint(5, model.encoder_vocab_size, (size,), generator=generator)
     if model.encoder_input_name == "pixel_values":
-        return torch.randn(sample_shape(model.encoder_config), generator=generator)
+        return torch.randn(sample_shape(model._encoder.config), generator=generator)
     if model.encoder_input_name == "flattened_patches":
         vision = config.vision_config
         places = torch.randint(1, vision.seq_len, (size, 2), generator=generator)

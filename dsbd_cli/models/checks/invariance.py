@@ -93,11 +93,6 @@ class HalfProducts(TorchDispatchMode):
         return out
 
 
-def is_invariant(model: CheckableModel) -> bool:
-    """Return whether a node's logits have the same bits in any company."""
-    return check(model).varies is None
-
-
 @torch.inference_mode()
 def check(model: CheckableModel) -> Verdict:
     """Check whether all layers attend by our function and the text's logits have the same bits alone and in all

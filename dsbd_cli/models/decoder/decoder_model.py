@@ -9,7 +9,7 @@ Letters: R rows, n nodes, S active slots, T suffix slots, H hidden width, E head
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,11 +58,7 @@ class _LayerProgram:
 
 
 class DecoderForestModel(BaseForestModel):
-    """A decoder over a packed forest.
-
-    hidden: numbers of layers after which hidden states are wanted (0: the embeddings). They are in `hidden_states`
-    after each forward, [R, n, H] each, until the next one.
-    """
+    """A decoder over a packed forest."""
 
     def __init__(
         self,
@@ -70,8 +66,6 @@ class DecoderForestModel(BaseForestModel):
         name: str,
         settings: CheckpointSettings,
         stock: Callable[[], Any] | None = None,
-        *,
-        hidden: Iterable[int] = (),
     ) -> None:
         """stock: loads the model as transformers runs it."""
         spec, weights = decoder.spec, decoder.weights
@@ -80,8 +74,7 @@ class DecoderForestModel(BaseForestModel):
         self.decoder, self._settings = decoder, settings
         self._load_stock = stock
         self._stock: Any = None
-        self._watched = self._hidden = frozenset(hidden)
-        self.hidden_states: dict[int, Tensor] = {}
+        self._watched: frozenset[int] = frozenset()  # numbers of layers after which hidden states are taken
         plane = PlaneSpec(spec.kv_heads, spec.head_dim, weights.dtype, device)
         self._cache.learn_all([(plane, plane)] * spec.layers)
         self._fills = decoder.ops.program is None  # kernels of the CPU compute each row by itself
@@ -148,11 +141,6 @@ class DecoderForestModel(BaseForestModel):
         return self._built_programs
 
     @property
-    def programs(self) -> int:
-        """Number of shapes of forwards that have a program now."""
-        return len(self._programs)
-
-    @property
     def size(self) -> ModelSize:
         weights, spec = self.decoder.weights, self.decoder.spec
         linears = [linear for layer in weights.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
@@ -191,7 +179,7 @@ class DecoderForestModel(BaseForestModel):
 
     def tap(self, tap: StateTap | None) -> None:
         super().tap(tap)  # a new tap moves the cache's memory, which ends all programs
-        self._watched = self._hidden if tap is None else self._hidden | frozenset(tap.layers)
+        self._watched = frozenset() if tap is None else frozenset(tap.layers)
 
     def leave_kernels(self) -> bool:
         plain = self.ops.without(*LAYERS, reason="a kernel failed")
@@ -236,12 +224,12 @@ class DecoderForestModel(BaseForestModel):
         write = self._cache.under_way
         assert write is not None
         inputs = LayerInputs(write.flat, self._rotated(batch.positions), self._views(batch), self._cache.planes)
-        residual, branch, self.hidden_states = self._layers(batch, hidden, inputs)
+        residual, branch, hidden_states = self._layers(batch, hidden, inputs)
         if self._tap is None and not logits:
             return None
         last = decoder.finish(residual, branch)
         if self._tap is not None:
-            self._leave_states([self.hidden_states[number] for number in self._tap.layers] or [last])
+            self._leave_states([hidden_states[number] for number in self._tap.layers] or [last])
         return decoder.logits(last, batch.own_ids) if logits else None
 
     def _known(self, tokens: Tensor) -> Tensor:

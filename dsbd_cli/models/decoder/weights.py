@@ -142,9 +142,7 @@ def read_weights(
     table = reader.tensor("embed_tokens.weight", spec.vocabulary, spec.hidden)
     if head is not None:
         last: Linear = PlainLinear([head.weight], [head.bias])
-    elif spec.tied or "lm_head.weight" not in tensors:
-        if not spec.tied:
-            raise KeyError("lm_head.weight")
+    elif spec.tied:
         last = PlainLinear([table], [None])
     else:
         weight = tensors["lm_head.weight"]()
@@ -187,8 +185,8 @@ class WeightReader:
             norms["query_norm"] = self._turned(self.norm(f"{at}self_attn.q_norm.weight", wide[0]))
             norms["key_norm"] = self._turned(self.norm(f"{at}self_attn.k_norm.weight", wide[1]))
         if spec.family == "phi3":
-            qkv = self._parts(f"{at}self_attn.qkv_proj", (query, key, key), inputs, bias=False)
-            gate_up = self._parts(f"{at}mlp.gate_up_proj", (2 * spec.inner,), spec.hidden, bias=False)
+            qkv = self._parts(f"{at}self_attn.qkv_proj", (query, key, key), inputs)
+            gate_up = self._parts(f"{at}mlp.gate_up_proj", (2 * spec.inner,), spec.hidden)
         else:
             heads = [(f"{at}self_attn.{name}_proj", size) for name, size in (("q", query), ("k", key), ("v", key))]
             qkv = self._joined(heads, inputs, bias=spec.qkv_bias)
@@ -215,7 +213,7 @@ class WeightReader:
         biases = [self.tensor(f"{name}.bias", outputs) if bias else None for name, outputs in named]
         return PlainLinear(weights, biases)
 
-    def _parts(self, name: str, sizes: tuple[int, ...], inputs: int, *, bias: bool) -> PlainLinear:
+    def _parts(self, name: str, sizes: tuple[int, ...], inputs: int) -> PlainLinear:
         """Return the products whose weights lie in one tensor, one below the other."""
         whole = self.tensor(f"{name}.weight", sum(sizes), inputs)
         return PlainLinear([*whole.split(sizes)], [None] * len(sizes))
