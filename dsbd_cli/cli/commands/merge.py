@@ -62,12 +62,12 @@ def merge(
         most = max([part.rows for part in found if part.rows is not None], default=size)
         for part in found:
             scan(part, indexed=indexed, most=most)
-        holes = _holes(found, indexed=indexed, partial=partial)
+        missing = _missing_rows(found, indexed=indexed, partial=partial)
         common: Settings = {name: value for name, value in settings.items() if name not in SHARD_SETTINGS}
         _write(output, in_order(found) if indexed else one_after_another(found), common, created)
     records, failed = sum(part.records for part in found), sum(part.failed for part in found)
     say(f"{output}: {records} records of {len(found)} parts" + (f", {failed} failed" if failed else ""))
-    if failed or holes:
+    if failed or missing:
         raise typer.Exit(ROWS_FAILED)
 
 
@@ -95,7 +95,7 @@ def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[l
     """
     found: dict[int, PartFile] = {}
     first: tuple[Path, Settings, int] | None = None
-    ended: tuple[Path, str] | None = None  # first part that has come to the end of its input, with a digest of it
+    first_ended: tuple[Path, str] | None = None  # first part that has come to the end of its input, with a digest of it
     for path in paths:
         if not path.is_file():
             raise UsageError(f"{path} is no file")
@@ -117,9 +117,11 @@ def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[l
         first = first or (path, settings, created)
         found[shard.part] = PartFile(path, stream, shard.part, shard.count, None if end is None else end.rows)
         if end is not None:
-            ended = ended or (path, end.digest)
-            if end.digest != ended[1]:
-                raise UsageError(f"{ended[0]} and {path} do not belong together: the input was changed between them")
+            first_ended = first_ended or (path, end.digest)
+            if end.digest != first_ended[1]:
+                raise UsageError(
+                    f"{first_ended[0]} and {path} do not belong together: the input was changed between them"
+                )
         elif not partial:
             raise UsageError(f"{path} has not come to its end: go on with that part first, or take --partial")
     assert first is not None
@@ -151,18 +153,18 @@ def _difference(old: Settings, new: Settings) -> str | None:
     return fingerprint_difference(before, now, names)
 
 
-def _holes(parts: Sequence[PartFile], *, indexed: bool, partial: bool) -> int:
-    """Return how many rows of these parts have no record, plus one if nobody knows how many rows there are.
+def _missing_rows(parts: Sequence[PartFile], *, indexed: bool, partial: bool) -> int:
+    """Return how many rows of the input have no record, plus one if nobody knows how many rows there are.
 
     Raises DsbdError unless `partial`.
     """
     rows = max((part.rows for part in parts if part.rows is not None), default=None)
-    missing = 0
+    unknown = rows is None
     if rows is None:
         warn("no part has come to its end, so nobody knows how many rows the input has")
         rows = max((part.indices[-1] + 1 for part in parts if part.indices), default=0)
-        missing = 1
-    for part in parts if indexed or not missing else ():
+    missing = unknown + rows - sum(part.wanted(rows) for part in parts)  # rows of the parts that were not given
+    for part in parts if indexed or not unknown else ():
         wanted = part.wanted(rows if part.rows is None else part.rows)
         lacks = wanted - part.records
         if lacks < 0:

@@ -29,7 +29,7 @@ MAX_TOP_K = (1 << 31) - 1
 MAX_TEMPERATURE = 1e6
 MAX_STOPS, MAX_STOP_BYTES = 16, 256
 MAX_WARNED = 100
-MAX_KNOWN_GRAMMARS = 256
+MAX_KNOWN = 256  # checked option sets, and checked grammars, that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class RowReader:
     chat: bool = False
     files_root: str | None = None
     _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
-    _known: dict[bytes, SamplingConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known_sampling: dict[bytes, SamplingConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
     _checked_grammars: set[Grammar] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -175,7 +175,7 @@ class RowReader:
                 grammar.source()
             except UsageError as error:
                 raise InvalidRowError(f"response_format.json_schema.schema cannot be used: {error}") from None
-            if len(self._checked_grammars) >= MAX_KNOWN_GRAMMARS:
+            if len(self._checked_grammars) >= MAX_KNOWN:
                 self._checked_grammars.clear()
             self._checked_grammars.add(grammar)
         return grammar
@@ -186,14 +186,15 @@ class RowReader:
             return self.sampling
         # most rows of a file ask for the same; the key is JSON, because 1 and True are equal as keys of a dict
         written = orjson.dumps(own)
-        known = self._known.get(written)
+        known = self._known_sampling.get(written)
         if known is None:
-            known = self._checked(own)
-            self._known.clear()
-            self._known[written] = known
+            known = self._checked_sampling(own)
+            if len(self._known_sampling) >= MAX_KNOWN:
+                self._known_sampling.clear()
+            self._known_sampling[written] = known
         return known
 
-    def _checked(self, row: Fields) -> SamplingConfig:
+    def _checked_sampling(self, row: Fields) -> SamplingConfig:
         if not RULES[self.rule].samples:
             row = _without_warps(row)
         given: Fields = {
