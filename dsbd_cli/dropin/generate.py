@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -367,14 +367,10 @@ class _Ids:
     def __init__(self, eos_ids: tuple[int, ...], vocabulary: int) -> None:
         self.eos_ids, self._vocabulary = eos_ids, vocabulary
 
-    def encode(self, prompt: str) -> list[int]:
+    def encode(self, text: object) -> NoReturn:
         raise UsageError("this engine has no tokenizer: give prompt_ids")
 
-    def encode_pieces(self, texts: list[str]) -> list[list[int]]:
-        raise UsageError("this engine has no tokenizer: give prompt_ids")
-
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        raise UsageError("this engine has no tokenizer: give prompt_ids")
+    encode_pieces = encode_chat = encode
 
     def decode(self, ids: list[int]) -> str:
         return ""

@@ -196,7 +196,7 @@ class RayEngine:
         self._stack.close()
 
     def run(
-        self, requests: Iterable[Request | str | RowError | None], *, seed: int = 0, ordered: bool = True
+        self, requests: Iterable[Request | str | RowError | None], *, ordered: bool = True
     ) -> Iterator[RequestResult]:
         """Run requests as Engine.run does. A request that was out at the deaths of three workers fails with
         WorkerLostError.
@@ -208,7 +208,7 @@ class RayEngine:
         for place in self._places:
             if place.joined:
                 window.join(place.number)
-        numbered = NumberedRequests(requests, seed)
+        numbered = NumberedRequests(requests)
         while not self._stopping:
             starved = self._read(numbered, window)
             for _, result in window.ready():

@@ -15,7 +15,7 @@ from dsbd_cli.train.run_record import DraftAcceptance, Speed
 
 
 def measure_acceptance(
-    engine: Engine, requests: Sequence[Request], on_answer: Callable[[int], None] = lambda number: None
+    engine: Engine, requests: Sequence[Request], on_answer: Callable[[int], None]
 ) -> DraftAcceptance | None:
     """Run the engine on these requests and return the acceptance; requests that fail are left out. Return None where
     nothing was drafted. on_answer: called after each request with how many are done."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 
@@ -114,9 +114,7 @@ def _milestone(found: dict[str, object]) -> Milestone:
     return Milestone(step, loss, _measurement(found["measured"]), None if alone is None else _measurement(alone))
 
 
-def _measurement(found: object) -> Measurement:
-    if not isinstance(found, dict):
-        raise TypeError
+def _measurement(found: Any) -> Measurement:
     passed, speed = found["acceptance"], found["speed"]
     return Measurement(
         None if passed is None else DraftAcceptance(passed["steps_per_call"], tuple(passed["by_depth"])),

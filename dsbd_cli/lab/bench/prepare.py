@@ -102,12 +102,7 @@ def window_size(batch_size: int) -> int:
 
 
 def prepare(
-    dataset: Dataset,
-    codec: TextCodec,
-    count: int,
-    size: int,
-    room: int | None,
-    sampling: SamplingConfig | None = None,
+    dataset: Dataset, codec: TextCodec, count: int, size: int, room: int | None, sampling: SamplingConfig
 ) -> Prepared:
     """Return the first `count` records that fit, in windows of `size`.
 
@@ -116,13 +111,12 @@ def prepare(
     Raises UsageError where no record fits, or where a record cannot be encoded: an empty prompt, or a conversation that
     has no plain text and meets a tokenizer without a chat template.
     """
-    of_run = sampling or SamplingConfig()
     prompts: list[Prompt] = []
     too_long = too_long_sources = plain_chats = 0
     for record in itertools.islice(dataset.records(), MAX_SKIPPED_PER_RECORD * count):
         if len(prompts) == count:
             break
-        own = of_run if record.request is None else record.request.sampling
+        own = sampling if record.request is None else record.request.sampling
         source = _source(record, own)
         if source is not None:
             if _fits(record, source, codec):
@@ -134,7 +128,7 @@ def prepare(
         if not ids:
             raise UsageError(f"record {record.id} has an empty prompt")
         # an encoder's input does not take positions from the generated tokens
-        more = 0 if isinstance(codec, EncoderDecoderCodec) else own.max_new_tokens - of_run.max_new_tokens
+        more = 0 if isinstance(codec, EncoderDecoderCodec) else own.max_new_tokens - sampling.max_new_tokens
         if room is not None and len(ids) > room - more:
             too_long += 1
             continue

@@ -32,11 +32,10 @@ NVML: Callable[[], _Nvml] = partial(import_module, "pynvml")
 
 @dataclass(frozen=True, slots=True)
 class EnergyWindow:
-    """Energy used in a window. joules: None where not measured. source: the counter that the joules come from."""
+    """Energy used in a window. joules: None where not measured."""
 
     joules: float | None
     seconds: float
-    source: str
 
     @property
     def watts(self) -> float | None:
@@ -112,7 +111,7 @@ def _zones(root: Path) -> list[Path]:
 
 
 class EnergyMeter:
-    """A meter of windows over one reader. Without a reader the source of every window is `unavailable`."""
+    """A meter of windows over one reader. Without a reader its source is `unavailable`."""
 
     def __init__(
         self,
@@ -151,7 +150,7 @@ class EnergyMeter:
         before, after = self._began[1], self._joules()
         short = self._reader is None or seconds < self._reader.min_window_s
         joules = None if short or before is None or after is None else after - before
-        return EnergyWindow(joules, seconds, self.source)
+        return EnergyWindow(joules, seconds)
 
     def measure_idle(self, seconds: float = 2.0, sleep: Callable[[float], None] = time.sleep) -> float | None:
         """Measure the watts while the machine is given nothing to do, and keep them in idle_watts. Return them; return

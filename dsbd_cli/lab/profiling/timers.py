@@ -75,7 +75,3 @@ class RunLog(Observer):
     def span_s(self, name: str) -> float:
         """Return the seconds of all spans of a name. Where there are several devices, the longest time counts."""
         return sum(max(timer.seconds()[name] for timer in one) for one in self._spans[name])
-
-    def span_count(self, name: str) -> int:
-        """Return how many spans of a name were timed."""
-        return len(self._spans[name])

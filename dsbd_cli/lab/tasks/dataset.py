@@ -15,6 +15,8 @@ from dsbd_cli.pick.sandbox import StatementResult
 Score = Callable[[TaskRecord, str], Mapping[str, float]]
 Execute = Callable[[TaskRecord, str], StatementResult | None]
 
+EXECUTION = "execution accuracy"
+
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
@@ -49,6 +51,12 @@ def builtin_dataset(name: str, metrics: tuple[str, ...], score: Score, execute: 
     """Return the test records of a built-in task as a data set, with its dev records."""
     dev = Dataset(f"{name} dev", metrics, partial(shipped, name, "dev"), score, execute=execute)
     return dataclasses.replace(dev, name=name, records=partial(shipped, name, "test"), dev=dev)
+
+
+def execution_score(gold: StatementResult | None, found: StatementResult | None, *, ordered: bool) -> dict[str, float]:
+    """Return 1 where a statement returns what the gold one returns, else 0: same columns in order, same rows with
+    repeats, in the same order where the gold statement orders them (`ordered`)."""
+    return {EXECUTION: float(gold is not None and found is not None and gold.same(found, ordered=ordered))}
 
 
 def with_dev(dataset: Dataset) -> Dataset:

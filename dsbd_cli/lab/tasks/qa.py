@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dsbd_cli.lab.tasks.dataset import builtin_dataset
 from dsbd_cli.lab.tasks.record import TaskRecord
 
+METRICS = ("exact match", "F1")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -36,4 +37,4 @@ def _score(record: TaskRecord, text: str) -> Mapping[str, float]:
     return {"exact match": float(same), "F1": f1(record.reference, text)}
 
 
-QA = builtin_dataset("qa", ("exact match", "F1"), _score)
+QA = builtin_dataset("qa", METRICS, _score)

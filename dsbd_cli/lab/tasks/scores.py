@@ -14,7 +14,7 @@ from types import ModuleType
 import orjson
 
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
-from dsbd_cli.lab.tasks.dataset import Execute, Score
+from dsbd_cli.lab.tasks.dataset import EXECUTION, Execute, Score, execution_score
 from dsbd_cli.lab.tasks.qa import f1
 from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.pick.choosers import last_answer, normalised, read_regex
@@ -168,7 +168,6 @@ def _by_execution(database: str) -> AnswerScore:
     `dsbd pick --by exec --database`."""
     runner = ByExecution(database)
     runner.check("--score exec")
-    metric = "execution accuracy"
 
     def check(record: TaskRecord) -> TaskRecord:
         path = database_path(database, record.meta.get("metadata"))
@@ -190,12 +189,11 @@ def _by_execution(database: str) -> AnswerScore:
         return found if isinstance(found, StatementResult) else None
 
     def score(record: TaskRecord, text: str) -> Mapping[str, float]:
-        gold, found = record.meta["result"], execute(record, text)
+        gold = record.meta["result"]
         assert isinstance(gold, StatementResult)
-        right = found is not None and gold.same(found, ordered=is_ordered(record.reference))
-        return {metric: float(right)}
+        return execution_score(gold, execute(record, text), ordered=is_ordered(record.reference))
 
-    return AnswerScore(metric, score, _not_blank, check, complete, execute)
+    return AnswerScore(EXECUTION, score, _not_blank, check, complete, execute)
 
 
 _PLAIN = {

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dsbd_cli.errors import UsageError
-from dsbd_cli.lab.tasks.dataset import Dataset
+from dsbd_cli.lab.tasks.dataset import EXECUTION, Dataset, execution_score
 from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.lab.tasks.task_files import field, items, read_json
 from dsbd_cli.pick.sandbox import SqlProcess, StatementResult, UnreadableDatabaseError, is_ordered
 
 TIMEOUT_S = 30.0
-METRIC = "execution accuracy"
 PROCESS = SqlProcess()
 
 
@@ -33,7 +32,7 @@ def spider_dataset(folder: Path) -> Dataset:
         for number, (place, asked) in enumerate(questions):
             yield _record(folder, number, asked, place, schemas)
 
-    return Dataset("spider", (METRIC,), records, score_spider, execute=_execute)
+    return Dataset("spider", (EXECUTION,), records, score_spider, execute=_execute)
 
 
 def _schemas(path: Path) -> dict[str, str]:
@@ -86,8 +85,7 @@ def _execute(record: TaskRecord, text: str) -> StatementResult | None:
 
 
 def score_spider(record: TaskRecord, text: str) -> Mapping[str, float]:
-    """Return 1 where the statement returns what the gold one returns, else 0: same columns in order, same rows with
-    repeats, in the same order where the gold statement orders them."""
-    gold, found = record.meta["result"], _execute(record, text)
+    """Return whether the statement returns what the gold one returns."""
+    gold = record.meta["result"]
     assert isinstance(gold, StatementResult)
-    return {METRIC: float(found is not None and gold.same(found, ordered=bool(record.meta["ordered"])))}
+    return execution_score(gold, _execute(record, text), ordered=bool(record.meta["ordered"]))

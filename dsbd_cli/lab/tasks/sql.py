@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from dsbd_cli.lab.tasks.dataset import builtin_dataset
+from dsbd_cli.lab.tasks.dataset import EXECUTION, builtin_dataset, execution_score
 from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.pick.sandbox import STEPS, SqlProcess, StatementResult
 from dsbd_cli.pick.sql_child import TableData
@@ -25,8 +25,7 @@ def _execute(record: TaskRecord, text: str) -> StatementResult | None:
 def _score(record: TaskRecord, text: str) -> Mapping[str, float]:
     """Return whether `text`, run on the record's database, returns what the gold SQL returns."""
     gold, found = _execute(record, record.reference), _execute(record, text)
-    right = gold is not None and found is not None and gold.same(found, ordered=bool(record.meta["ordered"]))
-    return {"execution accuracy": float(right)}
+    return execution_score(gold, found, ordered=bool(record.meta["ordered"]))
 
 
-SQL = builtin_dataset("sql", ("execution accuracy",), _score, _execute)
+SQL = builtin_dataset("sql", (EXECUTION,), _score, _execute)

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.tasks.dataset import Dataset
-from dsbd_cli.lab.tasks.qa import f1, normalize
+from dsbd_cli.lab.tasks.qa import METRICS, f1, normalize
 from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.lab.tasks.task_files import field, items, read_json
 
 NO_ANSWER = "unanswerable"
-METRICS = ("exact match", "F1")
 
 
 def squad_dataset(path: Path) -> Dataset:
