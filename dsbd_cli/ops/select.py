@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu import attention, int8, layer, linear, logsumexp, program, scan
-from dsbd_cli.ops.cpu.runtime import unloadable
+from dsbd_cli.ops.cpu.runtime import FLOATS, unloadable
 from dsbd_cli.ops.interface import Linear, OpChoice, Ops, RowsLinear
 from dsbd_cli.ops.triton import available
 from dsbd_cli.ops.triton.trial import faults
@@ -27,7 +27,6 @@ ITERATION_KERNELS = ("candidates", "draft", "verify", "commit", "move")
 ITERATION = ("log_total", *ITERATION_KERNELS)
 GPU_LAYERS = ("norm", "gated", "rotate", "linear")
 TRITON = (*GPU_LAYERS, "attention", *ITERATION_KERNELS)
-FLOATS = (torch.float32, torch.bfloat16)
 
 
 @functools.lru_cache(256)

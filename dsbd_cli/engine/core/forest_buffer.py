@@ -276,12 +276,12 @@ class ForestBuffer:
         that the drafts are drawn from."""
         assert self.kernel is not None
         tokens, logprobs, sizes = candidates.tokens.contiguous(), candidates.logprobs.contiguous(), self.sizes
-        rows, above, width = tokens.shape
+        rows, _, width = tokens.shape
         if distribution and not self.distribution:
             size = (rows, sizes.nodes, width)
             left = tokens.new_empty((2, rows, sizes.layers, sizes.drafts), dtype=torch.float64)
             self.distribution = [tokens.new_empty(size), logprobs.new_empty(size), left]
-        shape, record = [sizes.offset(layer), above, layer, sizes.drafts], self.distribution if distribution else []
+        shape, record = [sizes.offset(layer), layer, sizes.drafts], self.distribution if distribution else []
         self.kernel.extend(
             *(tokens, logprobs, self.tensors, self._table, self.beams.depth, self.keys, endings, warp, record, shape),
             *(self.rule, flags, sizes.last_position),

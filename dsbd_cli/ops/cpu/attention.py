@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import zlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import EAGER, SMALL, CpuKernel, Eager, kernels, offsets
+from dsbd_cli.ops.cpu.runtime import EAGER, FLOATS, SMALL, CpuKernel, Eager, fields, kernels, layout, offsets
 
 LANES = 16
-DTYPES = (torch.float32, torch.bfloat16)
 FEW = 32  # fewer queries of a kv head are not divided among threads, because each thread would read all keys
 
 
@@ -28,14 +26,14 @@ class AttentionArguments(ctypes.Structure):
     """Arguments of the kernel `attend`: sizes, addresses and strides in bytes."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in (
+        *fields(
             "taken", "threads", "items", "heads", "groups", "nodes", "dim", "out_dim", "blocks", "block",
             "query", "query_row", "query_head", "query_node", "key", "key_row", "key_head", "key_slot",
             "value", "value_row", "value_head", "value_slot", "out", "slots", "counts", "bounds", "list_width",
             "prompt_part", "prompt_part_row", "prompt_part_head", "prompt_part_query",
             "sums", "sums_row", "sums_head", "sums_query",
             "sinks", "bias", "bias_row", "bias_head", "bias_node", "scratch", "scratch_bytes", "narrow",
-        )),
+        ),
         ("scale", ctypes.c_float),
         ("cap", ctypes.c_float),
     )  # fmt: skip
@@ -44,21 +42,14 @@ class AttentionArguments(ctypes.Structure):
 class SlotListArguments(ctypes.Structure):
     """Arguments of the kernel `list_slots`."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in (
-            "taken", "threads", "rows", "nodes", "width", "total", "seen", "seen_row", "seen_node", "starts", "order",
-            "slots", "counts", "bounds",
-        )
+    _fields_ = fields(
+        "taken", "threads", "rows", "nodes", "width", "total", "seen", "seen_row", "seen_node", "starts", "order",
+        "slots", "counts", "bounds",
     )  # fmt: skip
 
 
 ATTEND, LIST = offsets(AttentionArguments), offsets(SlotListArguments)
-LAYOUT = zlib.crc32(
-    repr(
-        [(ATTEND, LIST), [field[0] for kind in (AttentionArguments, SlotListArguments) for field in kind._fields_]]
-    ).encode()
-)
+LAYOUT = layout(AttentionArguments, SlotListArguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +92,7 @@ class SlotPaths:
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether the kernel supports these tensors. Only dtype and layout decide it, never the number of nodes,
     rows or slots, which would change bits in the middle of a text."""
-    same = query.dtype in DTYPES and query.dtype == key.dtype == value.dtype
+    same = query.dtype in FLOATS and query.dtype == key.dtype == value.dtype
     return same and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
 
 

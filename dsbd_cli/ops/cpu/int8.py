@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dsbd_cli.ops.cpu.linear import COLUMNS, Parts, Product, lines, row_addresses
+from dsbd_cli.ops.cpu.linear import COLUMNS, Parts, Product, joined_bias, lines, row_addresses
 from dsbd_cli.ops.cpu.runtime import (
     EAGER,
     PRODUCT,
@@ -33,10 +32,12 @@ from dsbd_cli.ops.cpu.runtime import (
     features,
     fields,
     kernels,
+    layout,
     matrix_units,
     may_use_matrix_units,
     offsets,
     scratch,
+    shares,
     team,
 )
 
@@ -81,42 +82,16 @@ class QuantizeWeightArguments(ctypes.Structure):
 
 
 LEVELIZE, MULTIPLY, CONVERT = offsets(QuantizeRowArguments), offsets(Int8Arguments), offsets(QuantizeWeightArguments)
-LAYOUT = zlib.crc32(
-    repr([
-        LEVELS, ZERO, LEVELIZE, MULTIPLY, CONVERT,
-        *(f[0] for kind in (QuantizeRowArguments, Int8Arguments, QuantizeWeightArguments) for f in kind._fields_),
-    ]).encode()
-)  # fmt: skip
-
-
+LAYOUT = layout(QuantizeRowArguments, Int8Arguments, QuantizeWeightArguments, constants=(LEVELS, ZERO))
 Linear = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Product | None]
 
 
-class _Int8Backend(Protocol):
-    """The interface of a backend of int8 products. weights: as they are stored."""
-
-    weights: Tensor
-
-    def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        """Compute the product: x [r, i] -> [r, o]."""
-
-    scales: Tensor
-
-    def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor, linear: Linear) -> None:
-        """weights: [o, i] each, one below the other; outliers [k]; bias [o]. linear: packs the columns of outliers.
-        scales: [o] float32, the weight that the integer 1 stands for."""
-
-    def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize x [r, i]. Return integers [r, i] in 1 .. 255, the scale of each row [r, 1], and outliers [r, k]."""
-
-    def multiply(self, levels: Tensor, steps: Tensor, few: Tensor) -> Tensor:
-        """Multiply the results of `levels` by the weights: levels [r, i], steps [r, 1], few [r, k] -> [r, o]."""
-
-
 class Torch:
-    """Weights and products by torch's operators."""
+    """Weights and products by torch's operators. weights: as they are stored. scales: [o] float32, the weight that the
+    integer 1 stands for."""
 
     def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor, linear: Linear) -> None:
+        """weights: [o, i] each, one below the other; outliers [k]; bias [o]. linear: packs the columns of outliers."""
         weight = torch.cat([*weights])
         few, kept = weight[:, outliers], _kept(weight.shape[1], outliers)
         ordinary = weight.float().mul_(kept)
@@ -139,6 +114,7 @@ class Torch:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize x [r, i]. Return integers [r, i] in 1 .. 255, the scale of each row [r, 1], and outliers [r, k]."""
         levels = torch.empty_like(x, dtype=torch.uint8)
         steps = self.scales.new_empty(len(x), 1)
         for rows, found, step in zip(
@@ -151,6 +127,7 @@ class Torch:
         return levels, steps, x.index_select(1, self._outliers)
 
     def multiply(self, levels: Tensor, steps: Tensor, few: Tensor) -> Tensor:
+        """Multiply the results of `levels` by the weights: levels [r, i], steps [r, 1], few [r, k] -> [r, o]."""
         sums: Tensor = torch.ops.onednn.qlinear_pointwise(
             levels, 1.0, ZERO, self.weights, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
@@ -158,7 +135,8 @@ class Torch:
 
 
 class Compiled:
-    """Weights and products by kernels/int8.py. Outputs fill up a multiple of COLUMNS, inputs a multiple of INPUTS."""
+    """Weights and products by kernels/int8.py, with the methods of Torch. Outputs, and their scales, fill up a multiple
+    of COLUMNS, inputs a multiple of INPUTS."""
 
     @staticmethod
     def able() -> bool:
@@ -175,10 +153,9 @@ class Compiled:
         if wider:
             weights = [pad(weight, (0, wider)) for weight in weights]
         self._kept = pad(_kept(self._given, outliers), (0, wider))
-        self.weights, scales, sums = _converted(weights, self._kept)
+        self.weights, self.scales, sums = _converted(weights, self._kept)
         self._blocks = len(self.weights)
         self._offsets = sums.mul_(-ZERO)
-        self._padded_scales, self.scales = scales, scales[: self._outputs]
         self._bias, self._few = pad(bias.float(), (0, more)), lines([few.float()])
         self._outliers = outliers.contiguous()
 
@@ -197,8 +174,7 @@ class Compiled:
         levels = run.empty(rows, self._inputs, dtype=torch.uint8)
         steps = run.empty(rows, 1, dtype=torch.float32)
         few = run.empty(rows, len(self._outliers), dtype=torch.float32)
-        share = max(1, -(-rows // (4 * torch.get_num_threads())))
-        items = -(-rows // share)
+        items, share = shares(rows, torch.get_num_threads())
         arguments = QuantizeRowArguments(
             0, 0, items, rows, share, x.data_ptr(), x.stride(0) * x.element_size(), x.element_size() == 2,
             self._inputs, self._kept.data_ptr(), levels.data_ptr(), self._inputs, steps.data_ptr(),
@@ -208,14 +184,14 @@ class Compiled:
         return levels, steps, few
 
     def multiply(self, levels: Tensor, steps: Tensor, few: Tensor, run: Eager = EAGER) -> Tensor:
-        rows, columns = levels.shape[0], self._padded_scales.shape[0]
+        rows, columns = levels.shape[0], self.scales.shape[0]
         out = run.empty(rows, columns, dtype=self._dtype)
         quads = self._inputs // 4
         parts = Parts.of(rows, self._blocks, quads, kinds=2)
         sums = parts.scratch(run)
         arguments = Int8Arguments(
             *parts.arguments(sums), levels.data_ptr(), levels.stride(0), self.weights.data_ptr(), quads, parts.piece,
-            self._offsets.data_ptr(), self._padded_scales.data_ptr(), steps.data_ptr(), few.data_ptr(),
+            self._offsets.data_ptr(), self.scales.data_ptr(), steps.data_ptr(), few.data_ptr(),
             self._few.data_ptr(), few.shape[1], self._bias.data_ptr(), out.data_ptr(), columns * out.element_size(),
             out.element_size() == 2,
         )  # fmt: skip
@@ -255,8 +231,6 @@ class Int8Product(Product):
     """A product in int8, of layers with the same input, which is quantized once.
 
     Attributes:
-        outliers: [k] input channels that are not quantized.
-        scales: [o] float32, the weight that the integer 1 stands for.
         parts: number of outputs of each layer.
         backend: computes the product.
     """
@@ -272,11 +246,7 @@ class Int8Product(Product):
         """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. outliers: [k], ascending.
         backend: computes the product. linear: packs weights that are not quantized, or returns None."""
         self.parts = [len(one) for one in weights]
-        missing = (weights[0].new_zeros(part) for part in self.parts)
-        bias = torch.cat([gap if one is None else one for one, gap in zip(biases, missing, strict=True)])
-        self.outliers = outliers
-        self.backend = backend(weights, outliers, bias, linear)
-        self.scales = self.backend.scales
+        self.backend = backend(weights, outliers, joined_bias(weights, biases), linear)
         self.compiled = backend is Compiled
 
     def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:

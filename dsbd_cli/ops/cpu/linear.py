@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +27,9 @@ from dsbd_cli.ops.cpu.runtime import (
     Eager,
     features,
     fields,
+    flattened,
     kernels,
+    layout,
     matrix_units,
     may_use_matrix_units,
     offsets,
@@ -66,11 +67,7 @@ class PackArguments(ctypes.Structure):
 
 
 MULTIPLY, PACK = offsets(LinearArguments), offsets(PackArguments)
-LAYOUT = zlib.crc32(
-    repr(
-        [COLUMNS, MULTIPLY, PACK, [field[0] for kind in (LinearArguments, PackArguments) for field in kind._fields_]]
-    ).encode()
-)
+LAYOUT = layout(LinearArguments, PackArguments, constants=(COLUMNS,))
 
 
 @functools.cache
@@ -239,16 +236,11 @@ class Compiled:
 
     def __call__(self, x: Tensor, bias: Tensor | None, run: Eager = EAGER) -> Tensor:
         """Compute the product: x [..., i] -> [..., o]. bias: as `bias` returned it."""
-        unit, inputs, blocks, steps = self._unit, x.shape[-1], self._blocks, self._steps
+        unit, blocks, steps = self._unit, self._blocks, self._steps
         columns = blocks * COLUMNS
         assert x.dtype == self.dtype
-        assert x.is_cpu
-        assert inputs * unit == 4 * steps
-        flat = x.reshape(-1, inputs)
-        row, step = flat.stride()
-        if step != 1:
-            flat, row = flat.contiguous(), inputs
-        rows = flat.shape[0]
+        assert x.shape[-1] * unit == 4 * steps
+        flat, rows, row = flattened(x)
         out = run.empty(*x.shape[:-1], columns, dtype=x.dtype)
         room = self._room(rows)
         parts = Parts.of(rows, blocks, steps, room=room)
@@ -330,6 +322,12 @@ class Product:
         return result
 
 
+def joined_bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """Return the biases of layers with weights [o, i] as one. Zeros take the place of those that are None."""
+    pairs = zip(weights, biases, strict=True)
+    return torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in pairs])
+
+
 class PackedProduct(Product):
     """A product with packed weights."""
 
@@ -342,8 +340,7 @@ class PackedProduct(Product):
         self.compiled = backend is Compiled
         self._bias: Tensor | None = None
         if any(bias is not None for bias in biases):
-            missing = (weights[0].new_zeros(part) for part in self.parts)
-            self.set_bias(torch.cat([gap if bias is None else bias for bias, gap in zip(biases, missing, strict=True)]))
+            self.set_bias(joined_bias(weights, biases))
 
     @property
     def weights(self) -> list[Tensor]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import zlib
 
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import CpuKernel, fields, kernels, offsets
+from dsbd_cli.ops.cpu.runtime import FLOATS, CpuKernel, fields, kernels, layout, offsets
 
 WORK = 4  # multiplications per number, about
 
@@ -25,21 +24,20 @@ class LogsumexpArguments(ctypes.Structure):
 
 
 TOTAL = offsets(LogsumexpArguments)
-LAYOUT = zlib.crc32(repr([TOTAL, [field[0] for field in LogsumexpArguments._fields_]]).encode())
+LAYOUT = layout(LogsumexpArguments)
 
 
 def log_total(values: Tensor, highest: Tensor) -> Tensor | None:
     """Do what `reference.log_total` does, for float32 and bfloat16 values whose rows have no gaps; return None for
     others. The bits of a row do not depend on the other rows."""
-    narrow = values.dtype == torch.bfloat16
-    if not (narrow or values.dtype == torch.float32) or values.device.type != "cpu" or values.stride(1) != 1:
+    if values.dtype not in FLOATS or values.device.type != "cpu" or values.stride(1) != 1:
         return None
     rows, count = values.shape
     highest, out = highest.contiguous(), torch.empty(rows, 1, dtype=torch.float32, device="cpu")
     assert (highest.shape, highest.dtype) == (out.shape, out.dtype)
     arguments = LogsumexpArguments(
         0, 0, rows, values.data_ptr(), values.stride(0) * values.element_size(), count, highest.data_ptr(),
-        out.data_ptr(), narrow,
+        out.data_ptr(), values.dtype == torch.bfloat16,
     )  # fmt: skip
     compiled()(arguments, WORK * rows * count, rows)
     # in float64, because in float32 torch may compute the log of the last few numbers of a tensor in another way

@@ -11,14 +11,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import CpuKernel, Eager, Results, fields, kernels, offsets, team_address
+from dsbd_cli.ops.cpu.runtime import CpuKernel, Eager, Results, fields, kernels, layout, offsets, team_address
 
 Step = Callable[[], object]
 
@@ -30,7 +29,7 @@ class ProgramArguments(ctypes.Structure):
 
 
 RUN = offsets(ProgramArguments)
-LAYOUT = zlib.crc32(repr([RUN, *(one[0] for one in ProgramArguments._fields_)]).encode())
+LAYOUT = layout(ProgramArguments)
 
 
 class Arena:

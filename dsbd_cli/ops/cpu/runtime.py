@@ -12,6 +12,7 @@ import importlib
 import logging
 import mmap
 import platform
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ HUGE = 2**21  # bytes of a huge page
 # registers (kernel documentation, x86/xstate)
 ARCH_PRCTL, REQUEST_REGISTERS, TILE_REGISTERS = 158, 0x1023, 18
 
+FLOATS = (torch.float32, torch.bfloat16)  # that our kernels compute with
 # first fields of the arguments of a product (see `product` of simd.py and `Parts` of linear.py)
 PRODUCT = ("taken", "threads", "items", "rows", "chunk", "blocks", "share", "sums", "sums_bytes")
 
@@ -39,6 +41,29 @@ def fields(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
 
 def offsets(kind: type[ctypes.Structure]) -> tuple[int, ...]:
     return tuple(getattr(kind, field[0]).offset for field in kind._fields_)
+
+
+def layout(*kinds: type[ctypes.Structure], constants: tuple[int, ...] = ()) -> int:
+    """Return a number that changes with the fields of structures, and with constants that kernels compute with."""
+    return zlib.crc32(repr([constants, *((kind._fields_, offsets(kind)) for kind in kinds)]).encode())
+
+
+def flattened(x: Tensor) -> tuple[Tensor, int, int]:
+    """Return x as [m, width] without gaps inside its rows, m, and the distance from one row to the next in numbers."""
+    assert x.is_cpu
+    width = x.shape[-1]
+    flat = x.reshape(-1, width)
+    row, step = flat.stride()
+    if step != 1:
+        flat, row = flat.contiguous(), width
+    return flat, flat.shape[0], row
+
+
+@functools.lru_cache(1024)
+def shares(rows: int, threads: int) -> tuple[int, int]:
+    """Return the number of parts that threads take, and the rows of each part."""
+    share = max(1, -(-rows // (4 * threads)))
+    return -(-rows // share), share
 
 
 class CpuKernel:

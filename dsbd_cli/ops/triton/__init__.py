@@ -47,6 +47,11 @@ def available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def tried_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that are tried: triton's interpreter truncates to bfloat16 where everything else rounds."""
+    return torch.float32, torch.bfloat16 if device.type == "cuda" else torch.float16
+
+
 def differences(kernel: KernelCheck, device: torch.device, seed: int = 0) -> Iterator[str]:
     """Compare a kernel with its reference, and yield a text per case in which their results differ.
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.ops.triton import Arguments, KernelCheck
+from dsbd_cli.ops.triton import Arguments, KernelCheck, tried_dtypes
 from dsbd_cli.ops.triton.distribution import NEG_INF
 
 SPLIT = 512  # slots of a part
@@ -198,8 +198,7 @@ def attention_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
-    half = torch.bfloat16 if device.type == "cuda" else torch.float16  # as layers._dtypes
-    for dtype in (torch.float32, half):
+    for dtype in tried_dtypes(device):
         for rows, nodes, heads, kv_heads, dim, slots in (
             (1, 3, 2, 1, 16, 40),
             (2, 5, 4, 2, 48, 600),

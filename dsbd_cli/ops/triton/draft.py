@@ -399,7 +399,7 @@ def begin(
             ),
             *(mask.shape[2], table[2].shape[1], last_position, trash, joined[0].shape[2] - roots),
             WP=triton.next_power_of_2(roots),
-            LP=triton.next_power_of_2((depth + 1) * 8),
+            LP=triton.next_power_of_2((depth + 1) * STREAMS.value),
             TILE=TILE if roots < 8 else 64,
             num_warps=4,
             enable_fp_fusion=False,
@@ -428,11 +428,11 @@ def extend(
 
     tokens, logprobs [R, n, C]. endings: eos [V], table of the stop automaton. warp: temperature, top_k, top_p, min_p,
     greedy. distribution: tokens and log_q [R, N, C] of the nodes that were drafted from, log_drawn and log_rest
-    [2, R, D, K] float64, to be written; or nothing. shape: the first of the nodes above and their number n, layer, K.
+    [2, R, D, K] float64, to be written; or nothing. shape: the first of the nodes above, layer, K.
     flags: of distribution.pool_constants.
     """
     rows, above, candidates = tokens.shape
-    first, _, layer, count = shape
+    first, layer, count = shape
     ints, _, weights, _, ancestors, mask = buffer
     used, common_prefix, positions, held = table
     eos, automaton = endings

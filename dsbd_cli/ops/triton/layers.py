@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsbd_cli.ops import reference
-from dsbd_cli.ops.triton import Arguments, KernelCheck
+from dsbd_cli.ops.triton import Arguments, KernelCheck, tried_dtypes
 
 WIDEST = 16384  # numbers of a row, which one program normalises
 GATE_BLOCK = 1024
@@ -215,17 +215,12 @@ def _(
 # Random calls
 
 
-def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """Return the dtypes that are tried: triton's interpreter truncates to bfloat16 where everything else rounds."""
-    return torch.float32, torch.bfloat16 if device.type == "cuda" else torch.float16
-
-
 def _real(generator: torch.Generator, device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator).to(dtype).to(device)
 
 
 def _norm_cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
-    for dtype in _dtypes(device):
+    for dtype in tried_dtypes(device):
         for rows, width, adds, unit_offset in ((3, 64, True, False), (1, 96, False, False), (5, 640, True, True)):
             x = _real(generator, device, dtype, rows, width) * 3
             more = _real(generator, device, dtype, rows, width) if adds else None
@@ -233,14 +228,14 @@ def _norm_cases(generator: torch.Generator, device: torch.device) -> Iterator[Ar
 
 
 def _gated_cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
-    for dtype in _dtypes(device):
+    for dtype in tried_dtypes(device):
         for rows, width in ((2, 48), (4, 1400)):
             for gelu in (False, True):
                 yield _real(generator, device, dtype, rows, 2 * width) * 4, gelu
 
 
 def _rotate_cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
-    for dtype in _dtypes(device):
+    for dtype in tried_dtypes(device):
         for rows, nodes, heads, kv_heads, dim in ((1, 3, 2, 1, 16), (2, 5, 4, 2, 80), (3, 1, 4, 4, 64)):
             both = _real(generator, device, dtype, rows, nodes, (heads + 2 * kv_heads) * dim)
             angles = torch.randn(1 if rows == 2 else rows, nodes, dim, generator=generator)

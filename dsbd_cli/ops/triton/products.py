@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.ops.triton import Arguments, KernelCheck
+from dsbd_cli.ops.triton import Arguments, KernelCheck, tried_dtypes
 
 ROWS = 64  # of a tile, however many rows there are: a usual forest fits into one tile, which reads the weights once
 COLUMNS = 64
@@ -133,8 +133,7 @@ def linear_fits(weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
-    half = torch.bfloat16 if device.type == "cuda" else torch.float16  # as layers._dtypes
-    for dtype in (torch.float32, half):
+    for dtype in tried_dtypes(device):
         for rows, inner, outer, biased in ((3, 64, 48, False), (70, 608, 130, True), (5, 1104, 40, True)):
             x = torch.randn(rows, inner, generator=generator)
             weight = torch.randn(outer, inner, generator=generator) / inner**0.5

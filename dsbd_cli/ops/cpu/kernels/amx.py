@@ -33,9 +33,9 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     turn_f32,
     turn_some,
 )
+from dsbd_cli.ops.cpu.linear import SIDES
 from dsbd_cli.ops.cpu.runtime import matrix_units
 
-SIDES = 16  # rows of a tile register, and words of one row
 ROW = SIDES * WORD  # bytes
 REGISTERS = 8
 INSTRUCTIONS = {"bfloat16": "llvm.x86.tdpbf16ps", "int8": "llvm.x86.tdpbusd"}

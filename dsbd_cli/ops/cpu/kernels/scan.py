@@ -312,7 +312,7 @@ def _advance(e, source, source_at, source_step, keys, u, u_at, u_step, listed, l
 
 _I1, _I2, _I3 = types.int64[::1], types.int64[:, ::1], types.int64[:, :, ::1]
 _F1, _F2, _F3, _F4 = types.float32[::1], types.float32[:, ::1], types.float32[:, :, ::1], types.float32[:, :, :, ::1]
-_B1, _B3 = types.boolean[::1], types.boolean[:, :, ::1]
+_B3 = types.boolean[:, :, ::1]
 
 
 class ScanMask(NamedTuple):
