@@ -47,10 +47,10 @@ def ops_for(
     found, report = dict[str, Any](), list[OpChoice]()
     missing = "not wanted" if kernels is False else triton_missing(device, asked=bool(kernels))
     names = [name for name in wanted if name in TRITON] if missing is None else []
-    wrong = faults(device) if names and device.type == "cuda" else {}
+    faulty = faults(device) if names and device.type == "cuda" else {}
     by_triton = triton_ops(names) if names else {}
     for name in wanted:
-        reason = missing or wrong.get(name) or _triton_unfit(name, dtype, widths)
+        reason = missing or faulty.get(name) or _triton_unfit(name, dtype, widths)
         if name in by_triton and reason is None:
             found[name], choice = (
                 by_triton[name],
@@ -113,9 +113,9 @@ def packed_linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) ->
 
     weights: [o, i] of each layer, of one dtype, on a CPU. biases: [o] or None of each layer.
     """
-    for way in (linear.Compiled, linear.Torch):
-        if way.takes(weights[0]) and _packs(way, weights[0].dtype):
-            return linear.PackedProduct(weights, biases, way)
+    for backend in (linear.Compiled, linear.Torch):
+        if backend.takes(weights[0]) and _packs(backend, weights[0].dtype):
+            return linear.PackedProduct(weights, biases, backend)
     return None
 
 
@@ -142,18 +142,18 @@ def _packing(dtype: torch.dtype) -> OpChoice:
 
 
 @functools.cache
-def _packs(way: type[linear.Compiled] | type[linear.Torch], dtype: torch.dtype) -> bool:
+def _packs(backend: type[linear.Compiled] | type[linear.Torch], dtype: torch.dtype) -> bool:
     """Return whether a packed product can serve here and gives the results of the plain one."""
-    if dtype not in FLOATS or not way.able(dtype):
+    if dtype not in FLOATS or not backend.able(dtype):
         return False
-    if way is linear.Compiled and _unloadable(linear.compiled, "torch computes linear layers") is not None:
+    if backend is linear.Compiled and _unloadable(linear.compiled, "torch computes linear layers") is not None:
         return False
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 64, generator=generator).to(dtype)
     x, bias = torch.randn(2, 5, 64, generator=generator).to(dtype), torch.randn(96, generator=generator).to(dtype)
     try:
         with torch.inference_mode():
-            product = way([weight])
+            product = backend([weight])
             ours = product(x, product.bias(bias))
             plain = nn.functional.linear(x, weight, bias)
     except (AttributeError, RuntimeError, NotImplementedError):

@@ -81,8 +81,9 @@ class QuantizeWeightArguments(ctypes.Structure):
     )  # fmt: skip
 
 
-LEVELIZE, MULTIPLY, CONVERT = offsets(QuantizeRowArguments), offsets(Int8Arguments), offsets(QuantizeWeightArguments)
-LAYOUT = layout(QuantizeRowArguments, Int8Arguments, QuantizeWeightArguments, constants=(LEVELS, ZERO))
+_ARGUMENTS = QuantizeRowArguments, Int8Arguments, QuantizeWeightArguments
+QUANTIZE_ROWS, MULTIPLY, QUANTIZE_WEIGHTS = map(offsets, _ARGUMENTS)
+LAYOUT = layout(*_ARGUMENTS, constants=(LEVELS, ZERO))
 Linear = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Product | None]
 
 
@@ -93,15 +94,15 @@ class Torch:
     def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor, linear: Linear) -> None:
         """weights: [o, i] each, one below the other; outliers [k]; bias [o]. linear: packs the columns of outliers."""
         weight = torch.cat([*weights])
-        few, kept = weight[:, outliers], _kept(weight.shape[1], outliers)
+        outlier_weights, kept = weight[:, outliers], _ordinary_mask(weight.shape[1], outliers)
         ordinary = weight.float().mul_(kept)
         del weight
         scales = (ordinary.abs().amax(1) / LEVELS).clamp_min(SMALLEST)
         integers = ordinary.div_(scales.unsqueeze(1)).round_().to(torch.int8)
         del ordinary
-        packed = linear([few], [bias])
-        self._few = partial(_linear, few, bias) if packed is None else packed.compute
-        self.scales, self._outliers, self._kept = scales, outliers, kept.to(few.dtype)
+        packed = linear([outlier_weights], [bias])
+        self._outlier_product = partial(_linear, outlier_weights, bias) if packed is None else packed.compute
+        self.scales, self._outliers, self._ordinary_mask = scales, outliers, kept.to(outlier_weights.dtype)
         self.weights: Tensor = torch.ops.onednn.qlinear_prepack(integers, None)
         self._zeros = torch.zeros(len(integers), dtype=torch.int32)
 
@@ -121,17 +122,17 @@ class Torch:
             x.split(LEVEL_ROWS), levels.split(LEVEL_ROWS), steps.split(LEVEL_ROWS), strict=True
         ):
             # each product, quotient and sum is rounded by itself: where torch fuses some, bits depend on the place
-            ordinary = rows * self._kept
+            ordinary = rows * self._ordinary_mask
             step.copy_(ordinary.abs().amax(1, keepdim=True)).div_(LEVELS).clamp_min_(SMALLEST)
             found.copy_(ordinary.float().div_(step).add_(ZERO + 0.5).to(torch.int32))
         return levels, steps, x.index_select(1, self._outliers)
 
-    def multiply(self, levels: Tensor, steps: Tensor, few: Tensor) -> Tensor:
-        """Multiply the results of `levels` by the weights: levels [r, i], steps [r, 1], few [r, k] -> [r, o]."""
+    def multiply(self, levels: Tensor, steps: Tensor, outlier_x: Tensor) -> Tensor:
+        """Multiply the results of `levels` by the weights: levels [r, i], steps [r, 1], outlier_x [r, k] -> [r, o]."""
         sums: Tensor = torch.ops.onednn.qlinear_pointwise(
             levels, 1.0, ZERO, self.weights, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
-        return sums.mul_(steps).add_(self._few(few)).to(few.dtype)
+        return sums.mul_(steps).add_(self._outlier_product(outlier_x)).to(outlier_x.dtype)
 
 
 class Compiled:
@@ -149,14 +150,14 @@ class Compiled:
         self._dtype, pad = weights[0].dtype, nn.functional.pad
         wider = -self._given % INPUTS
         self._inputs, more = self._given + wider, -self._outputs % COLUMNS
-        few = torch.cat([weight[:, outliers] for weight in weights])
+        outlier_weights = torch.cat([weight[:, outliers] for weight in weights])
         if wider:
             weights = [pad(weight, (0, wider)) for weight in weights]
-        self._kept = pad(_kept(self._given, outliers), (0, wider))
-        self.weights, self.scales, sums = _converted(weights, self._kept)
+        self._ordinary_mask = pad(_ordinary_mask(self._given, outliers), (0, wider))
+        self.weights, self.scales, sums = _quantized_weights(weights, self._ordinary_mask)
         self._blocks = len(self.weights)
         self._offsets = sums.mul_(-ZERO)
-        self._bias, self._few = pad(bias.float(), (0, more)), lines([few.float()])
+        self._bias, self._outlier_lines = pad(bias.float(), (0, more)), lines([outlier_weights.float()])
         self._outliers = outliers.contiguous()
 
     def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
@@ -173,17 +174,17 @@ class Compiled:
         rows = x.shape[0]
         levels = run.empty(rows, self._inputs, dtype=torch.uint8)
         steps = run.empty(rows, 1, dtype=torch.float32)
-        few = run.empty(rows, len(self._outliers), dtype=torch.float32)
+        outlier_x = run.empty(rows, len(self._outliers), dtype=torch.float32)
         items, share = shares(rows, torch.get_num_threads())
         arguments = QuantizeRowArguments(
             0, 0, items, rows, share, x.data_ptr(), x.stride(0) * x.element_size(), x.element_size() == 2,
-            self._inputs, self._kept.data_ptr(), levels.data_ptr(), self._inputs, steps.data_ptr(),
-            self._outliers.data_ptr(), few.data_ptr(), few.shape[1],
+            self._inputs, self._ordinary_mask.data_ptr(), levels.data_ptr(), self._inputs, steps.data_ptr(),
+            self._outliers.data_ptr(), outlier_x.data_ptr(), outlier_x.shape[1],
         )  # fmt: skip
         run.launch(compiled()[0], arguments, rows * self._inputs, items)
-        return levels, steps, few
+        return levels, steps, outlier_x
 
-    def multiply(self, levels: Tensor, steps: Tensor, few: Tensor, run: Eager = EAGER) -> Tensor:
+    def multiply(self, levels: Tensor, steps: Tensor, outlier_x: Tensor, run: Eager = EAGER) -> Tensor:
         rows, columns = levels.shape[0], self.scales.shape[0]
         out = run.empty(rows, columns, dtype=self._dtype)
         quads = self._inputs // 4
@@ -191,9 +192,9 @@ class Compiled:
         sums = parts.scratch(run)
         arguments = Int8Arguments(
             *parts.arguments(sums), levels.data_ptr(), levels.stride(0), self.weights.data_ptr(), quads, parts.piece,
-            self._offsets.data_ptr(), self.scales.data_ptr(), steps.data_ptr(), few.data_ptr(),
-            self._few.data_ptr(), few.shape[1], self._bias.data_ptr(), out.data_ptr(), columns * out.element_size(),
-            out.element_size() == 2,
+            self._offsets.data_ptr(), self.scales.data_ptr(), steps.data_ptr(), outlier_x.data_ptr(),
+            self._outlier_lines.data_ptr(), outlier_x.shape[1], self._bias.data_ptr(), out.data_ptr(),
+            columns * out.element_size(), out.element_size() == 2,
         )  # fmt: skip
         run.launch(compiled()[1], arguments, rows * columns * self._inputs, parts.items)
         return out if columns == self._outputs else out[:, : self._outputs]
@@ -203,17 +204,17 @@ def _linear(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
     return nn.functional.linear(x, weight, bias)
 
 
-def _kept(inputs: int, outliers: Tensor) -> Tensor:
+def _ordinary_mask(inputs: int, outliers: Tensor) -> Tensor:
     """Return [i] float32, 0 for outliers and 1 for other channels."""
     kept = torch.ones(inputs)
     kept[outliers] = 0
     return kept
 
 
-def _converted(weights: Sequence[Tensor], kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _quantized_weights(weights: Sequence[Tensor], kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize weights [o, i]. Return the integers as lines, their scales [o] and their sums [o] int32, filled up with
     zeros (scales: with SMALLEST) to a multiple of COLUMNS. Each weight is read twice, row by row."""
-    rows, held = row_addresses(weights)
+    rows, owners = row_addresses(weights)
     inputs, count, threads = weights[0].shape[1], len(rows), torch.get_num_threads()
     made = scratch(count * inputs).view(torch.int32).view(-1, inputs // 4, COLUMNS)
     scales, sums = torch.empty(count), torch.empty(count, dtype=torch.int32)
@@ -223,7 +224,7 @@ def _converted(weights: Sequence[Tensor], kept: Tensor) -> tuple[Tensor, Tensor,
         sums.data_ptr(), made.data_ptr(), spare.data_ptr(), spare.stride(0),
     )  # fmt: skip
     compiled()[2](arguments, made.numel() * 8, len(made))
-    del held
+    del owners
     return made, scales, sums
 
 
@@ -261,7 +262,7 @@ def outlier_channels(largest: Tensor) -> Tensor:
 @functools.cache
 def compiled() -> list[CpuKernel]:
     """Return the kernels, made at the first call."""
-    return kernels("int8", "levelize", "multiply", "convert")
+    return kernels("int8", "quantize_rows", "multiply", "quantize_weights")
 
 
 def fault(backend: type[Torch] | type[Compiled], linear: Linear) -> str | None:

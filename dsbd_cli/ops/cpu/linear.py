@@ -44,8 +44,8 @@ MIN_FEATURES = 64
 COLUMNS = 64  # outputs that our kernels compute at once
 # For matrix units. They multiply SIDES rows, of SIDES words each, at once. For up to ROWS_AT_ONCE rows of x, weights
 # that are stored in rows are read from memory once. For more, a thread turns a piece of them into lines, which its
-# cache holds. BESIDE: lines between the sums of a thread and its room (see `Parts.of`).
-SIDES, ROWS_AT_ONCE, BESIDE = 16, 64, 32
+# cache holds. SPARE_LINES: lines between the sums of a thread and its room (see `Parts.of`).
+SIDES, ROWS_AT_ONCE, SPARE_LINES = 16, 64, 32
 # For our kernels. A thread works on up to CHUNK_ROWS rows of x at once. For more than FEW_ROWS rows it works on PIECE
 # lines of weights at a time, which its cache holds.
 CHUNK_ROWS, FEW_ROWS, PIECE = 96, 5, 1024
@@ -135,29 +135,29 @@ def lines(weights: Sequence[Tensor]) -> Tensor:
     weights: [o, i] each, of one dtype and width. Outputs are filled up with zeros to a multiple of COLUMNS. Each weight
     is read once, from wherever it is stored.
     """
-    rows, held = row_addresses(weights)
+    rows, owners = row_addresses(weights)
     made = _lines(rows, sum(map(len, weights)), weights[0])
-    del held
+    del owners
     return made
 
 
-def picked_lines(table: Tensor, ids: Tensor, home: Tensor | None = None) -> Tensor:
-    """Return the rows ids [o] int64 of a table [V, i] as lines. home: lines of as many rows, which are overwritten."""
+def picked_lines(table: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the rows ids [o] int64 of a table [V, i] as lines. out: lines of as many rows, which are overwritten."""
     rows = ids * (table.stride(0) * table.element_size()) + table.data_ptr()
-    return _lines(_filled(rows, COLUMNS), len(ids), table, home)
+    return _lines(_filled(rows, COLUMNS), len(ids), table, out)
 
 
-def _lines(rows: Tensor, count: int, like: Tensor, home: Tensor | None = None) -> Tensor:
+def _lines(rows: Tensor, count: int, like: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the rows at the addresses `rows` [o] int64 as lines. Only the first `count` are real; rows of zeros take
-    the place of the others. like: [., i], a tensor of the same dtype and width. home: as in `picked_lines`."""
+    the place of the others. like: [., i], a tensor of the same dtype and width. out: as in `picked_lines`."""
     steps, zeros = like.shape[1] * like.element_size() // 4, torch.zeros_like(like[0]).contiguous()
     rows[count:] = zeros.data_ptr()
-    made = scratch(len(rows) * steps * 4).view(torch.int32).view(-1, steps, COLUMNS) if home is None else home
+    made = scratch(len(rows) * steps * 4).view(torch.int32).view(-1, steps, COLUMNS) if out is None else out
     compiled()[1](PackArguments(0, 0, len(made), rows.data_ptr(), steps, made.data_ptr()), made.numel(), len(made))
     return made
 
 
-def lie_in_groups(weights: Sequence[Tensor]) -> bool:
+def readable_in_groups(weights: Sequence[Tensor]) -> bool:
     """Return whether weights [o, i] can be read in groups of SIDES rows: all rows of a group belong to one weight and
     are equally far apart, and a row consists of whole groups of SIDES words."""
     wide = weights[0].shape[1] * weights[0].element_size() % (4 * SIDES) == 0
@@ -168,26 +168,26 @@ def row_groups(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Return the address of each group of SIDES rows of weights [o, i] and the bytes between its rows, [groups, 2]
     int64, and the tensors that the addresses point into. Rows of zeros fill up the last COLUMNS rows."""
     assert all(weight.is_cpu for weight in weights)
-    found, held = list[Tensor](), [*weights]
+    found, owners = list[Tensor](), [*weights]
     for weight in weights:
         row = weight.stride(0) * weight.element_size()
         begin = torch.arange(0, len(weight), SIDES) * row + weight.data_ptr()
         found.append(torch.stack([begin, torch.full_like(begin, row)], 1))
     if missing := -sum(map(len, found)) % (COLUMNS // SIDES):
-        held.append(torch.zeros_like(weights[0][0]))
-        found.append(torch.tensor([[held[-1].data_ptr(), 0]]).expand(missing, 2))
-    return torch.cat(found), held
+        owners.append(torch.zeros_like(weights[0][0]))
+        found.append(torch.tensor([[owners[-1].data_ptr(), 0]]).expand(missing, 2))
+    return torch.cat(found), owners
 
 
 def row_addresses(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Return the addresses [o] int64 of the rows of all weights, filled up with 0 to a multiple of COLUMNS, and the
     tensors that they point into."""
-    held = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
-    assert all(weight.is_cpu for weight in held)
+    owners = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
+    assert all(weight.is_cpu for weight in owners)
     found = [
-        torch.arange(len(weight)) * (weight.stride(0) * weight.element_size()) + weight.data_ptr() for weight in held
+        torch.arange(len(weight)) * (weight.stride(0) * weight.element_size()) + weight.data_ptr() for weight in owners
     ]
-    return _filled(torch.cat(found), COLUMNS), held
+    return _filled(torch.cat(found), COLUMNS), owners
 
 
 def address(tensor: Tensor) -> int:
@@ -217,7 +217,7 @@ class Compiled:
         self._unit = like.element_size()
         self._steps = like.shape[1] * self._unit // 4
         in_groups = picked is None and self._unit == 2 and bfloat16_tile() == "amx"
-        self._in_rows = in_groups and lie_in_groups(weights)
+        self._in_rows = in_groups and readable_in_groups(weights)
         if self._in_rows:
             self._places, self.weights = row_groups(weights)
         else:
@@ -228,11 +228,11 @@ class Compiled:
     def bias(self, bias: Tensor) -> Tensor:
         return _filled(bias.float(), COLUMNS)
 
-    def _room(self, rows: int) -> int:
+    def _room_lines(self, rows: int) -> int:
         """Return how many lines a thread needs beside its sums: for transposed rows of x, or a piece of the weights."""
         if not self._in_rows:
             return 0
-        return BESIDE + (-(-rows // SIDES) * -(-self._steps * SIDES // COLUMNS) if rows <= ROWS_AT_ONCE else PIECE)
+        return SPARE_LINES + (-(-rows // SIDES) * -(-self._steps * SIDES // COLUMNS) if rows <= ROWS_AT_ONCE else PIECE)
 
     def __call__(self, x: Tensor, bias: Tensor | None, run: Eager = EAGER) -> Tensor:
         """Compute the product: x [..., i] -> [..., o]. bias: as `bias` returned it."""
@@ -242,12 +242,12 @@ class Compiled:
         assert x.shape[-1] * unit == 4 * steps
         flat, rows, row = flattened(x)
         out = run.empty(*x.shape[:-1], columns, dtype=x.dtype)
-        room = self._room(rows)
+        room = self._room_lines(rows)
         parts = Parts.of(rows, blocks, steps, room=room)
         sums = parts.scratch(run)
         arguments = LinearArguments(
             *parts.arguments(sums), flat.data_ptr(), row * unit, self._places.data_ptr(), steps, parts.piece,
-            self._in_rows, (parts.sums[1] - room + BESIDE) * COLUMNS * 4, 0 if bias is None else bias.data_ptr(),
+            self._in_rows, (parts.sums[1] - room + SPARE_LINES) * COLUMNS * 4, 0 if bias is None else bias.data_ptr(),
             out.data_ptr(), columns * unit, unit == 2,
         )  # fmt: skip
         run.launch(compiled()[0], arguments, rows * columns * steps, parts.items)

@@ -29,10 +29,10 @@ from dsbd_cli.ops.triton.distribution import (
     value_at,
 )
 
-FIELDS = ("token", "parent", "root", "path", "stop_state", "source", "slot", "position")
+FIELDS = ("token", "parent", "root", "path", "stop_state", "drafter_id", "slot", "position")
 FLAGS = ("valid", "ends", "sampled")
 TOKEN, PARENT, ROOT, PATH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-STOP, SOURCE, SLOT, POSITION = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+STOP, DRAFTER_ID, SLOT, POSITION = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 VALID, ENDS, SAMPLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 STREAMS = tl.constexpr(8)
 MOST_PAIRS = 4096  # of a pool at most, padding included
@@ -97,7 +97,7 @@ def begin_kernel(
     tl.store(o_ints + ROOT * plane + at, w.to(tl.int64), mask=real)
     tl.store(o_ints + PATH * plane + at, tl.load(path + mine, mask=real, other=0), mask=real)
     tl.store(o_ints + STOP * plane + at, tl.load(stop_state + mine, mask=real, other=1), mask=real)
-    tl.store(o_ints + SOURCE * plane + at, zero, mask=real)
+    tl.store(o_ints + DRAFTER_ID * plane + at, zero, mask=real)
     tl.store(o_ints + SLOT * plane + at, places, mask=real)
     tl.store(o_ints + POSITION * plane + at, positions, mask=real)
     tl.store(o_flags + VALID * plane + at, tl.load(valid + mine, mask=real, other=0) != 0, mask=real)
@@ -320,7 +320,7 @@ def extend_kernel(
     tl.store(ints + ROOT * plane + to, tl.load(ints + ROOT * plane + parent, mask=mine, other=0), mask=mine)
     tl.store(ints + PATH * plane + to, path, mask=mine)
     tl.store(ints + STOP * plane + to, state, mask=mine)
-    tl.store(ints + SOURCE * plane + to, state * 0, mask=mine)
+    tl.store(ints + DRAFTER_ID * plane + to, state * 0, mask=mine)
     tl.store(ints + SLOT * plane + to, place, mask=mine)
     tl.store(ints + POSITION * plane + to, depths, mask=mine)
     tl.store(flags + VALID * plane + to, found, mask=mine)

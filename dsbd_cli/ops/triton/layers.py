@@ -31,8 +31,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
-def norm_kernel(x, more, weight, out, summed, width, eps, ADDS: tl.constexpr, ONE_MORE: tl.constexpr, P: tl.constexpr):
-    """Divide a row of x (+ more) by its root mean square and multiply by weight. ONE_MORE: by 1 + weight in float32."""
+def norm_kernel(
+    x, more, weight, out, summed, width, eps, ADDS: tl.constexpr, UNIT_OFFSET: tl.constexpr, P: tl.constexpr
+):
+    """Divide a row of x (+ more) by its root mean square, multiply by weight. UNIT_OFFSET: by 1 + weight in float32."""
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, P)
     inside = at < width
@@ -44,7 +46,7 @@ def norm_kernel(x, more, weight, out, summed, width, eps, ADDS: tl.constexpr, ON
     mean = tl.div_rn(tl.sum(wide * wide, 0), width.to(tl.float32))
     wide = wide * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     scale = tl.load(weight + at, mask=inside, other=0.0)
-    if ONE_MORE:
+    if UNIT_OFFSET:
         result = (wide * (1.0 + scale.to(tl.float32))).to(value.dtype)
     else:
         result = (scale.to(tl.float32) * wide.to(value.dtype).to(tl.float32)).to(value.dtype)
@@ -63,7 +65,7 @@ def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset
         norm_kernel[(x.numel() // width,)](
             *(x, x if more is None else more, weight, out, summed, width, eps),
             ADDS=more is not None,
-            ONE_MORE=unit_offset,
+            UNIT_OFFSET=unit_offset,
             P=padded,
             num_warps=min(16, max(4, padded // 512)),
             enable_fp_fusion=False,
@@ -118,7 +120,7 @@ def _(both: Tensor, gelu: bool) -> Tensor:
 @triton.jit
 def rotate_kernel(
     both, cos, sin, slots, out, keys, values, query_norm, key_norm, nodes, angle_row, eps, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr, ONE_MORE: tl.constexpr, P: tl.constexpr,
+    KEYS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr, UNIT_OFFSET: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Process one head of one row: rotate a query, rotate a key and write it to its slot, or write a value. NORMS:
     queries and keys are normalised first, as by norm_kernel."""
@@ -147,7 +149,7 @@ def rotate_kernel(
             else:
                 w1 = tl.load(key_norm + at, mask=inside, other=0.0).to(tl.float32)
                 w2 = tl.load(key_norm + HALF + at, mask=inside, other=0.0).to(tl.float32)
-            if ONE_MORE:
+            if UNIT_OFFSET:
                 one = (one * scale * (1.0 + w1)).to(kind).to(tl.float32)
                 two = (two * scale * (1.0 + w2)).to(kind).to(tl.float32)
             else:
@@ -196,7 +198,7 @@ def rotate(
             KEYS=kv_heads,
             HALF=dim // 2,
             NORMS=query_norm is not None,
-            ONE_MORE=unit_offset,
+            UNIT_OFFSET=unit_offset,
             P=triton.next_power_of_2(dim // 2),
             num_warps=1,
             enable_fp_fusion=False,

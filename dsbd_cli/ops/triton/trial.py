@@ -41,7 +41,7 @@ MODULES = (
 LIMIT_S = 120.0  # for one kernel, which compiles in seconds, and for the start of the process
 TOTAL_S = 300.0  # for all of them: half a minute of compiling, on a processor core of today
 CAPABILITY = (8, 0)  # of a GPU at least: triton is made for these
-PROGRESS = 160  # characters of an error that are kept
+MAX_ERROR_CHARS = 160  # characters of an error that are kept
 HANGS = "does not end within"  # in the fault of a kernel that ran past its time
 SLOW_START = "does not start within"  # in that of a process which printed nothing in time: the machine was busy
 # parts of faults that may be gone the next time: memory was short, the device was in use by others, the process did not
@@ -67,13 +67,13 @@ def tried(kernel: KernelCheck, device: torch.device) -> str | None:
     its reference."""
     try:
         with torch.inference_mode():
-            for results in differences(kernel, device):
-                return f"differs from the tensor code: {results}"
+            for difference in differences(kernel, device):
+                return f"differs from the tensor code: {difference}"
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
     except Exception as error:
-        results = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"fails: {results[:PROGRESS]}"
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"fails: {text[:MAX_ERROR_CHARS]}"
     return None
 
 
@@ -88,32 +88,32 @@ def faults(device: torch.device, command: tuple[str, ...] | None = None) -> dict
     if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < CAPABILITY:
         needed, own = (".".join(map(str, pair)) for pair in (CAPABILITY, has))
         return dict.fromkeys(kernels(), f"needs a GPU of compute capability {needed}, and this one has {own}")
-    place = _place(device)
+    file = _results_file(device)
     try:
-        found: dict[str, str] = json.loads(place.read_text(encoding="utf-8"))
+        found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         kept = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
         logging.getLogger("dsbd_cli").warning(
             "compiling %d GPU kernels (once, %.0f minutes at most; kept in %s)", len(kernels()), TOTAL_S / 60, kept
         )
-        found = _asked(device, command or (sys.executable, "-P", "-m", __name__, str(device)))
+        found = _try_all(device, command or (sys.executable, "-P", "-m", __name__, str(device)))
         passing = any(word in fault for fault in found.values() for word in PASSING)
         if not passing or any(HANGS in fault for fault in found.values()):  # else every load would wait again
-            _keep(place, found)
+            _write_results(file, found)
     return found
 
 
-def _asked(device: torch.device, command: Sequence[str]) -> dict[str, str]:
-    left, found, last = list(kernels()), dict[str, str](), time.monotonic() + TOTAL_S
+def _try_all(device: torch.device, command: Sequence[str]) -> dict[str, str]:
+    left, found, deadline = list(kernels()), dict[str, str](), time.monotonic() + TOTAL_S
     while left:
-        results, end = _run([*command, *left], last)
+        results, end = _run([*command, *left], deadline)
         for line in results:
             name, fault = line
             if name in left:
                 left.remove(name)
                 if fault is not None:
                     found[name] = fault
-        if left and time.monotonic() >= last:
+        if left and time.monotonic() >= deadline:
             found |= dict.fromkeys(left, f"was not tried: all of them together took {TOTAL_S:.0f} s")
             break
         if left and end is not None and not results:  # the process did not start: what all kernels need is missing
@@ -127,8 +127,8 @@ def _asked(device: torch.device, command: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _run(command: Sequence[str], last: float) -> tuple[list[tuple[str, str | None]], str | None]:
-    """Run another process until the moment `last` of time.monotonic, in seconds. Return the names and faults that it
+def _run(command: Sequence[str], deadline: float) -> tuple[list[tuple[str, str | None]], str | None]:
+    """Run another process until `deadline`, a moment of time.monotonic, in seconds. Return the names and faults that it
     prints, and how it ended if it failed."""
     results: list[tuple[str, str | None]] = []
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
@@ -144,11 +144,11 @@ def _run(command: Sequence[str], last: float) -> tuple[list[tuple[str, str | Non
         lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
         reader.start()
-        deadline = min(last, time.monotonic() + LIMIT_S)
+        line_deadline = min(deadline, time.monotonic() + LIMIT_S)
         try:
             while True:
                 try:
-                    line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
+                    line = lines.get(timeout=max(0.0, line_deadline - time.monotonic()))
                 except queue.Empty:
                     return results, f"{HANGS if results else SLOW_START} {LIMIT_S:.0f} s"
                 if line is None:
@@ -158,13 +158,13 @@ def _run(command: Sequence[str], last: float) -> tuple[list[tuple[str, str | Non
                 except (TypeError, ValueError):  # a line that a library printed
                     continue
                 results.append((str(name), None if fault is None else str(fault)))
-                deadline = min(last, time.monotonic() + LIMIT_S)
+                line_deadline = min(deadline, time.monotonic() + LIMIT_S)
             code = process.wait()
         finally:  # where it hangs, or this process is interrupted
             process.kill()
             process.wait()
         errors.seek(0)
-        return results, None if code == 0 else _last(errors.read(), code)
+        return results, None if code == 0 else _exit_fault(errors.read(), code)
 
 
 def _read(stream: IO[str] | None, lines: queue.SimpleQueue[str | None]) -> None:
@@ -176,12 +176,12 @@ def _read(stream: IO[str] | None, lines: queue.SimpleQueue[str | None]) -> None:
     lines.put(None)
 
 
-def _last(text: str, code: int) -> str:
+def _exit_fault(text: str, code: int) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"ends its process (exit {code}): {lines[-1][:PROGRESS] if lines else 'nothing was said'}"
+    return f"ends its process (exit {code}): {lines[-1][:MAX_ERROR_CHARS] if lines else 'nothing was said'}"
 
 
-def _place(device: torch.device) -> Path:
+def _results_file(device: torch.device) -> Path:
     """Return the file that keeps the results for these versions and kernels and this device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     parts = [name, str(torch.__version__), _version("triton"), *(_text(path) for path in _modules())]
@@ -207,13 +207,13 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _keep(place: Path, found: dict[str, str]) -> None:
+def _write_results(file: Path, found: dict[str, str]) -> None:
     """Write the results for the next run. Where nothing can be written, that run tries the kernels again."""
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = place.with_name(f"{place.name}.{os.getpid()}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f"{file.name}.{os.getpid()}")
         temporary.write_text(json.dumps(found), encoding="utf-8")
-        temporary.replace(place)
+        temporary.replace(file)
     except OSError:
         return
 

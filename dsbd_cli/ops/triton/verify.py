@@ -43,13 +43,13 @@ TINY = tl.constexpr(1e-300)
 
 
 @triton.jit
-def one(x, place, where):
+def scalar_at(x, place, where):
     """Return the number x[where] of a vector x whose indices are `place`."""
     return tl.sum(tl.where(place == where, x, 0), 0)
 
 
 @triton.jit
-def several(x, place, where):
+def vector_at(x, place, where):
     """Return the vector x[where] of a vector x whose indices are `place`."""
     return tl.sum(tl.where(place[None, :] == where[:, None], x[None, :], 0), 1)
 
@@ -86,17 +86,17 @@ def tested(left, log_q, index_of, sampled, ends, bound, log_rest, count, beams, 
     accepted = tl.full((), 0, tl.int32)
     live = tl.full((), 0, tl.int32)
     for j in range(count):
-        index = one(index_of, k, j)
+        index = scalar_at(index_of, k, j)
         this_pair = flat == index
-        if (one(sampled.to(tl.int32), k, j) > 0) & (live < beams):
+        if (scalar_at(sampled.to(tl.int32), k, j) > 0) & (live < beams):
             level = tl.sum(tl.where(this_pair, residual, 0.0), 0)
-            if (index >= 0) & passes(one(bound, k, j), level):
+            if (index >= 0) & passes(scalar_at(bound, k, j), level):
                 left = tl.where(this_pair, NEG_INF, left)
                 shares = tl.exp(left - tl.max(left, 0))
                 share = shares / tl.sum(shares, 0)
                 residual = share
                 accepted += 1
-                if one(ends.to(tl.int32), k, j) > 0:
+                if scalar_at(ends.to(tl.int32), k, j) > 0:
                     ended = ended | this_pair
                 else:
                     chosen = tl.where(w == live, index, chosen)
@@ -104,7 +104,7 @@ def tested(left, log_q, index_of, sampled, ends, bound, log_rest, count, beams, 
                     drafted_as = tl.where(w == live, j, drafted_as)
                     live += 1
             else:
-                rest_of_q = one(log_rest, k, j)
+                rest_of_q = scalar_at(log_rest, k, j)
                 q = tl.exp(log_q - rest_of_q)
                 q = tl.where(gone | (q != q), 0.0, q)
                 over_q = tl.maximum(residual - q, 0.0)
@@ -122,10 +122,10 @@ def completed(
 
     Return the places of the live draws, which of them exist, and which pairs ended.
     """
-    open_ = (live < beams) & ((live == 0) | (tl.max(left, 0) > NEG_INF))
+    may_draw = (live < beams) & ((live == 0) | (tl.max(left, 0) > NEG_INF))
     level_of = tl.log(tl.where(residual == residual, residual, 0.0))
     highest, first = tl.max(perturbed(level_of, residual_key, entry), 0, return_indices=True)
-    first_real = is_some(highest) & open_
+    first_real = is_some(highest) & may_draw
     this_pair = (flat == first) & first_real
     first_ends = tl.max((this_pair & ending).to(tl.int32), 0) > 0
     left = tl.where(this_pair, NEG_INF, left)
@@ -134,7 +134,7 @@ def completed(
     chosen = tl.where((w == live) & first_live, first, chosen)
     drawn = drawn | ((w == live) & first_live)
     placed = live + first_live.to(tl.int32)
-    missing = tl.where(open_, beams - placed, 0)
+    missing = tl.where(may_draw, beams - placed, 0)
     pool = perturbed(left, completion_key, entry)
     free = tl.where(ending, NEG_INF, pool)
     last_key = tl.full((), float("inf"), tl.float64)
@@ -207,13 +207,13 @@ def is_broken(logprobs, valid, base, nodes, candidates):
 
 
 @triton.jit
-def first_counters(report, valid, source, base, roots, drafted, depth, beams, k):
+def first_counters(report, valid, drafter_id, base, roots, drafted, depth, beams, k):
     """Write the first counters of all layers, reached or not: their valid nodes, their width, and 0 elsewhere."""
     for layer in range(depth):
         below = base + roots + layer * drafted + k
         there = k < drafted
         real = tl.load(valid + below, mask=there, other=0) != 0
-        second = tl.load(source + below, mask=there, other=0)
+        second = tl.load(drafter_id + below, mask=there, other=0)
         column = report + HEAD + layer * WIDE
         for place in tl.static_range(WIDE):
             if place != 1 and place != 3 and place != 7:  # noqa: PLR1714  # triton has no sets
@@ -257,7 +257,7 @@ def verify_kernel(
     parent,
     token,
     valid,
-    source,
+    drafter_id,
     sampled,
     root_valid,
     root_weight,
@@ -330,7 +330,7 @@ def verify_kernel(
     broken = running & is_broken(logprobs, valid, base, nodes, candidates)
     going = running & (broken == 0)
     tl.store(report + 1, broken.to(tl.int64))
-    first_counters(report, valid, source, base, roots, drafted, depth, beams, k)
+    first_counters(report, valid, drafter_id, base, roots, drafted, depth, beams, k)
     node = tl.where(w < roots, w, -1)
     alive = tl.load(root_valid + row * beam_stride + w, mask=w < roots, other=0) != 0
     weight = tl.load(root_weight + row * beam_stride + w, mask=w < roots, other=0.0)
@@ -456,17 +456,17 @@ def verify_kernel(
             )
         beam = chosen // CP
         column = chosen % CP
-        n_parent = several(known, w, beam)
+        n_parent = vector_at(known, w, beam)
         spot = (base + n_parent) * candidates + column
         n_token = tl.load(tokens + spot, mask=kept, other=0)
         lp_of = tl.load(logprobs + spot, mask=kept, other=0.0)
-        n_logprob = several(tl.where(alive, logprob, NEG_INF), w, beam) + lp_of
+        n_logprob = vector_at(tl.where(alive, logprob, NEG_INF), w, beam) + lp_of
         if RULE == 1:
             n_weight = n_logprob
         elif BEAM:
             n_weight = value_at(tl.reshape(joint, (WP * CP,)), chosen, w, flat, beams)
         else:
-            n_weight = several(tl.where(alive, weight, NEG_INF), w, beam) + lp_of
+            n_weight = vector_at(tl.where(alive, weight, NEG_INF), w, beam) + lp_of
         # which draws are drafted nodes
         same = (d_parent[None, :] == n_parent[:, None]) & (d_token[None, :] == n_token[:, None]) & d_valid[None, :]
         found = tl.min(tl.where(same, k[None, :], KP), 1)
@@ -475,19 +475,19 @@ def verify_kernel(
             is_node = drawn & ((found < KP) | (w < live))
             found = tl.where((w < live) & drawn, drafted_as, found)
         n_node = tl.where(is_node, below + found, -1)
-        held = tl.sum(is_node.to(tl.int32), 0)
+        num_nodes = tl.sum(is_node.to(tl.int32), 0)
         count = tl.sum(drawn.to(tl.int32), 0)
-        passed = (held == count) & (count > 0) & (layer < depth)
+        passed = (num_nodes == count) & (count > 0) & (layer < depth)
         if RULE == 2:
             accepted += tl.sum((is_node & (w >= live)).to(tl.int32), 0)
         else:
-            accepted = held
+            accepted = num_nodes
         # counters
         if layer < depth:
             column_of = report + HEAD + layer * WIDE
             parents = (d_parent[:, None] == node[None, :]) & (alive & ((w < roots) | (layer > 0)))[None, :]
             living = (tl.max(parents.to(tl.int32), 1) > 0) & d_valid
-            n_drafter_id = tl.load(source + base + n_node, mask=is_node, other=0)
+            n_drafter_id = tl.load(drafter_id + base + n_node, mask=is_node, other=0)
             needed = tl.max(tl.where(is_node & (n_drafter_id != 1), found + 1, 0), 0)
             tl.store(column_of + 0, tl.full((), 1, tl.int64))
             tl.store(column_of + 2, tl.sum(living.to(tl.int64), 0))
@@ -509,7 +509,7 @@ def verify_kernel(
         cut_score = tl.where(countable & over, tl.div_rn(n_logprob, scale + w * 0.0), NEG_INF)
         e_score = tl.div_rn(e_logprob, scale + w * 0.0)
         if tl.maximum(tl.max(e_score, 0), tl.max(cut_score, 0)) > NEG_INF:
-            e_node = several(known, w, e_index // CP)
+            e_node = vector_at(known, w, e_index // CP)
             e_token = tl.load(tokens + (base + e_node) * candidates + e_index % CP, mask=kept, other=0)
             score, h_logprob, h_length, h_by_length, h_origin, h_node, h_token = best_finished(
                 score,

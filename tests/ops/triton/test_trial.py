@@ -173,7 +173,7 @@ def test_all_together_have_a_limit_of_time(hangs: bool, monkeypatch: pytest.Monk
 def test_a_gpu_that_triton_is_not_made_for_runs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards ten processes that crash one after another in the compiler."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(trial, "_asked", lambda *arguments: pytest.fail("tried"))
+    monkeypatch.setattr(trial, "_try_all", lambda *arguments: pytest.fail("tried"))
     found = trial.faults.__wrapped__(GPU)
     assert found.keys() == set(TRIED)
     assert set(found.values()) == {"needs a GPU of compute capability 8.0, and this one has 7.5"}

@@ -24,14 +24,14 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     I64,
     LANES,
     LINE,
-    SIDE,
+    LINE_VECTORS,
     WORD,
-    ask_for,
     get_i64,
     operation,
     pointer,
-    turn_f32,
-    turn_some,
+    prefetch,
+    transpose_f32,
+    transpose_some,
 )
 from dsbd_cli.ops.cpu.linear import SIDES
 from dsbd_cli.ops.cpu.runtime import matrix_units
@@ -127,17 +127,17 @@ def release(builder: Any) -> None:
 
 
 @operation(types.void, types.int64)
-def ask_for_lines(builder: Any, line: Any) -> None:
+def prefetch_lines(builder: Any, line: Any) -> None:
     """Prefetch the SIDES lines behind the SIDES lines at `line`."""
     for place in range(0, SIDES * LINE, ROW):
-        ask_for(builder, builder.add(line, ir.Constant(I64, SIDES * LINE + place)))
+        prefetch(builder, builder.add(line, ir.Constant(I64, SIDES * LINE + place)))
 
 
 @operation(types.void, types.int64, types.int64)
-def ask_for_rows(builder: Any, place: Any, row: Any) -> None:
+def prefetch_rows(builder: Any, place: Any, row: Any) -> None:
     """Prefetch ROW bytes of each of SIDES rows, which are `row` bytes apart."""
     for _ in range(SIDES):
-        ask_for(builder, place)
+        prefetch(builder, place)
         place = builder.add(place, row)
 
 
@@ -163,7 +163,7 @@ def matrix_tile(kind: str) -> Callable[..., Any]:
     line_bytes, chunk = types.int64(LINE), types.int64(SIDES * LINE)
 
     @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-    def few(x: Any, x_row: Any, weights: Any, steps: Any, sums: Any) -> None:
+    def up_to_one_tile(x: Any, x_row: Any, weights: Any, steps: Any, sums: Any) -> None:
         """Multiply up to SIDES rows by the whole block at once, so that the weights are read once."""
         load_0(sums, line_bytes)
         load_1(sums + side, line_bytes)
@@ -172,7 +172,7 @@ def matrix_tile(kind: str) -> Callable[..., Any]:
         step = types.int64(0)
         while step < steps:
             line = weights + step * LINE
-            ask_for_lines(line)
+            prefetch_lines(line)
             load_4(x + step * WORD, x_row)
             load_6(line, line_bytes)
             add_0()
@@ -189,7 +189,7 @@ def matrix_tile(kind: str) -> Callable[..., Any]:
         store_3(sums + 3 * side, line_bytes)
 
     @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-    def more(x: Any, x_row: Any, weights: Any, steps: Any, sums: Any, fresh: Any) -> None:
+    def up_to_two_tiles(x: Any, x_row: Any, weights: Any, steps: Any, sums: Any, fresh: Any) -> None:
         """Multiply up to 2 * SIDES rows by half of the block at a time, each tile of weights twice. fresh: the weights
         come from memory, and not from the cache."""
         below = SIDES * x_row
@@ -204,7 +204,7 @@ def matrix_tile(kind: str) -> Callable[..., Any]:
             while step < steps:
                 line = weights + step * LINE + half * 2 * side
                 if fresh and half == 0:
-                    ask_for_lines(line)
+                    prefetch_lines(line)
                 load_4(x + step * WORD, x_row)
                 load_5(x + step * WORD + below, x_row)
                 load_6(line, line_bytes)
@@ -232,9 +232,9 @@ def matrix_tile(kind: str) -> Callable[..., Any]:
                 at, line, to = x + low * x_row + first * WORD, weights + first * LINE, sums + low * LINE
                 shape(upper, lower, words)
                 if lower > 0:
-                    more(at, x_row, line, length, to, low == 0)
+                    up_to_two_tiles(at, x_row, line, length, to, low == 0)
                 else:
-                    few(at, x_row, line, length, to)
+                    up_to_one_tile(at, x_row, line, length, to)
                 low += upper + lower
         release()
 
@@ -254,60 +254,60 @@ rows_0, rows_1, rows_2, rows_3 = (_multiply(_name, sums, 4, x) for sums, x in en
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def turn_rows(x: Any, x_row: Any, count: Any, steps: Any, turned: Any) -> None:
+def transpose_rows(x: Any, x_row: Any, count: Any, steps: Any, transposed: Any) -> None:
     """Transpose `count` rows of x into [count / SIDES, steps, SIDES] words, or into [steps, count] where count is less
     than SIDES. The last row is repeated to fill up the last SIDES. Up to ROW bytes behind the last word are written."""
     line = min(count, SIDES) * WORD
     for low in range(0, count, SIDES):
         for step in range(0, steps, SIDES):
-            turn_some(x + low * x_row + step * WORD, x_row, turned, line, count - low - 1)
-            turned += SIDES * line
+            transpose_some(x + low * x_row + step * WORD, x_row, transposed, line, count - low - 1)
+            transposed += SIDES * line
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def pack_groups(groups: Any, first: Any, steps: Any, lines: Any) -> None:
     """Write words first .. first + steps of COLUMNS rows, which `groups` describes, as lines."""
-    for v in range(SIDE):
+    for v in range(LINE_VECTORS):
         source, row = get_i64(groups + v * GROUP) + first * WORD, get_i64(groups + v * GROUP + 8)
         for step in range(0, steps, SIDES):
-            ask_for_rows(source + SIDES * row + step * WORD, row)
-            turn_f32(source + step * WORD, row, lines + step * LINE + v * ROW, types.int64(LINE))
+            prefetch_rows(source + SIDES * row + step * WORD, row)
+            transpose_f32(source + step * WORD, row, lines + step * LINE + v * ROW, types.int64(LINE))
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _few_rows(line: Any, turned: Any, groups: Any, steps: Any, spare: Any, sums: Any) -> None:
+def _up_to_one_tile(line: Any, transposed: Any, groups: Any, steps: Any, spare: Any, sums: Any) -> None:
     """Multiply up to SIDES rows of x by 2 * SIDES rows of weights at a time. line: bytes of a line of the transposed x.
 
     Only the beginnings of the next rows are prefetched, because prefetching all of them took up to a fifth longer.
     """
     side = types.int64(ROW)
-    for v in range(0, SIDE, 2):
+    for v in range(0, LINE_VECTORS, 2):
         upper, upper_row = get_i64(groups + v * GROUP), get_i64(groups + v * GROUP + 8)
         lower, lower_row = get_i64(groups + (v + 1) * GROUP), get_i64(groups + (v + 1) * GROUP + 8)
         clear_0()
         clear_1()
         step = types.int64(0)
         while step < steps:
-            load_5(turned + step * line, line)
+            load_5(transposed + step * line, line)
             load_4(upper + step * WORD, upper_row)
             upper_0()
             load_6(lower + step * WORD, lower_row)
             lower_1()
             step += SIDES
         for further in range(0, BEGIN, ROW):
-            ask_for_rows(upper + 2 * SIDES * upper_row + further, upper_row)
-            ask_for_rows(lower + 2 * SIDES * lower_row + further, lower_row)
+            prefetch_rows(upper + 2 * SIDES * upper_row + further, upper_row)
+            prefetch_rows(lower + 2 * SIDES * lower_row + further, lower_row)
         store_0(spare, side)
-        turn_f32(spare, side, sums + v * ROW, types.int64(LINE))
+        transpose_f32(spare, side, sums + v * ROW, types.int64(LINE))
         store_1(spare, side)
-        turn_f32(spare, side, sums + (v + 1) * ROW, types.int64(LINE))
+        transpose_f32(spare, side, sums + (v + 1) * ROW, types.int64(LINE))
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _more_rows(count: Any, turned: Any, groups: Any, steps: Any, spare: Any, sums: Any) -> None:
+def _up_to_four_tiles(count: Any, transposed: Any, groups: Any, steps: Any, spare: Any, sums: Any) -> None:
     """Multiply more than SIDES rows of x, up to 4 * SIDES, by SIDES rows of weights at a time."""
     side, part, chunk = types.int64(ROW), steps * ROW, types.int64(SIDES * LINE)
-    for v in range(SIDE):
+    for v in range(LINE_VECTORS):
         weights, row = get_i64(groups + v * GROUP), get_i64(groups + v * GROUP + 8)
         clear_0()
         clear_1()
@@ -315,8 +315,8 @@ def _more_rows(count: Any, turned: Any, groups: Any, steps: Any, spare: Any, sum
         clear_3()
         step = types.int64(0)
         while step < steps:
-            ask_for_rows(weights + SIDES * row + step * WORD, row)
-            x = turned + step * ROW
+            prefetch_rows(weights + SIDES * row + step * WORD, row)
+            x = transposed + step * ROW
             load_4(weights + step * WORD, row)
             load_5(x, side)
             rows_0()
@@ -331,27 +331,28 @@ def _more_rows(count: Any, turned: Any, groups: Any, steps: Any, spare: Any, sum
             step += SIDES
         to = sums + v * ROW
         store_0(spare, side)
-        turn_f32(spare, side, to, types.int64(LINE))
+        transpose_f32(spare, side, to, types.int64(LINE))
         store_1(spare, side)
-        turn_f32(spare, side, to + chunk, types.int64(LINE))
+        transpose_f32(spare, side, to + chunk, types.int64(LINE))
         if count > 2 * SIDES:
             store_2(spare, side)
-            turn_f32(spare, side, to + 2 * chunk, types.int64(LINE))
+            transpose_f32(spare, side, to + 2 * chunk, types.int64(LINE))
         if count > 3 * SIDES:
             store_3(spare, side)
-            turn_f32(spare, side, to + 3 * chunk, types.int64(LINE))
+            transpose_f32(spare, side, to + 3 * chunk, types.int64(LINE))
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def multiply_rows(count: Any, turned: Any, groups: Any, steps: Any, spare: Any, sums: Any) -> None:
-    """Multiply up to 4 * SIDES rows of x, as `turn_rows` wrote them, by COLUMNS rows of weights, which are read once.
+def multiply_rows(count: Any, transposed: Any, groups: Any, steps: Any, spare: Any, sums: Any) -> None:
+    """Multiply up to 4 * SIDES rows of x, as `transpose_rows` wrote them, by COLUMNS rows of weights, which are read
+    once.
 
     sums: [count, COLUMNS], filled up to a multiple of SIDES rows. spare: room for SIDES rows of sums.
     """
     line = min(count, SIDES) * WORD
     shape_of_rows(line)
     if count <= SIDES:
-        _few_rows(line, turned, groups, steps, spare, sums)
+        _up_to_one_tile(line, transposed, groups, steps, spare, sums)
     else:
-        _more_rows(count, turned, groups, steps, spare, sums)
+        _up_to_four_tiles(count, transposed, groups, steps, spare, sums)
     release()

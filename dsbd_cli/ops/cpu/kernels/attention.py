@@ -39,8 +39,8 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     sub,
     take,
     total,
-    turn_bf16,
-    turn_f32,
+    transpose_bf16,
+    transpose_f32,
 )
 
 compiled = KernelCompiler("attention", seconds=3, layout=LAYOUT)
@@ -134,7 +134,7 @@ def store_four(out, a, b, c, d):
 
 
 @njit(error_model="numpy")
-def widen(source, dim, narrow, target):
+def to_float32(source, dim, narrow, target):
     """Write `dim` numbers as float32."""
     e = 0
     while e + LANES <= dim:
@@ -155,9 +155,9 @@ def transpose_keys(source, step, count, dim, narrow, target, stride):
         if t + LANES <= count:
             while e + LANES <= dim:
                 if narrow:
-                    turn_bf16(source + e * unit, step, target + e * line + t * WORD, line)
+                    transpose_bf16(source + e * unit, step, target + e * line + t * WORD, line)
                 else:
-                    turn_f32(source + e * unit, step, target + e * line + t * WORD, line)
+                    transpose_f32(source + e * unit, step, target + e * line + t * WORD, line)
                 e += LANES
         while e < dim:
             for i in range(LANES):
@@ -185,11 +185,11 @@ def cap_scores(scores, width, factor):
 
 
 @njit(error_model="numpy")
-def weigh(scores, slots, count, factor, bias, mass, weights):
+def softmax_weights(scores, slots, count, factor, bias, other_exponent, weights):
     """Write the weights [count] of the listed slots, which are powers of 2; zeros fill up a multiple of LANES.
 
-    Return the largest exponent, which is subtracted from all of them. mass: the exponent of what else takes part in the
-    softmax.
+    Return the largest exponent, which is subtracted from all of them. other_exponent: that of what else takes part in
+    the softmax.
     """
     full = (count + LANES - 1) // LANES * LANES
     base = types.float32(LOG2_E)
@@ -206,7 +206,7 @@ def weigh(scores, slots, count, factor, bias, mass, weights):
     while t < full:
         best = larger(load_f32(weights + t * WORD), best)
         t += LANES
-    top = max(largest(best), mass)
+    top = max(largest(best), other_exponent)
     t = 0
     while t < full:
         store_f32(weights + t * WORD, exp2(sub(load_f32(weights + t * WORD), splat(top))))
@@ -227,8 +227,8 @@ def add_weights(weights, count):
 
 
 @njit(error_model="numpy")
-def write_out(sums, dim, narrow, prompt_part, share, whole, out):
-    """Write (sums + prompt_part * share) / whole. There is no prompt part where its address is 0."""
+def write_out(sums, dim, narrow, prompt_part, share, total_weight, out):
+    """Write (sums + prompt_part * share) / total_weight. There is no prompt part where its address is 0."""
     e = 0
     unit = 2 if narrow else WORD
     while e < dim:
@@ -237,11 +237,11 @@ def write_out(sums, dim, narrow, prompt_part, share, whole, out):
         if prompt_part != 0:
             part = prompt_part + e * unit
             if vector:
-                old = load_bf16(part) if narrow else load_f32(part)
+                value = load_bf16(part) if narrow else load_f32(part)
             else:
-                old = splat(get_bf16(part) if narrow else get_f32(part))
-            x = fma(old, splat(share), x)
-        x = divide(x, splat(whole))
+                value = splat(get_bf16(part) if narrow else get_f32(part))
+            x = fma(value, splat(share), x)
+        x = divide(x, splat(total_weight))
         if vector:
             if narrow:
                 store_bf16(out + e * unit, x)
@@ -296,7 +296,7 @@ def attend(at):
             step = get_i64(at + VALUE_SLOT)
             source = get_i64(at + VALUE) + row * get_i64(at + VALUE_ROW) + head * get_i64(at + VALUE_HEAD) + low * step
             for t in range(used):
-                widen(source + t * step, out_dim, narrow, values + t * wide * WORD)
+                to_float32(source + t * step, out_dim, narrow, values + t * wide * WORD)
                 for e in range(out_dim, wide):
                     put_f32(values + (t * wide + e) * WORD, types.float32(0))
         start = (item - pair * blocks) * block
@@ -308,7 +308,7 @@ def attend(at):
                 for i in range(2):  # the last of an odd number is computed twice
                     of = head * groups + group + min(i, pairs - 1)
                     source = get_i64(at + QUERY) + row * get_i64(at + QUERY_ROW) + of * get_i64(at + QUERY_HEAD)
-                    widen(source + node * get_i64(at + QUERY_NODE), dim, narrow, query + i * dim * WORD)
+                    to_float32(source + node * get_i64(at + QUERY_NODE), dim, narrow, query + i * dim * WORD)
                 multiply(query, keys, stride, width, dim, scores)
                 for i in range(pairs):
                     mine = scores + i * line
@@ -319,34 +319,34 @@ def attend(at):
                     if bias != 0:
                         biased = bias + row * get_i64(at + BIAS_ROW) + of * get_i64(at + BIAS_HEAD) + low * WORD
                         biased += node * get_i64(at + BIAS_NODE)
-                    mass = types.float32(LEAST)
+                    prompt_log = types.float32(LEAST)
                     if prompt_part != 0:
                         source = get_i64(at + SUMS) + row * get_i64(at + SUMS_ROW) + head * get_i64(at + SUMS_HEAD)
-                        mass = get_f32(source + ((group + i) * nodes + node) * get_i64(at + SUMS_QUERY)) * base
+                        prompt_log = get_f32(source + ((group + i) * nodes + node) * get_i64(at + SUMS_QUERY)) * base
                     sink = types.float32(LEAST)
                     if sinks != 0:
                         sink = get_f32(sinks + of * WORD) * base
-                    top = weigh(mine, slots, count, factor, biased, max(mass, sink), weights + i * line)
-                    whole, share = add_weights(weights + i * line, count), types.float32(0)
+                    top = softmax_weights(mine, slots, count, factor, biased, max(prompt_log, sink), weights + i * line)
+                    total_weight, share = add_weights(weights + i * line, count), types.float32(0)
                     if prompt_part != 0:
-                        share = first(exp2(splat(mass - top)))
-                        whole += share
+                        share = first(exp2(splat(prompt_log - top)))
+                        total_weight += share
                     if sinks != 0:
-                        whole += first(exp2(splat(sink - top)))
-                    if whole == 0:  # an absent node may see nothing
-                        whole = types.float32(1)
-                    put_f32(mine, whole)
+                        total_weight += first(exp2(splat(sink - top)))
+                    if total_weight == 0:  # an absent node may see nothing
+                        total_weight = types.float32(1)
+                    put_f32(mine, total_weight)
                     put_f32(mine + WORD, share)
                 add_up(weights, line, slots, count, values, wide, sums)
                 for i in range(pairs):
                     mine, of = scores + i * line, head * groups + group + i
-                    old = prompt_part
+                    part = prompt_part
                     if prompt_part != 0:
-                        old += row * get_i64(at + PROMPT_PART_ROW) + head * get_i64(at + PROMPT_PART_HEAD)
-                        old += ((group + i) * nodes + node) * get_i64(at + PROMPT_PART_QUERY)
+                        part += row * get_i64(at + PROMPT_PART_ROW) + head * get_i64(at + PROMPT_PART_HEAD)
+                        part += ((group + i) * nodes + node) * get_i64(at + PROMPT_PART_QUERY)
                     out = get_i64(at + OUT) + ((row * nodes + node) * heads * groups + of) * out_dim * unit
-                    whole, share = get_f32(mine), get_f32(mine + WORD)
-                    write_out(sums + i * wide * WORD, out_dim, narrow, old, share, whole, out)
+                    total_weight, share = get_f32(mine), get_f32(mine + WORD)
+                    write_out(sums + i * wide * WORD, out_dim, narrow, part, share, total_weight, out)
 
 
 (

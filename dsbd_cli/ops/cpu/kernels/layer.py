@@ -39,11 +39,11 @@ compiled = KernelCompiler("norms, rotations and activations", seconds=2, layout=
 
 # `at` is the address of a layer.NormArguments, GatedArguments or RotateArguments, whose fields have these offsets.
 assert layer_ops.STEP == LANES
-(N_TAKEN, _, N_ITEMS, N_ROWS, N_SHARE, N_WIDTH, N_X, N_X_ROW, N_MORE, N_MORE_ROW, N_WEIGHT, N_OUT, N_SUMMED, N_ONE_MORE,
- N_NARROW, N_EPS) = NORM  # fmt: skip
+(N_TAKEN, _, N_ITEMS, N_ROWS, N_SHARE, N_WIDTH, N_X, N_X_ROW, N_MORE, N_MORE_ROW, N_WEIGHT, N_OUT, N_SUMMED,
+ N_UNIT_OFFSET, N_NARROW, N_EPS) = NORM  # fmt: skip
 (G_TAKEN, _, G_ITEMS, G_ROWS, G_SHARE, G_WIDTH, G_BOTH, G_BOTH_ROW, G_OUT, G_GELU, G_NARROW) = GATED
 (R_TAKEN, _, R_ITEMS, R_ROWS, R_SHARE, R_NODES, R_HEADS, R_KV_HEADS, R_DIM, R_BOTH, R_BOTH_ROW, R_COS, R_SIN,
- R_ANGLE_ROW, R_SLOTS, R_OUT, R_KEYS, R_VALUES, R_QUERY_NORM, R_KEY_NORM, R_ONE_MORE, R_NARROW,
+ R_ANGLE_ROW, R_SLOTS, R_OUT, R_KEYS, R_VALUES, R_QUERY_NORM, R_KEY_NORM, R_UNIT_OFFSET, R_NARROW,
  R_EPS) = ROTATE  # fmt: skip
 
 TO_BASE_2 = -math.log2(math.e)
@@ -85,7 +85,7 @@ def scaled(value, scale, weight, unit_offset, narrow):
 @compiled.addressed
 def norm(at):
     """Divide rows (plus what is added to them) by their root mean squares and multiply them by weights."""
-    width, narrow, unit_offset = get_i64(at + N_WIDTH), get_i64(at + N_NARROW), get_i64(at + N_ONE_MORE)
+    width, narrow, unit_offset = get_i64(at + N_WIDTH), get_i64(at + N_NARROW), get_i64(at + N_UNIT_OFFSET)
     unit = types.int64(2) if narrow else types.int64(4)
     weight, eps = get_i64(at + N_WEIGHT), get_f32(at + N_EPS)
     while True:
@@ -181,7 +181,7 @@ def rotate(at):
     unit = types.int64(2) if narrow else types.int64(4)
     heads, kv_heads, size = get_i64(at + R_HEADS), get_i64(at + R_KV_HEADS), dim * unit
     query_norm, key_norm = get_i64(at + R_QUERY_NORM), get_i64(at + R_KEY_NORM)
-    eps, unit_offset = get_f32(at + R_EPS), get_i64(at + R_ONE_MORE)
+    eps, unit_offset = get_f32(at + R_EPS), get_i64(at + R_UNIT_OFFSET)
     while True:
         item = take(at + R_TAKEN)
         if item >= get_i64(at + R_ITEMS):

@@ -14,14 +14,14 @@ from __future__ import annotations
 from numba import njit, types
 
 from dsbd_cli.ops.cpu import linear as packing
-from dsbd_cli.ops.cpu.kernels.amx import GROUP, ROW, SIDES, matrix_tile, multiply_rows, pack_groups, turn_rows
+from dsbd_cli.ops.cpu.kernels.amx import GROUP, ROW, SIDES, matrix_tile, multiply_rows, pack_groups, transpose_rows
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
     COLUMNS,
     LANES,
     LINE,
+    LINE_VECTORS,
     ROWS,
-    SIDE,
     WORD,
     add,
     clear_line,
@@ -54,7 +54,7 @@ def prepare(at, sums):
     """Transpose the rows of x if the weights are stored in rows and read once."""
     count = get_i64(at + ROWS)
     if get_i64(at + IN_ROWS) and count <= ROWS_AT_ONCE:
-        turn_rows(get_i64(at + X), get_i64(at + X_ROW), count, get_i64(at + STEPS), sums + get_i64(at + ROOM))
+        transpose_rows(get_i64(at + X), get_i64(at + X_ROW), count, get_i64(at + STEPS), sums + get_i64(at + ROOM))
 
 
 @njit(error_model="numpy")
@@ -68,7 +68,7 @@ def add_up(at, block, first, count, sums):
     )
     room = sums + get_i64(at + ROOM)
     if in_rows:
-        weights = get_i64(at + WEIGHTS) + block * SIDE * GROUP
+        weights = get_i64(at + WEIGHTS) + block * LINE_VECTORS * GROUP
         if get_i64(at + ROWS) <= ROWS_AT_ONCE:
             multiply_rows(count, room, weights, steps, room - SIDES * ROW, sums)
             return
@@ -97,7 +97,7 @@ def finish(at, block, first, count, sums):
     unit = types.int64(2) if narrow else types.int64(WORD)
     out = get_i64(at + OUT) + first * get_i64(at + OUT_ROW) + block * COLUMNS * unit
     for r in range(count):
-        for v in range(SIDE):
+        for v in range(LINE_VECTORS):
             value = load_f32(sums + r * LINE + v * LANES * WORD)
             if bias != 0:
                 value = add(value, load_f32(bias + block * LINE + v * LANES * WORD))

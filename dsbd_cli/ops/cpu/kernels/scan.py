@@ -50,7 +50,7 @@ LEAD = LEAST_ONE_BY_ONE + BLOCK - 1  # tokens of the common prefix whose inputs 
 LANES = 16 if get_host_cpu_features().get("avx512f") else 8  # numbers of a vector
 SIDE = 4  # vectors of a tile
 TILE = LANES * SIDE  # columns of a state that are worked on together
-MANY, SOME = (6, 3) if LANES == 16 else (3, 2)  # rows of a product whose sums fit into the registers
+MOST_ROWS, LESS_ROWS = (6, 3) if LANES == 16 else (3, 2)  # rows of a product whose sums fit into the registers
 AHEAD = 512  # numbers ahead of those in use at which a state is prefetched
 compiled = KernelCompiler("recurrent layers", seconds=15)
 
@@ -220,7 +220,7 @@ def _product(rows: int) -> Any:
     return product
 
 
-_product_of_many, _product_of_some, _product_of_one = _product(MANY), _product(SOME), _product(1)
+_product_of_many, _product_of_some, _product_of_one = _product(MOST_ROWS), _product(LESS_ROWS), _product(1)
 
 
 def _addition(rows: int) -> Any:
@@ -266,7 +266,7 @@ def _addition(rows: int) -> Any:
     return addition
 
 
-_addition_of_many, _addition_of_one = _addition(MANY), _addition(1)
+_addition_of_many, _addition_of_one = _addition(MOST_ROWS), _addition(1)
 
 
 @njit(error_model="numpy", nogil=True)
@@ -285,12 +285,12 @@ def _dot(a, a_at, b, b_at, count):
 def _read(a, rows, b, b_at, b_step, count, out):
     """Compute out [rows, TILE] = a [rows, count] b."""
     first = 0
-    while rows - first >= MANY:
+    while rows - first >= MOST_ROWS:
         _product_of_many(a, count, b, b_at, b_step, count, out, first)
-        first += MANY
-    while rows - first >= SOME:
+        first += MOST_ROWS
+    while rows - first >= LESS_ROWS:
         _product_of_some(a, count, b, b_at, b_step, count, out, first)
-        first += SOME
+        first += LESS_ROWS
     while first < rows:
         _product_of_one(a, count, b, b_at, b_step, count, out, first)
         first += 1
@@ -300,10 +300,10 @@ def _read(a, rows, b, b_at, b_step, count, out):
 def _advance(e, source, source_at, source_step, keys, u, u_at, u_step, listed, listed_at, out, out_at, out_step):
     """Compute out = e source + the sum of keys [BLOCK, N] times the listed u, in TILE columns. out may be source."""
     dim, n = len(e), 0
-    while dim - n >= MANY:
+    while dim - n >= MOST_ROWS:
         _addition_of_many(e, source, source_at, source_step, keys, 0, dim, u, u_at, u_step, listed, listed_at, BLOCK,
                           out, out_at, out_step, n)  # fmt: skip
-        n += MANY
+        n += MOST_ROWS
     while n < dim:
         _addition_of_one(e, source, source_at, source_step, keys, 0, dim, u, u_at, u_step, listed, listed_at, BLOCK,
                          out, out_at, out_step, n)  # fmt: skip
@@ -659,7 +659,7 @@ def _decay_products(decays, plane, h, line, factors):
 
 
 @njit(error_model="numpy", nogil=True)
-def _faded(keys, group, decays, plane, h, places, block, e):
+def _decayed_keys(keys, group, decays, plane, h, places, block, e):
     """Write the keys of the tokens at `places`, each times the decays after it, to block [BLOCK, N], and the product of
     all decays to e [N]."""
     e[:] = 1
@@ -677,7 +677,7 @@ def _faded(keys, group, decays, plane, h, places, block, e):
 
 
 @njit(error_model="numpy", nogil=True)
-def _weigh(x, keys, group, decays, plane, h, line, weights):
+def _line_weights(x, keys, group, decays, plane, h, line, weights):
     """Write the weights of the tokens of a line where decays are per channel. x [N], a query or key, is multiplied by
     all decays, so that it can read the state."""
     places, groups, dim = keys.shape[1:]
@@ -691,14 +691,14 @@ def _weigh(x, keys, group, decays, plane, h, line, weights):
 
 @compiled(types.void(_F4, _I1, _I1, _F4, _F1, types.int64, _F3, _F4, _F4, _F4, _F4, _F4, _I3, _I2, _I2, _I3,
                      _I2, _I3, _I1, _I2, _I1, types.int64, types.boolean, _F4, types.int64, types.int64))  # fmt: skip
-def recurrent_scan(state, rows, planes, q, v, step, beta, asked, alike, keys, inputs, decays, lines, counts, order,
-         groups, sources, blocks, sizes, used, uses, buffers, keep, y, first, last):  # fmt: skip
+def recurrent_scan(state, rows, planes, q, v, step, beta, query_keys, key_keys, keys, inputs, decays, lines, counts,
+         order, groups, sources, blocks, sizes, used, uses, buffers, keep, y, first, last):  # fmt: skip
     """Add the results of the nodes of a ScanSchedule to y [R, n, H, P], and write the states that it keeps.
 
     state: [., H, N, P]. keys, inputs, decays: planes [., places, ...] as `put` leaves them. rows, planes: [R] rows of
     the states and of the planes. v, step: as in `put`. beta: [R, n, H], by which u is computed from v and stored; or
-    [R, n, 0] where the planes have u already. asked, alike: `pairs` of q, and of each node's own key where there are
-    betas; not read where decays are per channel.
+    [R, n, 0] where the planes have u already. query_keys, key_keys: `pairs` of q, and of each node's own key where
+    there are betas; not read where decays are per channel.
     """
     heads, dim, width = state.shape[1:]
     places, key_heads = keys.shape[1:3]
@@ -710,10 +710,10 @@ def recurrent_scan(state, rows, planes, q, v, step, beta, asked, alike, keys, in
     held, u = np.zeros((buffers, dim, wide), np.float32), np.zeros((places, wide), np.float32)
     common_prefix = np.zeros((dim, wide if wide != width else 0), np.float32)
     e, block = np.empty(dim, np.float32), np.empty((BLOCK, dim), np.float32)
-    # of up to MANY nodes: queries and keys that read the state, the results, and weights of the tokens since then
-    x, x_key = np.empty((MANY, dim), np.float32), np.empty((MANY, dim), np.float32)
-    found, found_key = np.empty((MANY, TILE), np.float32), np.empty((MANY, TILE), np.float32)
-    weights, weights_key = np.zeros((MANY, LEAD + 1), np.float32), np.zeros((MANY, LEAD + 1), np.float32)
+    # of up to MOST_ROWS nodes: queries and keys that read the state, the results, and weights of the tokens since then
+    x, x_key = np.empty((MOST_ROWS, dim), np.float32), np.empty((MOST_ROWS, dim), np.float32)
+    found, found_key = np.empty((MOST_ROWS, TILE), np.float32), np.empty((MOST_ROWS, TILE), np.float32)
+    weights, weights_key = np.zeros((MOST_ROWS, LEAD + 1), np.float32), np.zeros((MOST_ROWS, LEAD + 1), np.float32)
     factors, one = np.empty(LEAD + 1, np.float32), np.ones(1, np.float32)
     # the same arrays, flat, for products, which take offsets
     flat_state, flat_held, flat_common_prefix, flat_u = state.ravel(), held.ravel(), common_prefix.ravel(), u.ravel()
@@ -740,7 +740,7 @@ def recurrent_scan(state, rows, planes, q, v, step, beta, asked, alike, keys, in
             target, source = groups[r, number, 0], sources[r, number]
             read, read_at, read_step = own, own_at, own_step
             if target >= 0:
-                _faded(keys, group, decays, plane, h, blocks[r, number], block, e)
+                _decayed_keys(keys, group, decays, plane, h, blocks[r, number], block, e)
                 made, made_at, made_step = own, own_at, own_step
                 if not keep:
                     made, made_at, made_step = flat_held, target * area, wide
@@ -750,8 +750,8 @@ def recurrent_scan(state, rows, planes, q, v, step, beta, asked, alike, keys, in
                     _advance(e, read, read_at + tile, read_step, flat_block, flat_u, tile, wide, flat_blocks,
                              (r * most + number) * BLOCK, made, made_at + tile, made_step)  # fmt: skip
                 read, read_at, read_step = made, made_at, made_step
-            for begin in range(groups[r, number, 1], groups[r, number, 2], MANY):
-                count = min(MANY, groups[r, number, 2] - begin)
+            for begin in range(groups[r, number, 1], groups[r, number, 2], MOST_ROWS):
+                count = min(MOST_ROWS, groups[r, number, 2] - begin)
                 for m in range(count):
                     i = order[r, begin + m]
                     line = lines[r, i, : counts[r, i]]
@@ -759,11 +759,11 @@ def recurrent_scan(state, rows, planes, q, v, step, beta, asked, alike, keys, in
                     if single:
                         factor = _decay_products(decays, plane, h, line, factors)
                         for past in range(len(line)):
-                            weights[m, past] = factors[past] * asked[r, i, group, past]
+                            weights[m, past] = factors[past] * query_keys[r, i, group, past]
                     for n in range(dim):
                         x[m, n] = q[r, i, group, n] * factor
                     if not single:
-                        _weigh(x[m], keys, group, decays, plane, h, line, weights[m])
+                        _line_weights(x[m], keys, group, decays, plane, h, line, weights[m])
                     if not corrects:
                         continue
                     place = line[-1]
@@ -771,9 +771,9 @@ def recurrent_scan(state, rows, planes, q, v, step, beta, asked, alike, keys, in
                         x_key[m, n] = keys[plane, place, group, n] * factor
                     if single:
                         for past in range(len(line)):
-                            weights_key[m, past] = factors[past] * alike[r, i, group, past]
+                            weights_key[m, past] = factors[past] * key_keys[r, i, group, past]
                     else:
-                        _weigh(x_key[m], keys, group, decays, plane, h, line, weights_key[m])
+                        _line_weights(x_key[m], keys, group, decays, plane, h, line, weights_key[m])
                 for tile in range(0, wide, TILE):
                     _read(flat_x, count, read, read_at + tile, read_step, dim, flat_found)
                     if corrects:

@@ -265,7 +265,7 @@ def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
-def _turned(narrow: bool) -> Callable[..., Any]:
+def _transposed(narrow: bool) -> Callable[..., Any]:
     def build(builder: Any, source: Any, step: Any, target: Any, line: Any, last: Any = None) -> None:
         rows = []
         for lane in range(LANES):
@@ -282,10 +282,10 @@ def _turned(narrow: bool) -> Callable[..., Any]:
     return build
 
 
-turn_f32 = operation(types.void, *(types.int64,) * 4)(_turned(False))
-turn_bf16 = operation(types.void, *(types.int64,) * 4)(_turned(True))
-# like turn_f32, but only rows 0 .. last are read, and the last one is repeated in place of the others
-turn_some = operation(types.void, *(types.int64,) * 5)(_turned(False))
+transpose_f32 = operation(types.void, *(types.int64,) * 4)(_transposed(False))
+transpose_bf16 = operation(types.void, *(types.int64,) * 4)(_transposed(True))
+# like transpose_f32, but only rows 0 .. last are read, and the last one is repeated in place of the others
+transpose_some = operation(types.void, *(types.int64,) * 5)(_transposed(False))
 
 
 @operation(LANES_TYPE, LANES_TYPE)
@@ -305,11 +305,11 @@ def exp2(builder: Any, x: Any) -> Any:
 # A tile multiplies x [rows, inputs] by weights [inputs, COLUMNS], COLUMNS outputs at once. Weights are stored in lines.
 # A line has a word of four bytes per output, with u inputs: [inputs / u, COLUMNS, u]. So weights are read from the
 # first to the last byte.
-COLUMNS, SIX = 64, 6  # outputs, and rows: their sums fit into the registers of AVX-512
+COLUMNS, MOST_ROWS = 64, 6  # outputs, and rows: their sums fit into the registers of AVX-512
 WORD = 4  # bytes of a float32 and of an int32
 LINE = COLUMNS * WORD
 TAKEN, THREADS, ITEMS, ROWS, CHUNK, BLOCKS, SHARE, SUMS, SUMS_BYTES = range(0, 8 * len(PRODUCT), 8)
-SIDE = COLUMNS // LANES
+LINE_VECTORS = COLUMNS // LANES
 # Bytes ahead of those in use at which weights are prefetched. Without it an Emerald Rapids computes four rows slower
 # than it reads the weights for one (benchmarks/LOG.md). On AMD's processors it brought no steady gain.
 AHEAD = 0 if on_amd() else 3072
@@ -321,7 +321,7 @@ INSTRUCTIONS = {
     "widened": f"llvm.fma.v{LANES}f32",  # pairs of bfloat16, each widened first
     "int8": f"llvm.x86.avx512.vpdpbusd.{LANES * 32}",  # four unsigned ones with four signed ones; needs AVX-512 VNNI
 }
-ROWS_AT_ONCE = {kind: 5 if kind == "widened" else SIX for kind in INSTRUCTIONS}  # widened weights take more registers
+TILE_ROWS = {kind: 5 if kind == "widened" else MOST_ROWS for kind in INSTRUCTIONS}  # widened ones take more registers
 
 
 def _tile(kind: str, rows: int) -> Any:
@@ -331,7 +331,7 @@ def _tile(kind: str, rows: int) -> Any:
     sum_kind, factor = WHOLES if kind == "int8" else VECTOR, VECTOR if floats else WHOLES
     read_kind, single = (VECTOR, F32) if kind == "float32" else (WHOLES, I32)
 
-    def apart(builder: Any, read: Any) -> list[Any]:
+    def split(builder: Any, read: Any) -> list[Any]:
         """Return the factors in a word of each lane, which are multiplied one after another."""
         if kind != "widened":
             return [read]
@@ -341,7 +341,7 @@ def _tile(kind: str, rows: int) -> Any:
     def build(builder: Any, x: Any, x_row: Any, weights: Any, steps: Any, sums: Any) -> None:
         asked = [factor, factor, sum_kind] if floats else [sum_kind, factor, factor]
         multiply = cgutils.get_or_insert_function(builder.module, ir.FunctionType(sum_kind, asked), INSTRUCTIONS[kind])
-        places = [[_further(builder, sums, r * LINE + v * LANES * WORD) for v in range(SIDE)] for r in range(rows)]
+        places = [[_plus(builder, sums, r * LINE + v * LANES * WORD) for v in range(LINE_VECTORS)] for r in range(rows)]
         starts = [builder.add(x, builder.mul(x_row, ir.Constant(I64, r))) for r in range(rows)]
         before = [[loaded(builder, place, sum_kind, WORD) for place in row] for row in places]
         entry, loop = builder.basic_block, builder.append_basic_block("step")
@@ -352,15 +352,15 @@ def _tile(kind: str, rows: int) -> Any:
         found = [[builder.phi(sum_kind) for _ in row] for row in places]
         line = builder.add(weights, builder.mul(step, ir.Constant(I64, LINE)))
         for distance in range(AHEAD, AHEAD + LINE, CACHE_LINE) if AHEAD else ():
-            ask_for(builder, _further(builder, line, distance))
+            prefetch(builder, _plus(builder, line, distance))
         side = [
-            apart(builder, loaded(builder, _further(builder, line, v * LANES * WORD), read_kind, LANES * WORD))
-            for v in range(SIDE)
+            split(builder, loaded(builder, _plus(builder, line, v * LANES * WORD), read_kind, LANES * WORD))
+            for v in range(LINE_VECTORS)
         ]
         place = builder.mul(step, ir.Constant(I64, WORD))
         after = []
         for start, row in zip(starts, found, strict=True):
-            ones = apart(builder, splatted(builder, loaded(builder, builder.add(start, place), single, 1), read_kind))
+            ones = split(builder, splatted(builder, loaded(builder, builder.add(start, place), single, 1), read_kind))
             row_sums: list[Any] = list(row)
             for half, one in enumerate(ones):
                 for v, parts in enumerate(side):
@@ -368,13 +368,13 @@ def _tile(kind: str, rows: int) -> Any:
                     triple = (one, part, row_sums[v]) if floats else (row_sums[v], one, part)
                     row_sums[v] = builder.call(multiply, triple)
             after.append(row_sums)
-        following = _further(builder, step, 1)
+        following = _plus(builder, step, 1)
         builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
         step.add_incoming(ir.Constant(I64, 0), entry)
         step.add_incoming(following, loop)
         builder.position_at_end(done)
         for r in range(rows):
-            for v in range(SIDE):
+            for v in range(LINE_VECTORS):
                 found[r][v].add_incoming(before[r][v], entry)
                 found[r][v].add_incoming(after[r][v], loop)
                 builder.store(after[r][v], pointer(builder, places[r][v], sum_kind), align=WORD)
@@ -382,22 +382,22 @@ def _tile(kind: str, rows: int) -> Any:
     return operation(types.void, *(types.int64,) * 5)(build)
 
 
-def ask_for(builder: Any, address: Any) -> None:
+def prefetch(builder: Any, address: Any) -> None:
     """Prefetch the cache line at an address for reading. The address need not be valid."""
     kind = I8.as_pointer()
     asked = ir.FunctionType(ir.VoidType(), [kind, I32, I32, I32])
-    prefetch = cgutils.get_or_insert_function(builder.module, asked, "llvm.prefetch.p0i8")
-    builder.call(prefetch, (builder.inttoptr(address, kind), *(ir.Constant(I32, what) for what in (0, 3, 1))))
+    instruction = cgutils.get_or_insert_function(builder.module, asked, "llvm.prefetch.p0i8")
+    builder.call(instruction, (builder.inttoptr(address, kind), *(ir.Constant(I32, what) for what in (0, 3, 1))))
 
 
-def _further(builder: Any, address: Any, distance: int) -> Any:
+def _plus(builder: Any, address: Any, distance: int) -> Any:
     return builder.add(address, ir.Constant(I64, distance))
 
 
 def tile(kind: str) -> Callable[..., Any]:
     """Return a function of numba: sums [count, COLUMNS] += x [count, ..] times `steps` lines of weights."""
-    one, two, three, four, five, six = (_tile(kind, rows) for rows in range(1, SIX + 1))
-    most = ROWS_AT_ONCE[kind]
+    one, two, three, four, five, six = (_tile(kind, rows) for rows in range(1, MOST_ROWS + 1))
+    most = TILE_ROWS[kind]
 
     def add_up(count, x, x_row, weights, steps, sums):  # type: ignore[no-untyped-def]
         groups = (count + most - 1) // most
@@ -422,16 +422,16 @@ def tile(kind: str) -> Callable[..., Any]:
 
 
 @operation(types.void, *(types.int64,) * 3)
-def _turn_rows(builder: Any, rows: Any, place: Any, target: Any) -> None:
+def _transpose_rows(builder: Any, rows: Any, place: Any, target: Any) -> None:
     """Transpose LANES words of LANES rows, from `place` bytes on, into LANES lines: a line has a word of each row, side
     by side. rows: where the addresses of the rows are stored."""
     words = []
     for lane in range(LANES):
-        row = loaded(builder, _further(builder, rows, 8 * lane), I64, 8)
+        row = loaded(builder, _plus(builder, rows, 8 * lane), I64, 8)
         words.append(loaded(builder, builder.add(row, place), WHOLES, 1))
     for line in _transpose(builder, words):
         builder.store(line, pointer(builder, target, WHOLES), align=WORD)
-        target = _further(builder, target, LINE)
+        target = _plus(builder, target, LINE)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -440,8 +440,8 @@ def pack_lines(rows: Any, steps: Any, out: Any) -> None:
     the addresses of the rows are stored."""
     done = types.int64(0)
     while done + LANES <= steps:  # a cache line of each row
-        for v in range(SIDE):
-            _turn_rows(rows + v * LANES * 8, done * WORD, out + done * LINE + v * LANES * WORD)
+        for v in range(LINE_VECTORS):
+            _transpose_rows(rows + v * LANES * 8, done * WORD, out + done * LINE + v * LANES * WORD)
         done += LANES
     while done < steps:
         for column in range(COLUMNS):
@@ -483,13 +483,13 @@ def product(block: Callable[..., None], prepare: Callable[..., None] = _nothing)
 
 @operation(types.void, types.int64, types.int64)
 def copy_line(builder: Any, source: Any, target: Any) -> Any:
-    for v in range(SIDE):
-        value = loaded(builder, _further(builder, source, v * LANES * WORD), WHOLES, WORD)
-        builder.store(value, pointer(builder, _further(builder, target, v * LANES * WORD), WHOLES), align=WORD)
+    for v in range(LINE_VECTORS):
+        value = loaded(builder, _plus(builder, source, v * LANES * WORD), WHOLES, WORD)
+        builder.store(value, pointer(builder, _plus(builder, target, v * LANES * WORD), WHOLES), align=WORD)
 
 
 @operation(types.void, types.int64)
 def clear_line(builder: Any, target: Any) -> Any:
-    for v in range(SIDE):
-        place = pointer(builder, _further(builder, target, v * LANES * WORD), WHOLES)
+    for v in range(LINE_VECTORS):
+        place = pointer(builder, _plus(builder, target, v * LANES * WORD), WHOLES)
         builder.store(ir.Constant(WHOLES, [0] * LANES), place, align=WORD)
