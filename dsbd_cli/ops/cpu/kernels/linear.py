@@ -14,7 +14,7 @@ from __future__ import annotations
 from numba import njit, types
 
 from dsbd_cli.ops.cpu import linear as packing
-from dsbd_cli.ops.cpu.kernels.amx import GROUP, ROW, SIDES, matrix_tile, multiply_rows, pack_groups, transpose_rows
+from dsbd_cli.ops.cpu.kernels.amx import GROUP, ROW, matrix_tile, multiply_rows, pack_groups, transpose_rows
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
     COLUMNS,
@@ -34,7 +34,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     take,
     tile,
 )
-from dsbd_cli.ops.cpu.linear import LAYOUT, MULTIPLY, PACK, ROWS_AT_ONCE, bfloat16_tile
+from dsbd_cli.ops.cpu.linear import LAYOUT, MULTIPLY, PACK, ROWS_AT_ONCE, SIDES, bfloat16_tile
 from dsbd_cli.ops.cpu.runtime import PRODUCT
 
 compiled = KernelCompiler("linear layers", seconds=3, layout=LAYOUT)
