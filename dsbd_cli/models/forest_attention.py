@@ -50,6 +50,13 @@ PathKernel = Callable[..., Tensor]
 MASKED = torch.finfo(torch.float32).min
 
 
+def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask [R, 1, n, S] that is added to scores, of the slots that nodes see [R, n, S] bool. It holds no
+    -inf, because a row of nothing else would give NaN."""
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+
+
 class AttentionMetadata:
     """Slots that the nodes of the current forward see, split into prompt slots and suffix. Made once per forward and
     used by every layer.

@@ -23,7 +23,7 @@ from dsbd_cli.models.forest_attention import AttentionMetadata
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops.interface import Ops
 
-CALIBRATION = 2, 64  # sequences and their tokens; more of them find no better outliers
+CALIBRATION = 2, 64  # sequences and their tokens
 NOT_COPIED = "prompts that begin alike are each read whole: a copied beginning would change bits here"
 NOT_ASKED = (
     "prompts that begin alike are each read whole: the model takes too few tokens to check whether a copied beginning "
@@ -71,6 +71,13 @@ class SelfTestReport:
 def size_of(model: ForestModel) -> ModelSize | None:
     """Return the sizes of a model that this package has loaded; None for any other model."""
     return model.size if isinstance(model, BaseForestModel) else None
+
+
+def calibration_tokens(rows: int, limit: int | None) -> Tensor:
+    """Return the random tokens [B, T] by which outliers are found; more of them find no better ones. rows: of the
+    embedding table. limit: positions of the model."""
+    count, length = CALIBRATION
+    return torch.randint(0, rows, (count, min(length, limit or length)), generator=torch.Generator().manual_seed(19))
 
 
 class BaseForestModel:
@@ -327,6 +334,11 @@ class BaseForestModel:
             if self.copies_prefixes and not copies:
                 self.notes += (NOT_ASKED if copies is None else NOT_COPIED,)
             self.copies_prefixes = bool(copies)
+
+    def _ids_in_table(self, batch: ForestInput) -> Tensor:
+        """Return token ids [R, n] that the embedding table has. A draft may lack the last ids of its target; any other
+        id may take their place, because only acceptance suffers."""
+        return batch.tokens.clamp(max=len(self.embeddings) - 1)
 
     def _attention_metadata(self, batch: ForestInput) -> AttentionMetadata | None:
         """Return how the layers of this forward may split their keys, and keep it for `by_parts`. None: they do not

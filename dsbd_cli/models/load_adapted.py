@@ -16,14 +16,13 @@ from dsbd_cli.models.adapted.patching import pack, quantize
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, encoder_digest
 from dsbd_cli.models.checkpoints.head import installed, trimmed_target
 from dsbd_cli.models.checkpoints.hub import locate
-from dsbd_cli.models.checkpoints.loader import PICTURE_MODELS, eos_ids, load, load_config, load_preprocessor
+from dsbd_cli.models.checkpoints.loader import PICTURE_MODELS, eos_ids, load, load_config, load_preprocessor, too_small
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.tensor_parallel import Ranks, ShardedForestModel, check_ranks, load_slice
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.verdicts import Verdict
-from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
 
 
 def load_adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
@@ -93,10 +92,7 @@ def _on_cpu(model: Any) -> bool:
 def _quantize(forest: CausalForestModel | Seq2SeqForestModel, spec: ModelSpec) -> None:
     """Quantize the large linear layers to int8 and pack the small ones. Raises UsageError where all are small."""
     if not quantize(forest.module, forest.calibrate):
-        reason = (
-            f"the {spec.role} model {spec.source!r} has no linear layer of {LEAST_WEIGHTS} weights or more: drop it"
-        )
-        raise UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
+        raise too_small(spec, f"the {spec.role} model {spec.source!r}")
     pack(forest.module)
     forest.layers_replaced()
     forest.quantized = spec.quantize

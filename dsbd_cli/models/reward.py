@@ -11,7 +11,7 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import InvalidRowError, UnsupportedModelError
 from dsbd_cli.models.chat import render
 from dsbd_cli.models.checkpoints.hub import locate
-from dsbd_cli.models.checkpoints.loader import load_config, load_tokenizer, quiet
+from dsbd_cli.models.checkpoints.loader import device_of, load_config, load_tokenizer, quiet
 
 Asked = str | Sequence[Mapping[str, str]]
 
@@ -34,11 +34,11 @@ class RewardModel:
                     f"{spec.source!r} is no reward model: it is {', '.join(names) or config.model_type} with "
                     f"{config.num_labels} outputs, but must be a sequence classifier with one"
                 )
-            device = spec.device if spec.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+            device = device_of(spec)
             model: Any = AutoModelForSequenceClassification.from_pretrained(
                 folder,
                 config=config,
-                dtype="auto" if device != "cpu" else torch.float32,
+                dtype="auto" if device.type != "cpu" else torch.float32,
                 weights_only=True,
                 trust_remote_code=spec.trust_remote_code,
                 local_files_only=True,

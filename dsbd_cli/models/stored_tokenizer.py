@@ -4,13 +4,12 @@ one."""
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.models.verdicts import cache_folder
+from dsbd_cli.models.verdicts import cache_folder, write_whole
 
 METHODS = ("__call__", "_encode_plus", "decode", "_decode", "convert_ids_to_tokens", "get_vocab", "get_chat_template")
 
@@ -86,10 +85,7 @@ def store(tokenizer: Any) -> dict[str, Any] | None:
     place = _path(digest)
     try:
         if not place.is_file():
-            place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            part = place.with_name(f"{place.name}.{os.getpid()}")
-            part.write_bytes(content)
-            part.replace(place)
+            write_whole(place, content)
     except OSError:
         return None
     return {

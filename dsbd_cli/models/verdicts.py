@@ -73,13 +73,18 @@ def write_verdict(digest: str, found: Mapping[str, object]) -> None:
     """Keep the results of the checks, whole or not at all. Where the folder cannot be written, later loads check
     again."""
     place = _path(digest)
-    part = place.with_name(f"{place.name}.{os.getpid()}")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part.write_text(json.dumps({"format": FORMAT, **found}), encoding="utf-8")
-        part.replace(place)
+        write_whole(place, json.dumps({"format": FORMAT, **found}).encode())
     except OSError as error:
         _logger.warning("every load checks the model anew: %s cannot be written (%s)", place.parent, error.strerror)
+
+
+def write_whole(place: Path, content: bytes) -> None:
+    """Write a file of the cache folder, whole or not at all. Raises OSError."""
+    part = place.with_name(f"{place.name}.{os.getpid()}")
+    place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part.write_bytes(content)
+    part.replace(place)
 
 
 def cache_folder() -> Path:

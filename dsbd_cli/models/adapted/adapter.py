@@ -22,9 +22,9 @@ from dsbd_cli.models.adapted.attention import use_grouped_attention
 from dsbd_cli.models.adapted.patching import Int8Linear, PackedExperts, PackedLinear
 from dsbd_cli.models.adapted.reads import HostReads
 from dsbd_cli.models.cache import ForestCache
-from dsbd_cli.models.checkpoints.generation import checkpoint_rules
-from dsbd_cli.models.forest_attention import AttentionMetadata
-from dsbd_cli.models.forest_model import CALIBRATION, BaseForestModel, ModelSize, StateTap, unsupported
+from dsbd_cli.models.checkpoints.generation import checkpoint_rules, positions_of
+from dsbd_cli.models.forest_attention import AttentionMetadata, additive_mask
+from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, calibration_tokens, unsupported
 from dsbd_cli.ops.cpu.linear import address
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import MODEL, ops_for
@@ -100,7 +100,6 @@ class TransformersForest(BaseForestModel):
         super().__init__(name, device, self._new_cache(device))
         self._ops = ops_for(device, model.dtype, MODEL)
         self._plan = self._masks_wanted()
-        self._embeddings = int(model.get_input_embeddings().weight.shape[0])
         self._mask_dtype = model.dtype
         use_grouped_attention(model)
         self._reads = False
@@ -132,12 +131,7 @@ class TransformersForest(BaseForestModel):
     @property
     def max_positions(self) -> int | None:
         """Positions the model was made for; a learned table cannot go past it, a rotary model gets worse there."""
-        limit = getattr(self._config, "max_position_embeddings", None)
-        rope = getattr(self._config, "rope_parameters", None) or {}
-        if rope.get("rope_type") == "longrope":
-            # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths
-            limit = rope.get("original_max_position_embeddings") or limit
-        return int(limit) if limit else None
+        return positions_of(self._config)
 
     @property
     def embeddings(self) -> Tensor:
@@ -228,10 +222,7 @@ class TransformersForest(BaseForestModel):
 
     def calibrate(self) -> None:
         """Run the random tokens by which `quantize` finds outliers."""
-        limit = self.max_positions or CALIBRATION[1]
-        shape = CALIBRATION[0], min(CALIBRATION[1], limit)
-        tokens = torch.randint(0, self._embeddings, shape, generator=torch.Generator().manual_seed(19))
-        self._calibrate(tokens)
+        self._calibrate(calibration_tokens(len(self.embeddings), self.max_positions))
 
     def _calibrate(self, tokens: Tensor) -> None:
         self.plain(tokens)
@@ -297,11 +288,6 @@ class TransformersForest(BaseForestModel):
         found: Tensor | None = output.logits if logits else None
         return found
 
-    def _inputs(self, batch: ForestInput) -> Tensor:
-        """Return token ids [R, n] that the embedding table has. A draft may lack the last ids of its target; any other
-        id may take their place, because only acceptance suffers."""
-        return batch.tokens.clamp(max=self._embeddings - 1)
-
     def _masks(self, batch: ForestInput, metadata: AttentionMetadata | None) -> Tensor | dict[str, Tensor]:
         kinds = self._plan.kinds
         if not kinds:
@@ -309,11 +295,9 @@ class TransformersForest(BaseForestModel):
         return {kind: self._additive(kind, batch, metadata) for kind in {"full_attention", *kinds} & _LAYER_KINDS}
 
     def _additive(self, kind: str, batch: ForestInput, metadata: AttentionMetadata | None) -> Tensor:
-        """Return the mask [R, 1, n, S] that eager and sdpa add to scores. It holds no -inf, because a row of nothing
-        else would give NaN."""
+        """Return the mask [R, 1, n, S] that eager and sdpa add to scores."""
         seen = self._plan.seen(kind, batch)
-        mask = torch.zeros(seen.shape, dtype=self._mask_dtype, device=seen.device)
-        additive = mask.masked_fill_(~seen, torch.finfo(self._mask_dtype).min)[:, None]
+        additive = additive_mask(seen, self._mask_dtype)
         if metadata is not None:
             metadata.add(additive, seen, whole=seen is batch.mask)
         return additive

@@ -53,7 +53,7 @@ class CausalForestModel(TransformersForest):
         with self._cache.running(batch), attention_over(metadata or Blocks.of(batch)):
             arguments: dict[str, Any] = {"use_cache": True, "return_dict": True}
             if embedded is None:
-                arguments["input_ids"] = self._inputs(batch)
+                arguments["input_ids"] = self._ids_in_table(batch)
             else:
                 arguments["inputs_embeds"] = embedded
             if self._without_attention:

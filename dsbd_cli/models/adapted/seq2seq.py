@@ -25,7 +25,7 @@ from dsbd_cli.models.adapted.crossing import STEP, CrossCache, ForestPairCache
 from dsbd_cli.models.adapted.own_attention import attend_by_function
 from dsbd_cli.models.adapted.patching import PackedLinear
 from dsbd_cli.models.adapted.positions import DecoderPositions, decoder_of
-from dsbd_cli.models.forest_attention import AttentionMetadata
+from dsbd_cli.models.forest_attention import AttentionMetadata, additive_mask
 
 TABLE_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
 ENCODER_LIMITS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
@@ -292,7 +292,7 @@ class Seq2SeqForestModel(TransformersForest):
             hidden = hidden.expand(rows, self._cross.width, self._encoder_width)
         masks = self._masks(batch, metadata)
         inputs: dict[str, Any] = {
-            "decoder_input_ids": self._inputs(batch),
+            "decoder_input_ids": self._ids_in_table(batch),
             "decoder_attention_mask": masks,
             "encoder_outputs": self._output(last_hidden_state=hidden),
             "past_key_values": pair,
@@ -321,8 +321,7 @@ class Seq2SeqForestModel(TransformersForest):
         sizes = self._cross.sizes[:rows] if batch.rows is None else self._cross.sizes[batch.rows]
         seen = torch.arange(width, device=self._device) < sizes.unsqueeze(1)  # [R, Z]
         seen = seen.unsqueeze(1).expand(-1, count, -1)
-        mask = torch.zeros(seen.shape, dtype=self._mask_dtype, device=self._device)
-        additive = mask.masked_fill_(~seen, torch.finfo(self._mask_dtype).min)[:, None]
+        additive = additive_mask(seen, self._mask_dtype)
         if metadata is not None:
             by_row = self._device.type == "cpu"
             read = range(rows) if batch.rows is None or not by_row else batch.rows.tolist()

@@ -79,6 +79,16 @@ def read_settings(place: Path) -> dict[str, Any]:
     return found
 
 
+def positions_of(config: Any) -> int | None:
+    """Return the number of positions that a (text) config allows; None where it is unbounded."""
+    limit = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths
+        limit = rope.get("original_max_position_embeddings") or limit
+    return int(limit) if limit else None
+
+
 def checkpoint_rules(model: Any) -> TokenRules:
     """Return the token rules of a transformers model's generation settings."""
     config = getattr(model, "generation_config", None)

@@ -23,6 +23,7 @@ from dsbd_cli.models.checkpoints.head import head_keys, install, read_head
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.linearised import mark, unread
 from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING, byte_tokenizer, read_config
+from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
 from dsbd_cli.ops.select import int8_missing, packing_works
 
 Checkpoint = tuple[Any, Any]
@@ -286,7 +287,16 @@ def check_quantize(spec: ModelSpec, config: Any) -> None:
     else:
         reason = int8_missing()  # last: it may have to compile kernels
     if reason is not None:
-        raise UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
+        raise _unquantizable(spec, reason)
+
+
+def too_small(spec: ModelSpec, name: str) -> UsageError:
+    """Return the error of a model whose products are all too small for int8."""
+    return _unquantizable(spec, f"{name} has no linear layer of {LEAST_WEIGHTS} weights or more: drop it")
+
+
+def _unquantizable(spec: ModelSpec, reason: str) -> UsageError:
+    return UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
 
 
 def is_plain(place: Path, config: Any) -> bool:

@@ -21,7 +21,7 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs, MaskView, PathView, View
 from dsbd_cli.models.decoder.weights import PlainLinear
-from dsbd_cli.models.forest_attention import LEAST_DIM, AttentionMetadata, Blocks, filled_queries
+from dsbd_cli.models.forest_attention import LEAST_DIM, AttentionMetadata, Blocks, additive_mask, filled_queries
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops.cpu.attention import SlotPaths
@@ -210,7 +210,7 @@ class DecoderForestModel(BaseForestModel):
         views = []
         for window in spec.kinds:
             seen = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
-            views.append(MaskView(_additive(seen.expand(count, -1, -1), self._dtype)))
+            views.append(MaskView(additive_mask(seen.expand(count, -1, -1), self._dtype)))
         angles = self._rotated(places.expand(count, -1))
         slots = torch.arange(count * length, device=self._device)
         inputs = LayerInputs(slots, angles, views, lambda _: (planes[0], planes[1]))
@@ -220,7 +220,7 @@ class DecoderForestModel(BaseForestModel):
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         decoder = self.decoder
         self._cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
-        hidden = decoder.embed(self._known(batch.tokens))
+        hidden = decoder.embed(self._ids_in_table(batch))
         write = self._cache.under_way
         assert write is not None
         inputs = LayerInputs(write.flat, self._rotated(batch.positions), self._views(batch), self._cache.planes)
@@ -231,11 +231,6 @@ class DecoderForestModel(BaseForestModel):
         if self._tap is not None:
             self._leave_states([hidden_states[number] for number in self._tap.layers] or [last])
         return decoder.logits(last, batch.own_ids) if logits else None
-
-    def _known(self, tokens: Tensor) -> Tensor:
-        """Return token ids [R, n] that the embedding table has. A draft may lack the last ids of its target; any other
-        id may take their place, because only acceptance suffers."""
-        return tokens.clamp(max=len(self.decoder.weights.table) - 1)
 
     def _layers(
         self, batch: ForestInput, hidden: Tensor, inputs: LayerInputs
@@ -304,7 +299,7 @@ class DecoderForestModel(BaseForestModel):
         seen = [_seen(batch, window) for window in spec.kinds]
         # where all nodes see all prompt slots no mask is added to scores, and `seen` is registered in its place
         plain = [by_paths and window is None for window in spec.kinds]
-        masks = [one if bare else _additive(one, self._dtype) for one, bare in zip(seen, plain, strict=True)]
+        masks = [one if bare else additive_mask(one, self._dtype) for one, bare in zip(seen, plain, strict=True)]
         if metadata is None:
             blocks = Blocks.of(batch)
             return [MaskView(mask, batch.rows, blocks) for mask in masks]
@@ -329,13 +324,6 @@ def _seen(batch: ForestInput, window: int | None) -> Tensor:
     if window is None:
         return batch.mask
     return batch.mask & (batch.positions[:, :, None] - batch.slot_positions[:, None, :] < window)
-
-
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask [R, 1, n, S] that is added to scores. It holds no -inf, because a row of nothing else would give
-    NaN."""
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
 
 def _key_of(view: View) -> Hashable:

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError, UsageError, one_line
+from dsbd_cli.errors import ModelError, one_line
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checkpoints.head import TrimmedHead
+from dsbd_cli.models.checkpoints.loader import too_small
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.forward import Decoder
 from dsbd_cli.models.decoder.own_rows import OwnRows
 from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_decoder
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.decoder.weights import Tensors, read_tensors, read_weights
-from dsbd_cli.models.forest_model import CALIBRATION
-from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
+from dsbd_cli.models.forest_model import calibration_tokens
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import DECODER, GPU_LAYERS, ops_for
 
@@ -89,8 +89,7 @@ def tensors_of(folder: Path, spec: ModelSpec) -> Tensors:
     try:
         return read_tensors(folder)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        reason = one_line(error)
-        raise ModelError(f"{_name(spec)} cannot be loaded: {reason}") from error
+        raise ModelError(f"{spec.role} model {spec.source!r} cannot be loaded: {one_line(error)}") from error
 
 
 @torch.inference_mode()
@@ -137,22 +136,15 @@ def pack(
         model.forget_programs()
         return None
     if outliers is None:
-        found = find_outliers(decoder, lambda: _calibrate(model))
+        tokens = calibration_tokens(len(model.embeddings), model.max_positions)
+        found = find_outliers(decoder, lambda: model.plain(tokens))
     else:
         found = {name: torch.tensor(channels) for name, channels in outliers.items()}
     if not quantize_decoder(decoder, found):
-        reason = f"the {spec.role} model {spec.source!r} has no linear layer of {LEAST_WEIGHTS} weights or more"
-        raise UsageError(f"quantize is {spec.quantize}, but {reason}: drop it", field="quantize", value=spec.quantize)
+        raise too_small(spec, f"the {spec.role} model {spec.source!r}")
     model.quantized = spec.quantize
     model.forget_programs()
     return {name: channels.tolist() for name, channels in found.items()}
-
-
-def _calibrate(model: DecoderForestModel) -> None:
-    """Run the random tokens by which outliers are found; more tokens find no better ones."""
-    shape = CALIBRATION[0], min(CALIBRATION[1], model.max_positions or CALIBRATION[1])
-    rows = len(model.decoder.weights.table)
-    model.plain(torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(19)))
 
 
 def decoder_ops(
@@ -164,7 +156,3 @@ def decoder_ops(
         widths |= {decoder_spec.heads * decoder_spec.head_dim, decoder_spec.kv_heads * decoder_spec.head_dim}
     ops = ops_for(device, dtype, DECODER, widths=frozenset(widths), kernels=None if kernels else False)
     return ops if device.type == "cpu" else ops.without(*(set(GPU_LAYERS) - kernels))
-
-
-def _name(spec: ModelSpec) -> str:
-    return f"{spec.role} model {spec.source!r}"

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsbd_cli.models.checkpoints.generation import positions_of
+
 ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # activation -> whether it is gelu (in its form with tanh)
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 # Keys that a config declares and that do not change what a forward computes, or that are read below.
@@ -193,18 +195,10 @@ def _common(config: Any) -> dict[str, Any]:
         "rotaries": rotaries,
         "rotary": rotary,
         "scale": dim**-0.5,
-        "positions": _positions(config, rope),
+        "positions": positions_of(config),
         "gelu": ACTIVATIONS[activation],
         "tied": bool(config.tie_word_embeddings),
     }
-
-
-def _positions(config: Any, rope: Mapping[str, Any]) -> int | None:
-    limit = getattr(config, "max_position_embeddings", None)
-    if rope.get("rope_type") == "longrope":
-        # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths
-        limit = rope.get("original_max_position_embeddings") or limit
-    return int(limit) if limit else None
 
 
 def _rotary(config: Any, parameters: Mapping[str, Any], dim: int, kind: str | None) -> Rotary:

@@ -21,11 +21,10 @@ from dsbd_cli.models.adapted.patching import pack, quantize
 from dsbd_cli.models.checkpoints.loader import quiet
 from dsbd_cli.models.decoder.weights import Tensors
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap
-from dsbd_cli.models.heads.formats import HeadTensors, MtpNames, find_mtp
+from dsbd_cli.models.heads.formats import MTP_HEAD, HeadTensors, MtpNames, find_mtp
 from dsbd_cli.models.heads.head_model import AFTER_NORM, TargetHead, without_first
 from dsbd_cli.ops.cpu.linear import address
 
-HEAD = "shared_head.head.weight"
 # settings of MTP layers, each with the only value that is known here; all others must be off
 KNOWN_MTP = {"num_mtp_layers": 1, "mtp_num_hidden_layers": 1, "mtp_layer_types": ["full_attention"]}
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")  # the target's own are used
@@ -68,8 +67,8 @@ class MtpForestModel(TargetHead, CausalForestModel):
 
     def _call(self, runner: Any, batch: ForestInput, embedded: Tensor | None = None) -> Any:
         """Run the layer over nodes joined with the states of their parents."""
-        one, states = self._model, self._parents(batch)
-        token, state = one.mtp_token_norm(one.get_input_embeddings()(self._inputs(batch))), one.mtp_state_norm(states)
+        one, ids = self._model, self._ids_in_table(batch)
+        token, state = one.mtp_token_norm(one.get_input_embeddings()(ids)), one.mtp_state_norm(self._parents(batch))
         return super()._call(runner, without_first(batch), one.mtp_fc(torch.cat((token, state), -1)))
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
@@ -92,9 +91,9 @@ def read_adapted_mtp(tensors: Tensors, target: BaseForestModel, name: str) -> Mt
     names, found = find_mtp(tensors, target.layer_count)
     theirs = target.settings
     model = _one_layer(found, names, theirs, target)
-    own_head = HEAD in found
+    own_head = MTP_HEAD in found
     model.set_input_embeddings(theirs.get_input_embeddings())
-    model.set_output_embeddings(_linear(found, HEAD, target) if own_head else theirs.get_output_embeddings())
+    model.set_output_embeddings(_linear(found, MTP_HEAD, target) if own_head else theirs.get_output_embeddings())
     found.refuse_rest(frozenset(("embed_tokens.weight",)))
     model.eval().requires_grad_(False).to(target.device)
     head = MtpForestModel(target, model, name, names.form)

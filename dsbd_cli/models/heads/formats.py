@@ -28,6 +28,7 @@ from dsbd_cli.ops.interface import Linear
 
 SPECULATORS = "speculators_model_type"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+MTP_HEAD = "shared_head.head.weight"
 PICKLE = "pytorch_model.bin"
 # settings of a head itself, in addition to those of its layer
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -154,8 +155,8 @@ def read_mtp(tensors: Tensors, target: DecoderForestModel) -> FoundHead:
         _product(reader, names.fc, 2 * spec.hidden),
         *(_on(reader.norm(f"{name}.weight", spec.hidden), target) for name in (names.token_norm, names.state_norm)),
     )
-    if "shared_head.head.weight" in found:
-        head = reader.tensor("shared_head.head.weight", spec.vocabulary, spec.hidden)
+    if MTP_HEAD in found:
+        head = reader.tensor(MTP_HEAD, spec.vocabulary, spec.hidden)
         weights.head = PlainLinear([head], [None])
     found.refuse_rest(frozenset(("embed_tokens.weight",)))
     decoder = MtpDecoder(one, weights, _ops(one, target), parts)

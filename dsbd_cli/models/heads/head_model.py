@@ -23,7 +23,7 @@ from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
 from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_decoder
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import DecoderWeights, PlainLinear
-from dsbd_cli.models.forest_model import CALIBRATION, BaseForestModel, ModelSize, StateTap
+from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, calibration_tokens
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu.linear import address
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
@@ -192,9 +192,7 @@ class TargetHead(BaseForestModel):
 
     def _read_random(self) -> None:
         """Run the random tokens by which outliers are found."""
-        shape = CALIBRATION[0], min(CALIBRATION[1], self.max_positions or CALIBRATION[1])
-        rows = len(self._target.embeddings)
-        self.read(torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(19)))
+        self.read(calibration_tokens(len(self._target.embeddings), self.max_positions))
 
     @torch.inference_mode()
     def read(self, tokens: Tensor) -> Tensor:
@@ -280,7 +278,7 @@ class HeadForestModel(TargetHead, DecoderForestModel):
         cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
         write = cache.under_way
         assert write is not None
-        hidden = head.start(head.embed(self._known(batch.tokens)), states)
+        hidden = head.start(head.embed(self._ids_in_table(batch)), states)
         inputs = LayerInputs(write.flat, self._rotated(batch.positions), self._views(batch), cache.planes)
         residual, branch, _ = self._layers(batch, hidden, inputs)
         if not logits:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError, PairError, UsageError
+from dsbd_cli.errors import ModelError, PairError
 from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
-from dsbd_cli.models.checkpoints.loader import check_quantize, device_of
+from dsbd_cli.models.checkpoints.loader import check_quantize, device_of, too_small
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import tensors_of
 from dsbd_cli.models.decoder.own_rows import OWN_IDS, OwnRows
@@ -18,7 +18,6 @@ from dsbd_cli.models.decoder.weights import PlainLinear
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.heads.formats import FoundHead, is_head, read_eagle3, read_mtp
 from dsbd_cli.models.heads.head_model import AFTER_NORM, HeadForestModel, TargetHead
-from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
 from dsbd_cli.ops.reference import DeviceLinear
 
 TRIAL = 24  # tokens of the text by which the convention of layer numbers is found
@@ -102,8 +101,7 @@ def _pack(model: TargetHead, spec: ModelSpec) -> None:
         model.pack()
         return
     if not model.quantize():
-        reason = f"{_name(spec)} has no linear layer of {LEAST_WEIGHTS} weights or more: drop it"
-        raise UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
+        raise too_small(spec, _name(spec))
     model.quantized = spec.quantize
 
 

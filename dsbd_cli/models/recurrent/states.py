@@ -411,6 +411,13 @@ class LayerMemory:
         else:
             tensor.index_copy_(0, places.rows, values)
 
+    def _keep(self, read: dict[str, Tensor]) -> None:
+        """Keep the last tokens of a chain [R, lead + n, ...], which are now the last of the common prefix."""
+        kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=self.device)
+        for name, new in read.items():
+            index = kept.view(*kept.shape, *[1] * (new.dim() - 2)).expand(-1, -1, *new.shape[2:])
+            self.planes[name][self.places.numbers, : self.lead] = new.gather(1, index)
+
     @property
     def places(self) -> TailBuffer:
         """The places of the current forward's nodes, on this layer's device."""
@@ -456,7 +463,7 @@ class Convolution(LayerMemory):
         plane = self.plane("inputs", (x.shape[2],), x.dtype)
         if places.chain:
             full = torch.cat((self.rows_of(plane)[:, : self.lead], x), 1)
-            self._keep(plane, full)
+            self._keep({"inputs": full})
             return convolve([full[:, tap : tap + count] for tap in range(self.taps)], weight, bias)
         self.write("inputs", x, x.dtype)
         flat = plane.flatten(0, 1)
@@ -481,14 +488,8 @@ class Convolution(LayerMemory):
             *_lines(x), _array(read.flatten(0, 1)), at, back, *parts, smooth, _array(out.flatten(0, 1))
         )  # fmt: skip
         if places.chain:
-            self._keep(plane, read)
+            self._keep({"inputs": read})
         return out
-
-    def _keep(self, plane: Tensor, full: Tensor) -> None:
-        """Keep the last inputs of a chain [R, lead + n, C], which are now the last of the common prefix."""
-        kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=full.device)
-        last_sums = full.gather(1, kept.unsqueeze(2).expand(-1, -1, full.shape[2]))
-        plane[self.places.numbers, : self.lead] = last_sums
 
 
 class LinearState(LayerMemory):
@@ -599,13 +600,6 @@ class LinearState(LayerMemory):
         elif not places.scan_mask.alone:
             y = y[np.arange(rows)[:, None], places.scan_mask.first]
         return y
-
-    def _keep(self, read: dict[str, Tensor]) -> None:
-        """Keep the last tokens of a chain [R, lead + n, ...], which are now the last of the common prefix."""
-        kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=self.device)
-        for name, new in read.items():
-            index = kept.view(*kept.shape, *[1] * (new.dim() - 2)).expand(-1, -1, *new.shape[2:])
-            self.planes[name][self.places.numbers, : self.lead] = new.gather(1, index)
 
     def _state_of(self, k: Tensor, u: Tensor) -> Tensor:
         groups, heads = k.shape[2], u.shape[2]
