@@ -113,8 +113,8 @@ class AttentionMetadata:
         self._positions = positions
         self._suffix_masks: dict[object, Tensor] = {}
         self._paths: dict[object, SlotPaths] = {}
-        self._heads: dict[object, Tensor | None] = {}
-        self._wide: dict[tuple[object, int], Tensor | None] = {}
+        self._prompt_masks: dict[object, Tensor | None] = {}
+        self._repeated_masks: dict[tuple[object, int], Tensor | None] = {}
         self._at: Tensor | None = None
         self.across: AttentionMetadata | None = (
             None  # metadata of the source's places, which the nodes see in addition to their own slots
@@ -128,7 +128,7 @@ class AttentionMetadata:
         """
         key = self._key(additive)
         self._seen[key] = additive, seen
-        self._heads[key] = None if whole else additive
+        self._prompt_masks[key] = None if whole else additive
 
     def all_suffix(self) -> AttentionMetadata:
         """Return the same with no prompt slots, for layers that the fused kernel cannot serve."""
@@ -159,7 +159,7 @@ class AttentionMetadata:
 
     def served(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor | None:
         """Return the attention that the kernel computes; None where it does not serve this kind of layer."""
-        if self._heads[self._key(mask)] is not None:
+        if self._prompt_masks[self._key(mask)] is not None:
             return None
         assert self.kernel is not None
         return self.kernel(query, key, value, self._seen[self._key(mask)][1], self.prompt, scale)
@@ -204,13 +204,13 @@ class AttentionMetadata:
         """Return the mask [R, 1, m, S] whose prompt slots are added to their scores; None where nothing is masked. The
         nodes are repeated to fill m queries."""
         key = self._key(mask)
-        if (key, queries) not in self._wide:
-            head = self._heads[key]
-            if head is not None:
-                nodes = head.shape[2]
-                head = head[:, :, torch.arange(queries, device=head.device) % nodes]
-            self._wide[key, queries] = head
-        return self._wide[key, queries]
+        if (key, queries) not in self._repeated_masks:
+            prompt_mask = self._prompt_masks[key]
+            if prompt_mask is not None:
+                nodes = prompt_mask.shape[2]
+                prompt_mask = prompt_mask[:, :, torch.arange(queries, device=prompt_mask.device) % nodes]
+            self._repeated_masks[key, queries] = prompt_mask
+        return self._repeated_masks[key, queries]
 
     def head_for(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
         """Return the mask of `head` for queries [R, H * G, n, E] and keys [R, H, S, E]."""
@@ -334,8 +334,8 @@ def _by_metadata(
     if found is None and part.fast:
         return None
     metadata.used += 1
-    odd = softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None
-    if found is None and (odd or part.kernel is not None):
+    unsplit = softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None
+    if found is None and (unsplit or part.kernel is not None):
         part = part.all_suffix()
     if found is None and part.width and part.path_attention is not None and takes(query, key, value):
         return _by_paths(part, query, key, value, mask, scale, softcap, sinks, bias)
@@ -423,12 +423,14 @@ def _by_parts(
     groups = heads // key.shape[1]
     queries = groups * count
     grouped = _grouped(query, key.shape[1])
-    head = None
+    prompt_part = None
     if max(metadata.prompt_slots):
-        head = prompt_attention(metadata.prompt_slots, query, key, value, metadata.head_for(mask, query, key), scale)
+        prompt_part = prompt_attention(
+            metadata.prompt_slots, query, key, value, metadata.head_for(mask, query, key), scale
+        )
     if not metadata.width:
-        assert head is not None
-        return head[0][:, :, :queries].reshape(rows, heads, count, -1)
+        assert prompt_part is not None
+        return prompt_part[0][:, :, :queries].reshape(rows, heads, count, -1)
     scores = torch.matmul(grouped.to(torch.float32), metadata.pick(key, torch.float32).transpose(2, 3))
     scores = scores[:, :, :queries].unflatten(2, (groups, count))  # [R, H, G, n, T]
     if softcap is not None:
@@ -437,8 +439,8 @@ def _by_parts(
     if bias is not None:  # it covers all slots, and with a bias all slots are suffix
         scores.add_(bias.to(torch.float32).unflatten(1, (-1, groups)), alpha=LOG2_E)
     highest = scores.amax(-1, keepdim=True)
-    if head is not None:
-        prompt_slots, log_sum = (part[:, :, :queries].unflatten(2, (groups, count)) for part in head)
+    if prompt_part is not None:
+        prompt_slots, log_sum = (part[:, :, :queries].unflatten(2, (groups, count)) for part in prompt_part)
         log_sum = log_sum.unsqueeze(-1) * LOG2_E
         highest = torch.maximum(highest, log_sum)
     # float64 here too: in float32 torch may compute the last few numbers of a tensor with another exp2
@@ -446,7 +448,7 @@ def _by_parts(
     total = weights.sum(-1, keepdim=True)
     values = metadata.pick(value, torch.float64)
     out = torch.matmul(weights.flatten(2, 3), values).unflatten(2, (groups, count))
-    if head is not None:
+    if prompt_part is not None:
         share = (log_sum - highest).to(torch.float64).exp2_()
         out.addcmul_(prompt_slots.to(torch.float64), share)
         total.add_(share)
@@ -461,12 +463,12 @@ def _capped(scores: Tensor, scale: float, softcap: float | None) -> Tensor:
 
 
 def prompt_attention(
-    prompt_slots: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor, head: Tensor | None, scale: float
+    prompt_slots: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return attention over the prompt slots alone, [R, H, m, E], and its natural log-sums [R, H, m] float32, which are
     the lowest float32 where a row has no prompt slots.
 
-    prompt_slots: leading slots of each row. head: [R, 1, m, S or fewer], added to the scores; None where nothing is
+    prompt_slots: leading slots of each row. mask: [R, 1, m, S or fewer], added to the scores; None where nothing is
     masked.
     """
     grouped = _grouped(query, key.shape[1])
@@ -482,7 +484,7 @@ def prompt_attention(
             grouped[part],
             key[part, :, :slots],
             value[part, :, :slots],
-            attn_mask=None if head is None else head[part, ..., :slots],
+            attn_mask=None if mask is None else mask[part, ..., :slots],
             scale=scale,
         )
         outs.append(out)

@@ -105,9 +105,9 @@ class BaseForestModel:
         self._metadata: AttentionMetadata | None = None
         self._tap: StateTap | None = None
         self._dtype, self._width = torch.float32, 0
-        self._kept: Tensor | None = None
+        self._head_ids: Tensor | None = None
         self.copies_prefixes = True
-        self._fills = True  # forwards of fewer than LEAST_ROWS nodes are filled up
+        self._pads_forwards = True  # forwards of fewer than LEAST_ROWS nodes are filled up
 
     @property
     def vocab_size(self) -> int:
@@ -218,19 +218,19 @@ class BaseForestModel:
         same.
         """
         self._width = width
-        if self._kept is not None:
-            self._kept = self._kept[self._kept < width]
+        if self._head_ids is not None:
+            self._head_ids = self._head_ids[self._head_ids < width]
 
     def spread(self, ids: Tensor, width: int) -> None:
         """Declare that the columns of the model's logits are the tokens `ids` [n] int64, ascending, of a vocabulary of
         this width."""
-        self._kept, self._width = ids.to(self._device), width
+        self._head_ids, self._width = ids.to(self._device), width
 
     @property
     def head_ids(self) -> Tensor | None:
         """Token ids [m] int64 of the logits' columns, ascending, where the head lacks tokens; None where column v is
         token v."""
-        return self._kept
+        return self._head_ids
 
     @property
     def own_ids_below(self) -> int:
@@ -320,7 +320,7 @@ class BaseForestModel:
         Where the head lacks tokens, the logits are [R, n, m + o]: see head_ids and ForestInput.own_ids.
         """
         rows, count = batch.tokens.shape
-        if self._fills and batch.prompt_slots is not None and rows * count < LEAST_ROWS:
+        if self._pads_forwards and batch.prompt_slots is not None and rows * count < LEAST_ROWS:
             batch = repeated(batch, -(-LEAST_ROWS // rows))
         found = self._run(batch, logits=logits)
         own = 0 if batch.own_ids is None else batch.own_ids.shape[1]
@@ -366,11 +366,11 @@ class BaseForestModel:
     def _fitted(self, logits: Tensor, own: int = 0) -> Tensor:
         """Cut or pad logits to the model's width, or cut them to the head's tokens. own: how many of the last columns
         are own ids, which stay."""
-        if self._kept is not None:
-            kept = logits[..., : len(self._kept)]
+        if (ids := self._head_ids) is not None:
+            kept = logits[..., : len(ids)]
             if not own:
                 return kept
-            return logits if logits.shape[-1] == len(self._kept) + own else torch.cat((kept, logits[..., -own:]), -1)
+            return logits if logits.shape[-1] == len(ids) + own else torch.cat((kept, logits[..., -own:]), -1)
         if self._width <= logits.shape[-1]:
             return logits[..., : self._width]
         return nn.functional.pad(logits, (0, self._width - logits.shape[-1]), value=float("-inf"))

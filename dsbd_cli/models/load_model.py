@@ -146,7 +146,7 @@ class _DecoderLoad:
         """whole: all layers are checked for invariance, not a few of each kind."""
         self._spec, self._place, self._description, self._digest, self._known = spec, place, description, digest, known
         self._device, self._whole = device_of(spec), whole
-        self._theirs: Any = None  # a model that transformers had to make, and its tensors
+        self._transformers_model: Any = None  # a model that transformers had to make, and its tensors
         self._state: dict[str, Tensor] = {}
         self._asked_invariant = spec.role == "target" and spec.numerics == "invariant"
 
@@ -158,11 +158,11 @@ class _DecoderLoad:
         # because transformers sets the dtype of the whole process while it loads a model.
         known = self._description.tokenizer is not None
         silence = contextlib.nullcontext() if known else quiet()  # which imports transformers
-        with silence, ThreadPoolExecutor(1) as beside:
-            tokenizer = beside.submit(self._tokenizer)
-            table = beside.submit(lambda: bytes_of_tokens(tokenizer.result()))
+        with silence, ThreadPoolExecutor(1) as executor:
+            tokenizer = executor.submit(self._tokenizer)
+            table = executor.submit(lambda: bytes_of_tokens(tokenizer.result()))
             if self._description.config is not None:
-                beside.submit(import_decoder_code, self._description.config)
+                executor.submit(import_decoder_code, self._description.config)
             found = self._loaded(tokenizer)
             if isinstance(found, str):
                 return found
@@ -174,7 +174,7 @@ class _DecoderLoad:
         if self._description.plain:
             tensors, generation = tensors_of(self._place, self._spec), read_generation(self._place)
         else:  # transformers has to make plain weights of pickles, adapters or quantised blocks
-            theirs = self._theirs = self._stock()
+            theirs = self._transformers_model = self._stock()
             self._state = theirs.state_dict()
             tensors = {name: partial(self._state.__getitem__, name) for name in self._state}
             generation, dtype = theirs.generation_config.to_dict(), theirs.dtype
@@ -183,13 +183,13 @@ class _DecoderLoad:
             del theirs
         assert dtype is not None
         settings = CheckpointSettings(self._description.architecture, self._description.eos, generation)
-        source, reason = DecoderCheckpoint(decoder_spec, tensors, dtype, self._device), None
+        checkpoint, reason = DecoderCheckpoint(decoder_spec, tensors, dtype, self._device), None
         head = read_head(self._place) if self._place.is_dir() else None
         if head is not None and self._spec.role == "target":
             raise trimmed_target(self._spec)
         for kernels in self._attempts():
             try:
-                model = build_decoder(self._spec, source, settings, head, self._stock, kernels)
+                model = build_decoder(self._spec, checkpoint, settings, head, self._stock, kernels)
             except (KeyError, ValueError) as error:
                 self._stock()  # transformers raises an error of its own where the files are wrong
                 reason = f"a tensor is not where it should be ({error})"
@@ -271,10 +271,10 @@ class _DecoderLoad:
         quantized = self._spec.quantize is not None
         if quantized:  # before it is int8, because the limits are those of the checkpoint's own rounding
             tested = self_test(model)
-        packed = self._theirs is None and not quantized
+        packed = self._transformers_model is None and not quantized
         if packed:
             pack(model, self._spec, None)
-        theirs, self._theirs = self._theirs or self._stock(), None
+        theirs, self._transformers_model = self._transformers_model or self._stock(), None
         reason = differs(model, theirs)
         del theirs
         if self._device.type == "cpu":  # there is no other attempt: each plain weight is freed as soon as it is packed
@@ -284,7 +284,7 @@ class _DecoderLoad:
         if not packed:
             outliers = pack(model, self._spec, None)
         model.tested = tested = tested or self_test(model)
-        found = _verdict(self._few(model)) if self._asked_invariant else Verdict(verdicts.UNASKED)
+        found = _verdict(self._checked_layers(model)) if self._asked_invariant else Verdict(verdicts.UNASKED)
         if found.varies is not None and "linear" in kernels:
             return found.varies
         report = [tested.median_error, tested.largest_error, tested.limit]
@@ -292,7 +292,7 @@ class _DecoderLoad:
         self._keep({**made, "kernels": sorted(kernels)}, model, tokenizer.result())
         return found
 
-    def _few(self, model: DecoderForestModel) -> DecoderForestModel:
+    def _checked_layers(self, model: DecoderForestModel) -> DecoderForestModel:
         """Return a model of the layers whose invariance is checked: on a CPU a few of each kind, unless all were asked
         for.
 

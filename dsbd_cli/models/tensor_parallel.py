@@ -199,7 +199,7 @@ class ShardedForestModel(CausalForestModel):
         if self._ranks is not None:
             self._ranks.close()
 
-    def _tell(self, name: str, *arguments: object) -> None:
+    def _call_others(self, name: str, *arguments: object) -> None:
         if self._ranks is not None:
             self._ranks.tell(name, *arguments)
 
@@ -213,48 +213,48 @@ class ShardedForestModel(CausalForestModel):
 
     def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
         """Allocate cache memory on all ranks."""
-        self._tell("reserve", rows, slots, window)
+        self._call_others("reserve", rows, slots, window)
         super().reserve(rows, slots, window)
 
     def release(self) -> None:
         """Free the cache's memory on all ranks."""
-        self._tell("release")
+        self._call_others("release")
         super().release()
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep only these cache rows on all ranks."""
-        self._tell("select_rows", rows)
+        self._call_others("select_rows", rows)
         super().select_rows(rows)
 
     def clear(self, row: int, start: int = 0) -> None:
         """Zero a cache row on all ranks."""
-        self._tell("clear", row, start)
+        self._call_others("clear", row, start)
         super().clear(row, start)
 
     def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy leading slots between rows on all ranks."""
-        self._tell("copy_prefixes", copies)
+        self._call_others("copy_prefixes", copies)
         super().copy_prefixes(copies)
 
     def move(self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor) -> None:
         """Copy cache contents slot by slot on all ranks."""
-        self._tell("move", src_slots, dst_slots, common_prefix)
+        self._call_others("move", src_slots, dst_slots, common_prefix)
         super().move(src_slots, dst_slots, common_prefix)
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         """Run the forward on all ranks. Every rank has the logits; rank 0 returns them."""
-        self._tell("forward", batch, logits)
-        with self._together():
+        self._call_others("forward", batch, logits)
+        with self._collective():
             return super().forward(batch, logits=logits)
 
     def plain(self, tokens: Tensor) -> Tensor:
         """Run an ordinary causal forward on all ranks."""
-        self._tell("plain", tokens)
-        with self._together():
+        self._call_others("plain", tokens)
+        with self._collective():
             return super().plain(tokens)
 
     @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
+    def _collective(self) -> Iterator[None]:
         """Enclose a forward of all ranks. Where it fails here, the others are left in the middle of theirs and nothing
         can follow, so ModelError is raised."""
         try:

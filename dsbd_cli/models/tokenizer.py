@@ -141,7 +141,7 @@ class HFCodec:
     @property
     def _covering(self) -> _Cover:
         if self._cover is None:
-            self._cover = _covering(self._tokenizer, self.token_bytes())
+            self._cover = _cover_of(self._tokenizer, self.token_bytes())
         return self._cover
 
     def encode_pieces(self, texts: list[str]) -> list[list[int]]:
@@ -247,7 +247,7 @@ class _Cover:
         return -(-len(text.translate(None, self.dropped)) // self.longest) if self.longest else 0
 
 
-def _covering(tokenizer: Tokenizer, table: list[bytes]) -> _Cover:
+def _cover_of(tokenizer: Tokenizer, table: list[bytes]) -> _Cover:
     """Return bounds for a tokenizer where every byte of a text ends up in a token, or is one that the vocabulary lacks;
     no bounds for others.
 

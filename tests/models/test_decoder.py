@@ -452,14 +452,14 @@ def test_paths_that_outgrow_a_program(loaded: Loads, monkeypatch: pytest.MonkeyP
     with eager(target):
         wanted = answers(target, [prompt(9)], SEARCH, new=40)
     rooms: set[int] = set()
-    place_of = decoder_model._place_of
+    place_of = decoder_model._program_view
 
     def noting(view: Any) -> Any:
         place = place_of(view)
         rooms.add(place.paths.slots.shape[2])
         return place
 
-    monkeypatch.setattr(decoder_model, "_place_of", noting)
+    monkeypatch.setattr(decoder_model, "_program_view", noting)
     assert answers(target, [prompt(9)], SEARCH, new=40) == wanted
     assert len(rooms) > 1
     assert min(rooms) < 40

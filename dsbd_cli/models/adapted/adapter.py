@@ -102,8 +102,8 @@ class TransformersForest(BaseForestModel):
         self._plan = self._masks_wanted()
         self._mask_dtype = model.dtype
         use_grouped_attention(model)
-        self._reads = False
-        self._heard: dict[int, Tensor] = {}  # hidden states of the last forward, by layers before them
+        self._waits_for_host = False
+        self._noted_states: dict[int, Tensor] = {}  # hidden states of the last forward, by layers before them
         self._hooks: list[RemovableHandle] = []
         logits = self._probe()
         if self.kv_bytes_per_slot():
@@ -157,7 +157,7 @@ class TransformersForest(BaseForestModel):
         nothing is read back."""
         devices = {parameter.device for parameter in self._model.parameters()}
         hooked = any(hasattr(module, "_hf_hook") for module in self._model.modules())
-        return not self._reads and not hooked and len(devices) == 1 and next(iter(devices)).type == "cuda"
+        return not self._waits_for_host and not hooked and len(devices) == 1 and next(iter(devices)).type == "cuda"
 
     @property
     def by_parts(self) -> bool:
@@ -234,26 +234,26 @@ class TransformersForest(BaseForestModel):
         super().tap(tap)
         for hook in self._hooks:
             hook.remove()
-        self._heard.clear()
-        self._hooks = [] if tap is None else self._hear(tap.layers)
+        self._noted_states.clear()
+        self._hooks = [] if tap is None else self._hook_states(tap.layers)
 
-    def _hear(self, layers: tuple[int, ...]) -> list[RemovableHandle]:
+    def _hook_states(self, layers: tuple[int, ...]) -> list[RemovableHandle]:
         """Register and return hooks that note hidden states after these numbers of layers in each forward; empty: after
         the final norm."""
 
         def note(number: int) -> Callable[[nn.Module, Any, Any], None]:
-            def noted(module: nn.Module, given: Any, said: Any) -> None:
-                keep(number, said if isinstance(said, Tensor) else said[0])
+            def noted(module: nn.Module, inputs: Any, output: Any) -> None:
+                keep(number, output if isinstance(output, Tensor) else output[0])
 
             return noted
 
-        def note_input(module: nn.Module, given: Any, named: Any) -> None:
-            keep(0, given[0] if given else named["hidden_states"])
+        def note_input(module: nn.Module, inputs: Any, named: Any) -> None:
+            keep(0, inputs[0] if inputs else named["hidden_states"])
 
         def keep(number: int, hidden: Tensor) -> None:
             if hidden.dim() != 3 or hidden.shape[-1] != self.hidden_size:
                 raise UnsupportedModelError(f"{self.architecture} has layers that give no plain hidden states")
-            self._heard[number] = hidden
+            self._noted_states[number] = hidden
 
         if not layers:
             return [self._body.register_forward_hook(note(LAST))]
@@ -284,7 +284,7 @@ class TransformersForest(BaseForestModel):
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         output = self._call(self._model if logits else self._body, batch)
         if self._tap is not None:
-            self._leave_states([self._heard[number] for number in self._tap.layers or (LAST,)])
+            self._leave_states([self._noted_states[number] for number in self._tap.layers or (LAST,)])
         found: Tensor | None = output.logits if logits else None
         return found
 
@@ -311,7 +311,7 @@ class TransformersForest(BaseForestModel):
             self.reserve(1, 1)
             with HostReads() as reads:
                 output = self._call(self._model, ForestInput(zero, zero, zero, mask, zero))
-            self._reads = bool(reads.counts)
+            self._waits_for_host = bool(reads.counts)
             if not self.kv_bytes_per_slot() and not self.state_bytes(0):
                 raise ValueError("it keeps neither keys and values nor a state that is known here")
         self.release()

@@ -24,7 +24,7 @@ from dsbd_cli.models.verdicts import LIMITS
 
 NAME = "dsbd_grouped"
 
-_metadata: ContextVar[AttentionMetadata | Blocks | None] = ContextVar("sight", default=None)
+_metadata: ContextVar[AttentionMetadata | Blocks | None] = ContextVar("metadata", default=None)
 
 
 @contextlib.contextmanager

@@ -70,9 +70,9 @@ class PackedExperts:
     It uses the module's own gate, activation and norm. The module's weights are then on `meta`.
     """
 
-    def __init__(self, experts: Any, rise: list[PackedProduct], fall: list[PackedProduct]) -> None:
-        """rise, fall: products before and after the activation, one for each expert."""
-        self._experts, self._rise, self._fall = experts, rise, fall
+    def __init__(self, experts: Any, first: list[PackedProduct], second: list[PackedProduct]) -> None:
+        """first, second: products before and after the activation, one for each expert."""
+        self._experts, self._first, self._second = experts, first, second
         for name in _weights_of_experts(experts):
             held = getattr(experts, name)
             delattr(experts, name)
@@ -81,25 +81,25 @@ class PackedExperts:
     @classmethod
     def of(cls, experts: Any) -> PackedExperts | None:
         """Pack the experts of a module and free their weights; return None where nothing packs such weights."""
-        rise, fall = (_expert_products(experts, name) for name in _weights_of_experts(experts))
-        return None if rise is None or fall is None else cls(experts, rise, fall)
+        first, second = (_expert_products(experts, name) for name in _weights_of_experts(experts))
+        return None if first is None or second is None else cls(experts, first, second)
 
     @property
     def packed(self) -> list[Tensor]:
         """The weights as they are stored, of each product of each expert."""
-        return [weight for product in (*self._rise, *self._fall) for weight in product.weights]
+        return [weight for product in (*self._first, *self._second) for weight in product.weights]
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs [t, i], in the dtype of the tokens [t, i]. top_k_index: [t,
         k] int64, the experts of each token. top_k_weights: [t, k], the weights of these."""
         chosen, order = top_k_index.flatten().sort(stable=True)
-        counts = torch.bincount(chosen, minlength=len(self._rise))[: len(self._rise)].tolist()
+        counts = torch.bincount(chosen, minlength=len(self._first))[: len(self._first)].tolist()
         given = hidden_states[order // top_k_index.shape[1]].split([*counts, len(order) - sum(counts)])
         made = [self._expert(expert, x) for expert, x in enumerate(given[:-1]) if len(x)]
-        said = hidden_states.new_zeros(len(order), hidden_states.shape[1])  # ids past the last expert stand for none
+        outputs = hidden_states.new_zeros(len(order), hidden_states.shape[1])  # ids past the last expert stand for none
         if made:
-            said[order[: sum(counts)]] = torch.cat(made)
-        parts = (said.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(2)).float().unbind(1)
+            outputs[order[: sum(counts)]] = torch.cat(made)
+        parts = (outputs.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(2)).float().unbind(1)
         total = parts[0]
         for part in parts[1:]:  # one after another, because torch's sum chooses an order by shape
             total = total + part
@@ -108,10 +108,10 @@ class PackedExperts:
     def _expert(self, number: int, x: Tensor) -> Tensor:
         """Return the output [s, i] of one expert for tokens [s, i]."""
         experts = self._experts
-        risen = self._rise[number].compute(x)
-        risen = experts._apply_gate(risen) if experts.has_gate else experts.act_fn(risen)
-        fallen = self._fall[number].compute(risen)
-        return experts.post_expert_norm(fallen) if experts.has_post_expert_norm else fallen
+        inner = self._first[number].compute(x)
+        inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+        output = self._second[number].compute(inner)
+        return experts.post_expert_norm(output) if experts.has_post_expert_norm else output
 
 
 class PackedRouter(TorchFunctionMode):
@@ -154,9 +154,9 @@ def pack(model: nn.Module) -> int:
             setattr(parent, name, packed)
             made += 1
     for module in model.modules():
-        if _routes(module):
+        if _is_router(module):
             module.forward = PackedRouter(module)
-        elif _mixes(module) and (experts := PackedExperts.of(module)) is not None:
+        elif _has_experts(module) and (experts := PackedExperts.of(module)) is not None:
             module.forward = experts
             made += 1
     return made
@@ -190,7 +190,7 @@ def _suits(linear: nn.Linear | Conv1D, least: int, fewest: int) -> bool:
     return plain and weight.is_floating_point() and inputs >= fewest and outputs >= least
 
 
-def _mixes(module: nn.Module) -> bool:
+def _has_experts(module: nn.Module) -> bool:
     """Return whether a module has the experts of a mixture in the form that transformers' own kernels take, so that it
     is known what they compute."""
     if "forward" in vars(module) or getattr(module, "_is_expert_parallel", True) or not hasattr(module, "_apply_gate"):
@@ -214,7 +214,7 @@ def _expert_products(experts: Any, name: str) -> list[PackedProduct] | None:
     return found if len(found) == len(made) else None
 
 
-def _routes(module: nn.Module) -> bool:
+def _is_router(module: nn.Module) -> bool:
     """Return whether a module is a router with a weight of its own. A linear layer inside a router is packed by
     itself."""
     named = type(module).__name__.endswith("Router") and "forward" not in vars(module)

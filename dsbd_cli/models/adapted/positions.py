@@ -33,7 +33,7 @@ class NodePositions:
     tokens: Tensor | None
 
 
-class _HeardError(Exception):
+class _NotedError(Exception):
     """Signal that the child's output has been noted, so that the rest of the forward is not needed."""
 
 
@@ -47,7 +47,7 @@ class DecoderPositions:
 
     def __init__(self, model: Any, limit: int) -> None:
         """limit: P, positions of a table. Raises UnsupportedModelError where the decoder has no known way."""
-        self._now: NodePositions | None = None
+        self._current: NodePositions | None = None
         decoder = decoder_of(model)
         # a model that wraps a whole language model hands on what begins with decoder_
         taking = {"position_ids": model.get_decoder()} if model.get_decoder() is not decoder else {ARGUMENT: model}
@@ -73,20 +73,20 @@ class DecoderPositions:
     @contextlib.contextmanager
     def at(self, positions: Tensor, slot_positions: Tensor, tokens: Tensor | None = None) -> Iterator[None]:
         """Enclose forwards of a forest: positions [R, n], slot_positions [R, S], tokens [R, n] int64."""
-        self._now = NodePositions(positions, slot_positions, tokens)
+        self._current = NodePositions(positions, slot_positions, tokens)
         try:
             yield
         finally:
-            self._now = None
+            self._current = None
 
     def _from_table(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return a forward for the child that reads the table. A forest may have more nodes than the table has
         positions, so the stock forward cannot run first."""
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
-            if self._now is None:
+            if self._current is None:
                 return stock(*args, **kwargs)
-            positions, tokens = self._now.positions, self._now.tokens
+            positions, tokens = self._current.positions, self._current.tokens
             found = self._table.to(positions.device)[positions]
             if self._padding is None or tokens is None:
                 return found
@@ -107,7 +107,7 @@ class DecoderPositions:
             }
 
         def compute_bias(layer: Any, *args: Any, **kwargs: Any) -> Tensor:
-            now = self._now
+            now = self._current
             if now is None:
                 bias: Tensor = stock(layer, *args, **kwargs)
                 return bias
@@ -147,27 +147,27 @@ def _output_of_child(model: Any, decoder: Any, child: nn.Module, ids: Tensor) ->
 
     To call the child directly, its arguments would have to be known, and they differ from model to model.
     """
-    heard: list[Tensor] = []
+    noted: list[Tensor] = []
 
-    def hear(module: nn.Module, args: object, out: Tensor) -> NoReturn:
-        heard.append(out)
-        raise _HeardError
+    def note(module: nn.Module, args: object, out: Tensor) -> NoReturn:
+        noted.append(out)
+        raise _NotedError
 
     width = getattr(decoder, "config", model.config).hidden_size
     encoded = torch.zeros(1, 1, width, dtype=model.dtype, device=model.device)
-    hook = child.register_forward_hook(hear)
+    hook = child.register_forward_hook(note)
     why = "it has none"
     try:
         with torch.no_grad():
             decoder(input_ids=ids.to(model.device), encoder_hidden_states=encoded, use_cache=False)
-    except _HeardError:
+    except _NotedError:
         pass
     except Exception as error:  # a decoder that takes other arguments raises what it likes
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     finally:
         hook.remove()
-    if not heard:
+    if not noted:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not tell its decoder's positions ({why}); use another model"
         )
-    return heard[0].reshape(-1, heard[0].shape[-1])
+    return noted[0].reshape(-1, noted[0].shape[-1])

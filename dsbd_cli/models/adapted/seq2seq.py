@@ -50,9 +50,9 @@ class Seq2SeqForestModel(TransformersForest):
         self._shared = False
         self._picture_places = 1  # of the pictures that the encoder takes, where these are of one size
         decoder = decoder_of(model)
-        self._masked = MASK in inspect.signature(type(decoder).forward).parameters
+        self._takes_source_mask = MASK in inspect.signature(type(decoder).forward).parameters
         self._mask: Tensor | None = None  # of the forward under way: which source places its nodes see
-        if self._masked:
+        if self._takes_source_mask:
             decoder.register_forward_pre_hook(self._give_mask, with_kwargs=True)
         super().__init__(model, name, stock)
         tokens = torch.arange(5, 13, device=self._device).unsqueeze(0)
@@ -152,15 +152,15 @@ class Seq2SeqForestModel(TransformersForest):
         """Read the sources of these cache rows: token ids [Z] int64, features [bins, frames], a wave [samples], a
         picture [C, H, W] or its patches [Z, d].
 
-        The result for a source does not depend on other sources: see `_together`. A model that shares the encoder of
+        The result for a source does not depend on other sources: see `_batch_key`. A model that shares the encoder of
         another one reads nothing here, because that one has given it the sources already.
         """
         if self._shared:
             return
         groups = defaultdict[tuple[int, ...], list[int]](list)
         for place, encoder_input in enumerate(encoder_inputs):
-            groups[self._together(place, encoder_input)].append(place)
-        read = [(places, *self._read([encoder_inputs[place] for place in places])) for places in groups.values()]
+            groups[self._batch_key(place, encoder_input)].append(place)
+        read = [(places, *self._encoded([encoder_inputs[place] for place in places])) for places in groups.values()]
         apart = defaultdict[int, list[tuple[list[int], Tensor, Any]]](list)
         for number, group in enumerate(read):
             apart[0 if self._rows_alike else number].append(group)
@@ -172,12 +172,12 @@ class Seq2SeqForestModel(TransformersForest):
             # the decoder attends to all places of speech
             heard = encoder_inputs[0].is_floating_point()
             lengths = [hidden.shape[1] if heard else len(encoder_inputs[place]) for place in places]
-            self._keep(together, hidden, lengths, parts[0][2])
+            self._project(together, hidden, lengths, parts[0][2])
             follower = self._follower
             if follower is not None and follower._cache.rows > max(together):  # else nobody drafts with it
-                follower._keep(together, hidden.to(follower.device), lengths, parts[0][2])
+                follower._project(together, hidden.to(follower.device), lengths, parts[0][2])
 
-    def _together(self, place: int, encoder_input: Tensor) -> tuple[int, ...]:
+    def _batch_key(self, place: int, encoder_input: Tensor) -> tuple[int, ...]:
         """Return a key. Sources with equal keys share a forward of the encoder.
 
         On the CPU sources of up to PADDED_TO tokens share one where products do not depend on the number of rows. They
@@ -204,7 +204,7 @@ class Seq2SeqForestModel(TransformersForest):
     def _rows_alike(self) -> bool:
         """Whether on the CPU the encoder's output for a source does not depend on the other sources in the forward, and
         the decoder takes a mask of the padding."""
-        if self._device.type != "cpu" or self.encoder_input_name != "input_ids" or not self._masked:
+        if self._device.type != "cpu" or self.encoder_input_name != "input_ids" or not self._takes_source_mask:
             return False
         plain = any(type(module) is nn.Linear for module in self._model.modules())
         # experts drop tokens where there are many; encoders with attention by blocks attend to padding, too
@@ -213,10 +213,10 @@ class Seq2SeqForestModel(TransformersForest):
         named = getattr(self._encoder.config, "_attn_implementation", None) == NAME
         return named and not plain and not crowded
 
-    def _read(self, encoder_inputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
+    def _encoded(self, encoder_inputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
         """Return the hidden states [n, Z, d] of sources that share a forward, and the class of the encoder's output."""
         first = encoder_inputs[0].to(self._device)
-        group = self._together(0, first)
+        group = self._batch_key(0, first)
         options: dict[str, Tensor] = {}
         if group[0] == -1:
             padding = getattr(self._model.config, "pad_token_id", None) or 0
@@ -233,7 +233,7 @@ class Seq2SeqForestModel(TransformersForest):
         output = self._encoder(**{self.encoder_input_name: batch}, **options, return_dict=True)
         return output[0], type(output)
 
-    def _keep(self, rows: list[int], hidden: Tensor, lengths: list[int], kind: Any) -> None:
+    def _project(self, rows: list[int], hidden: Tensor, lengths: list[int], kind: Any) -> None:
         """Project hidden states [n, Z, d] to the decoder's keys and values, by one forward of a token in the trash
         slot.
 
@@ -242,7 +242,7 @@ class Seq2SeqForestModel(TransformersForest):
         """
         self._output, self._encoder_width = kind, hidden.shape[-1]
         # a decoder that takes no mask of the source reads all places: there are as many as the source has
-        self._cross.reserve(self._cache.rows, hidden.shape[1], step=STEP if self._masked else 1)
+        self._cross.reserve(self._cache.rows, hidden.shape[1], step=STEP if self._takes_source_mask else 1)
         self._cross.write(rows, lengths)
         zero = torch.zeros(len(rows), 1, dtype=torch.int64, device=self._device)
         alone = torch.ones(len(rows), 1, 1, dtype=torch.bool, device=self._device)
@@ -259,7 +259,7 @@ class Seq2SeqForestModel(TransformersForest):
         masks."""
         assert encoder_input is not None, "an answer has a source"
         if encoder_input.is_floating_point():  # sound and pictures are large: each is read once for all answers
-            hidden, kind = self._read([encoder_input])
+            hidden, kind = self._encoded([encoder_input])
             source: dict[str, Any] = {"encoder_outputs": kind(last_hidden_state=hidden.expand(len(tokens), -1, -1))}
         else:
             source = {self.encoder_input_name: encoder_input.to(self._device).expand(len(tokens), -1)}
@@ -299,7 +299,7 @@ class Seq2SeqForestModel(TransformersForest):
         }
         if self._places.argument:
             inputs[self._places.argument] = batch.positions
-        self._mask = self._across(batch, hidden.shape[1], metadata)
+        self._mask = self._source_mask(batch, hidden.shape[1], metadata)
         head = self._head if runner is self._model else None
         try:
             with (
@@ -315,7 +315,7 @@ class Seq2SeqForestModel(TransformersForest):
         """Put our mask of the source in place of the model's own mask, in a forest's forward."""
         return (args, {**kwargs, MASK: self._mask}) if self._mask is not None else None
 
-    def _across(self, batch: ForestInput, width: int, metadata: AttentionMetadata | None) -> Tensor:
+    def _source_mask(self, batch: ForestInput, width: int, metadata: AttentionMetadata | None) -> Tensor:
         """Return the mask [R, 1, n, Z] that is added to the scores of the sources' places."""
         rows, count = batch.tokens.shape
         sizes = self._cross.sizes[:rows] if batch.rows is None else self._cross.sizes[batch.rows]
@@ -326,7 +326,7 @@ class Seq2SeqForestModel(TransformersForest):
             by_row = self._device.type == "cpu"
             read = range(rows) if batch.rows is None or not by_row else batch.rows.tolist()
             prompt_slots = tuple(self._cross.lengths[row] if by_row else 0 for row in read)
-            masked = by_row and self._masked  # else there are as many places as the source has
+            masked = by_row and self._takes_source_mask  # else there are as many places as the source has
             metadata.across = AttentionMetadata(
                 prompt_slots, 1 if by_row else width, masked=masked, path_attention=metadata.path_attention
             )

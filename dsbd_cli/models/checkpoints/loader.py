@@ -61,8 +61,8 @@ def load_network(spec: ModelSpec, config: Any = None, **more: Any) -> Any:
         check_quantize(spec, config)
         check_pictures(spec, config)
         # transformers draws progress bars while it unpacks these, whatever its settings are
-        barred = is_gguf(folder) or _method_of(config) == COMPRESSED
-        with contextlib.redirect_stderr(io.StringIO()) if barred else contextlib.nullcontext():
+        draws_bars = is_gguf(folder) or _method_of(config) == COMPRESSED
+        with contextlib.redirect_stderr(io.StringIO()) if draws_bars else contextlib.nullcontext():
             model = merge_adapters(_model(folder, spec, config, placement), spec)
     model.eval()
     model.requires_grad_(False)
@@ -184,7 +184,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
         if "Unrecognized configuration class" in str(error):
             raise UnsupportedModelError(
                 f"{_name(spec)} is a {config.model_type}, which is neither a causal language model nor an "
-                f"encoder-decoder one{_of_pictures(config)}"
+                f"encoder-decoder one{_picture_hint(config)}"
             ) from None
         raise ModelError(f"{_name(spec)} cannot be loaded: {one_line(error)}") from error
     model, report = loaded
@@ -224,7 +224,7 @@ def _class(config: Any) -> Any:
     return transformers.AutoModelForSeq2SeqLM
 
 
-def _of_pictures(config: Any) -> str:
+def _picture_hint(config: Any) -> str:
     """Return what a refusal adds for a model that looks at pictures; nothing for any other model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 

@@ -77,11 +77,11 @@ class DecoderForestModel(BaseForestModel):
         self._watched: frozenset[int] = frozenset()  # numbers of layers after which hidden states are taken
         plane = PlaneSpec(spec.kv_heads, spec.head_dim, weights.dtype, device)
         self._cache.learn_all([(plane, plane)] * spec.layers)
-        self._fills = decoder.ops.program is None  # kernels of the CPU compute each row by itself
+        self._pads_forwards = decoder.ops.program is None  # kernels of the CPU compute each row by itself
         self._dtype, self._width = weights.dtype, sum(weights.head.parts)
         self._angles: list[tuple[Tensor, Tensor]] = []
         self._built_programs = 0
-        self._split = False  # whether the last forward split its keys into prompt slots and suffix
+        self._last_was_split = False  # whether the last forward split its keys into prompt slots and suffix
         self._programs: dict[Hashable, _LayerProgram] = {}
         self._programs_of = self.generation
         self._arena = Arena()
@@ -132,7 +132,7 @@ class DecoderForestModel(BaseForestModel):
 
     @property
     def by_parts(self) -> bool:
-        return self._split
+        return self._last_was_split
 
     @property
     def slower_forwards(self) -> int:
@@ -262,7 +262,7 @@ class DecoderForestModel(BaseForestModel):
             places = LayerInputs(
                 inputs.slots.clone(),
                 [(cos.clone(), sin.clone()) for cos, sin in inputs.angles],
-                [_place_of(view) for view in inputs.views],
+                [_program_view(view) for view in inputs.views],
                 inputs.planes,
             )
             first = hidden.clone()
@@ -289,7 +289,7 @@ class DecoderForestModel(BaseForestModel):
     def _views(self, batch: ForestInput) -> list[View]:
         """Return what the nodes see, one view for each kind of window."""
         metadata, spec = self._attention_metadata(batch), self.decoder.spec
-        self._split = metadata is not None
+        self._last_was_split = metadata is not None
         by_paths = (
             metadata is not None
             and metadata.kernel is None
@@ -307,8 +307,8 @@ class DecoderForestModel(BaseForestModel):
             metadata.add(mask, one, whole=window is None)
         if not by_paths:
             return [MaskView(mask, batch.rows, metadata) for mask in masks]
-        odd = spec.softcap is not None or spec.head_dim < LEAST_DIM
-        return [self._path_view(metadata.all_suffix() if odd else metadata, mask, batch) for mask in masks]
+        unsplit = spec.softcap is not None or spec.head_dim < LEAST_DIM
+        return [self._path_view(metadata.all_suffix() if unsplit else metadata, mask, batch) for mask in masks]
 
     def _path_view(self, metadata: AttentionMetadata, mask: Tensor, batch: ForestInput) -> PathView:
         spec, most = self.decoder.spec, max(metadata.prompt_slots)
@@ -339,7 +339,7 @@ def _padded(size: int) -> int:
     return max(LEAST_PADDED, 1 << (size - 1).bit_length())
 
 
-def _place_of(view: View) -> View:
+def _program_view(view: View) -> View:
     """Return a copy of a view for a program, with room for longer paths."""
     if isinstance(view, MaskView):
         return replace(view, mask=view.mask.clone(memory_format=torch.contiguous_format), metadata=None)

@@ -182,8 +182,8 @@ class WeightReader:
             norms[place] = self.norm(f"{at}{name}.weight", spec.hidden)
         if spec.head_norms or spec.norms_over_all_heads:
             wide = (query, key) if spec.norms_over_all_heads else (spec.head_dim, spec.head_dim)
-            norms["query_norm"] = self._turned(self.norm(f"{at}self_attn.q_norm.weight", wide[0]))
-            norms["key_norm"] = self._turned(self.norm(f"{at}self_attn.k_norm.weight", wide[1]))
+            norms["query_norm"] = self._rotated_first(self.norm(f"{at}self_attn.q_norm.weight", wide[0]))
+            norms["key_norm"] = self._rotated_first(self.norm(f"{at}self_attn.k_norm.weight", wide[1]))
         if spec.family == "phi3":
             qkv = self._parts(f"{at}self_attn.qkv_proj", (query, key, key), inputs)
             gate_up = self._parts(f"{at}mlp.gate_up_proj", (2 * spec.inner,), spec.hidden)
@@ -192,8 +192,8 @@ class WeightReader:
             qkv = self._joined(heads, inputs, bias=spec.qkv_bias)
             sides = [(f"{at}mlp.{name}_proj", spec.inner) for name in ("gate", "up")]
             gate_up = self._joined(sides, spec.hidden, bias=spec.mlp_bias)
-        qkv.weights = [*map(self._turned, qkv.weights[:2]), qkv.weights[2]]
-        qkv.biases = [*(None if bias is None else self._turned(bias) for bias in qkv.biases[:2]), qkv.biases[2]]
+        qkv.weights = [*map(self._rotated_first, qkv.weights[:2]), qkv.weights[2]]
+        qkv.biases = [*(None if bias is None else self._rotated_first(bias) for bias in qkv.biases[:2]), qkv.biases[2]]
         out = self._joined([(f"{at}self_attn.o_proj", spec.hidden)], query, bias=spec.out_bias)
         down = self._joined([(f"{at}mlp.down_proj", spec.hidden)], spec.inner, bias=spec.mlp_bias)
         return LayerWeights(qkv, out, gate_up, down, **norms)
@@ -218,7 +218,7 @@ class WeightReader:
         whole = self.tensor(f"{name}.weight", sum(sizes), inputs)
         return PlainLinear([*whole.split(sizes)], [None] * len(sizes))
 
-    def _turned(self, rows: Tensor) -> Tensor:
+    def _rotated_first(self, rows: Tensor) -> Tensor:
         """Reorder the numbers of each head, where not all are rotated, so that rotated ones come first in both halves
         of the head.
 

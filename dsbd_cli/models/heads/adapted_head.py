@@ -42,7 +42,7 @@ class MtpForestModel(TargetHead, CausalForestModel):
         target.tap(StateTap((), target.hidden_size, lambda taken: taken[0]))
         super().__init__(model, name)
         target.release()
-        self._hear(())
+        self._hook_states(())
 
     @property
     def architecture(self) -> str:
@@ -74,7 +74,7 @@ class MtpForestModel(TargetHead, CausalForestModel):
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         found = super()._run(batch, logits=logits)
         if found is not None:
-            self._guess(batch, self._heard[LAST])
+            self._guess(batch, self._noted_states[LAST])
         return found
 
 

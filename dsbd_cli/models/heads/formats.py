@@ -160,7 +160,7 @@ def read_mtp(tensors: Tensors, target: DecoderForestModel) -> FoundHead:
         weights.head = PlainLinear([head], [None])
     found.refuse_rest(frozenset(("embed_tokens.weight",)))
     decoder = MtpDecoder(one, weights, _ops(one, target), parts)
-    _placed(decoder, target)
+    _move_to_target(decoder, target)
     return FoundHead(decoder, None, ((),), names.form)
 
 
@@ -193,7 +193,7 @@ def _eagle3(
         table = _on(reader.tensor("embed_tokens.weight", spec.vocabulary, width), target)
     elif width != theirs:
         raise PairError(f"it has no embeddings and is {width} wide, and the target's are {theirs} wide")
-    ids, order = _kept(tensors, vocabulary, rows)
+    ids, order = _head_tokens(tensors, vocabulary, rows)
     if "lm_head.weight" in tensors:
         head = reader.tensor("lm_head.weight", vocabulary if ids is None else len(ids), width)
         last: Linear = PlainLinear([head if order is None else head[order]], [None])
@@ -215,11 +215,11 @@ def _eagle3(
         table, [reader.layer(0, 2 * width)], reader.norm("norm.weight", width), last, target.weights_dtype
     )
     decoder = Eagle3Decoder(spec, weights, _ops(spec, target), parts)
-    _placed(decoder, target)
+    _move_to_target(decoder, target)
     return decoder, ids
 
 
-def _kept(tensors: HeadTensors, vocabulary: int, rows: Any) -> tuple[Tensor | None, Tensor | None]:
+def _head_tokens(tensors: HeadTensors, vocabulary: int, rows: Any) -> tuple[Tensor | None, Tensor | None]:
     """Return the tokens [m] of the head's columns, ascending, and the order [m] of its rows that gives them; None for
     both where the head has all tokens."""
     if "d2t" not in tensors:
@@ -293,7 +293,7 @@ def _product(reader: WeightReader, name: str, inputs: int) -> Linear:
     return PlainLinear([reader.tensor(f"{name}.weight", reader.spec.hidden, inputs)], [None])
 
 
-def _placed(decoder: HeadDecoder, target: BaseForestModel) -> None:
+def _move_to_target(decoder: HeadDecoder, target: BaseForestModel) -> None:
     """Move a head's weights to the target's device."""
     if target.device.type != "cpu":
         decoder.weights.to(target.device)

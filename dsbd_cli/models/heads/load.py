@@ -33,7 +33,7 @@ def names_head(spec: ModelSpec) -> bool:
 
 def load_head(spec: ModelSpec, target_spec: ModelSpec, target: BaseForestModel) -> TargetHead:
     """Return a head that drafts for a target. Raises PairError and ModelError, each in one line that names the head."""
-    if (unfit := _unfit(target, target_spec)) is not None:
+    if (unfit := _why_unfit(target, target_spec)) is not None:
         raise PairError(f"{_name(spec)} reads hidden states of the target, but {unfit}")
     if locate_adapters(spec):
         raise PairError(f"{_name(spec)} has an adapter, which a head does not take: drop it")
@@ -111,7 +111,7 @@ def _choose_layers(model: HeadForestModel, found: FoundHead) -> str:
     if not found.layers[0]:
         return AFTER_NORM
     if len(found.layers) > 1:
-        text = _greedy(model.target)
+        text = _greedy_text(model.target)
         losses = []
         for layers in found.layers:
             model.read_from(layers)
@@ -125,7 +125,7 @@ def _choose_layers(model: HeadForestModel, found: FoundHead) -> str:
 
 
 @torch.inference_mode()
-def _greedy(target: BaseForestModel) -> list[int]:
+def _greedy_text(target: BaseForestModel) -> list[int]:
     """Return a short greedy text of the target, with the token that it begins from."""
     eos = target.settings.config.get_text_config(decoder=True).eos_token_id
     text = [eos if isinstance(eos, int) else 0]
@@ -153,7 +153,7 @@ def _numbers(layers: Sequence[int]) -> str:
     return ", ".join(map(str, layers))
 
 
-def _unfit(target: BaseForestModel, spec: ModelSpec) -> str | None:
+def _why_unfit(target: BaseForestModel, spec: ModelSpec) -> str | None:
     """Return why no head can read this target; None where one can."""
     if target.paired:
         return "a model with an encoder has none that a head was made for"

@@ -286,8 +286,8 @@ class Shift:
     def join(self, plane: Tensor, lead: int) -> None:
         """Copy the last `lead` tokens of the grown common prefix to the first places of a plane."""
         if lead and self.most:
-            last_sums = plane.flatten(0, 1).index_select(0, self._last(lead))
-            plane[: len(self.base), :lead] = last_sums.view(len(self.base), lead, *plane.shape[2:])
+            last = plane.flatten(0, 1).index_select(0, self._last(lead))
+            plane[: len(self.base), :lead] = last.view(len(self.base), lead, *plane.shape[2:])
 
     def _in(self, name: str, lead: int) -> Tensor:
         """Return src_slots or dst_slots as indices into planes with `lead` places before the suffix."""
@@ -411,7 +411,7 @@ class LayerMemory:
         else:
             tensor.index_copy_(0, places.rows, values)
 
-    def _keep(self, read: dict[str, Tensor]) -> None:
+    def _keep_last(self, read: dict[str, Tensor]) -> None:
         """Keep the last tokens of a chain [R, lead + n, ...], which are now the last of the common prefix."""
         kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=self.device)
         for name, new in read.items():
@@ -463,7 +463,7 @@ class Convolution(LayerMemory):
         plane = self.plane("inputs", (x.shape[2],), x.dtype)
         if places.chain:
             full = torch.cat((self.rows_of(plane)[:, : self.lead], x), 1)
-            self._keep({"inputs": full})
+            self._keep_last({"inputs": full})
             return convolve([full[:, tap : tap + count] for tap in range(self.taps)], weight, bias)
         self.write("inputs", x, x.dtype)
         flat = plane.flatten(0, 1)
@@ -485,10 +485,10 @@ class Convolution(LayerMemory):
             at, back = places.taps(self.lead)
         parts = (_array(part.float()) for part in (weight, added))
         _kernels().convolve(
-            *_lines(x), _array(read.flatten(0, 1)), at, back, *parts, smooth, _array(out.flatten(0, 1))
+            *_flat_tokens(x), _array(read.flatten(0, 1)), at, back, *parts, smooth, _array(out.flatten(0, 1))
         )  # fmt: skip
         if places.chain:
-            self._keep({"inputs": read})
+            self._keep_last({"inputs": read})
         return out
 
 
@@ -529,7 +529,7 @@ class LinearState(LayerMemory):
             y, after = chain(q, k, _masked(u, places.real), _masked(g, places.real), held)
             self.store(state, after)
             return y
-        keys, c, ends = self._window(k, g)
+        keys, c, ends = self._write_keys(k, g)
         self.write("u", u, torch.float32)
         (weight,) = weights((q,), keys, c, ends, places.seen, held.dtype)
         return self._read(weight, q, c, held)
@@ -545,7 +545,7 @@ class LinearState(LayerMemory):
             y, after = delta_chain(q, k, v, _masked(g, places.real), _masked(beta, places.real), held)
             self.store(state, after)
             return y
-        keys, c, ends = self._window(k, g)
+        keys, c, ends = self._write_keys(k, g)
         # in the states' precision: nodes of this forward use u before it is stored, and it must be the same afterwards
         self.wide = frozenset({"u"})
         self.write("u", torch.zeros_like(v), held.dtype)  # not known yet
@@ -570,7 +570,7 @@ class LinearState(LayerMemory):
         queries, keys, logs = (_array(part.float()) for part in (q, k, g.reshape(rows, count, heads, decays)))
         betas, factors = (none if part is None else _array(part.float()) for part in (beta, scales))
         skips = none.ravel() if skip is None else _array(skip.float())
-        values, step = _lines(v)
+        values, step = _flat_tokens(v)
         shapes = {"k": (groups, dim), "u": (heads, width), "e": (heads, decays)}
         planes = {name: self.plane(name, shape, torch.float32) for name, shape in shapes.items()}
         numbers, plan, read = places.rows_of_planes, places.plan(self.lead), planes
@@ -596,7 +596,7 @@ class LinearState(LayerMemory):
             values, step, betas, asked, alike, *arrays, *plan, _array(y),
         )  # fmt: skip
         if places.chain:
-            self._keep(read)
+            self._keep_last(read)
         elif not places.scan_mask.alone:
             y = y[np.arange(rows)[:, None], places.scan_mask.first]
         return y
@@ -605,7 +605,7 @@ class LinearState(LayerMemory):
         groups, heads = k.shape[2], u.shape[2]
         return self.state((groups, k.shape[3], heads // groups * u.shape[3]))
 
-    def _window(self, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _write_keys(self, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Write keys and decays of the nodes. Return the keys of the suffix [R, T, G, N] and the sums of log-decays of
         the nodes and of the places."""
         self.write("k", k, torch.float32)
@@ -625,13 +625,13 @@ class LinearState(LayerMemory):
         """Take the tokens that joined the common prefix into the state. Sums of decays begin anew after them."""
         rows = len(shift.base)
         if self.by_kernel:
-            self._grow(shift)
+            self._fold_by_kernel(shift)
             return
         k, u, c = (shift.first(self.planes[name], self.lead) for name in ("k", "u", "c"))
         fold(self.states["state"][:rows], k, u, c, shift.count)
         self.planes["c"][:rows] -= last_sums(c, shift.count).unsqueeze(1)
 
-    def _grow(self, shift: Shift) -> None:
+    def _fold_by_kernel(self, shift: Shift) -> None:
         """Take the tokens that joined the common prefix into the state by a kernel."""
         state, rows, kernels, plan = self.states["state"], len(shift.base), _kernels(), shift.plan(self.lead)
         if plan.sizes.max() < 2:  # no state moves on
@@ -675,7 +675,7 @@ class GroupedState(LinearState):
             )
         keys, values = torch.cat((lead["k"], k), 1), torch.cat((lead["u"], v), 1)
         if not self.by_kernel:
-            self._keep({"k": keys, "u": values})
+            self._keep_last({"k": keys, "u": values})
         before = positions[:, :1] - self.lead + torch.arange(keys.shape[1], device=q.device)  # [R, lead + n]
         parts = []
         for first in range(0, q.shape[1], PART):
@@ -739,7 +739,7 @@ def _array(tensor: Tensor) -> NDArray[Any]:
     return tensor.contiguous().numpy()
 
 
-def _lines(x: Tensor) -> tuple[NDArray[Any], int]:
+def _flat_tokens(x: Tensor) -> tuple[NDArray[Any], int]:
     """Return x [R, n, ...] in float32 as one flat array for a kernel, and the distance between its tokens there."""
     x = x.detach().float()
     size, apart = 1, True

@@ -223,5 +223,5 @@ def on_cuda(batch: ForestInput) -> ForestInput:
 def test_a_forward_that_reads_the_host_is_seen() -> None:
     """Guards a CUDA graph of rotary embeddings that look at the largest position."""
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    assert CausalForestModel(build("llama", rope_parameters=dynamic), "x")._reads
-    assert not CausalForestModel(build("llama"), "x")._reads
+    assert CausalForestModel(build("llama", rope_parameters=dynamic), "x")._waits_for_host
+    assert not CausalForestModel(build("llama"), "x")._waits_for_host

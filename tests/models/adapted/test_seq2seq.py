@@ -63,7 +63,7 @@ def mask_missing(model: Seq2SeqForestModel, monkeypatch: pytest.MonkeyPatch) -> 
     def across(self: Any, batch: Any, width: int, metadata: Any) -> torch.Tensor:
         return torch.zeros(len(batch.tokens), 1, batch.tokens.shape[1], width)
 
-    monkeypatch.setattr(Seq2SeqForestModel, "_across", across)
+    monkeypatch.setattr(Seq2SeqForestModel, "_source_mask", across)
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_a_model_with_attention_of_its_own_is_not_trusted(name: str) -> None:
 def test_experts_of_the_library_are_not_trusted(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against luck in bfloat16: rounding hides what moves, from the companies of the check but not from all."""
     if not packed:
-        monkeypatch.setattr(patching, "_mixes", lambda _: False)
+        monkeypatch.setattr(patching, "_has_experts", lambda _: False)
     model = build("qwen3-next").to(torch.bfloat16)
     pack(model)
     forest = CausalForestModel(model, "qwen3-next")
