@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol, Self
+from typing import BinaryIO, Self
 
 import orjson
 
@@ -24,14 +24,7 @@ FRAME_LINES = 256
 FRAME_SECONDS = 1.0
 
 NumberedLine = tuple[int, bytes | LongLine]
-
-
-class ReadLines(Protocol):
-    """Interface of `read_lines`, and of the functions that read a table as such lines."""
-
-    def __call__(self, stream: BinaryIO, *, limit: int = MAX_LINE_BYTES) -> Iterator[NumberedLine]: ...
-
-
+ReadLines = Callable[[BinaryIO], Iterator[NumberedLine]]  # read_lines, or a function that reads a table as such lines
 OUTPUT_CLOSED = 141  # exit code of a program that SIGPIPE ends: 128 + 13
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO, Self
 
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, NumberedLine, ReadLines, read_lines
-from dsbd_cli.io.records.row import MAX_LINE_BYTES, LongLine
+from dsbd_cli.io.records.row import LongLine
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -39,12 +39,9 @@ class LineReader:
     taken from it already.
     """
 
-    def __init__(
-        self, stream: BinaryIO, name: str, *, limit: int = MAX_LINE_BYTES, read: ReadLines = read_lines
-    ) -> None:
-        """stream: borrowed, not closed; see `open_input`. name: for messages. limit: most bytes of a line, see
-        `read_lines`. read: `read_lines`, or a function that reads a table as such lines."""
-        self._name, self._limit, self._read_lines = name, limit, read
+    def __init__(self, stream: BinaryIO, name: str, *, read: ReadLines = read_lines) -> None:
+        """stream: borrowed, not closed; see `open_input`. name: for messages."""
+        self._name, self._read_lines = name, read
         self._changed = threading.Condition()
         self._held: deque[NumberedLine] = deque()
         self._held_bytes = 0
@@ -83,7 +80,7 @@ class LineReader:
         """Read lines until the end. This runs in the thread."""
         number = 0
         try:
-            for line in self._read_lines(io.BufferedReader(self._stream, BLOCK_BYTES), limit=self._limit):
+            for line in self._read_lines(io.BufferedReader(self._stream, BLOCK_BYTES)):
                 number = line[0]
                 if not self._offer(line):
                     break

@@ -29,7 +29,7 @@ def open_locked(path: Path, *, create_only: bool) -> io.FileIO:
             raise OutputError(f"cannot write {path}: {error.strerror}") from error
         try:
             lock(stream, path)
-            if _still_named(stream, path):
+            if _is_still_at(stream, path):
                 return stream
         except BaseException:
             stream.close()
@@ -64,7 +64,7 @@ def lock(stream: io.FileIO | BinaryIO, path: Path, *, shared: bool = False) -> N
             raise OutputError(f"cannot lock {path}: {error.strerror}") from error
 
 
-def _still_named(stream: io.FileIO, path: Path) -> bool:
+def _is_still_at(stream: io.FileIO, path: Path) -> bool:
     try:
         there, here = path.stat(), os.fstat(stream.fileno())
     except OSError:

@@ -46,14 +46,12 @@ class DoneRows:
     rows: Counter[bytes] = field(default_factory=Counter)
     ids: set[bytes] = field(default_factory=set)
     failed: int = 0
-    total: int = 0
 
     def add(self, row_id: str, key: str, *, failed: bool) -> None:
         """Count one record."""
         self.rows[_digest(row_id, key)] += 1
         self.ids.add(_digest(row_id))
         self.failed += failed
-        self.total += 1
 
     def take(self, row_id: str, key: str) -> bool:
         """Return whether a row of the input is done. Each record counts for one row."""
@@ -127,7 +125,7 @@ def check_replaceable(path: Path) -> None:
     if path.exists() and not path.is_file():
         return
     temporary = _temporary_path(path)
-    with _told(path):
+    with _as_output_error(path):
         temporary.open("wb").close()
         temporary.unlink()
 
@@ -138,7 +136,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     A symbolic link stays one. A device or a pipe is written to. Raises OutputError.
     """
     if path.exists() and not path.is_file():
-        with _told(path):
+        with _as_output_error(path):
             path.write_bytes(data)
         return
     with replacing(path) as stream:
@@ -155,7 +153,7 @@ def replacing(path: Path) -> Iterator[io.FileIO]:
     temporary = _temporary_path(path)
     stream = open_locked(temporary, create_only=False)
     try:
-        with _told(path):
+        with _as_output_error(path):
             stream.truncate(0)
             yield stream
             stream.flush()
@@ -174,7 +172,7 @@ def _temporary_path(path: Path) -> Path:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _as_output_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -226,7 +224,7 @@ def read_done(stream: io.FileIO, path: Path, end: int) -> DoneRows:
     """Return the rows in the first `end` bytes. Raises UsageError for a line that is no record with id and key."""
     done = DoneRows()
     for number, line in _lines(stream, end):
-        row_id, key, failed = _identity(line, path, number)
+        row_id, key, failed = _id_key_failed(line, path, number)
         done.add(row_id, key, failed=failed)
     return done
 
@@ -241,7 +239,7 @@ def _lines(stream: io.FileIO, end: int) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def _identity(line: bytes, path: Path, number: int) -> tuple[str, str, bool]:
+def _id_key_failed(line: bytes, path: Path, number: int) -> tuple[str, str, bool]:
     """Return id and key of a native record or of a line of an OpenAI batch output, and whether its row failed.
 
     Raises UsageError for any other line.
@@ -264,7 +262,7 @@ def drop_failed(stream: io.FileIO, path: Path) -> tuple[io.FileIO, int]:
     Return the new stream and how many records were dropped. Nothing is written if no record has failed.
     """
     end = stream.seek(0, os.SEEK_END)
-    bad = {number for number, line in _lines(stream, end) if _identity(line, path, number)[2]}
+    bad = {number for number, line in _lines(stream, end) if _id_key_failed(line, path, number)[2]}
     if not bad:
         return stream, 0
     with replacing(path) as fresh:
@@ -279,11 +277,8 @@ def drop_failed(stream: io.FileIO, path: Path) -> tuple[io.FileIO, int]:
     return fresh, len(bad)
 
 
-def cut_unfinished_steps(stream: io.FileIO, done: DoneRows) -> int:
-    """Cut off the last lines of a --set stats file whose row has no record, because they will be written again.
-
-    Return how many bytes were cut off.
-    """
+def cut_unfinished_steps(stream: io.FileIO, done: DoneRows) -> None:
+    """Cut off the last lines of a --set stats file whose row has no record, because they will be written again."""
     end = whole_size(stream)
     while end:
         start = _line_start(stream, end)
@@ -292,4 +287,4 @@ def cut_unfinished_steps(stream: io.FileIO, done: DoneRows) -> int:
         if isinstance(row_id, str) and done.has_id(row_id):
             break
         end = start
-    return truncate_at(stream, end)
+    truncate_at(stream, end)

@@ -200,7 +200,7 @@ class _RecordLines:
 # Parquet
 
 
-def _parquet_lines(path: Path, stream: BinaryIO, *, limit: int = MAX_LINE_BYTES) -> Iterator[NumberedLine]:
+def _parquet_lines(path: Path, stream: BinaryIO) -> Iterator[NumberedLine]:
     """Yield the number of every row, from 1, and its JSON line. Rows are read in batches.
 
     stream: the same file, which is not used: the path is opened again, because Parquet needs a file that can be sought
@@ -219,14 +219,14 @@ def _parquet_lines(path: Path, stream: BinaryIO, *, limit: int = MAX_LINE_BYTES)
             for batch in file.iter_batches(batch_size=rows, use_threads=False):
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, _parquet_line(row, limit)
+                    yield number, _parquet_line(row)
     except (OSError, pyarrow.ArrowException) as error:
         raise OSError(f"no Parquet that can be read: {one_line(error)}") from None
 
 
-def _parquet_line(row: dict[str, object], limit: int) -> bytes | LongLine:
+def _parquet_line(row: dict[str, object]) -> bytes | LongLine:
     try:
         line = row_line(row.items())
     except InvalidRowError as error:
         return LongLine(0, reason=str(error))
-    return line if len(line) <= limit else LongLine(len(line), line[:HEAD_BYTES])
+    return line if len(line) <= MAX_LINE_BYTES else LongLine(len(line), line[:HEAD_BYTES])
