@@ -72,7 +72,7 @@ def test_every_override() -> None:
 
 
 def test_rows_with_the_same_overrides_share_them_and_others_do_not() -> None:
-    """Overrides are remembered, those of rows that take turns too; 1, 1.0 and true are equal in Python but not the same here."""
+    """Overrides are remembered, also of rows that take turns; 1, 1.0 and true are equal in Python but not here."""
     reader = replace(RUN)
     first = request({"prompt": "p", "top_k": 1}, reader)
     assert request({"prompt": "q", "top_k": 1}, reader).sampling is first.sampling

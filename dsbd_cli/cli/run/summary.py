@@ -15,7 +15,7 @@ from dsbd_cli.cli.run.signals import StoppedError
 from dsbd_cli.errors import DsbdError, OutputError, plural
 from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
 from dsbd_cli.io.lines.resume import check_replaceable, write_atomically
-from dsbd_cli.io.records.native_record import drafter_fields, phase_seconds
+from dsbd_cli.io.records.native_record import draft_fields, phase_seconds
 from dsbd_cli.io.schemas.contracts import SUMMARY
 from dsbd_cli.lab.metrics.environment import versions
 from dsbd_cli.requests import EngineInfo, RequestResult
@@ -125,13 +125,13 @@ class Totals:
         stats, tokens = self.stats, self.tokens + unfinished
         parts = [plural(self.rows, "row"), f"{tokens} tokens", f"{tokens / self.seconds:.1f} tokens/s"]
         if stats.target_calls:
-            parts.append(f"{stats.steps / stats.target_calls:.2f} steps per call")
+            parts.append(f"{stats.steps_per_call:.2f} steps per call")
         if stats.prompt_tokens_reused:
             parts.append(f"{stats.prompt_tokens_reused} prompt tokens reused")
-        if stats.drafted:
+        if stats.acceptance_rate is not None:
             rates = [(name, part.acceptance_rate) for name, part in stats.drafters.items()]
             apart = ", ".join(f"{name} {rate:.0%}" for name, rate in rates if rate is not None)
-            parts.append(f"{stats.accepted / stats.drafted:.0%} accepted" + (f" ({apart})" if apart else ""))
+            parts.append(f"{stats.acceptance_rate:.0%} accepted" + (f" ({apart})" if apart else ""))
         if self.invalid_rows:
             parts.append(f"{self.invalid_rows} cut before they matched their grammar (raise --max-new-tokens)")
         if self.failed:
@@ -168,10 +168,7 @@ class Totals:
             "steps": stats.steps,
             "target_calls": stats.target_calls,
             "draft_calls": stats.draft_calls,
-            "steps_per_call": round(stats.steps / stats.target_calls, 6) if stats.target_calls else None,
-            "drafted": stats.drafted,
-            "accepted": stats.accepted,
-            "acceptance_rate": round(stats.accepted / stats.drafted, 6) if stats.drafted else None,
-            **drafter_fields(stats.drafters),
+            "steps_per_call": round(stats.steps_per_call, 6) if stats.target_calls else None,
+            **draft_fields(stats),
             "seconds": {"total_s": round(seconds, 6), **phase_seconds(stats)},
         }

@@ -37,7 +37,7 @@ def response_format(value: object) -> Grammar | None:
     if kind not in ("text", "json_object", "json_schema"):
         raise InvalidRowError(f"response_format.type is {shorten(kind)}, but must be {kinds}")
     known = ("type", "json_schema") if kind == "json_schema" else ("type",)
-    _only(value, known, "response_format")
+    _refuse_unknown(value, known, "response_format")
     if kind != "json_schema":
         return Grammar.json_object() if kind == "json_object" else None
     inner = value.get("json_schema")
@@ -45,7 +45,7 @@ def response_format(value: object) -> Grammar | None:
         raise InvalidRowError(
             f"response_format.json_schema is {shorten(inner)}, but must be an object with name and schema"
         )
-    _only(inner, ("name", "description", "schema", "strict"), "response_format.json_schema")
+    _refuse_unknown(inner, ("name", "description", "schema", "strict"), "response_format.json_schema")
     if not isinstance(inner.get("strict"), bool | None):
         raise InvalidRowError(
             f"response_format.json_schema.strict is {shorten(inner['strict'])}, but must be true or false"
@@ -56,7 +56,7 @@ def response_format(value: object) -> Grammar | None:
     return Grammar.json_schema(schema)
 
 
-def _only(value: dict[str, object], known: tuple[str, ...], where: str) -> None:
+def _refuse_unknown(value: dict[str, object], known: tuple[str, ...], where: str) -> None:
     """Raise InvalidRowError for a field that is not known, because it might change the text."""
     for name, one in value.items():
         if name not in known and one is not None:

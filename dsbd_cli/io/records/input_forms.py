@@ -93,7 +93,7 @@ def parsed_row(raw: Fields) -> ParsedRow:
     if ("body" in raw or "url" in raw) and not {"prompt", "messages", "audio", "image"} & raw.keys():
         return _envelope(raw)
     unused: list[tuple[str, object]] = []
-    return ParsedRow("flat", _named(raw, unused, "flat"), unused)
+    return ParsedRow("flat", _under_own_names(raw, unused, "flat"), unused)
 
 
 def as_written(message: str, raw: Fields) -> str:
@@ -136,14 +136,14 @@ def _envelope(raw: Fields) -> ParsedRow:
     if body.get("image") is not None:
         raise InvalidRowError(f"body.image is {shorten(body['image'])}, but pictures stand in flat rows: drop it")
     form = URLS[url]
-    row.update(_named(body, unused, form))
+    row.update(_under_own_names(body, unused, form))
     other = "messages" if PROMPT_OF[form] == "prompt" else "prompt"
     if other in row:
         raise InvalidRowError(f"body.{other} is given, but url is {url}, which takes {PROMPT_OF[form]}")
     return ParsedRow(form, row, unused)
 
 
-def _named(raw: Mapping[str, object], unused: list[tuple[str, object]], form: Form) -> Fields:
+def _under_own_names(raw: Mapping[str, object], unused: list[tuple[str, object]], form: Form) -> Fields:
     """Return the fields of a row under our own names, without those that are null or have no effect.
 
     Unknown fields are added to `unused`. Raises InvalidRowError for a field that is not supported.
@@ -158,7 +158,7 @@ def _named(raw: Mapping[str, object], unused: list[tuple[str, object]], form: Fo
         elif name == "logprobs":
             _put_logprobs(row, value, form, prefix)
         elif name in UNSUPPORTED:
-            _refuse(name, value, prefix)
+            _refuse_unsupported(name, value, prefix)
         else:
             unused.append((prefix + name, value))
     return row
@@ -190,7 +190,7 @@ def _put_logprobs(row: Fields, value: object, form: Form, prefix: str) -> None:
         raise InvalidRowError(f"{prefix}logprobs is {shorten(value)}, but must be {expected}")
 
 
-def _refuse(name: str, value: object, prefix: str) -> None:
+def _refuse_unsupported(name: str, value: object, prefix: str) -> None:
     """Raise InvalidRowError unless the value changes nothing. Its type must agree too, because 0 == False and 1 ==
     True."""
     if not any(type(value) is type(neutral) and value == neutral for neutral in UNSUPPORTED[name]):

@@ -52,7 +52,7 @@ def step_records(steps: list[StepStats]) -> Iterator[bytes]:
         record: Fields = {"schema": STEP.id}
         record.update((name, getattr(step, name)) for name in _STEP_FIELDS)
         record["layers"] = [
-            {name: getattr(layer, name) for name in _LAYER_FIELDS} | drafter_fields(layer.drafters)
+            {name: getattr(layer, name) for name in _LAYER_FIELDS} | _drafter_fields(layer.drafters)
             for layer in step.layers
         ]
         yield STEP.line({**record, **phase_seconds(step)})
@@ -99,16 +99,12 @@ def _beam(beam: Hypothesis) -> Fields:
 
 
 def _stats(stats: RequestStats) -> Fields:
-    rate = stats.acceptance_rate
     return {
         "target_calls": stats.target_calls,
         "draft_calls": stats.draft_calls,
         "steps": stats.steps,
         "steps_per_call": round(stats.steps_per_call, 6),
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "acceptance_rate": rate if rate is None else round(rate, 6),
-        **drafter_fields(stats.drafters),
+        **draft_fields(stats),
         "mean_width": round(stats.mean_width, 6),
         "kv_peak_slots": stats.kv_peak_slots,
         "prompt_tokens_reused": stats.prompt_tokens_reused,
@@ -117,17 +113,20 @@ def _stats(stats: RequestStats) -> Fields:
     }
 
 
-def drafter_fields(drafters: Mapping[str, DrafterStats]) -> Fields:
+def draft_fields(stats: RequestStats) -> Fields:
+    """Return the numbers of drafted and accepted nodes and their share, of all drafters and of each."""
+    return {**_acceptance(stats), **_drafter_fields(stats.drafters)}
+
+
+def _drafter_fields(drafters: Mapping[str, DrafterStats]) -> Fields:
     """Return the acceptance by drafter where there are two, else nothing."""
-    found: Fields = {}
-    for name, part in drafters.items():
-        rate = part.acceptance_rate
-        found[name] = {
-            "drafted": part.drafted,
-            "accepted": part.accepted,
-            "acceptance_rate": rate if rate is None else round(rate, 6),
-        }
+    found = {name: _acceptance(part) for name, part in drafters.items()}
     return {"drafters": found} if found else {}
+
+
+def _acceptance(counts: DrafterStats | RequestStats) -> Fields:
+    rate = None if counts.acceptance_rate is None else round(counts.acceptance_rate, 6)
+    return {"drafted": counts.drafted, "accepted": counts.accepted, "acceptance_rate": rate}
 
 
 def phase_seconds(stats: RequestStats | StepStats) -> Fields:

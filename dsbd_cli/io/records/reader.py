@@ -77,7 +77,7 @@ class RowReader:
         metadata: object | None = None
         warnings: tuple[str, ...] = ()
         try:
-            raw = parse_object(_held(line))
+            raw = parse_object(_readable_line(line))
             row_id = _row_id(raw, row_id)
             parsed = parsed_row(raw)
             form, metadata = parsed.form, parsed.fields.get("metadata")
@@ -97,12 +97,12 @@ class RowReader:
         row_id = str(index)
         key = _raw_key(row_id, line)
         try:
-            prompt = _decoded(_held(line))
+            prompt = _decoded(_readable_line(line))
         except InvalidRowError as error:
             failure = InvalidRowError(f"line {number}: {error}")
             return Row(index, number, row_id, None, failure, "text", None, key)
         seed = derive_seed(self.seed, row_id)
-        asked, chat = self._asked(prompt, None)
+        asked, chat = self._as_chat(prompt, None)
         request = Request(
             id=row_id, seed=seed, prompt=asked, messages=chat, sampling=self.sampling, grammar=self.grammar
         )
@@ -114,17 +114,17 @@ class RowReader:
             return ()
         if self.strict:
             raise InvalidRowError(parsed.explain(*parsed.unused[0]))
-        failure = []
+        warnings = []
         for name, value in parsed.unused:
             if len(self._warned) > MAX_WARNED:
                 break
             if name not in self._warned:
                 full = len(self._warned) == MAX_WARNED
                 self._warned.add(name)
-                failure.append(
+                warnings.append(
                     "more unknown fields: not named any more" if full else f"{parsed.explain(name, value)}; not used"
                 )
-        return tuple([f"line {number}: {message}" for message in failure])
+        return tuple([f"line {number}: {message}" for message in warnings])
 
     def _request(self, row: Fields, row_id: str) -> Request:
         given = [name for name in ("prompt", "messages", "audio", "image") if name in row]
@@ -135,7 +135,7 @@ class RowReader:
         prompt = text(row, "prompt") if "prompt" in row else None
         chat = messages(row["messages"]) if "messages" in row else None
         if "image" not in row:  # a prompt given with a picture is the decoder's, not a message
-            prompt, chat = self._asked(prompt, chat)
+            prompt, chat = self._as_chat(prompt, chat)
         return Request(
             id=row_id,
             seed=row.get("seed", derive_seed(self.seed, row_id)),  # type: ignore[arg-type] # it checks the type
@@ -158,7 +158,7 @@ class RowReader:
         path = text(row, name)
         return path if self.files_root is None else file_of_row(self.files_root, name, path)
 
-    def _asked(
+    def _as_chat(
         self, prompt: str | None, chat: tuple[dict[str, str], ...] | None
     ) -> tuple[str | None, tuple[dict[str, str], ...] | None]:
         """Return prompt and messages. Under `chat` a prompt becomes the single message of a user."""
@@ -279,7 +279,7 @@ def _raw_key(row_id: str, line: bytes | LongLine) -> str:
     return content_key(orjson.dumps(row_id) + line)
 
 
-def _held(line: bytes | LongLine) -> bytes:
+def _readable_line(line: bytes | LongLine) -> bytes:
     if isinstance(line, LongLine) and line.reason:
         raise InvalidRowError(line.reason)
     if isinstance(line, LongLine):

@@ -35,8 +35,8 @@ class MethodRecord:
 
     def __post_init__(self) -> None:
         # a folder's name may hold bytes that are not UTF-8
-        object.__setattr__(self, "target", _unicode(self.target))
-        object.__setattr__(self, "draft", None if self.draft is None else _unicode(self.draft))
+        object.__setattr__(self, "target", _escape_bad_bytes(self.target))
+        object.__setattr__(self, "draft", None if self.draft is None else _escape_bad_bytes(self.draft))
         encoded = orjson.dumps({**self.fields(), "threads": self.threads})
         object.__setattr__(self, "encoded", orjson.Fragment(encoded))
         object.__setattr__(self, "fingerprint", f"fp_{hashlib.blake2b(encoded, digest_size=5).hexdigest()}")
@@ -69,10 +69,10 @@ class MethodRecord:
         method, values = self.method, self.method.resolved
         variants = (*method.drafters, RULES[method.rule])
         names = [one.field for variant in variants for one in variant.settings]
-        return {name: _unicode(value) if isinstance(value := values[name], str) else value for name in names}
+        return {name: _escape_bad_bytes(value) if isinstance(value := values[name], str) else value for name in names}
 
 
-def _unicode(name: str) -> str:
+def _escape_bad_bytes(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
@@ -125,7 +125,7 @@ def fingerprint_difference(
             continue
         if before != now or isinstance(before, bool) is not isinstance(now, bool):
             shown = (typed or {}).get(name, name if name.isidentifier() else shorten(name))
-            differences.append(f"{shown} was {_value(before)} and is {_value(now)}")
+            differences.append(f"{shown} was {_shown_value(before)} and is {_shown_value(now)}")
     return ", ".join(differences) or None
 
 
@@ -140,5 +140,5 @@ def _same_files(role: str, old: Mapping[str, object], new: Mapping[str, object])
     return all(before is not None and before == now for before, now in digests)
 
 
-def _value(value: object) -> str:
+def _shown_value(value: object) -> str:
     return "not set" if value is None else shorten(value)
