@@ -29,7 +29,7 @@ KINDS: dict[type, str] = {int: "an integer", float: "a number", bool: "true or f
 KINDS |= {str: "a string", list: "a list", dict: "an object"}
 
 
-class _Brief(reprlib.Repr):
+class _JsonRepr(reprlib.Repr):
     """A repr that writes values as JSON, TOML and the command line do, not as Python does."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class _Brief(reprlib.Repr):
         return self.repr_list(list(value), level)
 
 
-_brief = _Brief()
+_json_repr = _JsonRepr()
 
 
 def one_line(error: BaseException) -> str:
@@ -60,7 +60,7 @@ def one_line(error: BaseException) -> str:
 def shorten(value: object) -> str:
     """Return a value as an error message shows it: one line, at most MAX_SHOWN characters. This is cheap for any
     value."""
-    text = repr(value[:MAX_SHOWN]) if isinstance(value, str) else " ".join(_brief.repr(value).split())
+    text = repr(value[:MAX_SHOWN]) if isinstance(value, str) else " ".join(_json_repr.repr(value).split())
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 

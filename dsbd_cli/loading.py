@@ -104,14 +104,14 @@ def load(
         from dsbd_cli.models.pair import load_pair
         from dsbd_cli.ops.select import rejected_kernels
 
-    _take_threads(threads)
+    _set_threads(threads)
     if kernels and spec.device_map is None:  # raise before a large model is loaded
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         if (auto if spec.device == "auto" else spec.device) == "cpu":
             iteration_ops(torch.device("cpu"), kernels)
     pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
-    width, lines = pair.target.vocab_size, list[str]()
-    catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width, lines.append)
+    width, catalogue_notes = pair.target.vocab_size, list[str]()
+    catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width, catalogue_notes.append)
     info = EngineInfo(
         target=spec.source,
         draft=None if draft_spec is None else draft_spec.source,
@@ -121,7 +121,7 @@ def load(
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
         draft_form=pair.draft_form,
         chat=pair.codec.has_template,
-        notes=(*pair.notes, *rejected_kernels(pair.target.device, kernels), *lines),
+        notes=(*pair.notes, *rejected_kernels(pair.target.device, kernels), *catalogue_notes),
         ops=pair.target.ops.facts,
         threads=torch.get_num_threads(),
     )
@@ -154,7 +154,7 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _take_threads(wanted: int | None) -> None:
+def _set_threads(wanted: int | None) -> None:
     """Set the number of torch's threads, which the kernels share.
 
     None: keep what OMP_NUM_THREADS says, else lower torch's choice to the processors that this process may use, because

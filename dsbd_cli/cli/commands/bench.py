@@ -26,7 +26,7 @@ from dsbd_cli.cli.options.options import (
     PairOptions,
     SamplingOptions,
 )
-from dsbd_cli.cli.options.settings import drafts, run_settings
+from dsbd_cli.cli.options.settings import has_draft, run_settings
 from dsbd_cli.cli.run.files import check_files_under, check_report_files
 from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
@@ -65,8 +65,8 @@ def bench(
     Without options: the built-in pair on its two tasks, in under two minutes. Ctrl-C prints what is measured by then.
     """
     set_style(quiet=outputs.quiet)
-    data = _of_input(data)
-    draft_wanted = drafts(pair)
+    data = _with_own_prompts(data)
+    draft_wanted = has_draft(pair)
     records, shots = data.records or DEFAULT_RECORDS, data.shots or 0
     dev_records = records if choice.dev_records is None else choice.dev_records
     planned = _plan(sweep, draft_wanted, tuned=dev_records > 0)
@@ -101,7 +101,7 @@ def bench(
             grammar=settings.rows.grammar,
             tolerance=DEFAULT_TOLERANCE if choice.fuzzy_tolerance is None else choice.fuzzy_tolerance,
         )
-        engine = settings.load(drafts=any(one.drafts for one in planned.settings))
+        engine = settings.loader(drafts=any(one.drafts for one in planned.settings))()
         running = Bench(engine, spec, command=[str(word) for word in arguments] or ["bench"])
         signals.on_stop = running.stop
         _run(running, outputs)
@@ -144,8 +144,8 @@ def _runnable(
             peers = [one for one in planned.settings if not isinstance(one.config, MethodConfig)]
             planned = planned.without(peers, methods, f"only methods of our own engine follow {name}")
     if "greedy" in asks:
-        hot = [one for one in planned.settings if _draws_always(one)]
-        planned = planned.without(hot, methods, "some line asks for temperature 0, which it does not take")
+        cannot_be_greedy = [one for one in planned.settings if _draws_always(one)]
+        planned = planned.without(cannot_be_greedy, methods, "some line asks for temperature 0, which it does not take")
     theirs = [one.name for one in planned.settings if one.config.samples and not isinstance(one.config, MethodConfig)]
     if "seed" in asks and theirs:
         note = f"{', '.join(theirs)}: transformers draws with the run's seed, not with a line's own"
@@ -182,10 +182,10 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
     if idle and not any(one.config.samples for one in planned.settings):
         names = ", ".join(option_name(name) for name in idle)
         raise UsageError(f"{names} would do nothing, because no method of --methods samples: drop it")
-    hot = [one.name for one in planned.settings if _draws_always(one)]
-    if drawing.temperature == 0 and hot:
+    cannot_be_greedy = [one.name for one in planned.settings if _draws_always(one)]
+    if drawing.temperature == 0 and cannot_be_greedy:
         raise UsageError(
-            f"--temperature is 0, which {hot[0]} does not take: drop it, or take the method from --methods"
+            f"--temperature is 0, which {cannot_be_greedy[0]} does not take: drop it, or take the method from --methods"
         )
     return SamplingOptions(**given)
 
@@ -196,7 +196,7 @@ def _draws_always(setting: SweepSetting) -> bool:
     return config.samples and not (isinstance(config, MethodConfig) and config.takes_greedy)
 
 
-def _of_input(data: DataOptions) -> DataOptions:
+def _with_own_prompts(data: DataOptions) -> DataOptions:
     """Return the options with --input as the data of a task. Raises UsageError for what cannot be used with it."""
     if data.input is None:
         if OWN_TASK in [name.strip() for name in (data.task or "").split(",")]:
@@ -248,7 +248,7 @@ def _datasets(
 def _run(running: Bench, outputs: BenchOutputs) -> None:
     """Measure, then print and write the report. After a signal it has what was measured until then."""
     with talking() as talk:
-        report = running.run(_teller(talk, running.settings))
+        report = running.run(_progress_of(talk, running.settings))
     if not report.rows:
         say("stopped before anything was measured")
         return
@@ -275,7 +275,7 @@ def _write(report: BenchReport, outputs: BenchOutputs) -> None:
         write_atomically(outputs.plot, picture_bytes(bench_figure(report), outputs.plot.suffix))
 
 
-def _teller(talk: Talk, settings: int) -> OnWindow:
+def _progress_of(talk: Talk, settings: int) -> OnWindow:
     """Return a function that reports which window is measured.
 
     In a log it reports at the beginning, after the first window, and after the first window of every method. settings:

@@ -44,7 +44,7 @@ class DemoOptions:
 
 
 @partial(grouped, elsewhere=PIPED)
-def demo(pair: PairOptions, wanted: DemoOptions, arguments: Sequence[str]) -> None:
+def demo(pair: PairOptions, wanted: DemoOptions) -> None:
     """Show on one screen a prompt, its four beams by dsbd, and the same model's beams by transformers.
 
     Both run in float32, where the beams are the same, and each holds a copy of the target in memory.

@@ -117,7 +117,7 @@ class DistillOptions:
 
 
 @grouped
-def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptions, arguments: Sequence[str]) -> None:
+def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptions) -> None:
     """Train a draft for a target of your own on the target's answers to your own prompts.
 
     The target answers the prompts, and the draft, in float32, learns the target's distribution after every token of all
@@ -220,7 +220,7 @@ class _Distilling:
             hidden_size=shape.hidden_size,
             vocab=shape.vocab,
             steps=options.steps or STEPS,
-            learning_rate=options.learning_rate or _rate(shape),
+            learning_rate=options.learning_rate or _default_rate(shape),
             decode="search" if method.rule == SEARCH else "sample",
             num_beams=method.num_beams,
             max_new_tokens=self._settings.rows.sampling.max_new_tokens,
@@ -352,7 +352,7 @@ class _Distilling:
             if training.step % every == 0 and training.step not in {one.step for one in record.milestones}:
                 self._save(training)
                 began = time.monotonic()
-                self._reach_with(engine, training.step, losses, self._folder / CHECKPOINT, held)
+                self._record_milestone(engine, training.step, losses, self._folder / CHECKPOINT, held)
                 if training.step and _is_best(record.milestones):
                     self._publish(training)
                 saved = time.monotonic()
@@ -366,7 +366,7 @@ class _Distilling:
             recent, latest = _mean(losses[-RECENT:]), record.milestones[-1]
             self._talk.now(
                 f"step {training.step} of {steps}, loss {recent:.3f}, {duration(left)} left, at step {latest.step} "
-                f"{_one_line(latest)}",
+                f"{_milestone_line(latest)}",
                 {"step": training.step, "steps": steps, "loss": recent},
             )
             if self._stopped or time.monotonic() - saved > CHECKPOINT_S:
@@ -375,14 +375,16 @@ class _Distilling:
                 self._check_stopped()
         self._save(training)
         self._publish(training)
-        self._reach_with(engine, steps, losses, self._folder, held)
+        self._record_milestone(engine, steps, losses, self._folder, held)
         record.complete = True
         record.write(self._folder)
         shutil.rmtree(self._folder / CHECKPOINT, ignore_errors=True)
         if not self._options.quiet:
             _show(record, self._folder, len(held))
 
-    def _reach_with(self, engine: Engine, step: int, losses: list[float], folder: Path, held: list[Request]) -> None:
+    def _record_milestone(
+        self, engine: Engine, step: int, losses: list[float], folder: Path, held: list[Request]
+    ) -> None:
         """Measure the draft in a folder, record the milestone and print it. losses: since the milestone before; they
         are cleared."""
         record, ends = self._record, step in (0, self._record.plan.steps)
@@ -392,7 +394,7 @@ class _Distilling:
         record.milestones.append(milestone)
         record.write(self._folder)
         loss = "" if milestone.loss is None else f"loss {milestone.loss:.3f}, "
-        say(f"step {milestone.step} of {record.plan.steps}: {loss}{_one_line(milestone)}")
+        say(f"step {milestone.step} of {record.plan.steps}: {loss}{_milestone_line(milestone)}")
         for one, beams in zip(found, ("", " with one beam"), strict=True):
             if one is not None and one.speed is not None:
                 plain, drafted = one.speed.plain, one.speed.drafted
@@ -497,7 +499,7 @@ class _Distilling:
             return Measurement(found, measured_speed(pair, held[:HELD_OUT_BETWEEN], budget))
 
 
-def _rate(shape: StudentShape) -> float:
+def _default_rate(shape: StudentShape) -> float:
     own = shape.form == "model" and shape.hidden_size is None
     return CUT_RATE if own else NEW_RATE
 
@@ -525,12 +527,12 @@ def _is_best(milestones: Sequence[Milestone]) -> bool:
     return steps[-1] == max(steps)
 
 
-def _one_line(one: Milestone) -> str:
-    said = _passed(one.measured)
-    return said if one.one_beam is None else f"{said}; with one beam {_passed(one.one_beam)}"
+def _milestone_line(one: Milestone) -> str:
+    said = _acceptance_line(one.measured)
+    return said if one.one_beam is None else f"{said}; with one beam {_acceptance_line(one.one_beam)}"
 
 
-def _passed(found: Measurement) -> str:
+def _acceptance_line(found: Measurement) -> str:
     if found.acceptance is None:
         return "nothing was drafted"
     return f"layers that pass: {_shares(found.acceptance)}; {found.acceptance.steps_per_call:.2f} steps per call"

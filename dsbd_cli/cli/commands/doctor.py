@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -41,7 +40,7 @@ class DoctorOptions:
 
 
 @partial(grouped, elsewhere=PIPED)
-def doctor(pair: PairOptions, loading: LoadOptions, wanted: DoctorOptions, arguments: Sequence[str]) -> None:
+def doctor(pair: PairOptions, loading: LoadOptions, wanted: DoctorOptions) -> None:
     """Try every part on this machine and say what runs how: versions, devices, models, exactness, memory, speed.
 
     Half a minute with the built-in pair. Nothing is fetched: for a pair that is not on this machine yet, the tokenizers

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
@@ -28,16 +27,15 @@ from dsbd_cli.cli.options.precedence import job_text
 from dsbd_cli.cli.options.scale_options import ScaleOptions, pool_config
 from dsbd_cli.cli.options.settings import RunSettings, run_settings
 from dsbd_cli.cli.run.files import (
-    can_resume,
     check_files,
     count_rows,
     file_hash,
+    how_to_resume,
     lacks_input,
     open_input_lines,
+    output_format,
     reads_table,
-    resuming,
     unlike_name,
-    writes,
 )
 from dsbd_cli.cli.run.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
 from dsbd_cli.cli.run.messages import quote_command, say
@@ -155,8 +153,8 @@ class _GenerateRun:
         """demonstrates: no model was named, so a line says that the built-in pair answers. require_valid: a row fails
         if its best text does not match its grammar."""
         self._demonstrates, self._require_valid = demonstrates, require_valid
-        self._plain = False  # whether a row with a plain prompt was read
-        self._templated = False  # whether the target is loaded and has a chat template
+        self._has_plain_prompt = False  # whether a row with a plain prompt was read
+        self._has_template = False  # whether the target is loaded and has a chat template
         self._files, self._settings, self._arguments = files, settings, arguments
         self._ordered, self._pool = ordered, pool
         self._workers_open = ExitStack()
@@ -227,7 +225,7 @@ class _GenerateRun:
         rows = replace(self._settings.rows, files_root=files_root(self._files.files_under, source))
         return RowFlow(
             reader,
-            self._noted(rows.read_text if self._files.input_format == "text" else rows.read),
+            self._reporting_plain(rows.read_text if self._files.input_format == "text" else rows.read),
             self.reporter,
             done=outputs.done,
             max_errors=self._settings.max_errors,
@@ -238,22 +236,22 @@ class _GenerateRun:
             require_valid=self._require_valid,
         )
 
-    def _noted(self, read: ReadRow) -> ReadRow:
+    def _reporting_plain(self, read: ReadRow) -> ReadRow:
         """Return a reader of rows that reports the first plain prompt."""
 
         def noting(line: bytes | LongLine, *, index: int, number: int) -> Row:
             row = read(line, index=index, number=number)
-            if row.request is not None and row.request.prompt is not None and not self._plain:
-                self._plain = True
-                self._tell_plain()
+            if row.request is not None and row.request.prompt is not None and not self._has_plain_prompt:
+                self._has_plain_prompt = True
+                self._warn_plain()
             return row
 
         return noting
 
-    def _tell_plain(self) -> None:
+    def _warn_plain(self) -> None:
         """Warn that plain prompts go to a target with a chat template as they stand, if neither --chat nor --no-chat is
         given."""
-        if self._plain and self._templated and self._files.chat is None:
+        if self._has_plain_prompt and self._has_template and self._files.chat is None:
             self.reporter.warn(PLAIN)
 
     def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
@@ -285,7 +283,7 @@ class _GenerateRun:
         A signal ends this as it ends a run.
         """
         self._signals.on_stop = lambda: None
-        needed = flow.needs_engine(self._maker(outputs.created, None))
+        needed = flow.needs_engine(self._record_maker(outputs.created, None))
         self._signals.on_stop = None
         return needed and self._signals.number is None
 
@@ -297,10 +295,10 @@ class _GenerateRun:
             self.reporter.warn(line)
         if engine.info is not None:
             self._method = replace(self._method, threads=engine.info.threads)
-            self._templated = engine.info.chat
+            self._has_template = engine.info.chat
             if self._files.chat and not engine.info.chat:
                 raise UsageError(f"--chat: target {self._settings.target.source} has no chat template: drop it")
-        self._tell_plain()
+        self._warn_plain()
         if engine.exactness != self._method.method.exactness:
             self._method = replace(self._method, exactness=engine.exactness)
             if self._settings.target.numerics != "fast":
@@ -308,12 +306,12 @@ class _GenerateRun:
         outputs.begin()
         self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
         self._signals.on_stop = engine.stop
-        flow.run(engine, self._maker(outputs.created, engine))
+        flow.run(engine, self._record_maker(outputs.created, engine))
 
-    def _maker(self, created: int, engine: RunsRequests | None) -> MakeRecord:
+    def _record_maker(self, created: int, engine: RunsRequests | None) -> MakeRecord:
         """Return the function that makes a row's record. engine: None while only rows are written that failed without
         one."""
-        first, make = replace(self._method, created=created), writes(self._files).load()
+        first, make = replace(self._method, created=created), output_format(self._files).load()
         promised = None if engine is None else engine.exactness
         assert callable(make), "checked at the start"
 
@@ -325,30 +323,11 @@ class _GenerateRun:
         return lambda row, result: bytes(make(row, result, method()))
 
     def _how_to_resume(self) -> str:
-        """Return the command that resumes this run, or say why it cannot be resumed."""
-        if not can_resume(self._files):
-            return "what is written is complete, but only a plain native or openai --output FILE can be resumed"
-        again = " with the same input" if self._files.input in (None, STANDARD) else ""
-        return f"what is written is complete; go on{again} with: {resuming(self._arguments)}"
+        return how_to_resume(self._files, self._arguments, "native or openai")
 
     def _load(self, summary: Summary) -> RunsRequests:
         """Load the models, in this process or in its workers. This is where torch is imported."""
-        from dsbd_cli.scale.worker import load_engine
-
-        settings = self._settings
-        load = partial(
-            load_engine,
-            settings.target,
-            settings.draft,
-            method=settings.method,
-            batch_size=settings.batch_size,
-            log_steps=self._files.stats is not None,
-            on_too_long=settings.on_too_long,
-            cuda_graphs=settings.cuda_graphs,
-            kernels=settings.kernels,
-            allow=settings.allow,
-            threads=settings.threads,
-        )
+        load = self._settings.loader(log_steps=self._files.stats is not None)
         answering: RunsRequests
         if self._pool is not None:
             answering = self._workers(load, self._pool, summary)

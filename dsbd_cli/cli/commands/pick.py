@@ -16,7 +16,7 @@ import typer
 from dsbd_cli._version import __version__
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import MAIN, MAX_ERRORS, PIPED, Existing, FileOptions, StreamOptions, TalkOptions
-from dsbd_cli.cli.run.files import can_resume, check_files, check_rows_file, open_input_lines, resuming
+from dsbd_cli.cli.run.files import check_files, check_rows_file, how_to_resume, open_input_lines
 from dsbd_cli.cli.run.flow import check_errors
 from dsbd_cli.cli.run.output_files import Outputs
 from dsbd_cli.cli.run.progress import Reporter, begin_talk, row_line
@@ -240,7 +240,7 @@ class _PickRun:
         self._signals = StopSignals()
         self._stopped = False
         self._reporter = Reporter(talk, files.output, says_why=(files.output_format or "native") == "native")
-        self._chosen = self._moved = self._none_ran = 0
+        self._chosen = self._not_first = self._none_ran = 0
         self._chooser: Chooser | None = None
 
     def run(self, chooser: Chooser | None) -> int:
@@ -255,7 +255,7 @@ class _PickRun:
             stack.callback(self._reporter.stop)
             reader = stack.enter_context(LineReader(stream, name))
             if chooser is None and self._how.by == "model":
-                chooser = self._reward(stack)
+                chooser = self._load_reward_model(stack)
             self._chooser = chooser
             writer, _ = outputs.begin()
             self._signals.on_stop = self._stop
@@ -277,9 +277,9 @@ class _PickRun:
                 check_errors(totals.failed, self._files.max_errors, f"; {self._how_to_resume()}")
             writer.flush()
         if self._signals.number is not None:
-            self._reporter.summary(f"stopped: {self._line()}; {self._how_to_resume()}", always=True)
+            self._reporter.summary(f"stopped: {self._summary_line()}; {self._how_to_resume()}", always=True)
             raise StoppedError(self._signals.number)
-        self._reporter.summary(self._line(), always=self._none_ran > 0)
+        self._reporter.summary(self._summary_line(), always=self._none_ran > 0)
         return rows_exit_code(totals)
 
     def _stop(self) -> None:
@@ -287,7 +287,7 @@ class _PickRun:
         if isinstance(self._chooser, ByExecution):
             self._chooser.stop()
 
-    def _reward(self, stack: ExitStack) -> Chooser:
+    def _load_reward_model(self, stack: ExitStack) -> Chooser:
         """Load the reward model. This is where torch is imported."""
         path, how = self._how.prompts, self._how
         assert path is not None
@@ -352,7 +352,7 @@ class _PickRun:
         self._reporter.row(error=None if error is None else row_line(row.index, row.id, error), kind=kind)
         if error is None:
             self._chosen += 1
-            self._moved += choice is not None and choice.beam > 0
+            self._not_first += choice is not None and choice.beam > 0
             self._none_ran += choice is not None and choice.why.get("ran") == 0
             if len(row.candidates) == 1 and chooser is not None:
                 message = f"row {row.index} (id {row.id}) has one candidate: dsbd generate --n-best N reports more"
@@ -364,11 +364,11 @@ class _PickRun:
             return [b"" if choice is None else dump_line(row.candidates[choice.beam].text)[1:-1]]
         return [_record(row, choice, self._how.by or "", error)]
 
-    def _line(self) -> str:
+    def _summary_line(self) -> str:
         totals = self._reporter.totals
         parts = [plural(totals.rows, "row")]
         if self._how.by is not None:
-            parts.append(f"{self._moved} of {self._chosen} not the first candidate")
+            parts.append(f"{self._not_first} of {self._chosen} not the first candidate")
         if self._none_ran:
             parts.append(f"{plural(self._none_ran, 'row')} with nothing that runs (--else error makes them fail)")
         parts += [f"{totals.failed} failed"] if totals.failed else []
@@ -376,9 +376,7 @@ class _PickRun:
         return ", ".join(parts)
 
     def _how_to_resume(self) -> str:
-        if not can_resume(self._own):
-            return "what is written is complete, but only a plain native --output FILE can be resumed"
-        return f"what is written is complete; go on with: {resuming(self._arguments)}"
+        return how_to_resume(self._own, self._arguments, "native")
 
 
 def _record(row: CandidateRow, choice: Choice | None, by: str, error: RowError | None) -> bytes:

@@ -248,26 +248,26 @@ def _narrowed(groups: tuple[object, ...], min_width: int) -> str:
 
 def _needed(groups: tuple[object, ...], changed: dict[str, object]) -> list[object]:
     """Return the groups with changed values, without the options that make no difference to generate."""
-    kept = [_with(group, changed) for group in groups]
-    wanted = _resolved(kept)
+    kept = [_with_values(group, changed) for group in groups]
+    wanted = _run_settings_of(kept)
     names = [(place, name) for place, group in enumerate(kept) for name in vars(group)]
     for place, name in names:
         if getattr(kept[place], name) is None:
             continue
-        fewer = [*kept[:place], _with(kept[place], {name: None}), *kept[place + 1 :]]
+        fewer = [*kept[:place], _with_values(kept[place], {name: None}), *kept[place + 1 :]]
         # an option without which the others contradict each other is needed
         with suppress(UsageError):
-            kept = fewer if _resolved(fewer) == wanted else kept
+            kept = fewer if _run_settings_of(fewer) == wanted else kept
     return kept
 
 
-def _with(group: object, changed: dict[str, object]) -> object:
+def _with_values(group: object, changed: dict[str, object]) -> object:
     assert dataclasses.is_dataclass(group)
     names = {item.name for item in dataclasses.fields(group)}
     return dataclasses.replace(group, **{k: v for k, v in changed.items() if k in names})  # type: ignore[type-var]
 
 
-def _resolved(groups: list[object]) -> RunSettings:
+def _run_settings_of(groups: list[object]) -> RunSettings:
     """Return all settings that `dsbd generate` would use with these options."""
 
     def group(kind: type[T]) -> T:

@@ -63,13 +63,7 @@ class TrimOptions:
 
 
 @grouped
-def trim_draft(
-    trim: TrimOptions,
-    pair: PairOptions,
-    decoding: DecodeOptions,
-    loading: LoadOptions,
-    arguments: Sequence[str],
-) -> None:
+def trim_draft(trim: TrimOptions, pair: PairOptions, decoding: DecodeOptions, loading: LoadOptions) -> None:
     """Write a draft whose LM head has only the rows of frequent tokens (VocabTrim): cheaper to run, the text the same.
 
     Tokens are counted in the target's answers: in files of dsbd generate (--texts), or in answers to --input.
@@ -96,7 +90,7 @@ class _Trimming:
 
     def __init__(self, trim: TrimOptions, settings: RunSettings, draft: ModelSpec, output: Path) -> None:
         self._trim, self._settings, self._draft, self._output = trim, settings, draft, output
-        self._engine_made: Engine | None = None
+        self._loaded_engine: Engine | None = None
 
     def run(self) -> None:
         """Count tokens, write the trimmed draft, measure both drafts, and print the results."""
@@ -134,7 +128,7 @@ class _Trimming:
 
             return count_texts(self._draft, self._texts())
         counts: Counter[int] = Counter()
-        for result in self._engine_of().run(prompts):
+        for result in self._engine().run(prompts):
             if result.error is not None:
                 raise DsbdError(f"prompt {result.request.id} cannot be answered: {result.error}")
             counts.update(result.hypotheses[0].token_ids)
@@ -172,16 +166,16 @@ class _Trimming:
     def _measure(self, held: list[Request]) -> tuple[Measure, Measure]:
         from dsbd_cli.train.compare import measure, with_draft
 
-        before = self._engine_of()
+        before = self._engine()
         small = replace(self._draft, source=str(self._output))
         first, second = measure((before, with_draft(before, small)), held)
         return first, second
 
-    def _engine_of(self) -> Engine:
+    def _engine(self) -> Engine:
         """Return the target with the full draft, which is loaded when it is first needed."""
-        if self._engine_made is None:
-            self._engine_made = self._settings.load()
-        return self._engine_made
+        if self._loaded_engine is None:
+            self._loaded_engine = self._settings.load()
+        return self._loaded_engine
 
     def _record(self, report: TrimReport, prompts: int, measured: tuple[Measure, Measure] | None) -> dict[str, object]:
         record: dict[str, object] = {

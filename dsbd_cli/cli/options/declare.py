@@ -118,9 +118,9 @@ def _yes_or_no(text: str) -> bool:
 def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) -> Callable[..., None]:
     """Make `f(files: FileOptions, pair: PairOptions, ..., arguments)` a command whose options are the groups' fields.
 
-    A value that the command line does not give comes from the job file, then from the environment. `arguments` is the
-    command line as it was typed. elsewhere: groups of another command in the same pipe, whose variables may be set,
-    too.
+    A value that the command line does not give comes from the job file, then from the environment. `arguments`, where
+    `f` has them, are the command line as it was typed. elsewhere: groups of another command in the same pipe, whose
+    variables may be set, too.
     """
     every = typing.get_type_hints(function)
     hints = {name: kind for name, kind in every.items() if name not in ("return", "arguments")}
@@ -133,12 +133,14 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
 
     def command(ctx: typer.Context, **given: object) -> None:
         check_variables(known, ctx.command_path)
-        groups = {
+        values = {
             name: kind(**{item.name: given[item.name] for item in dataclasses.fields(kind)})
             for name, kind in hints.items()
         }
+        if "arguments" in every:
+            values["arguments"] = ctx.obj if isinstance(ctx.obj, list | tuple) else ()
         try:
-            function(**groups, arguments=ctx.obj if isinstance(ctx.obj, list | tuple) else ())
+            function(**values)
         except UsageError as error:
             # the library knows the field, only the command knows what was typed
             raise UsageError(error.typed(typed_names(table))) from error
@@ -181,7 +183,7 @@ def _settings_as_options(words: Sequence[str]) -> Iterator[str]:
         yield f"--set {name.replace('_', '-')}{equals}{value}"
 
 
-class _Plain:
+class _PlainHelp:
     """A command whose --help page shows a switch without a value, and without a column for its --no- form.
 
     The text of the page explains --no- once.
@@ -206,8 +208,8 @@ class _Plain:
                 one.secondary_opts = names  # type: ignore[attr-defined]
 
 
-class Command(_Plain, TyperCommand):  # type: ignore[misc]
-    """A command whose options take defaults from a job file and from the environment, with a page as _Plain shows
+class Command(_PlainHelp, TyperCommand):  # type: ignore[misc]
+    """A command whose options take defaults from a job file and from the environment, with a page as _PlainHelp shows
     it."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
@@ -223,5 +225,5 @@ class Command(_Plain, TyperCommand):  # type: ignore[misc]
             raise UsageError(f"{place}: {error.message}".replace("Value error, ", "")) from None
 
 
-class Group(_Plain, TyperGroup):  # type: ignore[misc]
-    """A group of commands, with a page as _Plain shows it."""
+class Group(_PlainHelp, TyperGroup):  # type: ignore[misc]
+    """A group of commands, with a page as _PlainHelp shows it."""

@@ -38,7 +38,7 @@ def read_environment(ctx: typer.Context) -> None:
         word = given.get(one.name, "") if getattr(one, "is_flag", False) else ""
         if word and word.lower() not in (*YES, *NO):
             raise UsageError(f"{names[one.name]}: {word!r} is not {KINDS[bool]}")
-    _add(ctx, given, names)
+    _add_defaults(ctx, given, names)
 
 
 def read_job(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -62,7 +62,7 @@ def read_job(ctx: typer.Context, path: Path | None) -> Path | None:
             raise UsageError(f"--config {path}: {key} is given twice, once with _ and once with -: drop one")
         given[name] = value
     _check_types(ctx, given, f"--config {path}")
-    _add(ctx, given, {name: f"--config {path}: {name}" for name in given})
+    _add_defaults(ctx, given, {name: f"--config {path}: {name}" for name in given})
     return path
 
 
@@ -77,7 +77,7 @@ def _check_types(ctx: typer.Context, given: Mapping[str, object], place: str) ->
         if choices:
             fits, expected = value in choices, f"one of {', '.join(choices)}"
         elif typing.get_origin(hint) is list:
-            fits, expected = isinstance(value, str | list), "a list of strings"  # _add checks its items
+            fits, expected = isinstance(value, str | list), "a list of strings"  # _add_defaults checks its items
         elif hint in (int, float, bool):
             fits, expected = type(value) is hint or (hint is float and type(value) is int), KINDS[hint]
         else:
@@ -93,7 +93,7 @@ def place_of(ctx: typer.Context, name: str) -> str | None:
     return place if source is not None and source.name == "DEFAULT_MAP" else None
 
 
-def _add(ctx: typer.Context, given: Mapping[str, object], places: Mapping[str, str]) -> None:
+def _add_defaults(ctx: typer.Context, given: Mapping[str, object], places: Mapping[str, str]) -> None:
     """Add values to the context's defaults, in place of those that are there.
 
     Raises UsageError for a value that is no single word, or no list of words for an option that may be repeated.

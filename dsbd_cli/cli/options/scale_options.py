@@ -75,7 +75,7 @@ def pool_config(scale: ScaleOptions, devices: DeviceOptions) -> PoolConfig | Non
     if scale.workers is None:
         return None
     given = parse_settings("--workers", scale.workers, WORKERS)
-    least, most = _numbers(str(given[NUMBER.field]))
+    least, most = _worker_range(str(given[NUMBER.field]))
     if devices.batch_size == "auto":
         raise UsageError(
             "--batch-size auto cannot be used with --workers, which fill batches of a known size: give one"
@@ -101,7 +101,7 @@ def pool_config(scale: ScaleOptions, devices: DeviceOptions) -> PoolConfig | Non
     )
 
 
-def _numbers(given: str) -> tuple[int, int | None]:
+def _worker_range(given: str) -> tuple[int, int | None]:
     """Return the least and the most workers of `8`, `4..32` or `auto`. The most is None for auto. Raises UsageError."""
     if given == "auto":
         return 1, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -70,20 +71,30 @@ class RunSettings:
         pair = (self.target, self.draft)
         return tuple(model for model in pair if model is not None and not model.in_target)
 
-    def load(self, *, drafts: bool = True) -> Engine:
-        """Load the models into an engine. drafts: load the draft as well, where there is one."""
-        from dsbd_cli import loading  # imports torch
+    def loader(self, *, drafts: bool = True, log_steps: bool = False) -> partial[Engine]:
+        """Return a function that loads the models into an engine, here or in a worker.
 
-        return loading.load(
+        drafts: load the draft as well, where there is one. log_steps: see loading.load.
+        """
+        from dsbd_cli.scale.worker import load_engine
+
+        return partial(
+            load_engine,
             self.target,
             self.draft if drafts else None,
             method=self.method,
             batch_size=self.batch_size,
+            log_steps=log_steps,
+            on_too_long=self.on_too_long,
             cuda_graphs=self.cuda_graphs,
             kernels=self.kernels,
             allow=self.allow,
             threads=self.threads,
         )
+
+    def load(self) -> Engine:
+        """Load the models into an engine. This is where torch is imported."""
+        return self.loader()()
 
 
 def run_settings(
@@ -105,10 +116,10 @@ def run_settings(
         raise UsageError("--depth is 0, but must be 1 or more: --draft none decodes without a draft")
     allow, grammar = allowed_answers(answers.allow)
     method = _with_drafter(method, pair, grammar)
-    chosen = _chosen(method)
+    chosen = _variant_fields(method)
     rule, width = RULES[str(chosen["rule"])], chosen.get("width")
     wide = None if width is None or not WIDTHS[str(width)].dynamic else method.width
-    target, draft = _pair(pair, method, str(chosen["drafter"]))
+    target, draft = _model_names(pair, method, str(chosen["drafter"]))
     own = devices_of(devices.device)[1]
     if draft is None:
         _refuse("there is no draft", (f"{own} in --device {devices.device}", own))
@@ -144,7 +155,7 @@ def run_settings(
     rows = replace(_rows(sampling, config, strict=strict), grammar=grammar, chat=chat)
     batch_size: int | None = None
     if devices.batch_size != "auto":
-        batch_size = _given(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
+        batch_size = _or_default(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
         if batch_size < 1:
             raise UsageError(f"--batch-size is {batch_size}, but must be 1 or more")
     target_spec, draft_spec = _model_specs(target, draft, devices)
@@ -191,7 +202,7 @@ def devices_of(device: str | None) -> tuple[str | None, str | None]:
     return target, draft or None
 
 
-def drafts(pair: PairOptions) -> bool:
+def has_draft(pair: PairOptions) -> bool:
     """Return whether there is a draft model: one that is named, or the built-in one of the built-in target."""
     if pair.draft is None:
         return pair.target in (None, BUILTIN_TARGET)
@@ -204,9 +215,9 @@ def fixed_depth(pair: PairOptions, method: MethodOptions) -> MethodOptions:
 
     Without a draft the forest has its roots only, also with a grammar.
     """
-    if not drafts(pair) and method.drafter is None:
+    if not has_draft(pair) and method.drafter is None:
         return replace(method, drafter=MethodConfig().drafter)
-    drafting = drafts(pair) or not runs_model(str(_chosen(method)["drafter"]))
+    drafting = has_draft(pair) or not runs_model(str(_variant_fields(method)["drafter"]))
     open_ = method.depth is None and drafting
     return replace(method, depth=str(DEFAULT_DEPTH)) if open_ else method
 
@@ -219,13 +230,13 @@ def _with_drafter(method: MethodOptions, pair: PairOptions, grammar: Grammar | N
     take such drafts.
     """
     rule = SEARCH if method.decode == "search" else (method.verify or MethodConfig().rule).partition(":")[0]
-    free = not drafts(pair) and method.drafter is None
+    free = not has_draft(pair) and method.drafter is None
     if grammar is None or not free or rule not in RULES or any(one.field == "drafter" for one in RULES[rule].limits):
         return method
     return replace(method, drafter=GRAMMAR)
 
 
-def _given(value: T | None, default: T) -> T:
+def _or_default(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
@@ -246,7 +257,7 @@ def _refuse(reason: str, *options: tuple[str, object]) -> None:
         raise UsageError(f"{', '.join(given)} would do nothing, because {reason}: {drop}")
 
 
-def _chosen(given: MethodOptions) -> dict[str, object]:
+def _variant_fields(given: MethodOptions) -> dict[str, object]:
     """Return rule, width and drafter with their settings, as fields of MethodConfig. Raises UsageError."""
     found: dict[str, object] = {"rule": SEARCH if given.decode == "search" else MethodConfig().rule}
     try:
@@ -261,16 +272,16 @@ def _chosen(given: MethodOptions) -> dict[str, object]:
     return found
 
 
-def _pair(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, str | None]:
+def _model_names(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, str | None]:
     """Return the names of target and draft; no draft if the drafter runs no model. Raises UsageError."""
-    target = _given(pair.target, BUILTIN_TARGET)
+    target = _or_default(pair.target, BUILTIN_TARGET)
     if not target or pair.draft == "":
         raise UsageError("--target and --draft need a name: an alias, a folder or a hub id")
     if not runs_model(drafter):
         if pair.draft not in (None, "none"):
             raise UsageError(f"--draft {pair.draft} would do nothing, because drafter {drafter} runs no model: drop it")
         return target, None
-    if not drafts(pair):
+    if not has_draft(pair):
         there = "--draft is none" if pair.draft == "none" else f"--target {target} has no draft"
         if method.verify is not None and RULES[parse("--verify", method.verify, RULES)[0]].needs_draft:
             raise UsageError(
@@ -281,7 +292,7 @@ def _pair(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, 
         if method.depth is not None:
             raise UsageError(f"--depth {method.depth} needs a draft, but {there}: name one with --draft, or drop it")
         return target, None
-    return target, _given(pair.draft, BUILTIN_DRAFT)
+    return target, _or_default(pair.draft, BUILTIN_DRAFT)
 
 
 def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: bool) -> MethodConfig:
@@ -307,7 +318,7 @@ def _rows(given: SamplingOptions, method: MethodConfig, *, strict: bool) -> RowR
             raise UsageError(f"--stop is {text!r}, which is not UTF-8")
     asked = {item.name: getattr(given, item.name, None) for item in fields(SamplingConfig)}
     sampling = SamplingConfig(**{name: value for name, value in asked.items() if value is not None})
-    seed = _given(given.seed, RowReader().seed)
+    seed = _or_default(given.seed, RowReader().seed)
     return RowReader(sampling, seed, method.rule, method.num_beams, strict)
 
 

@@ -37,7 +37,7 @@ def is_special(path: Path) -> bool:
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
-def writes(files: FileOptions) -> Format:
+def output_format(files: FileOptions) -> Format:
     """Return the output format. Raises UsageError for one that does not exist."""
     name = files.output_format or "native"
     if name not in FORMATS:
@@ -50,27 +50,34 @@ def resumes(files: FileOptions) -> bool:
     return files.existing in ("resume", "retry")
 
 
-def can_resume(files: FileOptions) -> bool:
+def _can_resume(files: FileOptions) -> bool:
     """Return whether a later run can resume this one."""
     path = files.output
-    if path is None or path == STANDARD or is_special(path) or not writes(files).resumable:
+    if path is None or path == STANDARD or is_special(path) or not output_format(files).resumable:
         return False
     return not any(one is not None and one.suffix in COMPRESSED for one in (path, files.stats))
 
 
-def resuming(arguments: Sequence[str]) -> str:
-    """Return the command line that resumes the run with these arguments."""
+def how_to_resume(files: FileOptions, arguments: Sequence[str], formats: str) -> str:
+    """Return the command that resumes the run with these arguments, or say why it cannot be resumed.
+
+    formats: those of the command's output that can be resumed, for the message.
+    """
+    if not _can_resume(files):
+        return f"what is written is complete, but only a plain {formats} --output FILE can be resumed"
+    again = " with the same input" if files.input in (None, STANDARD) else ""
     kept = [
         word
         for before, word in zip(("", *arguments), arguments, strict=False)
         if not word.startswith("--existing=") and "--existing" not in (word, before)
     ]
-    return quote_command(shlex.join(["dsbd", *kept, "--existing", "resume"]))
+    command = quote_command(shlex.join(["dsbd", *kept, "--existing", "resume"]))
+    return f"what is written is complete; go on{again} with: {command}"
 
 
 def check_files(files: FileOptions) -> None:
     """Refuse names and switches that cannot work together. Raises UsageError."""
-    writes(files).load()
+    output_format(files).load()
     _check_parquet(files)
     check_files_under(files.files_under, "every line is a prompt" if files.input_format == "text" else None)
     named = [
@@ -96,7 +103,7 @@ def check_files(files: FileOptions) -> None:
 
 def _check_parquet(files: FileOptions) -> None:
     """Refuse a Parquet output that is no ordinary file. Raises UsageError."""
-    if not writes(files).parquet:
+    if not output_format(files).parquet:
         return
     given = f"--output-format {files.output_format}"
     if files.output is None or files.output == STANDARD or is_special(files.output):
@@ -123,7 +130,7 @@ def _check_resume(files: FileOptions) -> None:
     for path in (files.output, files.stats):
         if path is not None and path.suffix in COMPRESSED:
             raise UsageError(f"{given} cannot go on with {path}, which is compressed: write plain lines")
-    if not writes(files).resumable:
+    if not output_format(files).resumable:
         form = f"--output-format {files.output_format}"
         raise UsageError(f"{given} cannot go on with {form}{NO_KEY}")
 
@@ -195,7 +202,7 @@ def reads_table(files: FileOptions) -> Path | None:
 
 def unlike_name(files: FileOptions) -> str | None:
     """Return a warning about an output that has the name of a table and is none, else None."""
-    if files.output is None or not is_table(files.output) or writes(files).columns:
+    if files.output is None or not is_table(files.output) or output_format(files).columns:
         return None
     return (
         f"{files.output} gets lines of {files.output_format or 'native'}: --output-format csv or parquet writes a table"

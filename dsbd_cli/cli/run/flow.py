@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from dsbd_cli.cli.run.progress import Reporter, row_line
 from dsbd_cli.cli.run.shard import Shard
 from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError
-from dsbd_cli.io.lines.jsonl import LineWriter
+from dsbd_cli.io.lines.jsonl import LineWriter, NumberedLine
 from dsbd_cli.io.lines.resume import DoneRows
 from dsbd_cli.io.records.native_record import step_records
 from dsbd_cli.io.records.record_parts import row_error
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 MAX_KNOWN_IDS = 1_000_000
 
-NumberedLine = tuple[int, bytes | LongLine] | None
 MakeRecord = Callable[[Row, RequestResult | None], bytes]
 
 
@@ -58,7 +57,7 @@ class RowFlow:
 
     def __init__(
         self,
-        lines: Iterable[NumberedLine],
+        lines: Iterable[NumberedLine | None],
         read: ReadRow,
         reporter: Reporter,
         *,

@@ -68,7 +68,7 @@ def say(
 ) -> None:
     """Print one line on standard error, even if the message holds line ends. It is no error if nobody reads it."""
     if level == "error" or not _quiet:
-        _write(_line(message, level, event, fields or {}))
+        _write(_formatted(message, level, event, fields or {}))
 
 
 def warn(message: str) -> None:
@@ -122,7 +122,7 @@ def talking() -> Iterator[Talk]:
         yield Talk(show)
 
 
-def live_line(told: Callable[[], str], console: Console | None = None) -> Live:
+def live_line(text: Callable[[], str], console: Console | None = None) -> Live:
     """Return a line on standard error that is redrawn ten times a second. rich handles NO_COLOR and the width."""
     from rich.console import Console
     from rich.live import Live
@@ -134,15 +134,15 @@ def live_line(told: Callable[[], str], console: Console | None = None) -> Live:
         seconds = time.monotonic() - began
         turn = SPINNER[int(REDRAWS_PER_S * seconds) % len(SPINNER)]
         # a narrow terminal cuts off the end
-        return Text(f"{turn} {duration(seconds)} {told()}", no_wrap=True, overflow="ellipsis")
+        return Text(f"{turn} {duration(seconds)} {text()}", no_wrap=True, overflow="ellipsis")
 
-    console = console or Console(file=cast("TextIO", _Lasting(sys.stderr)), stderr=True)
+    console = console or Console(file=cast("TextIO", _SafeStream(sys.stderr)), stderr=True)
     return Live(
         console=console, transient=True, redirect_stdout=False, refresh_per_second=REDRAWS_PER_S, get_renderable=line
     )
 
 
-class _Lasting:
+class _SafeStream:
     """A terminal's stream, for rich, that drops what is written after the terminal has gone."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -166,12 +166,12 @@ def write_from_signal(message: str) -> None:
     if _quiet:
         return
     try:
-        os.write(sys.stderr.fileno(), _line(message, "info", "signal", {}).encode())
+        os.write(sys.stderr.fileno(), _formatted(message, "info", "signal", {}).encode())
     except (AttributeError, OSError, ValueError):
         return
 
 
-def _line(message: str, level: Level, event: str, fields: Mapping[str, object]) -> str:
+def _formatted(message: str, level: Level, event: str, fields: Mapping[str, object]) -> str:
     if not _json:
         text, width = visible(message), _width()
         return f"dsbd: {' '.join(text.split()) if width is None else _wrapped(text, width)}\n"

@@ -13,7 +13,7 @@ from typing import Self
 
 from dsbd_cli.cli.options.options import STANDARD, FileOptions
 from dsbd_cli.cli.options.settings import TYPED
-from dsbd_cli.cli.run.files import is_special, resumes, writes
+from dsbd_cli.cli.run.files import is_special, output_format, resumes
 from dsbd_cli.cli.run.progress import Reporter
 from dsbd_cli.errors import OutputError, UsageError
 from dsbd_cli.io.lines.compression import frame_maker
@@ -49,7 +49,7 @@ class Outputs:
         self._steps: io.FileIO | None = None
         self._writers: tuple[LineWriter, LineWriter | None] | None = None
         self._special: dict[Path, LineWriter] = {}  # devices and pipes
-        self._new: list[Path] = []  # created by this run, and removed if they stay empty
+        self._new_files: list[Path] = []  # created by this run, and removed if they stay empty
 
     def __enter__(self) -> Self:
         if self._files.output in (None, STANDARD) and sys.stdout is None:
@@ -58,13 +58,13 @@ class Outputs:
             self._output = self._claim(self._files.output)
             self._steps = self._claim(self._files.stats)
             if resumes(self._files) and self._output is not None:
-                self._look_back(self._output)
+                self._read_earlier_run(self._output)
             self._stack = self._stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._stack.close()
-        for path in self._new:
+        for path in self._new_files:
             if path.is_file() and path.stat().st_size == 0:
                 path.unlink()
 
@@ -86,22 +86,22 @@ class Outputs:
         The first call empties a file that is to be overwritten, and writes the settings file if the output is empty.
         """
         if self._writers is None:
-            self._writers = self._begun()
+            self._writers = self._make_writers()
         return self._writers
 
-    def _begun(self) -> tuple[LineWriter, LineWriter | None]:
+    def _make_writers(self) -> tuple[LineWriter, LineWriter | None]:
         output, steps = self._files.output, self._files.stats
         if self._output is not None and output is not None:
             if self._files.existing == "overwrite":
                 self._output.truncate(0)
-            if self._output.tell() == 0 and writes(self._files).resumable:
+            if self._output.tell() == 0 and output_format(self._files).resumable:
                 write_settings(output, self._settings, self.created)
             elif self._output.tell() == 0:
                 settings_file(output).unlink(missing_ok=True)
         if self._steps is not None and self._files.existing == "overwrite":
             self._steps.truncate(0)
-        self._new = []
-        form = writes(self._files)
+        self._new_files = []
+        form = output_format(self._files)
         if form.parquet:
             return self._table_writer(form.columns), None if steps is None else self._writer(steps, self._steps)
         records = self._writer(output, self._output)
@@ -138,10 +138,10 @@ class Outputs:
         stream = open_locked(path, create_only=self._files.existing in (None, "error"))
         self._stack.callback(stream.close)
         if fresh:
-            self._new.append(path)
+            self._new_files.append(path)
         return stream
 
-    def _look_back(self, stream: io.FileIO) -> None:
+    def _read_earlier_run(self, stream: io.FileIO) -> None:
         """Read what an earlier run has left. A file that is not ours is refused before a byte of it is changed."""
         output = self._files.output
         assert output is not None

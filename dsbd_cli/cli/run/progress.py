@@ -73,7 +73,7 @@ class Reporter:
         if self._verbose:
             say(message, event="start")
         if self._live:
-            self._progress = live_line(partial(self._line, live=True))
+            self._progress = live_line(partial(self._progress_line, live=True))
             self._progress.start()
         elif not self._quiet:
             threading.Thread(target=self._log, name="dsbd-log", daemon=True).start()
@@ -148,13 +148,13 @@ class Reporter:
         """Number of tokens of rows that are not written yet."""
         return max(0, self._steps() - self.totals.stats.steps)
 
-    def _line(self, *, live: bool = False) -> str:
+    def _progress_line(self, *, live: bool = False) -> str:
         """Return the line of progress. live: what changes most comes first, because a narrow terminal cuts off the
         end."""
-        left, totals, note = self._left(), self.totals.line(self._unfinished), self.note()
+        left, totals, note = self._share_done(), self.totals.line(self._unfinished), self.note()
         return ", ".join(filter(None, (left, totals, note) if live else (totals, note, left)))
 
-    def _left(self) -> str:
+    def _share_done(self) -> str:
         """Return the share of the input that is done, and the time for the rest if its rows are as long as those so
         far."""
         totals, steps = self.totals, self.totals.stats.steps
@@ -178,4 +178,4 @@ class Reporter:
         the log."""
         while not self._over.wait(LOG_INTERVAL_S):
             self._logged = True
-            log(self._line(), {**self.totals.numbers(), "unfinished_tokens": self._unfinished})
+            log(self._progress_line(), {**self.totals.numbers(), "unfinished_tokens": self._unfinished})

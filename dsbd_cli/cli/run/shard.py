@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsbd_cli.cli.options.options import STANDARD, FileOptions
-from dsbd_cli.cli.run.files import COMPRESSED, NO_KEY, is_special, writes
+from dsbd_cli.cli.run.files import COMPRESSED, NO_KEY, is_special, output_format
 from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.io.lines.tables import PARQUET
 
@@ -121,7 +121,7 @@ def sharded_files(files: FileOptions, shard: Shard) -> FileOptions:
         raise UsageError("--shard needs a file that all parts read: name it with --input")
     if files.output is None or files.output == STANDARD or is_special(files.output):
         raise UsageError("--shard writes a file of its own: name it with --output, without the part")
-    if not writes(files).resumable:
+    if not output_format(files).resumable:
         raise UsageError(f"--shard cannot write --output-format {files.output_format}{NO_KEY}")
     for option, path in (("--output", files.output), ("--set stats", files.stats)):
         if path is not None and path.suffix in COMPRESSED:

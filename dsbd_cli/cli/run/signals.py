@@ -34,25 +34,25 @@ class StopSignals:
     def __init__(self) -> None:
         self.number: int | None = None
         self.on_stop: Callable[[], None] | None = None
-        self._before: dict[int, object] = {}
+        self._old_handlers: dict[int, object] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in HANDLED:
                 # a shell starts jobs in the background with SIGINT ignored, nohup with SIGHUP: they stay ignored
                 if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-                    self._before[number] = signal.signal(number, self._first)
+                    self._old_handlers[number] = signal.signal(number, self._on_first_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         if self.number is not None and self.on_stop is None and isinstance(error, Exception):
             # a library has turned the interrupt of its import into an error of its own
             raise StoppedError(self.number, early=True) from error
 
-    def _first(self, number: int, frame: FrameType | None) -> None:
-        for handled in self._before:
+    def _on_first_signal(self, number: int, frame: FrameType | None) -> None:
+        for handled in self._old_handlers:
             signal.signal(handled, signal.SIG_DFL)
         self.number = number
         if self.on_stop is None:
