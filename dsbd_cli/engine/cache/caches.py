@@ -24,7 +24,8 @@ class CacheObserver:
     """Hooks that the caches call. They change nothing, and every method does nothing unless it is overridden."""
 
     def span(self, name: str) -> AbstractContextManager[object]:
-        """Return a context around a part of the work."""
+        """Return a context around a part of the work: tokenise, prefill, draft, target, verify, compact (within verify)
+        or detokenise. A replayed CUDA graph opens none for draft, target, verify and compact."""
         return nullcontext()
 
     def reserved(self, rows: int, slots: int) -> None:

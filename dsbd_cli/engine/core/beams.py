@@ -5,6 +5,7 @@ Letters: R requests, W beams, F = W finished hypotheses kept, T suffix window, L
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -118,23 +119,22 @@ class Finished:
         """
         kept, (_, layers, count) = self.score.shape[1], score.shape
         number = torch.arange(layers, device=score.device)
-        seen = (number.unsqueeze(1) >= number).unsqueeze(2).expand(-1, -1, count).flatten(1)  # [L, L * E]
-        seen = torch.nn.functional.pad(seen, (kept, 0), value=True)
+        up_to_layer = (number.unsqueeze(1) >= number).unsqueeze(2).expand(-1, -1, count).flatten(1)  # [L, L * E]
+        up_to_layer = torch.nn.functional.pad(up_to_layer, (kept, 0), value=True)
         together = torch.cat((self.score, score.flatten(1)), 1).unsqueeze(1)
-        return best_first(torch.where(seen, together, NEG_INF), kept)
+        return best_first(torch.where(up_to_layer, together, NEG_INF), kept)
 
-    def take(self, new: Finished, score: Tensor, index: Tensor, steps: Tensor) -> None:
+    def take(self, new: Mapping[str, Tensor], score: Tensor, index: Tensor, steps: Tensor) -> None:
         """Keep the best F after the first `steps` layers [R]. Rows of 0 steps stay as they are. score, index:
-        [R, L, F], from best_after. new: the added hypotheses, fields [R, L, E]; its `score` and `tokens` are not
-        read."""
+        [R, L, F], from best_after. new: fields of the added hypotheses, [R, L, E] each, by name: all but `score` and
+        `tokens`."""
         last = (steps - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, score.shape[2])
-        some = (steps > 0).unsqueeze(1)
-        self.score = torch.where(some, score.gather(1, last).squeeze(1), self.score)
-        own = torch.arange(score.shape[2], device=score.device)
-        at = torch.where(some, index.gather(1, last).squeeze(1), own)
-        for name in ("logprob", "length", "by_length", "origin", "node", "token"):
-            both = torch.cat((getattr(self, name), getattr(new, name).flatten(1)), dim=1)
-            setattr(self, name, both.gather(1, at))
+        advanced = (steps > 0).unsqueeze(1)
+        self.score = torch.where(advanced, score.gather(1, last).squeeze(1), self.score)
+        unchanged = torch.arange(score.shape[2], device=score.device)
+        at = torch.where(advanced, index.gather(1, last).squeeze(1), unchanged)
+        for name, added in new.items():
+            setattr(self, name, torch.cat((getattr(self, name), added.flatten(1)), dim=1).gather(1, at))
 
     def store_tokens(self, tokens: Tensor) -> None:
         """Write the tokens of every entry, and reset `origin`. Older entries keep theirs, new ones take tokens

@@ -37,13 +37,13 @@ class Warp:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    scope: str
-    max_top_k: int
-    all_top_k: bool
-    even_top_k: bool
-    any_top_p: bool
-    any_min_p: bool
     greedy: Tensor
+    scope: str
+    max_top_k: int = 0
+    all_top_k: bool = False
+    even_top_k: bool = True
+    any_top_p: bool = False
+    any_min_p: bool = False
     any_greedy: bool = False
 
     @property

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from dsbd_cli.engine.core.forest_buffer import ForestBuffer
-from dsbd_cli.engine.core.nodes import DraftDistribution, LayerNodes
+from dsbd_cli.engine.core.nodes import DraftDistribution, LayerNodes, at_nodes
 
 
 @dataclass(slots=True)
@@ -61,6 +64,13 @@ class Forest:
         self.distributions.append(distribution)
         self.layers.append(self.buffer.layer(len(self.layers)))
         return self.layers[-1]
+
+    def path_to(self, parent: Tensor, token: Tensor, steps: Tensor) -> Tensor:
+        """Return the tokens of this iteration down to pairs (parent node, token): [R, m, D + 1]. parent, token, steps:
+        [R, m] int64; a pair has `steps` tokens, and entries behind them are meaningless."""
+        paths = self.flat.path_tokens[:, :, : self.depth]  # a gate may have ended the forest early
+        paths = torch.nn.functional.pad(at_nodes(paths, parent), (0, 1))
+        return paths.scatter(2, (steps - 1).clamp(min=0).unsqueeze(2), token.unsqueeze(2))
 
     @property
     def flat(self) -> LayerNodes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -104,10 +104,10 @@ class Encoder:
         """Fill the state of a request to a model with an encoder. The lengths of source and answer are checked
         separately."""
         request = job.request
-        pictured = request.image is not None  # a prompt is then the decoder's, which is never cut
-        limit, role = (self._limit() or (None, "")) if pictured else self._encoder_limit()
-        most = self._most_characters(request, limit, f"{role}'s {'decoder' if pictured else 'encoder'} takes {limit}")
-        cut = most is not None and request.prompt is not None and not pictured
+        is_image = request.image is not None  # a prompt is then the decoder's, which is never cut
+        limit, role = self._limit() if is_image else self._encoder_limit()
+        most = self._most_characters(request, limit, f"{role}'s {'decoder' if is_image else 'encoder'} takes {limit}")
+        cut = most is not None and request.prompt is not None and not is_image
         asked = codec.encoder_input(replace(request, prompt=(request.prompt or "")[-(most or 0) :]) if cut else request)
         encoder_input, prompt, dropped = asked.encoder_input, asked.prompt, 0
         self._check(request, prompt)
@@ -121,7 +121,7 @@ class Encoder:
             encoder_input, dropped = self._fit_encoder_input(encoder_input, codec)
             dropped = self._dropped(request, len(encoder_input), dropped) if cut else dropped
         self._check_memory(job.max_new)
-        new, (limit, role) = job.max_new, self._limit() or (None, "")
+        new, (limit, role) = job.max_new, self._limit()
         if limit is not None and len(prompt) + new > limit:
             raise PromptTooLongError(
                 f"the answer's first {len(prompt)} tokens and max_new_tokens {new} make {len(prompt) + new}, but the "
@@ -129,7 +129,7 @@ class Encoder:
             )
         job.prompt, job.truncated, job.encoder_input, job.prefix = prompt, dropped, encoder_input, asked.prefix
         job.listen = asked.listen
-        job.source_tokens = self.readers[0][0].encoder_places(encoder_input) if pictured else encoder_input.shape[-1]
+        job.source_tokens = self.readers[0][0].encoder_places(encoder_input) if is_image else encoder_input.shape[-1]
         job.rules = self._rules(request, "checkpoint", asked.forced)
         forced = job.rules.forced_bos_token_id
         if forced is not None and len(prompt) == 1 and (job.catalogue is not None or request.grammar is not None):
@@ -142,10 +142,7 @@ class Encoder:
     def _encoder_limit(self) -> tuple[int | None, str]:
         """Return the smallest number of source tokens that an encoder takes, and the role of its model. The number is
         None where there is no limit."""
-        limits = [
-            (model.max_encoder_input, role) for model, role in self.readers if model.max_encoder_input is not None
-        ]
-        return min(limits, key=lambda pair: pair[0], default=(None, ""))
+        return _smallest((model.max_encoder_input, role) for model, role in self.readers)
 
     def _fit_encoder_input(self, encoder_input: Tensor, codec: EncoderDecoderCodec) -> tuple[Tensor, int]:
         """Return the source, cut to what both encoders take, and how many tokens were dropped. Raises
@@ -192,7 +189,7 @@ class Encoder:
         """Return the token ids of the prompt, and how many were dropped. Raises RowError where it cannot be decoded.
         new: most tokens that it can generate, by default as the request says."""
         new = request.sampling.max_new_tokens if new is None else new
-        limit, role = self._limit() or (None, "")
+        limit, role = self._limit()
         most = self._most_characters(request, limit, f"{role} has {limit} positions", new)
         cut = () if most is None else (most,)  # not every codec cuts
         if request.prompt_ids is not None:
@@ -243,21 +240,17 @@ class Encoder:
         except UsageError as error:
             raise InvalidRowError(str(error)) from error
 
-    def _limit(self) -> tuple[int, str] | None:
-        """Return the smallest number of positions of the models, and the role of its model; None where there is no
-        limit."""
-        limits = [
-            (model.max_positions, role)
-            for role, model in (("target", self.target), ("draft", self.draft))
-            if model is not None and model.max_positions is not None
-        ]
-        return min(limits, key=lambda pair: pair[0], default=None)
+    def _limit(self) -> tuple[int | None, str]:
+        """Return the smallest number of positions of the models, and the role of its model. The number is None where
+        there is no limit."""
+        draft_limit = None if self.draft is None else self.draft.max_positions
+        return _smallest(((self.target.max_positions, "target"), (draft_limit, "draft")))
 
-    def _most_characters(self, request: Request, limit: int | None, holds: str, new: int = 0) -> int | None:
+    def _most_characters(self, request: Request, limit: int | None, limit_text: str, new: int = 0) -> int | None:
         """Return how many of its last characters are enough of a text that is cut on its left; None: all. A text whose
         bytes alone prove it too long is refused, because megabytes of text take seconds, and gigabytes of memory, to
-        tokenize. limit: tokens that fit. holds: whose limit that is, for messages. new: tokens of the limit that are to
-        be generated. Raises PromptTooLongError."""
+        tokenize. limit: tokens that fit. limit_text: whose limit that is, for messages. new: tokens of the limit that
+        are to be generated. Raises PromptTooLongError."""
         codec = self.sized
         if limit is None or codec is None or (request.prompt is None and request.messages is None):
             return None
@@ -268,18 +261,18 @@ class Encoder:
         generated = f" and max_new_tokens is {new}" if new else ""
         least = codec.least_tokens(asked)
         if least + new > limit:
-            raise PromptTooLongError(f"prompt has {least} tokens or more{generated}, but the {holds}")
+            raise PromptTooLongError(f"prompt has {least} tokens or more{generated}, but the {limit_text}")
         if size > most:
             raise PromptTooLongError(
-                f"prompt has {size} bytes, more than {codec.bytes_per_token} for each token that fits: the {holds}"
+                f"prompt has {size} bytes, more than {codec.bytes_per_token} for each token that fits: the {limit_text}"
             )
         return None
 
     def _fit(self, ids: list[int], new: int) -> tuple[list[int], int]:
         """Return the prompt, cut to the models' positions, and how many tokens were dropped. Raises
         PromptTooLongError."""
-        limit, role = self._limit() or (len(ids) + new, "")
-        if len(ids) + new <= limit:
+        limit, role = self._limit()
+        if limit is None or len(ids) + new <= limit:
             return ids, 0
         if self.on_too_long == "truncate-left" and (kept := self._cut(ids, limit - new)):
             return kept, len(ids) - len(kept)
@@ -293,6 +286,12 @@ class Encoder:
         same = takewhile(lambda pair: pair[0] == pair[1], zip(ids, self.codec.encode(""), strict=False))
         begin = len(list(same))
         return ids[:begin] + ids[len(ids) - room + begin :] if room > begin else []
+
+
+def _smallest(limits: Iterable[tuple[int | None, str]]) -> tuple[int | None, str]:
+    """Return the smallest limit and the role of its model; (None, "") where there is no limit."""
+    known = ((limit, role) for limit, role in limits if limit is not None)
+    return min(known, key=lambda pair: pair[0], default=(None, ""))
 
 
 def _prompt_or_messages(request: Request) -> str | list[dict[str, str]]:

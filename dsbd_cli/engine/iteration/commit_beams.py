@@ -33,7 +33,8 @@ def commit_beams(
     _store_finished(state, forest, outcome)
     going = state.active & ~outcome.done.to(torch.bool)
     live.valid = live.valid & going.unsqueeze(1)
-    beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, outcome.steps)
+    steps = outcome.steps.unsqueeze(1).expand_as(live.parent)
+    beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, steps)
     ancestors = at_nodes(forest.flat.ancestors, live.parent)
     # the draft has run all layers above the last one that it drafted; if it drafted none, nothing new
     run = min(forest.layers_run, 1) if draft_guesses else forest.layers_run
@@ -64,11 +65,7 @@ def _history(history: Tensor, length: Tensor, forest: Forest, parent: Tensor, to
 
     Entries past the new length are meaningless, and are overwritten later.
     """
-    path = at_nodes(forest.flat.path_tokens, parent)
-    path = torch.nn.functional.pad(path, (0, 1))
-    last = (steps - 1).clamp(min=0)
-    last = last.unsqueeze(1).expand_as(parent) if last.dim() == 1 else last
-    path = path.scatter(2, last.unsqueeze(-1), token.unsqueeze(-1))
+    path = forest.path_to(parent, token, steps)
     taken = at_nodes(history, forest.flat.root.gather(1, parent))
     at = length.unsqueeze(1) + torch.arange(path.shape[2], device=path.device)
     at = at.clamp(max=history.shape[2] - 1).unsqueeze(1).expand_as(path)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.beams import Finished
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.core.topk import NEG_INF, best_first
@@ -111,21 +110,20 @@ def progress_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Prog
     best_score, index = finished.best_after(logprob / scale.unsqueeze(2))
     full = (best_score > NEG_INF).all(2)
     best_live = torch.where(valid, live_logprob, NEG_INF).amax(2) / scale
-    hopeless = full & (best_live <= best_score[:, :, -1])
-    done = out_of_length | hopeless | (limits.early.unsqueeze(1) & full) | ~valid.any(2)
-    on = _stack([item.passed for item in layers]) & ~done
-    active = torch.cat((rows.unsqueeze(1), on[:, :-1]), 1).to(torch.int64).cumprod(1)
+    cannot_improve = full & (best_live <= best_score[:, :, -1])
+    done = out_of_length | cannot_improve | (limits.early.unsqueeze(1) & full) | ~valid.any(2)
+    goes_on = _stack([item.passed for item in layers]) & ~done
+    active = torch.cat((rows.unsqueeze(1), goes_on[:, :-1]), 1).to(torch.int64).cumprod(1)
     steps = active.sum(1)
-    new = Finished(
-        score=logprob,  # not read: `take` uses best_score
-        logprob=logprob,
-        length=length.unsqueeze(2).expand_as(logprob),
-        by_length=(torch.arange(logprob.shape[2], device=rows.device) >= layers[0].logprob.shape[1]).expand_as(logprob),
-        origin=torch.full_like(logprob, -1, dtype=torch.int64),
-        node=torch.cat((_stack([item.node for item in layers]), _stack([item.live.parent for item in layers])), 2),
-        token=torch.cat((_stack([item.token for item in layers]), _stack([item.live.token for item in layers])), 2),
-        tokens=finished.tokens,
-    )
+    by_length = torch.arange(logprob.shape[2], device=rows.device) >= layers[0].logprob.shape[1]
+    new = {
+        "logprob": logprob,
+        "length": length.unsqueeze(2).expand_as(logprob),
+        "by_length": by_length.expand_as(logprob),
+        "origin": torch.full_like(logprob, -1, dtype=torch.int64),
+        "node": torch.cat((_stack([item.node for item in layers]), _stack([item.live.parent for item in layers])), 2),
+        "token": torch.cat((_stack([item.token for item in layers]), _stack([item.live.token for item in layers])), 2),
+    }
     finished.take(new, best_score, index, steps)
     active = active.to(torch.bool)
     return Progress(active, steps, (done & active).any(1))
@@ -147,22 +145,22 @@ def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:
         for value in (forest.flat.valid, forest.flat.parent, forest.flat.drafter_id)
     )
     before, before_valid = _stack([item.before for item in layers]), _stack([item.before_valid for item in layers])
-    living = ((parent.unsqueeze(3) == before.unsqueeze(2)) & before_valid.unsqueeze(2)).any(3) & drafted
+    has_live_parent = ((parent.unsqueeze(3) == before.unsqueeze(2)) & before_valid.unsqueeze(2)).any(3) & drafted
     passed, reached = _stack([item.passed for item in layers]), active[:, :depth]
     node, valid = _stack([item.live.node for item in layers]), _stack([item.live.valid for item in layers])
     offset = forest.num_beams + forest.drafts_per_layer * torch.arange(depth, device=node.device)
     place = torch.where(valid & (node >= 0), node - offset.unsqueeze(1), -1)  # [R, D, W]
-    taken, second = place >= 0, drafter_id.gather(2, place.clamp(min=0)) == 1
+    accepted, second = place >= 0, drafter_id.gather(2, place.clamp(min=0)) == 1
     columns = [  # in the order of LayerCounters
         reached,
         drafted.sum(2),
-        living.sum(2),
+        has_live_parent.sum(2),
         _stack([item.width for item in layers]),
         _stack([item.accepted for item in layers]),
         passed & reached,
         torch.where(second, 0, place + 1).amax(2) * passed,
         (drafter_id * drafted).sum(2),
-        (taken & second).sum(2),
+        (accepted & second).sum(2),
     ]
     return torch.stack([column.to(torch.int64) for column in columns], 2)
 

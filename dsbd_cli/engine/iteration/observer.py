@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 
 from dsbd_cli.engine.cache.caches import CacheObserver
 from dsbd_cli.engine.core.forest import Forest
@@ -20,11 +19,6 @@ class Observer(CacheObserver):
     """
 
     attached: bool = False
-
-    def span(self, name: str) -> AbstractContextManager[object]:
-        """Return a context around a part of the work: tokenise, prefill, draft, target, verify, compact (within verify)
-        or detokenise. A replayed CUDA graph opens none for draft, target, verify and compact."""
-        return nullcontext()
 
     def drafted(self, context: DraftContext, forest: Forest) -> None:
         """Receive a forest that was drafted for all rows. Tensors are on the device."""

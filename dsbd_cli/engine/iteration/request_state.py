@@ -81,35 +81,6 @@ class Results(Protocol[Item_co]):
         ...
 
 
-class ResultOrder:
-    """Results in input order: a result waits until all earlier ones are out."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, RequestResult] = {}
-        self._next = 0
-        self._out: deque[RequestResult] = deque()
-
-    def put(self, number: int, result: RequestResult) -> None:
-        """Hand in a result."""
-        self._waiting[number] = result
-        while self._next in self._waiting:
-            self._out.append(self._waiting.pop(self._next))
-            self._next += 1
-
-    def progress(self, job: RequestState, tokens: Callable[[], list[int]]) -> None:
-        """Do nothing, because nothing goes out before a request is done."""
-
-    @property
-    def held(self) -> int:
-        """Number of results that wait for an earlier one."""
-        return len(self._waiting)
-
-    def ready(self) -> Iterator[RequestResult]:
-        """Yield the results whose turn has come."""
-        while self._out:
-            yield self._out.popleft()
-
-
 class CompletionOrder:
     """Results in the order in which they are done."""
 
@@ -126,6 +97,23 @@ class CompletionOrder:
         """Do nothing, because nothing goes out before a request is done."""
 
     def ready(self) -> Iterator[RequestResult]:
-        """Yield the results that are done."""
+        """Yield the results whose turn has come."""
         while self._out:
             yield self._out.popleft()
+
+
+class ResultOrder(CompletionOrder):
+    """Results in input order: a result waits until all earlier ones are out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: dict[int, RequestResult] = {}
+        self._next = 0
+
+    def put(self, number: int, result: RequestResult) -> None:
+        """Hand in a result."""
+        self._waiting[number] = result
+        while self._next in self._waiting:
+            self._out.append(self._waiting.pop(self._next))
+            self._next += 1
+        self.held = len(self._waiting)

@@ -20,7 +20,7 @@ from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.text import PromptTable
 from dsbd_cli.engine.iteration.token_logprobs import TokenTrace
 
-SMALLEST = 1e-30  # a top_p that the best entry alone reaches
+TOP_P_OF_BEST = 1e-30  # a top_p that the best entry alone reaches
 
 
 @dataclass(slots=True)
@@ -91,13 +91,8 @@ class BatchState:
                 top_k=number.clone(),
                 top_p=real.clone(),
                 min_p=real * 0,
-                scope=method.warp_scope,
-                max_top_k=0,
-                all_top_k=False,
-                even_top_k=True,
-                any_top_p=False,
-                any_min_p=False,
                 greedy=torch.zeros_like(number, dtype=torch.bool),
+                scope=method.warp_scope,
             ),
             sampling=[None] * rows,
             legal_starts=[None] * rows,
@@ -143,9 +138,9 @@ class BatchState:
         warp.temperature[at] = numbers((item.temperature or 1.0 for item in sampling), real)
         warp.top_k[at] = numbers(item.top_k for item in sampling)
         # in the limit T -> 0 all mass is on the best entry, so top-p and min-p leave that entry alone
-        greedy = [(item, item.temperature == 0) for item in sampling]
-        warp.top_p[at] = numbers((SMALLEST if no and item.top_p < 1 else item.top_p for item, no in greedy), real)
-        warp.min_p[at] = numbers((1.0 if no and item.min_p > 0 else item.min_p for item, no in greedy), real)
+        top_p = (TOP_P_OF_BEST if item.temperature == 0 and item.top_p < 1 else item.top_p for item in sampling)
+        min_p = (1.0 if item.temperature == 0 and item.min_p > 0 else item.min_p for item in sampling)
+        warp.top_p[at], warp.min_p[at] = numbers(top_p, real), numbers(min_p, real)
         for row, entry in entries.items():
             self.sampling[row], self.legal_starts[row] = entry.sampling, entry.legal_state
             if self.prompts is not None:

@@ -51,17 +51,17 @@ class Marks:
 
     def gather(self, index: Tensor) -> Marks:
         """Return the marks of the sequences `index` [R, m]."""
-        return self.each(lambda value: value.gather(1, _wide(index, value)))
+        return self.each(lambda value: value.gather(1, _expand_index(index, value)))
 
     def put(self, at: Tensor, new: Marks) -> Marks:
         """Return the marks with `new` [R, m, n] written at the places `at` [R, m, n] of the history."""
         pairs = zip(_tensors(self), _tensors(new), strict=True)
-        return Marks(*(old.scatter(2, _wide(at, value), value) for old, value in pairs))
+        return Marks(*(old.scatter(2, _expand_index(at, value), value) for old, value in pairs))
 
     def where(self, condition: Tensor, other: Marks) -> Marks:
         """Return these marks where `condition` [R, m] holds, else those of `other`."""
         pairs = zip(_tensors(self), _tensors(other), strict=True)
-        return Marks(*(torch.where(_wide(condition, a, expand=False), a, b) for a, b in pairs))
+        return Marks(*(torch.where(_expand_index(condition, a, expand=False), a, b) for a, b in pairs))
 
 
 @dataclass(slots=True)
@@ -122,21 +122,16 @@ class TokenTrace:
         def new(parent: Tensor, token: Tensor, steps: Tensor, old: Marks) -> Marks:
             """Return the marks of the roots, with those of this iteration's tokens behind them."""
             path = at_nodes(nodes, parent)  # [R, m, D + 1], the parent of each step
-            made = forest.flat.path_tokens[:, :, : forest.depth]  # a gate may have ended the forest early
-            tokens = torch.nn.functional.pad(at_nodes(made, parent), (0, 1))
-            last = (steps - 1).clamp(min=0).unsqueeze(2)
-            tokens = tokens.scatter(2, last, token.unsqueeze(2))
             at = beams.length.view(-1, 1, 1) + torch.arange(path.shape[2], device=path.device)
             at = at.clamp(max=old.logprob.shape[2] - 1).expand_as(path)
-            fresh = _marks(path, tokens, candidates, best, before, old)
+            fresh = _marks(path, forest.path_to(parent, token, steps), candidates, best, before, old)
             return old.gather(forest.flat.root.gather(1, parent)).put(at, fresh)
 
-        number = steps.unsqueeze(1)
         ended = (finished.length - beams.length.unsqueeze(1)).clamp(1, forest.depth + 1)
         node = finished.node.clamp(0, forest.offset(forest.depth + 1) - 1)
         kept = self.done.gather(finished.origin.clamp(min=0))
         self.done = kept.where(finished.origin >= 0, new(node, finished.token, ended, self.live))
-        self.live = new(parent, token, number.expand_as(parent), self.live)
+        self.live = new(parent, token, steps.unsqueeze(1).expand_as(parent), self.live)
 
 
 def _paths(forest: Forest) -> Tensor:
@@ -178,7 +173,7 @@ def _tensors(marks: Marks) -> tuple[Tensor, ...]:
     return marks.logprob, marks.beam, marks.top, marks.top_logprob
 
 
-def _wide(index: Tensor, value: Tensor, *, expand: bool = True) -> Tensor:
+def _expand_index(index: Tensor, value: Tensor, *, expand: bool = True) -> Tensor:
     """Give an index the trailing dimensions of `value`."""
     wide = index.view(*index.shape, *(1 for _ in range(value.dim() - index.dim())))
     return wide.expand(*index.shape, *value.shape[index.dim() :]) if expand else wide

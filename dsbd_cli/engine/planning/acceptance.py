@@ -20,7 +20,6 @@ PRIOR = 2.0  # weight of an assumed rate, in observed layers
 TRUST = 8.0  # weight of the rate of all requests in the rate of one request, in observed layers
 
 Numbers = NDArray[np.float64]
-Flags = NDArray[np.bool_]
 
 
 @dataclass(slots=True, eq=False)
