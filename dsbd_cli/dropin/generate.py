@@ -124,11 +124,11 @@ def generate(
     prepared = hasattr(generation_config, "_eos_token_tensor") and isinstance(stopping_criteria, StoppingCriteriaList)
     if prepared:  # transformers calls us, as its custom_generate
         assert inputs is not None
-        left = sys._getframe(1).f_locals  # local variables of its generate, which does not pass the assistant on
-        if left.get("streamer") is not None:
+        caller = sys._getframe(1).f_locals  # local variables of its generate, which does not pass the assistant on
+        if caller.get("streamer") is not None:
             raise UsageError("streamer is given, but is not supported: use Engine.stream")
-        _check_alone(left.get("synced_gpus"))
-        assistant_model = assistant_model if assistant_model is not None else left.get("assistant_model")
+        _check_not_synced(caller.get("synced_gpus"))
+        assistant_model = assistant_model if assistant_model is not None else caller.get("assistant_model")
         return _decode(
             model, inputs, logits_processor, stopping_criteria, generation_config,
             assistant=assistant_model, tokenizer=tokenizer, stop=(), **options,
@@ -136,7 +136,7 @@ def generate(
     for name in ("custom_generate", "streamer", "negative_prompt_ids", "assistant_tokenizer"):
         if options.pop(name, None) is not None:
             raise UsageError(f"{name} is given, but is not supported: drop it")
-    _check_alone(options.pop("synced_gpus", None))
+    _check_not_synced(options.pop("synced_gpus", None))
     stop = options.pop("stop_strings", None)
     for config in (generation_config, model.generation_config):
         stop = getattr(config, "stop_strings", None) if stop is None else stop
@@ -213,9 +213,9 @@ def _decode(
             target, draft, codec, method, batch_size=len(requests), cuda_graphs=False, catalogues=catalogues
         )
         results = engine.generate(requests)
-    found = [tuple(_cut(one, new) for one in result.hypotheses) for result in results]
-    if short := next((one for one in found if len(one) < sampling.n_best), None):
-        raise NumericalError(f"{len(short)} sequences have a finite score, fewer than num_return_sequences {wanted}")
+    found = [tuple(_truncated(one, new) for one in result.hypotheses) for result in results]
+    if too_few := next((one for one in found if len(one) < sampling.n_best), None):
+        raise NumericalError(f"{len(too_few)} sequences have a finite score, fewer than num_return_sequences {wanted}")
     out = _output(ids.repeat_interleave(wanted, 0), [one for some in found for one in some], config, beams, wanted)
     if beams == 1 and config.output_scores and config.return_dict_in_generate:
         out.scores = _scores(model, out.sequences, mask, logits_processor, ids.shape[1])
@@ -229,7 +229,7 @@ def _sampling(config: Any, processors: Any, new: int) -> SamplingConfig:
     return SamplingConfig(
         **_warps(processors, drawn),  # type: ignore[arg-type]
         # A single sample ends with the first end token that is drawn. In our last step that end would compete with the
-        # beam that goes on. So the last step is one more than was asked for, and `_cut` removes its token.
+        # beam that goes on. So the last step is one more than was asked for, and `_truncated` removes its token.
         max_new_tokens=new + single,
         length_penalty=float(1.0 if config.length_penalty is None else config.length_penalty),
         early_stopping=_early(config.early_stopping) or single,
@@ -238,7 +238,7 @@ def _sampling(config: Any, processors: Any, new: int) -> SamplingConfig:
     )
 
 
-def _cut(one: Hypothesis, most: int) -> Hypothesis:
+def _truncated(one: Hypothesis, most: int) -> Hypothesis:
     """Return the hypothesis with `most` tokens at most. Only a single sample that has not ended before has more."""
     return one if one.num_tokens <= most else replace(one, token_ids=one.token_ids[:most])
 
@@ -264,19 +264,19 @@ def _prompts(ids: Tensor, mask: Tensor | None, positions: Tensor | None, copies:
     """Return the prompts without their padding, which must be on the left. Raises UsageError."""
     if mask is None:
         mask = torch.ones_like(ids)
-    held = mask.to(torch.int64)
-    if (held.diff(dim=1) < 0).any() or (held[:, -1] == 0).any():
+    attended = mask.to(torch.int64)
+    if (attended.diff(dim=1) < 0).any() or (attended[:, -1] == 0).any():
         raise UsageError("attention_mask hides tokens behind others: pad on the left (tokenizer.padding_side = 'left')")
     if positions is not None:
-        seen = held.bool()
-        own = (
+        seen = attended.bool()
+        given_positions = (
             positions.expand(len(ids) * copies, -1)[::copies] if positions.shape[0] in (1, len(ids) * copies) else None
         )
-        if own is None or (own[seen] != (held.cumsum(1) - 1)[seen]).any():
+        if given_positions is None or (given_positions[seen] != (attended.cumsum(1) - 1)[seen]).any():
             raise UsageError(
                 "position_ids do not count the tokens of a prompt from 0, which is not supported: drop them"
             )
-    return [tuple(row[keep].tolist()) for row, keep in zip(ids, held.bool(), strict=True)]
+    return [tuple(row[keep].tolist()) for row, keep in zip(ids, attended.bool(), strict=True)]
 
 
 def _warps(processors: Any, drawn: bool) -> dict[str, float | int]:
@@ -322,7 +322,7 @@ def _check_ignored(ignored: Any, mask: Tensor | None) -> None:
         )
 
 
-def _check_alone(synced: object) -> None:
+def _check_not_synced(synced: object) -> None:
     if synced:
         raise UsageError(f"synced_gpus is {shorten(synced)}, which is not supported: drop it")
 
@@ -334,11 +334,11 @@ def _scores(model: Any, sequences: Tensor, mask: Tensor | None, processors: Any,
     sequences: [B * n, T + L]; mask: [B * n, T]; begin: T. The logits come from one forward over the whole sequences.
     """
     new = sequences.shape[1] - begin
-    held = sequences.new_ones(len(sequences), begin) if mask is None else mask.to(sequences)
-    held = torch.nn.functional.pad(held, (0, new), value=1)
-    given: dict[str, Any] = {"attention_mask": held}
+    attended = sequences.new_ones(len(sequences), begin) if mask is None else mask.to(sequences)
+    attended = torch.nn.functional.pad(attended, (0, new), value=1)
+    given: dict[str, Any] = {"attention_mask": attended}
     if "position_ids" in inspect.signature(model.forward).parameters:
-        given["position_ids"] = (held.cumsum(1) - 1).clamp(min=0)
+        given["position_ids"] = (attended.cumsum(1) - 1).clamp(min=0)
     with borrow_models(model), torch.no_grad():
         logits = model(sequences, use_cache=False, **given).logits
     return tuple(

@@ -26,7 +26,7 @@ from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.requests import EngineInfo
 
 # results of the tests of a model: (dtype, device, attention) -> verdict on invariance, None where it was not tested
-_checked: WeakKeyDictionary[object, dict[tuple[str, str, str], Verdict | None]] = WeakKeyDictionary()
+_verdicts: WeakKeyDictionary[object, dict[tuple[str, str, str], Verdict | None]] = WeakKeyDictionary()
 
 
 def from_models(
@@ -100,7 +100,7 @@ def forest_of(model: Any, role: str, *, invariant: bool = False) -> CausalForest
     try:
         forest = CausalForestModel(model, _name(model))
         key = (str(forest.dtype), str(forest.device), str(getattr(config, "_attn_implementation", "")))
-        known = _checked.setdefault(model, {})
+        known = _verdicts.setdefault(model, {})
         if key not in known:
             self_test(forest)
             known[key] = None

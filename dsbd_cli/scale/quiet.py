@@ -44,17 +44,17 @@ def quiet() -> Iterator[None]:
     stdout, stderr = sys.stdout, sys.stderr
     if stdout is not None and hasattr(stdout, "buffer"):
         sys.stdout = _OnlyBytes(stdout)
-    ours = _own_descriptor(stderr)
-    if ours is not None:
-        sys.stderr = ours
+    own_stream = _own_descriptor(stderr)
+    if own_stream is not None:
+        sys.stderr = own_stream
     try:
         yield
     finally:
         sys.stdout, sys.stderr = stdout, stderr
-        if ours is not None:
-            ours.flush()
-            os.dup2(ours.fileno(), 2)
-            ours.close()
+        if own_stream is not None:
+            own_stream.flush()
+            os.dup2(own_stream.fileno(), 2)
+            own_stream.close()
 
 
 def _own_descriptor(stream: TextIO | None) -> TextIO | None:
@@ -64,10 +64,10 @@ def _own_descriptor(stream: TextIO | None) -> TextIO | None:
         if stream is None or stream.fileno() != 2:
             return None
         stream.flush()
-        ours = os.fdopen(os.dup(2), "w", buffering=1, encoding=stream.encoding, errors="backslashreplace")
+        own_stream = os.fdopen(os.dup(2), "w", buffering=1, encoding=stream.encoding, errors="backslashreplace")
     except (OSError, ValueError, AttributeError):
         return None
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
-    return ours
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
+    return own_stream

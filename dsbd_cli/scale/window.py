@@ -41,7 +41,7 @@ class Window(Generic[RequestT, AnswerT]):
         self._out: dict[int, set[int]] = {}  # by worker: numbers of the rows that it holds
         self._quarantine: int | None = None  # the worker that gets the rows to be sent alone
         self._answered: dict[int, AnswerT] = {}
-        self._read = self._given = 0  # how many rows were read, and given out
+        self._read = self._given_out = 0  # how many rows were read, and given out
 
     # Input and output
 
@@ -49,12 +49,12 @@ class Window(Generic[RequestT, AnswerT]):
     def room(self) -> int:
         """Number of rows that may be read now: as many as the workers can take, and no further ahead than allowed."""
         free = sum(self.capacity - len(out) for out in self._out.values()) - len(self._waiting) - len(self._alone)
-        return max(0, free if self._ahead is None else min(free, self._ahead - (self._read - self._given)))
+        return max(0, free if self._ahead is None else min(free, self._ahead - (self._read - self._given_out)))
 
     @property
     def finished(self) -> bool:
         """Whether all rows that were read have been given out."""
-        return self._read == self._given
+        return self._read == self._given_out
 
     @property
     def waits(self) -> bool:
@@ -68,7 +68,7 @@ class Window(Generic[RequestT, AnswerT]):
         heapq.heappush(self._waiting, number)
         return number
 
-    def pass_by(self, answer: AnswerT) -> int:
+    def add_answered(self, answer: AnswerT) -> int:
         """Add a row of the input that needs no worker, because its answer is known, and return its number."""
         number = self._number()
         self._answered[number] = answer
@@ -77,10 +77,10 @@ class Window(Generic[RequestT, AnswerT]):
     def ready(self) -> Iterator[tuple[int, AnswerT]]:
         """Yield the answers whose turn has come, with the numbers of their rows, each once."""
         while self._answered:
-            number = next(iter(self._answered)) if self._ahead is None else self._given
+            number = next(iter(self._answered)) if self._ahead is None else self._given_out
             if number not in self._answered:
                 return
-            self._given += 1
+            self._given_out += 1
             yield number, self._answered.pop(number)
 
     def _number(self) -> int:
@@ -110,8 +110,8 @@ class Window(Generic[RequestT, AnswerT]):
                 return []
             self._quarantine = None
         others = [held for one, held in self._out.items() if one != self._quarantine]
-        level = -(-(len(self._waiting) + sum(map(len, others))) // len(others))
-        count = min(self.capacity, level) - len(out)
+        rows_each = -(-(len(self._waiting) + sum(map(len, others))) // len(others))
+        count = min(self.capacity, rows_each) - len(out)
         return [self._sent(worker, heapq.heappop(self._waiting)) for _ in range(min(count, len(self._waiting)))]
 
     def _sent(self, worker: int, number: int) -> tuple[int, RequestT]:

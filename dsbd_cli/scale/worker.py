@@ -118,7 +118,7 @@ class Failure:
 
 
 Answered = tuple[int, RequestResult]  # a row's number, and its result without the request, which the driver has
-SENT = Request("")  # takes the request's place in a result that is sent
+NO_REQUEST = Request("")  # takes the request's place in a result that is sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +171,9 @@ class Worker:
         done: list[Answered] = []
         until = time.monotonic() + wait_s
         while self._failure is None or not self._outbox.empty():
-            wanting = bool(done) and self._inbox.empty()
+            may_return = bool(done) and self._inbox.empty()
             try:
-                item = self._outbox.get(timeout=0.0 if wanting else max(0.0, until - time.monotonic()))
+                item = self._outbox.get(timeout=0.0 if may_return else max(0.0, until - time.monotonic()))
             except queue.Empty:
                 break
             if item is not None:
@@ -191,7 +191,7 @@ class Worker:
             self._loaded.set()
             for result in engine.run(self._requests(), ordered=False):
                 number, _ = self._numbers.pop(id(result.request))
-                self._outbox.put((number, replace(result, request=SENT)))
+                self._outbox.put((number, replace(result, request=NO_REQUEST)))
         except BaseException as error:  # of any kind: the driver must hear of it
             self._failure = Failure.of(error)
             self._loaded.set()
@@ -211,13 +211,13 @@ class Worker:
 
     def _requests(self) -> Iterator[Request | None]:
         """Yield the rows of the inbox, and None where there is none."""
-        left = -BUSY_S  # time at which the engine last got None
+        idle_since = -BUSY_S  # time at which the engine last got None
         while True:
-            busy = time.monotonic() - left > BUSY_S
+            busy = time.monotonic() - idle_since > BUSY_S
             try:
                 number, request = self._inbox.get(timeout=0.0 if busy else IDLE_S)
             except queue.Empty:
-                left = time.monotonic()
+                idle_since = time.monotonic()
                 yield None
                 continue
             if self._inbox.empty():

@@ -91,14 +91,14 @@ class _WorkerSlot:
 
     report: WorkerReport
     actor: ActorHandle[Worker] | None = None  # None: not started, or to be started again
-    starts: float = 0.0  # it is not started before this time
-    born: float = 0.0
+    not_before: float = 0.0  # it is not started before this time
+    started_at: float = 0.0
     call: ray.ObjectRef[object] | None = None
     called: float = 0.0
     alive: bool = False  # this actor has answered, so silence means that it hangs
     joined: bool = False  # it is loaded and takes rows
     gone: bool = False  # given up, or given back
-    fruitless: int = 0  # deaths one after the other without a row answered
+    deaths_without_answer: int = 0  # deaths one after the other without a row answered
     steps_before: int = 0  # of rows that earlier actors have finished
     steps_finished: int = 0  # of rows that this one has finished
     steps: int = 0  # of this one, of unfinished rows too
@@ -119,13 +119,13 @@ class RayEngine:
         os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
         self._stack = contextlib.ExitStack()
         if config.address is None:  # Ray reads these variables when it is imported
-            self._stack.enter_context(_environment(_closed_doors()))
+            self._stack.enter_context(_environment(_loopback_environment()))
         import ray  # noqa: F401  # sets up loggers
 
         self._stack.enter_context(quiet())
-        self._places: list[_WorkerSlot] = []
+        self._workers: list[_WorkerSlot] = []
         self._info: WorkerInfo | None = None
-        self._weaker: Exactness | None = None
+        self._weaker_exactness: Exactness | None = None
         self._last_death = ""
 
     def start(self) -> None:
@@ -151,7 +151,7 @@ class RayEngine:
 
         It is that of the loaded workers, or a weaker one where a kernel has failed since in some worker's engine.
         """
-        return self._weaker or self._loaded.exactness
+        return self._weaker_exactness or self._loaded.exactness
 
     @property
     def allowed(self) -> str | None:
@@ -167,22 +167,22 @@ class RayEngine:
     @property
     def steps(self) -> int:
         """Steps taken so far, those of unfinished requests included."""
-        return sum(place.steps_before + place.steps for place in self._places)
+        return sum(worker.steps_before + worker.steps for worker in self._workers)
 
     @property
     def reports(self) -> list[WorkerReport]:
         """Reports of what each worker did."""
-        for place in self._places:
-            if place.actor is not None:
-                place.report.seconds = round(time.monotonic() - place.born, 3)
-        return [place.report for place in self._places]
+        for worker in self._workers:
+            if worker.actor is not None:
+                worker.report.seconds = round(time.monotonic() - worker.started_at, 3)
+        return [worker.report for worker in self._workers]
 
     def describe(self) -> str:
         """Return the state of the workers, as in `3 of 4 workers, 1 death`."""
-        if not self._places:
+        if not self._workers:
             return "Ray starts"
         deaths = sum(report.deaths for report in self.reports)
-        text = f"{sum(place.joined for place in self._places)} of {len(self._places)} workers"
+        text = f"{sum(worker.joined for worker in self._workers)} of {len(self._workers)} workers"
         return text + (f", {plural(deaths, 'death')}" if deaths else "")
 
     def stop(self) -> None:
@@ -191,8 +191,8 @@ class RayEngine:
 
     def close(self) -> None:
         """End the workers, and Ray where it was started here. May be called twice."""
-        for place in self._places:
-            self._end(place)
+        for worker in self._workers:
+            self._end(worker)
         self._stack.close()
 
     def run(
@@ -204,10 +204,10 @@ class RayEngine:
         Raises DsbdError when no worker is left.
         """
         capacity = HELD_BATCHES * self._setup.batch_size
-        window: RowWindow = Window(capacity, AHEAD * capacity * len(self._places) if ordered else None)
-        for place in self._places:
-            if place.joined:
-                window.join(place.number)
+        window: RowWindow = Window(capacity, AHEAD * capacity * len(self._workers) if ordered else None)
+        for worker in self._workers:
+            if worker.joined:
+                window.join(worker.number)
         numbered = NumberedRequests(requests)
         while not self._stopping:
             starved = self._read(numbered, window)
@@ -228,7 +228,7 @@ class RayEngine:
                 return not numbered.exhausted()
             number, request = item
             if isinstance(request, RowError):
-                window.pass_by(RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
+                window.add_answered(RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
             else:
                 window.read(request)
         return False
@@ -236,31 +236,31 @@ class RayEngine:
     def _send(self, window: RowWindow | None, *, ended: bool = False) -> None:
         """Call every worker that has no open call: with rows, for answers, or to ask whether it is loaded. ended: there
         are no more rows to read, so that a worker with nothing to do is given back."""
-        for place in self._places:
-            if place.gone or place.call is not None:
+        for worker in self._workers:
+            if worker.gone or worker.call is not None:
                 continue
-            if place.actor is None:
-                if time.monotonic() >= place.starts:
-                    self._begin(place)
-            elif not place.joined:
-                self._called(place, place.actor.hello.remote())
+            if worker.actor is None:
+                if time.monotonic() >= worker.not_before:
+                    self._begin(worker)
+            elif not worker.joined:
+                self._open_call(worker, worker.actor.hello.remote())
             elif window is not None:
-                rows = window.take(place.number)
-                if rows or window.holds(place.number):
-                    self._called(place, place.actor.exchange.remote(rows))
+                rows = window.take(worker.number)
+                if rows or window.holds(worker.number):
+                    self._open_call(worker, worker.actor.exchange.remote(rows))
                 elif ended and not window.waits:
-                    window.leave(place.number)
-                    self._end(place)
-                    place.gone = True
+                    window.leave(worker.number)
+                    self._end(worker)
+                    worker.gone = True
 
-    def _called(self, place: _WorkerSlot, call: ray.ObjectRef[object]) -> None:
-        place.call, place.called = call, time.monotonic()
+    def _open_call(self, worker: _WorkerSlot, call: ray.ObjectRef[object]) -> None:
+        worker.call, worker.called = call, time.monotonic()
 
     def _receive(self, window: RowWindow | None, wait_s: float) -> None:
         """Take what the workers have answered, and replace those that hang. window None: the run has not begun."""
         import ray
 
-        calls = {place.call: place for place in self._places if place.call is not None}
+        calls = {worker.call: worker for worker in self._workers if worker.call is not None}
         ready: list[ray.ObjectRef[object]] = []
         if calls:
             ready, rest = ray.wait(list(calls), num_returns=1, timeout=wait_s)
@@ -269,112 +269,112 @@ class RayEngine:
         else:
             time.sleep(min(wait_s, IDLE_S))
         for call in ready:
-            place = calls[call]
-            place.call = None
+            worker = calls[call]
+            worker.call = None
             try:
                 answer = ray.get(call)
             except ray.exceptions.RayError as error:
-                self._died(place, window, _reason(error))
+                self._died(worker, window, _reason(error))
                 continue
-            place.alive = True
+            worker.alive = True
             if isinstance(answer, Exchange) and window is not None:
-                self._answered(place, window, answer)
+                self._answered(worker, window, answer)
             elif isinstance(answer, WorkerInfo):
-                self._greeted(place, window, answer)
+                self._joined(worker, window, answer)
             elif isinstance(answer, Failure):
-                self._failed(place, window, answer)
-        for place in self._places:
-            if place.call is not None and place.alive:
-                silence = time.monotonic() - place.called
+                self._failed(worker, window, answer)
+        for worker in self._workers:
+            if worker.call is not None and worker.alive:
+                silence = time.monotonic() - worker.called
                 if silence > self._config.timeout_s:
-                    self._died(place, window, f"it gave no sign of life for {silence:.0f} s")
+                    self._died(worker, window, f"it gave no sign of life for {silence:.0f} s")
 
-    def _answered(self, place: _WorkerSlot, window: RowWindow, exchange: Exchange) -> None:
+    def _answered(self, worker: _WorkerSlot, window: RowWindow, exchange: Exchange) -> None:
         if exchange.exactness not in (None, self._loaded.exactness):
-            self._weaker = exchange.exactness
+            self._weaker_exactness = exchange.exactness
         for number, answer in exchange.answers:
-            if not window.is_out(place.number, number):
+            if not window.is_out(worker.number, number):
                 continue
             result = replace(answer, request=window.request(number))
-            window.answer(place.number, number, result)
-            place.fruitless = 0
-            place.steps_finished += result.stats.steps
-            place.report.rows += 1
-            place.report.tokens += sum(beam.num_tokens for beam in result.hypotheses[:1])
-        place.steps = exchange.steps
+            window.answer(worker.number, number, result)
+            worker.deaths_without_answer = 0
+            worker.steps_finished += result.stats.steps
+            worker.report.rows += 1
+            worker.report.tokens += sum(beam.num_tokens for beam in result.hypotheses[:1])
+        worker.steps = exchange.steps
         if exchange.failure is not None:
-            self._failed(place, window, exchange.failure)
+            self._failed(worker, window, exchange.failure)
 
     # Workers
 
-    def _greeted(self, place: _WorkerSlot, window: RowWindow | None, info: WorkerInfo) -> None:
+    def _joined(self, worker: _WorkerSlot, window: RowWindow | None, info: WorkerInfo) -> None:
         """Let a worker that has loaded take rows. Raises UsageError where it differs from the first one."""
         if self._info is None:
             self._info = info
         elif difference := self._info.difference(info):
             raise UsageError(
-                f"worker {place.number} on {info.host} would not give the same texts as the others: {difference}: "
+                f"worker {worker.number} on {info.host} would not give the same texts as the others: {difference}: "
                 "install the same dsbd, and the same models, on all nodes"
             )
-        place.joined = True
-        place.report.host = info.host
-        place.report.device = None if info.engine is None else info.engine.device
+        worker.joined = True
+        worker.report.host = info.host
+        worker.report.device = None if info.engine is None else info.engine.device
         if window is not None:
-            window.join(place.number)
+            window.join(worker.number)
 
-    def _failed(self, place: _WorkerSlot, window: RowWindow | None, failure: Failure) -> None:
+    def _failed(self, worker: _WorkerSlot, window: RowWindow | None, failure: Failure) -> None:
         """Handle the end of a worker's engine. An error of ours ends the run, as it would in one process. Another one
         may come from the machine, and counts as a death."""
         if (error := failure.error) is not None:
             raise error
-        self._died(place, window, str(failure))
+        self._died(worker, window, str(failure))
 
-    def _died(self, place: _WorkerSlot, window: RowWindow | None, reason: str) -> None:
+    def _died(self, worker: _WorkerSlot, window: RowWindow | None, reason: str) -> None:
         """Replace a worker that is gone or of no use, and send its rows again. Raises DsbdError if no worker is
         left."""
-        self._end(place)
-        rows = 0 if window is None else window.holds(place.number)
-        given_up = [] if window is None else window.lose(place.number)
+        self._end(worker)
+        rows = 0 if window is None else window.holds(worker.number)
+        given_up = [] if window is None else window.lose(worker.number)
         for number in given_up:
             assert window is not None
             request = window.request(number)
             error = WorkerLostError(f"{MAX_DEATHS} workers died on this row, the last one: {reason}")
             window.give_up(number, RequestResult(request, (), 0, RequestStats(), error))
-        place.alive = False
-        place.steps_before, place.steps, place.steps_finished = place.steps_before + place.steps_finished, 0, 0
-        place.starts = time.monotonic() + AGAIN_S
-        place.report.deaths += 1
-        place.fruitless += 1
-        self._last_death = f"worker {place.number}: {reason}"
+        worker.alive = False
+        worker.steps_before, worker.steps, worker.steps_finished = worker.steps_before + worker.steps_finished, 0, 0
+        worker.not_before = time.monotonic() + AGAIN_S
+        worker.report.deaths += 1
+        worker.deaths_without_answer += 1
+        self._last_death = f"worker {worker.number}: {reason}"
         # a worker that dies of its rows answers none either, but each row is given up after three deaths
-        place.gone = place.fruitless >= MAX_DEATHS and rows == 0
-        if place.gone:
+        worker.gone = worker.deaths_without_answer >= MAX_DEATHS and rows == 0
+        if worker.gone:
             self._warn(f"{self._last_death}; it is given up after {MAX_DEATHS} deaths without a row answered")
         else:
             again = f"{rows - len(given_up)} of its rows are sent again" if rows else "it is started again"
             self._warn(f"{self._last_death}; {again}")
-        if all(one.gone for one in self._places):
+        if all(one.gone for one in self._workers):
             raise DsbdError(f"no worker is left, the last one to die was {self._last_death}")
 
-    def _end(self, place: _WorkerSlot) -> None:
+    def _end(self, worker: _WorkerSlot) -> None:
         """Kill the actor, if there is one. Ray sends a signal to a process that does not answer within some seconds. We
         send none, because a host name and a process id may mean another process."""
         import ray
 
-        if place.actor is None:
+        if worker.actor is None:
             return
-        place.report.seconds = round(time.monotonic() - place.born, 3)
+        worker.report.seconds = round(time.monotonic() - worker.started_at, 3)
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            ray.kill(place.actor)
-        place.actor = place.call = None
-        place.joined = False
+            ray.kill(worker.actor)
+        worker.actor = worker.call = None
+        worker.joined = False
 
-    def _begin(self, place: _WorkerSlot) -> None:
+    def _begin(self, worker: _WorkerSlot) -> None:
         import ray
 
         made = ray.remote(Worker).options(num_cpus=self._cpus, num_gpus=self._gpus, max_restarts=0, max_task_retries=0)
-        place.actor = made.remote(self._setup)  # type: ignore[assignment]
-        place.born = time.monotonic()
+        worker.actor = made.remote(self._setup)  # type: ignore[assignment]
+        worker.started_at = time.monotonic()
 
     # Ray
 
@@ -429,24 +429,24 @@ class RayEngine:
             )
         cpus = [int(node.get("CPU", 0)) for node in nodes]
         self._cpus = processes if self._gpus else max(processes, cpus_each(cpus, most))
-        self._places = [_WorkerSlot(WorkerReport(number)) for number in range(most)]
+        self._workers = [_WorkerSlot(WorkerReport(number)) for number in range(most)]
 
     def _wait_for_workers(self) -> None:
         """Wait until as many workers as the run needs have loaded. Raises DsbdError where too few are left."""
         import ray
 
         begun, warned = time.monotonic(), False
-        least = min(self._config.least, len(self._places))
-        while sum(place.joined for place in self._places) < least and not self._stopping:
+        least = min(self._config.least, len(self._workers))
+        while sum(worker.joined for worker in self._workers) < least and not self._stopping:
             self._send(None)
             self._receive(None, WAIT_S)
-            if sum(not place.gone for place in self._places) < least:
+            if sum(not worker.gone for worker in self._workers) < least:
                 raise DsbdError(f"fewer than {least} workers are left, the last one to die was {self._last_death}")
-            if not warned and time.monotonic() - begun > SLOW_START_S and not all(p.alive for p in self._places):
+            if not warned and time.monotonic() - begun > SLOW_START_S and not all(one.alive for one in self._workers):
                 warned = True
                 free = ray.available_resources()  # type: ignore[no-untyped-call]
                 self._warn(
-                    f"{sum(place.alive for place in self._places)} of {len(self._places)} workers have a place so far; "
+                    f"{sum(one.alive for one in self._workers)} of {len(self._workers)} workers have a place so far; "
                     f"each needs {self._cpus} CPU and {self._gpus} GPU, Ray has {free.get('CPU', 0):.0f} CPU and "
                     f"{free.get('GPU', 0):.0f} GPU free"
                 )
@@ -461,7 +461,7 @@ def cpus_each(nodes: Sequence[int], workers: int) -> int:
     return next((cpus for cpus in range(max(nodes), 1, -1) if sum(node // cpus for node in nodes) >= workers), 1)
 
 
-def _closed_doors() -> dict[str, str]:
+def _loopback_environment() -> dict[str, str]:
     """Return environment variables for a Ray of our own, whose ports are all on loopback, and which answers nobody
     without the token.
 

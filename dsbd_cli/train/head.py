@@ -65,15 +65,15 @@ class Trees:
         count = len(answers)
         most = max(len(one.text) for one in answers)
         learnt = max(one.learnt for one in answers)
-        wide = states[0].shape[-1]
+        width = states[0].shape[-1]
         tokens, positions, parent = (torch.zeros(count, most, dtype=torch.int64) for _ in range(3))
         nodes, above = (torch.zeros(count, learnt, dtype=torch.int64) for _ in range(2))
         real, sees = torch.zeros(count, learnt, dtype=torch.bool), torch.zeros(count, learnt, most, dtype=torch.bool)
-        padded = torch.zeros(count, most, wide)
-        for row, (one, said) in enumerate(zip(answers, states, strict=True)):
+        padded = torch.zeros(count, most, width)
+        for row, (one, tree_states) in enumerate(zip(answers, states, strict=True)):
             size, last = len(one.text), len(one.prompt) - 1
             tokens[row, :size], positions[row, :size] = torch.tensor(one.text), torch.tensor(one.positions)
-            parent[row, :size], padded[row, :size] = torch.tensor(one.parents).clamp(min=0), said.float()
+            parent[row, :size], padded[row, :size] = torch.tensor(one.parents).clamp(min=0), tree_states.float()
             nodes[row, : size - last] = torch.arange(last, size)
             nodes[row, size - last :] = last
             above[row] = parent[row, nodes[row]] - last
@@ -170,27 +170,27 @@ class HeadStudent(nn.Module):
         ancestors at distance d < s, and in steps after 0 for itself (d = 0), it sees keys made of what the head guessed
         in step s - d.
         """
-        spoken = self.fc(trees.states)
-        states = _at(spoken, trees.parent)
+        fused = self.fc(trees.states)
+        states = _take(fused, trees.parent)
         states = states.masked_fill((trees.positions == 0)[..., None], 0)  # a first token has no state before it
         keys, values = self._keys(self._joined(trees.tokens, states), self._angles(trees.positions))
         tokens, positions = trees.tokens.gather(1, trees.nodes), trees.positions.gather(1, trees.nodes)
-        state, above, real, sees = _at(states, trees.nodes), trees.above.clamp(min=0), trees.real, trees.sees
+        state, above, real, sees = _take(states, trees.nodes), trees.above.clamp(min=0), trees.real, trees.sees
         # for each step after 0, keys and values [B, m, K, E] of the ancestor that a node sees from that step
         guessed: list[tuple[Tensor, Tensor]] = []
         for step in range(steps):
-            residual, query, key, value = self._enter(tokens, state, positions)
+            residual, query, key, value = self._project(tokens, state, positions)
             if step:
                 guessed.append((key, value))
-            state, logits = self._leave(residual, self._attend(query, keys, values, sees, guessed))
+            state, logits = self._output(residual, self._attend(query, keys, values, sees, guessed))
             yield logits, real
             # the next step reads, for each node, what this step computed for its parent
-            state, guessed = _at(state, above), [(_at(key, above), _at(value, above)) for key, value in guessed]
+            state, guessed = _take(state, above), [(_take(key, above), _take(value, above)) for key, value in guessed]
             real = real.gather(1, above) & (trees.above >= 0)
             sees = sees.gather(1, above[..., None].expand_as(sees))
             sees[..., 0] = False
 
-    def _enter(self, tokens: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, tokens: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the residual stream [B, n, H], queries [B, n, Q, E], keys and values [B, n, K, E]."""
         x, angles = self._joined(tokens, states), self._angles(positions)
         return states, _rotated(self._heads("q", x), *angles), *self._keys(x, angles)
@@ -230,7 +230,7 @@ class HeadStudent(nn.Module):
             found = found + weights[..., place].permute(0, 3, 1, 2)[..., None] * value[:, :, :, None]
         return found.flatten(2)
 
-    def _leave(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    def _output(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """Return states [B, m, H], which the children read, and logits [B, m, C]."""
         layer = self._block
         y = residual + layer.self_attn["o_proj"](attended)
@@ -273,15 +273,15 @@ def new_head(spec: ModelSpec, ids: Tensor, seed: int) -> HeadStudent:
     """Make an untrained head over the tokens `ids` [C] for the target of `spec`. Its layer begins as the target's last
     layer and reads the deepest of the states that are taken. Raises ModelError."""
     reader, config = _target(spec)
-    theirs = reader.spec
+    target_spec = reader.spec
     text = config.get_text_config(decoder=True)
-    taps = tapped_layers(theirs.layers)
+    taps = tapped_layers(target_spec.layers)
     layer = {
-        "model_type": "llama", "vocab_size": theirs.vocabulary, "hidden_size": theirs.hidden,
-        "intermediate_size": theirs.inner, "num_hidden_layers": 1, "num_attention_heads": theirs.heads,
-        "num_key_value_heads": theirs.kv_heads, "head_dim": theirs.head_dim, "hidden_act": "silu",
-        "max_position_embeddings": theirs.positions or getattr(text, "max_position_embeddings", None) or 2048,
-        "rms_norm_eps": theirs.eps, "rope_theta": _rope_theta(text), "attention_bias": False, "mlp_bias": False,
+        "model_type": "llama", "vocab_size": target_spec.vocabulary, "hidden_size": target_spec.hidden,
+        "intermediate_size": target_spec.inner, "num_hidden_layers": 1, "num_attention_heads": target_spec.heads,
+        "num_key_value_heads": target_spec.kv_heads, "head_dim": target_spec.head_dim, "hidden_act": "silu",
+        "max_position_embeddings": target_spec.positions or getattr(text, "max_position_embeddings", None) or 2048,
+        "rms_norm_eps": target_spec.eps, "rope_theta": _rope_theta(text), "attention_bias": False, "mlp_bias": False,
     }  # fmt: skip
     named = {"name_or_path": spec.source, "architectures": list(getattr(config, "architectures", None) or ())}
     rows, table, norm = _ends(reader)
@@ -290,7 +290,7 @@ def new_head(spec: ModelSpec, ids: Tensor, seed: int) -> HeadStudent:
         torch.manual_seed(seed)
         head.fc.reset_parameters()
         head.fc.weight.mul_(SMALL)
-        head.fc.weight[:, -theirs.hidden :] += torch.eye(theirs.hidden)
+        head.fc.weight[:, -target_spec.hidden :] += torch.eye(target_spec.hidden)
         head.lm_head.weight.copy_(rows[ids])
         head.norm.weight.copy_(norm)
         _copy_layer(head.layers[0], reader)
@@ -348,8 +348,8 @@ def _ends(reader: WeightReader) -> tuple[Tensor, Tensor, Tensor]:
 
 def _copy_layer(layer: Any, reader: WeightReader) -> None:
     """Copy the target's last layer, which reads states and no tokens. Weights for the embeddings begin as zeros."""
-    theirs = reader.layer(reader.spec.layers - 1)
-    linears = dict(theirs.linears)
+    last = reader.layer(reader.spec.layers - 1)
+    linears = dict(last.linears)
     for name, weight in zip("qkv", linears["qkv"].weights, strict=True):
         layer.self_attn[f"{name}_proj"].weight.copy_(torch.cat((torch.zeros_like(weight), weight), 1))
     layer.self_attn["o_proj"].weight.copy_(linears["out"].weights[0])
@@ -357,10 +357,10 @@ def _copy_layer(layer: Any, reader: WeightReader) -> None:
     gate_up = torch.cat([one.float() for one in linears["gate_up"].weights])
     for name, weight in zip(("gate_proj", "up_proj"), gate_up.chunk(2), strict=True):
         layer.mlp[name].weight.copy_(weight)
-    more = float(reader.spec.unit_offset)
-    for norm, given in ((layer.hidden_norm, theirs.input_norm), (layer.post_attention_layernorm, theirs.mlp_norm)):
+    offset = float(reader.spec.unit_offset)
+    for norm, given in ((layer.hidden_norm, last.input_norm), (layer.post_attention_layernorm, last.mlp_norm)):
         if given is not None:
-            norm.weight.copy_(given + more)
+            norm.weight.copy_(given + offset)
 
 
 def _rope_theta(text: Any) -> float:
@@ -374,7 +374,7 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=False)
 
 
-def _at(x: Tensor, index: Tensor) -> Tensor:
+def _take(x: Tensor, index: Tensor) -> Tensor:
     """Gather x [B, n, ...] at the indices [B, m] and return [B, m, ...]."""
     return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand(*index.shape, *x.shape[2:]))
 

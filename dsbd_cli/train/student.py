@@ -77,7 +77,7 @@ def student_shape(
             "distil from the original; its draft serves both"
         )
     text = config.get_text_config(decoder=True)
-    most = text.num_hidden_layers
+    total = text.num_hidden_layers
     known = spec_or_reason(spec, config)
     sized = layers is not None or hidden_size is not None
     if form is None:
@@ -98,11 +98,11 @@ def student_shape(
     if layers is not None and layers < 1:
         raise UsageError(f"--layers is {layers}, but must be 1 or more")
     if hidden_size is None:
-        if most < 2:
-            raise UsageError(f"the target has {most} layer, so no draft can be cut from it: give --hidden-size")
-        wanted = max(1, most // SHARE_OF_LAYERS) if layers is None else layers
-        if wanted >= most:
-            raise UsageError(f"--layers is {wanted}, but the target has {most}: a draft of its own layers has fewer")
+        if total < 2:
+            raise UsageError(f"the target has {total} layer, so no draft can be cut from it: give --hidden-size")
+        wanted = max(1, total // SHARE_OF_LAYERS) if layers is None else layers
+        if wanted >= total:
+            raise UsageError(f"--layers is {wanted}, but the target has {total}: a draft of its own layers has fewer")
         return StudentShape(wanted, None)
     step = HEAD_DIMS[-1]
     if hidden_size < step or hidden_size % step or hidden_size > text.hidden_size:
@@ -117,8 +117,8 @@ def new_student(spec: ModelSpec, shape: StudentShape, seed: int) -> nn.Module:
     target with adapters it begins as the base model."""
     base = parts_of(spec.source)[0]
     plain = replace(spec, source=base, adapters=(), role="draft", dtype="float32", device_map=None, tensor_parallel=1)
-    first, _ = load(plain, _cut_config(load_config(locate(spec), spec), shape.layers if not shape.hidden_size else 1))
-    return _trainable(first if shape.hidden_size is None else _small_llama(first, shape, seed))
+    model, _ = load(plain, _cut_config(load_config(locate(spec), spec), shape.layers if not shape.hidden_size else 1))
+    return _trainable(model if shape.hidden_size is None else _small_llama(model, shape, seed))
 
 
 def load_student(folder: Path, spec: ModelSpec) -> nn.Module:
@@ -142,18 +142,18 @@ def save_student(
     """Write the student with its target's tokenizer, as transformers reads it. What is in `folder` is replaced as a
     whole, or stays. moments: tensors of the optimizer, from which training goes on. Raises OutputError."""
     recover(folder)
-    unfinished, before = folder.with_name(f".{folder.name}.unfinished"), _before(folder)
+    unfinished, backup = folder.with_name(f".{folder.name}.unfinished"), _backup_path(folder)
     try:
-        for path in (unfinished, before):
+        for path in (unfinished, backup):
             shutil.rmtree(path, ignore_errors=True)
         unfinished.mkdir(parents=True)
         _write(student, spec, unfinished, dtype)
         if moments is not None:
             save_file({name: tensor.contiguous().cpu() for name, tensor in moments.items()}, unfinished / MOMENTS)
         if folder.exists():
-            folder.replace(before)
+            folder.replace(backup)
         unfinished.replace(folder)
-        shutil.rmtree(before, ignore_errors=True)
+        shutil.rmtree(backup, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise OutputError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from error
     finally:
@@ -178,13 +178,13 @@ def publish_student(student: nn.Module, spec: ModelSpec, folder: Path, dtype: st
 def recover(folder: Path) -> None:
     """Restore what `folder` held where `save_student` was killed between its two renames. Raises OutputError."""
     try:
-        if not folder.exists() and _before(folder).exists():
-            _before(folder).replace(folder)
+        if not folder.exists() and _backup_path(folder).exists():
+            _backup_path(folder).replace(folder)
     except OSError as error:
         raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
 
 
-def _before(folder: Path) -> Path:
+def _backup_path(folder: Path) -> Path:
     """Return the name that `folder` has while another one takes its place."""
     return folder.with_name(f".{folder.name}.before")
 
@@ -209,21 +209,21 @@ def _cut_config(config: Any, layers: int) -> Any:
     """Return the config of the first layers. Lists with one entry for each layer are cut to as many entries."""
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
-    most = text.num_hidden_layers
+    total = text.num_hidden_layers
     for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == most and not name.startswith("_"):
+        if isinstance(value, list) and len(value) == total and not name.startswith("_"):
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     return config
 
 
-def _small_llama(first: Any, shape: StudentShape, seed: int) -> Any:
+def _small_llama(target: Any, shape: StudentShape, seed: int) -> Any:
     """Make a random Llama with the target's embeddings, projected on their first principal components, not centred."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     assert shape.hidden_size is not None
-    text, size = first.config.get_text_config(decoder=True), shape.hidden_size
-    table = first.get_input_embeddings().weight.detach().float()
+    text, size = target.config.get_text_config(decoder=True), shape.hidden_size
+    table = target.get_input_embeddings().weight.detach().float()
     head_dim = next(width for width in HEAD_DIMS if size % width == 0)
     config = LlamaConfig(
         vocab_size=table.shape[0],
@@ -241,7 +241,7 @@ def _small_llama(first: Any, shape: StudentShape, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).to(table.device)
-    model.generation_config = copy.deepcopy(first.generation_config)
+    model.generation_config = copy.deepcopy(target.generation_config)
     axes = torch.linalg.eigh(table.double().T @ table.double()).eigenvectors[:, -size:].float()
     projected = table @ axes
     model.get_input_embeddings().weight.data.copy_(projected * (config.initializer_range / projected.std()))

@@ -71,7 +71,7 @@ class Training:
         self._parameters = parameters
         self._optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS, fused=True)
         # most models can leave out the logits of positions that are not needed
-        self._keeps = "logits_to_keep" in inspect.signature(type(student).forward).parameters
+        self._can_skip_logits = "logits_to_keep" in inspect.signature(type(student).forward).parameters
 
     @property
     def _width(self) -> int:
@@ -79,7 +79,7 @@ class Training:
         width: int = self.student.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         return width
 
-    def _terms(self, batch: list[AnswerTokens]) -> float:
+    def _weight_sum(self, batch: list[AnswerTokens]) -> float:
         """Return the number by which the sum of the batch's divergences is divided."""
         return sum(one.learnt for one in batch)
 
@@ -101,10 +101,10 @@ class Training:
     def run_step(self) -> float:
         """Train one step and return the mean divergence in nats per token. Raises DsbdError where it is not finite."""
         batch = [self._answers[place] for place in self._recipe.places(self.step, len(self._answers))]
-        terms = self._terms(batch)
+        weight_sum = self._weight_sum(batch)
         total = 0.0
         for part in self._parts(batch):
-            loss = self._loss(part) / terms
+            loss = self._loss(part) / weight_sum
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         if not math.isfinite(total):
@@ -140,7 +140,7 @@ class Training:
         # padding comes after a text, where no token of the text sees it
         texts = [[*one.prompt, *one.tokens[:-1]] for one in part]
         ids = torch.tensor([text + [0] * (start + count - len(text)) for text in texts], device=self._device)
-        keep = {"logits_to_keep": count} if self._keeps else {}
+        keep = {"logits_to_keep": count} if self._can_skip_logits else {}
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._recipe.autocast):
             logits: Tensor = self.student(input_ids=ids, use_cache=False, **keep).logits[:, -count:]
         total = logits.new_zeros((), dtype=torch.float32)
@@ -165,7 +165,7 @@ class HeadTraining(Training):
     def _positions(self, part: list[AnswerTokens]) -> int:
         return max(one.learnt for one in part)
 
-    def _terms(self, batch: list[AnswerTokens]) -> float:
+    def _weight_sum(self, batch: list[AnswerTokens]) -> float:
         found = 0.0
         for one in batch:
             depths = torch.tensor(one.positions[len(one.prompt) - 1 :]) - (len(one.prompt) - 1)

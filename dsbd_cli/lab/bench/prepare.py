@@ -69,22 +69,21 @@ class Prompt:
     runs: Callable[[str], bool] | None = None
     source: Request | None = None
 
-    def sampling(self, of_run: SamplingConfig, changes: Mapping[str, object]) -> SamplingConfig:
+    def sampling(self, run_sampling: SamplingConfig, changes: Mapping[str, object]) -> SamplingConfig:
         """Return the options of the record, or of the run where it has none. changes: fields that the method sets."""
-        own = of_run if self.record.request is None else self.record.request.sampling
-        return replace(own, **changes) if changes else own  # type: ignore[arg-type]
+        record_sampling = run_sampling if self.record.request is None else self.record.request.sampling
+        return replace(record_sampling, **changes) if changes else record_sampling  # type: ignore[arg-type]
 
-    def seed(self, of_run: int) -> int:
-        """Return the seed of the record's own request, else one derived from the run's (`of_run`) and the record's
-        id."""
-        return derive_seed(of_run, self.record.id) if self.record.request is None else self.record.request.seed
+    def seed(self, run_seed: int) -> int:
+        """Return the seed of the record's own request, else one derived from `run_seed` and the record's id."""
+        return derive_seed(run_seed, self.record.id) if self.record.request is None else self.record.request.seed
 
     def request(self, name: str, seed: int, sampling: SamplingConfig, grammar: Grammar | None = None) -> Request:
         """Return the request for our engine. name: its id. grammar: of the run; a record's own takes its place."""
-        asked = Request(prompt_ids=self.ids) if self.source is None else self.source
+        request = Request(prompt_ids=self.ids) if self.source is None else self.source
         if (own := self.record.request) is not None:
-            asked, grammar = replace(asked, allow=own.allow), own.grammar or grammar
-        return replace(asked, id=name, seed=seed, sampling=sampling, grammar=grammar)
+            request, grammar = replace(request, allow=own.allow), own.grammar or grammar
+        return replace(request, id=name, seed=seed, sampling=sampling, grammar=grammar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +115,19 @@ def prepare(
     for record in itertools.islice(dataset.records(), MAX_SKIPPED_PER_RECORD * count):
         if len(prompts) == count:
             break
-        own = sampling if record.request is None else record.request.sampling
-        source = _source(record, own)
+        record_sampling = sampling if record.request is None else record.request.sampling
+        source = _source(record, record_sampling)
         if source is not None:
             if _fits(record, source, codec):
                 prompts.append(Prompt(record, (), None, source))
             else:
                 too_long_sources += 1
             continue
-        ids, as_plain = encode_record(record, codec, own)
+        ids, as_plain = encode_record(record, codec, record_sampling)
         if not ids:
             raise UsageError(f"record {record.id} has an empty prompt")
         # an encoder's input does not take positions from the generated tokens
-        more = 0 if isinstance(codec, EncoderDecoderCodec) else own.max_new_tokens - sampling.max_new_tokens
+        more = 0 if isinstance(codec, EncoderDecoderCodec) else record_sampling.max_new_tokens - sampling.max_new_tokens
         if room is not None and len(ids) > room - more:
             too_long += 1
             continue

@@ -64,7 +64,7 @@ class Bench:
         self._stopping = False
         size, room = window_size(spec.batch_size), self._room()
         self._curves = curves(spec.settings) if spec.dev_records else ()
-        self._parts = list(self._divided(size, room))
+        self._parts = list(self._make_parts(size, room))
         ids = [prompt.ids for part in self._parts for window in part.data.windows for prompt in window]
         longest = max(map(len, ids))
         self._runners = {setting: make_runner(pair, setting, spec, longest) for setting in spec.settings}
@@ -77,7 +77,7 @@ class Bench:
         }
         self._environment = environment(command, str(device))
         self._clock = clock
-        self._took: dict[tuple[BenchPart, SweepSetting], list[float]] = {key: [] for key in self._tallies}
+        self._window_seconds: dict[tuple[BenchPart, SweepSetting], list[float]] = {key: [] for key in self._tallies}
 
     @property
     def units(self) -> int:
@@ -102,15 +102,15 @@ class Bench:
         A method that has not run on a task is expected to take its mean time on other tasks, or else the mean of all
         methods.
         """
-        every = [seconds for some in self._took.values() for seconds in some]
+        every = [seconds for some in self._window_seconds.values() for seconds in some]
         if not every:
             return None
         of_setting: dict[SweepSetting, list[float]] = {}
-        for (_, setting), some in self._took.items():
+        for (_, setting), some in self._window_seconds.items():
             of_setting.setdefault(setting, []).extend(some)
         return sum(
             (part.rounds * len(part.data.windows) - len(some)) * fmean(some or of_setting[setting] or every)
-            for (part, setting), some in self._took.items()
+            for (part, setting), some in self._window_seconds.items()
         )
 
     def run(self, progress: OnWindow = lambda done, total, name, left_s: None) -> BenchReport:
@@ -151,7 +151,7 @@ class Bench:
         complete = not self._stopping
         return BenchReport(rows, self._environment, self._about(), notes, complete, dev_rows, choices)
 
-    def _divided(self, size: int, room: int | None) -> Iterator[BenchPart]:
+    def _make_parts(self, size: int, room: int | None) -> Iterator[BenchPart]:
         """Yield the parts of the run: on every data set all settings, on its dev records the curves and references."""
         spec, codec = self._spec, self._pair.codec
         wanted = {one for curve in self._curves for one in (curve.reference, *curve.settings)}
@@ -182,7 +182,7 @@ class Bench:
             progress(done, self.units, f"{data.dataset.name}: {setting.name}", self.left_s())
             began = self._clock()
             self._measure(part, setting, number, window)
-            self._took[part, setting].append(self._clock() - began)
+            self._window_seconds[part, setting].append(self._clock() - began)
             done += 1
         return done
 

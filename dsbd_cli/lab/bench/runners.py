@@ -52,20 +52,20 @@ class EngineRunner:
 
     def __init__(self, pair: Engine, setting: SweepSetting, spec: BenchSpec, changes: Mapping[str, object]) -> None:
         """changes: sampling fields that are set for every prompt."""
-        method, how = setting.config, METHODS[setting.method]
+        method, entry = setting.config, METHODS[setting.method]
         assert isinstance(method, MethodConfig)
-        self._pick, self._seed, self._grammar = how.pick, spec.seed, spec.grammar
-        self._samples = method.num_beams if how.independent else None
-        if how.independent:
+        self._pick, self._seed, self._grammar = entry.pick, spec.seed, spec.grammar
+        self._samples = method.num_beams if entry.independent else None
+        if entry.independent:
             # a sample ends with the first end token that it draws
             method = replace(method, num_beams=1)
             changes = {**changes, "n_best": 1, "early_stopping": True}
-        elif how.pick is not None:
+        elif entry.pick is not None:
             changes = {**changes, "n_best": method.num_beams}
         self._sampling, self._changes = spec.sampling, changes
-        weights: Weights = "uniform" if how.independent else "probability"
+        weights: Weights = "uniform" if entry.independent else "probability"
         choosers: dict[str | None, Chooser] = {"vote": ByVote(weights=weights), "mbr": ByRisk(weights=weights)}
-        self._chooser = choosers.get(how.pick, ByScore())
+        self._chooser = choosers.get(entry.pick, ByScore())
         draft = pair.draft if method.needs_draft else None
         self._engine = pair.replace(draft=draft, method=method, batch_size=spec.batch_size, log_steps=True)
         self._slot_bytes = sum(model.kv_bytes_per_slot() for model in self._engine.models)
@@ -78,7 +78,7 @@ class EngineRunner:
 
     def run(self, prompts: Sequence[Prompt]) -> list[BestAnswer]:
         """Answer the prompts in order. After `stop` there are fewer answers."""
-        each = self._samples or 1
+        samples_per_prompt = self._samples or 1
         requests = [request for prompt in prompts for request in self._requests(prompt)]
         results: list[RequestResult] = []
         try:
@@ -89,9 +89,9 @@ class EngineRunner:
         for model in self._engine.models:
             model.release()
         return [
-            self._answer(prompt, results[each * place : each * (place + 1)])
+            self._answer(prompt, results[samples_per_prompt * place : samples_per_prompt * (place + 1)])
             for place, prompt in enumerate(prompts)
-            if len(results) >= each * (place + 1)
+            if len(results) >= samples_per_prompt * (place + 1)
         ]
 
     def _requests(self, prompt: Prompt) -> Iterator[Request]:
@@ -196,7 +196,7 @@ class PeerRunner:
         peer.stopped |= self._stopped
         name = self._setting.name
         try:
-            return list(peer.run(_asked(prompts), derive_seed(self._spec.seed, prompts[0].record.id)))
+            return list(peer.run(_peer_inputs(prompts), derive_seed(self._spec.seed, prompts[0].record.id)))
         except ModelError as error:
             raise ModelError(f"{name}: {error}") from None
         except Exception as error:  # other code may raise any error for a model that it cannot decode
@@ -214,7 +214,7 @@ class PeerRunner:
 
     def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[BestAnswer]) -> list[float]:
         """Return the log-probabilities of the last window's answers, by one plain forward of the target for each."""
-        both = zip(_asked(prompts), self._delivered, strict=True)
+        both = zip(_peer_inputs(prompts), self._delivered, strict=True)
         return [peer.logprobs([asked], [one])[0] for asked, (peer, one) in both]
 
     def stop(self) -> None:
@@ -224,7 +224,7 @@ class PeerRunner:
             peer.stop()
 
 
-def _asked(prompts: Sequence[Prompt]) -> list[Asked]:
+def _peer_inputs(prompts: Sequence[Prompt]) -> list[Asked]:
     return [prompt.source or prompt.ids for prompt in prompts]
 
 

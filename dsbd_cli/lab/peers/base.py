@@ -96,10 +96,10 @@ class Peer:
         timing."""
         return [
             sequence_logprob(self._target, encoder_input, answer.token_ids, begin)
-            for (encoder_input, begin), answer in zip(map(self._begun, prompts), answers, strict=True)
+            for (encoder_input, begin), answer in zip(map(self._encoded_prompt, prompts), answers, strict=True)
         ]
 
-    def _begun(self, prompt: Asked) -> tuple[Tensor, Sequence[int]]:
+    def _encoded_prompt(self, prompt: Asked) -> tuple[Tensor, Sequence[int]]:
         """Return a prompt [T] int64, or features, and the first tokens of answers of an encoder-decoder model."""
         assert not isinstance(prompt, Request), "speech and pictures are refused or read by the subclass"
         return torch.tensor(prompt), ()

@@ -106,9 +106,9 @@ class TransformersPeer(Peer):
         """Return the features of speech or a picture, and the tokens that the decoder begins with."""
         assert isinstance(self._codec, Seq2SeqCodec)
         asked = self._codec.encoder_input(replace(source, sampling=self._sampling))
-        return asked if asked.listen is None else self._listened(asked, asked.listen)
+        return asked if asked.listen is None else self._in_language(asked, asked.listen)
 
-    def _listened(self, asked: EncoderRequest, listen: Callable[[Tensor], tuple[list[int], str]]) -> EncoderRequest:
+    def _in_language(self, asked: EncoderRequest, listen: Callable[[Tensor], tuple[list[int], str]]) -> EncoderRequest:
         """Return the request with the language that the model detects, as transformers' detect_language does."""
         assert isinstance(self._target, Seq2SeqForestModel)
         start = torch.tensor([asked.prompt[:1]], device=self._target.device)
@@ -158,10 +158,9 @@ class TransformersPeer(Peer):
             yield from self._answers(len(together), *self._stacked(together), whole=True)
 
     def _answers(
-        self, count: int, inputs: Tensor, begin: int, options: dict[str, object], *, whole: bool = False
+        self, count: int, inputs: Tensor, first_new: int, options: dict[str, object], *, whole: bool = False
     ) -> Iterator[Delivered]:
-        """Yield answers to `count` inputs [B, ...]. begin: index of the first new token in the sequences that generate
-        returns.
+        """Yield answers to `count` inputs [B, ...]. first_new: index of the first new token in the returned sequences.
 
         whole: call transformers' generate without what a model class has put around it.
         """
@@ -170,7 +169,7 @@ class TransformersPeer(Peer):
         if self._sampling.stop:
             options["tokenizer"] = self._codec.tokenizer
         if self._catalogue is not None:
-            options["prefix_allowed_tokens_fn"] = partial(self._allowed, self._catalogue.trie, begin)
+            options["prefix_allowed_tokens_fn"] = partial(self._allowed, self._catalogue.trie, first_new)
         # Whisper and BLIP override generate, and choose the decoder's first tokens in ways of their own
         plain = partial(cast("Generate", GenerationMixin.generate), self._module)
         generate = plain if whole else cast("Generate", self._module.generate)
@@ -180,14 +179,14 @@ class TransformersPeer(Peer):
             stopping_criteria=StoppingCriteriaList([_Halt(self)]),
             **options,
         )
-        held = _cache_bytes(out.past_key_values) if self._assistant is None else None
-        rows = out.sequences[:, begin:].tolist()
+        cache_bytes = _cache_bytes(out.past_key_values) if self._assistant is None else None
+        rows = out.sequences[:, first_new:].tolist()
         scores = out.sequences_scores.tolist() if self.config.scores else []
         each = len(rows) // count
         for start in range(0, len(rows), each):
             part = slice(start, start + each)
             ranked = tuple(delivered(row, self._codec.eos_ids) for row in rows[part])
-            kv_bytes = None if held is None else held // count
+            kv_bytes = None if cache_bytes is None else cache_bytes // count
             yield Delivered(ranked[0], self.text(ranked[0]), kv_bytes, ranked, tuple(scores[part]))
 
     def _stacked(self, found: Sequence[EncoderRequest]) -> tuple[Tensor, int, dict[str, object]]:
@@ -210,19 +209,19 @@ class TransformersPeer(Peer):
         width = max(map(len, prompts))
         tokens = torch.zeros((len(prompts), width), dtype=torch.int64)  # [B, T]
         mask = torch.zeros_like(tokens)
-        paired = isinstance(self._target, Seq2SeqForestModel)
+        has_encoder = isinstance(self._target, Seq2SeqForestModel)
         for row, prompt in enumerate(prompts):
-            place = slice(0, len(prompt)) if paired else slice(width - len(prompt), width)
+            place = slice(0, len(prompt)) if has_encoder else slice(width - len(prompt), width)
             tokens[row, place] = torch.tensor(prompt)
             mask[row, place] = 1
-        return tokens, 1 if paired else width, {"attention_mask": mask.to(self._target.device)}
+        return tokens, 1 if has_encoder else width, {"attention_mask": mask.to(self._target.device)}
 
     def _allowed(self, trie: Trie, width: int, row: int, ids: Tensor) -> list[int]:
         """Return the tokens that may follow; the end token for a sequence that has ended or is no allowed answer."""
         node = trie.find(ids[width:].tolist())
         return (trie.children(node) if node is not None else []) or [self._codec.eos_ids[0]]
 
-    def _begun(self, prompt: Asked) -> tuple[Tensor, Sequence[int]]:
+    def _encoded_prompt(self, prompt: Asked) -> tuple[Tensor, Sequence[int]]:
         if isinstance(prompt, Request):
             asked = self._read(prompt)
             return asked.encoder_input, asked.prompt

@@ -68,37 +68,37 @@ def check_up(target: ModelSpec, draft: ModelSpec | None, seconds: float) -> Iter
 
     Nothing is downloaded. Where the models are not on this machine, the parts that need them are left out.
     """
-    yield _tried("versions", _versions)
-    yield _tried("machine", _machine)
-    yield _tried("GPU", _gpu)
+    yield _check("versions", _versions)
+    yield _check("machine", _machine)
+    yield _check("GPU", _gpu)
     if draft is not None:
-        fits = _tried("pair", partial(_pair, target, draft))
+        fits = _check("pair", partial(_pair, target, draft))
         yield fits
         draft = None if fits.state == "broken" else draft
     loaded: list[LoadedPair] = []
-    yield _tried("models", lambda: _models(target, draft, loaded))
+    yield _check("models", lambda: _models(target, draft, loaded))
     if not loaded:
         return
     from dsbd_cli.engine.protocols import EncoderDecoderCodec
 
     pair = loaded[0]
-    yield _tried("forest", lambda: _forest(pair))
-    yield _tried("numerics", lambda: _numerics(pair, target))
-    graphs = _tried("graphs", lambda: _graphs(pair))
+    yield _check("forest", lambda: _forest(pair))
+    yield _check("numerics", lambda: _numerics(pair, target))
+    graphs = _check("graphs", lambda: _graphs(pair))
     yield graphs
     captured = None if graphs.state == "ok" else False  # as a load leaves out captures that fail
-    yield _tried("kernels", lambda: _kernels(pair))
-    yield _tried("memory", lambda: _memory(pair))
+    yield _check("kernels", lambda: _kernels(pair))
+    yield _check("memory", lambda: _memory(pair))
     prompts = _prompts(target)
     if isinstance(pair.codec, EncoderDecoderCodec) and pair.codec.reads != "text":
         yield Check("texts", "off", f"the target reads {pair.codec.reads} files: no text can be tried on it")
         return
-    yield _tried("texts", lambda: _texts(pair, prompts, captured))
+    yield _check("texts", lambda: _texts(pair, prompts, captured))
     share = seconds / (1 if pair.draft is None else 2)
-    yield _tried("speed", lambda: _speed(pair, prompts, share, captured))
+    yield _check("speed", lambda: _speed(pair, prompts, share, captured))
 
 
-def _tried(name: str, part: Callable[[], tuple[State, str, Facts]]) -> Check:
+def _check(name: str, part: Callable[[], tuple[State, str, Facts]]) -> Check:
     """Try a part and return its check. An error that it raises becomes a check, too."""
     try:
         return Check(name, *part())
@@ -195,7 +195,7 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
     loaded.append(pair)
     lines: list[str] = []
     facts: Facts = {"load_s": took}
-    for spec, model, dtype in zip((target, draft), _both(pair), (pair.target_dtype, pair.draft_dtype), strict=False):
+    for spec, model, dtype in zip((target, draft), _members(pair), (pair.target_dtype, pair.draft_dtype), strict=False):
         assert spec is not None
         size = size_of(model)
         how = f" ({spec.dtype})" if spec.dtype == "auto" else ""
@@ -211,12 +211,12 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
         }
     if draft is None:
         lines.append("no draft")
-    told = [*([] if pair.draft_form is None else [f"draft: {pair.draft_form}"]), *pair.notes]
-    facts["told"] = told
-    return "ok", "; ".join([*lines, f"loaded and tested in {took:.1f} s", *told]), facts
+    notes = [*([] if pair.draft_form is None else [f"draft: {pair.draft_form}"]), *pair.notes]
+    facts["told"] = notes
+    return "ok", "; ".join([*lines, f"loaded and tested in {took:.1f} s", *notes]), facts
 
 
-def _both(pair: LoadedPair) -> list[ForestModel]:
+def _members(pair: LoadedPair) -> list[ForestModel]:
     """Return the target, and the draft where there is one."""
     return [pair.target] if pair.draft is None else [pair.target, pair.draft]  # type: ignore[list-item]
 
@@ -225,7 +225,7 @@ def _forest(pair: LoadedPair) -> tuple[State, str, Facts]:
     """Report the errors that the self-test measured at load. It has passed, or the models would not be loaded."""
     lines: list[str] = []
     facts: Facts = {}
-    for role, model in zip(("target", "draft"), _both(pair), strict=False):
+    for role, model in zip(("target", "draft"), _members(pair), strict=False):
         report = getattr(model, "tested", None)
         if report is not None:
             lines.append(
@@ -266,10 +266,10 @@ def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
     from dsbd_cli.engine.iteration.devices import iteration_ops
     from dsbd_cli.ops.select import rejected_kernels
 
-    target, alike = pair.target, dict[tuple[str, str], list[str]]()
+    target, ops_by_backend = pair.target, dict[tuple[str, str], list[str]]()
     found = {one.op: one for one in (*target.ops.report, *iteration_ops(target.device, None).report)}
     for one in found.values():
-        alike.setdefault((one.backend, one.reason), []).append(one.op)
+        ops_by_backend.setdefault((one.backend, one.reason), []).append(one.op)
     products, wrong = _products(target), rejected_kernels(target.device, None)
     ours = sum(getattr(one, "compiled", False) for one in products)
     facts: Facts = {
@@ -277,7 +277,7 @@ def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
         "linear_layers": len(products),
         "linear_layers_as_kernels": ours,
     }
-    lines = [f"{backend}: {', '.join(names)} ({reason})" for (backend, reason), names in alike.items()]
+    lines = [f"{backend}: {', '.join(names)} ({reason})" for (backend, reason), names in ops_by_backend.items()]
     if target.device.type == "cpu":
         lines.append(f"{ours} of {len(products)} linear layers run as kernels of numba")
     served = any(one.backend != "torch" for one in found.values())
@@ -304,7 +304,7 @@ def _products(target: ForestModel) -> list[object]:
 def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:
     from dsbd_cli.engine.planning.memory_limit import fitting_rows, free_bytes
 
-    models = _both(pair)
+    models = _members(pair)
     nodes = BEAMS * (1 + 2 * DEPTH)
     free, cache = free_bytes(pair.target.device), sum(model.kv_bytes_per_slot() for model in models)
     slots = MEMORY_TOKENS + 2 * nodes

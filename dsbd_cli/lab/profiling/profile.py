@@ -85,7 +85,7 @@ class _Session:
         self._memory: tuple[MemoryOwner, ...] = ()
         self._first: ProfiledRun | None = None
         self._roofline: Roofline | None = None
-        self._once: dict[ForestSize, ProfiledRun] = {}
+        self._single_runs: dict[ForestSize, ProfiledRun] = {}
         self._rounds: dict[ForestSize, list[ProfiledRun]] = {}
         self._repeats = 1
 
@@ -99,7 +99,7 @@ class _Session:
         budget.tell("warming up")
         began = budget.clock()
         self._memory, self._first = _memory(self._job, self._bench)
-        self._once[self._now] = self._first
+        self._single_runs[self._now] = self._first
         budget.found(f"{self._now.label}: {_speed(self._first)}, the first run")
         expected = _scaled(expected, self._first, budget.clock() - began)
         if method.depth:
@@ -115,7 +115,7 @@ class _Session:
         seconds = expected.run(setting)
         if self._budget.affords(what, seconds, reserved_s=reserved_s):
             self._budget.tell(f"timing {what}", seconds)
-            self._once[setting] = self._timed(setting)
+            self._single_runs[setting] = self._timed(setting)
 
     def _timed(self, setting: ForestSize) -> ProfiledRun:
         run = self._bench.timed(method_for(self._method, setting))
@@ -157,7 +157,7 @@ class _Session:
 
     def _take_rounds(self, expected: Expected) -> None:
         """Run in turn, in several rounds, the setting in use, the fastest one that was run, and no draft."""
-        found = [(setting, run.tokens / run.seconds) for setting, run in self._once.items()]
+        found = [(setting, run.tokens / run.seconds) for setting, run in self._single_runs.items()]
         fastest = advice.choose(found, self._method.num_beams)
         settings = list(dict.fromkeys([self._now, fastest, NO_DRAFT]))
         seconds = sum(expected.run(setting) for setting in settings)
@@ -180,7 +180,7 @@ class _Session:
         if self._first is None:
             return None
         job, bench, method, now = self._job, self._bench, self._method, self._now
-        runs = {setting: [run] for setting, run in self._once.items()} | self._rounds
+        runs = {setting: [run] for setting, run in self._single_runs.items()} | self._rounds
         measured = {setting: _measured(setting, some, self._roofline) for setting, some in runs.items()}
         # where some settings were run in rounds, only these are compared: single runs are less certain
         compared = self._rounds or runs

@@ -129,8 +129,8 @@ def resource_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
 
 def _accepted(row: BenchRow) -> str:
     """Return the share of accepted drafts in percent, and that of each drafter where there are two."""
-    parts = [f"{name} {number(_hundred(rate), '.0f')}" for name, rate in row.accepted_by_drafter.items()]
-    return number(_hundred(row.acceptance_rate), ".0f") + (f" ({', '.join(parts)})" if parts else "")
+    parts = [f"{name} {number(_percent(rate), '.0f')}" for name, rate in row.accepted_by_drafter.items()]
+    return number(_percent(row.acceptance_rate), ".0f") + (f" ({', '.join(parts)})" if parts else "")
 
 
 def measured(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> list[ReportColumn]:
@@ -187,7 +187,7 @@ def choice_line(report: BenchReport, choice: ChosenThreshold) -> str:
     return f"{choice.task}: {choice.chosen} is chosen: {', '.join(scores)}. Rule: {choice.rule}.{coarse}"
 
 
-def _hundred(share: float | None) -> float | None:
+def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 

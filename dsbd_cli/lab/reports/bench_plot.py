@@ -101,11 +101,11 @@ def _shown(rows: Sequence[BenchRow]) -> list[BenchRow]:
 
 def _front(rows: Sequence[BenchRow]) -> list[BenchRow]:
     """Return the rows that no other one beats in both speed and quality."""
-    levels = [(row, level) for row in rows if (level := _level(row)) is not None]
+    levels = [(row, level) for row in rows if (level := _quality_value(row)) is not None]
     return [levels[place][0] for place in pareto_front([(row.tokens_per_s.value, level) for row, level in levels])]
 
 
-def _level(row: BenchRow) -> float | None:
+def _quality_value(row: BenchRow) -> float | None:
     """Return the main score in percent, else the log-probability per token."""
     return 100 * row.quality.value if row.quality is not None else row.logprob_per_token
 
@@ -119,7 +119,7 @@ def _quality(axes: Axes, shown: Sequence[BenchRow], rows: Sequence[BenchRow], ta
     quality = f"{metric} (%)" if metric else "log-probability per token"
     plain_axes(axes, f"{task}, {records}: quality against speed", f"tokens per second{some}", quality)
     front = {row.name for row in _front(rows)}
-    drawn = [(level, row.tokens_per_s.value, row) for row in shown if (level := _level(row)) is not None]
+    drawn = [(level, row.tokens_per_s.value, row) for row in shown if (level := _quality_value(row)) is not None]
     drawn.sort(key=lambda one: (one[0], -one[1]))  # on one level the slower point has name and line above
     for level, speed, row in drawn:
         colour = _colour_of(row.method)
@@ -142,23 +142,23 @@ def _quality(axes: Axes, shown: Sequence[BenchRow], rows: Sequence[BenchRow], ta
 def _name_points(
     axes: Axes,
     points: Sequence[tuple[float, float, str, str]],
-    stand: float,
+    column_x: float,
     height: float,
     bold: Container[str] = (),
 ) -> None:
     """Write the names in a column beside the panel, each with a thin line from its point, so that none overlaps
     another.
 
-    points: x, y, name and colour. stand: x of the column. height: of the panel, in inches. bold: names in bold type.
+    points: x, y, name and colour. column_x: x of the column. height: of the panel, in inches. bold: names in bold type.
     """
     low, high = axes.get_ylim()
     gap = min((high - low) * LABEL_POINTS * 1.45 / 72 / height, (high - low) / max(1, len(points)))
-    stands = spread_labels([y for _, y, _, _ in points], gap, low, high)
-    for (x, y, name, colour), place in zip(points, stands, strict=True):
+    label_ys = spread_labels([y for _, y, _, _ in points], gap, low, high)
+    for (x, y, name, colour), label_y in zip(points, label_ys, strict=True):
         axes.annotate(
             name,
             (x, y),
-            xytext=(stand, place),
+            xytext=(column_x, label_y),
             fontsize=LABEL_POINTS,
             fontweight="bold" if name in bold else "normal",
             color=colour,

@@ -104,15 +104,15 @@ def with_shots(dataset: Dataset, count: int) -> Dataset:
     before = "".join(f"{record.prompt} {record.reference.strip()}\n\n" for record in shown)
     as_text = all(record.prompt for record in shown)
 
-    def without_shots(records: Iterator[TaskRecord]) -> Iterator[TaskRecord]:
+    def with_examples(records: Iterator[TaskRecord]) -> Iterator[TaskRecord]:
         for one in records:
             meta = {**one.meta, "messages": [*turns, *_conversation(one)]}
             yield dataclasses.replace(one, prompt=before + one.prompt if as_text and one.prompt else "", meta=meta)
 
-    test, rest = dataset.records, dataset.dev.records
-    dev = dataclasses.replace(dataset.dev, records=lambda: without_shots(itertools.islice(rest(), count, None)))
-    note = f"{dataset.name}: {count} solved dev records stand in front of every prompt"
-    return dataclasses.replace(dataset, records=lambda: without_shots(test()), dev=dev, notes=(*dataset.notes, note))
+    dev_records = dataset.dev.records
+    dev = dataclasses.replace(dataset.dev, records=lambda: with_examples(itertools.islice(dev_records(), count, None)))
+    notes = (*dataset.notes, f"{dataset.name}: {count} solved dev records stand in front of every prompt")
+    return dataclasses.replace(dataset, records=lambda: with_examples(dataset.records()), notes=notes, dev=dev)
 
 
 def _conversation(record: TaskRecord) -> list[dict[str, str]]:
