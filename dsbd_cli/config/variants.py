@@ -342,16 +342,19 @@ def register(variant: Variant) -> None:
     table[variant.name] = variant
 
 
-_looked = False
+_extensions_found = False
+_extension_fault: UsageError | None = None
 
 
 def find_extensions() -> None:
     """Register the variants that installed packages offer as entry points of the group `dsbd`; once in a process.
-    Raises UsageError that names the package."""
-    global _looked  # noqa: PLW0603 - once in a process
-    if _looked:
+    Raises UsageError that names the package, and raises it again at every further call."""
+    global _extensions_found, _extension_fault  # noqa: PLW0603 - once in a process
+    if _extension_fault is not None:
+        raise _extension_fault
+    if _extensions_found:
         return
-    _looked = True  # first, because an extension may import code that calls this again
+    _extensions_found = True  # first, because an extension may import code that calls this again
     for point in entry_points(group="dsbd"):
         owner = "" if point.dist is None else f" of {point.dist.name} {point.dist.version}"
         try:
@@ -360,9 +363,10 @@ def find_extensions() -> None:
                 raise UsageError(f"{point.value} is no Rule, Drafter or Format of dsbd_cli.config.variant")
             register(found)
         except Exception as error:
-            raise UsageError(
+            _extension_fault = UsageError(
                 f"extension {point.name}{owner} cannot be used: {error}; repair or uninstall it"
-            ) from error
+            )
+            raise _extension_fault from error
 
 
 # Names

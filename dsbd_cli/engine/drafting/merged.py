@@ -32,6 +32,7 @@ class FusionDrafter(Drafter):
         """
         self._first, self._second, self._share, self._top_k = first, second, share, top_k
         self.model = first.model
+        self.on_host = first.on_host or second.on_host
 
     def propose(self, context: DraftContext) -> Forest:
         """Draft one forest with both drafters. At least K - share nodes of a layer are the first one's."""

@@ -309,6 +309,14 @@ def test_asking_for_graphs_without_a_gpu_is_refused() -> None:
         Engine(target, draft, NumberCodec(VOCABULARY), MethodConfig(num_beams=2, depth=2), cuda_graphs=True)
 
 
+@pytest.mark.parametrize("drafter", ["beam+grammar", "ngram+grammar", "grammar+ngram"])
+def test_graphs_are_refused_where_one_of_two_drafters_works_on_the_host(drafter: str) -> None:
+    target, draft = table_pair(1, VOCABULARY, 0.4)
+    method = MethodConfig(num_beams=2, depth=2, drafter=drafter)
+    with pytest.raises(UsageError, match="cuda_graphs cannot be had: the drafter works on the host"):
+        Engine(target, draft if method.needs_draft else None, NumberCodec(VOCABULARY), method, cuda_graphs=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("rule", ["coupled", "search", "rejection"])
