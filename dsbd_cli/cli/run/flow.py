@@ -32,7 +32,7 @@ class ReadRow(Protocol):
 
 
 class TooManyErrorsError(DsbdError):
-    """As many rows have failed as --set max-errors says."""
+    """The end of a run in which as many rows have failed as --set max-errors says."""
 
 
 def check_errors(failed: int, most: int | None, details: str) -> None:

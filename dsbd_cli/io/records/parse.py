@@ -30,6 +30,15 @@ def parse_object(line: bytes) -> Fields:
     return row
 
 
+def decoded(line: bytes) -> str:
+    """Return a line as text. Raises InvalidRowError if it is not UTF-8."""
+    try:
+        return line.decode()
+    except UnicodeDecodeError as bad:
+        where = f"byte 0x{line[bad.start]:02x} at byte {bad.start + 1}"
+        raise InvalidRowError(f"not UTF-8: {where}: {_shown(line)}") from None
+
+
 def _survey(row: Fields) -> tuple[int, int, bool]:
     """Count the names in all dicts and the colons in all strings, and say whether some float may have been an integer.
 
@@ -86,10 +95,7 @@ def _exact(digits: str) -> int:
 
 
 def _not_json(line: bytes, error: orjson.JSONDecodeError) -> str:
-    try:
-        line.decode()
-    except UnicodeDecodeError as bad:
-        return f"not UTF-8: byte 0x{line[bad.start]:02x} at byte {bad.start + 1}: {_shown(line)}"
+    decoded(line)  # a line that is not UTF-8 is told as such
     reason = error.msg
     if "depth" in reason or "memory" in reason:
         reason = "nested too deep"

@@ -15,7 +15,7 @@ from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 from dsbd_cli.io.records.fields import messages, response_format, text
 from dsbd_cli.io.records.file_roots import file_of_row
 from dsbd_cli.io.records.input_forms import ParsedRow, as_written, parsed_row
-from dsbd_cli.io.records.parse import parse_object
+from dsbd_cli.io.records.parse import decoded, parse_object
 from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key
 from dsbd_cli.requests import Request, check_ends, check_seed, derive_seed
 
@@ -97,7 +97,7 @@ class RowReader:
         row_id = str(index)
         key = _raw_key(row_id, line)
         try:
-            prompt = _decoded(_readable_line(line))
+            prompt = decoded(_readable_line(line))
         except InvalidRowError as error:
             failure = InvalidRowError(f"line {number}: {error}")
             return Row(index, number, row_id, None, failure, "text", None, key)
@@ -286,11 +286,3 @@ def _readable_line(line: bytes | LongLine) -> bytes:
         shown = shorten(line.head.decode("utf-8", "replace"))
         raise InvalidRowError(f"the line has {line.size} bytes, but must have at most {MAX_LINE_BYTES}: {shown}")
     return line
-
-
-def _decoded(line: bytes) -> str:
-    try:
-        return line.decode()
-    except UnicodeDecodeError as bad:
-        shown = shorten(line[:200].decode("utf-8", "replace"))
-        raise InvalidRowError(f"not UTF-8: byte 0x{line[bad.start]:02x} at byte {bad.start + 1}: {shown}") from None
