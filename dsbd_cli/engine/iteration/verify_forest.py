@@ -23,7 +23,7 @@ from dsbd_cli.engine.iteration.finished import Live, Verified, counters, progres
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule
-from dsbd_cli.engine.verify.rejection import draft_probs_at
+from dsbd_cli.engine.verify.rejection import draft_log_probs_at
 from dsbd_cli.engine.verify.width import expected_width
 
 MOST_NOISE = 1 << 16  # numbers of noise that are made for all nodes at once; more are made layer by layer
@@ -157,22 +157,19 @@ def _view(
         node=live.node,
         valid=live.valid,
         path=nodes.path.gather(1, known),
-        row_key=state.row_key,
-        iteration=state.iteration,
-        layer=layer,
         full=own.full,
         drafts=_drafts(forest, layer),
         width=torch.full_like(state.row_key, state.method.num_beams),
         dynamic=state.method.dynamic,
-        noise=None if noise.of_nodes is None else at_nodes(noise.of_nodes, known),
         keys=noise.keys[:, layer],
+        num_beams=state.method.num_beams,
+        noise=None if noise.of_nodes is None else at_nodes(noise.of_nodes, known),
         greedy_rows=state.warp.greedy_rows,
-        draws=state.method.num_beams,
     )
     method = state.method
     if method.dynamic and view.drafts is not None:
         assert view.drafts.distribution is not None
-        q = draft_probs_at(view, view.drafts).exp()
+        q = draft_log_probs_at(view, view.drafts).exp()
         p = view.log_p.flatten(1).to(torch.float64).exp()
         # of a merged layer only the sampled nodes: which deterministic ones are in it depends on the draws
         drawn = view.drafts.distribution.log_drawn.shape[1]

@@ -11,7 +11,7 @@ import torch
 
 from dsbd_cli.engine.core.noise import COMPLETION, gumbel, path_gumbel
 from dsbd_cli.engine.core.sampler import PathNoise, entry_index
-from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule, complete_afresh, membership
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule, complete_afresh, verify_by_keys
 
 
 class Coupled(Rule):
@@ -22,7 +22,7 @@ class Coupled(Rule):
     def verify(self, view: LayerView) -> LayerDraws:
         """Draw the largest of log P + G, then look which draws were drafted."""
         noise = path_gumbel(view.path, view.tokens, view.greedy_rows) if view.noise is None else view.noise
-        draws, early = membership(view, view.log_p + noise, rank_limit=False)
+        draws, ends_within_width = verify_by_keys(view, view.log_p + noise, rank_limit=False)
         if not view.dynamic:
             return draws
         key = view.key(COMPLETION).view(-1, 1, 1)
@@ -30,4 +30,4 @@ class Coupled(Rule):
         # rows without noise have ties, which best_first breaks in float32 only
         if view.greedy_rows is not None:
             fresh = torch.where(view.greedy_rows[:, None, None], view.log_p, fresh).to(torch.float32)
-        return complete_afresh(view, draws, early, fresh)
+        return complete_afresh(view, draws, ends_within_width, fresh)

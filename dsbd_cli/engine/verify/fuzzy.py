@@ -27,7 +27,7 @@ from dsbd_cli.engine.core.sampler import WithoutReplacement
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerView
 from dsbd_cli.engine.verify.divergence import divergence
-from dsbd_cli.engine.verify.rejection import Rejection, at_pool, draft_probs_at
+from dsbd_cli.engine.verify.rejection import Rejection, at_pool, draft_log_probs_at
 
 
 class WholeVocabulary(WithoutReplacement):
@@ -82,7 +82,7 @@ def layer_divergence(view: LayerView, drafts: DraftedLayer, name: DivergenceName
     """
     assert drafts.distribution is not None
     if distribution == "warped":
-        p, q = view.log_p, draft_probs_at(view, drafts)
+        p, q = view.log_p, draft_log_probs_at(view, drafts)
     else:
         p, q = (
             view.logprob,

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.nodes import DraftDistribution
 from dsbd_cli.engine.core.noise import ACCEPT, CLOCK, COMPLETION, RESIDUAL, gumbel, uniform
-from dsbd_cli.engine.core.pool import ends_before, live_draws, match_pairs
+from dsbd_cli.engine.core.pool import ends_before, live_draws
 from dsbd_cli.engine.core.sampler import Independent, Sampler, WithoutReplacement, entry_index, largest
 from dsbd_cli.engine.core.topk import NEG_INF
-from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule, at_front
+from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule, at_front, equal_nodes, passing
 
 TINY = 1e-300
 MOST_PROBS = 1 << 20  # numbers in the distributions Q' that are made together
@@ -64,7 +64,7 @@ class _Accepted:
     ends: Tensor
 
 
-def draft_probs_at(view: LayerView, drafts: DraftedLayer) -> Tensor:
+def draft_log_probs_at(view: LayerView, drafts: DraftedLayer) -> Tensor:
     """Return log Q at the pairs of the target's pool: [R, M] float64. Q is over all nodes of the live beams' layer."""
     assert drafts.distribution is not None
     return at_pool(view, drafts, drafts.distribution.log_q)
@@ -164,20 +164,20 @@ class Rejection(Rule):
         tested, free = self.decide(view, drafts)
         allowed = known if tested is None else known & tested.unsqueeze(1)
         drawn = drawn if tested is None else drawn & tested.unsqueeze(1)
-        freely = None
+        untested = None
         if free is not None:
-            freely = known & torch.isfinite(view.logprob.flatten(1).gather(1, index)) & free.unsqueeze(1)
+            untested = known & torch.isfinite(view.logprob.flatten(1).gather(1, index)) & free.unsqueeze(1)
         width, columns = view.width.unsqueeze(1), (torch.split(item, 1, 1) for item in (index, drawn, allowed, bound))
         distributions = self._drawn_distributions(view, drafts, log_rest, places)
         for j, (at, drawn_now, allowed_now, bound_now, q) in enumerate(zip(*columns, distributions, strict=True)):
             going = tests.live < width
             accept = (bound_now < tests.residual.gather(1, at)) & allowed_now
-            over = drawn_now
-            if freely is not None:
-                accept |= freely[:, j : j + 1]
-                over = over | accept
+            tested_now = drawn_now
+            if untested is not None:
+                accept |= untested[:, j : j + 1]
+                tested_now = tested_now | accept
             accept &= going
-            self._update(tests, at, accept, over & going, q)
+            self._update(tests, at, accept, tested_now & going, q)
             tests.taken.append(accept)
             tests.live = tests.live + (accept & lasting[:, j : j + 1])
         taken = torch.cat(tests.taken, 1)
@@ -195,7 +195,7 @@ class Rejection(Rule):
         the smallest number. log_rest: [R, K1] float64.
         """
         assert drafts.distribution is not None
-        log_q = draft_probs_at(view, drafts).unsqueeze(1)
+        log_q = draft_log_probs_at(view, drafts).unsqueeze(1)
         rows, count, pairs = len(log_q), log_rest.shape[1], log_q.shape[2]
         order = torch.arange(count, device=log_q.device)
         # the draft that took each pair away, count where none did
@@ -211,9 +211,9 @@ class Rejection(Rule):
                 here &= beam == places.beam[:, part].unsqueeze(2)
             yield from torch.where(here, q, 0.0).unbind(1)
 
-    def _update(self, tests: _Tests, at: Tensor, accept: Tensor, open_: Tensor, q: Tensor) -> None:
+    def _update(self, tests: _Tests, at: Tensor, accept: Tensor, tested: Tensor, q: Tensor) -> None:
         """Update P and P' after one test of a draft drawn from Q' = q. at: [R, 1], its pool index. Rows whose tests are
-        over (open_ is False) stay as they are.
+        over (tested is False) stay as they are.
 
         What is left of P is renormalised in logs, as what is left of Q.
         """
@@ -223,7 +223,7 @@ class Rejection(Rule):
             tests.log_p = tests.log_p.scatter_add(1, at, gone)
             tests.p = torch.softmax(tests.log_p, 1)
         after = torch.where(accept, tests.p, rejected)
-        tests.residual = torch.where(open_, after, tests.residual)
+        tests.residual = torch.where(tested, after, tests.residual)
 
     def _finish(self, view: LayerView, tests: _Tests, accepted: _Accepted | None) -> LayerDraws:
         """Return the accepted drafts, then the missing draws. Missing draws that are drafted nodes count for the layer
@@ -245,16 +245,12 @@ class Rejection(Rule):
             nodes.insert(0, order.expand_as(accepted.index))
         indices, reals = zip(*drawn, strict=True)
         index, valid, node = at_front(torch.cat(indices, 1), torch.cat(reals, 1), torch.cat(nodes, 1), beams)
-        if view.drafts is not None and self.joins:
-            node = torch.where(node < 0, _nodes(view, view.drafts, index, valid), node)
-        steps = torch.arange(beams, device=index.device)
-        needed = valid & (steps < view.width.unsqueeze(1))
-        passed = ((node >= 0) | ~needed).all(1) & needed.any(1)
-        width = torch.where(passed, view.width, beams)
-        valid &= steps < width.unsqueeze(1)
+        if self.joins:
+            node = torch.where(node < 0, equal_nodes(view, index, valid), node)
+        passed, width, valid = passing(view, node, valid)
         missing = (width - (live + first_live.squeeze(1))).clamp(min=0)
         ended = more_ends(torch.where(going, missing, 0)) | torch.zeros_like(ends).scatter(1, first, first_ends)
-        count = (valid & (node >= 0) & (steps >= tests.live)).sum(1)
+        count = (valid & (node >= 0) & (torch.arange(beams, device=index.device) >= tests.live)).sum(1)
         if accepted is not None:
             ended, count = ended | accepted.ends, count + accepted.count
         return LayerDraws(index, valid, node, ended, valid, passed, count)
@@ -275,13 +271,6 @@ class Rejection(Rule):
         keys, ends = distribution + fresh[:, 1], view.ends.flatten(1)
         draws = live_draws(keys, ends, view.num_beams)
         return draws.index, draws.valid, lambda count: ends_before(keys, ends, draws, count)
-
-
-def _nodes(view: LayerView, drafts: DraftedLayer, index: Tensor, valid: Tensor) -> Tensor:
-    """Return the forest node equal to each draw [R, W], or -1."""
-    beam, token = view.pair(index)
-    found = match_pairs(view.node.gather(1, beam), token, drafts.parent, drafts.token, drafts.valid)
-    return torch.where(valid & (found >= 0), found + drafts.offset, -1)
 
 
 class WithReplacement(Rejection):
@@ -310,7 +299,7 @@ class WithReplacement(Rejection):
         index, real = torch.cat([pick for pick, _ in picks], 1), torch.cat([real for _, real in picks], 1)
         clock = view.key(CLOCK).unsqueeze(1)
 
-        def rung(count: Tensor) -> Tensor:
+        def ended_before(count: Tensor) -> Tensor:
             steps = torch.arange(view.num_beams, device=index.device).unsqueeze(0)
             wanted = steps < count.unsqueeze(1)
             waits = torch.where(wanted, -torch.log(uniform(clock, -1 - steps)), 0.0).sum(1, keepdim=True)
@@ -319,4 +308,4 @@ class WithReplacement(Rejection):
             rings = -torch.log(uniform(clock, entries)) / p
             return ends & (rings < last) & (p > 0) & (count > 0).unsqueeze(1)
 
-        return index, real, rung
+        return index, real, ended_before

@@ -4,7 +4,7 @@ fewer target calls."""
 from __future__ import annotations
 
 from dsbd_cli.engine.core.sampler import Best
-from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule, membership
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule, verify_by_keys
 
 
 class Search(Rule):
@@ -15,4 +15,4 @@ class Search(Rule):
 
     def verify(self, view: LayerView) -> LayerDraws:
         """Rank the pool. The layer passes if the W best live pairs were drafted."""
-        return membership(view, view.log_p, rank_limit=True)[0]
+        return verify_by_keys(view, view.log_p, rank_limit=True)[0]
