@@ -98,14 +98,15 @@ class PrefixIndex:
         waves: list[dict[int, PrefixCopy]] = []
         for row, prompt in prompts.items():
             blocks = _blocks(prompt)
-            standing, held = self._longest(blocks)
-            reading, beside = new._longest(blocks)
+            held_blocks, held_node = self._longest(blocks)
+            new_blocks, new_node = new._longest(blocks)
             wave, copy = 0, PrefixCopy(row)
-            if reading > standing:
-                src_row = min(beside.rows, key=beside.rows.__getitem__)
-                wave, copy = beside.rows[src_row] + 1, PrefixCopy(src_row, reading * PREFIX_STEP)
-            elif standing:
-                copy = PrefixCopy(row if row in held.rows else next(iter(held.rows)), standing * PREFIX_STEP)
+            if new_blocks > held_blocks:
+                src_row = min(new_node.rows, key=new_node.rows.__getitem__)
+                wave, copy = new_node.rows[src_row] + 1, PrefixCopy(src_row, new_blocks * PREFIX_STEP)
+            elif held_blocks:
+                src_row = row if row in held_node.rows else next(iter(held_node.rows))
+                copy = PrefixCopy(src_row, held_blocks * PREFIX_STEP)
             new._put(row, blocks, wave)
             waves.extend({} for _ in range(wave + 1 - len(waves)))
             waves[wave][row] = copy

@@ -187,7 +187,7 @@ def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[Ker
     """Return every kernel of an iteration with its reference. settings: methods and sampling of the cases."""
 
     def one(name: str) -> KernelCheck:
-        def beside(iteration: IterationCase) -> set[str]:
+        def also_used(iteration: IterationCase) -> set[str]:
             """Return the kernels that run in both. Rule `rejection` compares with the distribution that `draft`
             records."""
             return {"draft"} if name == "verify" and iteration.method.rule == "rejection" else set()
@@ -202,23 +202,23 @@ def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[Ker
                     yield (made,)
 
         def op(iteration: IterationCase) -> tuple[Tensor, ...]:
-            return iteration.run(name, *beside(iteration))
+            return iteration.run(name, *also_used(iteration))
 
         def reference(iteration: IterationCase) -> tuple[Tensor, ...]:
-            return iteration.run(*beside(iteration))
+            return iteration.run(*also_used(iteration))
 
         return KernelCheck(name, op, reference, cases)
 
     return [
-        KernelCheck("candidates", _chosen("candidates"), _chosen(), _logits),
+        KernelCheck("candidates", _candidates_with("candidates"), _candidates_with(), _logits),
         one("draft"),
         one("verify"),
         one("commit"),
-        KernelCheck("move", _moved("move"), _moved(), _moves),
+        KernelCheck("move", _move_with("move"), _move_with(), _moves),
     ]
 
 
-def _chosen(*used: str) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
+def _candidates_with(*used: str) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
     def run(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         found = top_candidates(logits, CandidateCount(count), ops=Ops(**triton_ops(used)))
         some = found.logprobs > float("-inf")  # among tokens of -inf any may be chosen
@@ -237,7 +237,7 @@ def _logits(generator: torch.Generator, device: torch.device) -> Iterator[Argume
         yield logits.to(dtype).to(device), 24
 
 
-def _moved(*used: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _move_with(*used: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     def run(slots: Tensor, src_slots: Tensor, dst_slots: Tensor) -> Tensor:
         slots = slots.clone()
         Ops(**triton_ops(used)).move(slots, src_slots, dst_slots)

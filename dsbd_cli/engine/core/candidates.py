@@ -15,8 +15,8 @@ from dsbd_cli.ops import reference
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import ops_for
 
-PART = 1 << 21  # logits processed at a time on a CPU: enough for all threads, few enough for the processor's cache
-SWEPT = 1 << 17  # logits per thread that `_sweep` reads at a time: few enough for the cache of one core
+LOGITS_PER_PART = 1 << 21  # read at a time on a CPU: enough for all threads, few enough for the processor's cache
+SWEEP_LOGITS_PER_THREAD = 1 << 17  # that `_maxima_and_total` reads at a time: few enough for the cache of one core
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ def top_candidates(
     if wanted.own is None and (found := ops.candidates(logits, count)) is not None:
         return Candidates(*found, full=count == logits.shape[-1])
     rows = logits.flatten(0, -2)
-    size = max(1, PART // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
+    size = max(1, LOGITS_PER_PART // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
     if wanted.own is None:
         parts = [_candidates(part, count, ops) for part in torch.split(rows, size)]
     else:
@@ -126,32 +126,32 @@ def _candidates(
     """
     vocabulary = logits.shape[-1]
     full = count == vocabulary
-    swept = None if full or vocabulary < BLOCKED_FROM else _sweep(logits, ops)
-    values = logits.to(torch.float32) if swept is None else logits
-    over = None
+    maxima_and_total = None if full or vocabulary < BLOCKED_FROM else _maxima_and_total(logits, ops)
+    values = logits.to(torch.float32) if maxima_and_total is None else logits
+    beyond_own = None
     if not full:
-        best, ranked = best_tokens(values, count, None if swept is None else swept[0])
-        over = None if own is None else torch.arange(count, device=values.device) >= own
+        best, ranked = best_tokens(values, count, None if maxima_and_total is None else maxima_and_total[0])
+        beyond_own = None if own is None else torch.arange(count, device=values.device) >= own
         tokens, order = ranked.sort(dim=-1)
         best = best.gather(-1, order)
-        over = None if over is None else over.gather(-1, order)
+        beyond_own = None if beyond_own is None else beyond_own.gather(-1, order)
     else:
         best, tokens = values, torch.arange(vocabulary, device=values.device).expand_as(values)
     if full and own is not None:
         some, ranked = best_tokens(values, min(most, vocabulary))
         last = (own - 1).clamp(max=some.shape[-1] - 1)
         limit, token = some.gather(-1, last), ranked.gather(-1, last)
-        over = ((values < limit) | ((values == limit) & (tokens > token))) & (own < vocabulary)
-    if swept is None:
+        beyond_own = ((values < limit) | ((values == limit) & (tokens > token))) & (own < vocabulary)
+    if maxima_and_total is None:
         highest = best.amax(-1, keepdim=True)
         total = ops.log_total(values, highest)
     else:
-        _, highest, total = swept
+        _, highest, total = maxima_and_total
     best = (best - highest).sub_(total)
-    return tokens, best if over is None else best.masked_fill_(over, NEG_INF)
+    return tokens, best if beyond_own is None else best.masked_fill_(beyond_own, NEG_INF)
 
 
-def _sweep(logits: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
+def _maxima_and_total(logits: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
     """Read logits [n, V] of a large vocabulary once, and return what the selection and the normalisation need.
 
     Return the largest logit of each block [n, V // BLOCKS[0]] float32, the largest of each row [n, 1], and the log of
@@ -164,7 +164,7 @@ def _sweep(logits: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
     edge = vocabulary // BLOCKS[0] * BLOCKS[0]
     size = max(1, rows)
     if logits.device.type == "cpu" and (ops.log_total is reference.log_total or logits.dtype != torch.float32):
-        size = max(2, SWEPT * torch.get_num_threads() // vocabulary)  # otherwise nothing is copied
+        size = max(2, SWEEP_LOGITS_PER_THREAD * torch.get_num_threads() // vocabulary)  # otherwise nothing is copied
     found = []
     for part in torch.split(logits, size):
         values = part.to(torch.float32)
@@ -180,7 +180,7 @@ def _legal_candidates(logits: Tensor, wanted: CandidateCount, legal: LegalTokens
     wanted, only the listed ones are read, and C is at most their number."""
     rows, vocabulary = logits.flatten(0, -2), logits.shape[-1]
     own = None if wanted.own is None else wanted.own.expand(logits.shape[:-1]).reshape(-1, 1)
-    size = max(1, PART // vocabulary) if logits.device.type == "cpu" else max(1, len(rows))
+    size = max(1, LOGITS_PER_PART // vocabulary) if logits.device.type == "cpu" else max(1, len(rows))
     tokens, best = [], []
     for start in range(0, len(rows), size):
         part = slice(start, start + size)
@@ -200,10 +200,10 @@ def _legal_candidates(logits: Tensor, wanted: CandidateCount, legal: LegalTokens
         count = min(wanted.count, logprobs.shape[1])
         if count < logprobs.shape[1] or own is not None:
             ranked = best_tokens(logprobs, count)[1]
-            over = None if own is None else torch.arange(count, device=values.device) >= own[part]
+            beyond_own = None if own is None else torch.arange(count, device=values.device) >= own[part]
             at, order = ranked.sort(dim=-1)
             logprobs, columns = logprobs.gather(1, at), columns.gather(1, at)
-            logprobs = logprobs if over is None else logprobs.masked_fill_(over.gather(1, order), NEG_INF)
+            logprobs = logprobs if beyond_own is None else logprobs.masked_fill_(beyond_own.gather(1, order), NEG_INF)
         tokens.append(columns)
         best.append(logprobs)
     shape = (*logits.shape[:-1], tokens[0].shape[1])

@@ -70,8 +70,8 @@ class ForestBuffer:
             written.
         kernel: ops/triton/draft.py, which writes the forest; None: tensor code does. tensors: its output, FIELDS
             [8, R, N] int64 and FLAGS [3, R, N] bool of its file, weight [R, N], path tokens [R, N, D], ancestors
-            [R, N, T], mask [R, N, S]. joined: input of the forward that runs tokens of the backlog before the roots,
-            [3, R, L + W0] int64 and mask [R, L + W0, S].
+            [R, N, T], mask [R, N, S]. backlog_input: input of the forward that runs tokens of the backlog before the
+            roots, [3, R, L + W0] int64 and mask [R, L + W0, S].
         distribution: draft distributions that `extend` records, where a rule compares with them; allocated at the first
             layer.
     """
@@ -85,7 +85,7 @@ class ForestBuffer:
     written: list[LayerNodes] = field(default_factory=list)
     kernel: ModuleType | None = None
     tensors: list[Tensor] = field(default_factory=list)
-    joined: list[Tensor] = field(default_factory=list)
+    backlog_input: list[Tensor] = field(default_factory=list)
     distribution: list[Tensor] = field(default_factory=list)
     _nodes: LayerNodes | None = field(default=None, init=False, repr=False)
 
@@ -118,7 +118,7 @@ class ForestBuffer:
         positions = (beams.depth.unsqueeze(1) + layer_of).clamp(max=sizes.last_position)
         table.positions.scatter_(1, layout.slots, positions)
         index = torch.arange(roots, device=device).expand(rows, roots)
-        made = cls(rule, sizes, beams, table, stream_keys(*noise, sizes.layers + 1), layout)
+        buffer = cls(rule, sizes, beams, table, stream_keys(*noise, sizes.layers + 1), layout)
         first = LayerNodes(
             token=beams.token,
             parent=index,
@@ -134,8 +134,8 @@ class ForestBuffer:
             drafter_id=torch.zeros_like(index),
             legal_state=beams.legal_state if legal else None,
         )
-        made.written.append(first)
-        return made
+        buffer.written.append(first)
+        return buffer
 
     @classmethod
     def _by_kernel(
@@ -161,14 +161,15 @@ class ForestBuffer:
             new(rows, nodes, sizes.slots, dtype=torch.bool),
         ]
         wide = sizes.draft_backlog + sizes.roots
-        joined = [new(3, rows, wide), new(rows, wide, sizes.slots if sizes.draft_backlog else 0, dtype=torch.bool)]
+        slots = sizes.slots if sizes.draft_backlog else 0
+        backlog_input = [new(3, rows, wide), new(rows, wide, slots, dtype=torch.bool)]
         keys = new(rows, sizes.layers + 1, STREAMS)
-        made = cls(rule, sizes, beams, table, keys, kernel=kernel, tensors=tensors, joined=joined)
+        buffer = cls(rule, sizes, beams, table, keys, kernel=kernel, tensors=tensors, backlog_input=backlog_input)
         own = [beams.token, beams.path, beams.stop_state, beams.valid, beams.weight, beams.ancestors, beams.depth]
         own = [value.contiguous() for value in own]  # a single root may be a slice of W beams
         trash = table.positions.shape[1] - 1
-        kernel.begin(own, made._table, list(noise), tensors, keys, joined, trash, sizes.last_position)
-        return made
+        kernel.begin(own, buffer._table, list(noise), tensors, keys, backlog_input, trash, sizes.last_position)
+        return buffer
 
     def end(self, layers: int) -> None:
         """Reduce the forest to the roots and the first `layers` layers, which tensor code has written."""
@@ -246,10 +247,10 @@ class ForestBuffer:
             slot_positions=self._positions,
         )
 
-    def late_and_roots(self) -> ForestInput:
+    def backlog_and_roots(self) -> ForestInput:
         """Return the input of a forward over the tokens of the backlog and the roots."""
         if self.layout is None:
-            (tokens, positions, slots), mask = self.joined[0].unbind(0), self.joined[1]
+            (tokens, positions, slots), mask = self.backlog_input[0].unbind(0), self.backlog_input[1]
             return ForestInput(tokens, positions, slots, mask, self._positions, late=self.sizes.draft_backlog)
         draft_backlog, own = self.draft_backlog(), self.input(0)
         tokens, positions, slots, mask = (

@@ -62,36 +62,36 @@ class EndFinder:
         """Do the same for the text with one more token. known: tokens that complete the text without that token. In
         most cases the token ends with the beginning of this completion. Then the rest of it is a completion, and
         nothing is searched. Return None where the token may not follow."""
-        after, there = matcher.deep_copy(), self.after_token(by_bytes, token)
-        if not after.consume_token(token) or there.is_error():
+        after, bytes_after = matcher.deep_copy(), self.after_token(by_bytes, token)
+        if not after.consume_token(token) or bytes_after.is_error():
             return None
-        spelled, whole = self.bytes_of(token), b"".join(map(self.bytes_of, known))
-        for size in range(min(len(spelled), len(whole)), -1, -1):
-            rest = whole[size:]
-            if spelled.endswith(whole[:size]) and there.validate_tokens([*rest, BYTES_END]) == len(rest) + 1:
+        spelled, completion = self.bytes_of(token), b"".join(map(self.bytes_of, known))
+        for size in range(min(len(spelled), len(completion)), -1, -1):
+            rest = completion[size:]
+            if spelled.endswith(completion[:size]) and bytes_after.validate_tokens([*rest, BYTES_END]) == len(rest) + 1:
                 found = self._spelled(after, rest)
                 if found is not None:
                     return found
-        return self.find(after, there)
+        return self.find(after, bytes_after)
 
     def _spelled(self, matcher: LLMatcher, rest: bytes) -> Tokens | None:
         """Return tokens of the target that spell these bytes, each allowed by the grammar at its place; None where
         there are none, or where the text is not complete after them."""
         found: list[int] = []
-        here = matcher.deep_copy()
+        position = matcher.deep_copy()
         while rest:
-            tokens = here.compute_ff_tokens()[:1] or self._beginning(here, rest)
+            tokens = position.compute_ff_tokens()[:1] or self._beginning(position, rest)
             spelled = self.bytes_of(tokens[0]) if tokens else b""
-            if not spelled or not rest.startswith(spelled) or not here.consume_token(tokens[0]):
+            if not spelled or not rest.startswith(spelled) or not position.consume_token(tokens[0]):
                 return None
             found += tokens
             rest = rest[len(spelled) :]
-        return tuple(found) if not here.is_error() and here.is_accepting() else None
+        return tuple(found) if not position.is_error() and position.is_accepting() else None
 
-    def _beginning(self, here: LLMatcher, rest: bytes) -> list[int]:
+    def _beginning(self, position: LLMatcher, rest: bytes) -> list[int]:
         """Return, in a list of one, the longest token that `rest` begins with and that may follow; an empty list where
         there is none."""
-        mask = np.frombuffer(here.compute_bitmask(), dtype=np.uint8)
+        mask = np.frombuffer(position.compute_bitmask(), dtype=np.uint8)
         for size in range(min(len(rest), LONGEST_TOKEN), 0, -1):
             tokens = self._tokenizer.tokenize_bytes(rest[:size])
             if len(tokens) == 1 and mask[tokens[0] >> 3] >> (tokens[0] & 7) & 1:
@@ -122,8 +122,8 @@ def _shortest(start: LLMatcher) -> bytes | None:
             if looked > MOST_STATES:
                 return None
             forced = matcher.compute_ff_bytes()
-            able = (bytes([byte]) for byte in RANKED if mask[byte >> 3] >> (byte & 7) & 1)
-            for more in [forced] if forced else islice(able, TRIED_PER_STATE):
+            next_bytes = (bytes([byte]) for byte in RANKED if mask[byte >> 3] >> (byte & 7) & 1)
+            for more in [forced] if forced else islice(next_bytes, TRIED_PER_STATE):
                 after = matcher.deep_copy()
                 if after.consume_tokens(list(more)):
                     by_length.setdefault(length + len(more), []).append((after, text + more))

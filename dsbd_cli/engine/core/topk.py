@@ -50,18 +50,18 @@ def best_tokens(values: Tensor, count: int, maxima: Tensor | None = None) -> tup
     if vocabulary < BLOCKED_FROM:
         return best_first(values, count)
     edge = vocabulary // BLOCKS[0] * BLOCKS[0]
-    some = values[:, :edge]
+    kept_values = values[:, :edge]
     tokens = torch.arange(0, edge, BLOCKS[0], device=values.device).expand(rows, -1)  # the first of each block
     for size, next_size in zip(BLOCKS, (*BLOCKS[1:], 1), strict=True):
         if tokens.shape[1] > 2 * count:
-            table = some.view(rows, -1, size)
-            largest = table.amax(-1) if maxima is None else maxima
+            blocks = kept_values.view(rows, -1, size)
+            largest = blocks.amax(-1) if maxima is None else maxima
             best = torch.topk(_break_ties(largest, tokens), count, dim=-1, sorted=False).indices
             tokens = tokens.gather(1, best)
-            some = table.gather(1, best.unsqueeze(-1).expand(-1, -1, size)).flatten(1)
+            kept_values = blocks.gather(1, best.unsqueeze(-1).expand(-1, -1, size)).flatten(1)
         maxima = None
         tokens = (tokens.unsqueeze(-1) + torch.arange(0, size, next_size, device=values.device)).flatten(1)
     rest = torch.arange(edge, vocabulary, device=values.device).expand(rows, -1)
-    some, tokens = torch.cat((some, values[:, edge:]), 1).to(torch.float32), torch.cat((tokens, rest), 1)
-    at = torch.topk(_break_ties(some, tokens), count, dim=-1).indices
-    return some.gather(-1, at), tokens.gather(-1, at)
+    kept_values, tokens = torch.cat((kept_values, values[:, edge:]), 1).to(torch.float32), torch.cat((tokens, rest), 1)
+    at = torch.topk(_break_ties(kept_values, tokens), count, dim=-1).indices
+    return kept_values.gather(-1, at), tokens.gather(-1, at)

@@ -107,12 +107,12 @@ class Batch:
                 # for answers that copy their source: behind the decoder's first tokens they go on as the source begins
                 self.state.prompts.put(row, [*job.prompt, *job.encoder_input.tolist(), *job.prompt])
 
-    def _listen(self, unheard: dict[int, RequestState]) -> None:
+    def _listen(self, unknown_language: dict[int, RequestState]) -> None:
         """Determine the languages of speech for rows that name none, for all of them in one forward."""
-        if not unheard:
+        if not unknown_language:
             return
-        first = self._caches.first_logits({row: job.prompt[0] for row, job in unheard.items()})
-        for job, logits in zip(unheard.values(), first, strict=True):
+        first = self._caches.first_logits({row: job.prompt[0] for row, job in unknown_language.items()})
+        for job, logits in zip(unknown_language.values(), first, strict=True):
             assert job.listen is not None
             job.prompt, job.language = job.listen(logits)
             job.listen = None
@@ -205,11 +205,10 @@ class Batch:
         used = max(job.used for job in running) + nodes
         self._grow(used + 1)
         suffix = max(job.used - job.common_prefix for job in running) + nodes
-        held = (
-            min(job.common_prefix, job.drafted) if shape.depth and caches.draft_rests else job.common_prefix
-            for job in running
-        )
-        caches.hold(self.state.rows, max(job.used - start for job, start in zip(running, held, strict=True)) + nodes)
+        rests = shape.depth and caches.draft_rests
+        prefixes = (min(job.common_prefix, job.drafted) if rests else job.common_prefix for job in running)
+        window = max(job.used - prefix for job, prefix in zip(running, prefixes, strict=True)) + nodes
+        caches.hold(self.state.rows, window)
         self.state.beams.ancestors = fit_window(self.state.beams.ancestors, caches.round_window(suffix))
         active = min(caches.round_slots(used), caches.slots - 1)
         idle = not shape.depth and all(job.drafted <= job.common_prefix for job in running)

@@ -167,19 +167,19 @@ def record_iteration(
     counters: RowCounters,
     layers: Sequence[LayerCounters],
     seconds: dict[str, float],
-    sharing: int,
+    num_requests: int,
     nodes: int,
     log: bool,
     drafters: tuple[str, ...] = (),
 ) -> None:
-    """Add one iteration to a request's statistics. seconds: of the whole iteration, shared by `sharing` requests.
+    """Add one iteration to a request's statistics. seconds: of the whole iteration, shared by `num_requests` requests.
     drafters: names of the two drafters, where there are two."""
     stats = job.stats
     for layer in layers if drafters else ():
         for name, part in _by_drafter(layer, drafters).items():
             part.accepted *= layer.reached
             stats.drafters.setdefault(name, DrafterStats()).add(part)
-    times = {name: value / sharing for name, value in seconds.items()}
+    times = {name: value / num_requests for name, value in seconds.items()}
     stats.target_calls += 1
     stats.steps += counters.steps
     stats.drafted += sum(layer.drafted for layer in layers)

@@ -12,7 +12,7 @@ from dsbd_cli.engine.decoding.batch import Batch, most_steps
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.request_state import RequestState, Results
-from dsbd_cli.engine.planning.memory_limit import PEEK, fitting_rows
+from dsbd_cli.engine.planning.memory_limit import REQUESTS_SEEN, fitting_rows
 from dsbd_cli.engine.planning.planner import deepest
 from dsbd_cli.errors import RowError
 from dsbd_cli.requests import NumberedRequests, Request, RequestResult
@@ -75,12 +75,12 @@ class Scheduler:
         self.batch_size = self.rows = batch_size or 1
         self.steps = 0
         self._fit_batch = batch_size is None
-        self._proven = 1  # most rows that have run
+        self._most_rows_run = 1  # most rows that have run
 
     def fill(self, queue: RequestQueue) -> None:
         """Read a whole batch. The first batch decides how many rows fit into memory, where no batch size was given."""
         if self._fit_batch:
-            queue.read(PEEK)
+            queue.read(REQUESTS_SEEN)
             self._fit_rows(queue.waiting)
         queue.read(self.rows - len(queue.waiting))
 
@@ -93,7 +93,7 @@ class Scheduler:
 
     def ran(self, batch: Batch) -> None:
         """Record that this many rows have run together."""
-        self._proven = max(self._proven, len(batch.jobs))
+        self._most_rows_run = max(self._most_rows_run, len(batch.jobs))
 
     def retry(self, queue: RequestQueue, jobs: Sequence[RequestState]) -> None:
         """Put requests whose batch has ended back to the front of the queue. They begin again."""
@@ -105,7 +105,7 @@ class Scheduler:
     def lower_rows(self, count: int) -> None:
         """Halve the batch: take half of `count`, the rows that ran out of memory. Where count is 0, take as many rows
         as have run before, because a row that fails alone says nothing about how many others fit."""
-        self.rows = max(1, count // 2) if count else self._proven
+        self.rows = max(1, count // 2) if count else self._most_rows_run
 
     def nodes(self, jobs: Iterable[RequestState]) -> int:
         """Return the most nodes of one row in an iteration of these requests."""

@@ -79,7 +79,7 @@ class BeamDrafter(Drafter):
         if with_backlog and context.draft_backlog > MERGED_BACKLOG:
             run(self.model, buffer.draft_backlog(), device, logits=False)
             with_backlog = False
-        batch = buffer.late_and_roots() if with_backlog else buffer.input(layer)
+        batch = buffer.backlog_and_roots() if with_backlog else buffer.input(layer)
         batch.own_ids = context.own_ids
         logits = run(self.model, batch, device)
         assert logits is not None

@@ -17,7 +17,7 @@ from dsbd_cli.engine.core.report import LayerCounters
 FADE = 0.97  # factor on the weight of all earlier observations at each new one
 FIRST_RATE = 0.7  # assumed chance that a layer passes, before any observation
 PRIOR = 2.0  # weight of an assumed rate, in observed layers
-TRUST = 8.0  # weight of the rate of all requests in the rate of one request, in observed layers
+SHARED_WEIGHT = 8.0  # weight of the rate of all requests in the rate of one request, in observed layers
 
 Numbers = NDArray[np.float64]
 
@@ -53,11 +53,11 @@ class PassRates:
         layer's `needed` counts only those of the first. least: least confidences, ascending."""
         self._least, self._depth = np.array(least), depth
         self._numbers, self._enough = np.array(numbers), np.array(numbers) - second
-        self._all = self._opened()
+        self._all = self._zero_counts()
         # [D, confidences]: layers that were drafted, and of them those that went to the target
         self._drafted, self._given = np.zeros((depth, len(least))), np.zeros((depth, len(least)))
 
-    def _opened(self) -> Acceptance:
+    def _zero_counts(self) -> Acceptance:
         size = self._depth, len(self._least) * len(self._numbers)
         return Acceptance(np.zeros(size), np.zeros(size))
 
@@ -76,28 +76,28 @@ class PassRates:
         drafted = depth if confidences is None else len(confidences)
         if not drafted:
             return
-        sure = np.full(drafted, np.inf) if confidences is None else np.array(confidences)
+        confidence = np.full(drafted, np.inf) if confidences is None else np.array(confidences)
         known = self._least >= least
-        given = np.logical_and.accumulate(sure[:, None] > self._least)  # [layers, confidences]
-        came = np.vstack((known, given[:-1] & known))
-        self._drafted[:drafted] = np.where(came, FADE, 1.0) * self._drafted[:drafted] + came
-        self._given[:drafted] = np.where(came, FADE, 1.0) * self._given[:drafted] + (came & given)
+        given = np.logical_and.accumulate(confidence[:, None] > self._least)  # [layers, confidences]
+        reached_layer = np.vstack((known, given[:-1] & known))
+        self._drafted[:drafted] = np.where(reached_layer, FADE, 1.0) * self._drafted[:drafted] + reached_layer
+        self._given[:drafted] = np.where(reached_layer, FADE, 1.0) * self._given[:drafted] + (reached_layer & given)
         known = np.repeat(known, len(self._numbers)) & np.tile(self._numbers <= drafts, len(self._least))
-        came, given = (np.repeat(one, len(self._numbers), axis=1) & known for one in (came, given))
+        reached_layer, given = (np.repeat(one, len(self._numbers), axis=1) & known for one in (reached_layer, given))
         enough = np.tile(self._enough, len(self._least))
         shown = [[(layer.reached, layer.passed, layer.needed) for layer in counters] for counters in layers]
         if drafted > depth:  # verification reached this layer, too, but the target did not run it
             shown = [[*own, (own[-1][1] if own else 1, 0, 0)] for own in shown]
         reached, passed, needed = np.array(shown).transpose(2, 0, 1)[..., None]
-        arrived = came & (reached > 0)  # [requests, layers, M]
-        held = arrived & given & (passed > 0) & (needed <= enough)
-        for request, *own in zip(requests, arrived, held, strict=True):
+        arrived = reached_layer & (reached > 0)  # [requests, layers, M]
+        passed_layer = arrived & given & (passed > 0) & (needed <= enough)
+        for request, *own in zip(requests, arrived, passed_layer, strict=True):
             if request.reached is None:
                 request.reached, request.passed = (np.zeros((self._depth, len(enough))) for _ in range(2))
             request.add(*own)
-        self._all.add(arrived.sum(0), held.sum(0))
+        self._all.add(arrived.sum(0), passed_layer.sum(0))
 
-    def given(self) -> Numbers:
+    def reach_target(self) -> Numbers:
         """Return the chance that all layers down to each one go to the target, where they are to be drafted:
         [confidences, D]."""
         shares: Numbers = (self._given + PRIOR) / (self._drafted + PRIOR)
@@ -119,13 +119,13 @@ class PassRates:
         alive = (len(requests) - len(own)) * rates.cumprod(0)
         if own:
             came, held = (np.stack([getattr(one, name) for one in own]) for name in ("reached", "passed"))
-            chances = (held.reshape(-1, *size) + TRUST * rates) / (came.reshape(-1, *size) + TRUST)
+            chances = (held.reshape(-1, *size) + SHARED_WEIGHT * rates) / (came.reshape(-1, *size) + SHARED_WEIGHT)
             alive += chances.cumprod(1).sum(0)
         return len(requests) + alive.cumsum(0).transpose(1, 2, 0)
 
 
 @dataclass(slots=True)
-class Lives:
+class RequestLengths:
     """Iterations that a request takes: a fading mean over those that ended. expected: the mean. Its first value counts
     as if one request had ended with it."""
 

@@ -13,7 +13,7 @@ from dsbd_cli.engine.protocols import ForestModel
 from dsbd_cli.errors import UsageError
 
 CGROUP = Path("/sys/fs/cgroup")
-PEEK = 64  # requests whose lengths are looked at
+REQUESTS_SEEN = 64  # requests whose lengths are looked at
 SHARE = 0.7  # of the free memory; the rest is for activations and fragments
 MOST_ROWS = {"cuda": 128, "cpu": 16}  # more rows than this brought no more speed, or were never measured
 # messages of errors that are no OutOfMemoryError: of the processor's allocator, the CUDA driver and triton, cuBLAS

@@ -17,15 +17,15 @@ import numpy as np
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import GRAMMAR
 from dsbd_cli.engine.core.report import LayerCounters
-from dsbd_cli.engine.planning.acceptance import Acceptance, Lives, Numbers, PassRates
+from dsbd_cli.engine.planning.acceptance import Acceptance, Numbers, PassRates, RequestLengths
 from dsbd_cli.engine.planning.timing import FittedLine
 
 FIRST_LIFE = 32  # iterations that a request is assumed to take, before any has ended
-BETTER = 1.02  # factor by which the goodput of another shape must exceed that of the present one
+SWITCH_FACTOR = 1.02  # factor by which the goodput of another shape must exceed that of the present one
 PROBE_SHARE = 0.01  # largest share of the time that goes into probes
 PROBE_EVERY = 32  # least number of iterations between probes
-SHALLOW = 8  # layers; the depth is not cut below this, however little is left to generate
-UNTIMED = 32  # nodes that are assumed to cost as much as an iteration without nodes, before one is timed
+LEAST_DEPTH = 8  # layers; the depth is not cut below this, however little is left to generate
+ASSUMED_FIXED_NODES = 32  # nodes that are assumed to cost as much as an iteration without nodes, before one is timed
 CONFIDENCES = (0.0, 0.5, 0.7, 0.85)  # least confidences to choose from
 TRIES = 8  # iterations after which a shape that is to be timed is given up without a usable time
 
@@ -49,12 +49,12 @@ class Shape(NamedTuple):
 
     def within(self, steps: int) -> Shape:
         """Return the shape cut to the depth that `steps` steps can use, where `steps` is rounded up to a power of two
-        and to SHALLOW.
+        and to LEAST_DEPTH.
 
         Fewer different depths mean fewer graphs to capture. It is never cut below `steps`, because the other rows of
         the batch would then decide which layers of a row are drafted.
         """
-        return self._replace(depth=min(self.depth, max(SHALLOW, 1 << (steps - 1).bit_length())))
+        return self._replace(depth=min(self.depth, max(LEAST_DEPTH, 1 << (steps - 1).bit_length())))
 
 
 def deepest(method: MethodConfig, steps: int) -> Shape:
@@ -153,13 +153,13 @@ class CertainPlanner(Planner):
     def __init__(self, method: MethodConfig) -> None:
         super().__init__(method)
         self._beams, self._line = method.num_beams, FittedLine()
-        self._warm = set[tuple[int, Shape]]()
+        self._has_run = set[tuple[int, Shape]]()
 
     def cut(self, shape: Shape, sure: Sequence[Sequence[int]]) -> Shape:
         """Return the depth of the most steps per second, with as many drafts per layer as its layers need."""
         rest, per_node = self._line.fit()
         if not self._line.weight:
-            rest, per_node = UNTIMED, 1.0
+            rest, per_node = ASSUMED_FIXED_NODES, 1.0
         best, most = Shape(0, shape.drafts_per_layer), 0.0
         widest, rows = 1, max(1, len(sure))
         for depth in range(max(map(len, sure), default=0) + 1):
@@ -184,9 +184,9 @@ class CertainPlanner(Planner):
     ) -> None:
         """Learn what nodes cost. The time of a shape that runs for the first time is not used."""
         rows = len(requests)
-        if steady and (rows, shape) in self._warm:
+        if steady and (rows, shape) in self._has_run:
             self._line.add(rows * shape.nodes(self._beams), sum(seconds.values()))
-        self._warm.add((rows, shape))
+        self._has_run.add((rows, shape))
 
 
 class AdaptivePlanner(Planner):
@@ -216,41 +216,41 @@ class AdaptivePlanner(Planner):
             for number in numbers
             for depth in range(1, method.depth + 1)
         ]
-        self._at = {shape: place for place, shape in enumerate(self._shapes)}
+        self._index = {shape: place for place, shape in enumerate(self._shapes)}
         self._nodes = np.array([shape.nodes(self._beams) for shape in self._shapes])  # at most
         self._numbers = np.array(numbers)[:, None]
-        self._rates, self._lives = PassRates(numbers, method.depth, second, confidences), Lives(FIRST_LIFE)
+        self._rates, self._lengths = PassRates(numbers, method.depth, second, confidences), RequestLengths(FIRST_LIFE)
         # times of a draft call, of target and verify, of reading prompts
-        self._draft, self._rest, self._read = FittedLine(), FittedLine(), FittedLine()
-        self._warm = set[tuple[int, Shape] | None]()  # rows and shapes that have run; None: the draft has read prompts
+        self._draft_line, self._target_line, self._prompt_line = FittedLine(), FittedLine(), FittedLine()
+        self._has_run = set[tuple[int, Shape] | None]()  # rows and shapes; None: the draft has read prompts
         self._most_nodes = math.inf  # most nodes of all rows that fit into memory
-        self._to_time, self._tries = [Shape(1, numbers[0]), self._plain], 0  # shapes to be timed, the last one first
-        self._saved, self._probes, self._probing = 0.0, 0, False  # saved: seconds for the next probe
+        self._untimed, self._tries = [Shape(1, numbers[0]), self._plain], 0  # shapes to be timed, the last one first
+        self._probe_budget_s, self._probes, self._probing = 0.0, 0, False
 
     def choose(self, requests: Sequence[Acceptance], reading: DraftWork = NOTHING) -> Shape:
         """Return the shape of the most expected steps per second, or one that is to be timed."""
-        rows, life = len(requests), self._lives.now()
+        rows, life = len(requests), self._lengths.now()
         seconds = self._seconds(rows)
-        _, per_node = self._draft.fit()
+        _, per_node = self._draft_line.fit()
         draft_backlog = rows * reading.draft_backlog * per_node
-        per_token = self._read.y / self._read.x if self._read.x else per_node
-        self._to_time = [shape for shape in self._to_time if self._fits(shape, rows)]
-        now = seconds[self._at[self._now]]
-        if not self._to_time and now < math.inf:
-            deepest, most, _ = self._shapes[-1]
+        per_token = self._prompt_line.y / self._prompt_line.x if self._prompt_line.x else per_node
+        self._untimed = [shape for shape in self._untimed if self._fits(shape, rows)]
+        now = seconds[self._index[self._now]]
+        if not self._untimed and now < math.inf:
+            most_layers, most, _ = self._shapes[-1]
             # every other probe is a layer deeper
-            probe = Shape(min(max(1, self._now.depth + self._probes % 2), deepest), most)
-            price = seconds[self._at[probe]] + draft_backlog + reading.unread * per_token - now
-            if self._saved >= max(price, PROBE_EVERY * PROBE_SHARE * now):
-                self._to_time, self._probing, self._probes = [probe], True, self._probes + 1
-        if self._to_time:
-            return self._to_time[-1]
+            probe = Shape(min(max(1, self._now.depth + self._probes % 2), most_layers), most)
+            price = seconds[self._index[probe]] + draft_backlog + reading.unread * per_token - now
+            if self._probe_budget_s >= max(price, PROBE_EVERY * PROBE_SHARE * now):
+                self._untimed, self._probing, self._probes = [probe], True, self._probes + 1
+        if self._untimed:
+            return self._untimed[-1]
         # the cost of catching up is spread over the iterations to come, and so is that of reading each prompt
         spread = draft_backlog / min(FIRST_LIFE, life) + (reading.unread + reading.prompts) * per_token / life
         seconds[1:] += spread
         goodput = np.concatenate(([rows], self._rates.steps(requests).ravel())) / seconds
         best = int(goodput.argmax())
-        if goodput[best] > BETTER * goodput[self._at[self._now]]:
+        if goodput[best] > SWITCH_FACTOR * goodput[self._index[self._now]]:
             self._now = self._shapes[best]
         return self._now
 
@@ -271,37 +271,37 @@ class AdaptivePlanner(Planner):
         """Learn from an iteration. A shape that runs for the first time allocates memory and fills caches, so its time
         is not used."""
         rows = len(requests)
-        self._lives.see(requests)
+        self._lengths.see(requests)
         confidences = (gate and gate.confidences) or None  # without confidences all layers go to the target
         self._rates.count(requests, layers, shape.drafts_per_layer, shape.least_confidence, confidences)
         if "read" in seconds:
-            if None in self._warm:
-                self._read.add(reading.unread, seconds["read"])
-            self._warm.add(None)
+            if None in self._has_run:
+                self._prompt_line.add(reading.unread, seconds["read"])
+            self._has_run.add(None)
         ran = Shape(len(layers[0]) if layers else 0, shape.drafts_per_layer)
         drafted = ran._replace(depth=max(ran.depth, len(confidences or ())))
-        steady = steady and {(rows, ran), (rows, drafted)} <= self._warm
-        self._warm |= {(rows, ran), (rows, drafted)}
+        steady = steady and {(rows, ran), (rows, drafted)} <= self._has_run
+        self._has_run |= {(rows, ran), (rows, drafted)}
         if steady:
-            self._rest.add(rows * ran.nodes(self._beams), seconds["target"] + seconds["verify"])
+            self._target_line.add(rows * ran.nodes(self._beams), seconds["target"] + seconds["verify"])
         if steady and drafted.depth:
             nodes = rows * (drafted.per_call(self._beams) + reading.draft_backlog / drafted.depth)
-            self._draft.add(nodes, seconds["draft"] / drafted.depth)
+            self._draft_line.add(nodes, seconds["draft"] / drafted.depth)
         taken = sum(seconds.values())
-        if not self._to_time:
-            self._saved += PROBE_SHARE * taken
+        if not self._untimed:
+            self._probe_budget_s += PROBE_SHARE * taken
             return
         if self._probing:
-            self._saved = min(self._saved, 0.0) - taken + self._seconds(rows)[self._at[self._now]]
+            self._probe_budget_s = min(self._probe_budget_s, 0.0) - taken + self._seconds(rows)[self._index[self._now]]
         self._tries += 1
         # a shape that was cut to what is left to generate was tried, but not timed
-        if (steady and shape == self._to_time[-1]) or self._tries == TRIES:
-            self._to_time.pop()
+        if (steady and shape == self._untimed[-1]) or self._tries == TRIES:
+            self._untimed.pop()
             self._tries, self._probing = 0, False
 
     def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
         """Exclude all shapes of as many nodes, except the roots alone."""
-        self._lives.restart()
+        self._lengths.restart()
         if shape is None or not shape.depth:
             return False
         self._most_nodes, self._tries = rows * shape.nodes(self._beams) - 1, 0
@@ -313,15 +313,15 @@ class AdaptivePlanner(Planner):
     def _seconds(self, rows: int) -> Numbers:
         """Return the expected time of an iteration of each shape, without the time that the draft needs to catch up;
         infinite where it does not fit into memory."""
-        (rest, per_node), (call, per_draft) = self._rest.fit(), self._draft.fit()
+        (rest, per_node), (call, per_draft) = self._target_line.fit(), self._draft_line.fit()
         per_node, per_draft = rows * per_node, rows * per_draft
-        given = self._rates.given()
+        reach_target = self._rates.reach_target()
         # layers: expected number that go to the target; the first one is always drafted
-        # further: expected number that are drafted below one that goes to the target
-        layers = given.cumsum(1)[:, None]
-        further = layers - given[:, None]
+        # drafted_below: expected number that are drafted below one that goes to the target
+        layers = reach_target.cumsum(1)[:, None]
+        drafted_below = layers - reach_target[:, None]
         target = rest + per_node * (self._beams + self._numbers * layers)
-        draft = call * (1 + further) + per_draft * (self._beams + self._numbers * further)
+        draft = call * (1 + drafted_below) + per_draft * (self._beams + self._numbers * drafted_below)
         drafting = np.maximum(0.0, target) + np.maximum(0.0, draft)
         seconds = np.concatenate(([rest + per_node * self._beams], drafting.ravel())).clip(1e-9)
         if self._most_nodes < math.inf:
