@@ -16,7 +16,7 @@ from dsbd_cli.engine.core.topk import NEG_INF
 
 SHARE_UNITS = 2.0**36  # integer units of a probability of 1: sums over fewer than 2**27 pairs stay below 2**63
 LOG_UNITS = math.log(SHARE_UNITS)
-LEAST_LOG = -26.0  # exp of anything below is rounded to 0 units
+NO_SHARE = -26.0  # exp of anything below is rounded to 0 units
 TIES = 8  # candidates of a node beyond the row's top_k: up to this many pairs tied with the last one kept can stay
 
 
@@ -79,7 +79,7 @@ class PoolDistribution:
 
 def log_normalise(x: Tensor) -> Tensor:
     """Return x - logsumexp(x) over the last dimension. A row of nothing but -inf stays as it is."""
-    below = _subtract_max(x)
+    below = _from_best(x)
     return below - _log_mass(below)
 
 
@@ -90,13 +90,13 @@ def _log_mass(x: Tensor) -> Tensor:
     The terms are summed as integers, so their order does not matter. A row gets the same bits however many -inf lie
     between or behind its numbers because another row of the batch is wider.
     """
-    units = _probability_units(x).sum(-1, keepdim=True, dtype=torch.int64).clamp_(min=1)
+    units = _shares(x).sum(-1, keepdim=True, dtype=torch.int64).clamp_(min=1)
     return (torch.log(units.to(torch.float64)) - LOG_UNITS).to(x.dtype)
 
 
-def _probability_units(x: Tensor) -> Tensor:
+def _shares(x: Tensor) -> Tensor:
     """Return exp of numbers <= 0 in whole units, to be summed as int64. SHARE_UNITS units are a probability of 1."""
-    return x.clamp(min=LEAST_LOG).exp_().mul_(SHARE_UNITS).round_()
+    return x.clamp(min=NO_SHARE).exp_().mul_(SHARE_UNITS).round_()
 
 
 def pool_distribution(candidates: Candidates, weight: Tensor, live: Tensor, warp: Warp) -> PoolDistribution:
@@ -105,7 +105,7 @@ def pool_distribution(candidates: Candidates, weight: Tensor, live: Tensor, warp
     weight = torch.where(live, weight, NEG_INF).unsqueeze(-1)
     if warp.scope == "pool":
         joint = weight + candidates.logprobs
-        scaled = _subtract_max(joint.flatten(1)) / warp.temperature.unsqueeze(1)
+        scaled = _from_best(joint.flatten(1)) / warp.temperature.unsqueeze(1)
         log_p = _cut(scaled, warp).view_as(joint)
     else:
         joint = weight + row_distribution(candidates, warp)
@@ -116,7 +116,7 @@ def pool_distribution(candidates: Candidates, weight: Tensor, live: Tensor, warp
 def row_distribution(candidates: Candidates, warp: Warp) -> Tensor:
     """Return each node's own warped distribution, normalised over its candidates (but see _replace_greedy_rows):
     [R, n, C] float32."""
-    best = _subtract_max(candidates.logprobs)
+    best = _from_best(candidates.logprobs)
     scaled = best / warp.temperature[:, None, None]
     log_p = _cut(scaled.flatten(0, 1), _per_node(warp, scaled.shape[1])).view_as(scaled)
     return _replace_greedy_rows(best, log_p, warp)
@@ -128,7 +128,7 @@ def _replace_greedy_rows(x: Tensor, log_p: Tensor, warp: Warp) -> Tensor:
     return torch.where(warp.greedy[:, None, None] & (log_p > NEG_INF), x, log_p) if warp.any_greedy else log_p
 
 
-def _subtract_max(x: Tensor) -> Tensor:
+def _from_best(x: Tensor) -> Tensor:
     """Subtract the largest value of the last dimension from x, so that a low temperature cannot overflow. -inf stays
     -inf."""
     return x - x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
@@ -156,10 +156,10 @@ def _cut(x: Tensor, warp: Warp) -> Tensor:
         if best is None or not warp.all_top_k:
             best = torch.sort(x, dim=-1, descending=True).values
         # the mass of all of x, not of `best`: the number of entries tied with the last one must not matter
-        mass = _probability_units(x).sum(-1, keepdim=True, dtype=torch.int64)
+        mass = _shares(x).sum(-1, keepdim=True, dtype=torch.int64)
         wanted = warp.top_p.unsqueeze(1).to(torch.float64) * mass
         # the entry at which the mass first reaches top_p is the last one kept
-        short = _probability_units(best).cumsum(-1, dtype=torch.int64) < wanted
+        short = _shares(best).cumsum(-1, dtype=torch.int64) < wanted
         last = short.sum(-1, keepdim=True).clamp(max=best.shape[-1] - 1)
         lowest = torch.where(warp.top_p.unsqueeze(1) < 1, best.gather(1, last), NEG_INF)
         x = torch.where(x >= lowest, x, NEG_INF)
