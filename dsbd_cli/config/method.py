@@ -36,11 +36,7 @@ DEFAULT_DRAFTS = 8
 SPARE_DRAFTS = 32  # default drafts of a layer beyond the number of beams, at most
 MOST_DRAFTED = 512  # nodes of all layers, where no depth is given
 
-FOLLOWING = ("depth", "adaptive_depth", "width", "drafts_per_layer")  # settings whose default follows from others
-
-
-def _check(setting: Setting[object], value: object) -> None:
-    require(setting.fits(value), setting.field, value, setting.expected)
+DERIVED = ("depth", "adaptive_depth", "width", "drafts_per_layer")  # settings whose default follows from others
 
 
 def check_request(sampling: SamplingConfig, rule: str, num_beams: int) -> None:
@@ -90,7 +86,8 @@ class MethodConfig:
     adaptive_depth: bool = None  # type: ignore[assignment]
     drafter: str = "beam"
     settings: tuple[tuple[str, Value], ...] = ()
-    _asks: str | None = field(default=None, init=False, repr=False, compare=False)  # a given setting that needs a draft
+    # a given setting that needs a draft
+    _asks_for_draft: str | None = field(default=None, init=False, repr=False, compare=False)
 
     if TYPE_CHECKING:  # more types may be given than the fields then hold
 
@@ -111,7 +108,7 @@ class MethodConfig:
     def __post_init__(self) -> None:
         find_extensions()
         self._read_spelled()
-        check_types(self, open_=FOLLOWING)
+        check_types(self, open_=DERIVED)
         self._resolve()
         self._check_variants()
         require(self.num_beams >= 1, "num_beams", self.num_beams, "1 or more")
@@ -144,7 +141,7 @@ class MethodConfig:
 
     def _resolve(self) -> None:
         """Set the defaults that follow from other settings."""
-        given = {name: getattr(self, name) for name in FOLLOWING}
+        given = {name: getattr(self, name) for name in DERIVED}
         width, adaptive, depth = given["width"], given["adaptive_depth"], given["depth"]
         if width is None:
             first = DRAFTERS.get(self.drafter_names[0])
@@ -164,7 +161,7 @@ class MethodConfig:
         usual = MAX_CERTAIN_DEPTH if self.drafter == GRAMMAR else usual
         resolved["depth"] = min(usual, most) if depth is None else depth
         asking = [name for name, value in given.items() if value and value != "fixed"]
-        resolved["_asks"] = asking[0] if asking else None
+        resolved["_asks_for_draft"] = asking[0] if asking else None
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
 
@@ -249,8 +246,8 @@ class MethodConfig:
         if needs or self.drafter != self.__dataclass_fields__["drafter"].default:
             asks = f"rule {self.rule} compares with" if needs else f"drafter {self.drafter} runs"
             raise UsageError(f"draft is None, but {asks} a draft model: give one")
-        if self._asks is not None:
-            asks = f"{self._asks} is {getattr(self, self._asks)}"
+        if self._asks_for_draft is not None:
+            asks = f"{self._asks_for_draft} is {getattr(self, self._asks_for_draft)}"
             raise UsageError(f"draft is None, but {asks}, which needs a draft model: give one, or drop it")
         return replace(self, depth=0, adaptive_depth=False, width="fixed")
 

@@ -47,8 +47,8 @@ def extent(schema: Mapping[str, object]) -> Extent:
     opened: set[int] = set()
     stack: list[tuple[Node, bool]] = [(root, False)]
     while stack:
-        node, left = stack.pop()
-        if left:
+        node, children_done = stack.pop()
+        if children_done:
             below = [id(one) for one in _below(node, root) if id(one) in levels]
             levels[id(node)] = 1 + max((levels[one] for one in below), default=0)
             nodes[id(node)] = 1 + sum(nodes[one] for one in below)
@@ -88,12 +88,12 @@ def _below(node: Node, root: dict[str, object]) -> Iterator[Node]:
     """Yield the containers directly in this one, and the container that it refers to."""
     yield from _inside(node)
     if isinstance(node, dict) and isinstance(reference := node.get("$ref"), str):
-        found = _at(root, reference)
+        found = _resolve(root, reference)
         if isinstance(found, dict | list):
             yield found
 
 
-def _at(root: object, reference: str) -> object:
+def _resolve(root: object, reference: str) -> object:
     """Return what a reference within the schema leads to; None where it leads nowhere, or out of the schema."""
     if not reference.startswith("#"):
         return None
@@ -110,14 +110,14 @@ def _at(root: object, reference: str) -> object:
 
 
 # Keywords by what their value holds: one subschema, a list of them, or some by name
-ONE = frozenset("additionalProperties items".split())
-LISTS = frozenset("allOf anyOf oneOf prefixItems items".split())
-BY_NAME = frozenset("$defs definitions properties patternProperties".split())
+ONE_SUBSCHEMA = frozenset("additionalProperties items".split())
+SUBSCHEMA_LISTS = frozenset("allOf anyOf oneOf prefixItems items".split())
+SUBSCHEMAS_BY_NAME = frozenset("$defs definitions properties patternProperties".split())
 BRANCHES = ("anyOf", "oneOf")
 EXPLICIT = ("additionalProperties", "unevaluatedProperties")
 OPEN = "dsbd-open-"  # begins the name of a definition's open variant
 # Keywords beside a reference that do not restrict a value
-BESIDE = frozenset("$ref $defs definitions $schema $id title description default x-guidance".split())
+NOT_RESTRICTING = frozenset("$ref $defs definitions $schema $id title description default x-guidance".split())
 
 
 def close_objects(schema: Mapping[str, object]) -> dict[str, object]:
@@ -145,7 +145,7 @@ class _Closing:
         variants: dict[str, object] = {}
         while self._waiting:
             reference = self._waiting.pop()
-            found = _at(self._root, reference)
+            found = _resolve(self._root, reference)
             assert isinstance(found, dict)
             alone = {name: value for name, value in found.items() if name not in ("$defs", "definitions")}
             variants[self._variants[reference]] = self._open(alone)
@@ -162,7 +162,7 @@ class _Closing:
         parts = self._parts(node)
         if any(name in part for part in parts for name in EXPLICIT):
             return self._open(node)
-        if "$ref" in node and not outer and node.keys() <= BESIDE:
+        if "$ref" in node and not outer and node.keys() <= NOT_RESTRICTING:
             return self._inner(node)  # the definition that it refers to is closed
         names = {**outer, **self._names(node)}
         patterns = [name for part in parts for name in _dict(part.get("patternProperties"))]
@@ -186,7 +186,7 @@ class _Closing:
         """Return a subschema that is merged with others: open itself, closed further in."""
         found = self._inner(node)
         reference = node.get("$ref")
-        if isinstance(reference, str) and isinstance(_at(self._root, reference), dict):
+        if isinstance(reference, str) and isinstance(_resolve(self._root, reference), dict):
             found["$ref"] = f"#/$defs/{self._variant(reference)}"
         for name in ("allOf", *BRANCHES):
             if isinstance(node.get(name), list):
@@ -197,13 +197,13 @@ class _Closing:
         """Return a subschema with its properties and parts closed, each for itself."""
         found: dict[str, object] = {}
         for name, value in node.items():
-            if name in BY_NAME and isinstance(value, dict):
+            if name in SUBSCHEMAS_BY_NAME and isinstance(value, dict):
                 found[name] = {
                     key: self._closed(one, {}) if isinstance(one, dict) else one for key, one in value.items()
                 }
-            elif name in LISTS and isinstance(value, list):
+            elif name in SUBSCHEMA_LISTS and isinstance(value, list):
                 found[name] = [self._closed(one, {}) if isinstance(one, dict) else one for one in value]
-            elif name in ONE and isinstance(value, dict):
+            elif name in ONE_SUBSCHEMA and isinstance(value, dict):
                 found[name] = self._closed(value, {})
             else:
                 found[name] = value
@@ -225,7 +225,7 @@ class _Closing:
             seen.add(id(one))
             found.append(one)
             reference = one.get("$ref")
-            target = _at(self._root, reference) if isinstance(reference, str) else None
+            target = _resolve(self._root, reference) if isinstance(reference, str) else None
             waiting += [part for part in (target, *_list(one.get("allOf"))) if isinstance(part, dict)]
         return found
 

@@ -317,7 +317,7 @@ FORMATS: dict[str, Format] = _table(
 
 _TABLES: dict[type[Variant], dict[str, Variant]] = {RuleSpec: RULES, DrafterSpec: DRAFTERS, Format: FORMATS}  # type: ignore[dict-item]
 _SPELLED = re.compile(r"[a-z][a-z0-9-]*")
-_COLUMNS = frozenset(  # names beside those of settings in a record's `method`
+_TAKEN_FIELDS = frozenset(  # names beside those of settings in a record's `method`
     (
         "rule num_beams drafts_per_layer depth adaptive_depth width warp_scope memory_saving drafter settings target "
         "draft quantize"
@@ -337,7 +337,7 @@ def register(variant: Variant) -> None:
     others: list[Variant] = [*RULES.values(), *DRAFTERS.values(), *FORMATS.values(), *WIDTHS.values(), FUSION]
     known = {one.field for other in others for one in other.settings}
     for setting in variant.settings:
-        if setting.field in known | _COLUMNS or not setting.field.isidentifier():
+        if setting.field in known | _TAKEN_FIELDS or not setting.field.isidentifier():
             raise UsageError(f"{variant.name}: the field {shorten(setting.field)} is taken, or no identifier")
     table[variant.name] = variant
 

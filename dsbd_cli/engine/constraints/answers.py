@@ -20,7 +20,7 @@ from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 
 BATCH = 8192  # texts that are tokenised at a time
 # Limits of one answer: more tokens than any target has positions for, and text that is not even tokenised
-MOST_TOKENS, MOST_BYTES = 32_768, 1 << 20
+MOST_TOKENS, MOST_LETTERS = 32_768, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,8 @@ class CatalogueCompiler:
     def _tokens(self, answers: Sequence[CatalogueAnswer]) -> Iterator[list[int]]:
         """Yield the tokens of each answer, with the end token. Raises InvalidRowError."""
         for answer in answers:
-            if (size := len(answer.text or "")) > MOST_BYTES:
-                raise InvalidRowError(f"{answer.place} has {size} letters, but an answer may have {MOST_BYTES}")
+            if (size := len(answer.text or "")) > MOST_LETTERS:
+                raise InvalidRowError(f"{answer.place} has {size} letters, but an answer may have {MOST_LETTERS}")
         texts = [answer.text for answer in answers if answer.text is not None]
         encoded = iter(self.codec.encode_pieces(texts)) if texts else iter(())
         table = self.codec.token_bytes()

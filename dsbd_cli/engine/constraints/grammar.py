@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_KEPT = 256  # compiled grammars
-# A text is led from this many tokens before the limit on: twice the shortest whole text + SOME, MOST_LED at most
-SOME, MOST_LED = 32, 256
-SKIPPED = 6  # a token may stand for fewer than this many tokens of a known completion
-CHECKED = 64  # tokens of a node after which an end is looked for, at most
+# A text is led from this many tokens before the limit on: twice the shortest whole text + LED_EXTRA, MOST_LED at most
+LED_EXTRA, MOST_LED = 32, 256
+MOST_SKIPPED = 6  # a token may stand for fewer than this many tokens of a known completion
+MOST_CHECKED = 64  # tokens of a node after which an end is looked for, at most
 Mask = NDArray[np.int32]
 
 
@@ -74,8 +74,8 @@ class GrammarState:
     """
 
     __slots__ = (
-        *("_after", "_by_bytes", "_completion", "_few", "_fits", "_led", "_left", "_mask", "_matcher", "_narrow"),
-        *("_origin", "_searched", "number"),
+        *("_after", "_by_bytes", "_completion", "_completions_after", "_few_tokens", "_led", "_mask"),
+        *("_mask_within_limit", "_matcher", "_origin", "_searched", "_tokens_left", "number"),
     )
 
     def __init__(
@@ -89,15 +89,15 @@ class GrammarState:
         """matcher: belongs to this state from now on; None where nothing may follow. by_bytes: a matcher over bytes;
         None at the beginning, and where the text is not to be led. left: tokens that may still be generated, None for
         any number. completion: tokens that make the text whole, where they are known."""
-        self._matcher, self._origin, self._left = matcher, origin, left
+        self._matcher, self._origin, self._tokens_left = matcher, origin, left
         self._by_bytes = origin.ends.start if by_bytes is None else by_bytes
         self._completion, self._searched = completion, False
         self._led: bool | None = None
-        self._narrow: Mask | None = None
-        self._fits: dict[int, Tokens | None] = {}
+        self._mask_within_limit: Mask | None = None
+        self._completions_after: dict[int, Tokens | None] = {}
         self._after: dict[int, GrammarState] = {}
         self._mask: Mask | None = None
-        self._few: list[int] | None = None
+        self._few_tokens: list[int] | None = None
         self.number = 0  # below 0 once GrammarTable has numbered it
 
     @property
@@ -117,8 +117,8 @@ class GrammarState:
                 assert self._matcher is not None, "it allows a token"
                 matcher = self._matcher.deep_copy()
                 matcher.consume_token(token)  # an error, such as a limit that is passed, stays with the matcher
-            left = None if self._left is None else self._left - 1
-            completion = self.fits(token) if self.led else None
+            left = None if self._tokens_left is None else self._tokens_left - 1
+            completion = self.completion_after(token) if self.led else None
             leads = self._origin.led and left is not None and matcher is not None
             by_bytes = self._origin.ends.after_token(self._by_bytes, token) if leads else None
             found = self._after[token] = GrammarState(matcher, self._origin, by_bytes, left, completion)
@@ -148,9 +148,9 @@ class GrammarState:
         """True where the limit is near and a completion within it is known. Then a token may follow only if it leaves
         one."""
         if self._led is None:
-            near = self._left is not None and 0 < self._left <= self._origin.led
+            near = self._tokens_left is not None and 0 < self._tokens_left <= self._origin.led
             known = self.completion if near else None
-            self._led = known is not None and self._left is not None and len(known) <= self._left
+            self._led = known is not None and self._tokens_left is not None and len(known) <= self._tokens_left
         return self._led
 
     @property
@@ -166,68 +166,68 @@ class GrammarState:
         self._completion = found if found is None or not found or self.allows(found[0]) else None
         return self._completion
 
-    def fits(self, token: int) -> Tokens | None:
+    def completion_after(self, token: int) -> Tokens | None:
         """Return tokens that make the text whole after a token, within what is left; None where none are known. Only
         for a state that is led, and a token that may follow."""
-        if token not in self._fits:
-            self._fits[token] = self._fitting(token)
-        return self._fits[token]
+        if token not in self._completions_after:
+            self._completions_after[token] = self._find_completion_after(token)
+        return self._completions_after[token]
 
-    def _fitting(self, token: int) -> Tokens | None:
+    def _find_completion_after(self, token: int) -> Tokens | None:
         matcher, ends, known = self._matcher, self._origin.ends, self._completion
         assert matcher is not None
         assert known is not None
-        assert self._left is not None
+        assert self._tokens_left is not None
         if token in self._origin.eos:
             return ()
         if known and token == known[0]:
             return known[1:]
-        room = self._left - 1
+        room = self._tokens_left - 1
         # mostly the token takes the place of the completion's first token, comes before it, or skips some of it
-        for first in (1, 0, *range(2, SKIPPED), len(known)):
+        for first in (1, 0, *range(2, MOST_SKIPPED), len(known)):
             if len(known) - room <= first <= len(known) and ends.ends(matcher, (token, *known[first:])):
                 return known[first:]
         found = ends.find_after(token, known, matcher, self._by_bytes) if room else None
         return found if found is not None and len(found) <= room else None
 
     @property
-    def narrow(self) -> Mask | None:
+    def mask_within_limit(self) -> Mask | None:
         """Mask of the tokens that may follow. In a state that is led it lacks the tokens that leave no end within the
-        limit. None where more than CHECKED tokens may follow such a state; then `fitting` tells which."""
+        limit. None where more than MOST_CHECKED tokens may follow such a state; then `fitting` tells which."""
         if not self.led:
             return self.mask
-        if self._narrow is None:
-            tokens = _tokens(self.mask, CHECKED)
+        if self._mask_within_limit is None:
+            tokens = _tokens(self.mask, MOST_CHECKED)
             if tokens is None:
                 return None
-            self._narrow = np.zeros_like(self.mask)
+            self._mask_within_limit = np.zeros_like(self.mask)
             for token in tokens:
-                if self.fits(token) is not None:
-                    self._narrow[token >> 5] |= np.array(1 << (token & 31), dtype=np.uint32).view(np.int32)
-        return self._narrow
+                if self.completion_after(token) is not None:
+                    self._mask_within_limit[token >> 5] |= np.array(1 << (token & 31), dtype=np.uint32).view(np.int32)
+        return self._mask_within_limit
 
     def fitting(self, logprobs: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """Return the tokens that leave an end within the limit: [V] bool. Looked at are the CHECKED likeliest legal
-        tokens, all with the same log-probability as the last of them, and the first token of the known completion.
-        logprobs: [V], -inf where a token is illegal."""
-        last = np.partition(logprobs, -min(CHECKED, len(logprobs)))[-min(CHECKED, len(logprobs))]
+        """Return the tokens that leave an end within the limit: [V] bool. Looked at are the MOST_CHECKED likeliest
+        legal tokens, all with the same log-probability as the last of them, and the first token of the known
+        completion. logprobs: [V], -inf where a token is illegal."""
+        last = np.partition(logprobs, -min(MOST_CHECKED, len(logprobs)))[-min(MOST_CHECKED, len(logprobs))]
         looked = np.flatnonzero((logprobs >= last) & (logprobs > -np.inf)).tolist()
         assert self._completion is not None, "it is led"
         found = np.zeros(len(logprobs), dtype=np.bool_)
-        found[[token for token in {*looked, *self._completion[:1]} if self.fits(token) is not None]] = True
+        found[[token for token in {*looked, *self._completion[:1]} if self.completion_after(token) is not None]] = True
         return found
 
     def following(self, most: int) -> list[int] | None:
         """Return the tokens that may follow, without end tokens, ascending; None where there are more than `most`. They
         are kept once they are found to be few, because drafts come back to a state in each iteration."""
-        if self._few is None:
-            narrow = self.narrow
+        if self._few_tokens is None:
+            narrow = self.mask_within_limit
             tokens = _tokens(self.mask if narrow is None else narrow, most + len(self._origin.eos))
             tokens = None if tokens is None else [token for token in tokens if token not in self._origin.eos]
             if tokens is None or len(tokens) > most:
                 return None
-            self._few = tokens
-        return self._few if len(self._few) <= most else None
+            self._few_tokens = tokens
+        return self._few_tokens if len(self._few_tokens) <= most else None
 
 
 def _tokens(mask: Mask, most: int) -> list[int] | None:
@@ -297,7 +297,7 @@ class GrammarCompiler:
         if not start.mask.any():
             raise UsageError("no token of the target's vocabulary may begin an answer")
         shortest = start.completion
-        led = 0 if shortest is None else min(MOST_LED, SOME + 2 * len(shortest))
+        led = 0 if shortest is None else min(MOST_LED, LED_EXTRA + 2 * len(shortest))
         return matcher, replace(origin, led=led)
 
 
@@ -375,8 +375,8 @@ class GrammarStep:
         """Return the masks of these nodes. They are computed while the caller goes on."""
         numbers = nodes.state.flatten().tolist()
         states = [self.table.at(number) if number < FREE else None for number in numbers]
-        plain = [number >= FREE and number != DEAD for number in numbers]
-        return GrammarMasks(self.filler.submit(_filled, states, plain, self.words), states, self.device)
+        free = [number >= FREE and number != DEAD for number in numbers]
+        return GrammarMasks(self.filler.submit(_filled, states, free, self.words), states, self.device)
 
 
 class GrammarMasks:
@@ -400,20 +400,20 @@ class GrammarMasks:
         allowed = (self._masks[part].unsqueeze(-1) >> bits) & 1
         logprobs.masked_fill_(allowed.flatten(1)[:, : logprobs.shape[1]] == 0, NEG_INF)
         for row, state in zip(logprobs, self._states[part], strict=True):
-            if state is not None and state.narrow is None:
+            if state is not None and state.mask_within_limit is None:
                 fitting = state.fitting(row.cpu().numpy())
                 row.masked_fill_(~torch.from_numpy(fitting).to(row.device), NEG_INF)
 
 
-def _filled(states: Sequence[GrammarState | None], plain: Sequence[bool], words: int) -> Mask:
-    """Return the masks of nodes, [m, B]. plain: the node has no grammar, so everything may follow it. Nothing may
-    follow a node that is not plain and has no state."""
+def _filled(states: Sequence[GrammarState | None], free: Sequence[bool], words: int) -> Mask:
+    """Return the masks of nodes, [m, B]. free: the node has no grammar, so everything may follow it. Nothing may
+    follow a node that is not free and has no state."""
     masks = np.zeros((len(states), words), dtype=np.int32)
-    for mask, state, free in zip(masks, states, plain, strict=True):
-        if free:
+    for mask, state, is_free in zip(masks, states, free, strict=True):
+        if is_free:
             mask[:] = -1
         elif state is not None:
-            narrow = state.narrow
+            narrow = state.mask_within_limit
             known = (state.mask if narrow is None else narrow)[:words]
             mask[: len(known)] = known
     return masks

@@ -45,9 +45,9 @@ class Trie:
 
     def children(self, node: int) -> list[int]:
         """Return the tokens that may follow a node, ascending."""
-        edge = node * (self.vocab_size + 1)
-        first, past = np.searchsorted(self.keys, (edge, edge + self.vocab_size))
-        found: list[int] = (self.keys[first:past] - edge).tolist()
+        first_key = node * (self.vocab_size + 1)
+        first, past = np.searchsorted(self.keys, (first_key, first_key + self.vocab_size))
+        found: list[int] = (self.keys[first:past] - first_key).tolist()
         return found
 
     def find(self, tokens: Sequence[int]) -> int | None:
@@ -122,19 +122,19 @@ class TrieTable:
             return None
         widths = [max(self._tries[start].fanout[generated:], default=1) for start in mine]
         width = 1 << (max(widths) - 1).bit_length()  # so that shapes repeat
-        alone = all(start is None or start > FREE for start in starts)
-        return TrieStep(self.keys, self._stride, width, alone, (self.version, width, alone))
+        in_all_rows = all(start is None or start > FREE for start in starts)
+        return TrieStep(self.keys, self._stride, width, in_all_rows, (self.version, width, in_all_rows))
 
 
 @dataclass(frozen=True, slots=True)
 class TrieStep:
-    """Tries of all rows in one iteration. width: the most children that a node can have in it. alone: every row has a
-    trie."""
+    """Tries of all rows in one iteration. width: the most children that a node can have in it. in_all_rows: every row
+    has a trie."""
 
     keys: Tensor
     stride: int
     width: int
-    alone: bool
+    in_all_rows: bool
     key: Hashable
     on_host: bool = False
 
@@ -149,9 +149,9 @@ class TrieStep:
     def of(self, nodes: NodePaths) -> _Children:
         """Return the children of these nodes."""
         state = nodes.state.flatten()
-        edge = state * self.stride
-        first = torch.searchsorted(self.keys, edge)
-        return _Children(self, state, edge, first, torch.searchsorted(self.keys, edge + self.stride - 1))
+        first_key = state * self.stride
+        first = torch.searchsorted(self.keys, first_key)
+        return _Children(self, state, first_key, first, torch.searchsorted(self.keys, first_key + self.stride - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,26 +159,26 @@ class _Children:
     """Children of m = R * n nodes.
 
     Attributes:
-        state: [m] int64, state of each node. edge: [m] int64, first key that a child of it can have.
+        state: [m] int64, state of each node. first_key: [m] int64, first key that a child of it can have.
         first, past: [m] int64, place of its first child, and the place past its last child.
     """
 
     tries: TrieStep
     state: Tensor
-    edge: Tensor
+    first_key: Tensor
     first: Tensor
     past: Tensor
 
     def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
         """Return the tokens [k, F] int64 that may follow the nodes `part`, ascending, and which of them are real, [k,
         F] bool. Return None where some row has no trie."""
-        return self._tokens(part) if self.tries.alone else None
+        return self._tokens(part) if self.tries.in_all_rows else None
 
     def _tokens(self, part: slice) -> tuple[Tensor, Tensor]:
         keys = self.tries.keys
         at = self.first[part].unsqueeze(1) + torch.arange(self.tries.width, device=keys.device)
         real = at < self.past[part].unsqueeze(1)
-        tokens = keys[at.clamp(max=len(keys) - 1)] - self.edge[part].unsqueeze(1)
+        tokens = keys[at.clamp(max=len(keys) - 1)] - self.first_key[part].unsqueeze(1)
         return torch.where(real, tokens, 0), real
 
     def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
