@@ -23,7 +23,6 @@ from dsbd_cli.engine.core.nodes import DistributionScope, DraftDistribution, Lay
 from dsbd_cli.engine.core.noise import extend_path
 from dsbd_cli.engine.core.pool import match_pairs
 from dsbd_cli.engine.core.sampler import Sampler
-from dsbd_cli.engine.core.slots import SlotTable
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.bridge.bridged import AnyDraft
 from dsbd_cli.engine.drafting.text import PromptTable
@@ -86,8 +85,7 @@ class DraftContext:
     """One iteration as a drafter sees it.
 
     Attributes:
-        beams: the live beams. table: slots of the rows.
-        buffer: memory of this iteration's nodes, with the roots in it.
+        beams: the live beams. buffer: memory of this iteration's nodes, with the roots in it.
         sampler: how drafts are drawn. drafts_end: an end token may be drafted.
         warp: temperature and cuts of the rows. endings: which pairs end a sequence.
         num_beams: W. depth: D. drafts_per_layer: K.
@@ -103,7 +101,6 @@ class DraftContext:
     """
 
     beams: Beams
-    table: SlotTable
     buffer: ForestBuffer
     sampler: Sampler
     drafts_end: bool
@@ -278,6 +275,15 @@ def following(context: DraftContext, nodes: LayerNodes, above: Tensor, token: Te
     assert context.legal is not None
     assert nodes.legal_state is not None
     return context.legal.step(nodes.legal_state.gather(1, above), token)
+
+
+def padded_top(x: Tensor, count: int, missing: float) -> tuple[Tensor, Tensor]:
+    """Return the `count` largest numbers of each row, [R, count]: values and indices. Ties keep their order. Where
+    there are fewer numbers above `missing`, the rest have this value and index 0."""
+    x = torch.nn.functional.pad(x, (0, max(0, count - x.shape[1])), value=missing)
+    index = x.argsort(dim=1, descending=True, stable=True)[:, :count]
+    value = x.gather(1, index)
+    return value, torch.where(value > missing, index, 0)
 
 
 def merge_nodes(first: LayerDrafts, second: LayerDrafts, priority: Tensor, width: int) -> tuple[LayerDrafts, Tensor]:

@@ -12,10 +12,10 @@ from dsbd_cli.config.variants import TREE, TreeName
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import DraftDistribution
 from dsbd_cli.engine.core.topk import NEG_INF
-from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts
+from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, padded_top
 from dsbd_cli.engine.drafting.beam import BeamDrafter
 from dsbd_cli.engine.drafting.logits import DraftLogits
-from dsbd_cli.engine.drafting.rsd import RowDraws, carry, root_log_probs, root_mass
+from dsbd_cli.engine.drafting.rsd import RowDraws, node_values, root_log_mass, root_log_probs
 from dsbd_cli.engine.protocols import ForestModel
 
 
@@ -42,9 +42,9 @@ class DynamicTree(BeamDrafter):
         rows = RowDraws(context, forest, layer, logits)
         if self._tree == "top-k":
             weight = rows.nodes.weight.unsqueeze(-1) + rows.candidates.logprobs
-            best, index = _top(weight.masked_fill(~rows.allowed, NEG_INF).flatten(1), count)
+            best, index = padded_top(weight.masked_fill(~rows.allowed, NEG_INF).flatten(1), count, NEG_INF)
             return rows.drafts(index, best > NEG_INF, sampled=False)
-        value = carry(self._value, rows.nodes, layer, root_mass(forest.layers[0]))
+        value = node_values(self._value, rows.nodes, layer, root_log_mass(forest.layers[0]))
         if layer == 0:
             value = root_log_probs(context, rows.nodes)
         keys, column = rows.keys.topk(min(count, rows.keys.shape[2]), dim=2)  # [R, n, J] in draw order
@@ -55,20 +55,11 @@ class DynamicTree(BeamDrafter):
         if self._tree == "threshold":
             worth = torch.where(worth >= math.log(self._threshold), worth, NEG_INF)
         # ties go to the earlier sibling, which must be drawn first
-        best, place = _top(worth.flatten(1), count)
+        best, place = padded_top(worth.flatten(1), count, NEG_INF)
         above = place // worth.shape[2]
         index = above * rows.keys.shape[2] + column.flatten(1).gather(1, place)
         self._value = value.gather(1, above) + log_q.flatten(1).gather(1, place)
         return rows.drafts(index, best > NEG_INF)
-
-
-def _top(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` largest numbers of each row, [R, count]: values and indices. Ties keep their order, and
-    missing numbers are -inf."""
-    x = torch.nn.functional.pad(x, (0, max(0, count - x.shape[1])), value=NEG_INF)
-    index = x.argsort(dim=1, descending=True, stable=True)[:, :count]
-    value = x.gather(1, index)
-    return value, torch.where(value > NEG_INF, index, 0)
 
 
 def make(of: DrafterInputs) -> DynamicTree:

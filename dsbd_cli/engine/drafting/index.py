@@ -42,12 +42,10 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class CorpusIndex:
-    """A loaded index: tokens [n] int32 and suffixes [n] int32, both read from the file as they are used, and the number
-    of documents."""
+    """A loaded index: tokens [n] int32 and suffixes [n] int32, both read from the file as they are used."""
 
     tokens: Ids
     suffixes: Ids
-    documents: int
 
 
 def tokenizer_fingerprint(token_bytes: Sequence[bytes]) -> bytes:
@@ -151,7 +149,7 @@ def open_index(path: Path, token_bytes: Sequence[bytes]) -> CorpusIndex:
         raise UsageError(f"{path} is no index: dsbd index makes one")
     if len(head) < BODY or zlib.crc32(head[: HEADER.size]) != struct.unpack_from("<I", head, HEADER.size)[0]:
         raise UsageError(f"index {path} is damaged in its header: make it again with dsbd index")
-    _, version, _, fingerprint, size, documents = HEADER.unpack_from(head)
+    _, version, _, fingerprint, size, _ = HEADER.unpack_from(head)
     if version != VERSION:
         raise UsageError(f"index {path} has format {version}, but this dsbd reads {VERSION}: make it again")
     if total != BODY + 8 * size:
@@ -160,7 +158,7 @@ def open_index(path: Path, token_bytes: Sequence[bytes]) -> CorpusIndex:
         raise UsageError(f"index {path} was made with another tokenizer: make it again with --target of this run")
     # copy-on-write: nothing is ever written, but a tensor needs memory that could be
     body = np.memmap(path, dtype="<i4", mode="c", offset=BODY, shape=(2, size))
-    index = CorpusIndex(body[0], body[1], documents)
+    index = CorpusIndex(body[0], body[1])
     _check(path, index, len(token_bytes))
     return index
 

@@ -37,10 +37,10 @@ from dsbd_cli.engine.drafting.text import contexts, suffix
 
 PLACES = 4  # places of the text that each beam follows
 # Guessed log-probability of the token at the best place, and how much less it is at each further place
-FOUND, OTHER = -0.02, 3.0
+BEST_LOGPROB, LOGPROB_STEP = -0.02, 3.0
 KEPT = 64  # best tokens of each node that are remembered; as many in every batch, so that proposals are the same
 ABSENT = torch.iinfo(torch.int64).max
-UNIT, DECAY = 1000, 0.85  # score of an equal last token, and the factor for each token before it
+LAST_SCORE, DECAY = 1000, 0.85  # score of an equal last token, and the factor for each token before it
 
 
 def _match_scores(tokens: Tensor, length: Tensor, longest: int) -> Tensor:
@@ -58,7 +58,7 @@ def _match_scores(tokens: Tensor, length: Tensor, longest: int) -> Tensor:
     for back in range(1, longest + 1):
         at = longest - back
         equal = before[:, :, at : at + width] == last[:, :, at : at + 1]
-        worth.add_(equal, alpha=max(1, round(UNIT * DECAY ** (back - 1))))
+        worth.add_(equal, alpha=max(1, round(LAST_SCORE * DECAY ** (back - 1))))
     real = (worth > 0) & (place < length.unsqueeze(1)).unsqueeze(1)
     return torch.where(real, worth * width + place, -1)
 
@@ -172,8 +172,8 @@ class NgramDrafter(PathDrafter):
             above = drafts.above.unsqueeze(-1).expand(-1, -1, start.shape[2])
             followed = start.gather(1, above)
             if start.shape[2] > 1:
-                by = (guess.gather(1, above) == drafts.token.unsqueeze(-1)).to(torch.int8).argmax(-1, keepdim=True)
-                followed = followed.gather(2, by)
+                guessed = guess.gather(1, above) == drafts.token.unsqueeze(-1)
+                followed = followed.gather(2, guessed.to(torch.int8).argmax(-1, keepdim=True))
             start = followed
         return forest
 
@@ -191,7 +191,7 @@ class NgramDrafter(PathDrafter):
         if context.legal is not None:
             above = torch.arange(guess.shape[1], device=guess.device).view(1, -1, 1).expand_as(guess).flatten(1)
             real &= (following(context, nodes, above, tokens.flatten(1)) != DEAD).view_as(real)
-        logprobs = torch.where(real, FOUND - OTHER * order, NEG_INF)
+        logprobs = torch.where(real, BEST_LOGPROB - LOGPROB_STEP * order, NEG_INF)
         if recall is not None:
             known, seen, distribution = recall.at(nodes.path)
             known = (known & (context.iteration > 0).unsqueeze(1)).unsqueeze(-1)  # at 0 it is the row's last request

@@ -85,19 +85,19 @@ def root_log_probs(context: DraftContext, nodes: LayerNodes) -> Tensor:
     return log_normalise(weight)
 
 
-def carry(value: Tensor | None, nodes: LayerNodes, layer: int, base: Tensor) -> Tensor:
+def node_values(value: Tensor | None, nodes: LayerNodes, layer: int, log_mass: Tensor) -> Tensor:
     """Return the value that a drafter has for every node of a layer: [R, n] float64.
 
     value: the values that it kept for its own nodes, which come first in the layer. A node that another drafter added
-    has its running weight less `base` [R, 1], the log of the mass of the roots. So have all nodes of layer 0.
+    has its running weight less `log_mass` [R, 1], the log of the mass of the roots. So have all nodes of layer 0.
     """
-    own = (nodes.weight - base).to(torch.float64)
+    own = (nodes.weight - log_mass).to(torch.float64)
     if layer == 0 or value is None:
         return own
     return torch.cat((value, own[:, value.shape[1] :]), 1)
 
 
-def root_mass(nodes: LayerNodes) -> Tensor:
+def root_log_mass(nodes: LayerNodes) -> Tensor:
     """Return the log of the mass of the roots: [R, 1] float32, 0 where there is no live root."""
     total = torch.logsumexp(torch.where(nodes.valid, nodes.weight, NEG_INF), 1, keepdim=True)
     return torch.where(torch.isfinite(total), total, 0.0)
@@ -155,9 +155,9 @@ class StochasticBeams(BeamDrafter):
     ) -> tuple[LayerDrafts, DraftDistribution | None]:
         """Draft the pairs with the largest perturbed log-probabilities G' of the layer, in that order."""
         rows = RowDraws(context, forest, layer, logits)
-        base = root_mass(forest.layers[0])
-        phi = carry(self._phi, rows.nodes, layer, base)
-        above = carry(self._perturbed, rows.nodes, layer, base)
+        log_mass = root_log_mass(forest.layers[0])
+        phi = node_values(self._phi, rows.nodes, layer, log_mass)
+        above = node_values(self._perturbed, rows.nodes, layer, log_mass)
         if layer == 0:
             phi = above = root_log_probs(context, rows.nodes)
         below = phi.unsqueeze(-1) + rows.log_q

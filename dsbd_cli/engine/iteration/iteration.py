@@ -172,10 +172,9 @@ class Iteration:
 
     def _context(self) -> DraftContext:
         """Return what the drafter needs: the nodes' buffer and noise keys, and the settings of this iteration."""
-        state, shape, table = self.state, self.shape, self.state.table
+        state, shape = self.state, self.shape
         return DraftContext(
             beams=state.beams,
-            table=table,
             buffer=self._buffer(),
             sampler=self.rule.sampler,
             drafts_end=self.rule.drafts_end,

@@ -122,7 +122,7 @@ class Watch(Observer):
     attached: bool = True
 
     def drafted(self, context: DraftContext, forest: Forest) -> None:
-        table, beams = context.table, context.beams
+        table, beams = context.buffer.table, context.beams
         states = self.head.target.states
         texts: dict[tuple[int, int], list[int]] = {}
         for row, root in beams.valid.nonzero().tolist():

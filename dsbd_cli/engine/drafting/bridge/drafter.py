@@ -81,11 +81,11 @@ class BridgeDrafter(Drafter):
         """vocab_size: V of the target."""
         self._model = draft.model
         self._target, self._draft = draft.target, draft.codec
-        self._ours = Spelling(draft.target.token_bytes()[:vocab_size])
-        self._theirs = Spelling(draft.codec.token_bytes())
+        self._target_spelling = Spelling(draft.target.token_bytes()[:vocab_size])
+        self._draft_spelling = Spelling(draft.codec.token_bytes())
         self._markers = draft.markers
         self._ends = frozenset(draft.codec.eos_ids)
-        self._begin = [token for token in draft.codec.encode("") if token not in self._ends]
+        self._first_tokens = [token for token in draft.codec.encode("") if token not in self._ends]
         self._cache = PrefixCache(draft.model)
         self._prompts: list[_Prompt] = []
 
@@ -101,12 +101,12 @@ class BridgeDrafter(Drafter):
         live = self._texts(context)
         found: list[_Found] = [{} for _ in live]
         width, depth = context.drafts_per_layer, context.depth
-        deep = [0] * len(live)
+        finished = [0] * len(live)
         for _ in range(MOST_PER_LAYER * depth + SPARE):
-            live = [drafts if 2 * count < width else [] for drafts, count in zip(live, deep, strict=True)]
+            live = [drafts if 2 * count < width else [] for drafts, count in zip(live, finished, strict=True)]
             if not any(live):
                 break
-            live = self._grow(live, found, deep, width, depth)
+            live = self._grow(live, found, finished, width, depth)
         self.calls = self._cache.forwards - before
         return _forest(context, found)
 
@@ -128,12 +128,12 @@ class BridgeDrafter(Drafter):
         return set(new)
 
     def _prompt(self, prompt: Sequence[int]) -> _Prompt:
-        base, piece = list(self._begin), b""
+        base, piece = list(self._first_tokens), b""
         for token in prompt:
-            data = self._ours.spell((token,))
+            data = self._target_spelling.spell((token,))
             if data:
                 piece += data
-            elif (marker := self._markers.get(token)) is not None and (piece or marker not in self._begin):
+            elif (marker := self._markers.get(token)) is not None and (piece or marker not in self._first_tokens):
                 base += [*self._encode(piece), marker]
                 piece = b""
         return _Prompt(base, piece)
@@ -153,7 +153,7 @@ class BridgeDrafter(Drafter):
             for beam, (_, valid, weight, length, *history) in enumerate(row):
                 if not valid or weight == NEG_INF:
                     continue
-                text = prompt.text + self._ours.spell([int(token) for token in history[: int(length)]])
+                text = prompt.text + self._target_spelling.spell([int(token) for token in history[: int(length)]])
                 before, pending = split_word(text)
                 if not before and not prompt.base:  # a draft needs one token to begin with
                     cut = valid_prefix(text)
@@ -178,28 +178,28 @@ class BridgeDrafter(Drafter):
             return []
         text = data.decode(errors="ignore")
         [ids] = self._draft.encode_pieces([text])
-        if text.startswith(" ") and self._theirs.spell(ids) != data:
+        if text.startswith(" ") and self._draft_spelling.spell(ids) != data:
             [other] = self._draft.encode_pieces([text[1:]])  # tokenizers that begin every text with a space
-            ids = other if self._theirs.spell(other) == data else ids
+            ids = other if self._draft_spelling.spell(other) == data else ids
         return ids
 
     def _grow(
-        self, live: list[list[_Draft]], found: list[_Found], deep: list[int], width: int, depth: int
+        self, live: list[list[_Draft]], found: list[_Found], finished: list[int], width: int, depth: int
     ) -> list[list[_Draft]]:
         """Extend every text by one draft token, and return the best `width` of each row. Texts of more than D target
-        tokens are left out, and are counted in `deep`."""
+        tokens are left out, and are counted in `finished`."""
         choices = self._choices(live, width)
         grown = [self._best(*row, width, depth) for row in zip(live, choices, found, strict=True)]
         self._spell([draft for row in grown for draft, _ in row])
         for row, known in zip(grown, found, strict=True):
             for draft, parent in row:
-                sure = len(draft.tokens) - bool(draft.tokens and self._ours.may_grow(draft.tokens[-1]))
+                sure = len(draft.tokens) - bool(draft.tokens and self._target_spelling.may_grow(draft.tokens[-1]))
                 _keep_best(known, draft, _common(parent.tokens, draft.tokens), parent.score, depth)
                 _keep_best(known, draft, draft.tokens[:sure], draft.score, depth)
                 _keep_best(known, draft, draft.tokens, draft.score - UNSURE, depth)
         going = [[draft for draft, _ in row if len(draft.tokens) <= depth] for row in grown]
         for number, (row, left) in enumerate(zip(grown, going, strict=True)):
-            deep[number] += len(row) - len(left)
+            finished[number] += len(row) - len(left)
         return going
 
     def _best(
@@ -211,7 +211,7 @@ class BridgeDrafter(Drafter):
         pool: dict[tuple[int, bytes, bytes], tuple[float, _Draft, int]] = {}
         for draft, options in zip(drafts, choices, strict=True):
             for token, logprob in options:
-                score, data = draft.score + logprob, self._theirs.spell((token,))
+                score, data = draft.score + logprob, self._draft_spelling.spell((token,))
                 if token in self._ends and not draft.pending:
                     _keep_best(known, draft, draft.tokens, score, depth)
                 if token in self._ends or not data:
@@ -229,7 +229,7 @@ class BridgeDrafter(Drafter):
         """Return the draft's likeliest tokens after each text that agree with its pending bytes, and their
         log-probabilities given that they agree. It takes one host read."""
         for draft in (draft for drafts in live for draft in drafts):
-            self._say_what_is_sure(draft)
+            self._extend_while_certain(draft)
         logits = self._cache.run([[draft.ids for draft in drafts] for drafts in live])
         size = self._model.vocab_size
         logits = DraftLogits.of(logits, head_ids(self._model, size), size).wide().to(torch.float32)
@@ -242,12 +242,12 @@ class BridgeDrafter(Drafter):
             for row, drafts in zip(table, live, strict=True)
         ]
 
-    def _say_what_is_sure(self, draft: _Draft) -> None:
+    def _extend_while_certain(self, draft: _Draft) -> None:
         """Extend a text while only one token agrees with its pending bytes. A draft of bytes would spend a forward on
         each of them."""
-        while draft.pending and len(found := self._theirs.continuing(draft.pending)) == 1:
+        while draft.pending and len(found := self._draft_spelling.continuing(draft.pending)) == 1:
             token = int(found[0])
-            data = self._theirs.table[token]
+            data = self._draft_spelling.table[token]
             draft.ids.append(token)
             draft.pending, draft.new_bytes = draft.pending[len(data) :], draft.new_bytes + data[len(draft.pending) :]
 
@@ -259,7 +259,7 @@ class BridgeDrafter(Drafter):
         for r, drafts in enumerate(live):
             for i, draft in enumerate(drafts):
                 if draft.pending:
-                    tokens = self._theirs.continuing(draft.pending)
+                    tokens = self._draft_spelling.continuing(draft.pending)
                     allowed[r, i] = False
                     allowed[r, i, tokens[tokens < logits.shape[-1]]] = True
         return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), NEG_INF)
@@ -277,8 +277,8 @@ class BridgeDrafter(Drafter):
         encoded = self._target.encode_pieces(texts)
         for draft, new_bytes, ids in zip(drafts, new, encoded, strict=True):
             # the beginning of a character is no text, but a target with byte tokens takes it
-            rest = self._ours.segment(draft.new_bytes[len(new_bytes) :])
-            draft.tokens = self._ours.align(draft.suffix, new_bytes, ids) + rest
+            rest = self._target_spelling.segment(draft.new_bytes[len(new_bytes) :])
+            draft.tokens = self._target_spelling.align(draft.suffix, new_bytes, ids) + rest
 
 
 def _common(first: list[int], second: list[int]) -> list[int]:

@@ -112,14 +112,14 @@ class PrefixCache:
         self.forwards = 0
         self._rows: list[_RowTree] = []
         self._slots = 0
-        self._kept = model.copies_prefixes  # leading slots hold all that the model keeps of a text
+        self._copies_prefixes = model.copies_prefixes  # leading slots hold all that the model keeps of a text
 
     def reset(self, row: int, path: Sequence[int] = ()) -> None:
         """Forget a row, except for the beginning of `path` that its leading slots hold. The row may be a new one."""
         while len(self._rows) <= row:
             self._rows.append(_RowTree(max(self._slots, STEP)))
         self._slots = max(self._slots, STEP)
-        kept = self._rows[row].leading(path) if self._kept else 0
+        kept = self._rows[row].leading(path) if self._copies_prefixes else 0
         self._rows[row] = _RowTree(self._slots)
         self._rows[row].insert(path[:kept])
         self.model.reserve(len(self._rows), self._slots)
@@ -150,10 +150,10 @@ class PrefixCache:
         if longest > STEP:
             fresh = [[] for _ in fresh]
         # a new node that is the last of a path runs among the last ones alone
-        early = [[node for node in new if node not in last] for new, last in zip(fresh, lasts, strict=True)]
-        pad = max((len(nodes) for nodes in early), default=0)
-        together = [[*[None] * (pad - len(new)), *new, *last] for new, last in zip(early, lasts, strict=True)]
-        logits = self._forward(together, logits=True)
+        not_last = [[node for node in new if node not in last] for new, last in zip(fresh, lasts, strict=True)]
+        pad = max((len(nodes) for nodes in not_last), default=0)
+        nodes = [[*[None] * (pad - len(new)), *new, *last] for new, last in zip(not_last, lasts, strict=True)]
+        logits = self._forward(nodes, logits=True)
         assert logits is not None
         return logits[:, pad : pad + width]
 
