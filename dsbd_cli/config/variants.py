@@ -266,7 +266,7 @@ DRAFTERS: dict[str, DrafterSpec] = _table(
     DrafterSpec(name="trigram", make="dsbd_cli.engine.drafting.trigram:make", text="counts of the text itself"),
     DrafterSpec(
         name=GRAMMAR,
-        make="dsbd_cli.engine.drafting.forced:make",
+        make="dsbd_cli.engine.drafting.grammar:make",
         text="all that a grammar lets follow, where that is few tokens",
     ),
 )

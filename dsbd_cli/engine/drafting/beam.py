@@ -152,6 +152,6 @@ def run(model: ForestModel, batch: ForestInput, device: torch.device, *, logits:
     return None if result is None else result.to(device)
 
 
-def make(of: DrafterInputs) -> BeamDrafter:
+def make(inputs: DrafterInputs) -> BeamDrafter:
     """Make drafter `beam`."""
-    return BeamDrafter(of.draft(), of.vocab_size)
+    return BeamDrafter(inputs.draft(), inputs.vocab_size)

@@ -62,6 +62,6 @@ class DynamicTree(BeamDrafter):
         return rows.drafts(index, best > NEG_INF)
 
 
-def make(of: DrafterInputs) -> DynamicTree:
+def make(inputs: DrafterInputs) -> DynamicTree:
     """Make drafter `dynamic-tree`."""
-    return DynamicTree(of.draft(), of.vocab_size, of.method.value(TREE), of.method.value_threshold)
+    return DynamicTree(inputs.draft(), inputs.vocab_size, inputs.method.value(TREE), inputs.method.value_threshold)

@@ -237,7 +237,7 @@ class NgramDrafter(PathDrafter):
         self._recall = None
 
 
-def make(of: DrafterInputs) -> PathDrafter:
+def make(inputs: DrafterInputs) -> PathDrafter:
     """Make drafter `ngram`. On a GPU it remembers nothing, because a captured iteration reads its inputs at fixed
     addresses."""
-    return NgramDrafter(of.method.value(NGRAM), recalls=of.device.type == "cpu")
+    return NgramDrafter(inputs.method.value(NGRAM), recalls=inputs.device.type == "cpu")

@@ -89,8 +89,8 @@ class RetrievalDrafter(PathDrafter):
         return self._tokens[index.clamp(max=len(self._tokens) - 1)]
 
 
-def make(of: DrafterInputs) -> RetrievalDrafter:
+def make(inputs: DrafterInputs) -> RetrievalDrafter:
     """Make drafter `retrieval`. Raises UsageError where the index cannot be used."""
-    index = of.method.value(INDEX)
+    index = inputs.method.value(INDEX)
     assert index is not None, "checked by MethodConfig"
-    return RetrievalDrafter(open_index(Path(index), of.codec.token_bytes()), of.device)
+    return RetrievalDrafter(open_index(Path(index), inputs.codec.token_bytes()), inputs.device)

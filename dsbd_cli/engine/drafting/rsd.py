@@ -178,11 +178,11 @@ def _conditioned(key: Tensor, above: Tensor) -> Tensor:
     return above - v.clamp(min=0) - torch.log1p(torch.exp(-v.abs()))
 
 
-def constant_branching(of: DrafterInputs) -> ConstantBranching:
+def constant_branching(inputs: DrafterInputs) -> ConstantBranching:
     """Make drafter `rsd-c`."""
-    return ConstantBranching(of.draft(), of.vocab_size, of.method.value(BRANCHING))
+    return ConstantBranching(inputs.draft(), inputs.vocab_size, inputs.method.value(BRANCHING))
 
 
-def stochastic_beams(of: DrafterInputs) -> StochasticBeams:
+def stochastic_beams(inputs: DrafterInputs) -> StochasticBeams:
     """Make drafter `rsd-s`."""
-    return StochasticBeams(of.draft(), of.vocab_size)
+    return StochasticBeams(inputs.draft(), inputs.vocab_size)

@@ -88,6 +88,6 @@ class _TrigramTable:
         return tokens, score / score.sum(-1, keepdim=True).clamp(min=1e-30)
 
 
-def make(of: DrafterInputs) -> TrigramDrafter:
+def make(inputs: DrafterInputs) -> TrigramDrafter:
     """Make drafter `trigram`."""
     return TrigramDrafter()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.nodes import DraftDistribution
 from dsbd_cli.engine.core.noise import ACCEPT, CLOCK, COMPLETION, RESIDUAL, gumbel, uniform
-from dsbd_cli.engine.core.pool import ends_before, live_draws
+from dsbd_cli.engine.core.pool import DraftRequest, ends_before, live_draws
 from dsbd_cli.engine.core.sampler import Independent, Sampler, WithoutReplacement, entry_index, largest
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule, at_front, equal_nodes, passing
@@ -291,13 +291,9 @@ class WithReplacement(Rejection):
         """
         ends = view.ends.flatten(1)
         distribution = tests.log_p.masked_fill(ends, NEG_INF)
-        key = view.key(COMPLETION).unsqueeze(1)
-        entries = entry_index(view.tokens).flatten(1)
-        picks = [
-            largest((distribution + gumbel(key + (j << 48), entries)).unsqueeze(1), 1) for j in range(view.num_beams)
-        ]
-        index, real = torch.cat([pick for pick, _ in picks], 1), torch.cat([real for _, real in picks], 1)
-        clock = view.key(CLOCK).unsqueeze(1)
+        log_p, stream = distribution.view(view.tokens.shape), view.key(COMPLETION)
+        index, real = self.sampler.draw(DraftRequest(log_p, view.tokens, view.path, stream, view.num_beams))
+        clock, entries = view.key(CLOCK).unsqueeze(1), entry_index(view.tokens).flatten(1)
 
         def ended_before(count: Tensor) -> Tensor:
             steps = torch.arange(view.num_beams, device=index.device).unsqueeze(0)

@@ -334,8 +334,8 @@ def _forest(context: DraftContext, found: list[_Found]) -> Forest:
     return forest
 
 
-def make(of: DrafterInputs) -> BridgeDrafter:
+def make(inputs: DrafterInputs) -> BridgeDrafter:
     """Make drafter `bridge`. Raises UsageError where the draft is not one with tokens of its own."""
-    if not isinstance(of.model, BridgedDraft):
-        raise UsageError(f"drafter {of.method.drafter} takes a BridgedDraft")
-    return BridgeDrafter(of.model, of.vocab_size)
+    if not isinstance(inputs.model, BridgedDraft):
+        raise UsageError(f"drafter {inputs.method.drafter} takes a BridgedDraft")
+    return BridgeDrafter(inputs.model, inputs.vocab_size)

@@ -105,6 +105,6 @@ def _padded(found: Sequence[Sequence[tuple[int, list[int], float]]], depth: int,
     )
 
 
-def make(of: DrafterInputs) -> GrammarDrafter:
+def make(inputs: DrafterInputs) -> GrammarDrafter:
     """Make drafter `grammar`."""
-    return GrammarDrafter(of.grammars)
+    return GrammarDrafter(inputs.grammars)
