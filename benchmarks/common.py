@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-import dsbd_cli
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, versions
 from dsbd_cli.lab.reports.bench_markdown import aligned_table
@@ -45,7 +44,7 @@ def environment() -> dict[str, Any]:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return {
         "command": " ".join(["python -m", sys.argv[0] if spec is None else spec.name, *sys.argv[1:]]),
-        "commit": commit_of(Path(dsbd_cli.__file__).parent),
+        "commit": commit_of(),
         "device": device_name(),
         **versions(),
     }

@@ -30,7 +30,7 @@ from dsbd_cli.lab.peers.base import delivered
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checkpoints.loader import eos_ids, load_tokenizer
 from dsbd_cli.models.checkpoints.registry import resolve
-from dsbd_cli.models.checks.invariance import is_invariant
+from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import DecoderCheckpoint, build_decoder, pack
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
@@ -123,7 +123,7 @@ def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Ben
     tokenizer = load_tokenizer(Path(resolve("builtin:target").path), ModelSpec("builtin:target"))
     codec = HFCodec(tokenizer, eos_ids(ours[0], tokenizer))
     target, draft = map(own, ours, (shape, draft_shape))
-    target.invariant = is_invariant(target)
+    target.invariant = check(target).varies is None
     shares = [(count + place) // len(GENERATORS) for place in range(len(GENERATORS))]
     tasks = zip(GENERATORS.values(), shares, strict=True)
     records = [r for task, share in tasks for r in itertools.islice(task.records("test", 1), share)]

@@ -35,7 +35,7 @@ from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.patching import PackedLinear, pack
-from dsbd_cli.models.checks.invariance import is_invariant
+from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.recurrent import mixers
 
 COMMON = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -194,7 +194,7 @@ def speeds(name: str, layers: int, depth: int, count: int, tokens: int, rounds: 
         pack(made)
     target, draft = CausalForestModel(large, name), CausalForestModel(small, f"{name}, first layers")
     target.keep_states_in(torch.float64)
-    target.invariant = is_invariant(target)
+    target.invariant = check(target).varies is None
     if not target.invariant:
         target.keep_states_in(torch.float32)
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,5 @@
-"""`python -m dsbd_cli` is `dsbd`: the entry point, which imports little, so that Ctrl-C is one line from the start."""
+"""Entry point of `dsbd` and of `python -m dsbd_cli`. It imports little at first, so that Ctrl-C prints one line from
+the start."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """Entry point of the script `dsbd`."""
+    """Run the script `dsbd`."""
     try:
         from dsbd_cli.config.variants import find_extensions
         from dsbd_cli.errors import UsageError

@@ -8,7 +8,7 @@ DsbdError                       exit 1: the run failed
 │   └── PairError               target and draft do not fit together
 ├── RowError                    one input row cannot be answered; the others go on (exit 3)
 │   ├── InvalidRowError         the row is not valid JSON or has a bad field
-│   ├── PromptTooLongError      prompt + new tokens exceed what the model can position
+│   ├── PromptTooLongError      prompt + new tokens exceed the model's positions
 │   ├── NumericalError          the model produced NaN for this row
 │   ├── OutOfMemoryRowError     the row does not fit into memory even alone
 │   └── WorkerLostError         several workers died while they held the row
@@ -23,14 +23,14 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-MAX_SHOWN = 60  # characters of a value
-MAX_REASON = 200  # and of another library's message
+MAX_SHOWN = 60  # characters of a value in a message
+MAX_REASON = 200  # characters of another library's message
 KINDS: dict[type, str] = {int: "an integer", float: "a number", bool: "true or false"}
 KINDS |= {str: "a string", list: "a list", dict: "an object"}
 
 
-class _Brief(reprlib.Repr):
-    """Values in the words of JSON, of TOML and of the command line, not of Python."""
+class _JsonRepr(reprlib.Repr):
+    """A repr that writes values as JSON, TOML and the command line do, not as Python does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,21 +48,23 @@ class _Brief(reprlib.Repr):
         return self.repr_list(list(value), level)
 
 
-_brief = _Brief()
+_json_repr = _JsonRepr()
 
 
 def one_line(error: BaseException) -> str:
-    """Return another library's message in one line of at most MAX_REASON characters; its type where it says nothing."""
+    """Return another library's message as one line of at most MAX_REASON characters, or the error's type if it has
+    none."""
     return " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
 
 
 def shorten(value: object) -> str:
-    """A value as it stands in an error message: one line, at most MAX_SHOWN characters. Cheap for any value."""
-    text = repr(value[:MAX_SHOWN]) if isinstance(value, str) else " ".join(_brief.repr(value).split())
+    """Return a value as an error message shows it: one line, at most MAX_SHOWN characters. This is cheap for any
+    value."""
+    text = repr(value[:MAX_SHOWN]) if isinstance(value, str) else " ".join(_json_repr.repr(value).split())
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
-# options that are seldom typed, and have no name of their own on the command line: `--set NAME=VALUE`
+# seldom used options, which have no name of their own on the command line: `--set NAME=VALUE`
 SETTINGS = (
     "early_stopping",
     "fuzzy_tolerance",
@@ -91,17 +93,17 @@ SETTINGS = (
 
 
 def option_name(field: str) -> str:
-    """--num-beams for num_beams, --else for else_, --set min-p for min_p."""
+    """Return a field's name on the command line: --num-beams for num_beams, --else for else_, --set min-p for min_p."""
     return ("--set " if field in SETTINGS else "--") + field.rstrip("_").replace("_", "-")
 
 
 def plural(count: object, name: str) -> str:
-    """1 record, 2 records."""
+    """Return a count with its noun: 1 record, 2 records."""
     return f"{count} {name}" if count == 1 else f"{count} {name}s"
 
 
 class DsbdError(Exception):
-    """Base of every error a user can cause; `exit_code` is what the command returns."""
+    """Base class of every error that a user can cause. `exit_code` is the exit code of the command."""
 
     exit_code = 1
 
@@ -109,8 +111,8 @@ class DsbdError(Exception):
 class UsageError(DsbdError):
     """Options that are malformed, out of range or contradict each other.
 
-    Where one field is to blame, `field`, `value` and (where it can be said so) `expected` say which, and the message
-    begins with the field's name.
+    Where one field is to blame, `field` and `value` hold its name and its value, and the message begins with the
+    field's name. `expected` describes an accepted value, where it can be described.
     """
 
     exit_code = 2
@@ -123,7 +125,8 @@ class UsageError(DsbdError):
         self.field, self.value, self.expected = field, value, expected
 
     def typed(self, names: Mapping[str, str]) -> str:
-        """The message; its field by the name that is typed, where there is one. names: those, by field."""
+        """Return the message with the field's name replaced by the name that the user types. names: typed names, by
+        field. The message stays as it is where the field is not among them."""
         if self.field is None or self.field not in names:
             return str(self)
         return names[self.field] + str(self).removeprefix(self.field)
@@ -131,8 +134,8 @@ class UsageError(DsbdError):
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """While a file is read. what: how it was named, as in `--input x.jsonl`. Raises UsageError where it cannot be read,
-    or is no text where it should be."""
+    """Turn errors that occur while a file is read into UsageErrors. what: the file as the user named it, as in `--input
+    x.jsonl`. Raises UsageError where it cannot be read, or is not UTF-8 where text is expected."""
     try:
         yield
     except OSError as error:
@@ -150,7 +153,7 @@ class ModelNotFoundError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """The model cannot verify a forest: its attention or positions go by slot, not by depth."""
+    """The model cannot verify a forest, because its attention or its positions depend on the slot, not on the depth."""
 
 
 class PairError(ModelError):

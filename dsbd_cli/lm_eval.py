@@ -2,8 +2,8 @@
 
     python -m dsbd_cli.lm_eval run --model dsbd --model_args pretrained=MODEL,assistant=DRAFT --tasks gsm8k
 
-That is lm-eval's own command line, which finds models in a table of its own and looks for no entry points: so one of
-another package must be imported first, which this module does. In Python: `import dsbd_cli.lm_eval`, then
+This runs lm-eval's own command line. lm-eval finds models in a table of its own and reads no entry points, so a model
+of another package must be imported first. This module does that. In Python: `import dsbd_cli.lm_eval`, then
 `lm_eval.simple_evaluate(model="dsbd", ...)`. Needs `pip install 'dsbd[lm-eval]'`.
 """
 
@@ -20,7 +20,8 @@ from dsbd_cli.dropin.generate import generate
 class DsbdLM(HFLM):  # type: ignore[misc]
     """lm-eval's HFLM with another `generate`. Log-likelihoods are HFLM's own.
 
-    assistant: a draft model, name or folder. num_beams and what else dsbd_cli.generate takes may stand in --gen_kwargs.
+    assistant: name or folder of a draft model. num_beams and the other arguments of dsbd_cli.generate may be given in
+    --gen_kwargs.
     """
 
     def __init__(self, pretrained: str, assistant: str | None = None, **options: object) -> None:
@@ -35,7 +36,8 @@ class DsbdLM(HFLM):  # type: ignore[misc]
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: list[str], **options: object
     ) -> torch.Tensor:
-        """context [B, T], padded on the left -> [B, T + L]. HFLM cuts the texts at the stop strings."""
+        """Continue the token ids of context [B, T], padded on the left, and return [B, T + L]. HFLM cuts the texts at
+        the stop strings."""
         if options.get("temperature", 0.0) == 0.0:
             options.pop("temperature", None)
             options.setdefault("do_sample", False)

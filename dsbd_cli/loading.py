@@ -1,4 +1,4 @@
-"""From names to an engine: the one call that puts models, codec and engine together."""
+"""Loading of an engine from the names of its models: the one call that joins models, codec and engine."""
 
 from __future__ import annotations
 
@@ -41,24 +41,25 @@ def load(
     """Load a target, and a draft where there is one, into an engine.
 
     Args:
-        target: alias, folder or hub id; or a ModelSpec, which also says dtype, device and what else there is to
+        target: alias, folder or hub id; or a ModelSpec, which also holds dtype, device and the other settings of
             loading.
-        draft: the same, of a draft model or a draft head; or `mtp`, the target's own. One that is only named is loaded
-            as the target is. `auto`: the built-in draft for the built-in target, and None for any other. None: no draft
-            model; a method that was not told to draft is then plain decoding.
+        draft: the same for a draft model or a draft head; or `mtp`, the MTP layer in the target's own checkpoint. A
+            draft that is given by its name alone is loaded with the target's settings, but its code is not trusted.
+            `auto`: the built-in draft for the built-in target, and None for any other. None: no draft model; a method
+            that does not ask for one is then plain decoding.
         method: how to decode; the default is the command's.
         batch_size: requests decoded together at most; None for as many as fit in memory.
         on_too_long: a prompt that does not fit the models' positions fails (`error`), or loses tokens on its left
             (`truncate-left`).
         log_steps: keep a StepStats per iteration in each result.
-        cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
-        kernels: run iterations and the models' layers with kernels; None: on a GPU, those that do there what they
-            should.
-        allow: file of the only answers that may come out, see docs/constraints.md.
-        threads: of the processor, for all that torch does in this process; None: what OMP_NUM_THREADS says, else
-            torch's choice within the container's quota of processors.
+        cuda_graphs: capture iterations as CUDA graphs; None: capture them if both models lie whole on one GPU.
+        kernels: run iterations and the models' layers with kernels; None: on a GPU, with those that pass their checks
+            there.
+        allow: file with the only answers that may come out, see docs/constraints.md.
+        threads: processor threads for all that torch does in this process; None: OMP_NUM_THREADS, else torch's choice
+            within the container's quota of processors.
 
-    Raises UsageError for settings that do not go together, before anything is loaded; ModelNotFoundError,
+    Raises UsageError for settings that contradict each other, before anything is loaded; ModelNotFoundError,
     UnsupportedModelError, PairError or ModelError where the checkpoints cannot be used.
     """
     check_value("method", method, MethodConfig | None)
@@ -90,9 +91,9 @@ def load(
     for wanted in (spec, draft_spec):
         if wanted is not None and not wanted.in_target:
             locate(wanted)
-    begin_rendering(locate(spec))  # beside the imports
+    begin_rendering(locate(spec))  # it runs during the imports
     wait_without_spinning()
-    # heavy imports only now, so that a wrong name is told at once
+    # heavy imports only now, so that a wrong name is reported at once
     with _without_collection():
         import torch
 
@@ -103,14 +104,14 @@ def load(
         from dsbd_cli.models.pair import load_pair
         from dsbd_cli.ops.select import rejected_kernels
 
-    _take_threads(threads)
-    if kernels and spec.device_map is None:  # told before a large model is loaded
+    _set_threads(threads)
+    if kernels and spec.device_map is None:  # raise before a large model is loaded
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         if (auto if spec.device == "auto" else spec.device) == "cpu":
             iteration_ops(torch.device("cpu"), kernels)
     pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
-    width, lines = pair.target.vocab_size, list[str]()
-    catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width, lines.append)
+    width, catalogue_notes = pair.target.vocab_size, list[str]()
+    catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width, catalogue_notes.append)
     info = EngineInfo(
         target=spec.source,
         draft=None if draft_spec is None else draft_spec.source,
@@ -120,7 +121,7 @@ def load(
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
         draft_form=pair.draft_form,
         chat=pair.codec.has_template,
-        notes=(*pair.notes, *rejected_kernels(pair.target.device, kernels), *lines),
+        notes=(*pair.notes, *rejected_kernels(pair.target.device, kernels), *catalogue_notes),
         ops=pair.target.ops.facts,
         threads=torch.get_num_threads(),
     )
@@ -143,7 +144,7 @@ def load(
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Import without the garbage collector, which would search all that the imports make again and again."""
+    """Switch the garbage collector off, which would search all objects that the imports make again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -153,9 +154,12 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _take_threads(wanted: int | None) -> None:
-    """Set torch's threads, which the kernels share. None: what OMP_NUM_THREADS says, else no more than the process may
-    use: torch does not know the quota of a container."""
+def _set_threads(wanted: int | None) -> None:
+    """Set the number of torch's threads, which the kernels share.
+
+    None: keep what OMP_NUM_THREADS says, else lower torch's choice to the processors that this process may use, because
+    torch does not know the quota of a container.
+    """
     import torch
 
     if wanted is None and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > processors():

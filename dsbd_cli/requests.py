@@ -1,4 +1,4 @@
-"""Data that goes into an engine and comes out of it: plain, no tensors."""
+"""Requests and results of an engine, as plain data without tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsbd_cli.stats import RequestStats
 FinishReason = Literal["stop", "length"]
 Source = Literal["text", "audio", "image"]  # what a target reads
 
-# what a target does, by what it reads, and what it is to be given
+# by what a target reads: what it does, and what a request must give it
 _READERS: dict[Source, tuple[str, str]] = {
     "text": ("reads text", "a prompt"),
     "audio": ("writes down speech", "audio"),
@@ -25,20 +25,21 @@ _READERS: dict[Source, tuple[str, str]] = {
 
 
 def derive_seed(run_seed: int, request_id: str) -> int:
-    """A row's seed from the run's and the row's id, so that neither batch size nor order matters. 63 bits."""
+    """Return the seed of a row, 63 bits, from the run's seed and the row's id, so that batch size and order do not
+    matter."""
     digest = hashlib.blake2b(f"{run_seed}:{request_id}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def check_seed(seed: object) -> None:
-    """A seed of a run or of a request. Raises UsageError."""
+    """Raise UsageError for a seed, of a run or of a request, that is not an integer from 0 to 2**63 - 1."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         expected = "an integer from 0 to 2**63 - 1"
         raise UsageError(f"seed is {seed!r}, but must be {expected}", field="seed", value=seed, expected=expected)
 
 
 def check_ends(sampling: SamplingConfig, grammar: Grammar | None) -> None:
-    """Stop strings and a grammar do not say different things on where a text may end. Raises UsageError."""
+    """Raise UsageError where both stop strings and a grammar are given, because each says where a text may end."""
     if grammar is not None and sampling.stop:
         reason = "a grammar alone says where a text may end, and one that was cut would not match it: drop it"
         raise UsageError(f"stop is {shorten(list(sampling.stop))}, but {reason}", field="stop", value=sampling.stop)
@@ -46,17 +47,17 @@ def check_ends(sampling: SamplingConfig, grammar: Grammar | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt, and what is asked for it.
+    """One prompt and the options of its answer.
 
     Attributes:
-        prompt: text to go on from. Exactly one of prompt, messages, prompt_ids, audio and image is given; a list is
-            taken too. Of an encoder-decoder target they are the source.
+        prompt: text to continue. Exactly one of prompt, messages, prompt_ids, audio and image is given; a list may be
+            given for a tuple. With an encoder-decoder target it is the source.
         messages: a conversation to answer, each message with role and content.
-        prompt_ids: token ids to go on from.
+        prompt_ids: token ids to continue.
         audio: a file of speech to transcribe or translate.
-        image: a file of a picture to read, or `data:image/png;base64,...`, its contents. Beside it a prompt may stand:
-            the decoder begins with it.
-        id: name of the request. Default: its place among the requests of its run, from 0, as text.
+        image: a file of a picture to read, or its contents as `data:image/png;base64,...`. A prompt may be given with
+            it: the decoder's text begins with that prompt.
+        id: name of the request. Default: its index among the requests of its run, from 0, as text.
         seed: from 0 to 2**63 - 1. Default: derive_seed of the run's seed and the id.
         sampling: options of this request.
         allow: the only answers that may come out: the name of a catalogue of the engine, or the answers themselves.
@@ -76,7 +77,7 @@ class Request:
     allow: str | tuple[str, ...] | None = field(default=None, kw_only=True)
     grammar: Grammar | None = field(default=None, kw_only=True)
 
-    if TYPE_CHECKING:  # what may be given, where that is more than what is then held
+    if TYPE_CHECKING:  # the constructor takes more types than the fields hold
 
         def __init__(
             self,
@@ -112,7 +113,7 @@ class Request:
             raise UsageError("allow and grammar both say what may be answered: give one of them")
 
     def check_source(self, reads: Source) -> None:
-        """Refuse speech and pictures where the target reads something else, and text where it reads them.
+        """Refuse audio and images where the target reads something else, and text where it reads audio or images.
 
         Raises InvalidRowError.
         """
@@ -124,7 +125,7 @@ class Request:
             raise InvalidRowError(f"{reads} is missing: the target {does}, and no text alone")
 
     def with_defaults(self, number: int, run_seed: int) -> Request:
-        """The request with an id and a seed. number: its place among the requests of its run."""
+        """Return the request with an id and a seed. number: its index among the requests of its run."""
         missing = [name for name in ("id", "seed") if getattr(self, name) is None]
         if not missing:
             return self
@@ -134,13 +135,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenDetail:
-    """One generated token, where token_logprobs was asked for.
+    """One generated token. Results hold it where token_logprobs is set.
 
     Attributes:
-        token_id: of the target's vocabulary. text: the bytes that it adds; empty for a special token.
-        logprob: raw log-probability (nats) of the token, given all before it.
-        beam: place of the beam that the token was appended to, among the live beams of its step (from 0).
-        top: the top_logprobs likeliest tokens at this place as (id, bytes, logprob), best first.
+        token_id: of the target's vocabulary. text: the bytes that the token adds; empty for a special token.
+        logprob: raw log-probability (nats) of the token, given all tokens before it.
+        beam: index of the beam that the token was appended to, among the live beams of its step (from 0).
+        top: the top_logprobs likeliest tokens at this position as (id, bytes, logprob), best first.
     """
 
     token_id: int
@@ -152,7 +153,8 @@ class TokenDetail:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of speech. start, end: seconds; end is None where the answer was cut before it said."""
+    """A segment of transcribed speech. start, end: seconds; end is None where the answer was cut before its end
+    time."""
 
     start: float
     end: float | None
@@ -161,13 +163,19 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished text. `logprob` is the raw log-probability (nats) of its tokens, the end token included, under the
-    target as it was loaded: a forward in bfloat16 gives another value than one in float32. `score` = logprob /
-    num_tokens ** length_penalty; `num_tokens` counts the end token. `answer_id`: the id that an allowed answer has in
-    its catalogue, None where it has none. `valid`: the whole text matches the request's grammar, which one that was cut
-    by max_new_tokens may not; None where there is no grammar. `tokens`: of each token its log-probability, where
-    token_logprobs was asked for; they sum to `logprob`, up to its float32 rounding. `segments`: the text with times,
-    where timestamps were asked for."""
+    """A finished text.
+
+    Attributes:
+        logprob: the raw log-probability (nats) of its tokens, the end token included, under the target as it was
+            loaded: a forward in bfloat16 gives another value than one in float32.
+        score: logprob / num_tokens ** length_penalty; `num_tokens` counts the end token.
+        answer_id: the id of an allowed answer in its catalogue; None where it has none.
+        valid: whether the whole text matches the request's grammar, which a text cut by max_new_tokens may not; None
+            without a grammar.
+        tokens: the details of each token, where token_logprobs is set. Their log-probabilities sum to `logprob`, up to
+            its float32 rounding.
+        segments: the text with times, where timestamps were asked for.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -181,18 +189,21 @@ class Hypothesis:
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens, the end token included."""
+        """Number of generated tokens, the end token included."""
         return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """Hypotheses of one request, best first, or the error that stopped this one request. `truncated_tokens` of the
-    prompt were dropped on its left; `prompt_tokens` counts what is left.
+    """Hypotheses of one request, best first, or the error that stopped this request alone.
 
-    Of an encoder-decoder target `source_tokens` are the tokens (or frames of audio, or places of a picture) that its
-    encoder read, which prompt_tokens counts as well; None with other targets. `token_rules`: those that acted, by name.
-    `language`: what a speech model heard, where the request names none.
+    Attributes:
+        prompt_tokens: tokens of the prompt that were read. With an encoder-decoder target they include source_tokens.
+        truncated_tokens: tokens that were dropped on the prompt's left.
+        source_tokens: with an encoder-decoder target, the tokens, frames of audio or encoder positions of a picture
+            that its encoder read; None with other targets.
+        token_rules: the rules of tokens that acted, by name.
+        language: the language that a speech model recognised, where the request names none.
     """
 
     request: Request
@@ -207,24 +218,25 @@ class RequestResult:
 
     @property
     def text(self) -> str:
-        """The best text. Raises the error of a request that failed."""
+        """Best text of the request. Raises the error of a request that failed."""
         self.check()
         return self.hypotheses[0].text
 
     @property
     def invalid(self) -> bool:
-        """The best text does not match the request's grammar: it was cut, and no other one matches either."""
+        """Whether the best text does not match the request's grammar. It was then cut, and no other text matches
+        either."""
         return bool(self.hypotheses) and self.hypotheses[0].valid is False
 
     def check(self) -> None:
-        """Raises the error of a request that failed."""
+        """Raise the error of a request that failed."""
         if self.error is not None:
             raise type(self.error)(f"request {self.request.id}: {self.error}")
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that was added to one request and can no longer change. The last piece of a request has its result."""
+    """Text that was added to one request and can no longer change. The last piece of a request holds its result."""
 
     request: Request
     text: str
@@ -236,9 +248,9 @@ class EngineInfo:
     """Names, dtypes and devices of the models that run, for records and reports.
 
     Attributes:
-        draft_form: what was read of a draft head or a trimmed draft. notes: what the user should know of the target.
-        ops: operation, backend and reason, of the target and of iterations.
-        threads: of the processor. chat: the target has a chat template.
+        draft_form: what was read of a draft head or a trimmed draft. notes: what the user should know about the models.
+        ops: (operation, backend, reason) for the operations of the target and of iterations.
+        threads: processor threads. chat: whether the target has a chat template.
     """
 
     target: str
@@ -255,11 +267,14 @@ class EngineInfo:
 
 
 class NumberedRequests:
-    """Numbered requests with an id and a seed, read one at a time. An item None says that nothing is ready yet."""
+    """An input of requests that are read one at a time, each numbered and given an id and a seed.
+
+    An item None of the input says that nothing is ready yet.
+    """
 
     def __init__(self, requests: Iterable[Request | str | RowError | None], seed: int = 0) -> None:
-        """seed: of the run. Raises UsageError for what is no collection of requests."""
-        # the letters of a prompt and the keys of a dict would be taken for prompts
+        """seed: of the run. Raises UsageError where `requests` is no collection of requests."""
+        # iterating over a string or a dict would take its letters or its keys for prompts
         if isinstance(requests, Request | str | Mapping) or not isinstance(requests, Iterable):
             raise UsageError(
                 f"requests is {shorten(requests)}, but must be a list, or an iterator, of requests or prompts"
@@ -271,12 +286,15 @@ class NumberedRequests:
         self._exhausted = False
 
     def exhausted(self) -> bool:
-        """The end of the input has been seen."""
+        """Return whether the end of the input was reached."""
         return self._exhausted
 
     def next(self) -> tuple[int, Request | RowError] | None:
-        """The next request, or the error of one that has failed, and its number; None at the end, or where nothing is
-        ready. Raises UsageError for an item that is none of these."""
+        """Return the number of the next request with the request, or with the error of one that has failed.
+
+        Return None at the end of the input, and where nothing is ready. Raises UsageError for an item that is neither a
+        request, a prompt, an error nor None.
+        """
         if self._exhausted:
             return None
         try:

@@ -1,5 +1,4 @@
-"""Counters of one layer, one iteration and one request. Units stand in the names: _s seconds, _bytes, _slots cache
-slots."""
+"""Counters of one layer, one iteration and one request. Names hold units: _s seconds, _bytes, _slots cache slots."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ SUMMED = (
 
 @dataclass(slots=True)
 class DrafterStats:
-    """Nodes of one of two drafters; one that both proposed counts for the first."""
+    """Node counts of one of two merged drafters. A node that both proposed counts for the first."""
 
     drafted: int = 0
     accepted: int = 0
 
     def add(self, other: DrafterStats) -> None:
-        """More of the same."""
+        """Add the counts of another to this one."""
         self.drafted += other.drafted
         self.accepted += other.accepted
 
@@ -32,8 +31,11 @@ class DrafterStats:
 
 @dataclass(slots=True)
 class LayerStats:
-    """One drafted layer as the verifier met it: `accepted` of `drafted` nodes became live beams (or finished
-    hypotheses). drafters: the same by name, where there are two."""
+    """Counts of one drafted layer that was verified: `accepted` of `drafted` nodes became live beams or finished
+    hypotheses.
+
+    drafters: the same counts by drafter, where there are two.
+    """
 
     layer: int
     drafted: int
@@ -46,8 +48,10 @@ class LayerStats:
 
 @dataclass(slots=True)
 class StepStats:
-    """One iteration (one target forward) of one request. Times are the iteration's, divided by the requests that
-    shared it."""
+    """Counts of one iteration (one target forward) of one request.
+
+    Times are those of the iteration, divided by the number of requests that shared it.
+    """
 
     id: str
     iteration: int
@@ -64,8 +68,11 @@ class StepStats:
 
 @dataclass(slots=True)
 class RequestStats:
-    """Sums over the iterations of one request. prompt_tokens_reused: leading tokens of the prompt whose keys and values
-    the target found in its cache. drafters: by name, where there are two."""
+    """Sums over the iterations of one request.
+
+    prompt_tokens_reused: leading tokens of the prompt whose keys and values were already in the target's cache.
+    drafters: counts by drafter, where there are two.
+    """
 
     target_calls: int = 0
     draft_calls: int = 0
@@ -84,7 +91,7 @@ class RequestStats:
 
     @classmethod
     def total(cls, parts: Iterable[RequestStats]) -> RequestStats:
-        """The sums of several, with their logs."""
+        """Return the sums of several requests, with their step logs joined."""
         whole = cls()
         for part in parts:
             whole.add(part)
@@ -92,7 +99,10 @@ class RequestStats:
         return whole
 
     def add(self, other: RequestStats) -> None:
-        """The sums of both, and the larger peak. The log is left alone, so that sums over many requests stay small."""
+        """Add the counts of another request, and keep the larger peak.
+
+        The step log is left alone, so that sums over many requests stay small.
+        """
         for name in SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.kv_peak_slots = max(self.kv_peak_slots, other.kv_peak_slots)
@@ -101,7 +111,7 @@ class RequestStats:
 
     @property
     def steps_per_call(self) -> float:
-        """Beam-sampling steps that one target call yields."""
+        """Steps that one target call yields."""
         return self.steps / self.target_calls if self.target_calls else 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""Threads of this process: how many the machine gives it, and that they wait instead of spinning. No torch here."""
+"""Threads of this process: how many it may use, and that idle ones sleep instead of spinning. No torch here."""
 
 from __future__ import annotations
 
@@ -7,38 +7,41 @@ import os
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
-# Looks at a lock before a thread of OpenMP sleeps. libgomp's own 300,000 take longer than what lies between two
-# products, so that no thread slept; beside other work that was three to four times the processor time
-# (benchmarks/LOG.md).
+# How often a thread of OpenMP looks at a lock before it sleeps. libgomp's default of 300,000 takes longer than the time
+# between two products, so that no thread slept. With other work on the machine that took three to four times the
+# processor time (benchmarks/LOG.md).
 SPINS = 3_000
-BLOCK_MS = 1  # the same for LLVM's OpenMP, which counts milliseconds
+BLOCK_MS = 1  # the same for LLVM's OpenMP, which counts in milliseconds
 SPINNING = {"GOMP_SPINCOUNT": str(SPINS), "KMP_BLOCKTIME": str(BLOCK_MS)}
-CHOSEN = ("OMP_WAIT_POLICY", *SPINNING)  # variables by which a user decides
+CHOSEN = ("OMP_WAIT_POLICY", *SPINNING)  # a user who sets one of these variables has decided
 
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def wait_without_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let threads that have nothing to do sleep soon. Does nothing where the user has decided, and acts only before
-    torch is imported, which reads these variables then."""
+    """Set the variables that let idle OpenMP threads sleep soon.
+
+    Nothing is done where the user has set one of them. The call must come before torch is imported, because torch reads
+    them then.
+    """
     if not any(name in environment for name in CHOSEN):
         environment.update(SPINNING)
 
 
 def processors() -> int:
-    """Processors that this process may use: those of its affinity, and no more than the quota of its container, rounded
-    up."""
+    """Return how many processors this process may use: those of its affinity, at most the quota of its container,
+    rounded up."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
     return max(1, math.ceil(min(affinity, quota())))
 
 
 def quota(root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> float:
-    """Processors that the container's control groups allow, of cgroup v2 or v1; inf without a limit."""
+    """Return how many processors the container's control groups allow, in cgroup v2 or v1; inf without a limit."""
     return min(_limits(root, own), default=math.inf)
 
 
 def _limits(root: Path, own: Path) -> Iterator[float]:
-    """Yield the limits of this process's groups and of those around them, in processors."""
+    """Yield the limits, in processors, of this process's control groups and of all groups that contain them."""
     for line in _text(own).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
@@ -67,7 +70,8 @@ def _limit(folder: Path, *, v2: bool) -> Iterator[float]:
 
 
 def _text(path: Path) -> str:
-    """Empty where it cannot be read: another system, or a group that the container does not show."""
+    """Return the text of a file; empty where it cannot be read: another system, or a group that the container does not
+    show."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

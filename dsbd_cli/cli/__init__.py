@@ -1,1 +1,1 @@
-"""The command line: commands, their options, and what a run is made of."""
+"""The command line: commands, their options, and the parts of a run."""

@@ -67,7 +67,7 @@ def _root(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code. Errors end here."""
+    """Run one command line and return its exit code. Errors are caught here and printed."""
     set_style()
     try:
         code = typer.main.get_command(app).main(
@@ -83,7 +83,7 @@ def run(arguments: Sequence[str]) -> int:
         _drop_output()
         return 0
     except SystemExit as ended:
-        # the parser ends so where nobody reads its text any more
+        # the parser exits like this if nobody reads its text any more
         if not isinstance(ended.__context__, BrokenPipeError):
             raise
         _drop_output()
@@ -109,7 +109,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _help(error: typer.TyperException, arguments: Sequence[str]) -> str:
-    """Where the options, or the commands, are listed."""
+    """Return a hint that names the page with the options, or with the commands."""
     context = getattr(error, "ctx", None)  # of the command that was reached, if any
     if context is not None and context.parent is not None:
         return f"{context.command_path} --help lists the options"
@@ -126,7 +126,8 @@ def _report(message: str, code: int, arguments: Sequence[str]) -> int:
 
 
 def _drop_output() -> None:
-    """The interpreter flushes standard output as it ends; let that go nowhere instead of failing once more."""
+    """Point standard output at the null device, because the interpreter flushes it at its end and would fail once
+    more."""
     with contextlib.suppress(OSError, AttributeError):
         number = sys.stdout.fileno()
         nowhere = os.open(os.devnull, os.O_WRONLY)

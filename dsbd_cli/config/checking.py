@@ -20,19 +20,19 @@ def require(condition: bool, name: str, value: object, expected: str) -> None:
 
 
 def refuse(name: str, value: object, reason: str) -> NoReturn:
-    """reason: why another field does not allow the value, and what to do."""
+    """Raise UsageError. reason: why another field does not allow the value, and what to do."""
     raise UsageError(f"{name} is {shorten(value)}, but {reason}", field=name, value=value)
 
 
 def check_value(name: str, value: object, hint: object) -> None:
-    """The value has this type. Raises UsageError."""
+    """Check that the value has this type. Raises UsageError."""
     if not _test(hint)(value):
         require(False, name, value, _expected(hint))
 
 
 def check_types(settings: object, *, open_: tuple[str, ...] = ()) -> None:
-    """Every field of a dataclass has the type that is written beside it. open_: fields that may also be None until they
-    are settled. Raises UsageError."""
+    """Check that every field of a dataclass has the type of its annotation. open_: fields that may also be None until
+    they are settled. Raises UsageError."""
     kind: type = type(settings)
     for name, hint, fits in _types(kind):
         value = getattr(settings, name)
@@ -48,7 +48,8 @@ def _types(kind: type) -> tuple[tuple[str, object, Test], ...]:
 
 @cache
 def _test(hint: object) -> Test:
-    """Whether a value has this type. Made once for each type, because every row of a file is tested."""
+    """Return a function that tests whether a value has this type. It is made once for each type, because every row of a
+    file is tested."""
     kind, parts = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
         plain = tuple(part for part in parts if isinstance(part, type) and part not in (int, float))
@@ -69,7 +70,7 @@ def _test(hint: object) -> Test:
             return lambda value: isinstance(value, tuple) and all(one(item) for item in value)
         assert parts[0] is parts[1]
         return lambda value: isinstance(value, dict) and all(one(item) for pair in value.items() for item in pair)
-    if hint in (int, float):  # True is an int to Python, and to nobody else
+    if hint in (int, float):  # True is an int in Python, but not in a setting
         numbers = int if hint is int else (int, float)
         return lambda value: isinstance(value, numbers) and not isinstance(value, bool)
     assert isinstance(hint, type)

@@ -1,8 +1,9 @@
-"""A grammar compiled in a child process, with limits of memory and time, before this process compiles it.
+"""Trial of a grammar: it is compiled in a child process, with limits of memory and time, before this process compiles
+it.
 
-llguidance is native code: a grammar that exhausts its stack or the memory would take the process with it. The child
-runs this file as a program, which imports nothing of this package. It reads the grammar's source from its standard
-input, compiles it for a vocabulary of bytes and follows it some bytes far.
+llguidance is native code: a grammar that exhausts its stack or the memory would end the process. The child runs this
+file as a program, which imports nothing of this package. It reads the grammar's source from its standard input,
+compiles it for a vocabulary of bytes and follows it for some bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-CPU_SECONDS, WALL_SECONDS = 3, 30  # a machine under load gives a child its seconds late
+CPU_SECONDS, WALL_SECONDS = 3, 30  # a machine under load gives a child its CPU seconds late
 ADDRESS_SPACE = 2 << 30  # bytes
 STACK = 4 << 20  # bytes; half of a main thread's, so that what fits into it fits into any thread
 BYTES_FOLLOWED = 48
@@ -27,8 +28,8 @@ _known: dict[bytes, str | None] = {}
 
 
 def trial_fault(source: str) -> str | None:
-    """Why a child could not compile this grammar; None where it could, or where llguidance refused it, which it can
-    then do here. Each grammar is tried once. Signals are heard meanwhile."""
+    """Return why a child could not compile this grammar. Return None where it could, or where llguidance refused the
+    grammar, which it can then do in this process. Each grammar is tried once. Signals are handled meanwhile."""
     key = hashlib.blake2b(source.encode(), digest_size=16).digest()
     if key not in _known:
         if len(_known) >= MOST_KNOWN:
@@ -62,8 +63,8 @@ def _tried(source: str) -> str | None:
 
 
 def parser_limits() -> LLParserLimits:
-    """Return limits of what a grammar may take: to be compiled, and then for each token. llguidance reports what passes
-    them."""
+    """Return limits of what a grammar may take, first to be compiled and then for each token. llguidance reports where
+    one is passed."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -78,7 +79,7 @@ def parser_limits() -> LLParserLimits:
 
 
 def byte_tokenizer() -> LLTokenizer:
-    """A vocabulary of the 256 bytes and an end token."""
+    """Return a vocabulary of the 256 bytes and an end token."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     class Bytes:
@@ -108,7 +109,7 @@ def _try(source: str) -> None:
 
 
 def _bytes_of(matcher: LLMatcher) -> list[int]:
-    """Bytes that may follow, ascending."""
+    """Return the bytes that may follow, ascending."""
     mask = matcher.compute_bitmask()
     return [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
 
@@ -131,7 +132,7 @@ def _main() -> None:
     def work() -> None:
         try:
             _try(source)
-        except BaseException as error:  # told to the parent by the exit status
+        except BaseException as error:  # the exit status tells the parent
             faults.append(error)
 
     threading.stack_size(STACK)

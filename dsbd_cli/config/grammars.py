@@ -1,6 +1,6 @@
-"""Grammars: what an answer must look like as a whole. A JSON schema, a regular expression or a Lark grammar.
+"""Grammars that a whole answer must match: a JSON schema, a regular expression or a Lark grammar.
 
-The library llguidance reads and follows them; it is imported when the first grammar is used. A grammar that may cost
+The library llguidance reads and follows them. It is imported when the first grammar is used. A grammar that may cost
 much is compiled in a child process first (grammar_trial.py).
 """
 
@@ -23,8 +23,8 @@ GrammarKind = Literal["json_schema", "regex", "lark"]
 # How JSON is written: in one line, as Python's json.dumps does. A schema's own "x-guidance" object wins over this.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 DEFINITIONS = ("$defs", "definitions")
-MOST_TRIALS, MOST_TRIED = 2000, 10_000_000  # subschemas that are tried to find the place of an error, and their letters
-# What is compiled without a trial in a child process: a grammar that is small in all of these
+MOST_TRIALS, MOST_TRIED = 2000, 10_000_000  # subschemas that are tried to find an error's place, and their letters
+# A grammar that stays within all of these is compiled without a trial in a child process
 CHEAP_SCHEMA, CHEAP_NODES, CHEAP_COUNT, CHEAP_PATTERN, CHEAP_LARK = 20_000, 5_000, 1_000, 200, 300
 COSTLY_KEYS = frozenset("allOf multipleOf not oneOf pattern patternProperties x-guidance".split())
 COSTLY_LARK = frozenset("&~{%")
@@ -50,32 +50,33 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Schema | str) -> Grammar:
-        """Answers that are valid JSON under this schema. Properties come in the order in which the schema has them."""
+        """Make the grammar of answers that are valid JSON under this schema. Properties come in the order in which the
+        schema has them."""
         return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Any JSON object."""
+        """Make the grammar of any JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Answers that match this expression from their beginning to their end."""
+        """Make the grammar of answers that match this expression from their beginning to their end."""
         return cls("regex", pattern)
 
     @classmethod
     def lark(cls, grammar: str) -> Grammar:
-        """Answers that this Lark grammar derives from `start`."""
+        """Make the grammar of answers that this Lark grammar derives from `start`."""
         return cls("lark", grammar)
 
     @property
     def name(self) -> str:
-        """Its kind and a hash of its text, by which runs are told apart."""
+        """Kind of the grammar and a hash of its text, by which runs are told apart."""
         return f"{self.kind} {hashlib.blake2b(self.text.encode('utf-8', 'surrogatepass'), digest_size=8).hexdigest()}"
 
     def source(self) -> str:
-        """The grammar as llguidance takes it. Raises UsageError where it is malformed or uses what is not supported;
-        of a schema the message names the place, as a JSON pointer."""
+        """Return the grammar as llguidance takes it. Raises UsageError where it is malformed or uses something
+        unsupported. For a schema the message names the place, as a JSON pointer."""
         try:
             self.text.encode()
         except UnicodeEncodeError:
@@ -98,7 +99,8 @@ class Grammar:
         return source
 
     def _try(self, source: str, *, cheap: bool) -> None:
-        """Compile it in a child process, unless it is cheap. Raises UsageError where the child does not survive it."""
+        """Compile the source in a child process, unless it is cheap. Raises UsageError where the child does not survive
+        it."""
         if not cheap and (fault := trial_fault(source)) is not None:
             raise UsageError(fault)
 
@@ -119,20 +121,22 @@ def _is_cheap(size: Extent) -> bool:
 
 
 def _is_cheap_pattern(pattern: str) -> bool:
-    """Short, and its counted repetitions, one within the other at worst, make it little longer."""
+    """Return whether a pattern is short, and its counted repetitions make it little longer even if each is inside the
+    next."""
     counts = re.findall(r"[0-9]+", " ".join(re.findall(r"\{[0-9, ]*\}", pattern)))
     return len(pattern) <= CHEAP_PATTERN and math.prod(min(int(one), CHEAP_COUNT) or 1 for one in counts) < CHEAP_COUNT
 
 
 def _is_cheap_lark(text: str) -> bool:
-    """Short, without intersections, complements, repetitions by number and grammars within."""
+    """Return whether a Lark grammar is short, without intersections, complements, repetitions by number and nested
+    grammars."""
     return len(text) <= CHEAP_LARK and not COSTLY_LARK & set(text)
 
 
 def _schema_source(schema: object) -> str:
     from llguidance import LLMatcher
 
-    if isinstance(schema, bool):  # llguidance takes it inside of a schema, but not as a whole one
+    if isinstance(schema, bool):  # llguidance takes true and false inside of a schema, but not as a whole one
         schema = {"allOf": [schema]}
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=LAYOUT)  # type: ignore[arg-type]
@@ -141,17 +145,17 @@ def _schema_source(schema: object) -> str:
 
 
 def _fault(source: str) -> str | None:
-    """Say what llguidance has against a grammar; None where it takes it."""
+    """Return what llguidance has against a grammar; None where it accepts it."""
     from llguidance import LLMatcher
 
     wrong, messages = LLMatcher.validate_grammar_with_warnings(source, limits=parser_limits())
-    # where llguidance came from is not told: the innermost place is found by trying
+    # llguidance's lines on the place are left out: _place finds the innermost one by trying
     lines = [line for line in messages[0].splitlines() if "while processing" not in line] if wrong else []
     return "\n".join(lines) if wrong else None
 
 
 def _place(schema: Schema, fault: str) -> str:
-    """JSON pointer of the innermost subschema that fails in the same way, or `the root`."""
+    """Return the JSON pointer of the innermost subschema that fails with the same message, or `the root`."""
     shared = {} if isinstance(schema, bool) else {name: schema[name] for name in DEFINITIONS if name in schema}
     pointer, trials, tried, here = "", 0, 0, schema
     while True:
@@ -169,7 +173,7 @@ def _place(schema: Schema, fault: str) -> str:
 
 
 def _subschemas(schema: Schema) -> Iterator[tuple[str, Schema]]:
-    """Those one step below, with the pointer to them."""
+    """Yield the subschemas one step below, with the pointer to them from here."""
     if isinstance(schema, bool):
         return
     for name in sorted(NESTED & schema.keys()):
@@ -185,7 +189,7 @@ def _subschemas(schema: Schema) -> Iterator[tuple[str, Schema]]:
 
 
 def _message(fault: str) -> str:
-    """A message of llguidance on one line."""
+    """Return a message of llguidance on one line."""
     if "Unimplemented keys:" in fault:
         return f"unsupported keywords {fault.partition(':')[2].strip()}"
     lines = fault.strip().splitlines()

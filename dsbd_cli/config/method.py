@@ -1,4 +1,5 @@
-"""Settings of a whole engine, because they fix tensor shapes: rule, width, drafter and the forest's size."""
+"""Settings of a whole engine: rule, width, drafter and the forest's size. They are the same for all of its requests,
+because they fix tensor shapes."""
 
 from __future__ import annotations
 
@@ -28,22 +29,18 @@ from dsbd_cli.errors import UsageError, shorten
 _KINDS: dict[type[Variant], str] = {RuleSpec: "rule", Width: "width"}
 WarpScope = Literal["pool", "beam"]
 DEFAULT_BATCH_SIZE = 8
-DEFAULT_DEPTH = 4  # where every iteration drafts as deep
+DEFAULT_DEPTH = 4  # where all iterations have the same depth
 MAX_AUTO_DEPTH = 8  # where the depth is adaptive
 MAX_CERTAIN_DEPTH = 16  # where the drafter knows which layers pass
 DEFAULT_DRAFTS = 8
-SPARE_DRAFTS = 32  # of a layer, beyond the number of beams, at most
-MOST_DRAFTED = 512  # nodes of all layers, where nobody says how many
+SPARE_DRAFTS = 32  # default drafts of a layer beyond the number of beams, at most
+MOST_DRAFTED = 512  # nodes of all layers, where no depth is given
 
-FOLLOWING = ("depth", "adaptive_depth", "width", "drafts_per_layer")  # settings whose default follows from others
-
-
-def _check(setting: Setting[object], value: object) -> None:
-    require(setting.fits(value), setting.field, value, setting.expected)
+DERIVED = ("depth", "adaptive_depth", "width", "drafts_per_layer")  # settings whose default follows from others
 
 
 def check_request(sampling: SamplingConfig, rule: str, num_beams: int) -> None:
-    """Check that what a request asks for goes together with the rule and the number of beams. Raises UsageError."""
+    """Check that the settings of a request fit the rule and the number of beams. Raises UsageError."""
     if sampling.temperature == 0 and not RULES[rule].greedy:
         value = sampling.temperature
         message = f"temperature is 0, which {rule} does not take: use coupled, or search"
@@ -54,7 +51,7 @@ def check_request(sampling: SamplingConfig, rule: str, num_beams: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MethodConfig:
-    """How an engine decodes; one per engine. The defaults are those of the command.
+    """Settings of how an engine decodes; one per engine. The defaults are those of the command.
 
     Rule, width and drafter are given by name, or spelled with their settings as on the command line:
     `MethodConfig(rule="fuzzy:0.2,divergence=js", drafter="ngram:4", width="threshold:0.7,min=2")`.
@@ -64,23 +61,23 @@ class MethodConfig:
         num_beams: W, live beams at most.
         drafts_per_layer: K, drafted nodes per layer. Default: 8, or 2W if that is more; above W = 32 it is W + 32.
         depth: D, drafted layers; 0 is plain beam sampling (or beam search) without a draft. Default: 8 with
-            adaptive_depth, else 4; fewer where that would be more than 512 drafted nodes.
-        adaptive_depth: D and K are upper bounds, and every iteration takes what measured fastest below them (the
-            command's `--depth auto`). Default: where no depth is given and the text cannot depend on the forest: rules
-            coupled and search at fixed width, without memory_saving.
+            adaptive_depth, else 4 (drafter grammar: 16); fewer where that would be more than 512 drafted nodes.
+        adaptive_depth: D and K are upper bounds, and every iteration takes those below them that were measured fastest
+            (the command's `--depth auto`). Default: where no depth is given and the text cannot depend on the forest:
+            rules coupled and search at fixed width, without memory_saving.
         width: width policy of a layer, fixed (always W) or threshold. Default: threshold for rejection and
             with-replacement where drafter beam drafts, else fixed.
         warp_scope: `pool` warps the joint distribution over (beam, token); `beam` warps each beam's row.
         memory_saving: keep only the best beam between iterations.
-        drafter: who proposes the nodes, one of variants.DRAFTERS; or two joined by +, the second of them one that reads
-            text.
-        settings: of rule, width and drafter, by their fields in variants; only what differs from the defaults need be
-            given. A mapping may be given; what is spelled with a name stands here, too.
+        drafter: the drafter that proposes the nodes, one of variants.DRAFTERS; or two joined by +, the second of which
+            reads text.
+        settings: settings of rule, width and drafter, by their fields in variants. Only what differs from the defaults
+            need be given. A mapping may be given. Settings that are spelled with a name are moved here.
     """
 
     rule: str = "coupled"
     num_beams: int = 4
-    # None is not given: what it then is follows from the others, in __post_init__
+    # None means not given: __post_init__ then sets a value that follows from the other settings
     drafts_per_layer: int = None  # type: ignore[assignment]
     depth: int = None  # type: ignore[assignment]
     width: str = None  # type: ignore[assignment]
@@ -89,9 +86,10 @@ class MethodConfig:
     adaptive_depth: bool = None  # type: ignore[assignment]
     drafter: str = "beam"
     settings: tuple[tuple[str, Value], ...] = ()
-    _asks: str | None = field(default=None, init=False, repr=False, compare=False)  # what was given that needs a draft
+    # a given setting that needs a draft
+    _asks_for_draft: str | None = field(default=None, init=False, repr=False, compare=False)
 
-    if TYPE_CHECKING:  # what may be given, where that is more than what is then held
+    if TYPE_CHECKING:  # more types may be given than the fields then hold
 
         def __init__(
             self,
@@ -110,7 +108,7 @@ class MethodConfig:
     def __post_init__(self) -> None:
         find_extensions()
         self._read_spelled()
-        check_types(self, open_=FOLLOWING)
+        check_types(self, open_=DERIVED)
         self._resolve()
         self._check_variants()
         require(self.num_beams >= 1, "num_beams", self.num_beams, "1 or more")
@@ -125,7 +123,7 @@ class MethodConfig:
             refuse("drafts_per_layer", self.drafts_per_layer, reason)
 
     def _read_spelled(self) -> None:
-        """Settings that are spelled with a name, as in `ngram:4`, become settings."""
+        """Move settings that are spelled with a name, as in `ngram:4`, into `settings`. Raises UsageError."""
         require(isinstance(self.settings, Mapping | tuple), "settings", self.settings, "a table of settings")
         given = dict(self.settings)
         for name, table in (("rule", RULES), ("width", WIDTHS)):
@@ -142,12 +140,12 @@ class MethodConfig:
         object.__setattr__(self, "settings", tuple(settings))
 
     def _resolve(self) -> None:
-        """Defaults that follow from other settings."""
-        given = {name: getattr(self, name) for name in FOLLOWING}
+        """Set the defaults that follow from other settings."""
+        given = {name: getattr(self, name) for name in DERIVED}
         width, adaptive, depth = given["width"], given["adaptive_depth"], given["depth"]
         if width is None:
             first = DRAFTERS.get(self.drafter_names[0])
-            # the only distribution that tells a width
+            # a width can only be estimated from a pool distribution
             pool = depth != 0 and first is not None and first.pool_distribution
             width = RULES[self.rule].width if pool else "fixed"
         if adaptive is None:
@@ -163,12 +161,13 @@ class MethodConfig:
         usual = MAX_CERTAIN_DEPTH if self.drafter == GRAMMAR else usual
         resolved["depth"] = min(usual, most) if depth is None else depth
         asking = [name for name, value in given.items() if value and value != "fixed"]
-        resolved["_asks"] = asking[0] if asking else None
+        resolved["_asks_for_draft"] = asking[0] if asking else None
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
 
     def _check_variants(self) -> None:
-        """Rule, width and drafter fit each other, and every setting is one that it may be."""
+        """Check that rule, width and drafter fit each other, and that every setting has an allowed value. Raises
+        UsageError."""
         check_drafter_name(self.drafter)
         rule, width, drafters = RULES[self.rule], WIDTHS[self.width], [DRAFTERS[name] for name in self.drafter_names]
         self._check_settings()
@@ -192,7 +191,8 @@ class MethodConfig:
             refuse("width", self.width, reason)
 
     def _check_settings(self) -> None:
-        """Every setting has a value that it may have, and stands only where it acts."""
+        """Check that every setting has an allowed value and belongs to a variant that acts, and that no required one is
+        missing. Raises UsageError."""
         acting = {setting.field: setting for one in self.variants for setting in one.settings}
         every: list[Variant] = [*RULES.values(), *WIDTHS.values(), *DRAFTERS.values(), FUSION]
         owners = {setting.field: one for one in every for setting in one.settings}
@@ -213,20 +213,21 @@ class MethodConfig:
                     raise UsageError(message, field=setting.field)
 
     def value(self, setting: Setting[T]) -> T:
-        """The value of a variant's setting, or its default."""
+        """Return the value of a variant's setting, or its default."""
         for name, value in self.settings:
             if name == setting.field:
                 return value  # type: ignore[return-value]
         return setting.default
 
     def but(self, setting: Setting[T], value: T) -> MethodConfig:
-        """The same with another value of a variant's setting. Raises UsageError where it does not act."""
+        """Return the same method with another value of a variant's setting. Raises UsageError where the setting does
+        not act."""
         settings: dict[str, object] = {**dict(self.settings), setting.field: value}
         return replace(self, settings=tuple(settings.items()))  # type: ignore[arg-type]
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> MethodConfig:
-        """From one table of its own fields and of variants' settings."""
+        """Make a method from one table of its own fields and of variants' settings."""
         own = {one.name for one in fields(cls)} - {"settings"}
         return cls(
             **{name: value for name, value in given.items() if name in own},  # type: ignore[arg-type]
@@ -234,8 +235,8 @@ class MethodConfig:
         )
 
     def fit_draft(self, draft: str | None) -> MethodConfig:
-        """This method, for a pair with this draft model or with none. Without one it is plain decoding, unless it was
-        told to draft. Raises UsageError where method and models contradict each other."""
+        """Return this method for a pair with this draft model, or with none. Without one it becomes plain decoding,
+        unless it was told to draft. Raises UsageError where method and models contradict each other."""
         if (draft is not None) == self.needs_draft:
             return self
         if draft is not None:
@@ -245,26 +246,26 @@ class MethodConfig:
         if needs or self.drafter != self.__dataclass_fields__["drafter"].default:
             asks = f"rule {self.rule} compares with" if needs else f"drafter {self.drafter} runs"
             raise UsageError(f"draft is None, but {asks} a draft model: give one")
-        if self._asks is not None:
-            asks = f"{self._asks} is {getattr(self, self._asks)}"
+        if self._asks_for_draft is not None:
+            asks = f"{self._asks_for_draft} is {getattr(self, self._asks_for_draft)}"
             raise UsageError(f"draft is None, but {asks}, which needs a draft model: give one, or drop it")
         return replace(self, depth=0, adaptive_depth=False, width="fixed")
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """Rule, width, drafters and what fuses two of them."""
+        """Rule, width, drafters and the variant that joins two drafters."""
         return active(self.rule, self.width, self.drafter)
 
     @property
     def drafters(self) -> tuple[Variant, ...]:
-        """The drafters and what fuses two of them; none where nothing is drafted."""
+        """The drafters and the variant that joins two of them; none where nothing is drafted."""
         names = self.drafter_names if self.depth else ()
         return (*[DRAFTERS[name] for name in names], *([FUSION] if len(names) == 2 else []))
 
     @property
     def resolved(self) -> dict[str, object]:
-        """Values of all variants' settings by field, also where they follow from others; None for one that does not
-        act."""
+        """Values of all variants' settings by field, also of those that follow from others; None for a setting that
+        does not act."""
         values: dict[str, object] = {one.field: None for some in self.drafters for one in some.settings}
         acting = [one for variant in self.variants for one in variant.settings]
         values |= {one.field: self.value(one) for one in acting}
@@ -277,32 +278,32 @@ class MethodConfig:
 
     @property
     def samples(self) -> bool:
-        """The rule draws at random."""
+        """True where the rule draws at random."""
         return RULES[self.rule].samples
 
     @property
     def takes_greedy(self) -> bool:
-        """The rule takes temperature 0."""
+        """True where the rule accepts temperature 0."""
         return RULES[self.rule].greedy
 
     @property
     def dynamic(self) -> bool:
-        """A layer may pass with fewer than W live beams."""
+        """True where a layer may pass with fewer than W live beams."""
         return WIDTHS[self.width].dynamic
 
     @property
     def bridges(self) -> bool:
-        """The draft model has a tokenizer of its own."""
+        """True where the draft model has a tokenizer of its own."""
         return any(DRAFTERS[name].bridges for name in self.drafter_names)
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
-        """The drafter, or the two that are fused."""
+        """Name of the drafter, or names of the two that are joined."""
         return tuple(self.drafter.split("+"))
 
     @property
     def needs_draft(self) -> bool:
-        """A draft model takes part."""
+        """True where a draft model takes part."""
         return self.depth > 0 and any(DRAFTERS[name].runs_model for name in self.drafter_names)
 
     @property
@@ -322,7 +323,7 @@ class MethodConfig:
 
     @property
     def exactness(self) -> Exactness:
-        """Say what the output shares with plain decoding at the same num_beams and seed."""
+        """Relation of the output to plain decoding at the same num_beams and seed, as docs/algorithm.md defines it."""
         exactness = RULES[self.rule].exactness
         narrower = (self.depth and self.dynamic) or self.memory_saving
         return "dynamic-width" if narrower and exactness != "lossy" else exactness

@@ -1,4 +1,4 @@
-"""Settings of loading one model: where it comes from, its dtype and device, and how it is computed."""
+"""Settings for loading one model: where it comes from, its dtype and device, and how it is computed."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 ON_TOO_LONG, QUANTIZE, NUMERICS, DTYPES = map(get_args, (OnTooLong, Quantize, Numerics, Dtype))
 
 BUILTIN_TARGET = "builtin:target"
-BUILTIN_DRAFT = "builtin:draft"  # of the built-in target alone: another one has none, unless one is named
+BUILTIN_DRAFT = "builtin:draft"  # draft of the built-in target; other targets have no draft unless one is named
 
-MTP_DRAFT = "mtp"  # the head that lies in the target's own checkpoint
+MTP_DRAFT = "mtp"  # the head in the target's own checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Where a checkpoint is and how to load it.
+    """Place of a checkpoint and how to load it.
 
     Attributes:
         source: alias, folder or hub id, as the user wrote it, with `@revision` of a hub id and `+adapter` for each
             adapter; `builtin:target` and `builtin:draft` are the shipped pair.
-        role: `target` or `draft`; named in errors. `load` knows it.
+        role: `target` or `draft`; named in errors. `load` sets it.
         dtype: auto, float32, bfloat16 or float16.
         device: torch device string, or `auto`.
         device_map: accelerate's device map (`auto`, ...), exclusive with device.
         trust_remote_code: run code from the checkpoint's repository.
-        numerics: of a target: `invariant` computes every node the same way whatever else is in a forward, so that a
+        numerics: for a target. `invariant` computes every node the same way whatever else is in a forward, so that a
             text cannot depend on the draft or the batch; `fast` saves that work.
-        tensor_parallel: of a target: processes, each with a GPU where there are any, that share every layer.
+        tensor_parallel: for a target. Processes, each with a GPU where there are any, that share every layer.
         kernels: on a GPU, layers whose small operations are known run as kernels; False: as transformers has them.
         quantize: `int8`: linear layers are made int8 at load, on the CPU.
-        adapters: folders or hub ids of adapters of peft, merged at load after those that `source` names.
+        adapters: folders or hub ids of peft adapters, merged at load after those that `source` names.
     """
 
     source: str
@@ -74,11 +74,13 @@ class ModelSpec:
 
     @property
     def in_target(self) -> bool:
-        """Whether this draft is the MTP layer of the target's own checkpoint, so that there is no other one."""
+        """True where this draft is the MTP layer of the target's own checkpoint, so that there is no other
+        checkpoint."""
         return self.role == "draft" and self.source == MTP_DRAFT
 
     def of_draft(self, source: str, device: str | None = None) -> ModelSpec:
-        """A draft that is loaded as this target is, but that its code is not trusted. device: one of its own."""
+        """Return the settings of a draft that is loaded as this target is, except that its code is not trusted and it
+        has no adapters. device: the draft's own one, if it has one."""
         place = device or (self.device if self.device_map is None else "auto")
         alike = replace(self, source=source, role="draft", device=place, device_map=None, tensor_parallel=1)
         return replace(alike, trust_remote_code=False, adapters=())

@@ -1,4 +1,4 @@
-"""Settings of one request. They are a frozen dataclass, validated once, where a default is written once."""
+"""Settings of one request: a frozen dataclass, validated once. Each default is written once, here."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ class SamplingConfig:
         top_p: keep the smallest set of most probable pairs whose mass reaches top_p; 1 keeps all.
         min_p: drop pairs less probable than min_p times the most probable; 0 keeps all.
         max_new_tokens: generated tokens at most, the end token included.
-        stop: strings that end a text; the text is cut before the string. One string, or a list
-            of them, may be given; a tuple is held.
+        stop: strings that end a text; the text is cut before the string. One string, or a list of them, may be given;
+            it is kept as a tuple.
         length_penalty: score = logprob / num_tokens ** length_penalty.
         early_stopping: end as soon as num_beams hypotheses are finished.
         n_best: hypotheses reported, best first.
         token_logprobs: report the raw log-probability of every token of every reported hypothesis.
-        top_logprobs: with them, the N likeliest tokens at every place; 0 to 20.
-        source_lang, target_lang: of an encoder-decoder target that knows languages, as its tokenizer names them
-            (eng_Latn, en, fr_XX). source_lang of a speech model: the language spoken; target_lang en: translate it.
-        prefix: text that the answer begins with, of an encoder-decoder target.
+        top_logprobs: together with token_logprobs, the N likeliest tokens at every place; 0 to 20.
+        source_lang, target_lang: for an encoder-decoder target that knows languages, as its tokenizer names them
+            (eng_Latn, en, fr_XX). For a speech model source_lang is the language spoken, and target_lang en translates
+            it.
+        prefix: text that the answer begins with, for an encoder-decoder target.
         token_rules: rules of tokens, see token_rules.asked_rules: `checkpoint`, `none`, NAME=VALUE,... Default: those
             of the checkpoint for an encoder-decoder target, none for a decoder-only one.
     """

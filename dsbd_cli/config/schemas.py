@@ -1,4 +1,5 @@
-"""JSON schemas before they are compiled: how far their references lead, and objects that are closed.
+"""Preparation of JSON schemas before they are compiled: how far their references lead is measured, and their objects
+are closed.
 
 Nothing here recurses along references, so that no schema can exhaust the stack.
 """
@@ -21,8 +22,8 @@ class Extent:
     """Size of a schema with its references followed.
 
     Attributes:
-        levels: most containers and references below one another.
-        nodes: containers, those behind a reference counted once for each way that leads there.
+        levels: the most containers and references below one another.
+        nodes: number of containers. Those behind a reference count once for each way that leads there.
         keys: all keys of its objects. largest: the largest bound on a length or a count.
     """
 
@@ -36,8 +37,8 @@ COUNTS = frozenset("minLength maxLength minItems maxItems minProperties maxPrope
 
 
 def extent(schema: Mapping[str, object]) -> Extent:
-    """How far a schema leads. A reference back to where it came from is not followed again. Raises UsageError where it
-    leads too far to be compiled."""
+    """Measure how far a schema leads. A reference back to where it came from is not followed again. Raises UsageError
+    where it leads too far to be compiled."""
     root = dict(schema)
     keys: set[str] = set()
     largest = 0.0
@@ -46,8 +47,8 @@ def extent(schema: Mapping[str, object]) -> Extent:
     opened: set[int] = set()
     stack: list[tuple[Node, bool]] = [(root, False)]
     while stack:
-        node, left = stack.pop()
-        if left:
+        node, children_done = stack.pop()
+        if children_done:
             below = [id(one) for one in _below(node, root) if id(one) in levels]
             levels[id(node)] = 1 + max((levels[one] for one in below), default=0)
             nodes[id(node)] = 1 + sum(nodes[one] for one in below)
@@ -77,22 +78,22 @@ def _check_nesting(root: Node) -> None:
 
 
 def _inside(node: Node) -> Iterator[Node]:
-    """Containers that stand in this one."""
+    """Yield the containers directly in this one."""
     for value in node.values() if isinstance(node, dict) else node:
         if isinstance(value, dict | list):
             yield value
 
 
 def _below(node: Node, root: dict[str, object]) -> Iterator[Node]:
-    """Containers that stand in this one, and what it refers to."""
+    """Yield the containers directly in this one, and the container that it refers to."""
     yield from _inside(node)
     if isinstance(node, dict) and isinstance(reference := node.get("$ref"), str):
-        found = _at(root, reference)
+        found = _resolve(root, reference)
         if isinstance(found, dict | list):
             yield found
 
 
-def _at(root: object, reference: str) -> object:
+def _resolve(root: object, reference: str) -> object:
     """Return what a reference within the schema leads to; None where it leads nowhere, or out of the schema."""
     if not reference.startswith("#"):
         return None
@@ -109,29 +110,29 @@ def _at(root: object, reference: str) -> object:
 
 
 # Keywords by what their value holds: one subschema, a list of them, or some by name
-ONE = frozenset("additionalProperties items".split())
-LISTS = frozenset("allOf anyOf oneOf prefixItems items".split())
-BY_NAME = frozenset("$defs definitions properties patternProperties".split())
+ONE_SUBSCHEMA = frozenset("additionalProperties items".split())
+SUBSCHEMA_LISTS = frozenset("allOf anyOf oneOf prefixItems items".split())
+SUBSCHEMAS_BY_NAME = frozenset("$defs definitions properties patternProperties".split())
 BRANCHES = ("anyOf", "oneOf")
 EXPLICIT = ("additionalProperties", "unevaluatedProperties")
-OPEN = "dsbd-open-"  # begins the name of a definition's variant that others are merged with
-# Keywords beside a reference that say nothing of a value
-BESIDE = frozenset("$ref $defs definitions $schema $id title description default x-guidance".split())
+OPEN = "dsbd-open-"  # begins the name of a definition's open variant
+# Keywords beside a reference that do not restrict a value
+NOT_RESTRICTING = frozenset("$ref $defs definitions $schema $id title description default x-guidance".split())
 
 
 def close_objects(schema: Mapping[str, object]) -> dict[str, object]:
-    """The same schema, in which an object that names its properties has no others, unless it says so itself by
+    """Return the same schema, in which an object that names its properties has no others, unless it says so itself by
     `additionalProperties`.
 
-    What is merged is closed as a whole: of `allOf`, and of keywords beside `$ref` or `anyOf`, every part's properties
-    are allowed. A required property that is nowhere described is allowed too.
+    What is merged is closed as a whole: with `allOf`, and with keywords beside `$ref` or `anyOf`, the properties of
+    every part are allowed. A required property that is nowhere described is allowed too.
     """
     return _Closing(dict(schema)).result()
 
 
 class _Closing:
-    """One schema while its objects are closed. Definitions that are merged with others get a variant that is open,
-    which is written when it is first referred to."""
+    """A schema whose objects are being closed. A definition that is merged with other parts gets an open variant, which
+    is queued when it is first referred to."""
 
     def __init__(self, root: dict[str, object]) -> None:
         self._root = root
@@ -139,12 +140,12 @@ class _Closing:
         self._waiting: list[str] = []
 
     def result(self) -> dict[str, object]:
-        """The whole schema."""
+        """Return the whole schema, closed, with the open variants among its definitions."""
         closed = self._closed(self._root, {})
         variants: dict[str, object] = {}
         while self._waiting:
             reference = self._waiting.pop()
-            found = _at(self._root, reference)
+            found = _resolve(self._root, reference)
             assert isinstance(found, dict)
             alone = {name: value for name, value in found.items() if name not in ("$defs", "definitions")}
             variants[self._variants[reference]] = self._open(alone)
@@ -154,15 +155,15 @@ class _Closing:
         return closed
 
     def _closed(self, node: dict[str, object], outer: Mapping[str, None]) -> dict[str, object]:
-        """A subschema that allows its own properties and those of `outer`, which others bring that it is merged
-        with."""
+        """Return a subschema that allows its own properties and those of `outer`, which come from the parts that it is
+        merged with."""
         if not _may_be_object(node):
             return self._inner(node)
         parts = self._parts(node)
         if any(name in part for part in parts for name in EXPLICIT):
             return self._open(node)
-        if "$ref" in node and not outer and node.keys() <= BESIDE:
-            return self._inner(node)  # what it refers to is closed
+        if "$ref" in node and not outer and node.keys() <= NOT_RESTRICTING:
+            return self._inner(node)  # the definition that it refers to is closed
         names = {**outer, **self._names(node)}
         patterns = [name for part in parts for name in _dict(part.get("patternProperties"))]
         branches = [name for name in BRANCHES if isinstance(node.get(name), list)]
@@ -182,10 +183,10 @@ class _Closing:
         return found
 
     def _open(self, node: dict[str, object]) -> dict[str, object]:
-        """A subschema that is merged with others: left open itself, closed further in."""
+        """Return a subschema that is merged with others: open itself, closed further in."""
         found = self._inner(node)
         reference = node.get("$ref")
-        if isinstance(reference, str) and isinstance(_at(self._root, reference), dict):
+        if isinstance(reference, str) and isinstance(_resolve(self._root, reference), dict):
             found["$ref"] = f"#/$defs/{self._variant(reference)}"
         for name in ("allOf", *BRANCHES):
             if isinstance(node.get(name), list):
@@ -193,16 +194,16 @@ class _Closing:
         return found
 
     def _inner(self, node: dict[str, object]) -> dict[str, object]:
-        """A subschema whose own properties and parts are closed, each for itself."""
+        """Return a subschema with its properties and parts closed, each for itself."""
         found: dict[str, object] = {}
         for name, value in node.items():
-            if name in BY_NAME and isinstance(value, dict):
+            if name in SUBSCHEMAS_BY_NAME and isinstance(value, dict):
                 found[name] = {
                     key: self._closed(one, {}) if isinstance(one, dict) else one for key, one in value.items()
                 }
-            elif name in LISTS and isinstance(value, list):
+            elif name in SUBSCHEMA_LISTS and isinstance(value, list):
                 found[name] = [self._closed(one, {}) if isinstance(one, dict) else one for one in value]
-            elif name in ONE and isinstance(value, dict):
+            elif name in ONE_SUBSCHEMA and isinstance(value, dict):
                 found[name] = self._closed(value, {})
             else:
                 found[name] = value
@@ -215,7 +216,7 @@ class _Closing:
         return self._variants[reference]
 
     def _parts(self, node: dict[str, object]) -> list[dict[str, object]]:
-        """The subschema, what it refers to, its `allOf`, and theirs."""
+        """Return the subschema, the definition that it refers to, the parts of its `allOf`, and theirs in turn."""
         found, waiting, seen = list[dict[str, object]](), [node], set[int]()
         while waiting:
             one = waiting.pop(0)
@@ -224,12 +225,12 @@ class _Closing:
             seen.add(id(one))
             found.append(one)
             reference = one.get("$ref")
-            target = _at(self._root, reference) if isinstance(reference, str) else None
+            target = _resolve(self._root, reference) if isinstance(reference, str) else None
             waiting += [part for part in (target, *_list(one.get("allOf"))) if isinstance(part, dict)]
         return found
 
     def _names(self, node: dict[str, object]) -> dict[str, None]:
-        """Properties that a subschema describes or requires, in their order."""
+        """Return the properties that a subschema describes or requires, in their order."""
         found: dict[str, None] = {}
         for part in self._parts(node):
             properties = part.get("properties")

@@ -9,14 +9,12 @@ from dsbd_cli.config.variant import Setting, Value, Variant, spelling
 from dsbd_cli.config.variants import DRAFTERS, FUSION, RULES, WIDTHS, active, check_drafter_name
 from dsbd_cli.errors import KINDS, UsageError, option_name, shorten
 
-# Spelling
-
 
 def parse(
     option: str, text: str, variants: Mapping[str, Variant], *, complete: bool = True
 ) -> tuple[str, dict[str, Value]]:
-    """Name and settings, by their fields, of `NAME[:SETTINGS]`. option: where it stands. complete: required settings
-    must be there. Raises UsageError."""
+    """Return the name of `NAME[:SETTINGS]` and its settings by field. option: the option that gave it, for messages.
+    complete: required settings must be there. Raises UsageError."""
     name, _, settings = text.partition(":")
     if name not in variants:
         expected = f"one of {', '.join(variants)}"
@@ -27,13 +25,14 @@ def parse(
 
 
 def parse_settings(option: str, text: str, settings: Sequence[Setting[object]]) -> dict[str, Value]:
-    """Settings, by their fields, of `FIRST[,NAME=...]`. option: where it stands. Raises UsageError."""
+    """Return the settings of `FIRST[,NAME=...]` by field. option: the option that gave them, for messages. Raises
+    UsageError."""
     return _settings(f"{option} {text}", spelling(settings), settings, text, complete=True)
 
 
 def parse_drafter(text: str, option: str = "--drafter", *, complete: bool = True) -> tuple[str, dict[str, Value]]:
-    """Name and settings of `A[:SETTINGS]` or `A[:SETTINGS]+B[:SETTINGS]`. What two share stands with the second. See
-    parse. Raises UsageError."""
+    """Return the name of `A[:SETTINGS]` or `A[:SETTINGS]+B[:SETTINGS]` and its settings by field. Settings that belong
+    to the two together are spelled with the second. See parse. Raises UsageError."""
     parts = _parts(text)
     name = "+".join(part.partition(":")[0] for part in parts)
     check_drafter_name(name)
@@ -42,7 +41,7 @@ def parse_drafter(text: str, option: str = "--drafter", *, complete: bool = True
     for place, part in enumerate(parts):
         known = drafters[place].settings
         usage = drafters[place].usage
-        if place == 1:  # what both share stands with the second
+        if place == 1:  # settings of the two together are spelled with the second
             known += drafters[2].settings
             usage = f"{drafters[0].name}+{Variant(name=drafters[1].name, text='', settings=known).usage}"
         found |= _settings(f"{option} {text}", usage, known, part.partition(":")[2], complete)
@@ -53,7 +52,7 @@ def parse_drafter(text: str, option: str = "--drafter", *, complete: bool = True
 
 
 def _parts(text: str) -> list[str]:
-    """The drafters of a spelling. A + inside the settings, as of a file's name, does not split."""
+    """Return the drafters of a spelling. A + inside the settings, as in a file's name, does not split."""
     parts: list[str] = []
     for part in text.split("+"):
         if parts and ":" in parts[-1] and part.partition(":")[0] not in DRAFTERS:
@@ -64,10 +63,10 @@ def _parts(text: str) -> list[str]:
 
 
 def _settings(given: str, usage: str, known: Sequence[Setting[object]], text: str, complete: bool) -> dict[str, Value]:
-    """given: what was typed, for messages."""
+    """Return the settings of a text by field. given: what was typed, for messages. Raises UsageError."""
     table = {one.name: one for one in known}
     found: dict[str, Value] = {}
-    # a comma without a name behind it belongs to the value, which is then a file's name or wrong
+    # a comma that no name follows belongs to the value, which is then a file's name or wrong
     names = "|".join(map(re.escape, table)) if known and known[0].is_file else "[a-z-]+"
     for place, piece in enumerate(re.split(rf",(?=(?:{names})=)", text) if text else []):
         name, equals, value = piece.partition("=")
@@ -92,7 +91,7 @@ def _settings(given: str, usage: str, known: Sequence[Setting[object]], text: st
 
 
 def spell(variant: Variant, settings: Mapping[str, object]) -> str:
-    """The spelling of a variant with these settings, by their fields; defaults are left out."""
+    """Return the spelling of a variant with these settings by field. Defaults are left out."""
     words = []
     for place, one in enumerate(variant.settings):
         value = settings.get(one.field)
@@ -103,7 +102,7 @@ def spell(variant: Variant, settings: Mapping[str, object]) -> str:
 
 
 def help_lines(variants: Iterable[Variant]) -> str:
-    """Each variant with its settings on a line of its own."""
+    """Return each variant with its settings on a line of its own."""
     return "".join(f"\n\n{one.help}" for one in variants)
 
 

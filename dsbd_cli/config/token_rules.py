@@ -1,7 +1,8 @@
-"""Rules of tokens that a checkpoint's generation settings ask for: which may come where, and what counts otherwise.
+"""Token rules that a checkpoint's generation settings ask for. They say which tokens may come where, and whose
+log-probabilities change.
 
-They act on log-probabilities after the sum over the vocabulary, as transformers' beam search applies them: nothing is
-normalised again. All of them depend on the tokens before alone.
+They act on log-probabilities that are normalised over the vocabulary, as transformers' beam search applies them:
+nothing is normalised again. All of them depend on the preceding tokens alone.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ SEPARATOR, IDS = ",", "+"
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """Rules under the names and with the meaning that they have in transformers' GenerationConfig; the defaults do
+    """Rules under the names and with the meaning that they have in transformers' GenerationConfig. The defaults do
     nothing.
 
     Attributes:
-        suppress_tokens: never. begin_suppress_tokens: never as the first generated token.
-        bad_words_ids: single tokens, never either.
-        min_length: no end before a decoder prompt and answer of so many tokens together. min_new_tokens: of the answer.
+        suppress_tokens: tokens that are never generated.
+        begin_suppress_tokens: tokens that are never generated first.
+        bad_words_ids: single tokens that are never generated either.
+        min_length: no end token comes before the decoder's prompt and the answer have so many tokens together.
+        min_new_tokens: no end token comes before the answer has so many tokens.
         forced_bos_token_id: the first generated token, where the decoder's prompt is one token. It counts as generated,
             and its log-probability as 0.
         forced_eos_token_id: the last token that max_new_tokens allows, with log-probability 0.
-        no_repeat_ngram_size: no n tokens in a row twice. 0: any.
-        repetition_penalty: log-probabilities of tokens that stand in the decoder's text are multiplied by it; with one
+        no_repeat_ngram_size: no n-gram of this size occurs twice; 0: any may.
+        repetition_penalty: log-probabilities of tokens that occur in the decoder's text are multiplied by it. With one
             beam it acts on logits, as in transformers: those below 0 are multiplied, others divided.
-        timestamps: Whisper tells when words are spoken, by its rules of timestamp tokens; no checkpoint asks for it.
+        timestamps: Whisper writes when words are spoken, by its rules of timestamp tokens; no checkpoint asks for it.
     """
 
     suppress_tokens: tuple[int, ...] = ()
@@ -49,7 +52,7 @@ class TokenRules:
 
     @property
     def acting(self) -> dict[str, object]:
-        """Those that do something, by name, as plain JSON values."""
+        """Rules that do something, by name, as plain JSON values."""
         if self == NOTHING:  # at once, because it is asked of every row in every iteration
             return {}
         found = {name: getattr(self, name) for name in NAMES}
@@ -60,11 +63,11 @@ class TokenRules:
         }
 
     def having(self, name: str, value: object) -> TokenRules:
-        """The same with another value of one rule."""
+        """Return the same rules with another value of one rule."""
         return replace(self, **{name: value})  # type: ignore[arg-type]
 
     def within(self, vocab_size: int) -> TokenRules:
-        """Without tokens that a vocabulary lacks."""
+        """Return the rules without tokens that a vocabulary lacks."""
         if self == NOTHING:
             return self
         lists = {name: tuple(token for token in getattr(self, name) if token < vocab_size) for name in LISTS}
@@ -75,11 +78,12 @@ class TokenRules:
 
 @dataclass(frozen=True, slots=True)
 class Timestamps:
-    """How a speech model writes times.
+    """Timestamp tokens of a speech model.
 
     Attributes:
-        first: token of 0 seconds; each one after it is `seconds` later. The one before it says that there are none.
-        latest: how many steps the first time of an answer may be at most; None: any.
+        first: token of 0 seconds; each one after it is `seconds` later. The token before it says that there are no
+            timestamps.
+        latest: how many steps of `seconds` the first time of an answer may be at most; None: any.
         end: the end token; tokens of text are below it.
     """
 
@@ -96,11 +100,11 @@ FORCED = ("forced_bos_token_id", "forced_eos_token_id")
 
 
 def asked_rules(text: str | None, checkpoint: TokenRules, *, default: str) -> TokenRules:
-    """Return the rules that a request asks for: `checkpoint` or `none`, then NAME=VALUE that differ from it, joined by
-    commas.
+    """Return the rules that a request asks for.
 
-    checkpoint: the target's rules. default: which of BASES a text without one begins from. A value `none` switches a
-    rule off; ids of a list are joined by +. Raises UsageError.
+    text: `checkpoint` or `none`, then NAME=VALUE for rules that differ from it, joined by commas. A value `none`
+    switches a rule off; ids of a list are joined by +. checkpoint: the target's rules. default: the one of BASES that a
+    text without one begins from. Raises UsageError.
     """
     items = [item.strip() for item in (text or "").split(SEPARATOR) if item.strip()]
     base = items.pop(0) if items and items[0] in BASES else default
@@ -118,7 +122,7 @@ def asked_rules(text: str | None, checkpoint: TokenRules, *, default: str) -> To
 
 
 def written_rules(rules: Mapping[str, object]) -> str:
-    """Rules as a row writes them, {"no_repeat_ngram_size": 3, "forced_bos_token_id": null}, in the form that
+    """Return rules as a row writes them, {"no_repeat_ngram_size": 3, "forced_bos_token_id": null}, in the form that
     asked_rules reads. Raises UsageError."""
     words = []
     for name, value in rules.items():
@@ -136,7 +140,7 @@ def written_rules(rules: Mapping[str, object]) -> str:
 
 
 def _value(name: str, text: str) -> object:
-    """The value of a rule. Raises UsageError."""
+    """Return the value of a rule that a text stands for. Raises UsageError."""
     default = getattr(TokenRules(), name)
     if text == OFF:
         return default

@@ -1,4 +1,4 @@
-"""Kinds of variants: what a rule, a width policy, a drafter and an output format say of themselves."""
+"""Kinds of variants: the facts that describe a rule, a width policy, a drafter and an output format."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ class Setting(Generic[T_co]):
         field: its name in MethodConfig and in records.
         kind: the type of its value.
         default: None where it must be given, or follows from other settings.
-        text: what it says.
-        name: how it is spelled, as in `min=2`; as its field where nothing is given.
+        text: what it is for, as help says it.
+        name: how it is spelled, as in `min=2`; by default as its field.
         shown: the default in words, where it follows from other settings.
-        choices, least, above, most: what a value may be.
+        choices: the allowed values. least, most: the smallest and the largest allowed number. above: a number that a
+            value must be above.
         zero: what 0 stands for.
         required: it has no default.
         only: another field and the value under which this setting acts.
-        is_file: a path, which may hold commas and equal signs.
+        is_file: the value is a path, which may hold commas and equal signs.
     """
 
     field: str
@@ -54,7 +55,7 @@ class Setting(Generic[T_co]):
 
     @property
     def expected(self) -> str:
-        """Say what a value must be, in words."""
+        """Description of the allowed values."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         zero = f" ({self.zero})" if self.zero else ""
@@ -65,13 +66,13 @@ class Setting(Generic[T_co]):
 
     @property
     def help(self) -> str:
-        """Return what the setting says, what it may be and its default."""
+        """Description of the setting, its choices and its default."""
         may = f": {', '.join(self.choices)}" if self.choices else ""
         shown = self.shown or self.default
         return self.text + may + ("" if shown is None or self.required else f" (default: {shown})")
 
     def fits(self, value: object) -> bool:
-        """Whether a value of the right type is one that may be."""
+        """Return whether a value of the right type is allowed."""
         if self.choices:
             return value in self.choices
         if not isinstance(value, int | float):
@@ -80,7 +81,7 @@ class Setting(Generic[T_co]):
         return low and math.isfinite(value) and (self.most is None or value <= self.most)
 
     def read(self, text: str) -> Value | None:
-        """The value of a text, None where it is of another type."""
+        """Return the value that a text stands for, None where it is of another type."""
         try:
             return self.kind(text)
         except ValueError:
@@ -89,14 +90,14 @@ class Setting(Generic[T_co]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One of several ways to do a thing: its name, what it is in a few words, and its own settings.
+    """One of several ways to do a thing: its name, a description in a few words, and its own settings.
 
     The first setting is spelled without its name.
 
     Attributes:
-        make: `module:name` of what makes it: of a rule a class with the protocol verify.base.Rule, of a drafter a
-            function of drafting.base.DrafterInputs that returns a drafting.base.Drafter, of an output format a function
-            (row, result, method record) -> bytes. Imported when it is used.
+        make: `module:name` of the code that makes it, imported when it is used. For a rule it is a class with base
+            verify.base.Rule, for a drafter a function of drafting.base.DrafterInputs that returns a
+            drafting.base.Drafter, for an output format a function (row, result, method record) -> bytes.
     """
 
     name: str
@@ -105,22 +106,22 @@ class Variant:
     make: str = ""
 
     def load(self) -> object:
-        """Import what `make` names. Raises UsageError."""
+        """Import what `make` names. Raises UsageError where that fails."""
         module, _, name = self.make.partition(":")
         try:
             return getattr(import_module(module), name)
-        except Exception as error:  # a module of somebody else raises what it likes
+        except Exception as error:  # a module of another package may raise anything
             reason = f"{self.make or 'nothing'} cannot be imported ({type(error).__name__}: {error})"
             raise UsageError(f"{self.name} cannot be used: {reason}") from error
 
     @property
     def usage(self) -> str:
-        """How it is spelled, as in `fuzzy:THRESHOLD[,divergence=...]`."""
+        """Spelling of the variant, as in `fuzzy:THRESHOLD[,divergence=...]`."""
         return self._spelled(spelling(self.settings))
 
     @property
     def help(self) -> str:
-        """One line: how it is spelled, what it is, and what its settings say."""
+        """Line of help: how the variant is spelled, what it is, and what its settings are for."""
         # a narrow terminal cuts a long word off; the names of the settings follow anyway
         many = len(self.settings) > 2
         head = self._spelled(f"{spelling(self.settings[:1])}[,NAME=...]") if many else self.usage
@@ -133,7 +134,7 @@ class Variant:
 
 
 def spelling(settings: Sequence[Setting[object]]) -> str:
-    """How settings are spelled, as in `FIRST,asked=...[,free=...]`."""
+    """Return how settings are spelled, as in `FIRST,asked=...[,free=...]`."""
     asked, free = (
         "".join(f",{one.name}=..." for one in settings[1:] if one.required is required) for required in (True, False)
     )
@@ -142,7 +143,7 @@ def spelling(settings: Sequence[Setting[object]]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """Limit of what a variant fits with: the values of another field that it can be used with, and why."""
+    """Limit of what a variant can be used with: the allowed values of another field, and why."""
 
     field: str
     values: tuple[str, ...]
@@ -151,15 +152,15 @@ class Limit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleSpec(Variant):
-    """How drafts are verified.
+    """Description of a verification rule.
 
     Attributes:
         exactness: what the output shares with plain decoding at fixed width.
         samples: it draws at random.
-        greedy: it takes temperature 0.
-        width: the width policy by default, where drafter beam drafts.
+        greedy: it accepts temperature 0.
+        width: the default width policy where drafter beam drafts.
         needs_draft: it has nothing to do without a draft model.
-        limits: what it fits with.
+        limits: what it can be used with.
     """
 
     exactness: Exactness
@@ -172,11 +173,11 @@ class RuleSpec(Variant):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Width(Variant):
-    """How many live beams a layer must yield.
+    """Description of a width policy, which says how many live beams a layer must yield.
 
     Attributes:
         dynamic: fewer than W may be enough.
-        needs_pool_distribution: it works only with a drafter whose distribution is one of the whole pool.
+        needs_pool_distribution: it works only with a drafter whose distribution is over the whole pool.
     """
 
     dynamic: bool = False
@@ -185,12 +186,12 @@ class Width(Variant):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSpec(Variant):
-    """Who proposes the nodes.
+    """Description of a drafter.
 
     Attributes:
         runs_model: it runs the draft model; others read text.
         pool_distribution: its nodes are draws from a distribution of the whole pool.
-        fuses: it can be the first of two.
+        fuses: it can be joined with another drafter.
         bridges: the draft model has a tokenizer of its own.
     """
 
@@ -202,12 +203,12 @@ class DrafterSpec(Variant):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format(Variant):
-    """How a row's answer is written.
+    """Description of an output format, in which a row's answer is written.
 
     Attributes:
         resumable: its lines say which rows they answer, as a native record or an OpenAI line does, so that a run can be
             resumed.
-        columns: the names that a table begins with, as a line with commas between them or as Parquet has them.
+        columns: the column names that a table begins with: as a line with commas between them, or as Parquet has them.
         parquet: records go into a Parquet file.
     """
 

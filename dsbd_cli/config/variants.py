@@ -1,10 +1,11 @@
 """The variants to choose from: verification rules, width policies, drafters and output formats.
 
-What a variant is called, which settings it has, what they may be, what it fits with and where its code is, is written
+A variant's name, its settings with their allowed values, what it can be used with and where its code is are written
 here and nowhere else: config checks it, the command line spells it (`ngram:4`, `fuzzy:0.2,divergence=js`), records name
 it.
 
-A package of somebody else adds its own through entry points of the group `dsbd`, each a Rule, a Drafter or a Format.
+Other packages add variants of their own through entry points of the group `dsbd`, each a RuleSpec, a DrafterSpec or a
+Format.
 """
 
 from __future__ import annotations
@@ -265,7 +266,7 @@ DRAFTERS: dict[str, DrafterSpec] = _table(
     DrafterSpec(name="trigram", make="dsbd_cli.engine.drafting.trigram:make", text="counts of the text itself"),
     DrafterSpec(
         name=GRAMMAR,
-        make="dsbd_cli.engine.drafting.forced:make",
+        make="dsbd_cli.engine.drafting.grammar:make",
         text="all that a grammar lets follow, where that is few tokens",
     ),
 )
@@ -316,7 +317,7 @@ FORMATS: dict[str, Format] = _table(
 
 _TABLES: dict[type[Variant], dict[str, Variant]] = {RuleSpec: RULES, DrafterSpec: DRAFTERS, Format: FORMATS}  # type: ignore[dict-item]
 _SPELLED = re.compile(r"[a-z][a-z0-9-]*")
-_COLUMNS = frozenset(  # what stands beside settings in a record's `method`
+_TAKEN_FIELDS = frozenset(  # names beside those of settings in a record's `method`
     (
         "rule num_beams drafts_per_layer depth adaptive_depth width warp_scope memory_saving drafter settings target "
         "draft quantize"
@@ -336,21 +337,24 @@ def register(variant: Variant) -> None:
     others: list[Variant] = [*RULES.values(), *DRAFTERS.values(), *FORMATS.values(), *WIDTHS.values(), FUSION]
     known = {one.field for other in others for one in other.settings}
     for setting in variant.settings:
-        if setting.field in known | _COLUMNS or not setting.field.isidentifier():
+        if setting.field in known | _TAKEN_FIELDS or not setting.field.isidentifier():
             raise UsageError(f"{variant.name}: the field {shorten(setting.field)} is taken, or no identifier")
     table[variant.name] = variant
 
 
-_looked = False
+_extensions_found = False
+_extension_fault: UsageError | None = None
 
 
 def find_extensions() -> None:
-    """Register what installed packages offer as entry points of the group `dsbd`; once in a process. Raises UsageError
-    that names the package."""
-    global _looked  # noqa: PLW0603 - once in a process
-    if _looked:
+    """Register the variants that installed packages offer as entry points of the group `dsbd`; once in a process.
+    Raises UsageError that names the package, and raises it again at every further call."""
+    global _extensions_found, _extension_fault  # noqa: PLW0603 - once in a process
+    if _extension_fault is not None:
+        raise _extension_fault
+    if _extensions_found:
         return
-    _looked = True  # first of all: an extension may import what asks again
+    _extensions_found = True  # first, because an extension may import code that calls this again
     for point in entry_points(group="dsbd"):
         owner = "" if point.dist is None else f" of {point.dist.name} {point.dist.version}"
         try:
@@ -359,26 +363,27 @@ def find_extensions() -> None:
                 raise UsageError(f"{point.value} is no Rule, Drafter or Format of dsbd_cli.config.variant")
             register(found)
         except Exception as error:
-            raise UsageError(
+            _extension_fault = UsageError(
                 f"extension {point.name}{owner} cannot be used: {error}; repair or uninstall it"
-            ) from error
+            )
+            raise _extension_fault from error
 
 
 # Names
 
 
 def sampling_rules() -> dict[str, RuleSpec]:
-    """The rules of --verify: those that sample."""
+    """Return the rules of --verify: those that sample."""
     return {name: rule for name, rule in RULES.items() if rule.samples}
 
 
 def runs_model(drafter: str) -> bool:
-    """One drafter, or one of two joined by +, runs the draft model."""
+    """Return whether one drafter, or one of two joined by +, runs the draft model."""
     return any(DRAFTERS[name].runs_model for name in drafter.split("+"))
 
 
 def check_drafter_name(drafter: str) -> None:
-    """One drafter, or two of which the second reads text. Raises UsageError."""
+    """Check that a name is that of one drafter, or of two of which the second reads text. Raises UsageError."""
     names = drafter.split("+")
 
     def refuse(reason: str) -> None:
@@ -404,7 +409,7 @@ def check_drafter_name(drafter: str) -> None:
 
 
 def active(rule: str, width: str, drafter: str) -> tuple[Variant, ...]:
-    """The variants that act with these choices; drafter: one, or two joined by +."""
+    """Return the variants that act with these choices. drafter: one, or two joined by +."""
     drafters = [DRAFTERS[name] for name in drafter.split("+")]
     fusion = [FUSION if drafters[0].runs_model else LOOKUPS] if len(drafters) == 2 else []
     return (RULES[rule], WIDTHS[width], *drafters, *fusion)

@@ -1,1 +1,1 @@
-"""For code that holds a transformers model already: an engine over live models, and a stand-in for their `generate`."""
+"""An engine over transformers models that the caller has loaded already, and a replacement for their `generate`."""

@@ -1,24 +1,23 @@
-"""`dsbd_cli.generate`: what stands in the place of a transformers model's `generate`.
+"""`dsbd_cli.generate`, which takes the place of a transformers model's `generate`.
 
     out = model.generate(**inputs, num_beams=4)                                      # before
     out = dsbd_cli.generate(model, **inputs, num_beams=4)                            # after
     out = model.generate(**inputs, num_beams=4, custom_generate=dsbd_cli.generate)   # or so
 
-transformers itself settles defaults, lengths, masks and processors; then it calls `_decode` here. What our engine does
-not do the same way is refused by name, never passed over.
+transformers itself settles defaults, lengths, masks and processors, then it calls `_decode` here. What our engine does
+not do in the same way is refused by name, never ignored.
 
-Letters: B prompts, T their padded length, W beams, n returned sequences, L new tokens.
+Letters: B prompts, T their padded length, W beams, n returned sequences, L new tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -43,14 +42,14 @@ WARPERS = {
     "MinPLogitsWarper": "min_p",
 }
 PREFIXES = "PrefixConstrainedLogitsProcessor"
-# those that are token rules of ours
+# logits processors that are token rules of ours
 RULES = (
     "RepetitionPenaltyLogitsProcessor",
     "NoRepeatNGramLogitsProcessor",
     "MinLengthLogitsProcessor",
     "MinNewTokensLengthLogitsProcessor",
 )
-# the argument that makes transformers add a processor which we refuse
+# logits processors that we refuse, with the argument that makes transformers add them
 ARGUMENTS = {
     "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
     "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
@@ -102,33 +101,34 @@ def generate(
     tokenizer: Any = None,
     **options: Any,
 ) -> Any:
-    """transformers' `model.generate` by our engine: its arguments, its results.
+    """Run transformers' `model.generate` with our engine: same arguments, same results.
 
-    Taken are num_beams, num_return_sequences, do_sample, temperature, top_k, top_p, min_p, length_penalty,
+    Supported are num_beams, num_return_sequences, do_sample, temperature, top_k, top_p, min_p, length_penalty,
     early_stopping, max_new_tokens (max_length), eos_token_id, pad_token_id, stop_strings (with tokenizer),
     assistant_model (as our draft, with any number of beams), prefix_allowed_tokens_fn (where it allows a finite set of
     sequences), repetition_penalty, no_repeat_ngram_size, min_length, min_new_tokens, output_scores and
-    return_dict_in_generate. Padding is no text: n-grams do not count it, as they do in transformers.
+    return_dict_in_generate. Padding is no text: n-grams do not count it, while in transformers they do.
 
-    Without sampling the sequences are transformers' own, token for token, but for rounding. With it, one beam has
-    transformers' distribution; several draw without replacement, see docs/algorithm.md, with warp_scope beam. Torch's
-    global generator seeds the run.
+    Without sampling the sequences are transformers' own, token for token, except for rounding. With sampling, one beam
+    has transformers' distribution. Several beams draw without replacement with warp_scope beam, see docs/algorithm.md.
+    The seed of the run comes from torch's global generator.
 
-    Returns sequences [B * n, T + L], or with return_dict_in_generate transformers' output with `sequences` and, with
-    output_scores, of beams `sequences_scores` [B * n] and `beam_indices` [B * n, L], of one beam `scores`, L times
-    [B * n, V], which cost one forward more; of beams `scores` over the whole vocabulary are not kept.
+    Returns sequences [B * n, T + L]. With return_dict_in_generate it returns transformers' output class, which holds
+    `sequences`. With output_scores this also holds, for one beam, `scores`: L tensors [B * n, V], which cost one
+    forward more. For several beams it holds `sequences_scores` [B * n] and `beam_indices` [B * n, L]; `scores` over the
+    whole vocabulary are not kept.
 
-    Weights are read as they stand. Afterwards the model is as it was: mode, attention, buffers. Raises UsageError for
-    what is not supported, UnsupportedModelError for models that cannot hold a tree.
+    Weights are read in place. Afterwards the model is as before: mode, attention, buffers. Raises UsageError for what
+    is not supported, UnsupportedModelError for models that cannot hold a tree.
     """
     prepared = hasattr(generation_config, "_eos_token_tensor") and isinstance(stopping_criteria, StoppingCriteriaList)
     if prepared:  # transformers calls us, as its custom_generate
         assert inputs is not None
-        left = sys._getframe(1).f_locals  # what its generate keeps to itself: a callable is not handed the assistant
-        if left.get("streamer") is not None:
+        caller = sys._getframe(1).f_locals  # local variables of its generate, which does not pass the assistant on
+        if caller.get("streamer") is not None:
             raise UsageError("streamer is given, but is not supported: use Engine.stream")
-        _check_alone(left.get("synced_gpus"))
-        assistant_model = assistant_model if assistant_model is not None else left.get("assistant_model")
+        _check_not_synced(caller.get("synced_gpus"))
+        assistant_model = assistant_model if assistant_model is not None else caller.get("assistant_model")
         return _decode(
             model, inputs, logits_processor, stopping_criteria, generation_config,
             assistant=assistant_model, tokenizer=tokenizer, stop=(), **options,
@@ -136,12 +136,12 @@ def generate(
     for name in ("custom_generate", "streamer", "negative_prompt_ids", "assistant_tokenizer"):
         if options.pop(name, None) is not None:
             raise UsageError(f"{name} is given, but is not supported: drop it")
-    _check_alone(options.pop("synced_gpus", None))
+    _check_not_synced(options.pop("synced_gpus", None))
     stop = options.pop("stop_strings", None)
-    if stop is None and generation_config is not None:
-        stop = generation_config.stop_strings
-        generation_config = copy.copy(generation_config)
-        generation_config.stop_strings = None
+    for config in (generation_config, model.generation_config):
+        stop = getattr(config, "stop_strings", None) if stop is None else stop
+    if stop is not None:
+        options["stop_strings"] = None  # our engine ends the texts; an argument overrides both configs
     stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if stop and tokenizer is None:
         raise UsageError("stop_strings is given, but tokenizer is not: give the model's tokenizer too")
@@ -167,7 +167,7 @@ def _decode(
     stop: tuple[str, ...],
     **model_kwargs: Any,
 ) -> Any:
-    """input_ids: [B * max(W, n), T], every prompt that often, as transformers prepares them."""
+    """Decode what transformers has prepared. input_ids: [B * max(W, n), T], every prompt repeated max(W, n) times."""
     config = generation_config
     _check(config, stopping_criteria, model_kwargs)
     beams, wanted = int(config.num_beams or 1), int(config.num_return_sequences or 1)
@@ -195,7 +195,7 @@ def _decode(
         if sequences is not None:
             names, catalogues = compiled(sequences, codec, target.vocab_size)
         limits = [one.max_positions for one in (target, draft) if one is not None and one.max_positions is not None]
-        if ids.shape[1] + new in limits:  # there is no place for one more
+        if ids.shape[1] + new in limits:  # the model has no position for one more token
             sampling = replace(sampling, max_new_tokens=new)
         requests = [
             Request(
@@ -213,9 +213,9 @@ def _decode(
             target, draft, codec, method, batch_size=len(requests), cuda_graphs=False, catalogues=catalogues
         )
         results = engine.generate(requests)
-    found = [tuple(_cut(one, new) for one in result.hypotheses) for result in results]
-    if short := next((one for one in found if len(one) < sampling.n_best), None):
-        raise NumericalError(f"{len(short)} sequences have a finite score, fewer than num_return_sequences {wanted}")
+    found = [tuple(_truncated(one, new) for one in result.hypotheses) for result in results]
+    if too_few := next((one for one in found if len(one) < sampling.n_best), None):
+        raise NumericalError(f"{len(too_few)} sequences have a finite score, fewer than num_return_sequences {wanted}")
     out = _output(ids.repeat_interleave(wanted, 0), [one for some in found for one in some], config, beams, wanted)
     if beams == 1 and config.output_scores and config.return_dict_in_generate:
         out.scores = _scores(model, out.sequences, mask, logits_processor, ids.shape[1])
@@ -223,13 +223,13 @@ def _decode(
 
 
 def _sampling(config: Any, processors: Any, new: int) -> SamplingConfig:
-    """The settings of one request. new: L, tokens at most."""
+    """Return the settings of one request. new: L, tokens at most."""
     beams, drawn = int(config.num_beams or 1), bool(config.do_sample)
     single = drawn and beams == 1
     return SamplingConfig(
         **_warps(processors, drawn),  # type: ignore[arg-type]
-        # one sample ends with the first end token that is drawn. Our last step would weigh that end against going on,
-        # so it is a step that nobody asked for and that is cut off again
+        # A single sample ends with the first end token that is drawn. In our last step that end would compete with the
+        # beam that goes on. So the last step is one more than was asked for, and `_truncated` removes its token.
         max_new_tokens=new + single,
         length_penalty=float(1.0 if config.length_penalty is None else config.length_penalty),
         early_stopping=_early(config.early_stopping) or single,
@@ -238,8 +238,8 @@ def _sampling(config: Any, processors: Any, new: int) -> SamplingConfig:
     )
 
 
-def _cut(one: Hypothesis, most: int) -> Hypothesis:
-    """At most so many tokens. Only one sample has more: it has not ended before."""
+def _truncated(one: Hypothesis, most: int) -> Hypothesis:
+    """Return the hypothesis with `most` tokens at most. Only a single sample that has not ended before has more."""
     return one if one.num_tokens <= most else replace(one, token_ids=one.token_ids[:most])
 
 
@@ -261,26 +261,26 @@ def _check(config: Any, criteria: Any, model_kwargs: dict[str, Any]) -> None:
 
 
 def _prompts(ids: Tensor, mask: Tensor | None, positions: Tensor | None, copies: int) -> list[tuple[int, ...]]:
-    """The prompts without their padding, which must stand on the left."""
+    """Return the prompts without their padding, which must be on the left. Raises UsageError."""
     if mask is None:
         mask = torch.ones_like(ids)
-    held = mask.to(torch.int64)
-    if (held.diff(dim=1) < 0).any() or (held[:, -1] == 0).any():
+    attended = mask.to(torch.int64)
+    if (attended.diff(dim=1) < 0).any() or (attended[:, -1] == 0).any():
         raise UsageError("attention_mask hides tokens behind others: pad on the left (tokenizer.padding_side = 'left')")
     if positions is not None:
-        seen = held.bool()
-        own = (
+        seen = attended.bool()
+        given_positions = (
             positions.expand(len(ids) * copies, -1)[::copies] if positions.shape[0] in (1, len(ids) * copies) else None
         )
-        if own is None or (own[seen] != (held.cumsum(1) - 1)[seen]).any():
+        if given_positions is None or (given_positions[seen] != (attended.cumsum(1) - 1)[seen]).any():
             raise UsageError(
                 "position_ids do not count the tokens of a prompt from 0, which is not supported: drop them"
             )
-    return [tuple(row[keep].tolist()) for row, keep in zip(ids, held.bool(), strict=True)]
+    return [tuple(row[keep].tolist()) for row, keep in zip(ids, attended.bool(), strict=True)]
 
 
 def _warps(processors: Any, drawn: bool) -> dict[str, float | int]:
-    """Sampling settings of the prepared logits processors. Raises UsageError for one that is no setting of ours."""
+    """Return sampling settings of the prepared logits processors. Raises UsageError for one that is none of ours."""
     found: dict[str, float | int] = {"top_k": 0}
     seen: set[str] = set()
     for one in processors:
@@ -297,7 +297,7 @@ def _warps(processors: Any, drawn: bool) -> dict[str, float | int]:
 
 
 def _rules(processors: Any, ids: Tensor, mask: Tensor | None) -> str:
-    """Token rules of the prepared logits processors. ids, mask: [B, T] or more rows. Raises UsageError."""
+    """Return the token rules of the prepared logits processors. ids, mask: [B, T] or more rows. Raises UsageError."""
     rules = {"min_new_tokens": 0}
     for one in processors:
         name = type(one).__name__
@@ -313,7 +313,7 @@ def _rules(processors: Any, ids: Tensor, mask: Tensor | None) -> str:
 
 
 def _check_ignored(ignored: Any, mask: Tensor | None) -> None:
-    """A penalty that passes over more of a prompt than its padding is refused."""
+    """Refuse a repetition penalty that ignores anything but the padding of the prompts. Raises UsageError."""
     padding: Any = 0 if mask is None else (mask != 0).int().argmax(dim=1)
     if (ignored is None and mask is not None) or (ignored is not None and (torch.as_tensor(ignored) != padding).any()):
         raise UsageError(
@@ -322,23 +322,23 @@ def _check_ignored(ignored: Any, mask: Tensor | None) -> None:
         )
 
 
-def _check_alone(synced: object) -> None:
+def _check_not_synced(synced: object) -> None:
     if synced:
         raise UsageError(f"synced_gpus is {shorten(synced)}, which is not supported: drop it")
 
 
 def _scores(model: Any, sequences: Tensor, mask: Tensor | None, processors: Any, begin: int) -> tuple[Tensor, ...]:
-    """Return what transformers' own loop keeps of one beam: for every new token the processed logits, [B * n, V]
-    float32 each.
+    """Return what transformers' own loop keeps for one beam: for every new token the processed logits, [B * n, V]
+    float32.
 
-    sequences: [B * n, T + L]; mask: [B * n, T]; begin: T. One forward over all of it.
+    sequences: [B * n, T + L]; mask: [B * n, T]; begin: T. The logits come from one forward over the whole sequences.
     """
     new = sequences.shape[1] - begin
-    held = sequences.new_ones(len(sequences), begin) if mask is None else mask.to(sequences)
-    held = torch.nn.functional.pad(held, (0, new), value=1)
-    given: dict[str, Any] = {"attention_mask": held}
+    attended = sequences.new_ones(len(sequences), begin) if mask is None else mask.to(sequences)
+    attended = torch.nn.functional.pad(attended, (0, new), value=1)
+    given: dict[str, Any] = {"attention_mask": attended}
     if "position_ids" in inspect.signature(model.forward).parameters:
-        given["position_ids"] = (held.cumsum(1) - 1).clamp(min=0)
+        given["position_ids"] = (attended.cumsum(1) - 1).clamp(min=0)
     with borrow_models(model), torch.no_grad():
         logits = model(sequences, use_cache=False, **given).logits
     return tuple(
@@ -362,19 +362,15 @@ def _method(beams: int, drawn: bool, drafts: bool) -> MethodConfig:
 
 
 class _Ids:
-    """A codec of ids alone."""
+    """A codec without a tokenizer, for token ids alone."""
 
     def __init__(self, eos_ids: tuple[int, ...], vocabulary: int) -> None:
         self.eos_ids, self._vocabulary = eos_ids, vocabulary
 
-    def encode(self, prompt: str) -> list[int]:
+    def encode(self, text: object) -> NoReturn:
         raise UsageError("this engine has no tokenizer: give prompt_ids")
 
-    def encode_pieces(self, texts: list[str]) -> list[list[int]]:
-        raise UsageError("this engine has no tokenizer: give prompt_ids")
-
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        raise UsageError("this engine has no tokenizer: give prompt_ids")
+    encode_pieces = encode_chat = encode
 
     def decode(self, ids: list[int]) -> str:
         return ""
@@ -393,7 +389,7 @@ def _codec(eos: tuple[int, ...], tokenizer: Any, vocabulary: int) -> TextCodec:
 
 
 def _output(prompts: Any, found: Sequence[Hypothesis], config: Any, beams: int, wanted: int) -> Any:
-    """Sequences as transformers lays them out: padded on the right."""
+    """Return the sequences as transformers lays them out, padded on the right."""
     length = max(one.num_tokens for one in found)
     new = prompts.new_full((len(found), length), _fill(config, beams))
     for row, one in enumerate(found):
@@ -418,8 +414,8 @@ def _output(prompts: Any, found: Sequence[Hypothesis], config: Any, beams: int, 
 
 
 def _fill(config: Any, beams: int) -> int:
-    """Return the token that stands behind a sequence that has ended. Of beams it is the first end token where the
-    padding is token 0, as transformers has it."""
+    """Return the token that fills a sequence up after its end. For several beams it is the first end token where the
+    padding token is 0, as in transformers."""
     pad = None if config._pad_token_tensor is None else int(config._pad_token_tensor)
     eos = None if config._eos_token_tensor is None else int(config._eos_token_tensor.flatten()[0])
     if beams > 1:

@@ -1,4 +1,4 @@
-"""Engines over models that somebody else has loaded, and may go on training: no weight is copied or packed."""
+"""Engines over models that the caller has loaded, and may go on training: no weight is copied or packed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.requests import EngineInfo
 
-# what was found out of a model: (dtype, device, attention) -> whether it is invariant, None where nobody asked
-_checked: WeakKeyDictionary[object, dict[tuple[str, str, str], Verdict | None]] = WeakKeyDictionary()
+# results of the tests of a model: (dtype, device, attention) -> verdict on invariance, None where it was not tested
+_verdicts: WeakKeyDictionary[object, dict[tuple[str, str, str], Verdict | None]] = WeakKeyDictionary()
 
 
 def from_models(
@@ -41,7 +41,7 @@ def from_models(
     cuda_graphs: bool | None = None,
     numerics: Numerics = "invariant",
 ) -> Engine:
-    """An engine over loaded transformers models.
+    """Make an engine over loaded transformers models.
 
     Args:
         model: the target.
@@ -54,9 +54,9 @@ def from_models(
         cuda_graphs: as in `load`.
         numerics: as in ModelSpec.
 
-    The weights are used where they are, so that the next request sees a training step. Models in training mode are
-    refused: call `eval()` first. The model's attention is switched to one that knows trees; outside of this engine it
-    computes what `sdpa` does. Nothing is packed, so that on the CPU `load` is faster.
+    The weights are used where they are, so that the next request is decoded with the weights after a training step.
+    Models in training mode are refused: call `eval()` first. The model's attention is replaced by one that supports
+    trees; outside of this engine it computes what `sdpa` does. Nothing is packed, so on a CPU `load` is faster.
 
     Raises UsageError for settings that do not go together, UnsupportedModelError and PairError for models.
     """
@@ -87,8 +87,9 @@ def from_models(
 
 
 def forest_of(model: Any, role: str, *, invariant: bool = False) -> CausalForestModel:
-    """A live model as a forest model, checked once per model, dtype, device and attention. invariant: it is to be asked
-    whether it is. Raises UnsupportedModelError."""
+    """Return a live model as a forest model, tested once per model, dtype, device and attention. invariant: test too
+    whether its numerics are invariant. Raises UsageError for what is no transformers model, UnsupportedModelError for
+    other models."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_input_embeddings"):
         raise UsageError(f"{role} is a {type(model).__name__}, but must be a transformers model")
@@ -99,7 +100,7 @@ def forest_of(model: Any, role: str, *, invariant: bool = False) -> CausalForest
     try:
         forest = CausalForestModel(model, _name(model))
         key = (str(forest.dtype), str(forest.device), str(getattr(config, "_attn_implementation", "")))
-        known = _checked.setdefault(model, {})
+        known = _verdicts.setdefault(model, {})
         if key not in known:
             self_test(forest)
             known[key] = None
@@ -118,9 +119,10 @@ def _name(model: Any) -> str:
 
 @contextlib.contextmanager
 def borrow_models(*models: Any) -> Iterator[None]:
-    """Models in evaluation mode, with an attention that takes trees; afterwards they are as they were, whatever came.
+    """Put models in evaluation mode for the block, with an attention that supports trees. Afterwards they are as
+    before, whatever was raised.
 
-    Buffers that a forward replaced under inference mode (rotary frequencies that follow the length) are put back too,
+    Buffers that a forward replaced under inference mode (rotary frequencies that follow the length) are restored too,
     because a training step could not use the new ones.
     """
     with contextlib.ExitStack() as stack:
@@ -139,7 +141,7 @@ def _borrow_model(model: Any) -> Iterator[None]:
     try:
         model.eval()
         if attention not in ("sdpa", "eager", GROUPED) and getattr(model, "_supports_sdpa", False):
-            model.set_attn_implementation("sdpa")  # flash attention takes no trees
+            model.set_attn_implementation("sdpa")  # flash attention does not support trees
         yield
     finally:
         if getattr(model.config, "_attn_implementation", None) != attention:

@@ -1,4 +1,4 @@
-"""transformers' `prefix_allowed_tokens_fn` as a trie, where it is one."""
+"""A trie of what transformers' `prefix_allowed_tokens_fn` allows, where that is a finite set of sequences."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Allowed = Callable[[int, Tensor], Sequence[int]]
 def sequences_of(
     allowed: Allowed, ids: Tensor, eos: Sequence[int], most: int
 ) -> tuple[list[list[tuple[int, ...]]], int]:
-    """The sequences that each prompt allows, without their end token, and that token.
+    """Return the sequences that each prompt allows, without their end token, and that token.
 
-    ids: [B, T], as transformers hands them to the function, padding included. most: tokens of a sequence, its end
-    included. Calls the function along every path that it allows. Raises UsageError where these are too many, do not
-    end, or end with different tokens.
+    ids: [B, T], as transformers hands them to the function, padding included. most: tokens of a sequence at most, its
+    end included. The function is called along every path that it allows. Raises UsageError where these are too many, do
+    not end, or end with different tokens.
     """
     every, ends = [], set[int]()
     for row, prompt in enumerate(ids):
@@ -54,7 +54,7 @@ def sequences_of(
 def compiled(
     sequences: list[list[tuple[int, ...]]], codec: TextCodec, vocabulary: int
 ) -> tuple[list[str], dict[str, Catalogue]]:
-    """The name of each prompt's catalogue, and the catalogues by name; equal ones are one."""
+    """Return the name of each prompt's catalogue, and the catalogues by name. Equal ones are shared."""
     compiler = CatalogueCompiler(codec, vocabulary)
     names: dict[frozenset[tuple[int, ...]], str] = {}
     made: dict[str, Catalogue] = {}

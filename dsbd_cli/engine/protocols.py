@@ -1,4 +1,4 @@
-"""Protocols of the models and tokenizers that the decoding loop works with. Pure types: any model that fits may be
+"""Protocols of the models and tokenizers that the decoding loop works with. Pure types: any model that fits them can be
 decoded with.
 
 Shape letters: R requests (rows), n nodes in one forward, S active cache slots, V vocabulary, T moved slots.
@@ -22,29 +22,29 @@ from dsbd_cli.requests import Request, Segment, Source
 class ForestInput:
     """One forward over nodes of several rows.
 
-    Padding and absent parents are written to the trash slot (the last one reserved, never seen) and see slot 0. Drafts
-    that are not real stand in ordinary slots that no live node sees.
+    Padding is written to the trash slot (the last one reserved, which no node sees) and sees slot 0. Drafts that are
+    not real have ordinary slots that no live node sees.
 
     Attributes:
         tokens: [R, n] int64.
         positions: [R, n] int64, depth of each node counted from the start of the prompt.
         slots: [R, n] int64, cache slot that each node's key and value are written to.
         mask: [R, n, S] bool, True where the node sees the slot (a real node sees itself). No row is all False.
-        slot_positions: [R, S] int64, depth of the token in each slot; sliding windows go by it.
+        slot_positions: [R, S] int64, depth of the token in each slot, from which sliding windows are computed.
         rows: [R] int64 cache rows when this forward covers only some rows (prefill); None for all rows in order.
-        prompt_slots: how many leading slots of each row hold its prompt, R numbers. They never move, and every node
-            sees all of them, windows aside. Where given, the logits of a node must not depend on anything but its path:
-            not on the other nodes, the slots, the other rows or how many there are. None: speed comes first. Of a
-            chain, the slots before its first node, as many in all rows.
-        suffix: T, how many slots from there on a row may use at most; of use with `prompt_slots` only.
-        prompt: [R] int64 on the device, leading slots that every node sees. Where `prompt_slots` holds zeros, so that
-            its shapes stay the same, those of the prompts; without `prompt_slots` as many as there are. None: nobody
-            counted.
-        chain: a prefill. The real nodes of a row stand first, follow one another from the row's common prefix on, and
-            each sees all before it; they join the common prefix.
-        late: how many leading nodes the target has run before; of a draft, where logits are wanted.
-        own_ids: [R, o] int64, tokens of each row whose logits are wanted behind those of a head that lacks them; past
-            the vocabulary where there is none. See own_ids_below.
+        prompt_slots: number of leading slots of each row that hold its prompt, R numbers. They never move, and every
+            node sees all of them, apart from sliding windows. Where it is given, the logits of a node must depend on
+            its path alone: not on the other nodes, the slots, the other rows or their number. None: speed comes first.
+            In a chain: the slots before its first node, the same number in all rows.
+        suffix: T, most slots that a row may use behind its prompt slots; used with `prompt_slots` only.
+        prompt: [R] int64 on the device, number of leading slots that every node sees; None: unknown. Where
+            `prompt_slots` holds zeros, so that shapes stay the same, this counts the prompts' slots. Without
+            `prompt_slots` it counts all slots that every node sees.
+        chain: the forward is a prefill. The real nodes of a row come first, follow one another from the row's common
+            prefix on, and each sees all slots before it. They become part of the common prefix.
+        late: number of leading nodes that the target has run before. Set for a draft, where logits are wanted.
+        own_ids: [R, o] int64, tokens of each row whose logits are appended to those of a head that lacks them; ids past
+            the vocabulary stand for no token. See own_ids_below.
     """
 
     tokens: Tensor
@@ -61,7 +61,7 @@ class ForestInput:
     own_ids: Tensor | None = None
 
     def to(self, device: torch.device) -> ForestInput:
-        """The same on another device."""
+        """Return a copy on another device."""
         return ForestInput(
             self.tokens.to(device),
             self.positions.to(device),
@@ -88,63 +88,63 @@ class ForestModel(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where inputs are expected and logits returned."""
+        """Device of the inputs and of the logits."""
         ...
 
     @property
     def max_positions(self) -> int | None:
-        """Depths at or past this cannot be embedded; None when unbounded."""
+        """Number of positions: depths at or past it cannot be embedded. None when unbounded."""
         ...
 
     @property
     def invariant(self) -> bool:
         """Whether forwards with `prompt_slots` keep its promise on this machine: a node's logits are the same to the
-        last bit in any company."""
+        last bit, whatever else is in the forward."""
         ...
 
     @property
     def capturable(self) -> bool:
-        """A forward may become part of a CUDA graph."""
+        """Whether a forward may become part of a CUDA graph."""
         ...
 
     @property
     def generation(self) -> int:
-        """Changes whenever the cache's memory moves."""
+        """A number that changes whenever the cache's memory moves."""
         ...
 
     @property
     def head_ids(self) -> Tensor | None:
-        """Tokens [m] int64 of the m columns of the logits, ascending, where a draft's head lacks some; None: column v
+        """Tokens of the m columns of the logits, [m] int64, ascending, where a draft's head lacks some; None: column v
         is token v."""
         ...
 
     @property
     def own_ids_below(self) -> int:
-        """Tokens below this may be asked for by `own_ids` of a forward, where the head lacks some; 0 where a forward
-        gives logits of the head's tokens alone."""
+        """Exclusive upper bound of the tokens that `own_ids` of a forward may name, where the head lacks some. 0 where
+        a forward gives logits of the head's tokens alone."""
         ...
 
     def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
-        """Own cache memory for `rows` x `slots` (the last slot is the trash slot). Called again with more, it keeps the
-        contents of all slots except the old trash slot.
+        """Allocate cache memory for `rows` x `slots` (the last slot is the trash slot). Called again with more, it
+        keeps the contents of all slots except the old trash slot.
 
         window: most slots that a row holds past its common prefix, nodes of a forward included; None: any. Recurrent
-        layers go by it.
+        layers allocate by it.
         """
         ...
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        """Write the nodes' keys and values, return logits [R, n, V] in the model's dtype, of a head that lacks tokens
-        [R, n, m + o]: of its own tokens and of `own_ids`, -inf where there is none. None with logits=False, when the
-        output head must not be run."""
+        """Write the nodes' keys and values, and return their logits [R, n, V] in the model's dtype. A head that lacks
+        tokens returns [R, n, m + o]: logits of its own tokens, then those of `own_ids`, -inf where there is no token.
+        With logits=False the output head must not be run, and None is returned."""
         ...
 
     def move(self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor) -> None:
         """Copy cache contents slot by slot within each row: src_slots, dst_slots [R, T] int64. All reads happen before
-        any write. Pairs with source == target are no-ops; several padding pairs may aim at the trash slot.
+        any write. Pairs with equal slots are no-ops; several padding pairs may write to the trash slot.
 
-        common_prefix: [R] int64, leading slots that all live beams share from now on, of those that this model has run.
-        They never move again, so that recurrent layers may take them into one state.
+        common_prefix: [R] int64, leading slots that all live beams share from now on, counting only slots that this
+        model has run. They never move again, so recurrent layers may take them into one state.
         """
         ...
 
@@ -153,92 +153,93 @@ class ForestModel(Protocol):
         ...
 
     def clear(self, row: int, start: int = 0) -> None:
-        """Zero a cache row from a slot on, so that NaN a failed request left there cannot reach the next one."""
+        """Zero a cache row from a slot on, so that a NaN that a failed request left there cannot reach the next one."""
         ...
 
     @property
     def copies_prefixes(self) -> bool:
-        """Whether all that a model keeps of a prompt's beginning stands in the leading slots of its row, so that they
-        may be copied to another row whose prompt begins alike. Where the model is `invariant`, no bit of a logit
-        changes with it."""
+        """Whether the leading slots of a row hold all that the model keeps of the beginning of a prompt, so that they
+        may be copied to another row whose prompt begins in the same way. Where the model is `invariant`, copying
+        changes no bit of a logit."""
         ...
 
     def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy leading slots between rows: (source row, target row, slots) each. All reads happen before any write."""
+        """Copy leading slots between rows: (source row, destination row, slots) each. All reads happen before any
+        write."""
         ...
 
     def release(self) -> None:
-        """Give all cache memory back; reserve comes before the next forward."""
+        """Give all cache memory back. `reserve` must come before the next forward."""
         ...
 
     def kv_bytes_per_slot(self) -> int:
-        """Bytes of keys and values that one token holds over all layers; 0 for models without a cache."""
+        """Return the bytes of keys and values that one token holds over all layers; 0 for models without a cache."""
         ...
 
     def state_bytes(self, window: int) -> int:
-        """Bytes that a row holds whatever its length, with so many slots past its common prefix; 0 without recurrent
-        layers."""
+        """Return the bytes that a row holds whatever its length, with `window` slots past its common prefix; 0 without
+        recurrent layers."""
         ...
 
 
 @runtime_checkable
 class KernelModel(ForestModel, Protocol):
-    """ForestModel that runs kernels, and can do without."""
+    """ForestModel that runs kernels, and can run without them."""
 
     def use_ops(self, ops: Ops) -> None:
         """Move slots by these operations from now on."""
         ...
 
     def leave_kernels(self) -> bool:
-        """Run its layers without kernels from now on. False where no kernel ran."""
+        """Run the layers without kernels from now on. Return False where no kernel was in use."""
         ...
 
 
 @runtime_checkable
 class EncoderDecoderModel(ForestModel, Protocol):
-    """ForestModel of an encoder and a decoder: it reads a source once, and the forest answers it."""
+    """ForestModel of an encoder and a decoder: the encoder reads a source once, and the decoder runs the forest."""
 
     @property
     def max_encoder_input(self) -> int | None:
-        """Tokens of a source at most; None when unbounded."""
+        """Most tokens of a source; None when unbounded."""
         ...
 
     def encoder_places(self, encoder_input: Tensor) -> int:
-        """Places of a source in the encoder, or more."""
+        """Return how many positions a source takes in the encoder, or a larger number."""
         ...
 
     @property
     def encoder_vocab_size(self) -> int:
-        """Token ids that a source may hold are below this."""
+        """Size of the encoder's vocabulary: token ids of a source are below it."""
         ...
 
     def encode(self, rows: Sequence[int], encoder_inputs: Sequence[Tensor]) -> None:
         """Read the sources of cache rows: token ids [Z] int64, features [bins, frames], a picture [C, H, W] or its
-        patches [Z, d]. It comes before the first forward of a row; select_rows and clear move and forget a source with
-        its row."""
+        patches [Z, d]. This comes before the first forward of a row. select_rows moves a source with its row, and clear
+        forgets it."""
         ...
 
     def encoder_bytes(self, encoder_input: Tensor) -> int:
-        """Bytes of memory that a row holds for this source."""
+        """Return the bytes of memory that a row holds for this source."""
         ...
 
 
 @runtime_checkable
 class HeadModel(ForestModel, Protocol):
-    """ForestModel of a draft head: it reads the states that the target leaves in its slots.
+    """ForestModel of a draft head: it reads the hidden states that the target stores in its slots.
 
-    Of drafted nodes it reads its own guesses. What it holds of them is made anew from the target's states once they
-    are accepted, so only the roots of a forest count as run.
+    For drafted nodes it reads its own guesses of these states. Once nodes are accepted, the head computes what it holds
+    of them again from the target's states, so only the roots of a forest count as run.
     """
 
     @property
     def target(self) -> ForestModel:
-        """Return the target whose states it reads."""
+        """Target whose hidden states the head reads."""
         ...
 
 
 class TextCodec(Protocol):
-    """Text to token ids and back."""
+    """Conversion of text to token ids and back."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -246,53 +247,53 @@ class TextCodec(Protocol):
         ...
 
     def encode(self, prompt: str) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens the tokenizer adds by itself."""
+        """Return the token ids of a plain prompt, with the special tokens that the tokenizer adds by itself."""
         ...
 
     def encode_pieces(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of pieces of text, nothing added."""
+        """Return the token ids of pieces of text, with nothing added."""
         ...
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation through the tokenizer's chat template. Raises InvalidRowError without a
-        template."""
+        """Return the token ids of a conversation through the tokenizer's chat template. Raises InvalidRowError without
+        a template."""
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """Text of generated ids, special tokens left out."""
+        """Return the text of generated ids, without special tokens."""
         ...
 
     def token_bytes(self) -> list[bytes]:
-        """For every token id the bytes it adds to the text in mid-sentence; empty for special tokens."""
+        """Return for every token id the bytes that it adds to the text in mid-sentence; empty for special tokens."""
         ...
 
 
 @runtime_checkable
 class SizedCodec(TextCodec, Protocol):
-    """A codec that tells of a long text what its tokens must be, before it is tokenized."""
+    """TextCodec that bounds the number of tokens of a long text before it is tokenized."""
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a text that one token covers at most: a bound of the tokenizer, or one that no text of people
-        reaches."""
+        """Most bytes of a text that one token covers: a bound of the tokenizer, or one that no natural text reaches."""
         ...
 
     def size(self, asked: str | list[dict[str, str]]) -> int:
-        """Bytes of a plain prompt or a conversation."""
+        """Return the number of bytes of a plain prompt or a conversation."""
         ...
 
     def least_tokens(self, asked: str | list[dict[str, str]]) -> int:
-        """How many tokens a plain prompt or a conversation has at least; 0 where nothing can be told."""
+        """Return a lower bound of the tokens of a plain prompt or a conversation; 0 where none is known."""
         ...
 
     def encode(self, prompt: str, most: int | None = None) -> list[int]:
-        """Return token ids as every codec does. most: characters of the prompt, the last ones."""
+        """Return token ids as every codec does. most: how many of the prompt's last characters are read; None: all."""
         ...
 
     def encode_chat(self, messages: list[dict[str, str]], most: int | None = None) -> list[int]:
         """Return token ids as every codec does.
 
-        most: characters of the conversation's text, the last ones, behind the token that every text begins with.
+        most: how many of the last characters of the conversation's text are read, behind the token that every text
+        begins with; None: all.
         """
         ...
 
@@ -304,9 +305,10 @@ class EncoderRequest:
     Attributes:
         encoder_input: token ids [Z] int64, or features [bins, frames], a picture [C, H, W] or patches [Z, d] float32.
         prompt: tokens that the decoder begins with. prefix: how many of the last of them are text of the answer.
-        forced: token that has to follow the prompt, in place of the checkpoint's own; None: no other.
-        listen: where the request names no language of its speech, what makes the prompt, which is as long, and the name
-            of the language from the target's logits [V] behind the prompt's first token; else None.
+        forced: token that must follow the prompt, in place of the checkpoint's forced token; None: the checkpoint's.
+        listen: a function for a request that does not name the language of its speech; else None. From the target's
+            logits [V] behind the prompt's first token it returns the prompt, which is as long, and the name of the
+            language.
     """
 
     encoder_input: Tensor
@@ -328,17 +330,17 @@ class EncoderDecoderCodec(TextCodec, Protocol):
 
     @property
     def timestamps(self) -> Timestamps | None:
-        """Tokens of times; None where the model has none."""
+        """Timestamp tokens; None where the model has none."""
         ...
 
     def segments(self, ids: Sequence[int]) -> tuple[Segment, ...]:
-        """Generated tokens that hold times, as text with times."""
+        """Return generated tokens, timestamps among them, as pieces of text with their times."""
         ...
 
     def encoder_input(self, request: Request) -> EncoderRequest:
-        """Return what a request is to encoder and decoder. Raises RowError where it cannot be answered."""
+        """Return the inputs of encoder and decoder for a request. Raises RowError where it cannot be answered."""
         ...
 
     def cut(self, encoder_input: Tensor, room: int) -> Tensor | None:
-        """A source of at most `room` tokens, cut on its left; None where that cannot be."""
+        """Return a source cut on its left to at most `room` tokens; None where it cannot be cut."""
         ...

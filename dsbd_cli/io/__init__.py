@@ -1,1 +1,1 @@
-"""Files: lines in and out, rows and records. No torch."""
+"""Reading and writing of files: lines, rows and records. No torch."""

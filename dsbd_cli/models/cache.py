@@ -1,4 +1,4 @@
-"""The cache of a packed forest in the form that transformers asks for: see kv_cache.py."""
+"""The cache of a packed forest (kv_cache.py) behind the interface that transformers expects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsbd_cli.models.kv_cache import STATES, KVCache, PlaneSpec
 
 
 class ForestLayer(CacheLayerMixin):
-    """One model layer's view of the cache, in the form that transformers asks for."""
+    """One model layer's view of the cache, behind the interface that transformers expects."""
 
     is_sliding = False
 
@@ -26,7 +26,8 @@ class ForestLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the nodes' states [R, H, n, E] to their slots; return all active slots [R, H, S, E], not copied."""
+        """Write the nodes' states [R, H, n, E] to their slots; return all active slots [R, H, S, E], which are copied
+        only where rows are chosen."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None, "reserve() comes before a forward"
@@ -45,7 +46,7 @@ class ForestLayer(CacheLayerMixin):
 
 
 class ForestCache(KVCache, Cache):
-    """A KVCache whose layers appear and tell their shapes in the first forward."""
+    """A KVCache that learns its layers and their shapes in the first forward."""
 
     def __init__(self) -> None:
         Cache.__init__(self, layers=[])

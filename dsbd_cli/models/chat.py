@@ -1,4 +1,5 @@
-"""Conversations through a checkpoint's chat template, rendered by a child process with limits of time and memory.
+"""Conversations in the form of a checkpoint's chat template, rendered by a child process with limits of time and
+memory.
 
 A template is a program that comes with the checkpoint: it may loop for ever, or make a text that no memory holds. The
 child is started while a model with a template loads, or at the first conversation. It serves all tokenizers of the
@@ -26,7 +27,7 @@ CHILD = Path(__file__).with_name("chat_child.py")
 
 
 class Renderer:
-    """The child process, and what goes to it. One conversation at a time."""
+    """The child process and the exchange with it, one conversation at a time."""
 
     def __init__(self, seconds: int = SECONDS) -> None:
         """seconds: of processor time for one conversation."""
@@ -37,8 +38,8 @@ class Renderer:
         self._owner = 0  # process that started it: a fork must not share its pipes
 
     def render(self, tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bool) -> str:
-        """The text of a conversation. opened: with the beginning of the assistant's answer. Raises InvalidRowError
-        where the template refuses it, or goes beyond the limits."""
+        """Return the text of a conversation. opened: it ends with the beginning of the assistant's answer. Raises
+        InvalidRowError where the template refuses the conversation or exceeds the limits."""
         try:
             template = tokenizer.get_chat_template()
         except ValueError as error:  # several templates, none of which is the default
@@ -59,7 +60,7 @@ class Renderer:
         return found["text"]
 
     def begin(self) -> None:
-        """Start the child now, so that its imports run beside other work."""
+        """Start the child now, so that its imports run at the same time as other work."""
         with self._lock:
             if self._child is None or self._owner != os.getpid():
                 self._start()
@@ -72,7 +73,8 @@ class Renderer:
             _end(child)
 
     def _answer(self, line: bytes) -> bytes:
-        """The child's line. Raises InvalidRowError where the child has ended instead."""
+        """Send a line to the child and return the line that it answers. Raises InvalidRowError where the child ends
+        instead."""
         with self._lock:
             if self._child is None or self._owner != os.getpid():
                 self._start()
@@ -86,7 +88,7 @@ class Renderer:
                     child.stdin.flush()
                 answer = child.stdout.readline()
             except BaseException:
-                self.close()  # what it says later would answer the next conversation
+                self.close()  # its late answer would be taken for that of the next conversation
                 raise
             if answer:
                 return answer
@@ -98,7 +100,7 @@ class Renderer:
             raise InvalidRowError(f"the model's chat template {why}")
 
     def _start(self) -> None:
-        # -P: the folder of the child's file holds modules that are named like those of the standard library
+        # -P: otherwise the folder of the child's file would come first on the path, and its modules could hide others
         environment = {**os.environ, "USE_TORCH": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         command = [sys.executable, "-P", str(CHILD)]
@@ -108,7 +110,7 @@ class Renderer:
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:
-    """Close the pipes of a child that ends; returns its exit code."""
+    """Close the pipes of a child that ends; return its exit code."""
     for stream in (child.stdin, child.stdout):
         assert stream is not None
         with contextlib.suppress(OSError):
@@ -121,7 +123,7 @@ atexit.register(_renderer.close)
 
 
 def begin_rendering(folder: Path) -> None:
-    """Start the child that renders, which imports for a second, where a checkpoint's folder has a chat template."""
+    """Start the child process, whose imports take a second, where a checkpoint's folder has a chat template."""
     settings = folder / "tokenizer_config.json"
     if (folder / "chat_template.jinja").is_file() or (
         settings.is_file() and b'"chat_template"' in settings.read_bytes()

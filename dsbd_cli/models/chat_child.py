@@ -1,9 +1,10 @@
-"""Renders chat templates for `chat`: a program of its own, because a template is a program of the checkpoint.
+"""Program that renders chat templates for `chat`, a process of its own, because a template is a program of the
+checkpoint.
 
-A line of standard input is a JSON object {template, messages, opened, variables, seconds}; the line of the answer is
-{text} or {error}. The lines that a template executes are counted, so that a loop ends at the same one everywhere.
-One operation may still be long: a template that takes more processor time than `seconds` ends the process, and there is
-no answer. The process ends with its input. It imports nothing of dsbd, and transformers without torch.
+Each line of standard input is a JSON object {template, messages, opened, variables, seconds}, and each is answered with
+a line {text} or {error}. The lines that a template executes are counted, so that a loop ends at the same line on every
+machine. One operation may still be long: a template that takes more processor time than `seconds` ends the process, and
+there is no answer. The process ends with its input. It imports nothing of dsbd, and transformers without torch.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ import sys
 from types import FrameType
 from typing import Any
 
-MEMORY_BYTES = 2 << 30  # of addresses; the process itself takes a quarter of it
+MEMORY_BYTES = 2 << 30  # of address space; the process itself takes a quarter of it
 MAX_CHARACTERS = 64 << 20  # of a rendered conversation: four times the longest line of an input
 MAX_LINES = 4_000_000  # of the compiled template that one conversation executes; 1,000 messages take some 20,000
 
 
 class Lines:
-    """Count of the lines that a template executes. It is given to sys.settrace."""
+    """Counter of the lines that a template executes. It is given to sys.settrace."""
 
     def __init__(self) -> None:
         self.left = MAX_LINES
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
-        """Return what counts the lines of a frame: a method for a template's, nothing for other code."""
+        """Return the function that traces a frame: `line` for the frame of a template, None for other code."""
         return self.line if frame.f_code.co_filename == "<template>" else None
 
     def line(self, frame: FrameType, event: str, argument: object) -> Any:
@@ -40,7 +41,7 @@ class Lines:
 
 
 def rendered(asked: dict[str, Any]) -> dict[str, str]:
-    """The answer to one line."""
+    """Render the conversation of one line and return the answer to it."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -67,13 +68,13 @@ def rendered(asked: dict[str, Any]) -> dict[str, str]:
 
 
 def limit(kind: int, value: int) -> None:
-    """Set a limit, no higher than may be."""
+    """Set the soft limit of a resource, no higher than its hard limit."""
     most = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (value if most == resource.RLIM_INFINITY else min(value, most), most))
 
 
 def main() -> None:
-    """Answer line by line."""
+    """Answer each line of standard input with a line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end is the end of the input
     limit(resource.RLIMIT_CORE, 0)
     import transformers.utils.chat_template_utils  # noqa: F401 # before memory is limited

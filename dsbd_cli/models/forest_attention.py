@@ -4,18 +4,18 @@ A node sees its prompt and its own ancestors, but the slots between its ancestor
 depends on the drafts and on the neighbours. A masked slot adds an exact zero, yet it moves the others to other places
 of a vectorised sum, and so changes the last bits. Here the keys of a row are split in two:
 
-- its *prompt* slots hold the first tokens of its prompt, always the same ones in the same places. They go through
-  torch's fused kernel, row by row, so that their number is the row's own.
-- its *suffix* holds everything else. On a CPU a kernel visits, node by node, the slots that are seen, by depth
-(attention.py).
-  Where it does not fit, torch takes all slots: a score is a product of two short vectors, in float32; sums over the
-  slots are in float64, whose rounding error is some 2^-29 of a float32's last bit, so that their order does not reach
-  the result.
+- its *prompt* slots hold the first tokens of its prompt, always the same ones in the same places. Torch's fused kernel
+  computes them row by row, so that their number is the row's own.
+- its *suffix* holds everything else. On a CPU a kernel visits, node by node, the slots that the node sees, in order of
+  depth (ops/cpu/attention.py). Where that kernel does not fit, torch computes over all slots of the suffix. A score is
+  a product of two short vectors, in float32. Sums over the slots are in float64, whose rounding error is some 2^-29 of
+  a float32's last bit, so that their order does not reach the result.
 
 The two parts are joined by their log-sums, as blocks are in FlashAttention (Dao et al. 2022). docs/hardware.md says
 what this guarantees and what it costs.
 
-Shape letters: R rows, H kv heads, G query heads per kv head, n queries, m = G * n, S slots, T suffix slots, E head dim.
+Shape letters: R rows, H kv heads, G query heads per kv head, n queries, m = G * n (filled up by `filled_queries`), S
+slots, T suffix slots, E head dim.
 """
 
 from __future__ import annotations
@@ -32,29 +32,41 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.ops.cpu.attention import SlotPaths, takes
 from dsbd_cli.ops.cpu.runtime import on_amd
 
-PROMPT_SLOTS_STEP = 32  # prompt slots are counted in such steps: an odd remainder takes another kernel
+PROMPT_SLOTS_STEP = 32  # prompt slots are counted in steps of this size: torch uses another kernel for a remainder
 LEAST_PROMPT_SLOTS = 64  # a shorter prompt is all suffix
-QUERY_STEP = 4  # queries too: a rest of fewer than four rows takes another kernel
-# Elsewhere than on AMD's processors a rest of fewer than 12 rows does, too, where heads are wider than 64: in float32,
-# and in half types where the processor multiplies these as float32. Torch takes queries in blocks of a multiple of 32.
+QUERY_STEP = 4  # queries are filled up to such steps: torch uses another kernel for fewer than four remaining rows
+# Torch takes queries in blocks of a multiple of 32. Where heads are wider than 64, it also uses another kernel for a
+# remainder of fewer than 12 rows: in float32, and in half types where the processor multiplies these as float32. On
+# AMD's processors it does not.
 QUERY_BLOCK, LEAST_REST, NARROW_DIM = 32, 12, 64
-LEAST_SUFFIX = 16  # slots: products of fewer than twelve columns take another kernel
-LEAST_DIM = 32  # smaller heads take other kernels
+LEAST_SUFFIX = 16  # slots: torch uses another kernel for products of fewer than twelve columns
+LEAST_DIM = 32  # torch uses other kernels for smaller heads
 LOG2_E = math.log2(math.e)
 AttentionFunction = Callable[..., Tensor | None]
-"""Ops.attention, with `exact`."""
+"""The operation `Ops.attention` with its argument `exact` bound."""
 PathKernel = Callable[..., Tensor]
-"""Ops.path_attention."""
-# exp2 of anything is equally fast, exp of what gives zero or a subnormal number is not
+"""The operation `Ops.path_attention`."""
+# exp2 takes the same time for every number; exp takes longer where its result is zero or subnormal
 MASKED = torch.finfo(torch.float32).min
 
 
-class AttentionMetadata:
-    """Which slots the nodes of the forward that is under way see, split into prompt slots and suffix. Made once, used
-    by every layer.
+def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask [R, 1, n, S] that is added to scores, of the slots that nodes see [R, n, S] bool. It holds no
+    -inf, because a row of nothing else would give NaN."""
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
-    prompt_slots: leading slots of each row that hold its prompt. suffix: T, slots from there on that hold anything.
-    `used` counts the attentions that went by it, and by the one across: a model with functions of its own does not.
+
+class AttentionMetadata:
+    """Slots that the nodes of the current forward see, split into prompt slots and suffix. Made once per forward and
+    used by every layer.
+
+    Attributes:
+        prompt_slots: number of leading slots of each row that count as prompt slots.
+        width: T, number of slots of the suffix.
+        used: number of layers that have attended by it or by `across`. A layer with an attention function of its own
+            does
+            not.
     """
 
     def __init__(
@@ -69,11 +81,17 @@ class AttentionMetadata:
         positions: Tensor | None = None,
         fast: bool = False,
     ) -> None:
-        """masked: all slots are prompt slots, rounded up, and those past a row's own number are masked. Else the number
-        is rounded down, and the suffix begins with the rest. kernel: serves layers that it fits; prompt [R]: so many
-        leading slots of a row it takes as prompt slots. path_attention: serves suffixes that are listed. positions [R,
-        S]: depth of the token in each slot; without them depth goes by slot. fast: no bits are promised, and torch
-        serves the other layers."""
+        """prompt_slots: leading slots of each row that hold its prompt. suffix: number of slots behind them that may
+        hold anything.
+
+        masked: all slots are prompt slots, rounded up to whole steps, and those past a row's own number are masked.
+        Otherwise the number is rounded down, and the suffix begins with the remainder.
+
+        kernel: serves the layers that it fits. prompt [R]: number of leading slots of a row that the kernel takes as
+        prompt slots. path_attention: serves suffixes whose slots are listed. positions [R, S]: depth of the token in
+        each slot; None: the slots themselves are in order of depth. fast: no bits are promised, and torch serves the
+        layers that the kernel does not fit.
+        """
         self.fast = fast
         self.kernel = None if prompt is None else kernel
         self.path_attention = path_attention
@@ -84,7 +102,7 @@ class AttentionMetadata:
             self.prompt_slots = tuple(
                 0 if count < LEAST_PROMPT_SLOTS else count - count % PROMPT_SLOTS_STEP for count in prompt_slots
             )
-        self.used = 0  # by so many layers
+        self.used = 0
         self.width = (
             0
             if masked
@@ -95,24 +113,25 @@ class AttentionMetadata:
         self._positions = positions
         self._suffix_masks: dict[object, Tensor] = {}
         self._paths: dict[object, SlotPaths] = {}
-        self._heads: dict[object, Tensor | None] = {}
-        self._wide: dict[tuple[object, int], Tensor | None] = {}
+        self._prompt_masks: dict[object, Tensor | None] = {}
+        self._repeated_masks: dict[tuple[object, int], Tensor | None] = {}
         self._at: Tensor | None = None
         self.across: AttentionMetadata | None = (
-            None  # of the source's places, which the nodes see beside their own slots
+            None  # metadata of the source's places, which the nodes see in addition to their own slots
         )
 
     def add(self, additive: Tensor, seen: Tensor, whole: bool) -> None:
-        """Take the mask of one kind of layers: seen [R, n, S] bool and the tensor [R, 1, n, S] that the model is given.
+        """Register the mask of one kind of layer: additive [R, 1, n, S], which the model is given, and seen [R, n, S]
+        bool.
 
         whole: all nodes see all prompt slots.
         """
         key = self._key(additive)
         self._seen[key] = additive, seen
-        self._heads[key] = None if whole else additive
+        self._prompt_masks[key] = None if whole else additive
 
     def all_suffix(self) -> AttentionMetadata:
-        """The same with no prompt slots, for layers that the fused kernel cannot serve."""
+        """Return the same with no prompt slots, for layers that the fused kernel cannot serve."""
         if self._all_suffix is None:
             slots = max(seen.shape[-1] for _, seen in self._seen.values())
             self._all_suffix = AttentionMetadata(
@@ -123,8 +142,11 @@ class AttentionMetadata:
         return self._all_suffix
 
     def of(self, mask: Tensor | None) -> tuple[AttentionMetadata, Tensor] | None:
-        """This one or the one across, whichever was given the mask, and the mask; None where it is one of the model's
-        own. Without a mask a layer reads the source, all of it: the tokens of the answer always have one."""
+        """Return the metadata that the mask was registered with, which is this one or `across`, and the mask. None for
+        a mask that the model has made itself.
+
+        A layer without a mask reads the whole source, because the tokens of the answer always have a mask.
+        """
         if mask is not None and self.knows(mask):
             return self, mask
         if self.across is not None and (mask is None or self.across.knows(mask)):
@@ -132,18 +154,18 @@ class AttentionMetadata:
         return None
 
     def knows(self, mask: Tensor | None) -> bool:
-        """The mask was given to `add`; a model may make one of its own."""
+        """Return whether the mask was given to `add`; a model may make masks of its own."""
         return mask is not None and self._key(mask) in self._seen
 
     def served(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor | None:
-        """Return the attention that the kernel gives; None where there is none for this kind of layer."""
-        if self._heads[self._key(mask)] is not None:
+        """Return the attention that the kernel computes; None where it does not serve this kind of layer."""
+        if self._prompt_masks[self._key(mask)] is not None:
             return None
         assert self.kernel is not None
         return self.kernel(query, key, value, self._seen[self._key(mask)][1], self.prompt, scale)
 
     def paths(self, mask: Tensor) -> SlotPaths:
-        """The suffix slots that each node sees, by depth."""
+        """Return the suffix slots that each node sees, in order of depth."""
         key = self._key(mask)
         if key not in self._paths:
             seen = self._seen[key][1]
@@ -154,7 +176,7 @@ class AttentionMetadata:
         return self._paths[key]
 
     def suffix(self, mask: Tensor) -> Tensor:
-        """[R, 1, 1, n, T] float32, to be added to the scores of the suffix."""
+        """Return the mask [R, 1, 1, n, T] float32 that is added to the scores of the suffix."""
         key = self._key(mask)
         if key not in self._suffix_masks:
             seen = self._seen[key][1]
@@ -167,7 +189,7 @@ class AttentionMetadata:
         return self._suffix_masks[key]
 
     def _suffix_slots(self, slots: int, device: torch.device) -> Tensor:
-        """[R, T] int64, of which those past the last slot are not there."""
+        """Return the slots [R, T] int64 of the suffix. Numbers past the last slot stand for no slot."""
         if self._at is None:
             # a source may be all prompt slots
             width = max(LEAST_SUFFIX, min(self.width, slots - min(self.prompt_slots)))
@@ -179,32 +201,32 @@ class AttentionMetadata:
         return self._at
 
     def head(self, mask: Tensor, queries: int) -> Tensor | None:
-        """[R, 1, m, S], of which the prompt slots are added to their scores; None where nothing is masked. The nodes
-        are repeated to fill m queries."""
+        """Return the mask [R, 1, m, S] whose prompt slots are added to their scores; None where nothing is masked. The
+        nodes are repeated to fill m queries."""
         key = self._key(mask)
-        if (key, queries) not in self._wide:
-            head = self._heads[key]
-            if head is not None:
-                nodes = head.shape[2]
-                head = head[:, :, torch.arange(queries, device=head.device) % nodes]
-            self._wide[key, queries] = head
-        return self._wide[key, queries]
+        if (key, queries) not in self._repeated_masks:
+            prompt_mask = self._prompt_masks[key]
+            if prompt_mask is not None:
+                nodes = prompt_mask.shape[2]
+                prompt_mask = prompt_mask[:, :, torch.arange(queries, device=prompt_mask.device) % nodes]
+            self._repeated_masks[key, queries] = prompt_mask
+        return self._repeated_masks[key, queries]
 
     def head_for(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
-        """Return `head` for queries [R, H * G, n, E] and keys [R, H, S, E]."""
+        """Return the mask of `head` for queries [R, H * G, n, E] and keys [R, H, S, E]."""
         _, heads, count, dim = query.shape
         return self.head(mask, filled_queries(heads, key.shape[1], count, dim))
 
     def pick(self, states: Tensor, dtype: torch.dtype) -> Tensor:
-        """Keys or values [R, H, S, E] of the tail: [R, H, T, E]. What lies past the last slot is 0."""
+        """Return the suffix [R, H, T, E] of keys or values [R, H, S, E]. Slots past the last one are 0."""
         rows, heads, slots, dim = states.shape
         width = self._suffix_slots(slots, states.device).shape[1]
         if len(set(self.prompt_slots)) == 1 and self.prompt_slots[0] + width <= slots:
-            # heads apart: a product would else copy them number by number
+            # each head's numbers side by side: otherwise a product would copy them number by number
             part = states[:, :, self.prompt_slots[0] : self.prompt_slots[0] + width]
             return part.to(dtype, memory_format=torch.contiguous_format).contiguous()
         found = states.new_empty((rows, heads, width, dim), dtype=dtype)
-        for row, start in enumerate(self.prompt_slots):  # an index over rows and slots is copied number by number
+        for row, start in enumerate(self.prompt_slots):  # one index over rows and slots would copy number by number
             part = states[row, :, start : start + width]
             found[row, :, : part.shape[1]] = part
             found[row, :, part.shape[1] :] = 0
@@ -217,15 +239,19 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A prompt is read: n tokens from slot `first` on, the same in all rows. Queries attend in blocks of PREFIX_STEP
-    tokens of the prompt, each over the slots up to its own end. So what is computed for a token depends on the tokens
-    before it alone: neither on where the reading began nor on how long the prompt is."""
+    """A prompt that is read in blocks: n tokens from slot `first` on, the same in all rows.
+
+    Queries attend in blocks of PREFIX_STEP tokens of the prompt, each block over the slots up to its own end. So what
+    is computed for a token depends on the tokens before it alone: neither on where the reading began nor on how long
+    the prompt is.
+    """
 
     first: int
 
     @classmethod
     def of(cls, batch: ForestInput) -> Blocks | None:
-        """None where the bits may depend on it, or where torch's kernels of another device are asked at load."""
+        """Return the blocks of a batch that reads a prompt on the CPU. None for other batches and where bits are not
+        promised. On other devices torch's kernels are checked at load."""
         if not batch.chain or batch.prompt_slots is None or batch.tokens.device.type != "cpu":
             return None
         return cls(batch.prompt_slots[0])
@@ -240,7 +266,7 @@ class Blocks:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Do what `attention` does, block by block."""
+        """Compute `attention` block by block."""
         parts = []
         for start in range(0, query.shape[2], PREFIX_STEP):
             end = min(start + PREFIX_STEP, query.shape[2])
@@ -266,7 +292,7 @@ def attention(
     """Return attention of query [R, H * G, n, E] over key and value [R, H, S, E]: [R, n, H * G, E].
 
     mask [R, 1, n, S] is added to the scores. softcap: scores become softcap * tanh(score / softcap). sinks [H * G]: a
-    score per head that takes weight and gives nothing. bias [R or 1, H * G, n, S] is added to the scores (T5).
+    score per head that takes weight and has no value. bias [R or 1, H * G, n, S] is added to the scores (T5). Returns
     None where the mask is missing, differs from head to head or comes with a bias: torch's own function serves then.
     """
     if isinstance(metadata, Blocks):
@@ -294,22 +320,22 @@ def _by_metadata(
     sinks: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor | None:
-    """[R, n, H * G, E] of a forward whose slots are split, by a kernel or by parts; None where torch's attention over
-    all slots serves."""
+    """Return attention [R, n, H * G, E] of a forward whose slots are split, by a kernel or in two parts; None where
+    torch's attention over all slots serves."""
     known = metadata.of(mask)
     if known is None:
         return None
     part, mask = known
     if part is metadata.across:
-        bias = None  # T5 gives zeros here: a source has no distance to an answer
+        bias = None  # T5 passes zeros here, because a source has no distance to an answer
     found = None
     if part.kernel is not None and softcap is None and sinks is None and bias is None:
         found = part.served(query, key, value, mask, scale)
     if found is None and part.fast:
         return None
     metadata.used += 1
-    odd = softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None
-    if found is None and (odd or part.kernel is not None):
+    unsplit = softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None
+    if found is None and (unsplit or part.kernel is not None):
         part = part.all_suffix()
     if found is None and part.width and part.path_attention is not None and takes(query, key, value):
         return _by_paths(part, query, key, value, mask, scale, softcap, sinks, bias)
@@ -320,8 +346,8 @@ def _by_metadata(
 def _over_all_slots(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Return [R, n, H * G, E] by torch's kernel over all slots at once.
 
-    Query heads of one kv head are laid side by side as more queries, and only the small mask is repeated. Prefills so
-    long that the repeated mask is larger than repeated keys and values would be repeat these instead.
+    Query heads of one kv head become further queries of that head, so that only the small mask is repeated. In a
+    prefill so long that the repeated mask would be larger than repeated keys and values, these are repeated instead.
     """
     rows, heads, count, dim = query.shape
     kv_heads, groups = key.shape[1], heads // key.shape[1]
@@ -344,9 +370,10 @@ def _by_paths(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
 ) -> Tensor:
-    """[R, n, H * G, E]: prompt slots by torch's kernel, the suffix by ours, which joins them."""
+    """Return attention [R, n, H * G, E]: torch's kernel computes the prompt slots, ours computes the suffix and joins
+    both."""
     prompt_part = None
     if max(metadata.prompt_slots):
         prompt_part = prompt_attention(
@@ -360,7 +387,8 @@ def _by_paths(
 
 
 def filled_queries(heads: int, kv_heads: int, count: int, dim: int) -> int:
-    """Return m: how many queries per kv head torch's kernel is given, so that each keeps its bits."""
+    """Return m, the number of queries per kv head that torch's kernel is given so that the bits of each stay the
+    same."""
     queries = heads // kv_heads * count
     missing = -queries % QUERY_STEP
     rest = (queries + missing) % QUERY_BLOCK
@@ -370,7 +398,7 @@ def filled_queries(heads: int, kv_heads: int, count: int, dim: int) -> int:
 
 
 def _grouped(query: Tensor, kv_heads: int) -> Tensor:
-    """[R, H * G, n, E] as [R, H, m, E], filled up to as many queries as keep the bits of each."""
+    """Reshape a query [R, H * G, n, E] to [R, H, m, E], filled up with zeros to m queries."""
     rows, heads, count, dim = query.shape
     queries = heads // kv_heads * count
     missing = filled_queries(heads, kv_heads, count, dim) - queries
@@ -387,37 +415,40 @@ def _by_parts(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
 ) -> Tensor:
-    """[R, H * G, n, E]: prompt slots by the fused kernel, the suffix in float64, joined by their log-sums."""
+    """Return attention [R, H * G, n, E]: the fused kernel computes the prompt slots, sums in float64 the suffix, and
+    their log-sums join both."""
     rows, heads, count, _ = query.shape
     groups = heads // key.shape[1]
     queries = groups * count
     grouped = _grouped(query, key.shape[1])
-    head = None
+    prompt_part = None
     if max(metadata.prompt_slots):
-        head = prompt_attention(metadata.prompt_slots, query, key, value, metadata.head_for(mask, query, key), scale)
+        prompt_part = prompt_attention(
+            metadata.prompt_slots, query, key, value, metadata.head_for(mask, query, key), scale
+        )
     if not metadata.width:
-        assert head is not None
-        return head[0][:, :, :queries].reshape(rows, heads, count, -1)
+        assert prompt_part is not None
+        return prompt_part[0][:, :, :queries].reshape(rows, heads, count, -1)
     scores = torch.matmul(grouped.to(torch.float32), metadata.pick(key, torch.float32).transpose(2, 3))
     scores = scores[:, :, :queries].unflatten(2, (groups, count))  # [R, H, G, n, T]
     if softcap is not None:
         scores, scale = torch.tanh(scores.to(torch.float64) * (scale / softcap)).to(torch.float32), softcap
     scores = torch.add(metadata.suffix(mask), scores, alpha=scale * LOG2_E)  # to base 2
-    if bias is not None:  # of all slots, which are all suffix then
+    if bias is not None:  # it covers all slots, and with a bias all slots are suffix
         scores.add_(bias.to(torch.float32).unflatten(1, (-1, groups)), alpha=LOG2_E)
     highest = scores.amax(-1, keepdim=True)
-    if head is not None:
-        prompt_slots, log_sum = (part[:, :, :queries].unflatten(2, (groups, count)) for part in head)
+    if prompt_part is not None:
+        prompt_slots, log_sum = (part[:, :, :queries].unflatten(2, (groups, count)) for part in prompt_part)
         log_sum = log_sum.unsqueeze(-1) * LOG2_E
         highest = torch.maximum(highest, log_sum)
-    # in float64 too: in float32 the last few numbers of a tensor may take another exp2 than the others
+    # float64 here too: in float32 torch may compute the last few numbers of a tensor with another exp2
     weights = scores.sub_(highest).to(torch.float64).exp2_()
     total = weights.sum(-1, keepdim=True)
     values = metadata.pick(value, torch.float64)
     out = torch.matmul(weights.flatten(2, 3), values).unflatten(2, (groups, count))
-    if head is not None:
+    if prompt_part is not None:
         share = (log_sum - highest).to(torch.float64).exp2_()
         out.addcmul_(prompt_slots.to(torch.float64), share)
         total.add_(share)
@@ -432,12 +463,12 @@ def _capped(scores: Tensor, scale: float, softcap: float | None) -> Tensor:
 
 
 def prompt_attention(
-    prompt_slots: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor, head: Tensor | None, scale: float
+    prompt_slots: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over the prompt slots alone, [R, H, m, E], and its natural log-sums [R, H, m] float32 (tiny
-    where a row has none).
+    """Return attention over the prompt slots alone, [R, H, m, E], and its natural log-sums [R, H, m] float32, which are
+    the lowest float32 where a row has no prompt slots.
 
-    prompt_slots: leading slots of each row. head: [R, 1, m, S or fewer], added to the scores; None where nothing is
+    prompt_slots: leading slots of each row. mask: [R, 1, m, S or fewer], added to the scores; None where nothing is
     masked.
     """
     grouped = _grouped(query, key.shape[1])
@@ -453,7 +484,7 @@ def prompt_attention(
             grouped[part],
             key[part, :, :slots],
             value[part, :, :slots],
-            attn_mask=None if head is None else head[part, ..., :slots],
+            attn_mask=None if mask is None else mask[part, ..., :slots],
             scale=scale,
         )
         outs.append(out)
@@ -464,7 +495,7 @@ def prompt_attention(
 
 
 def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Where runs of equal numbers begin and end."""
+    """Return where each run of equal numbers begins and ends."""
     starts = [place for place, number in enumerate(numbers) if not place or number != numbers[place - 1]]
     return list(zip(starts, [*starts[1:], len(numbers)], strict=True))
 
@@ -478,7 +509,7 @@ def _written_out(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention that the fused kernel does not offer, in float32.
+    """Compute attention with a softcap or sinks, which the fused kernel does not offer, in float32.
 
     Returns [R, H * G, n, E] in the dtype of the query.
     """
@@ -486,7 +517,7 @@ def _written_out(
     groups = heads // key.shape[1]
     grouped = query.reshape(rows, key.shape[1], groups, count, dim).to(torch.float32)
     scores = _capped(grouped @ key.unsqueeze(2).transpose(3, 4).to(torch.float32), scale, softcap)
-    if mask is None and count > 1:  # how transformers asks for the plain causal one
+    if mask is None and count > 1:  # transformers passes no mask for plain causal attention
         mask = torch.ones(count, key.shape[2], dtype=torch.bool, device=key.device).tril()[None, None]
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask.unsqueeze(1), MASKED)

@@ -1,6 +1,6 @@
-"""A loaded model over a packed forest, as the engine sees it: what models of every kind share.
+"""The base class of loaded models over a packed forest: all that models of every kind share.
 
-A kind of model says how one forward is computed: decoder/decoder_model.py for our own, adapter.py for those of
+A subclass computes one forward: decoder/decoder_model.py does so for our own decoder, adapted/adapter.py for models of
 transformers.
 
 Shape letters: R rows, n nodes of a forward, S active cache slots, V vocabulary, B sequences, T tokens of a sequence.
@@ -23,20 +23,20 @@ from dsbd_cli.models.forest_attention import AttentionMetadata
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops.interface import Ops
 
-CALIBRATION = 2, 64  # sequences and their tokens; more of them find no better outliers
+CALIBRATION = 2, 64  # sequences and their tokens
 NOT_COPIED = "prompts that begin alike are each read whole: a copied beginning would change bits here"
 NOT_ASKED = (
     "prompts that begin alike are each read whole: the model takes too few tokens to check whether a copied beginning "
     "changes bits"
 )
-LONG = 2048  # slots from which on the kernel of attention serves forwards of which no bits are asked, too
-LEAST_ROWS = 4  # products of fewer rows take other kernels
+LONG = 2048  # from so many slots on the attention kernel also serves forwards whose bits are not promised
+LEAST_ROWS = 4  # libraries compute products of fewer rows with other kernels
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Sizes of one model. held_bytes: parameters and buffers in memory; read_bytes: what a forward reads of them;
-    flops_per_node: a multiplication and an addition per parameter that it reads."""
+    """Sizes of one model. held_bytes: parameters and buffers in memory. read_bytes: the part of them that a forward
+    reads. flops_per_node: a multiplication and an addition for each parameter that a forward reads."""
 
     held_bytes: int
     read_bytes: int
@@ -45,11 +45,12 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class StateTap:
-    """State that each forward leaves in the slots of its nodes, for a draft head.
+    """State that each forward stores in the slots of its nodes, where a draft head reads it.
 
     Attributes:
-        layers: after so many layers hidden states are taken; none: after the final norm. width: H of a state.
-        fuse: hidden states [R, n, H'] of each -> state [R, n, H].
+        layers: numbers of layers after which hidden states are taken; empty: they are taken after the final norm.
+        width: H of a state.
+        fuse: joins hidden states [R, n, H'], one for each of these places, to a state [R, n, H].
     """
 
     layers: tuple[int, ...]
@@ -59,7 +60,8 @@ class StateTap:
 
 @dataclass(frozen=True, slots=True)
 class SelfTestReport:
-    """Relative errors measured: median and largest over the nodes, and the limit for the median."""
+    """Relative errors that the check at load measured: median and largest over the nodes, and the limit for the
+    median."""
 
     median_error: float
     largest_error: float
@@ -67,17 +69,28 @@ class SelfTestReport:
 
 
 def size_of(model: ForestModel) -> ModelSize | None:
-    """Return the sizes of a loaded model; None of any other."""
+    """Return the sizes of a model that this package has loaded; None for any other model."""
     return model.size if isinstance(model, BaseForestModel) else None
 
 
+def calibration_tokens(rows: int, limit: int | None) -> Tensor:
+    """Return the random tokens [B, T] by which outliers are found; more of them find no better ones. rows: of the
+    embedding table. limit: positions of the model."""
+    count, length = CALIBRATION
+    return torch.randint(0, rows, (count, min(length, limit or length)), generator=torch.Generator().manual_seed(19))
+
+
 class BaseForestModel:
-    """A loaded model over a packed forest. A kind of model has `_run`, one forward, and `plain`.
+    """A loaded model over a packed forest. A subclass implements `_run`, which is one forward, and `plain`.
 
     Attributes:
-        name: as it was asked for. invariant: whether `prompt_slots` keeps its promise on this machine (invariance.py);
-        varies: why not. notes: what the user should know of how it runs. tested: what the check at load measured.
-        attention: the attention kernel of a GPU. quantized: what its linear layers were made at load.
+        name: the model as the user named it.
+        invariant: whether `prompt_slots` keeps its promise on this machine (checks/invariance.py).
+        varies: the reason why it does not.
+        notes: what the user should know about how the model runs.
+        tested: errors that the check at load measured.
+        attention: the attention kernel of a GPU; None without one.
+        quantized: the precision to which linear layers were quantized at load; None where they were not.
     """
 
     def __init__(self, name: str, device: torch.device, cache: KVCache) -> None:
@@ -92,18 +105,18 @@ class BaseForestModel:
         self._metadata: AttentionMetadata | None = None
         self._tap: StateTap | None = None
         self._dtype, self._width = torch.float32, 0
-        self._kept: Tensor | None = None
+        self._head_ids: Tensor | None = None
         self.copies_prefixes = True
-        self._fills = True  # forwards of fewer than LEAST_ROWS nodes are filled up
+        self._pads_forwards = True  # forwards of fewer than LEAST_ROWS nodes are filled up
 
     @property
     def vocab_size(self) -> int:
-        """V, width of the logits that forward returns, or would if the head lacked no tokens."""
+        """V, the width of the logits that forward returns, or would return if the head lacked no tokens."""
         return self._width
 
     @property
     def device(self) -> torch.device:
-        """Where inputs are expected and logits returned."""
+        """The device that inputs are expected on and logits are returned on."""
         return self._device
 
     @property
@@ -113,17 +126,17 @@ class BaseForestModel:
 
     @property
     def paired(self) -> bool:
-        """Whether it has an encoder."""
+        """Whether the model has an encoder."""
         return False
 
     @property
     def settings(self) -> Any:
-        """Return the object that has the checkpoint's `config` and `generation_config`."""
+        """The object that holds the checkpoint's `config` and `generation_config`."""
         raise NotImplementedError
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """The dtype of the weights: some models give wider logits."""
+        """The dtype of the weights; some models give logits of a wider dtype."""
         raise NotImplementedError
 
     @property
@@ -148,7 +161,7 @@ class BaseForestModel:
 
     @property
     def token_rules(self) -> TokenRules:
-        """Rules of tokens that the checkpoint's generation settings ask for."""
+        """Token rules that the checkpoint's generation settings ask for."""
         raise NotImplementedError
 
     @property
@@ -158,26 +171,26 @@ class BaseForestModel:
 
     @property
     def size(self) -> ModelSize:
-        """How large the model is."""
+        """The sizes of the model."""
         raise NotImplementedError
 
     @property
     def ops(self) -> Ops:
-        """Return the operations that serve its layers."""
+        """The operations that serve the model's layers."""
         raise NotImplementedError
 
     @property
     def capturable(self) -> bool:
-        """A forward may become a CUDA graph."""
+        """Whether a forward can be captured as a CUDA graph."""
         raise NotImplementedError
 
     @property
     def by_parts(self) -> bool:
-        """All layers of the last forward split their keys into prompt slots and suffix."""
+        """Whether all layers of the last forward split their keys into prompt slots and suffix."""
         raise NotImplementedError
 
     def stock(self) -> nn.Module:
-        """Return the model as transformers runs it, for comparators."""
+        """Return the model as transformers runs it, for comparisons."""
         raise NotImplementedError
 
     def plain(self, tokens: Tensor) -> Tensor:
@@ -185,48 +198,53 @@ class BaseForestModel:
         raise NotImplementedError
 
     def leave_kernels(self) -> bool:
-        """Run without kernels from now on. False where no kernel ran."""
+        """Run without kernels from now on. Return False where no kernel ran."""
         raise NotImplementedError
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
-        """Return logits [R, n, V] of the nodes of a batch, None where none are wanted; the cache holds the nodes."""
+        """Run one forward: write the nodes of a batch to the cache and return their logits [R, n, V]; None without
+        `logits`."""
         raise NotImplementedError
 
     @property
     def generation(self) -> int:
-        """Changes whenever the cache's memory moves."""
+        """A number that changes whenever the cache's memory moves."""
         return self._cache.generation
 
     def fit_width(self, width: int) -> None:
-        """Return logits of this width: more columns are cut off, missing ones are -inf.
+        """Give logits this width from now on: further columns are cut off, missing ones are -inf.
 
-        For drafts whose padding ids differ from the target's; that the ids mean the same is checked by check_pair.
+        This serves drafts whose padding ids differ from the target's. `check_pair` has checked that the ids mean the
+        same.
         """
         self._width = width
-        if self._kept is not None:
-            self._kept = self._kept[self._kept < width]
+        if self._head_ids is not None:
+            self._head_ids = self._head_ids[self._head_ids < width]
 
     def spread(self, ids: Tensor, width: int) -> None:
-        """Take the model's logits as those of `ids` [n] int64, ascending, in a vocabulary of this width."""
-        self._kept, self._width = ids.to(self._device), width
+        """Declare that the columns of the model's logits are the tokens `ids` [n] int64, ascending, of a vocabulary of
+        this width."""
+        self._head_ids, self._width = ids.to(self._device), width
 
     @property
     def head_ids(self) -> Tensor | None:
-        """Tokens [m] int64 of the logits' columns, ascending, where the head lacks some; None: column v is token v."""
-        return self._kept
+        """Token ids [m] int64 of the logits' columns, ascending, where the head lacks tokens; None where column v is
+        token v."""
+        return self._head_ids
 
     @property
     def own_ids_below(self) -> int:
-        """Tokens below this may be asked for by `own_ids` of a forward, where the head lacks some; 0: none may."""
+        """Bound below which `own_ids` of a forward may ask for any token, where the head lacks some; 0: it may ask for
+        none."""
         return 0
 
     def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
-        """Own cache memory for rows x slots, of which `window` lie past the common prefix at most (None: all); grows
-        only and keeps what is there."""
+        """Allocate cache memory for rows x slots, of which at most `window` lie past a row's common prefix (None: all).
+        The memory only grows and keeps its contents."""
         self._cache.reserve(rows, slots, window)
 
     def release(self) -> None:
-        """Give the cache's memory back."""
+        """Free the cache's memory."""
         self._cache.release()
 
     @torch.no_grad()
@@ -236,8 +254,8 @@ class BaseForestModel:
 
     @torch.no_grad()
     def clear(self, row: int, start: int = 0) -> None:
-        """Zero a cache row from a slot on: NaN times a weight of zero is NaN, so a failed request would reach the next
-        one."""
+        """Zero a cache row from slot `start` on. NaN times a weight of zero is NaN, so NaN that a failed request leaves
+        there would reach the next request."""
         self._cache.clear(row, start)
 
     @torch.no_grad()
@@ -246,12 +264,15 @@ class BaseForestModel:
         self._cache.copy_prefixes(copies)
 
     def kv_bytes_per_slot(self) -> int:
-        """Bytes of keys and values that one token holds over all layers."""
+        """Return the bytes of one token's keys and values over all layers, and of its state where there is a tap."""
         return self._cache.bytes_per_slot
 
     def tap(self, tap: StateTap | None) -> None:
-        """Leave such states in the slots from the next forward on; None: no longer. Raises ModelError where another
-        head reads the states already, UnsupportedModelError where the model does not give them."""
+        """Store states in the slots from the next forward on, as `tap` describes; None: store them no longer.
+
+        Raises ModelError where another head reads the states already, UnsupportedModelError where the model does not
+        give hidden states.
+        """
         if tap is not None and self._tap is not None:
             raise ModelError(f"a head reads the states of {self.name!r} already: load the model once for each head")
         self._tap = tap
@@ -264,7 +285,8 @@ class BaseForestModel:
         return self._cache.states
 
     def _leave_states(self, taken: list[Tensor]) -> None:
-        """Put what the tap makes of hidden states [R, n, H'] into the slots of the nodes that have run."""
+        """Fuse hidden states [R, n, H'] as the tap says and write the result to the slots of the nodes that have just
+        run."""
         write = self._cache.under_way
         assert write is not None
         assert self._tap is not None
@@ -272,46 +294,55 @@ class BaseForestModel:
         self.states.flatten(0, 1).index_copy_(0, write.flat, made.to(self.states.dtype))
 
     def keep_states_in(self, precision: torch.dtype) -> None:
-        """Hold recurrent states in this dtype, where there are any; before `reserve`."""
+        """Hold recurrent states, where the model has any, in this dtype. It is called before `reserve`."""
 
     def state_bytes(self, window: int) -> int:
-        """Bytes of a row's recurrent states and of the inputs of `window` slots past its common prefix; 0 for
-        attention."""
+        """Return the bytes of a row's recurrent states and of the inputs of `window` slots past its common prefix; 0
+        for a model with attention layers alone."""
         return self._cache.bytes_of_states(window)
 
     def use_ops(self, ops: Ops) -> None:
-        """Move slots by these operations from now on. What `move` is given must then be what an iteration gives: no
-        target behind its source, and both ascending."""
+        """Move slots by these operations from now on. `move` may then be given only what an iteration gives it: source
+        and target slots ascend, and no target lies behind its source."""
         self._cache.ops = ops
 
     @torch.no_grad()
     def move(self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor) -> None:
         """Copy cache contents slot by slot within each row: src_slots, dst_slots [R, T] int64. Recurrent states take in
-        what joined the common prefix [R]."""
+        the tokens that joined the common prefix [R]."""
         self._cache.advance(src_slots, dst_slots, common_prefix)
 
     @torch.no_grad()
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        """Write the nodes, return logits [R, n, V] in the model's dtype, [R, n, m + o] where the head lacks tokens (see
-        head_ids and ForestInput.own_ids); with logits=False the head is not run."""
+        """Write the nodes to the cache and return logits [R, n, V] in the model's dtype. With logits=False the head is
+        not run.
+
+        Where the head lacks tokens, the logits are [R, n, m + o]: see head_ids and ForestInput.own_ids.
+        """
         rows, count = batch.tokens.shape
-        if self._fills and batch.prompt_slots is not None and rows * count < LEAST_ROWS:
+        if self._pads_forwards and batch.prompt_slots is not None and rows * count < LEAST_ROWS:
             batch = repeated(batch, -(-LEAST_ROWS // rows))
         found = self._run(batch, logits=logits)
         own = 0 if batch.own_ids is None else batch.own_ids.shape[1]
         return None if found is None else self._fitted(found.to(self._device), own)[:, :count]
 
     def trust(self, varies: str | None, copies: bool | None) -> None:
-        """Take what the check of invariance has found (`invariance.Verdict`): prompts that begin alike are each read
-        whole where only that keeps the bits."""
+        """Apply the result of the check of invariance, whose fields are those of `verdicts.Verdict`. Prompts that begin
+        alike are each read whole where only that keeps the bits, or where copying was not checked."""
         self.varies, self.invariant = varies, varies is None
         if self.invariant:
             if self.copies_prefixes and not copies:
                 self.notes += (NOT_ASKED if copies is None else NOT_COPIED,)
             self.copies_prefixes = bool(copies)
 
+    def _ids_in_table(self, batch: ForestInput) -> Tensor:
+        """Return token ids [R, n] that the embedding table has. A draft may lack the last ids of its target; any other
+        id may take their place, because only acceptance suffers."""
+        return batch.tokens.clamp(max=len(self.embeddings) - 1)
+
     def _attention_metadata(self, batch: ForestInput) -> AttentionMetadata | None:
-        """Return what the layers of a forest's forward may split their keys by, and keep it for by_parts."""
+        """Return how the layers of this forward may split their keys, and keep it for `by_parts`. None: they do not
+        split them."""
         kernel, prompt, suffix = self.attention, batch.prompt, batch.suffix
         prompt_slots = None if batch.chain else batch.prompt_slots
         fast = prompt_slots is None
@@ -333,19 +364,21 @@ class BaseForestModel:
         return self._metadata
 
     def _fitted(self, logits: Tensor, own: int = 0) -> Tensor:
-        """Cut logits to the width. own: columns of own ids, the last ones."""
-        if self._kept is not None:
-            kept = logits[..., : len(self._kept)]
+        """Cut or pad logits to the model's width, or cut them to the head's tokens. own: how many of the last columns
+        are own ids, which stay."""
+        if (ids := self._head_ids) is not None:
+            kept = logits[..., : len(ids)]
             if not own:
                 return kept
-            return logits if logits.shape[-1] == len(self._kept) + own else torch.cat((kept, logits[..., -own:]), -1)
+            return logits if logits.shape[-1] == len(ids) + own else torch.cat((kept, logits[..., -own:]), -1)
         if self._width <= logits.shape[-1]:
             return logits[..., : self._width]
         return nn.functional.pad(logits, (0, self._width - logits.shape[-1]), value=float("-inf"))
 
 
 def repeated(batch: ForestInput, count: int) -> ForestInput:
-    """The same with the last node as often as it takes to have `count` nodes; all write the same to the same slot."""
+    """Return the batch with its last node repeated until there are `count` nodes. The copies write the same numbers to
+    the same slot."""
     more = count - batch.tokens.shape[1]
     tokens, positions, slots, mask = (
         torch.cat((field, field[:, -1:].expand(-1, more, *field.shape[2:])), 1)
@@ -356,7 +389,8 @@ def repeated(batch: ForestInput, count: int) -> ForestInput:
 
 @contextlib.contextmanager
 def unsupported(architecture: str) -> Iterator[None]:
-    """Turn what a model raises into one sentence; models refuse in many words. Memory errors pass."""
+    """Turn an exception of a model into an UnsupportedModelError of one sentence. Memory errors and ModelErrors
+    pass."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, ModelError):

@@ -1,8 +1,8 @@
 """Keys and values of a packed forest: one row per request, one slot per token, written and moved by slot.
 
 Shape letters: R rows, S slots, n nodes of a forward, H kv heads, E head dim, T moved slots, P planes (keys and values
-of all layers that look alike). Layers of one shape and device share one slab [P, R, S, H * E]: a move is one gather and
-one scatter for all of them; a layer sees its own keys as a view [R, S, H, E].
+of all layers that have one shape). Layers of one shape and device share one slab [P, R, S, H * E], so that one gather
+and one scatter move the slots of all of them. A layer sees its own keys as a view [R, S, H, E].
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch import Tensor
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.ops.interface import Ops
 
-STATES = -1  # in the place of a layer's number: the plane of states that a draft head reads
+STATES = -1  # used as the layer number of the plane of states that a draft head reads
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneSpec:
-    """Shape, dtype and device of the keys (or the values) of one layer, learnt from the first forward."""
+    """Shape, dtype and device of the keys (or the values) of one layer, known from the config or learnt from the first
+    forward."""
 
     heads: int
     dim: int
@@ -36,7 +37,8 @@ class PlaneSpec:
 
 
 class WritePositions:
-    """Where the nodes of the forward that is under way go; made once, used by every layer on its own device."""
+    """Cache positions that the nodes of the current forward are written to. They are computed once per forward and used
+    by every layer on its own device."""
 
     def __init__(self, slots: Tensor, rows: Tensor | None, active: int, capacity: int) -> None:
         # slots: [R, n] int64; rows: [R] int64 or None
@@ -49,7 +51,7 @@ class WritePositions:
         self._moved: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """(flat, rows) on the device of a layer: with a device map layers live apart."""
+        """Return (flat, rows) on the device of a layer, because a device map may spread the layers over several."""
         if device == self.flat.device:
             return self.flat, self.rows
         if device not in self._moved:
@@ -59,11 +61,11 @@ class WritePositions:
 
 
 class KVCache:
-    """Keys and values of all layers of one model. `learn` says what a layer's look like; `reserve` takes the memory.
+    """Keys and values of all layers of one model. `learn` sets the shapes of a layer, `reserve` allocates the memory.
 
     Attributes:
-        generation: changes whenever memory is taken or given back: addresses hold within one generation.
-        ops: what moves slots.
+        generation: changes whenever memory is allocated or freed. An address is valid within one generation.
+        ops: operations that move slots.
     """
 
     def __init__(self) -> None:
@@ -78,37 +80,41 @@ class KVCache:
 
     @property
     def active(self) -> int:
-        """S of the forward that is under way."""
+        """S, the number of active slots of the current forward, or of the last one; 0 before the first."""
         return self._write.active if self._write else 0
 
     @property
     def under_way(self) -> WritePositions | None:
-        """Where the forward that is under way, or the last one, writes."""
+        """Write positions of the current forward, or of the last one; None before the first."""
         return self._write
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of keys, and so of attention scores; known after the first forward."""
+        """The dtype of keys, and so of attention scores; known after the first forward."""
         return next(iter(self._plane_specs.values())).dtype
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of keys and values of one token over all layers; 0 before the first forward."""
+        """Bytes of one token's keys and values over all layers, and of its state where there is one; 0 while no shapes
+        are known."""
         return sum(spec.bytes_per_slot for spec in self._plane_specs.values())
 
     @property
     def attending(self) -> int:
-        """Layers that hold keys and values."""
+        """Number of layers that hold keys and values."""
         return len({layer for layer, _ in self._plane_specs} - {STATES})
 
     def bytes_of_states(self, window: int) -> int:
-        """Bytes that a row holds beside keys and values, whatever its length: see states.py."""
+        """Return the bytes that a row holds in addition to keys and values, whatever its length
+        (recurrent/states.py)."""
         return 0
 
     def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
-        """Own at least rows x slots; grows only, keeps contents. Shapes not known yet follow in the first forward.
+        """Allocate at least rows x slots; the memory only grows and keeps its contents. A layer whose shapes are not
+        known yet gets its memory in the first forward.
 
-        window: slots past its common prefix that a row may hold at most, None for all; keys and values do not go by it.
+        window: most slots that a row may hold past its common prefix, None for all. Keys and values do not depend on
+        it.
         """
         rows, slots = max(rows, self.rows), max(slots, self.slots)
         if (rows, slots) == (self.rows, self.slots):
@@ -119,28 +125,28 @@ class KVCache:
         self._bind()
 
     def release(self) -> None:
-        """Give all memory back; the shapes of the layers stay known."""
+        """Free all memory; the shapes of the layers stay known."""
         self.rows = self.slots = 0
-        self._moves()
+        self._begin_generation()
         self._slabs.clear()
         self._write = None
         self._bind()
 
     def begin(self, slots: Tensor, rows: Tensor | None, active: int) -> None:
-        """Say where the next forward writes: slots [R, n], rows [R] or None, and how many slots its mask covers."""
+        """Set where the next forward writes, slots [R, n] and rows [R] or None, and how many slots its mask covers."""
         assert slots.shape[0] <= self.rows, "more rows than reserved"
         assert active <= self.slots, "more slots than reserved"
         self._write = WritePositions(slots, rows, active, self.slots)
 
     @contextlib.contextmanager
     def running(self, batch: ForestInput) -> Iterator[None]:
-        """A forward over a batch is under way."""
+        """Enclose a forward over a batch."""
         self.begin(batch.slots, batch.rows, batch.mask.shape[-1])
         yield
 
     def advance(self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor) -> None:
-        """Move slots as `move` does. common_prefix [R]: leading slots that never move again; keys and values do not go
-        by it."""
+        """Move slots as `move` does. common_prefix [R]: leading slots that never move again. Keys and values do not
+        depend on it."""
         self.move(src_slots, dst_slots)
 
     def move(self, src_slots: Tensor, dst_slots: Tensor) -> None:
@@ -151,7 +157,8 @@ class KVCache:
             self.ops.move(slab, src_slots.to(spec.device), dst_slots.to(spec.device))
 
     def select_rows(self, rows: Tensor) -> None:
-        """Put these rows [n] int64 first, in this order; plane by plane, so that little memory is needed for it."""
+        """Move these rows [n] int64 to the front, in this order. Each plane is copied by itself, so that little memory
+        is needed."""
         for spec, slab in self._slabs.items():
             index = rows.to(spec.device)
             for plane in slab:
@@ -163,8 +170,8 @@ class KVCache:
             slab[:, row, start:].zero_()
 
     def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy leading slots between rows: (source, target, slots) each. All reads happen before any write; plane by
-        plane, so that little memory is needed for it."""
+        """Copy leading slots between rows: (source, target, slots) each. All reads happen before any write. Each plane
+        is copied by itself, so that little memory is needed."""
         for slab in self._slabs.values():
             for plane in slab:
                 read = [plane[src_row, :count].clone() for src_row, _, count in copies]
@@ -172,20 +179,23 @@ class KVCache:
                     plane[dst_row, :count] = part
 
     def learn(self, layer: int, keys: PlaneSpec, values: PlaneSpec) -> None:
-        """Remember what keys and values of a layer look like, and take its memory."""
+        """Record the shapes of a layer's keys and values, and allocate their memory."""
         for side, spec in enumerate((keys, values)):
             self._plane_specs[(layer, side)] = spec
             self._grow(spec)
         self._bind()
 
     def learn_all(self, layers: Sequence[tuple[PlaneSpec, PlaneSpec]]) -> None:
-        """Remember what keys and values of all layers look like, before any memory is taken."""
+        """Record the shapes of the keys and values of all layers, before any memory is allocated."""
         assert not self.slots
         self._plane_specs = {(number, side): pair[side] for number, pair in enumerate(layers) for side in (0, 1)}
 
     def add_states(self, spec: PlaneSpec) -> None:
-        """Hold one more vector in each slot: a state, which goes wherever the slot's keys and values go."""
+        """Add one more vector to each slot: a state, which is moved and copied with the slot's keys and values."""
+        replaced = self._plane_specs.get((STATES, 0))
         self._plane_specs[STATES, 0] = spec
+        if replaced is not None and not self._members(replaced):
+            self._slabs.pop(replaced, None)
         self._grow(spec)
         self._bind()
 
@@ -195,34 +205,37 @@ class KVCache:
         return self._planes[STATES, 0].flatten(2)
 
     def write(self, plane: Tensor, states: Tensor) -> Tensor:
-        """Put states [R, H, n, E] into a plane [R', S', H, E]; return what is active (a view if rows is None)."""
+        """Write states [R, H, n, E] to the nodes' slots of a plane [R', S', H, E]; return its active slots [R, H, S,
+        E], a view if rows is None."""
         step = self._write
         assert step is not None, "begin() comes before a forward"
         flat, rows = step.on(plane.device)
         plane.flatten(0, 1).index_copy_(0, flat, states.transpose(1, 2).flatten(0, 1))
-        return self._seen(plane, step, rows)
+        return self._active_slots(plane, step, rows)
 
     def planes(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [R', S', H, E] of a layer."""
         return self._planes[layer, 0], self._planes[layer, 1]
 
     @staticmethod
-    def _seen(plane: Tensor, step: WritePositions, rows: Tensor | None) -> Tensor:
-        """All active slots of a plane [R, H, S, E], not copied unless rows are chosen."""
+    def _active_slots(plane: Tensor, step: WritePositions, rows: Tensor | None) -> Tensor:
+        """Return all active slots [R, H, S, E] of a plane [R', S', H, E]; they are copied only where rows are
+        chosen."""
         seen = plane[:, : step.active]
         seen = seen[: step.count] if rows is None else seen.index_select(0, rows)
         return seen.transpose(1, 2)
 
-    def _moves(self) -> None:
-        """No address of this memory holds any longer."""
+    def _begin_generation(self) -> None:
+        """Begin a new generation, because addresses of this memory are no longer valid."""
         self.generation += 1
 
     def _members(self, spec: PlaneSpec) -> list[tuple[int, int]]:
         return [key for key, value in self._plane_specs.items() if value == spec]
 
     def _grow(self, spec: PlaneSpec) -> None:
-        """Make the slab of one kind of plane cover all its planes, rows and slots. Zeros, because 0 * NaN is NaN."""
-        self._moves()
+        """Make the slab of one kind of plane cover all its planes, rows and slots. New memory is zero, because 0 * NaN
+        is NaN."""
+        self._begin_generation()
         width = spec.heads * spec.dim
         shape = (len(self._members(spec)), self.rows, self.slots, width)
         fresh = torch.zeros(shape, dtype=spec.dtype, device=spec.device)

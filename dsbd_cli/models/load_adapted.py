@@ -1,4 +1,5 @@
-"""Load a model that transformers runs: its products packed where it lies on the CPU, checked, and its codec."""
+"""Load a model that transformers runs, and its codec. On the CPU its products are packed. It is checked as every model
+is."""
 
 from __future__ import annotations
 
@@ -15,18 +16,18 @@ from dsbd_cli.models.adapted.patching import pack, quantize
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, encoder_digest
 from dsbd_cli.models.checkpoints.head import installed, trimmed_target
 from dsbd_cli.models.checkpoints.hub import locate
-from dsbd_cli.models.checkpoints.loader import PICTURE_MODELS, eos_ids, load, load_config, load_preprocessor
+from dsbd_cli.models.checkpoints.loader import PICTURE_MODELS, eos_ids, load, load_config, load_preprocessor, too_small
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.tensor_parallel import Ranks, ShardedForestModel, check_ranks, load_slice
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.verdicts import Verdict
-from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
 
 
 def load_adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
-    """Return a model through transformers and its codec. A target that is to be `invariant` is asked whether it is.
+    """Return a model that transformers runs and its codec. Where `invariant` numerics are asked of a target, they are
+    checked.
 
     Raises ModelError, UnsupportedModelError and UsageError.
     """
@@ -64,7 +65,8 @@ def load_adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
 
 
 def _source_codec(spec: ModelSpec, model: Any, tokenizer: Any, ends: tuple[int, ...]) -> Seq2SeqCodec:
-    """Return the codec of an encoder-decoder model: of text, of speech or of pictures. Raises ModelError."""
+    """Return the codec of an encoder-decoder model for text, speech or pictures. Raises ModelError where the checkpoint
+    names no first token of answers."""
     sources = (model.generation_config, model.config)
     found = [getattr(one, name, None) for one in sources for name in ("decoder_start_token_id", "bos_token_id")]
     start = next((token for token in found if isinstance(token, int)), None)
@@ -82,25 +84,22 @@ def _source_codec(spec: ModelSpec, model: Any, tokenizer: Any, ends: tuple[int, 
 
 
 def _on_cpu(model: Any) -> bool:
-    """Whether a model lies on the CPU, and accelerate does not move it about."""
+    """Return whether a model lies on the CPU as a whole and accelerate does not move its parts."""
     hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
     return not hooked and {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
 def _quantize(forest: CausalForestModel | Seq2SeqForestModel, spec: ModelSpec) -> None:
-    """Make the linear layers int8 ones, but small ones, which are packed. Raises UsageError where all are small."""
+    """Quantize the large linear layers to int8 and pack the small ones. Raises UsageError where all are small."""
     if not quantize(forest.module, forest.calibrate):
-        reason = (
-            f"the {spec.role} model {spec.source!r} has no linear layer of {LEAST_WEIGHTS} weights or more: drop it"
-        )
-        raise UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
+        raise too_small(spec, f"the {spec.role} model {spec.source!r}")
     pack(forest.module)
     forest.layers_replaced()
     forest.quantized = spec.quantize
 
 
 def _loaded(spec: ModelSpec) -> tuple[Any, Any, Ranks | None]:
-    """Return model and tokenizer, and the other ranks of a model that is split."""
+    """Return model and tokenizer, and the other ranks of a model that is split (None where it is not)."""
     if spec.tensor_parallel == 1:
         return *load(spec), None
     if getattr(load_config(locate(spec), spec), "is_encoder_decoder", False):

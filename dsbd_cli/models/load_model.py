@@ -1,4 +1,4 @@
-"""One model, in stages: locate, config and tokenizer, weights, packing, checks. Each stage has its own errors.
+"""Load one model in stages: locate, config and tokenizer, weights, packing, checks. Each stage has its own errors.
 
 Our own decoder serves what it knows (decoder/), transformers everything else.
 """
@@ -46,17 +46,18 @@ from dsbd_cli.models.tokenizer import HFCodec, bytes_of_tokens
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops.select import GPU_LAYERS, ops_for
 
-LAYERS_CHECKED = 4  # of each kind, for invariance: the others are the same operations
-LARGE_BYTES = 64 << 20  # loading less takes no time that needs a line
+LAYERS_CHECKED = 4  # layers of each kind that the check of invariance runs: the others are the same operations
+LARGE_BYTES = 64 << 20  # loading smaller weights is too quick to be logged
 
 _logger = logging.getLogger(__name__)
 
 
 def load_model(spec: ModelSpec, *, anew: bool = False) -> tuple[BaseForestModel, HFCodec]:
-    """Return one model, checked, and its codec. A target that is to be `invariant` is asked whether it is.
+    """Return a loaded and checked model and its codec. Where `invariant` numerics are asked of a target, they are
+    checked.
 
-    Of a large one a line is logged before and after. anew: make all checks, of all layers, whatever an earlier load has
-    found. Raises ModelNotFoundError, ModelError, UnsupportedModelError and UsageError.
+    A line is logged before and after a large model is loaded. anew: make all checks, on all layers, whatever an earlier
+    load has kept. Raises ModelNotFoundError, ModelError, UnsupportedModelError and UsageError.
     """
     size, began = stored_bytes(locate(spec)), time.monotonic()
     if size < LARGE_BYTES:
@@ -84,12 +85,13 @@ def _loaded(spec: ModelSpec, *, anew: bool) -> tuple[BaseForestModel, HFCodec]:
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """Description of a checkpoint.
+    """Facts about a checkpoint that are known before its weights are read.
 
     Attributes:
-        dtype: what it computes in, None where transformers decides.
+        dtype: the dtype that it computes in, None where transformers decides.
         plain: the weights are safetensors files that hold what a forward computes with.
-        config: what transformers read. tokenizer: what an earlier load has stored. Each where it is known.
+        config: the config that transformers has read; None where an earlier load has kept these facts.
+        tokenizer: the facts that an earlier load has stored of the tokenizer; None without them.
     """
 
     decoder_spec: DecoderSpec
@@ -102,7 +104,8 @@ class _Description:
 
 
 def _described(spec: ModelSpec, place: Path) -> _Description | str:
-    """Read a checkpoint's config by transformers' classes, or say why transformers has to run it."""
+    """Read a checkpoint's config with transformers' classes. Return the reason where transformers has to run the
+    model."""
     with quiet():
         config = load_config(place, spec)
     decoder_spec = spec_or_reason(spec, config)
@@ -120,7 +123,8 @@ def _described(spec: ModelSpec, place: Path) -> _Description | str:
 
 
 def _recalled(known: dict[str, Any]) -> _Description:
-    """Return what an earlier load has read: transformers' config classes take seconds to import."""
+    """Return the description that an earlier load has kept, because transformers' config classes take seconds to
+    import."""
     decoder_spec = DecoderSpec.from_json(known["spec"])
     dtype = getattr(torch, known["dtype"])
     return _Description(decoder_spec, dtype, True, known["architecture"], known["eos"], tokenizer=known["tokenizer"])
@@ -142,7 +146,7 @@ class _DecoderLoad:
         """whole: all layers are checked for invariance, not a few of each kind."""
         self._spec, self._place, self._description, self._digest, self._known = spec, place, description, digest, known
         self._device, self._whole = device_of(spec), whole
-        self._theirs: Any = None  # a model that transformers had to make, and its tensors
+        self._transformers_model: Any = None  # a model that transformers had to make, and its tensors
         self._state: dict[str, Tensor] = {}
         self._asked_invariant = spec.role == "target" and spec.numerics == "invariant"
 
@@ -150,15 +154,15 @@ class _DecoderLoad:
         """Return the model and its codec, or the reason why transformers has to run it."""
         if self._known is not None and self._known["decoder"] is not None:
             return str(self._known["decoder"])
-        # A second thread imports modules and makes the tokenizer while this one packs weights. It does nothing else: to
-        # load a model, transformers sets the dtype of the whole process.
+        # A second thread imports modules and makes the tokenizer while this one packs weights. It does nothing else,
+        # because transformers sets the dtype of the whole process while it loads a model.
         known = self._description.tokenizer is not None
         silence = contextlib.nullcontext() if known else quiet()  # which imports transformers
-        with silence, ThreadPoolExecutor(1) as beside:
-            tokenizer = beside.submit(self._tokenizer)
-            table = beside.submit(lambda: bytes_of_tokens(tokenizer.result()))
+        with silence, ThreadPoolExecutor(1) as executor:
+            tokenizer = executor.submit(self._tokenizer)
+            table = executor.submit(lambda: bytes_of_tokens(tokenizer.result()))
             if self._description.config is not None:
-                beside.submit(import_decoder_code, self._description.config)
+                executor.submit(import_decoder_code, self._description.config)
             found = self._loaded(tokenizer)
             if isinstance(found, str):
                 return found
@@ -169,8 +173,8 @@ class _DecoderLoad:
         decoder_spec, dtype = self._description.decoder_spec, self._description.dtype
         if self._description.plain:
             tensors, generation = tensors_of(self._place, self._spec), read_generation(self._place)
-        else:  # pickles, adapters, or blocks that transformers makes plain weights
-            theirs = self._theirs = self._stock()
+        else:  # transformers has to make plain weights of pickles, adapters or quantised blocks
+            theirs = self._transformers_model = self._stock()
             self._state = theirs.state_dict()
             tensors = {name: partial(self._state.__getitem__, name) for name in self._state}
             generation, dtype = theirs.generation_config.to_dict(), theirs.dtype
@@ -179,15 +183,15 @@ class _DecoderLoad:
             del theirs
         assert dtype is not None
         settings = CheckpointSettings(self._description.architecture, self._description.eos, generation)
-        source, reason = DecoderCheckpoint(decoder_spec, tensors, dtype, self._device), None
+        checkpoint, reason = DecoderCheckpoint(decoder_spec, tensors, dtype, self._device), None
         head = read_head(self._place) if self._place.is_dir() else None
         if head is not None and self._spec.role == "target":
             raise trimmed_target(self._spec)
         for kernels in self._attempts():
             try:
-                model = build_decoder(self._spec, source, settings, head, self._stock, kernels)
+                model = build_decoder(self._spec, checkpoint, settings, head, self._stock, kernels)
             except (KeyError, ValueError) as error:
-                self._stock()  # says in its words what is wrong with the files
+                self._stock()  # transformers raises an error of its own where the files are wrong
                 reason = f"a tensor is not where it should be ({error})"
                 break
             try:
@@ -195,7 +199,7 @@ class _DecoderLoad:
             except Exception as failed:
                 if not kernels:
                     raise
-                # at a width that was not tried
+                # the kernel's trial had other widths
                 reason = f"a kernel fails ({type(failed).__name__}: {one_line(failed)})"
             if reason is None:
                 return model
@@ -204,14 +208,14 @@ class _DecoderLoad:
         return reason
 
     def _tokenizer(self) -> Any:
-        """Return the tokenizer: what an earlier load has stored, or transformers'."""
+        """Return the tokenizer that an earlier load has stored, or else transformers' own."""
         load = partial(_load_quietly, self._place, self._spec)
         if self._description.tokenizer is None:
             return load_tokenizer(self._place, self._spec)
         return stored(self._description.tokenizer, load) or load()
 
     def _keep(self, found: Mapping[str, object], model: BaseForestModel, tokenizer: Any) -> None:
-        """Keep what was found, and what the checkpoint is."""
+        """Keep the results of the checks and the checkpoint's description for later loads."""
         name = str(model.weights_dtype).removeprefix("torch.")
         what: dict[str, object] = {
             "spec": asdict(self._description.decoder_spec),
@@ -227,7 +231,8 @@ class _DecoderLoad:
         return load_network(replace(self._spec, quantize=None))
 
     def _attempts(self) -> list[frozenset[str]]:
-        """Sets of kernels of a GPU, the best one first; one without any elsewhere."""
+        """Return the sets of GPU kernels to try, the best one first: the set that served an earlier load, where one is
+        known. On other devices return one empty set."""
         if self._known is not None:
             return [frozenset(self._known["kernels"])]
         may = None if self._spec.kernels else False
@@ -237,8 +242,8 @@ class _DecoderLoad:
         return [*dict.fromkeys((*best, without, frozenset[str]()))]
 
     def _verified(self, model: Any, kernels: frozenset[str], tokenizer: Future[Any]) -> str | None:
-        """Pack a model's weights and check it, or recall what an earlier load has found; return why it cannot
-        serve."""
+        """Pack a model's weights and check it, or apply what an earlier load has kept. Return why it cannot serve;
+        None: it can."""
         if "linear" in kernels:
             model.attention = _attention(model, exact=True)
         try:
@@ -258,17 +263,18 @@ class _DecoderLoad:
         return None
 
     def _checked(self, model: Any, kernels: frozenset[str], tokenizer: Future[Any]) -> Verdict | str:
-        """Pack a model's weights, check it and keep what was found; return why it cannot serve."""
+        """Pack a model's weights, check it and keep the results. Return the verdict, or the reason why the model cannot
+        serve."""
         from dsbd_cli.models.checks.selftest import self_test
 
         tested = outliers = None
         quantized = self._spec.quantize is not None
-        if quantized:  # the limits are those of the checkpoint's rounding
+        if quantized:  # before it is int8, because the limits are those of the checkpoint's own rounding
             tested = self_test(model)
-        packed = self._theirs is None and not quantized
+        packed = self._transformers_model is None and not quantized
         if packed:
             pack(model, self._spec, None)
-        theirs, self._theirs = self._theirs or self._stock(), None
+        theirs, self._transformers_model = self._transformers_model or self._stock(), None
         reason = differs(model, theirs)
         del theirs
         if self._device.type == "cpu":  # there is no other attempt: each plain weight is freed as soon as it is packed
@@ -278,7 +284,7 @@ class _DecoderLoad:
         if not packed:
             outliers = pack(model, self._spec, None)
         model.tested = tested = tested or self_test(model)
-        found = _verdict(self._few(model)) if self._asked_invariant else Verdict(verdicts.UNASKED)
+        found = _verdict(self._checked_layers(model)) if self._asked_invariant else Verdict(verdicts.UNASKED)
         if found.varies is not None and "linear" in kernels:
             return found.varies
         report = [tested.median_error, tested.largest_error, tested.limit]
@@ -286,8 +292,9 @@ class _DecoderLoad:
         self._keep({**made, "kernels": sorted(kernels)}, model, tokenizer.result())
         return found
 
-    def _few(self, model: DecoderForestModel) -> DecoderForestModel:
-        """Return the layers whose invariance is checked: on a CPU a few of each kind, unless all were asked for.
+    def _checked_layers(self, model: DecoderForestModel) -> DecoderForestModel:
+        """Return a model of the layers whose invariance is checked: on a CPU a few of each kind, unless all were asked
+        for.
 
         The others are the same operations on the same shapes. The other two checks run all layers.
         """
@@ -307,7 +314,8 @@ def _adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
 
 
 def _verdict(model: DecoderForestModel) -> Verdict:
-    """Ask whether a node's logits depend on its company; a kernel that fails at the sizes of this model gives none."""
+    """Check whether a node's logits depend on what else is in the forward. A kernel that fails at the model's sizes
+    counts as a reason why they may."""
     from dsbd_cli.models.checks.invariance import check
 
     try:
@@ -319,13 +327,14 @@ def _verdict(model: DecoderForestModel) -> Verdict:
 
 
 def _attention(model: BaseForestModel, *, exact: bool) -> Callable[..., Tensor | None] | None:
-    """Return the kernel of attention, where it does what it should. exact: its bits do not depend on the drafts."""
+    """Return the attention kernel for a model's device and dtype; None without one. exact: its bits do not depend on
+    the drafts."""
     attention = ops_for(model.device, model.weights_dtype, ("attention",)).attention
     return None if attention is None else partial(attention, exact=exact)
 
 
 def _try_split_attention(model: BaseForestModel) -> None:
-    """Have the kernel of attention serve long prompts, where the logits of a text stay what they are with it."""
+    """Let the attention kernel serve long prompts, unless it moves the logits of a text by more than rounding does."""
     from dsbd_cli.models.checks.invariance import shift_by_splitting
     from dsbd_cli.models.verdicts import LIMITS
 

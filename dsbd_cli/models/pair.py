@@ -22,11 +22,12 @@ class LoadedPair:
 
     Attributes:
         target_dtype: torch's name without prefix: float32, bfloat16, float16; `int8+bfloat16` where linear layers are
-            int8 and the rest is bfloat16.
-        draft_dtype: the same, None without a draft. draft_form: what was read of a draft head or a trimmed draft, None
-        of other drafts.
+            int8
+            and the rest is bfloat16.
+        draft_dtype: the same, None without a draft.
         differences: differences that do not matter for the result, for the user to read.
-        notes: what the user should know: generation settings that are not done, kernels of layers that are left out.
+        notes: what the user should know: generation settings that are not applied, kernels of layers that are left out.
+        draft_form: a description of a draft head or of a trimmed draft, None for other drafts.
     """
 
     target: BaseForestModel
@@ -89,7 +90,8 @@ def _trimmed_form(draft: BaseForestModel) -> str | None:
 
 
 def _check_kinds(target: BaseForestModel, draft: BaseForestModel, *, bridged: bool) -> None:
-    """Both have an encoder, or neither has. Raises PairError."""
+    """Raise PairError unless both models have an encoder or neither has, or where a bridge is to draft for an
+    encoder-decoder model."""
     paired = [model.paired for model in (target, draft)]
     if paired[0] != paired[1]:
         one, other = ("the target", "the draft") if paired[0] else ("the draft", "the target")

@@ -11,17 +11,18 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import InvalidRowError, UnsupportedModelError
 from dsbd_cli.models.chat import render
 from dsbd_cli.models.checkpoints.hub import locate
-from dsbd_cli.models.checkpoints.loader import load_config, load_tokenizer, quiet
+from dsbd_cli.models.checkpoints.loader import device_of, load_config, load_tokenizer, quiet
 
 Asked = str | Sequence[Mapping[str, str]]
 
 
 class RewardModel:
-    """Scores texts. A prompt of messages goes through the chat template, with the candidate as the assistant's answer;
-    a plain prompt is joined to the candidate."""
+    """A model that scores texts. A prompt of messages goes through the chat template, with the candidate as the
+    assistant's answer. A plain prompt is joined to the candidate."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        """Raises ModelNotFoundError and ModelError, or UnsupportedModelError where it has not one output."""
+        """Load the model. Raises ModelNotFoundError and ModelError, or UnsupportedModelError where it is no sequence
+        classifier with one output."""
         from transformers import AutoModelForSequenceClassification
 
         with quiet():
@@ -33,11 +34,11 @@ class RewardModel:
                     f"{spec.source!r} is no reward model: it is {', '.join(names) or config.model_type} with "
                     f"{config.num_labels} outputs, but must be a sequence classifier with one"
                 )
-            device = spec.device if spec.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+            device = device_of(spec)
             model: Any = AutoModelForSequenceClassification.from_pretrained(
                 folder,
                 config=config,
-                dtype="auto" if device != "cpu" else torch.float32,
+                dtype="auto" if device.type != "cpu" else torch.float32,
                 weights_only=True,
                 trust_remote_code=spec.trust_remote_code,
                 local_files_only=True,
@@ -48,8 +49,8 @@ class RewardModel:
 
     @torch.inference_mode()
     def scores(self, prompt: Asked, texts: Sequence[str]) -> list[float]:
-        """The reward of each text. One at a time, so that no score depends on padding. Raises InvalidRowError for a
-        text that is too long, or a conversation without a chat template."""
+        """Return the reward of each text. Each text is run by itself, so that no score depends on padding. Raises
+        InvalidRowError for a text that is too long, or a conversation without a chat template."""
         found = []
         for text in texts:
             ids = self._ids(prompt, text)

@@ -1,21 +1,21 @@
-"""A tokenizer as an earlier load has found it: transformers needs two seconds to import itself and to make one."""
+"""Tokenizers that an earlier load has stored, because transformers takes two seconds to import itself and to make
+one."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.models.verdicts import cache_folder
+from dsbd_cli.models.verdicts import cache_folder, write_whole
 
 METHODS = ("__call__", "_encode_plus", "decode", "_decode", "convert_ids_to_tokens", "get_vocab", "get_chat_template")
 
 
 class StoredTokenizer:
-    """Part of a transformers tokenizer that HFCodec uses, by the library tokenizers alone.
+    """The part of a transformers tokenizer that HFCodec uses, run by the library tokenizers alone.
 
     The backend is the one that transformers had made, so ids and texts are the same.
     """
@@ -63,8 +63,8 @@ class StoredTokenizer:
 
 
 def store(tokenizer: Any) -> dict[str, Any] | None:
-    """Keep what a tokenizer of transformers does. Return what `stored` needs; None where it does more than its backend
-    says, or cannot be kept."""
+    """Write the backend of a transformers tokenizer to the cache folder. Return the facts that `stored` needs; None
+    where the tokenizer does more than its backend, or cannot be written."""
     from transformers import PreTrainedTokenizerFast
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.split_special_tokens:
@@ -85,10 +85,7 @@ def store(tokenizer: Any) -> dict[str, Any] | None:
     place = _path(digest)
     try:
         if not place.is_file():
-            place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            part = place.with_name(f"{place.name}.{os.getpid()}")
-            part.write_bytes(content)
-            part.replace(place)
+            write_whole(place, content)
     except OSError:
         return None
     return {
@@ -101,7 +98,8 @@ def store(tokenizer: Any) -> dict[str, Any] | None:
 
 
 def stored(facts: Mapping[str, Any], load: Callable[[], Any]) -> StoredTokenizer | None:
-    """Return a tokenizer that `store` has kept; None where its file is gone or is another. load: transformers' own."""
+    """Return a tokenizer that `store` has written; None where its file is missing or has changed. load: loads
+    transformers' tokenizer."""
     from tokenizers import Tokenizer
 
     with suppress(OSError):

@@ -1,11 +1,11 @@
-"""One target over several processes (tensor parallelism), of which this one, rank 0, drives.
+"""One target over several processes (tensor parallelism), driven by this process, which is rank 0.
 
 Every rank holds a slice of each layer, loaded by transformers (`DistributedConfig`), and its slice of the cache. The
-others are processes that rank 0 starts on its machine; they sit in `serve` and do what rank 0 does: the same calls of
-the same adapter, in the same order, so that the sums over ranks inside a layer meet. Draft, trees and rules live on
-rank 0 alone.
+other ranks are processes that rank 0 starts on its machine. They run `serve` and repeat what rank 0 does: the same
+calls of the same adapter, in the same order, so that every rank takes part in the sums inside a layer. Draft, trees and
+rules live on rank 0 alone.
 
-A command is a small object over gloo, then its tensors. Nothing is read back from a device for it.
+A command is sent as a small object over gloo, followed by its tensors. Sending it reads nothing back from a device.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a rank belongs. folder: what all ranks of one model share, a file store among it."""
+    """One rank of a model: the model's spec, the rank's number, and the folder that all ranks share, which holds their
+    file store and logs."""
 
     spec: ModelSpec
     rank: int
@@ -52,7 +53,7 @@ class RankPlace:
 
 
 def check_ranks(spec: ModelSpec) -> None:
-    """Raises UsageError or UnsupportedModelError for a model that cannot be split into `spec.tensor_parallel` parts."""
+    """Raise UsageError or UnsupportedModelError for a model that cannot be split into `spec.tensor_parallel` parts."""
     count = spec.tensor_parallel
     if spec.device_map is not None or spec.device not in ("auto", "cpu", "cuda"):
         place = spec.device_map or spec.device
@@ -83,10 +84,11 @@ def check_ranks(spec: ModelSpec) -> None:
 
 
 class Ranks:
-    """The other ranks of a model, and the way to them. One model of a process can be split."""
+    """The processes of a model's other ranks, and the exchange with them. A process can split one model only."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        """Starts the ranks and joins them. Raises ModelError where one ends."""
+        """Start the ranks and join their group. Raises ModelError where a rank ends, UsageError where this process is
+        in a group already."""
         if dist.is_initialized():
             raise UsageError("tensor_parallel: this process has a torch.distributed group already: load in another one")
         self.broken = self._joined = False
@@ -106,7 +108,7 @@ class Ranks:
             raise
 
     def _start(self, place: RankPlace) -> subprocess.Popen[bytes]:
-        paths = os.pathsep.join(path for path in sys.path if path)  # some are of this process alone, under Ray
+        paths = os.pathsep.join(path for path in sys.path if path)  # under Ray this process alone has some of them
         environment = {**os.environ, "PYTHONPATH": paths, **_variables(place)}
         with (self._folder / f"{place.rank}.log").open("wb") as log:
             process = subprocess.Popen(
@@ -123,7 +125,8 @@ class Ranks:
         return process
 
     def error(self, what: str) -> ModelError:
-        """Why the ranks cannot go on: the last line of the first that has ended."""
+        """Return the error that tells why the ranks cannot go on, with the last message of the first rank that has
+        failed."""
         self.broken = True
         for rank, process in enumerate(self._processes, start=1):
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -139,7 +142,8 @@ class Ranks:
         return ModelError(f"the ranks of the target {what}: lower --batch-size if memory was short")
 
     def tell(self, name: str, *arguments: object) -> None:
-        """Let every other rank call this method of its adapter with these arguments, tensors among them."""
+        """Have every other rank call the method `name` of its model with these arguments, which may hold tensors.
+        Raises ModelError where the ranks have ended."""
         if self.broken:
             raise ModelError("the ranks of the target have ended: load it again")
         tensors: list[Tensor] = []
@@ -174,7 +178,7 @@ class Ranks:
 
 
 class ShardedForestModel(CausalForestModel):
-    """Rank 0's slice of a model, whose every call is told to the other ranks first."""
+    """Rank 0's slice of a model. Each call is sent to the other ranks before it is made here."""
 
     def __init__(self, model: Any, name: str, ranks: Ranks) -> None:
         self._ranks: Ranks | None = None
@@ -183,11 +187,11 @@ class ShardedForestModel(CausalForestModel):
 
     @property
     def capturable(self) -> bool:
-        """No: a replayed graph would tell the other ranks nothing."""
+        """False, because a replayed graph would send nothing to the other ranks."""
         return False
 
     def stock(self) -> nn.Module:
-        """Raises UsageError: transformers' own loop would run on rank 0 alone."""
+        """Raise UsageError, because transformers' own loop would run on rank 0 alone."""
         raise UsageError("a target with tensor_parallel cannot be compared with transformers' generate: load it whole")
 
     def close(self) -> None:
@@ -195,7 +199,7 @@ class ShardedForestModel(CausalForestModel):
         if self._ranks is not None:
             self._ranks.close()
 
-    def _tell(self, name: str, *arguments: object) -> None:
+    def _call_others(self, name: str, *arguments: object) -> None:
         if self._ranks is not None:
             self._ranks.tell(name, *arguments)
 
@@ -208,50 +212,51 @@ class ShardedForestModel(CausalForestModel):
         return cache
 
     def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
-        """On all ranks."""
-        self._tell("reserve", rows, slots, window)
+        """Allocate cache memory on all ranks."""
+        self._call_others("reserve", rows, slots, window)
         super().reserve(rows, slots, window)
 
     def release(self) -> None:
-        """On all ranks."""
-        self._tell("release")
+        """Free the cache's memory on all ranks."""
+        self._call_others("release")
         super().release()
 
     def select_rows(self, rows: Tensor) -> None:
-        """On all ranks."""
-        self._tell("select_rows", rows)
+        """Keep only these cache rows on all ranks."""
+        self._call_others("select_rows", rows)
         super().select_rows(rows)
 
     def clear(self, row: int, start: int = 0) -> None:
-        """On all ranks."""
-        self._tell("clear", row, start)
+        """Zero a cache row on all ranks."""
+        self._call_others("clear", row, start)
         super().clear(row, start)
 
     def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """On all ranks."""
-        self._tell("copy_prefixes", copies)
+        """Copy leading slots between rows on all ranks."""
+        self._call_others("copy_prefixes", copies)
         super().copy_prefixes(copies)
 
     def move(self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor) -> None:
-        """On all ranks."""
-        self._tell("move", src_slots, dst_slots, common_prefix)
+        """Copy cache contents slot by slot on all ranks."""
+        self._call_others("move", src_slots, dst_slots, common_prefix)
         super().move(src_slots, dst_slots, common_prefix)
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        """On all ranks; every rank has the logits, rank 0 gives them back."""
-        self._tell("forward", batch, logits)
-        with self._together():
+        """Run the forward on all ranks. Every rank has the logits; rank 0 returns them."""
+        self._call_others("forward", batch, logits)
+        with self._collective():
             return super().forward(batch, logits=logits)
 
     def plain(self, tokens: Tensor) -> Tensor:
-        """On all ranks."""
-        self._tell("plain", tokens)
-        with self._together():
+        """Run an ordinary causal forward on all ranks."""
+        self._call_others("plain", tokens)
+        with self._collective():
             return super().plain(tokens)
 
     @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """A forward that fails here leaves the other ranks in the middle of theirs: nothing can follow."""
+    def _collective(self) -> Iterator[None]:
+        """Enclose a forward of all ranks. Where it fails here, the others are left in the middle of theirs and nothing
+        can follow, so ModelError is raised."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -261,7 +266,7 @@ class ShardedForestModel(CausalForestModel):
 
 
 def load_slice(spec: ModelSpec) -> tuple[Any, Any]:
-    """This rank's slice of a model, and the tokenizer. All ranks call it at once."""
+    """Load this rank's slice of a model, and the tokenizer. All ranks call it at once."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
     # embeddings in slices would look up tokens by a boolean mask, which reads the host in every forward
@@ -272,7 +277,7 @@ def load_slice(spec: ModelSpec) -> tuple[Any, Any]:
 
 
 def join(place: RankPlace) -> None:
-    """Enter the group of all ranks: tensors of a processor go by gloo, of a GPU by NCCL."""
+    """Join the process group of all ranks. Tensors on a CPU are sent by gloo, those on a GPU by NCCL."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on one machine
     os.environ |= _variables(place)
     gpus = place.spec.device != "cpu" and torch.cuda.is_available()
@@ -288,7 +293,7 @@ def join(place: RankPlace) -> None:
 
 
 def serve(forest: CausalForestModel) -> NoReturn:
-    """Serve as a rank: call what rank 0 calls, until that is gone."""
+    """Serve as a rank: repeat the calls of rank 0 until it has ended."""
     while True:
         box: list[Any] = [None]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
@@ -306,13 +311,13 @@ def serve(forest: CausalForestModel) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class _TensorStub:
-    """Stands for a tensor that is sent apart. place: in the order of sending."""
+    """Placeholder for a tensor that is sent by itself. place: its number in the order of sending."""
 
     place: int
 
 
 def _packed(argument: object, tensors: list[Tensor]) -> object:
-    """The argument without its tensors, which are added to `tensors`."""
+    """Return an argument without its tensors, which are appended to `tensors`."""
     if isinstance(argument, Tensor):
         tensors.append(argument)
         return _TensorStub(len(tensors) - 1)
@@ -330,7 +335,7 @@ def _unpacked(argument: Any, tensors: list[Tensor]) -> Any:
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """The same memory in a type that every backend sends."""
+    """Return a view of the same memory in a dtype that every backend sends."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
@@ -341,14 +346,14 @@ def _variables(place: RankPlace) -> dict[str, str]:
 
 
 def _end_with_rank_0() -> None:
-    """A thread that ends this process when rank 0 is gone, whatever it waits for."""
+    """Wait until rank 0 has ended and then end this process, whatever it waits for. It runs in a thread of its own."""
     while os.read(0, 1):  # not through sys.stdin, whose lock would be held
         continue
     os._exit(0)
 
 
 def main() -> NoReturn:
-    """A rank above 0, as rank 0 starts it."""
+    """Run as a rank above 0, in a process that rank 0 has started."""
     place: RankPlace = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     sys.stdout.write("ready\n")

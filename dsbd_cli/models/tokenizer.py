@@ -1,4 +1,4 @@
-"""A transformers tokenizer as a TextCodec. Chat templates and the bytes behind tokens are known only here."""
+"""A transformers tokenizer as a TextCodec. Only this module knows chat templates and the bytes behind tokens."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from dsbd_cli.models.stored_tokenizer import StoredTokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\u2581"
-IDS_ALONE = {"return_attention_mask": False, "return_token_type_ids": False}  # half the time of a long text
-# steps that drop no byte of a text; NFC shortens one to a quarter at most, a Kelvin sign to a third
+IDS_ALONE = {"return_attention_mask": False, "return_token_type_ids": False}  # takes half the time on a long text
+# steps of a tokenizer that drop no byte of a text; NFC shortens one to a quarter at most, a Kelvin sign to a third
 KEEPING = {"Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits", "NFC"}
 NFC_SHRINKS = 4
-MOST_BYTES = 256  # of text per token, on average; the tokenizer's own bound may be that of its longest run of spaces
-HEAD = 256  # characters, in which the token that begins every text stands
+MOST_BYTES = 256  # of text per token, on average; a tokenizer's own bound may be as large as its longest run of spaces
+HEAD = 256  # first characters of a conversation, encoded to find the token that begins every text
 UTF8_BYTES = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Printable characters that stand for bytes in byte-level vocabularies (GPT-2's table): character -> byte."""
+    """Return the characters that stand for bytes in byte-level vocabularies (GPT-2's table): character -> byte."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(shown)]
     return {chr(byte): byte for byte in shown} | {chr(256 + rank): byte for rank, byte in enumerate(hidden)}
@@ -41,7 +41,7 @@ class AddedToken(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Part of a transformers tokenizer that is used."""
+    """The part of a transformers tokenizer that is used here."""
 
     @property
     def all_special_ids(self) -> list[int]: ...
@@ -76,11 +76,13 @@ class HFCodec:
         self._eos_ids = eos_ids
         self._bytes = table
         self._cover: _Cover | None = None
-        self._rendered: tuple[list[dict[str, str]], str] | None = None  # the last conversation: its size is asked first
+        # the last conversation and its text, which is asked for twice: for its size and for its ids
+        self._rendered: tuple[list[dict[str, str]], str] | None = None
 
     @property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer, for those that hand it on. It is loaded now where a stored one serves."""
+        """The transformers tokenizer, for code that hands it on. Where a stored tokenizer serves, it is loaded at its
+        first use."""
         if self._original is None:
             made = self._tokenizer
             self._original = made.original() if isinstance(made, StoredTokenizer) else made
@@ -88,7 +90,7 @@ class HFCodec:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """All tokens with their ids, added ones too."""
+        """Tokens with their ids, added ones included."""
         return self._tokenizer.get_vocab()
 
     @property
@@ -108,48 +110,49 @@ class HFCodec:
 
     @property
     def fingerprint(self) -> str | None:
-        """32 hexadecimal digits that two tokenizers share only if they tokenise alike; None of one that does not say
-        all it does."""
+        """32 hexadecimal digits that two tokenizers share only if they tokenise alike; None for a slow tokenizer, which
+        cannot be serialised."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None
         return hashlib.blake2b(backend.to_str().encode(), digest_size=16).hexdigest()
 
     def encode(self, prompt: str, most: int | None = None) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens the tokenizer adds by itself. most: characters of it,
-        the last ones."""
+        """Return the token ids of a plain prompt, with the special tokens that the tokenizer adds by itself. most:
+        encode only so many of its last characters."""
         return list(self._tokenizer(prompt if most is None else prompt[-most:], **IDS_ALONE)["input_ids"])
 
     def least_tokens(self, asked: str | list[dict[str, str]]) -> int:
-        """How many tokens a plain prompt or a conversation has at least, told without the tokenizer: for texts that
-        would take it long. 0 where nothing can be told."""
+        """Return a lower bound of the tokens of a plain prompt or a conversation; 0 where there is none. The tokenizer
+        is not run, because it would take long on a long text."""
         text = asked if isinstance(asked, str) else self._chat_text(asked)
         return self._covering.least(text.encode("utf-8", "surrogatepass"))
 
     def size(self, asked: str | list[dict[str, str]]) -> int:
-        """Bytes of a plain prompt or a conversation."""
+        """Return the bytes of a plain prompt or a conversation."""
         text = asked if isinstance(asked, str) else self._chat_text(asked)
         return len(text.encode("utf-8", "surrogatepass"))
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a text that one token covers at most: a bound of the tokenizer, or one that no text of people
-        reaches."""
+        """Most bytes of a text that one token covers: a bound of the tokenizer, or one that no natural text reaches."""
         return min(self._covering.longest or MOST_BYTES, MOST_BYTES)
 
     @property
     def _covering(self) -> _Cover:
         if self._cover is None:
-            self._cover = _covering(self._tokenizer, self.token_bytes())
+            self._cover = _cover_of(self._tokenizer, self.token_bytes())
         return self._cover
 
     def encode_pieces(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of pieces of text, nothing added."""
+        """Return the token ids of pieces of text, nothing added."""
         return [list(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
     def encode_chat(self, messages: list[dict[str, str]], most: int | None = None) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer. most: characters of its text, the last ones,
-        behind the token that every text begins with, where the conversation does.
+        """Return the token ids of a conversation, ready for the assistant's answer.
+
+        most: encode only so many of the last characters of its text. The token that begins every text comes before
+        them, where the conversation begins with it.
 
         Raises InvalidRowError when the tokenizer has no chat template, or the template refuses the conversation.
         """
@@ -174,11 +177,12 @@ class HFCodec:
         return self._rendered[1]
 
     def decode(self, ids: list[int]) -> str:
-        """Text of generated ids, special tokens left out."""
+        """Return the text of generated ids, special tokens left out."""
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def tokenizer_json(self) -> str | None:
-        """The tokenizer as the library tokenizers writes it, without padding and truncation; None of a slow one."""
+        """Return the tokenizer as the library tokenizers serialises it, without padding and truncation; None for a slow
+        one."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None
@@ -188,7 +192,8 @@ class HFCodec:
         return str(plain.to_str())
 
     def token_bytes(self) -> list[bytes]:
-        """For every id of the tokenizer the bytes it adds in mid-sentence; b"" for special tokens and unused ids.
+        """Return for every id of the tokenizer the bytes that it adds in mid-sentence; b"" for special tokens and
+        unused ids.
 
         One list is made and kept: do not change it. Model logits may be wider than this list (padding ids).
         """
@@ -230,24 +235,25 @@ class _Cover:
     """Bounds on how many bytes of a text its tokens cover.
 
     Attributes:
-        longest: bytes that one token covers at most; 0 where there is no bound.
-        dropped: bytes that no token stands for, so that they may be left out.
+        longest: most bytes that one token covers; 0 where there is no bound.
+        dropped: bytes that no token stands for, so that the tokenizer may leave them out.
     """
 
     longest: int = 0
     dropped: bytes = b""
 
     def least(self, text: bytes) -> int:
-        """Tokens of a text, at least."""
+        """Return a lower bound of the tokens of a text; 0 where there is none."""
         return -(-len(text.translate(None, self.dropped)) // self.longest) if self.longest else 0
 
 
-def _covering(tokenizer: Tokenizer, table: list[bytes]) -> _Cover:
-    """Return what one token covers, where every byte of a text ends up in a token, or is one that the vocabulary lacks.
+def _cover_of(tokenizer: Tokenizer, table: list[bytes]) -> _Cover:
+    """Return bounds for a tokenizer where every byte of a text ends up in a token, or is one that the vocabulary lacks;
+    no bounds for others.
 
     This holds for byte-level BPE, some of whose vocabularies lack bytes that were not in their training text, and for
     byte fallback. A normalizer may shorten a text (NFC to a quarter), an unknown token may stand for any length, and a
-    special token may take the spaces beside it.
+    special token may take the spaces next to it.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -272,19 +278,20 @@ def _covering(tokenizer: Tokenizer, table: list[bytes]) -> _Cover:
 
 
 def _falls_back(model: Any) -> bool:
-    """Whether a tokenizer's model writes text that it has no tokens for as bytes."""
+    """Return whether a tokenizer's model writes text that it has no tokens for as bytes."""
     if hasattr(model, "byte_fallback"):
         return bool(model.byte_fallback)
     return bool(json.loads(model.__getstate__()).get("byte_fallback"))  # a Unigram model, which shows it nowhere else
 
 
 def _part(part: Any) -> object:
-    """Return a part of a tokenizer as tokenizers serialises it. The vocabulary would take most of the time."""
+    """Return one part of a tokenizer as the library tokenizers serialises it. Serialising the whole would take longer,
+    mostly for the vocabulary."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 def _steps(part: object) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as tokenizers serialises it: none, one, or a sequence of several."""
+    """Return the steps of a serialised normalizer or pre-tokenizer, which is none, one, or a sequence of several."""
     if not isinstance(part, dict):
         return []
     inner = part.get("normalizers") or part.get("pretokenizers")
@@ -292,13 +299,14 @@ def _steps(part: object) -> list[dict[str, Any]]:
 
 
 def _marked(token: str) -> bytes:
-    """Bytes of a sentencepiece-style token: a mark is a space, <0xAB> is one byte."""
+    """Return the bytes of a sentencepiece-style token: a mark is a space, <0xAB> is one byte."""
     byte = _BYTE_TOKEN.fullmatch(token)
     return bytes([int(byte.group(1), 16)]) if byte else token.replace(_SPACE_MARK, " ").encode()
 
 
 def _style(tokenizer: Tokenizer, vocabulary: dict[str, int]) -> str:
-    """How tokens stand for text: told by the decoder of a fast tokenizer, else by what the vocabulary looks like."""
+    """Return how tokens stand for text, read from the decoder of a fast tokenizer, or else from the form of the
+    vocabulary."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         kinds = _decoder_kinds(_part(backend.decoder))
@@ -316,7 +324,7 @@ def _style(tokenizer: Tokenizer, vocabulary: dict[str, int]) -> str:
 
 
 def _decoder_kinds(decoder: object) -> set[str]:
-    """Types of a decoder as tokenizers serialises it: one, or a sequence of several."""
+    """Return the types in a serialised decoder, which is one or a sequence of several."""
     if not isinstance(decoder, dict):
         return set()
     inner = decoder.get("decoders") or []

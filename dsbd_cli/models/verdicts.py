@@ -1,5 +1,4 @@
-"""Results of the checks at load: what was measured, within which limits, and the sentence in which a model is
-refused."""
+"""Results of the checks at load: where they are kept, and which errors of logits are allowed."""
 
 from __future__ import annotations
 
@@ -31,7 +30,8 @@ UNASKED = "nobody asked for the work that it takes"
 
 
 def fingerprint(spec: ModelSpec, *places: Path) -> str:
-    """Return a digest of all that the checks of a checkpoint depend on. places: of its files, and of its adapters'."""
+    """Return a digest of everything that the checks of a checkpoint depend on. places: folders or files of the
+    checkpoint and of its adapters."""
     files = [file for place in places for file in ([place] if place.is_file() else sorted(place.iterdir()))]
     facts = {
         "files": [
@@ -55,7 +55,7 @@ LIBRARIES = ("ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_", "ATEN_", "NUMBA_", "OPE
 
 
 def read_verdict(digest: str) -> dict[str, Any] | None:
-    """Return what was kept under this digest; None where nothing was, or it cannot be read."""
+    """Return the results kept under this digest; None where there are none, or they cannot be read."""
     with suppress(OSError, ValueError):
         found = json.loads(_path(digest).read_text(encoding="utf-8"))
         if isinstance(found, dict) and found.get("format") == FORMAT and _is_complete(found):
@@ -64,24 +64,31 @@ def read_verdict(digest: str) -> dict[str, Any] | None:
 
 
 def _is_complete(found: Mapping[str, Any]) -> bool:
-    """Whether all is there that a load asks for: a reason, or what was found of a decoder."""
+    """Return whether everything is there that a load needs: the reason why our decoder does not serve, or all
+    results."""
     return isinstance(found.get("decoder"), str) or ("decoder" in found and found.keys() >= KEYS)
 
 
 def write_verdict(digest: str, found: Mapping[str, object]) -> None:
-    """Keep what was found, whole or not at all. A folder that cannot be written costs later loads their checks."""
+    """Keep the results of the checks, whole or not at all. Where the folder cannot be written, later loads check
+    again."""
     place = _path(digest)
-    part = place.with_name(f"{place.name}.{os.getpid()}")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part.write_text(json.dumps({"format": FORMAT, **found}), encoding="utf-8")
-        part.replace(place)
+        write_whole(place, json.dumps({"format": FORMAT, **found}).encode())
     except OSError as error:
         _logger.warning("every load checks the model anew: %s cannot be written (%s)", place.parent, error.strerror)
 
 
+def write_whole(place: Path, content: bytes) -> None:
+    """Write a file of the cache folder, whole or not at all. Raises OSError."""
+    part = place.with_name(f"{place.name}.{os.getpid()}")
+    place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part.write_bytes(content)
+    part.replace(place)
+
+
 def cache_folder() -> Path:
-    """Return the folder of what loads keep."""
+    """Return the folder in which loads keep their results."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsbd"
 
 
@@ -100,12 +107,13 @@ def _code() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Verdict of a check.
+    """Result of the check of invariance.
 
     Attributes:
-        varies: why a node's logits may depend on its company; None where they do not.
+        varies: why a node's logits may depend on what else is in the forward; None where they do not.
         copies: whether they also stay the same where the beginning of the prompt was copied from another row; None
-            where that was not asked.
+            where
+            that was not checked.
     """
 
     varies: str | None
@@ -113,11 +121,11 @@ class Verdict:
 
 
 # Root mean square of a node's logit error, relative to the spread of its logits. Wrong masks give 0.2 and more at most
-# nodes; rounding gives up to a third of the limit at the median, and now and then more (an expert chosen otherwise).
+# nodes; rounding gives up to a third of the limit at the median, and now and then more (if another expert is chosen).
 LIMITS = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-# Some checkpoints round worse in float32 (Qwen2.5-Coder-0.5B: 1.2e-4). Such a one may be off by so many times what its
-# ordinary forward moves when the same sequences are padded on the right, up to the ceiling. In half types this is asked
-# of the worst nodes alone.
+# Some checkpoints round worse in float32 (Qwen2.5-Coder-0.5B: 1.2e-4). Their error may be TIMES_ROUNDING times as large
+# as the change of the ordinary forward's logits when PADDING tokens are added on the right, up to CEILING. In half
+# types this applies to the worst nodes alone.
 TIMES_ROUNDING = 4
 PADDING = 21
 CEILING = 1e-3
@@ -126,8 +134,8 @@ CEILING = 1e-3
 def limit_for(dtype: torch.dtype, error: float, rounding: Callable[[], float]) -> float:
     """Return the largest error that is allowed, relative to the spread of the logits.
 
-    rounding: measures what padding moves, relative to the spread. It is called only where a float32 model is above the
-    limit of its dtype.
+    rounding: measures how far padding moves the logits, relative to the spread. It is called only where a float32 model
+    is above the limit of its dtype.
     """
     limit = LIMITS[dtype]
     if dtype != torch.float32 or error <= limit:

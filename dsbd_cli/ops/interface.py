@@ -1,4 +1,4 @@
-"""The list of operations that models and the engine call, each with its shapes, and what serves each of them.
+"""The list of operations that models and the engine call, with their shapes, and the backend that serves each.
 
 Letters: R requests, n nodes, H hidden width, I inner width, Q query heads, K kv heads, E head dim, S slots, V
 vocabulary, o outputs, i inputs, C candidates of a node.
@@ -32,60 +32,67 @@ class OpChoice(NamedTuple):
 
 
 class Linear(Protocol):
-    """x W^T + b, of one layer or of several that are handed the same tensor; parts: outputs of each."""
+    """A product x W^T + b of one layer, or of several layers with the same input. parts: number of outputs of each."""
 
     parts: list[int]
 
     def compute(self, x: Tensor, run: Eager = ...) -> Tensor:
-        """x [..., i] -> [..., o]."""
+        """Compute the product: x [..., i] -> [..., o]."""
         ...
 
 
 class RowsLinear(Protocol):
-    """x W^T, where each row of a batch has its own W: rows that it has picked of a table."""
+    """Products x W^T where each row of a batch has its own W, which consists of rows picked from a table."""
 
     def take(self, ids: Tensor) -> None:
-        """Multiply with the rows ids [R, o] int64 of the table from now on."""
+        """Use the rows ids [R, o] int64 of the table as weights from now on."""
         ...
 
     def compute(self, x: Tensor) -> Tensor:
-        """x [R, n, i] -> [R, n, o]."""
+        """Compute the products: x [R, n, i] -> [R, n, o]."""
         ...
 
 
 def _no_size(*sizes: object) -> None:
-    """Return no kernel: tensor code serves."""
+    """Return no kernel, so that tensor code serves."""
 
 
 def _no_candidates(logits: Tensor, count: int) -> None:
-    """Return nothing: tensor code serves."""
+    """Return no candidates, so that tensor code serves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The operations on one device, each by what serves there. `Ops()` is plain torch; select.py makes all others.
+    """The operations on one device, each by the backend that serves there. `Ops()` is plain torch; select.py makes all
+    others.
 
-    Of a decoder layer, as reference.py says them; the last argument is a `run`, which computes or writes a program:
-        norm: x [..., H], what is added to it before -> normalised, summed [..., H].
-        gated: gates and values side by side [..., 2 I] -> [..., I].
-        rotate: queries, keys and values side by side [R, n, (Q + 2 K) E] -> queries [R, Q, n, E]; the others are in
-            their slots then.
-        program: keeps the kernels of a forward to be run again; None: each runs when it is called.
-    Of all models:
-        linear: weights [o, i] and biases [o] of layers as one product; None: they stay as they are.
-        pick: a table [V, i] and a dtype -> products of each row of a batch with rows of its own.
-        path_attention: query [R, Q, n, E] over the slots that each node sees, listed by depth -> [R, n, Q, E]; None:
-            the model sums by parts.
-        attention: query [R, Q, n, E] over slots by a mask -> [R, Q, n, E], or None for such heads; None: torch's own.
-        scan: returns the kernels of recurrent layers and their convolutions; None: sums in torch.
+    Operations of a decoder layer. reference.py specifies them. The last argument is a `run`, which computes at once or
+    writes a program:
+        norm: takes x [..., H] and a tensor that is added to it first; returns the normalised sum and the sum [..., H].
+        gated: takes gates and values side by side [..., 2 I]; returns [..., I].
+        rotate: takes queries, keys and values side by side [R, n, (Q + 2 K) E]; returns the queries [R, Q, n, E] and
+            writes keys and values to their slots.
+        program: records the kernels of a forward, to be run again. None: each kernel runs when it is called.
+    Operations of all models:
+        linear: takes weights [o, i] and biases [o] of layers; returns one product, or None if the layers stay as they
+            are.
+        pick: takes a table [V, i] and a dtype; returns products of each row of a batch with its own rows of the table.
+        path_attention: attends with query [R, Q, n, E] to the slots that each node sees, listed by depth; returns
+            [R, n, Q, E]. None: the model computes attention over the suffix in torch.
+        attention: attends with query [R, Q, n, E] to slots by a mask; returns [R, Q, n, E], or None for heads that it
+            does not support. None: torch's own attention serves.
+        scan: returns the module of kernels for recurrent layers and their convolutions. None: torch computes the sums.
         move: copies slots [R, T] of a slab [P, R', S, width].
-    Of an iteration. Tensor code of the engine is their reference, and None leaves a call to it:
-        log_total: values [m, V] -> log of the sum of exp of each row [m, 1].
-        candidates: logits [R, n, V] -> tokens and log-probabilities [R, n, C] of the best, or None.
-        draft, verify, commit: the kernels for such sizes, or None: begin and extend a forest (without sizes: begin it
-            alone); verify it; keep what survives.
+    Operations of an iteration. Tensor code of the engine is the reference of the last four, and runs where they return
+    None:
+        log_total: takes values [m, V] and the highest [m, 1]; returns log(sum(exp(values - highest))) of each row
+            [m, 1].
+        candidates: takes logits [R, n, V]; returns tokens and log-probabilities [R, n, C] of the best, or None.
+        draft, verify, commit: take sizes; return the module of kernels that supports them, or None. `draft` begins and
+            extends a forest (asked without sizes, it only has to begin one), `verify` verifies it, `commit` keeps what
+            survives.
 
-    report: what was decided of each operation that was asked for.
+    report: the choice for each operation that was asked for.
     """
 
     norm: Callable[..., tuple[Tensor, Tensor]] = reference.norm
@@ -107,15 +114,15 @@ class Ops:
 
     @property
     def facts(self) -> tuple[tuple[str, str, str], ...]:
-        """Return the report as plain tuples, for processes without torch."""
+        """The report as plain tuples, for processes without torch."""
         return tuple((one.op, one.backend, one.reason) for one in self.report)
 
     def by(self, backend: Backend) -> tuple[str, ...]:
-        """Return the names of the operations that this backend serves, in order of the alphabet."""
+        """Return the names of the operations that this backend serves, in alphabetical order."""
         return tuple(sorted(choice.op for choice in self.report if choice.backend == backend))
 
     def without(self, *names: str, reason: str = "left out") -> Ops:
-        """Return the same with plain torch for these operations; itself where that serves them already."""
+        """Return a copy in which torch serves these operations; `self` where no kernel serves any of them."""
         taken = {choice.op for choice in self.report if choice.backend != "torch" and choice.op in names}
         if not taken:
             return self

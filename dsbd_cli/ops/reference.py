@@ -1,7 +1,8 @@
-"""Operations in plain torch: what they mean, what kernels are compared with, and what serves everywhere else.
+"""Operations in plain torch. They are the specification: kernels are compared with them, and they serve wherever no
+kernel does.
 
-Those of a decoder layer round where the kernels round: to the dtype of the model after each step, as transformers'
-modules do. Each ends with `run`, which computes at once or writes a program. This module needs no triton.
+Operations of a decoder layer round where the kernels round: to the dtype of the model after each step, as transformers'
+modules do. Their last argument is `run`, which computes at once or writes a program. This module needs no triton.
 
 Letters: m rows (nodes of all requests), H hidden width, I inner width, Q query heads, K kv heads, E head dim, R
 requests, n nodes, V vocabulary, o outputs, i inputs.
@@ -17,15 +18,17 @@ from torch import Tensor, nn
 
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
 
-# exp of less is subnormal: ten times slower on processors, and no part of a float32 sum with a 1
+# Smaller arguments of exp are raised to this: soon below, exp is subnormal in float32, which takes processors ten times
+# as long, and such numbers do not change a float32 sum that has a 1.
 LOWEST = -80.0
 
 
 def norm(
     x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset: bool, run: Eager = EAGER
 ) -> tuple[Tensor, Tensor]:
-    """x (+ more) [..., H] over its root mean square, times weight [H], and the sum that was normalised (empty without
-    `more`). unit_offset: times (1 + weight) in float32, as Gemma does."""
+    """Divide x (+ more) [..., H] by its root mean square and multiply by weight [H]. Return the result and the sum
+    x + more [..., H], which is empty without `more`. unit_offset: multiply by (1 + weight) in float32, as Gemma does.
+    """
     return run.compute(lambda: _norm(x, more, weight, eps, unit_offset))
 
 
@@ -41,7 +44,8 @@ def _norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offse
 
 
 def gated(both: Tensor, gelu: bool, run: Eager = EAGER) -> Tensor:
-    """silu(gate) * up [..., I] of both side by side [..., 2 I]. gelu: its form with tanh in place of silu."""
+    """Return silu(gate) * up [..., I]. both: gate and up side by side [..., 2 I]. gelu: the tanh form of gelu takes the
+    place of silu."""
 
     def compute() -> Tensor:
         gate, up = both.chunk(2, -1)
@@ -64,11 +68,11 @@ def rotate(
     unit_offset: bool = False,
     run: Eager = EAGER,
 ) -> Tensor:
-    """Queries [R, Q, n, E], rotated; keys and values go to their slots.
+    """Rotate queries and keys, write keys and values to their slots, and return the queries [R, Q, n, E].
 
-    both [R, n, (Q + 2 K) E]: queries, keys and values side by side. cos, sin [R or 1, n, E]. slots [R n] int64 into
-    keys and values [rows, slots, K, E], whose rows and slots are counted together. query_norm, key_norm [E]: weights of
-    norms that the heads go through before (`norm`), both or none.
+    both [R, n, (Q + 2 K) E]: queries, keys and values side by side. cos, sin [R or 1, n, E]. slots [R n] int64: indices
+    into keys and values [rows, slots, K, E] with rows and slots flattened. query_norm, key_norm [E]: weights of norms
+    (see `norm`) that queries and keys go through before they are rotated; both or neither.
     """
 
     def compute() -> Tensor:
@@ -90,7 +94,7 @@ def rotate(
 
 @dataclass(slots=True)
 class DeviceLinear:
-    """A product of plain weights [o, i] and biases [o] on a GPU. parts: outputs of each layer in it."""
+    """A product with plain weights [o, i] and biases [o] on a GPU. parts: number of outputs of each layer in it."""
 
     weight: Tensor
     bias: Tensor | None
@@ -99,50 +103,51 @@ class DeviceLinear:
 
     @staticmethod
     def of(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> DeviceLinear:
-        """Join weights [o, i] of each layer, one below the other, and biases [o] of all, or none."""
+        """Join the weights [o, i] of the layers, one below the other. biases: [o] of every layer, or all None."""
         some = [bias for bias in biases if bias is not None]
         return DeviceLinear(torch.cat([*weights]), torch.cat(some) if some else None, [len(one) for one in weights])
 
     def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        """x [..., i] -> [..., o]."""
+        """Compute the product: x [..., i] -> [..., o]."""
         return self.product(x, self.weight, self.bias)
 
 
 def linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> DeviceLinear | None:
-    """Layers that are handed the same tensor as one product: weights [o, i] of each, one below the other; biases [o]
-    of all, or none. None on a CPU, where they stay as they are, in a mapped file."""
+    """Return one product of layers with the same input, as `DeviceLinear.of` joins them. Return None on a CPU, where
+    the weights stay as they are, in a memory-mapped file."""
     return None if weights[0].is_cpu else DeviceLinear.of(weights, biases)
 
 
 class PickedRows:
-    """Products, in a dtype, of each row of a batch with rows of its own of a table [V, i]."""
+    """Products, in a dtype, of each row of a batch with its own rows of a table [V, i]."""
 
     def __init__(self, table: Tensor, dtype: torch.dtype) -> None:
         self._table, self._dtype = table, dtype
 
     def take(self, ids: Tensor) -> None:
-        """Multiply with the rows ids [R, o] int64 from now on."""
+        """Use the rows ids [R, o] int64 of the table as weights from now on."""
         self._weights = self._table[ids].to(self._dtype)
 
     def compute(self, x: Tensor) -> Tensor:
-        """x [R, n, i] -> [R, n, o]."""
+        """Compute the products: x [R, n, i] -> [R, n, o]."""
         return x @ self._weights.transpose(1, 2)
 
 
 def log_total(values: Tensor, highest: Tensor) -> Tensor:
-    """log of the sum over v of exp(values[:, v] - highest) of a few rows: [n, 1] float32.
+    """Return the log of the sum over v of exp(values[:, v] - highest), [m, 1] float32.
 
-    values [n, V]; highest [n, 1] float32.
+    values [m, V], a small number of rows; highest [m, 1] float32, the largest value of each row.
     """
     shares = (values - highest).clamp_(min=LOWEST).exp_()
-    # a row that stands alone would be summed by all threads in parts, in another order than one of several
+    # torch would sum a single row in parts, by all threads, and so in another order than a row of several
     return (shares if len(shares) > 1 else shares.repeat(2, 1)).sum(-1, keepdim=True).log_()[: len(values)]
 
 
 def move(slab: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy slots within each row of each plane of a slab [P, R', S, width]: source, target [R, T], all read first.
+    """Copy slots within each row of each plane of a slab [P, R', S, width], in place. source, target: [R, T]. All
+    sources are read before a target is written.
 
-    On the CPU only those that move, one in fourteen or so: to look at them takes no transfer there.
+    On a CPU only the slots that move are copied, about one in fourteen, because finding them needs no transfer there.
     """
     base = torch.arange(source.shape[0], device=source.device)[:, None] * slab.shape[2]
     source, target = (base + source).flatten(), (base + target).flatten()

@@ -1,4 +1,4 @@
-"""Which backend computes an operation here: the only place that decides. `Ops.report` says what, and why."""
+"""The choice of a backend for each operation. Nothing else decides it. `Ops.report` names the choice and the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu import attention, int8, layer, linear, logsumexp, program, scan
-from dsbd_cli.ops.cpu.runtime import unloadable
+from dsbd_cli.ops.cpu.runtime import FLOATS, unloadable
 from dsbd_cli.ops.interface import Linear, OpChoice, Ops, RowsLinear
 from dsbd_cli.ops.triton import available
 from dsbd_cli.ops.triton.trial import faults
@@ -27,7 +27,6 @@ ITERATION_KERNELS = ("candidates", "draft", "verify", "commit", "move")
 ITERATION = ("log_total", *ITERATION_KERNELS)
 GPU_LAYERS = ("norm", "gated", "rotate", "linear")
 TRITON = (*GPU_LAYERS, "attention", *ITERATION_KERNELS)
-FLOATS = (torch.float32, torch.bfloat16)
 
 
 @functools.lru_cache(256)
@@ -41,17 +40,17 @@ def ops_for(
 ) -> Ops:
     """Return the operations for a device and dtype.
 
-    wanted: those that will be called; the others are plain torch. widths: a decoder's hidden size, inner size and half
-    head size, which kernels need in multiples. kernels: whether triton's may serve; None: on a GPU. True where there is
-    no triton leaves all to torch.
+    wanted: names of the operations that will be called; the others are plain torch. widths: a decoder's hidden size,
+    inner size and half head size. CPU kernels need multiples of `layer.STEP`; kernels of triton have a largest width.
+    kernels: whether triton's may serve; None: on a GPU only. Where triton is missing, True has no effect.
     """
     found, report = dict[str, Any](), list[OpChoice]()
     missing = "not wanted" if kernels is False else triton_missing(device, asked=bool(kernels))
     names = [name for name in wanted if name in TRITON] if missing is None else []
-    wrong = faults(device) if names and device.type == "cuda" else {}
+    faulty = faults(device) if names and device.type == "cuda" else {}
     by_triton = triton_ops(names) if names else {}
     for name in wanted:
-        reason = missing or wrong.get(name) or _triton_unfit(name, dtype, widths)
+        reason = missing or faulty.get(name) or _triton_unfit(name, dtype, widths)
         if name in by_triton and reason is None:
             found[name], choice = (
                 by_triton[name],
@@ -73,7 +72,7 @@ def ops_for(
 
 
 class _Numba(NamedTuple):
-    """An operation by kernels of a CPU, what loads them, and what happens where they cannot be loaded."""
+    """An operation that CPU kernels serve, what loads them, and the words of a warning if that fails."""
 
     op: object
     load: Callable[[], object]
@@ -99,7 +98,7 @@ _unloadable = functools.cache(unloadable)
 
 
 def _numba_missing(name: str, dtype: torch.dtype, widths: frozenset[int]) -> str | None:
-    """Return why the kernel of an operation does not serve; None where it does."""
+    """Return why the CPU kernel of an operation cannot serve; None where it can."""
     if name in (*LAYERS, "path_attention") and dtype not in FLOATS:
         return f"the kernels do not compute in {dtype}"
     if name in LAYERS and any(width % layer.STEP for width in widths):
@@ -110,23 +109,25 @@ def _numba_missing(name: str, dtype: torch.dtype, widths: frozenset[int]) -> str
 
 
 def packed_linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> linear.PackedProduct | None:
-    """Return weights [o, i] of one dtype on a CPU, and biases [o] or None of each, as one packed product; None where no
-    packed product gives the plain one."""
-    for way in (linear.Compiled, linear.Torch):
-        if way.takes(weights[0]) and _packs(way, weights[0].dtype):
-            return linear.PackedProduct(weights, biases, way)
+    """Return layers as one packed product; None where no packed product gives the results of the plain one.
+
+    weights: [o, i] of each layer, of one dtype, on a CPU. biases: [o] or None of each layer.
+    """
+    for backend in (linear.Compiled, linear.Torch):
+        if backend.takes(weights[0]) and _packs(backend, weights[0].dtype):
+            return linear.PackedProduct(weights, biases, backend)
     return None
 
 
 def pick(table: Tensor, dtype: torch.dtype) -> RowsLinear:
-    """Return products with rows of a table [V, i] that are packed, where the kernel takes rows as they lie."""
+    """Return products with picked rows of a table [V, i]. They are packed if the kernel can read the table as it is."""
     if table.dtype != dtype or not linear.Compiled.takes(table) or table.stride(1) != 1:
         return reference.PickedRows(table, dtype)
     return linear.PickedRows(table)
 
 
 def packing_works(dtype: torch.dtype) -> bool:
-    """Whether this build of torch on this processor has a packed product that equals the plain one."""
+    """Return whether our kernel or this build of torch has a packed product here that equals the plain one."""
     return _packs(linear.Compiled, dtype) or _packs(linear.Torch, dtype)
 
 
@@ -141,18 +142,18 @@ def _packing(dtype: torch.dtype) -> OpChoice:
 
 
 @functools.cache
-def _packs(way: type[linear.Compiled] | type[linear.Torch], dtype: torch.dtype) -> bool:
-    """Whether a packed product serves here, and gives the plain one."""
-    if dtype not in FLOATS or not way.able(dtype):
+def _packs(backend: type[linear.Compiled] | type[linear.Torch], dtype: torch.dtype) -> bool:
+    """Return whether a packed product can serve here and gives the results of the plain one."""
+    if dtype not in FLOATS or not backend.able(dtype):
         return False
-    if way is linear.Compiled and _unloadable(linear.compiled, "torch computes linear layers") is not None:
+    if backend is linear.Compiled and _unloadable(linear.compiled, "torch computes linear layers") is not None:
         return False
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 64, generator=generator).to(dtype)
     x, bias = torch.randn(2, 5, 64, generator=generator).to(dtype), torch.randn(96, generator=generator).to(dtype)
     try:
         with torch.inference_mode():
-            product = way([weight])
+            product = backend([weight])
             ours = product(x, product.bias(bias))
             plain = nn.functional.linear(x, weight, bias)
     except (AttributeError, RuntimeError, NotImplementedError):
@@ -161,7 +162,10 @@ def _packs(way: type[linear.Compiled] | type[linear.Torch], dtype: torch.dtype) 
 
 
 def int8_linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None], outliers: Tensor) -> int8.Int8Product:
-    """Return weights [o, i] and biases as one product in int8, but for the input channels `outliers` [k]."""
+    """Return layers as one product in int8. The input channels `outliers` [k] are not quantized.
+
+    weights: [o, i] of each layer, of one dtype, on a CPU. biases: [o] or None of each layer.
+    """
     return int8.Int8Product(weights, biases, outliers, _int8_way(), packed_linear)
 
 
@@ -181,8 +185,8 @@ def int8_missing() -> str | None:
 
 
 def triton_missing(device: torch.device, *, asked: bool = True) -> str | None:
-    """Return why no kernel of triton runs on a device; None where they may. Its interpreter runs them on any device
-    where they are asked for, for tests."""
+    """Return why no kernel of triton runs on a device; None where they may run. For tests, triton's interpreter runs
+    kernels that are asked for on any device."""
     if not available():
         return "the package triton is missing"
     if device.type == "cuda" or (asked and os.environ.get("TRITON_INTERPRET") == "1"):
@@ -191,7 +195,7 @@ def triton_missing(device: torch.device, *, asked: bool = True) -> str | None:
 
 
 def triton_ops(names: Iterable[str]) -> dict[str, Any]:
-    """Return operations by kernels of triton, whether or not they give what torch gives."""
+    """Return the named operations by kernels of triton, whether or not their results are those of torch."""
     from dsbd_cli.ops.triton import attention as masked
     from dsbd_cli.ops.triton import candidates, commit, distribution, draft, layers, products, verify
 
@@ -222,7 +226,7 @@ def triton_ops(names: Iterable[str]) -> dict[str, Any]:
 
 
 def _at_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel of a GPU without its `run`: it is queued when it is called."""
+    """Wrap a GPU kernel so that it ignores its last argument, `run`: the kernel is queued when it is called."""
     return lambda *arguments: kernel(*arguments[:-1])
 
 
@@ -243,7 +247,7 @@ def kernel_failed(error: Exception) -> bool:
 
 
 def rejected_kernels(device: torch.device, kernels: bool | None) -> tuple[str, ...]:
-    """Return a line per fault that kernels of triton have on this device, so that tensor code runs in their place."""
+    """Return a line for the user per fault of triton's kernels on this device. Tensor code runs in their place."""
     if device.type != "cuda" or kernels is False:
         return ()
     alike: dict[str, list[str]] = {}

@@ -1,1 +1,1 @@
-"""Choosing one of the n best: candidates of a row in, one choice and its reason out. No torch."""
+"""Choosers of one of the n best: they take the candidates of a row, and return one choice with its reason. No torch."""

@@ -1,4 +1,4 @@
-"""The n best of a row, read back from records that dsbd generate wrote, or from plain lines."""
+"""Candidates of a row, the n best. They are read back from records that dsbd generate wrote, or from plain lines."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, LongLine, content_ke
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One text. `logprob` and `score` are None where its record has none (openai, lines); `fields` is given back as it
-    came."""
+    """One candidate's text. `logprob` and `score` are None where its record has none (openai, lines). `fields` goes
+    into the output record as it came."""
 
     text: str
     logprob: float | None
@@ -23,9 +23,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class CandidateRow:
-    """A row and its candidates, best first. Exactly one of `candidates` (not empty) and `error` says something.
+    """A row and its candidates, best first. Exactly one of `candidates` and `error` is set.
 
-    number: line in the input, from 1. key: hash of the line, by which a run that goes on knows the row.
+    number: line in the input, from 1. key: hash of the line, by which a resumed run recognises the row.
     """
 
     index: int
@@ -38,7 +38,8 @@ class CandidateRow:
 
 
 def record_row(line: bytes | LongLine, *, index: int, number: int) -> CandidateRow:
-    """The row of a native record or of a line of an OpenAI batch output. What is in the line never raises."""
+    """Read the row of a native record or of a line of an OpenAI batch output. Whatever is wrong with the line becomes
+    the row's error, and is never raised."""
     row_id = str(index)
     if isinstance(line, LongLine):
         error = InvalidRowError(f"line {number}: it has {line.size} bytes, but must have at most {MAX_LINE_BYTES}")
@@ -57,7 +58,7 @@ def record_row(line: bytes | LongLine, *, index: int, number: int) -> CandidateR
 
 
 def group_of_lines(lines: Sequence[bytes], *, index: int, number: int) -> CandidateRow:
-    """The row of several lines that are a candidate each. number: of the first."""
+    """Make the row of several lines that are a candidate each. number: line number of the first."""
     key = content_key(b"%d\n" % index + b"\n".join(lines))
     try:
         texts = [line.decode() for line in lines]

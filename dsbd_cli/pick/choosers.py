@@ -1,4 +1,4 @@
-"""Ways to choose one of several candidates. Each says which, and why."""
+"""Ways to choose one of several candidates. Each returns which one it chooses, and why."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ Equal = Literal["text", "math"]
 Utility = Callable[[Sequence[str]], list[list[float]]]
 
 METRICS: tuple[str, ...] = ("chrf", "bleu")
-# possessive: no character is looked at twice; digits and commas end with a digit
+# possessive quantifiers look at no character twice; digits and commas end with a digit
 NUMBER = re.compile(r"[-+]?[$€£]?[-+]?[\d,]*+(?:\.\d++)?(?<=\d)(?:e[-+]?\d++)?%?", re.IGNORECASE)
-MAX_NUMBER = 1000  # characters; what is longer is a text
+MAX_NUMBER = 1000  # characters; a longer answer is a text
 MAX_EXPONENT = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`beam`: place of the chosen candidate, from 0. `why`: JSON values for the record."""
+    """A choice. `beam`: place of the chosen candidate, from 0. `why`: JSON values for the record."""
 
     beam: int
     why: Fields
 
 
 class Chooser(Protocol):
-    """Chooses one of the candidates of a row."""
+    """Interface of what chooses one of the candidates of a row."""
 
     def choose(self, row: CandidateRow) -> Choice:
-        """The choice. Raises InvalidRowError where this row has none."""
+        """Choose a candidate. Raises InvalidRowError where none can be chosen for this row."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ByScore:
-    """The candidate of the highest score; of equal ones the first."""
+    """A chooser of the candidate of the highest score; of equal ones the first."""
 
     def choose(self, row: CandidateRow) -> Choice:
-        """Raises InvalidRowError where a record holds no scores."""
+        """Choose by score. Raises InvalidRowError where a record holds no scores."""
         scores = _values(row.candidates, "score")
         best = max(range(len(scores)), key=lambda place: scores[place])
         return Choice(best, {"score": scores[best]})
@@ -54,14 +54,14 @@ class ByScore:
 
 @dataclass(frozen=True, slots=True)
 class ByVote:
-    """The first candidate of the answer with the most votes (self-consistency); of equal ones the answer that comes
-    first.
+    """A chooser of the first candidate of the answer with the most votes (self-consistency). Of answers with equal
+    votes it takes the one that comes first.
 
     Attributes:
-        answer: finds the answer in a text, the last match, its first group if it has one; None: the whole text.
+        answer: finds the answer in a text: the last match, or its first group if it has one. None: the whole text.
         weights: what a vote counts, see _weights_of.
-        equal: which answers are one: the same `text` once normalised, or the same value in mathematics (`math`: 1/2 and
-            0.5 agree, by math-verify).
+        equal: which answers count as one: those with the same `text` once normalised, or with the same value in
+            mathematics (`math`: 1/2 and 0.5 agree, by math-verify).
     """
 
     answer: re.Pattern[str] | None = None
@@ -73,7 +73,8 @@ class ByVote:
             _math_verify()
 
     def choose(self, row: CandidateRow) -> Choice:
-        """A candidate without an answer has no vote. Raises InvalidRowError where none has one."""
+        """Choose by vote. A candidate without an answer has no vote. Raises InvalidRowError where none has an
+        answer."""
         answers = [self._answer(candidate.text) for candidate in row.candidates]
         if self.equal == "math":
             answers = _same_values(answers)
@@ -104,7 +105,8 @@ class ByVote:
 
 
 def read_regex(option: str, text: str) -> re.Pattern[str]:
-    """A pattern that finds answers in texts. option: that gave it. Raises UsageError."""
+    """Return a pattern that finds answers in texts. option: the option that gave it, for messages. Raises
+    UsageError."""
     try:
         return re.compile(text, re.DOTALL)
     except re.error as error:
@@ -112,13 +114,13 @@ def read_regex(option: str, text: str) -> re.Pattern[str]:
 
 
 def last_answer(pattern: re.Pattern[str], text: str) -> str | None:
-    """The last match in a text, its first group if the pattern has one; None where nothing matches."""
+    """Return the last match in a text, or its first group if the pattern has one; None where nothing matches."""
     found = list(pattern.finditer(text))
     return (found[-1][1 if pattern.groups else 0] or "") if found else None
 
 
 def _math_verify() -> ModuleType:
-    """Raises UsageError where the package is missing."""
+    """Import the package math_verify. Raises UsageError where it is missing."""
     try:
         import math_verify
     except ImportError:
@@ -128,7 +130,7 @@ def _math_verify() -> ModuleType:
 
 
 def _same_values(answers: Sequence[str | None]) -> list[str | None]:
-    """Every answer as the first one of the same value is written; None where no value is found in the text."""
+    """Return every answer as the first one of the same value is written; None where no value is found in the text."""
     library = _math_verify()
     known: list[tuple[list[object], str]] = []
     found: list[str | None] = []
@@ -146,9 +148,9 @@ def _same_values(answers: Sequence[str | None]) -> list[str | None]:
 
 
 def normalised(answer: str) -> str:
-    """An answer as votes compare it: case, repeated spaces and a full stop at the end do not count, and a number is its
-    value (`$1,200.50` and `1200.5` agree). One of over MAX_NUMBER characters, or of 10 to a power beyond MAX_EXPONENT,
-    is a text."""
+    """Return an answer as votes compare it. Case, repeated spaces and a full stop at the end do not count, and a number
+    becomes its value (`$1,200.50` and `1200.5` agree). An answer of over MAX_NUMBER characters, or of 10 to a power
+    beyond MAX_EXPONENT, stays a text."""
     text = " ".join(answer.casefold().split()).removesuffix(".")
     if len(text) > MAX_NUMBER or not NUMBER.fullmatch(text):
         return text
@@ -164,8 +166,8 @@ def normalised(answer: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ByRisk:
-    """Minimum Bayes risk: the candidate of the highest mean utility against all candidates, itself among them; of equal
-    ones the first.
+    """A chooser by minimum Bayes risk: it takes the candidate of the highest mean utility against all candidates,
+    itself among them; of equal ones the first.
 
     Attributes:
         metric: name of the utility, one of METRICS.
@@ -179,7 +181,7 @@ class ByRisk:
         _utility(self.metric)
 
     def choose(self, row: CandidateRow) -> Choice:
-        """Raises InvalidRowError where weights need scores that a record does not hold."""
+        """Choose by mean utility. Raises InvalidRowError where weights need scores that a record does not hold."""
         weights = _weights_of(row.candidates, self.weights)
         total = math.fsum(weights)
         matrix = _utility(self.metric)([candidate.text.strip() for candidate in row.candidates])
@@ -189,8 +191,8 @@ class ByRisk:
 
 
 def _utility(metric: str) -> Utility:
-    """Pairwise utility, hypotheses down, references across, 0 to 100. Raises UsageError where its package is
-    missing."""
+    """Return a function of the pairwise utility of texts: hypotheses down, references across, 0 to 100. Raises
+    UsageError where its package is missing."""
     try:
         if metric == "chrf":
             import fastchrf
@@ -206,10 +208,10 @@ def _utility(metric: str) -> Utility:
 
 
 def _weights_of(candidates: Sequence[Candidate], weights: Weights) -> list[float]:
-    """1 for each; or exp(score), or exp(logprob), scaled so that the best has 1.
+    """Return the weight of each candidate: 1; or exp(score), or exp(logprob), scaled so that the best has 1.
 
-    `uniform` is for independent samples, whose number says how likely they are. Beams are all different texts: what
-    they count is their `probability`. Raises InvalidRowError where there are no scores.
+    `uniform` is for independent samples, where the number of equal ones says how likely they are. Beams are all
+    different texts, so what counts is their `probability`. Raises InvalidRowError where there are no scores.
     """
     if weights == "uniform":
         return [1.0] * len(candidates)

@@ -1,4 +1,4 @@
-"""Choosing by execution: SQL candidates run on a database that may only be read, in a process with limits."""
+"""Choice by execution: SQL candidates run on a database that may only be read, in a process with limits."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FIELD = re.compile(r"\{([^{}]*)\}")
 
 
 def database_path(template: str, metadata: object) -> Path:
-    """The database that a row is about: a path, in which `{field}` stands for a field of the row's metadata. Raises
-    InvalidRowError where the metadata lacks a field, or the file does not exist."""
+    """Return the path of the database that a row is about. `{field}` in the template stands for a field of the row's
+    metadata. Raises InvalidRowError where the metadata lacks a field, or the file does not exist."""
     known = metadata if isinstance(metadata, Mapping) else {}
 
     def value(found: re.Match[str]) -> str:
@@ -48,13 +48,15 @@ def database_path(template: str, metadata: object) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class ByExecution:
-    """The first candidate that runs (the rule of CodeS), or the first of those whose results most candidates agree on.
+    """A chooser of the first candidate that runs (the rule of CodeS), or of the first of those whose results most
+    candidates agree on.
 
     Attributes:
-        database: see database_path.
+        database: template of the path, see database_path.
         agree: `first` or `majority`.
-        timeout_s: of one candidate.
-        otherwise: where none runs, the `first` candidate is chosen, and the record says so, or it is an `error`.
+        timeout_s: seconds that one candidate may run.
+        otherwise: where none runs, `first` chooses the first candidate, and the record says so; `error` is an error of
+            the row.
     """
 
     database: str
@@ -64,7 +66,8 @@ class ByExecution:
     process: SqlProcess = field(default_factory=SqlProcess, repr=False, compare=False)
 
     def check(self, option: str) -> None:
-        """Open a database that is the same for all rows. option: that names it. Raises UsageError."""
+        """Open a database that is the same for all rows, to see whether it can be read. option: the option that names
+        it. Raises UsageError."""
         if FIELD.search(self.database):
             return
         try:
@@ -73,7 +76,8 @@ class ByExecution:
             raise UsageError(f"{option}: {error}") from None
 
     def choose(self, row: CandidateRow) -> Choice:
-        """Raises InvalidRowError where there is no database to run on, SqlStoppedError once `stop` was called."""
+        """Run the candidates and choose one. Raises InvalidRowError where there is no database to run on, or where none
+        runs and that is an error; SqlStoppedError once `stop` was called."""
         path, texts = database_path(self.database, row.metadata), [candidate.text for candidate in row.candidates]
         results: list[StatementResult | str] = []
         for text in texts:
@@ -94,7 +98,7 @@ class ByExecution:
         return Choice(most[0], {**why, "votes": len(most), "results": len(groups)})
 
     def stop(self) -> None:
-        """End what runs. May be called from a signal handler."""
+        """End the statement that runs. It may be called from a signal handler."""
         self.process.stop()
 
     def run(self, path: Path, text: str) -> StatementResult | str:
@@ -107,7 +111,7 @@ class ByExecution:
 
 
 def _groups(ran: Mapping[int, StatementResult], texts: list[str]) -> list[list[int]]:
-    """Places of candidates with equal rows; their order counts where both statements order them."""
+    """Group the places of candidates with equal rows. The order of rows counts where both statements order them."""
     ordered = {place: is_ordered(texts[place]) for place in ran}
     groups: list[list[int]] = []
     for place, found in ran.items():

@@ -1,4 +1,5 @@
-"""The prompts that candidates answer, for choosers that must see them: the input file of dsbd generate."""
+"""Prompts that candidates answer, for choosers that must see them. They are read from the input file of dsbd
+generate."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ Asked = str | Sequence[Mapping[str, str]]
 
 
 class PromptsById:
-    """Prompts by id. Read as far as the rows need: those of rows that are passed over stay in memory."""
+    """Prompts by id. The file is read as far as the rows need. Prompts of rows that are passed over stay in memory."""
 
     def __init__(self, stream: BinaryIO, name: str, read: ReadLines = read_lines) -> None:
-        """name: for messages. read: read_lines, or what reads a table as such lines."""
+        """name: name of the file, for messages. read: read_lines, or a function that reads a table as such lines."""
         self._name = name
         self._rows = self._read(read(stream))
         self._seen: dict[str, Asked] = {}
 
     def of(self, row_id: str) -> Asked:
-        """Raises InvalidRowError where no row has this id."""
+        """Return the prompt of a row, and forget it. Raises InvalidRowError where no row has this id."""
         while row_id not in self._seen:
             row = next(self._rows, None)
             if row is None:
@@ -45,18 +46,18 @@ class _Rewarding(Protocol):
     """Interface that a reward model must have."""
 
     def scores(self, prompt: Asked, texts: Sequence[str]) -> list[float]:
-        """One number for each text, the higher the better."""
+        """Return one number for each text, the higher the better."""
         ...
 
 
 class ByReward:
-    """The candidate that a reward model gives the highest score; of equal ones the first."""
+    """A chooser of the candidate that a reward model gives the highest score; of equal ones the first."""
 
     def __init__(self, model: _Rewarding, prompts: PromptsById) -> None:
         self._model, self._prompts = model, prompts
 
     def choose(self, row: CandidateRow) -> Choice:
-        """Raises InvalidRowError where the prompt is missing or too long."""
+        """Choose by reward. Raises InvalidRowError where the prompt is missing or too long."""
         rewards = self._model.scores(self._prompts.of(row.id), [one.text for one in row.candidates])
         best = max(range(len(rewards)), key=lambda place: rewards[place])
         return Choice(best, {"reward": rewards[best], "rewards": [round(value, 6) for value in rewards]})

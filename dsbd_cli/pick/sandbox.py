@@ -1,4 +1,4 @@
-"""Running untrusted SQL, read-only, in a process with limits that is started again when it dies."""
+"""Execution of untrusted SQL, read-only, in a process with limits that is started again when it dies."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from dsbd_cli.pick.sql_child import MAX_SQL_BYTES, TableData
 STEPS = 2_000_000  # of SQLite's virtual machine, where a statement of a record is run
 MAX_ROWS = 1_000_000
 START_S = 60.0
-GRACE_S = 1.0  # in which a statement may end by itself, behind its time
+GRACE_S = 1.0  # in which a statement may end by itself, after its time
 WAIT_S = 60.0
 MAX_ANSWER_BYTES = 1 << 16
 
-# comments, quoted texts and names, each ended by its end or by that of the statement; parentheses; words; anything else
+# Comments, quoted texts and names, which may lack their end at the end of the statement; parentheses; words; all else
 TOKEN = re.compile(
     r"""(?P<skipped>\s++|--[^\n]*+|/\*(?:[^*]|\*(?!/))*+(?:\*/|\Z))"""
     r"""|'[^']*+(?:'|\Z)|"[^"]*+(?:"|\Z)|`[^`]*+(?:`|\Z)|\[[^\]]*+(?:\]|\Z)|[()]|\w++|.""",
@@ -36,11 +36,11 @@ TOKEN = re.compile(
 
 
 class UnreadableDatabaseError(Exception):
-    """The file is no database, or cannot be opened."""
+    """A file that is no database, or that cannot be opened."""
 
 
 class SqlStoppedError(Exception):
-    """`stop` was called while, or before, a statement ran."""
+    """A call of `stop` while, or before, a statement ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class StatementResult:
     bag: str
 
     def same(self, other: StatementResult, *, ordered: bool) -> bool:
-        """Whether two results agree: column order and repeats count, row order only where `ordered`."""
+        """Return whether two results agree. Column order and repeats count, row order only where `ordered`."""
         return self.ordered == other.ordered if ordered else self.bag == other.bag
 
 
@@ -73,11 +73,12 @@ class SqlProcess:
         steps: int | None = None,
         max_rows: int = MAX_ROWS,
     ) -> StatementResult | str:
-        """Run a statement: return its result, or why it has failed. It fails where it is no such statement, writes, or
-        goes past a limit.
+        """Run a statement: return its result, or why it has failed. It fails where it is no statement that returns
+        rows, where it writes, or where it passes a limit.
 
-        database: a file, or tables. seconds: after which it is ended, whatever it does. steps: of SQLite's virtual
-        machine at most. Raises UnreadableDatabaseError, SqlStoppedError, and DsbdError where no process can be started.
+        database: a file, or tables. seconds: time after which it is ended, whatever it does. steps: the most steps of
+        SQLite's virtual machine, None: any. Raises UnreadableDatabaseError, SqlStoppedError, and DsbdError where no
+        process can be started.
         """
         if len(sql) > MAX_SQL_BYTES:
             return f"it has {len(sql)} characters, but must have at most {MAX_SQL_BYTES}"
@@ -108,7 +109,7 @@ class SqlProcess:
         return answer["error"] if "error" in answer else StatementResult(answer["ordered"], answer["bag"])
 
     def stop(self) -> None:
-        """End the statement that runs, and refuse others. May be called from a signal handler."""
+        """End the statement that runs, and refuse others. It may be called from a signal handler."""
         self._stopped = True
         if self._process is not None:
             self._process.kill()
@@ -120,7 +121,8 @@ class SqlProcess:
         self._process = self._end = None
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """The process, once it is ready for a statement, so that its start is no part of a statement's time."""
+        """Return the process once it is ready for a statement, so that its start is no part of a statement's time.
+        Raises DsbdError where it does not start, SqlStoppedError."""
         if self._process is not None and self._process.poll() is not None:
             self.close()  # killed from outside while it was idle
         if self._process is None and not self._stopped:
@@ -130,7 +132,7 @@ class SqlProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
-                process_group=0,  # Ctrl-C in a terminal is for us alone
+                process_group=0,  # Ctrl-C in a terminal does not reach it
             )
             self._process, self._end = process, weakref.finalize(self, _ended, process)
             self.starts += 1
@@ -150,7 +152,8 @@ class SqlProcess:
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes, seconds: float) -> dict[str, str] | None:
-    """The answer; None where the process has died. Raises TimeoutError where none comes in time."""
+    """Send a request and return the answer; None where the process has died. Raises TimeoutError where none comes in
+    time."""
     assert process.stdin is not None
     try:
         left = memoryview(request)
@@ -162,7 +165,8 @@ def _ask(process: subprocess.Popen[bytes], request: bytes, seconds: float) -> di
 
 
 def _read(process: subprocess.Popen[bytes], seconds: float) -> dict[str, str] | None:
-    """One line of the process; None where it has died. Signals are heard meanwhile. Raises TimeoutError."""
+    """Return the answer in one line of the process; None where it has died. Signals are handled meanwhile. Raises
+    TimeoutError."""
     assert process.stdout is not None
     poll, end, line = select.poll(), time.monotonic() + seconds, b""
     poll.register(process.stdout, select.POLLIN)
@@ -194,7 +198,8 @@ def _died(process: subprocess.Popen[bytes]) -> str:
 
 
 def is_ordered(sql: str) -> bool:
-    """Whether the statement itself, not a part in parentheses, quotes or comments, has an ORDER BY. One pass."""
+    """Return whether the statement itself, not a part in parentheses, quotes or comments, has an ORDER BY. It is read
+    once."""
     depth, before = 0, ""
     for token in TOKEN.finditer(sql):
         if token["skipped"] is not None:

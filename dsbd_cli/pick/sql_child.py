@@ -1,7 +1,8 @@
-"""Runs untrusted SQL in a process of its own: the program of that process, and what it does with one statement.
+"""The program of a process that runs untrusted SQL, and what it does with one statement.
 
-`execute.SqlProcess` starts this file by its path, without the package, so that it is up soon. It reads one JSON request
-a line and answers each with one JSON line. Results do not leave it: equal digests stand for equal rows.
+`sandbox.SqlProcess` starts this file by its path, without the package, so that it starts quickly. It reads one JSON
+request a line and answers each with one JSON line. Rows of a result do not leave the process, only digests of them:
+equal digests stand for equal rows.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ MAX_VALUE_BYTES = 1_000_000
 MAX_MEMORY_VALUE_BYTES = 100_000  # in a database of a record's own tables
 MAX_SQL_BYTES = 100_000
 MAX_RESULT_BYTES = 64 << 20
-CELL_BYTES = 8  # that a value counts at least
+CELL_BYTES = 8  # that each value counts in addition to its own
 MAX_ERROR = 200  # characters
 
 ADDRESS_BYTES = 1 << 30  # of the process
 HEAP_BYTES = 512 << 20  # of SQLite in it
 FILE_BYTES = 256 << 20  # of a temporary file: a large sort needs one
-GRACE_S = 2  # of processor time, behind the time of a statement
+GRACE_S = 2  # of processor time, beyond the time of a statement
 
 READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 LIMITS = {
@@ -53,7 +54,8 @@ class TableData(TypedDict):
 
 
 class StatementRequest(TypedDict):
-    """One statement. Of `path` and `tables` one is None. `steps`: of SQLite's virtual machine at most, None: any."""
+    """One statement. Exactly one of `path` and `tables` is None. `steps`: the most steps of SQLite's virtual machine,
+    None: any."""
 
     path: str | None
     tables: Mapping[str, TableData] | None
@@ -69,7 +71,7 @@ def allow(action: int, *_: str | None) -> int:
 
 
 def connect(tables: Mapping[str, TableData]) -> sqlite3.Connection:
-    """An in-memory database of the tables ({name: {columns, rows}}), closed to writing."""
+    """Make an in-memory database of the tables ({name: {columns, rows}}), closed to writing."""
     database = sqlite3.connect(":memory:")
     for name, table in tables.items():
         database.execute(f"CREATE TABLE {name} ({', '.join(table['columns'])})")
@@ -81,8 +83,8 @@ def connect(tables: Mapping[str, TableData]) -> sqlite3.Connection:
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """A database that can be read and nothing else: opened read-only, and closed to every other action. Raises
-    sqlite3.Error where the file is none."""
+    """Open a database read-only, and close it to every action but reading. Raises sqlite3.Error where the file is no
+    database."""
     database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
     database.text_factory = lambda data: data.decode(errors="replace")  # some of Spider's texts are not UTF-8
     _close_to_writing(database, MAX_VALUE_BYTES)
@@ -105,7 +107,8 @@ def _close_to_writing(database: sqlite3.Connection, value_bytes: int) -> None:
 
 
 def budget(seconds: float, steps: int | None) -> Callable[[], str | None]:
-    """Says, once in STEPS_PER_CALL steps, why a statement has to end; None: it may go on."""
+    """Return a function to be called once in STEPS_PER_CALL steps. It returns why a statement has to end; None where it
+    may go on."""
     end, calls = time.monotonic() + seconds, math.inf if steps is None else steps // STEPS_PER_CALL
 
     def over() -> str | None:
@@ -119,15 +122,15 @@ def budget(seconds: float, steps: int | None) -> Callable[[], str | None]:
 
 
 class Digest:
-    """Two digests of rows: equal ones stand for equal rows, in order or in any order. Floats are rounded to six
-    decimals, and 4.0 is 4."""
+    """Two digests of rows, one that depends on their order and one that does not. Equal digests stand for equal rows.
+    Floats are rounded to six decimals, and 4.0 is 4."""
 
     def __init__(self) -> None:
         self.bytes = self.rows = self._bag = 0
         self._ordered = hashlib.blake2b(digest_size=16)
 
     def add(self, row: tuple[Cell, ...]) -> None:
-        """One more row."""
+        """Add one more row."""
         row_digest = hashlib.blake2b(digest_size=16)
         for cell in row:
             data = _cell_bytes(cell)
@@ -138,7 +141,7 @@ class Digest:
         self._bag += int.from_bytes(row_digest.digest(), "big")  # a sum, in which repeats count
 
     def answer(self) -> dict[str, str]:
-        """Both, in hexadecimal digits."""
+        """Return both digests, in hexadecimal digits."""
         return {"ordered": self._ordered.hexdigest(), "bag": f"{self._bag:x}/{self.rows}"}
 
 
@@ -152,7 +155,7 @@ def _cell_bytes(cell: Cell) -> bytes:
 
 
 def run(database: sqlite3.Connection, request: StatementRequest) -> dict[str, str]:
-    """The digests of what a statement returns, or `error`: why it has failed."""
+    """Run a statement. Return the digests of the rows that it returns, or `error`: why it has failed."""
     over, reasons = budget(request["seconds"], request["steps"]), list[str]()
 
     def ends() -> int:
@@ -182,14 +185,14 @@ def run(database: sqlite3.Connection, request: StatementRequest) -> dict[str, st
 
 
 class _Databases:
-    """The database of the last request stays open for the next one."""
+    """The database of the last request, which stays open for the next one."""
 
     def __init__(self) -> None:
         self._key: object = None
         self._open: sqlite3.Connection | None = None
 
     def of(self, request: StatementRequest) -> sqlite3.Connection:
-        """Raises sqlite3.Error or OSError where there is none."""
+        """Return the database of a request. Raises sqlite3.Error or OSError where there is none."""
         path, tables = request["path"], request["tables"]
         if path is None:
             assert tables is not None
@@ -207,7 +210,7 @@ class _Databases:
 
 
 def _limit(number: int, most: int) -> None:
-    """Set a limit of this process, at most to what it may have."""
+    """Set a limit of this process, at most to its hard limit."""
     hard = resource.getrlimit(number)[1]
     resource.setrlimit(number, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
@@ -224,7 +227,7 @@ def serve() -> None:
     for line in sys.stdin.buffer:
         request: StatementRequest = json.loads(line)
         used = resource.getrusage(resource.RUSAGE_SELF)
-        # for a statement whose parent is gone: else the parent ends it before
+        # it ends a statement whose parent is gone; a parent that lives ends it earlier
         _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + request["seconds"]) + GRACE_S)
         try:
             database = databases.of(request)

@@ -1,6 +1,7 @@
-"""Past one process: one engine in each of several Ray workers, behind the interface of one engine.
+"""Runs over several processes: one engine in each of several Ray workers, behind the interface of one engine.
 
-window: which row is where; worker: what runs beside an engine; pool: Ray; data: `Answer`, a worker for Ray Data.
+window: which row is where. worker: an engine in its process. workers, quiet: Ray. data: `Answer`, a worker for Ray
+Data.
 """
 
 from __future__ import annotations

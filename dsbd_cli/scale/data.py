@@ -1,6 +1,6 @@
 """A worker for Ray Data: a class for `map_batches` that answers the rows of a column.
 
-No Ray here: Ray Data makes one object in each of its actors and calls it with batches.
+This file does not import Ray: Ray Data makes one object in each of its actors and calls it with batches.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ NEW_COLUMNS = ("text", "logprob", "score", "finish_reason", "num_tokens", "promp
 
 
 class Answer:
-    """Answers batches of rows with one engine; several batches at a time, so that the engine's batch stays full.
+    """A worker that answers batches of rows with one engine. It answers several batches at a time, so that the engine's
+    batch stays full.
 
         dataset.map_batches(Answer, fn_constructor_kwargs={"target": "my-llama", "draft": None},
                             concurrency=8, num_gpus=1, batch_size=64)
 
-    A row has `prompt` or `messages`, and may have `id`. Its seed comes from the run's and its id; without an id from
-    the prompt, because Ray Data promises no order. Every row comes back with all its columns and those of NEW_COLUMNS;
-    `error` says why a row has no text, and is null where it has one; `beams` comes with an n_best above 1.
+    A row has `prompt` or `messages`, and may have `id`. Its seed comes from the run's and its id. Without an id it
+    comes from the prompt, because Ray Data promises no order. Every row is returned with all its columns and those of
+    NEW_COLUMNS. `error` says why a row has no text, and is null where it has one. `beams` is added for an n_best above
+    1.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Answer:
         batch_size: int = DEFAULT_BATCH_SIZE,
         on_too_long: OnTooLong = "error",
     ) -> None:
-        """Load an engine; arguments are those of dsbd_cli.load and Request. Raises what `load` raises."""
+        """Load an engine. The arguments are those of dsbd_cli.load and Request. Raises what `load` raises."""
         from dsbd_cli import loading
 
         self._sampling, self._seed = sampling or SamplingConfig(), seed
@@ -67,11 +69,11 @@ class Answer:
         threading.Thread(target=self._collect, name="dsbd-answers", daemon=True).start()
 
     async def __call__(self, batch: Batch) -> AsyncIterator[dict[str, list[object]]]:
-        """The batch, a mapping of columns, with the new columns. Raises UsageError for columns that cannot be used."""
+        """Yield the batch, a mapping of columns, with the new columns. Raises UsageError for unfit columns."""
         yield await asyncio.to_thread(self.answer, batch)
 
     def answer(self, batch: Batch) -> dict[str, list[object]]:
-        """The same, in the thread that calls. May be called from several."""
+        """Return the batch with the new columns, in the thread that calls. May be called from several."""
         if taken := [name for name in (*NEW_COLUMNS, "beams") if name in batch]:
             raise UsageError(f"the rows have a column {taken[0]} already: rename it before")
         if "prompt" not in batch and "messages" not in batch:
@@ -85,7 +87,7 @@ class Answer:
         return {**columns, **{name: [row[name] for row in made] for name in names}}
 
     def _request(self, row: Mapping[str, object]) -> Request | InvalidRowError:
-        """Return what one row asks for, or why it cannot be answered."""
+        """Return the request of one row, or the error that says why it cannot be answered."""
         prompt, messages, own = row.get("prompt"), row.get("messages"), row.get("id")
         try:
             if prompt is None and messages is None:
@@ -112,7 +114,7 @@ class Answer:
         return [next(done) if isinstance(request, Request) else request for request in requests]
 
     def _collect(self) -> None:
-        """Hand out what the engine has answered: the work of the thread."""
+        """Pass on what the engine has answered. This is the work of the thread."""
         while self._failure is None:
             exchange = self._worker.exchange(())
             with self._changed:

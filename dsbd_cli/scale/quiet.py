@@ -1,5 +1,5 @@
-"""Keeps what Ray and its processes print off standard output, which is for records, and standard error, which is for
-our messages."""
+"""A context that keeps what Ray and its processes print off standard output, which is for records, and off standard
+error, which is for our messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TextIO
 
 
 class _OnlyBytes(io.TextIOBase):
-    """A text stream whose text goes nowhere. Records are bytes and go through `buffer`."""
+    """A text stream that drops its text. Records are bytes and go through `buffer`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -34,41 +34,40 @@ class _OnlyBytes(io.TextIOBase):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """While it lasts, native code and processes that are started write to nowhere in place of standard error, text that
-    threads print to standard output is dropped, and Ray's loggers are silent. `sys.stderr` still leads to standard
-    error, `sys.stdout.buffer` to standard output."""
+    """Silence Ray for the block. Native code and started processes write to the null device in place of standard error,
+    text that threads print to standard output is dropped, and Ray's loggers are silent. `sys.stderr` still leads to
+    standard error, `sys.stdout.buffer` to standard output."""
     logger = logging.getLogger("ray")
     logger.propagate = False
-    logger.setLevel(
-        logging.CRITICAL + 1
-    )  # a handler would not do: ray.init takes all away, and Python has a last resort
+    # a handler would not do, because ray.init removes all of them, and Python then uses its handler of last resort
+    logger.setLevel(logging.CRITICAL + 1)
     stdout, stderr = sys.stdout, sys.stderr
     if stdout is not None and hasattr(stdout, "buffer"):
         sys.stdout = _OnlyBytes(stdout)
-    ours = _own_descriptor(stderr)
-    if ours is not None:
-        sys.stderr = ours
+    own_stream = _own_descriptor(stderr)
+    if own_stream is not None:
+        sys.stderr = own_stream
     try:
         yield
     finally:
         sys.stdout, sys.stderr = stdout, stderr
-        if ours is not None:
-            ours.flush()
-            os.dup2(ours.fileno(), 2)
-            ours.close()
+        if own_stream is not None:
+            own_stream.flush()
+            os.dup2(own_stream.fileno(), 2)
+            own_stream.close()
 
 
 def _own_descriptor(stream: TextIO | None) -> TextIO | None:
-    """Another stream to where standard error leads, whose own descriptor leads to nowhere from now on; None where it
-    is no descriptor of this process."""
+    """Return another stream to where standard error leads, and point standard error's own descriptor at the null device
+    from now on. Return None where the stream is no descriptor of this process."""
     try:
         if stream is None or stream.fileno() != 2:
             return None
         stream.flush()
-        ours = os.fdopen(os.dup(2), "w", buffering=1, encoding=stream.encoding, errors="backslashreplace")
+        own_stream = os.fdopen(os.dup(2), "w", buffering=1, encoding=stream.encoding, errors="backslashreplace")
     except (OSError, ValueError, AttributeError):
         return None
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
-    return ours
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
+    return own_stream

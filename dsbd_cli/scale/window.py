@@ -1,5 +1,5 @@
-"""Which rows wait, which are out at which worker, and which may be given out. No Ray and no clock: all of it is tested
-with random deaths."""
+"""The rows between input and output: which wait, which are out at which worker, and which may be given out. There is no
+Ray and no clock here, so that tests can run all of it with random deaths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-MAX_DEATHS = 3  # of workers that held a row: then the row has failed
+MAX_DEATHS = 3  # deaths of workers that held a row, after which the row has failed
 ALONE_AFTER = MAX_DEATHS - 1  # deaths after which a row is sent to a worker that holds nothing else
 
 RequestT = TypeVar("RequestT")
@@ -17,7 +17,7 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(slots=True)
 class _PendingRow(Generic[RequestT]):
-    """A row that has been read and not been answered. deaths: of workers that held it."""
+    """A row that has been read and not answered yet. deaths: of workers that held it."""
 
     request: RequestT
     deaths: int = 0
@@ -26,61 +26,61 @@ class _PendingRow(Generic[RequestT]):
 class Window(Generic[RequestT, AnswerT]):
     """The rows between an input and several workers that may die. Rows are numbered from 0 as they are read.
 
-    Every number is given out exactly once: with an answer, or as given up. In input order or as it is answered.
+    Every number is given out exactly once, with an answer or as given up, in input order or as answers come.
     """
 
     def __init__(self, capacity: int, ahead: int | None) -> None:
-        """capacity: rows at most at one worker. ahead: rows at most that are read and not given out, which gives them
-        out in input order; None: as they are answered, without this limit."""
+        """capacity: most rows at one worker. ahead: most rows that are read and not given out; answers are then given
+        out in input order. None: they are given out as they come, without this limit."""
         assert capacity >= 1
         assert ahead is None or ahead >= 1
         self.capacity, self._ahead = capacity, ahead
         self._rows: dict[int, _PendingRow[RequestT]] = {}
         self._waiting: list[int] = []  # a heap: the oldest row goes first
-        self._alone: list[int] = []  # the same, of rows to be sent alone
-        self._out: dict[int, set[int]] = {}  # by worker
+        self._alone: list[int] = []  # a heap of the rows to be sent alone
+        self._out: dict[int, set[int]] = {}  # by worker: numbers of the rows that it holds
         self._quarantine: int | None = None  # the worker that gets the rows to be sent alone
         self._answered: dict[int, AnswerT] = {}
-        self._read = self._given = 0  # numbers
+        self._read = self._given_out = 0  # how many rows were read, and given out
 
     # Input and output
 
     @property
     def room(self) -> int:
-        """Rows that may be read now: as many as the workers can take, and no further ahead than allowed."""
+        """Number of rows that may be read now: as many as the workers can take, and no further ahead than allowed."""
         free = sum(self.capacity - len(out) for out in self._out.values()) - len(self._waiting) - len(self._alone)
-        return max(0, free if self._ahead is None else min(free, self._ahead - (self._read - self._given)))
+        return max(0, free if self._ahead is None else min(free, self._ahead - (self._read - self._given_out)))
 
     @property
     def finished(self) -> bool:
-        """All that was read has been given out."""
-        return self._read == self._given
+        """Whether all rows that were read have been given out."""
+        return self._read == self._given_out
 
     @property
     def waits(self) -> bool:
-        """A row waits for a worker."""
+        """Whether a row waits for a worker."""
         return bool(self._waiting or self._alone)
 
     def read(self, request: RequestT) -> int:
-        """A row of the input; its number."""
+        """Add a row of the input and return its number."""
         number = self._number()
         self._rows[number] = _PendingRow(request)
         heapq.heappush(self._waiting, number)
         return number
 
-    def pass_by(self, answer: AnswerT) -> int:
-        """A row of the input that needs no worker, because its answer is known; its number."""
+    def add_answered(self, answer: AnswerT) -> int:
+        """Add a row of the input that needs no worker, because its answer is known, and return its number."""
         number = self._number()
         self._answered[number] = answer
         return number
 
     def ready(self) -> Iterator[tuple[int, AnswerT]]:
-        """Answers whose turn has come, each with its row's number; each once."""
+        """Yield the answers whose turn has come, with the numbers of their rows, each once."""
         while self._answered:
-            number = next(iter(self._answered)) if self._ahead is None else self._given
+            number = next(iter(self._answered)) if self._ahead is None else self._given_out
             if number not in self._answered:
                 return
-            self._given += 1
+            self._given_out += 1
             yield number, self._answered.pop(number)
 
     def _number(self) -> int:
@@ -90,16 +90,16 @@ class Window(Generic[RequestT, AnswerT]):
     # Workers
 
     def join(self, worker: int) -> None:
-        """This worker can take rows from now on."""
+        """Let this worker take rows from now on."""
         assert worker not in self._out
         self._out[worker] = set()
 
     def holds(self, worker: int) -> int:
-        """Rows that are out at this worker."""
+        """Return the number of rows that are out at this worker."""
         return len(self._out.get(worker, ()))
 
     def take(self, worker: int) -> list[tuple[int, RequestT]]:
-        """Rows to be sent to this worker now, so that all workers hold about equally many."""
+        """Return the rows to be sent to this worker now, so that all workers hold about equally many."""
         out = self._out[worker]
         if self._alone and self._quarantine is None:
             self._quarantine = worker
@@ -110,8 +110,8 @@ class Window(Generic[RequestT, AnswerT]):
                 return []
             self._quarantine = None
         others = [held for one, held in self._out.items() if one != self._quarantine]
-        level = -(-(len(self._waiting) + sum(map(len, others))) // len(others))
-        count = min(self.capacity, level) - len(out)
+        rows_each = -(-(len(self._waiting) + sum(map(len, others))) // len(others))
+        count = min(self.capacity, rows_each) - len(out)
         return [self._sent(worker, heapq.heappop(self._waiting)) for _ in range(min(count, len(self._waiting)))]
 
     def _sent(self, worker: int, number: int) -> tuple[int, RequestT]:
@@ -119,22 +119,22 @@ class Window(Generic[RequestT, AnswerT]):
         return number, self._rows[number].request
 
     def is_out(self, worker: int, number: int) -> bool:
-        """The row is out at this worker, so that its answer counts."""
+        """Return whether the row is out at this worker, so that the worker's answer counts."""
         return number in self._out.get(worker, ())
 
     def answer(self, worker: int, number: int, answer: AnswerT) -> None:
-        """A worker's answer to a row that is out at it."""
+        """Take a worker's answer to a row that is out at it."""
         self._out[worker].remove(number)
         del self._rows[number]
         self._answered[number] = answer
 
     def request(self, number: int) -> RequestT:
-        """The request of a row that is not answered."""
+        """Return the request of a row that is not answered."""
         return self._rows[number].request
 
     def lose(self, worker: int) -> list[int]:
-        """The worker died. Its rows wait again, but for those, whose numbers are returned, that were out at too many
-        deaths: for each of them `give_up` has to be called."""
+        """Remove a worker that died. Its rows wait again, except those that have seen too many deaths. The numbers of
+        these are returned, and `give_up` has to be called for each."""
         out = sorted(self._out.pop(worker, ()))
         if self._quarantine == worker:
             self._quarantine = None
@@ -149,12 +149,12 @@ class Window(Generic[RequestT, AnswerT]):
         return given_up
 
     def give_up(self, number: int, answer: AnswerT) -> None:
-        """The answer of a row that `lose` has given up."""
+        """Set the answer of a row that `lose` has given up."""
         del self._rows[number]
         self._answered[number] = answer
 
     def leave(self, worker: int) -> None:
-        """The worker, which holds nothing, is not needed any more."""
+        """Remove a worker that holds nothing and is not needed any more."""
         assert not self._out[worker]
         del self._out[worker]
         if self._quarantine == worker:

@@ -1,7 +1,7 @@
-"""Run an engine in a worker process: in a thread of its own, rows into its inbox, answers out of its outbox.
+"""An engine in a worker process, in a thread of its own: rows come from an inbox, answers go to an outbox.
 
-No Ray here: a worker is a plain object whose `hello` and `exchange` return within moments, so that silence means that
-the process hangs.
+This file does not import Ray. A worker is a plain object whose `hello` and `exchange` return within moments, so that
+silence means that the process hangs.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
 
 WAIT_S = 0.2  # an exchange answers after this time at the latest
-IDLE_S = 0.02  # an engine with nothing to do looks into the inbox so often
-BUSY_S = 0.005  # an engine that comes back for rows after this time has computed, and is not kept waiting
+IDLE_S = 0.02  # an engine with nothing to do looks into the inbox after this time
+BUSY_S = 0.005  # an engine that asks for rows again only after this time has computed, and is not kept waiting
 
 
 class RunsRequests(Protocol):
-    """Methods that are asked of an engine: `Engine`, or the workers together."""
+    """The part of an engine's interface that is used here. `Engine` has it, and so have the workers together."""
 
     @property
     def info(self) -> EngineInfo | None: ...
@@ -51,7 +51,7 @@ LoadEngine = Callable[[], RunsRequests]
 
 
 def load_engine(target: ModelSpec, draft: ModelSpec | None, **options: object) -> Engine:
-    """dsbd_cli.loading.load, imported where it is called: a driver of workers needs no tensor library."""
+    """Call dsbd_cli.loading.load. It is imported here, because a driver of workers needs no tensor library."""
     from dsbd_cli import loading
 
     load: Callable[..., Engine] = loading.load
@@ -60,7 +60,7 @@ def load_engine(target: ModelSpec, draft: ModelSpec | None, **options: object) -
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """Parts of every worker. load: makes its engine. models: whose files must be the same at all workers."""
+    """The setup of every worker. load: makes its engine. models: those whose files must be the same at all workers."""
 
     load: LoadEngine
     models: tuple[ModelSpec, ...]
@@ -69,8 +69,8 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Facts of what a worker has loaded, and where. checkpoints: digests of the models' files, see `checkpoint_digest`.
-    allowed: what its catalogues hold."""
+    """Facts about a loaded worker and its place. checkpoints: digests of the models' files, see `checkpoint_digest`.
+    allowed: description of what its catalogues hold."""
 
     dsbd: str
     checkpoints: tuple[tuple[str, ...], ...]
@@ -80,7 +80,8 @@ class WorkerInfo:
     engine: EngineInfo | None = None
 
     def difference(self, other: WorkerInfo) -> str | None:
-        """Tell what keeps another from giving the same texts: `dsbd is 0.1.0 there and 0.2.0 here`; None: nothing."""
+        """Return why another worker would not give the same texts, as in `dsbd is 0.1.0 there and 0.2.0 here`; None
+        where it would."""
         theirs = other._compared()
         for name, value in self._compared().items():
             if value != theirs[name]:
@@ -96,14 +97,14 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an engine does not answer any more. kind: name of the error's class."""
+    """The reason why an engine does not answer any more. kind: name of the error's class."""
 
     kind: str
     message: str
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """One line of an error."""
+        """Describe an error in one line."""
         return cls(type(error).__name__, " ".join(str(error).split()) or "no message")
 
     @property
@@ -117,15 +118,15 @@ class Failure:
 
 
 Answered = tuple[int, RequestResult]  # a row's number, and its result without the request, which the driver has
-SENT = Request("")  # in the request's place
+NO_REQUEST = Request("")  # takes the request's place in a result that is sent
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Answers that a worker gives back, and how it does.
+    """Answers that a worker returns, and the state of its engine.
 
-    steps: that its engine has taken since it was loaded, of unfinished rows too. exactness: of its answers; less than
-    what it was loaded with where a kernel has failed since. None: not loaded.
+    steps: taken since it was loaded, those of unfinished rows included. exactness: of its answers, weaker than at load
+    where a kernel has failed since; None: not loaded.
     """
 
     answers: list[Answered]
@@ -135,10 +136,11 @@ class Exchange:
 
 
 class Worker:
-    """An engine, loaded and run by a thread. Rows come and go by `exchange`."""
+    """An engine that a thread loads and runs. Rows and answers pass through `exchange`."""
 
     def __init__(self, setup: WorkerSetup, *, heeds_interrupts: bool = False) -> None:
-        """heeds_interrupts: Ctrl-C does here what it did before; else it is for the driver, which ends its workers."""
+        """heeds_interrupts: Ctrl-C does here what it did before. Otherwise it is ignored, because it is for the driver,
+        which ends its workers."""
         if not heeds_interrupts and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._setup = setup
@@ -152,7 +154,7 @@ class Worker:
         threading.Thread(target=self._work, name="dsbd-engine", daemon=True).start()
 
     def hello(self, wait_s: float = WAIT_S) -> WorkerInfo | Failure | None:
-        """Return what is loaded, or why it cannot be; None: still loading. Answers within `wait_s` seconds."""
+        """Return what is loaded, or why it cannot be; None while it is loading. Returns within `wait_s` seconds."""
         self._loaded.wait(wait_s)
         return self._failure or self._info
 
@@ -162,16 +164,16 @@ class Worker:
             self._inbox.put(row)
 
     def exchange(self, rows: Sequence[tuple[int, Request]], wait_s: float = WAIT_S) -> Exchange:
-        """Take rows, give back what is done: after `wait_s`, or before, as soon as there is something and the engine
-        has taken all rows, so that it gets more. While it has rows, answers are gathered: a message costs the driver
-        as much as many answers."""
+        """Take rows and return the answers that are done. It returns after `wait_s` seconds, or as soon as there is an
+        answer and the engine has taken all rows, so that it can be given more. While there are rows left to take,
+        answers are gathered, because one message costs the driver as much as many answers."""
         self.put(rows)
         done: list[Answered] = []
         until = time.monotonic() + wait_s
         while self._failure is None or not self._outbox.empty():
-            wanting = bool(done) and self._inbox.empty()
+            may_return = bool(done) and self._inbox.empty()
             try:
-                item = self._outbox.get(timeout=0.0 if wanting else max(0.0, until - time.monotonic()))
+                item = self._outbox.get(timeout=0.0 if may_return else max(0.0, until - time.monotonic()))
             except queue.Empty:
                 break
             if item is not None:
@@ -182,15 +184,15 @@ class Worker:
         return Exchange(done, engine.steps, failure, engine.exactness)
 
     def _work(self) -> None:
-        """Load an engine, then answer until the process ends: the work of the thread."""
+        """Load an engine, then answer until the process ends. This is the work of the thread."""
         try:
             self._engine = engine = self._setup.load()
             self._info = self._described(engine)
             self._loaded.set()
             for result in engine.run(self._requests(), ordered=False):
                 number, _ = self._numbers.pop(id(result.request))
-                self._outbox.put((number, replace(result, request=SENT)))
-        except BaseException as error:  # of whatever kind: the driver must hear of it
+                self._outbox.put((number, replace(result, request=NO_REQUEST)))
+        except BaseException as error:  # of any kind: the driver must hear of it
             self._failure = Failure.of(error)
             self._loaded.set()
             self._outbox.put(None)
@@ -208,19 +210,19 @@ class Worker:
         )
 
     def _requests(self) -> Iterator[Request | None]:
-        """Rows of the inbox; None where there is none."""
-        left = -BUSY_S  # when the engine went away with a None
+        """Yield the rows of the inbox, and None where there is none."""
+        idle_since = -BUSY_S  # time at which the engine last got None
         while True:
-            busy = time.monotonic() - left > BUSY_S
+            busy = time.monotonic() - idle_since > BUSY_S
             try:
                 number, request = self._inbox.get(timeout=0.0 if busy else IDLE_S)
             except queue.Empty:
-                left = time.monotonic()
+                idle_since = time.monotonic()
                 yield None
                 continue
             if self._inbox.empty():
-                self._outbox.put(None)  # an exchange that gathers answers ends
-            # an object of its own, because the engine's answer is known by it
+                self._outbox.put(None)  # ends an exchange that gathers answers
+            # a new object, because the engine's answer is found by the identity of its request
             request = replace(request)
             self._numbers[id(request)] = (number, request)
             yield request

@@ -1,7 +1,7 @@
-"""Ray: starts workers, sends them rows, replaces those that die. The only file that imports ray.
+"""Workers that are Ray actors: started, given rows, and replaced when they die. The only file that imports ray.
 
-Ray gives places, processes and messages. What is sent where, and how often, is the window's; a dead worker is replaced
-by a new actor, wherever Ray finds room for it.
+Ray gives places, processes and messages. The window decides what is sent where, and how often. A dead worker is
+replaced by a new actor, wherever Ray finds room for it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from dsbd_cli.scale.quiet import quiet
 from dsbd_cli.scale.window import MAX_DEATHS, Window
 from dsbd_cli.scale.worker import Exchange, Failure, Worker, WorkerInfo, WorkerSetup
 from dsbd_cli.stats import RequestStats
+from dsbd_cli.threads import processors
 
 if TYPE_CHECKING:
     import ray
     from ray.actor import ActorHandle
 
 HELD_BATCHES = 2  # rows at a worker, in batches: one that runs, one that waits in its inbox
-AHEAD = 8  # rows that are read ahead to keep the input's order, in rows that all workers hold
-AGAIN_S = 0.5  # before a dead worker is replaced: a node that is going takes a moment to be gone
+AHEAD = 8  # rows that are read ahead to keep the input's order, as a multiple of what all workers can hold
+AGAIN_S = 0.5  # before a dead worker is replaced, because a node that shuts down takes a moment to be gone
 WAIT_S = 0.5  # for an answer; a signal is heeded after this time
 IDLE_S = 0.01
 LOOPBACK = ("127.0.0.1", "::1")
@@ -43,21 +44,21 @@ TOKEN_BYTES = 32
 OBJECT_STORE_BYTES = 128 << 20  # of a Ray of our own; rows and answers above 100 KB pass through it
 LONGEST_TMP = 30
 REACH_S = 10.0
-SLOW_START_S = 30.0  # without enough workers after this time, what is waited for is said
+SLOW_START_S = 30.0  # where workers are still missing after this time, a warning says what they wait for
 
 RowWindow = Window[Request, RequestResult]
 
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """How many workers, where, and with what.
+    """Number of workers, their place and their resources.
 
     Attributes:
         least, most: workers; the run begins when `least` have loaded. most None: as many as the GPUs allow.
         address: of a running Ray (`auto`: the one of this machine); None: start one and stop it in the end.
         gpus: of each worker; None: one for each of its processes, where Ray has any.
         processes: of each worker, see ModelSpec.tensor_parallel.
-        timeout_s: a worker that gives no sign of life for so long is replaced.
+        timeout_s: a worker that gives no sign of life for this time is replaced.
     """
 
     least: int
@@ -70,7 +71,7 @@ class PoolConfig:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """Report of what one worker did; one that was replaced goes on under its number.
+    """Report of what one worker did. A worker that was replaced keeps its number.
 
     seconds: since its last start, or of its life where it has ended, loading included.
     """
@@ -90,14 +91,14 @@ class _WorkerSlot:
 
     report: WorkerReport
     actor: ActorHandle[Worker] | None = None  # None: not started, or to be started again
-    starts: float = 0.0  # not before
-    born: float = 0.0
+    not_before: float = 0.0  # it is not started before this time
+    started_at: float = 0.0
     call: ray.ObjectRef[object] | None = None
     called: float = 0.0
     alive: bool = False  # this actor has answered, so silence means that it hangs
     joined: bool = False  # it is loaded and takes rows
     gone: bool = False  # given up, or given back
-    fruitless: int = 0  # deaths one after the other without a row answered
+    deaths_without_answer: int = 0  # deaths one after the other without a row answered
     steps_before: int = 0  # of rows that earlier actors have finished
     steps_finished: int = 0  # of rows that this one has finished
     steps: int = 0  # of this one, of unfinished rows too
@@ -111,20 +112,20 @@ class RayEngine:
     """The workers together, with the interface of one Engine: `run`, `stop`, `steps`, `info`, `exactness`."""
 
     def __init__(self, setup: WorkerSetup, config: PoolConfig, warn: Callable[[str], None]) -> None:
-        """Silences Ray until `close`. warn: is told of deaths."""
+        """Silence Ray until `close`. warn: called with a message on deaths and slow starts."""
         self._setup, self._config, self._warn = setup, config, warn
         self._stopping = False
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
         self._stack = contextlib.ExitStack()
-        if config.address is None:  # Ray reads them when it is imported
-            self._stack.enter_context(_environment(_closed_doors()))
+        if config.address is None:  # Ray reads these variables when it is imported
+            self._stack.enter_context(_environment(_loopback_environment()))
         import ray  # noqa: F401  # sets up loggers
 
         self._stack.enter_context(quiet())
-        self._places: list[_WorkerSlot] = []
+        self._workers: list[_WorkerSlot] = []
         self._info: WorkerInfo | None = None
-        self._weaker: Exactness | None = None
+        self._weaker_exactness: Exactness | None = None
         self._last_death = ""
 
     def start(self) -> None:
@@ -133,7 +134,7 @@ class RayEngine:
         Raises UsageError where the machine has too little for them, or the workers differ; the error of a worker that
         cannot load; DsbdError where Ray cannot be reached.
         """
-        if self._config.address is None:  # of other machines, this one may be without the models
+        if self._config.address is None:  # with a Ray of other machines, this one may be without the models
             for model in self._setup.models:
                 locate(model)
         self._start()
@@ -141,20 +142,20 @@ class RayEngine:
 
     @property
     def info(self) -> EngineInfo | None:
-        """Return the info of the first worker; the others have the same models, dtypes and kind of device."""
+        """Info of the first worker's engine. The others have the same models, dtypes and kind of device."""
         return self._loaded.engine
 
     @property
     def exactness(self) -> Exactness:
-        """Return what the output shares with plain decoding.
+        """Exactness of the output, compared with plain decoding.
 
-        That is as the workers were loaded, or as one says in whose engine a kernel has failed since.
+        It is that of the loaded workers, or a weaker one where a kernel has failed since in some worker's engine.
         """
-        return self._weaker or self._loaded.exactness
+        return self._weaker_exactness or self._loaded.exactness
 
     @property
     def allowed(self) -> str | None:
-        """Return what the catalogues hold."""
+        """Description of what the catalogues hold."""
         return self._loaded.allowed
 
     @property
@@ -165,48 +166,49 @@ class RayEngine:
 
     @property
     def steps(self) -> int:
-        """Taken so far, those of unfinished requests too."""
-        return sum(place.steps_before + place.steps for place in self._places)
+        """Steps taken so far, those of unfinished requests included."""
+        return sum(worker.steps_before + worker.steps for worker in self._workers)
 
     @property
     def reports(self) -> list[WorkerReport]:
-        """Return what each worker did."""
-        for place in self._places:
-            if place.actor is not None:
-                place.report.seconds = round(time.monotonic() - place.born, 3)
-        return [place.report for place in self._places]
+        """Reports of what each worker did."""
+        for worker in self._workers:
+            if worker.actor is not None:
+                worker.report.seconds = round(time.monotonic() - worker.started_at, 3)
+        return [worker.report for worker in self._workers]
 
     def describe(self) -> str:
-        """`3 of 4 workers, 1 death`."""
-        if not self._places:
+        """Return the state of the workers, as in `3 of 4 workers, 1 death`."""
+        if not self._workers:
             return "Ray starts"
         deaths = sum(report.deaths for report in self.reports)
-        text = f"{sum(place.joined for place in self._places)} of {len(self._places)} workers"
+        text = f"{sum(worker.joined for worker in self._workers)} of {len(self._workers)} workers"
         return text + (f", {plural(deaths, 'death')}" if deaths else "")
 
     def stop(self) -> None:
-        """Ask `run` to end, for good; requests that are not done give no result."""
+        """Ask `run` to end, for good. Requests that are not done give no result."""
         self._stopping = True
 
     def close(self) -> None:
         """End the workers, and Ray where it was started here. May be called twice."""
-        for place in self._places:
-            self._end(place)
+        for worker in self._workers:
+            self._end(worker)
         self._stack.close()
 
     def run(
-        self, requests: Iterable[Request | str | RowError | None], *, seed: int = 0, ordered: bool = True
+        self, requests: Iterable[Request | str | RowError | None], *, ordered: bool = True
     ) -> Iterator[RequestResult]:
-        """Run as Engine.run. A request that was out at the deaths of three workers fails with WorkerLostError.
+        """Run requests as Engine.run does. A request that was out at the deaths of three workers fails with
+        WorkerLostError.
 
         Raises DsbdError when no worker is left.
         """
         capacity = HELD_BATCHES * self._setup.batch_size
-        window: RowWindow = Window(capacity, AHEAD * capacity * len(self._places) if ordered else None)
-        for place in self._places:
-            if place.joined:
-                window.join(place.number)
-        numbered = NumberedRequests(requests, seed)
+        window: RowWindow = Window(capacity, AHEAD * capacity * len(self._workers) if ordered else None)
+        for worker in self._workers:
+            if worker.joined:
+                window.join(worker.number)
+        numbered = NumberedRequests(requests)
         while not self._stopping:
             starved = self._read(numbered, window)
             for _, result in window.ready():
@@ -219,46 +221,46 @@ class RayEngine:
     # Rows
 
     def _read(self, numbered: NumberedRequests, window: RowWindow) -> bool:
-        """Read what there is room for. True: the input has nothing ready."""
+        """Read the requests that there is room for. Return True where the input has nothing ready."""
         while window.room > 0 and not numbered.exhausted():
             item = numbered.next()
             if item is None:
                 return not numbered.exhausted()
             number, request = item
             if isinstance(request, RowError):
-                window.pass_by(RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
+                window.add_answered(RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
             else:
                 window.read(request)
         return False
 
     def _send(self, window: RowWindow | None, *, ended: bool = False) -> None:
-        """A call to every worker that has none: with rows, for answers, or to ask whether it is loaded. ended: there
-        are no more rows to read, so that one with nothing to do is given back."""
-        for place in self._places:
-            if place.gone or place.call is not None:
+        """Call every worker that has no open call: with rows, for answers, or to ask whether it is loaded. ended: there
+        are no more rows to read, so that a worker with nothing to do is given back."""
+        for worker in self._workers:
+            if worker.gone or worker.call is not None:
                 continue
-            if place.actor is None:
-                if time.monotonic() >= place.starts:
-                    self._begin(place)
-            elif not place.joined:
-                self._called(place, place.actor.hello.remote())
+            if worker.actor is None:
+                if time.monotonic() >= worker.not_before:
+                    self._begin(worker)
+            elif not worker.joined:
+                self._open_call(worker, worker.actor.hello.remote())
             elif window is not None:
-                rows = window.take(place.number)
-                if rows or window.holds(place.number):
-                    self._called(place, place.actor.exchange.remote(rows))
+                rows = window.take(worker.number)
+                if rows or window.holds(worker.number):
+                    self._open_call(worker, worker.actor.exchange.remote(rows))
                 elif ended and not window.waits:
-                    window.leave(place.number)
-                    self._end(place)
-                    place.gone = True
+                    window.leave(worker.number)
+                    self._end(worker)
+                    worker.gone = True
 
-    def _called(self, place: _WorkerSlot, call: ray.ObjectRef[object]) -> None:
-        place.call, place.called = call, time.monotonic()
+    def _open_call(self, worker: _WorkerSlot, call: ray.ObjectRef[object]) -> None:
+        worker.call, worker.called = call, time.monotonic()
 
     def _receive(self, window: RowWindow | None, wait_s: float) -> None:
-        """Take what the workers have answered. window None: the run has not begun."""
+        """Take what the workers have answered, and replace those that hang. window None: the run has not begun."""
         import ray
 
-        calls = {place.call: place for place in self._places if place.call is not None}
+        calls = {worker.call: worker for worker in self._workers if worker.call is not None}
         ready: list[ray.ObjectRef[object]] = []
         if calls:
             ready, rest = ray.wait(list(calls), num_returns=1, timeout=wait_s)
@@ -267,124 +269,125 @@ class RayEngine:
         else:
             time.sleep(min(wait_s, IDLE_S))
         for call in ready:
-            place = calls[call]
-            place.call = None
+            worker = calls[call]
+            worker.call = None
             try:
                 answer = ray.get(call)
             except ray.exceptions.RayError as error:
-                self._died(place, window, _reason(error))
+                self._died(worker, window, _reason(error))
                 continue
-            place.alive = True
+            worker.alive = True
             if isinstance(answer, Exchange) and window is not None:
-                self._answered(place, window, answer)
+                self._answered(worker, window, answer)
             elif isinstance(answer, WorkerInfo):
-                self._greeted(place, window, answer)
+                self._joined(worker, window, answer)
             elif isinstance(answer, Failure):
-                self._failed(place, window, answer)
-        for place in self._places:
-            if place.call is not None and place.alive:
-                silence = time.monotonic() - place.called
+                self._failed(worker, window, answer)
+        for worker in self._workers:
+            if worker.call is not None and worker.alive:
+                silence = time.monotonic() - worker.called
                 if silence > self._config.timeout_s:
-                    self._died(place, window, f"it gave no sign of life for {silence:.0f} s")
+                    self._died(worker, window, f"it gave no sign of life for {silence:.0f} s")
 
-    def _answered(self, place: _WorkerSlot, window: RowWindow, exchange: Exchange) -> None:
+    def _answered(self, worker: _WorkerSlot, window: RowWindow, exchange: Exchange) -> None:
         if exchange.exactness not in (None, self._loaded.exactness):
-            self._weaker = exchange.exactness
+            self._weaker_exactness = exchange.exactness
         for number, answer in exchange.answers:
-            if not window.is_out(place.number, number):
+            if not window.is_out(worker.number, number):
                 continue
             result = replace(answer, request=window.request(number))
-            window.answer(place.number, number, result)
-            place.fruitless = 0
-            place.steps_finished += result.stats.steps
-            place.report.rows += 1
-            place.report.tokens += sum(beam.num_tokens for beam in result.hypotheses[:1])
-        place.steps = exchange.steps
+            window.answer(worker.number, number, result)
+            worker.deaths_without_answer = 0
+            worker.steps_finished += result.stats.steps
+            worker.report.rows += 1
+            worker.report.tokens += sum(beam.num_tokens for beam in result.hypotheses[:1])
+        worker.steps = exchange.steps
         if exchange.failure is not None:
-            self._failed(place, window, exchange.failure)
+            self._failed(worker, window, exchange.failure)
 
     # Workers
 
-    def _greeted(self, place: _WorkerSlot, window: RowWindow | None, info: WorkerInfo) -> None:
-        """A worker has loaded."""
+    def _joined(self, worker: _WorkerSlot, window: RowWindow | None, info: WorkerInfo) -> None:
+        """Let a worker that has loaded take rows. Raises UsageError where it differs from the first one."""
         if self._info is None:
             self._info = info
         elif difference := self._info.difference(info):
             raise UsageError(
-                f"worker {place.number} on {info.host} would not give the same texts as the others: {difference}: "
+                f"worker {worker.number} on {info.host} would not give the same texts as the others: {difference}: "
                 "install the same dsbd, and the same models, on all nodes"
             )
-        place.joined = True
-        place.report.host = info.host
-        place.report.device = None if info.engine is None else info.engine.device
+        worker.joined = True
+        worker.report.host = info.host
+        worker.report.device = None if info.engine is None else info.engine.device
         if window is not None:
-            window.join(place.number)
+            window.join(worker.number)
 
-    def _failed(self, place: _WorkerSlot, window: RowWindow | None, failure: Failure) -> None:
-        """The engine of a worker has ended. An error of ours ends the run, as it would in one process; another one may
-        be the machine's, and counts as a death."""
+    def _failed(self, worker: _WorkerSlot, window: RowWindow | None, failure: Failure) -> None:
+        """Handle the end of a worker's engine. An error of ours ends the run, as it would in one process. Another one
+        may come from the machine, and counts as a death."""
         if (error := failure.error) is not None:
             raise error
-        self._died(place, window, str(failure))
+        self._died(worker, window, str(failure))
 
-    def _died(self, place: _WorkerSlot, window: RowWindow | None, reason: str) -> None:
-        """A worker is gone, or of no use: another one takes its place, its rows are sent again."""
-        self._end(place)
-        rows = 0 if window is None else window.holds(place.number)
-        given_up = [] if window is None else window.lose(place.number)
+    def _died(self, worker: _WorkerSlot, window: RowWindow | None, reason: str) -> None:
+        """Replace a worker that is gone or of no use, and send its rows again. Raises DsbdError if no worker is
+        left."""
+        self._end(worker)
+        rows = 0 if window is None else window.holds(worker.number)
+        given_up = [] if window is None else window.lose(worker.number)
         for number in given_up:
             assert window is not None
             request = window.request(number)
             error = WorkerLostError(f"{MAX_DEATHS} workers died on this row, the last one: {reason}")
             window.give_up(number, RequestResult(request, (), 0, RequestStats(), error))
-        place.alive = False
-        place.steps_before, place.steps, place.steps_finished = place.steps_before + place.steps_finished, 0, 0
-        place.starts = time.monotonic() + AGAIN_S
-        place.report.deaths += 1
-        place.fruitless += 1
-        self._last_death = f"worker {place.number}: {reason}"
-        # a worker that dies of its rows answers none either, but each of them is given up after three deaths
-        place.gone = place.fruitless >= MAX_DEATHS and rows == 0
-        if place.gone:
+        worker.alive = False
+        worker.steps_before, worker.steps, worker.steps_finished = worker.steps_before + worker.steps_finished, 0, 0
+        worker.not_before = time.monotonic() + AGAIN_S
+        worker.report.deaths += 1
+        worker.deaths_without_answer += 1
+        self._last_death = f"worker {worker.number}: {reason}"
+        # a worker that dies of its rows answers none either, but each row is given up after three deaths
+        worker.gone = worker.deaths_without_answer >= MAX_DEATHS and rows == 0
+        if worker.gone:
             self._warn(f"{self._last_death}; it is given up after {MAX_DEATHS} deaths without a row answered")
         else:
             again = f"{rows - len(given_up)} of its rows are sent again" if rows else "it is started again"
             self._warn(f"{self._last_death}; {again}")
-        if all(one.gone for one in self._places):
+        if all(one.gone for one in self._workers):
             raise DsbdError(f"no worker is left, the last one to die was {self._last_death}")
 
-    def _end(self, place: _WorkerSlot) -> None:
+    def _end(self, worker: _WorkerSlot) -> None:
         """Kill the actor, if there is one. Ray sends a signal to a process that does not answer within some seconds. We
-        send none: a host name and a process id may mean another process."""
+        send none, because a host name and a process id may mean another process."""
         import ray
 
-        if place.actor is None:
+        if worker.actor is None:
             return
-        place.report.seconds = round(time.monotonic() - place.born, 3)
+        worker.report.seconds = round(time.monotonic() - worker.started_at, 3)
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            ray.kill(place.actor)
-        place.actor = place.call = None
-        place.joined = False
+            ray.kill(worker.actor)
+        worker.actor = worker.call = None
+        worker.joined = False
 
-    def _begin(self, place: _WorkerSlot) -> None:
+    def _begin(self, worker: _WorkerSlot) -> None:
         import ray
 
         made = ray.remote(Worker).options(num_cpus=self._cpus, num_gpus=self._gpus, max_restarts=0, max_task_retries=0)
-        place.actor = made.remote(self._setup)  # type: ignore[assignment]
-        place.born = time.monotonic()
+        worker.actor = made.remote(self._setup)  # type: ignore[assignment]
+        worker.started_at = time.monotonic()
 
     # Ray
 
     def _start(self) -> None:
-        """Reach Ray, and settle what each worker gets."""
+        """Connect to Ray or start it, and settle what each worker gets."""
         import ray
 
-        address, cores = self._config.address, os.cpu_count() or 1
+        address, cores = self._config.address, processors()
         local, folder = address is None, None
         if address is not None and address != "auto":
             _check_reachable(address)
         if local:
-            # sockets lie in it, and a socket's path has 107 bytes at most
+            # the folder holds sockets, and a socket's path has 107 bytes at most
             short = len(tempfile.gettempdir()) <= LONGEST_TMP
             folder = tempfile.mkdtemp(prefix="dsbd-ray-", dir=None if short else "/tmp")
             self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -410,7 +413,7 @@ class RayEngine:
         self._share_out([node["Resources"] for node in ray.nodes() if node["Alive"]])  # type: ignore[no-untyped-call]
 
     def _share_out(self, nodes: list[dict[str, float]]) -> None:
-        """Workers, and what each gets, from what Ray's nodes have. Raises UsageError."""
+        """Settle the number of workers, and what each gets of the resources of Ray's nodes. Raises UsageError."""
         gpus = sum(int(node.get("GPU", 0)) for node in nodes)
         processes = self._config.processes
         self._gpus = min(1, gpus) * processes if self._config.gpus is None else self._config.gpus
@@ -426,39 +429,41 @@ class RayEngine:
             )
         cpus = [int(node.get("CPU", 0)) for node in nodes]
         self._cpus = processes if self._gpus else max(processes, cpus_each(cpus, most))
-        self._places = [_WorkerSlot(WorkerReport(number)) for number in range(most)]
+        self._workers = [_WorkerSlot(WorkerReport(number)) for number in range(most)]
 
     def _wait_for_workers(self) -> None:
-        """Until as many as the run needs have loaded."""
+        """Wait until as many workers as the run needs have loaded. Raises DsbdError where too few are left."""
         import ray
 
         begun, warned = time.monotonic(), False
-        least = min(self._config.least, len(self._places))
-        while sum(place.joined for place in self._places) < least and not self._stopping:
+        least = min(self._config.least, len(self._workers))
+        while sum(worker.joined for worker in self._workers) < least and not self._stopping:
             self._send(None)
             self._receive(None, WAIT_S)
-            if sum(not place.gone for place in self._places) < least:
+            if sum(not worker.gone for worker in self._workers) < least:
                 raise DsbdError(f"fewer than {least} workers are left, the last one to die was {self._last_death}")
-            if not warned and time.monotonic() - begun > SLOW_START_S and not all(p.alive for p in self._places):
+            if not warned and time.monotonic() - begun > SLOW_START_S and not all(one.alive for one in self._workers):
                 warned = True
                 free = ray.available_resources()  # type: ignore[no-untyped-call]
                 self._warn(
-                    f"{sum(place.alive for place in self._places)} of {len(self._places)} workers have a place so far; "
+                    f"{sum(one.alive for one in self._workers)} of {len(self._workers)} workers have a place so far; "
                     f"each needs {self._cpus} CPU and {self._gpus} GPU, Ray has {free.get('CPU', 0):.0f} CPU and "
                     f"{free.get('GPU', 0):.0f} GPU free"
                 )
 
 
 def cpus_each(nodes: Sequence[int], workers: int) -> int:
-    """Return the most processors that each of so many workers can get; 1 where there are fewer processors than workers.
+    """Return the most processors that each of `workers` workers can get; 1 where there are fewer processors than
+    workers.
 
     nodes: processors of each node. A worker lies on one node.
     """
     return next((cpus for cpus in range(max(nodes), 1, -1) if sum(node // cpus for node in nodes) >= workers), 1)
 
 
-def _closed_doors() -> dict[str, str]:
-    """Variables for a Ray of our own: all its ports are on loopback, and no one without the token is answered.
+def _loopback_environment() -> dict[str, str]:
+    """Return environment variables for a Ray of our own, whose ports are all on loopback, and which answers nobody
+    without the token.
 
     The first is Ray's switch for clusters of several machines, which it reads on every system. The token is in no file;
     it goes to Ray's processes with their environment, which other users cannot read.
@@ -469,7 +474,7 @@ def _closed_doors() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """These variables, and what stood there before in the end."""
+    """Set these environment variables for the block, and restore what was there before."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -484,7 +489,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Ray puts handlers of its own in the place of ours."""
+    """Restore our signal handlers after the block, in which Ray replaces them by its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -497,7 +502,8 @@ def _handlers_kept() -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself tries for many minutes. Raises UsageError, or DsbdError where nobody answers."""
+    """Check that something answers at this address, because Ray itself tries for many minutes. Raises UsageError for a
+    wrong address, DsbdError where nobody answers."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not int(port) < 1 << 16:
         raise UsageError(f"--workers: ray is {shorten(address)}, but must be auto or HOST:PORT")
@@ -513,7 +519,7 @@ def _last_line(error: BaseException) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """One line of what Ray says of a death, in many."""
+    """Return one line of the many that Ray reports on a death."""
     text = str(error)
     if "ModuleNotFoundError" in text or "ImportError" in text:
         return shorten(next(line.strip() for line in reversed(text.splitlines()) if "Error" in line))

@@ -18,7 +18,8 @@ from dsbd_cli.requests import Request
 from dsbd_cli.stats import RequestStats
 
 ROUNDS = 2
-LOST = 0.02  # of the steps per target call or of the time: less is what a few prompts vary by
+# shares of the steps per target call that are lost, and of the time that is added; a few prompts vary by less
+LOST = 0.02
 SLOWER = 0.05
 
 
@@ -36,8 +37,8 @@ class Measure:
 
 
 def worse(before: Measure, after: Measure) -> str | None:
-    """How the second draft is worse than the first: fewer steps per target call, or more time per token in both models
-    together; None where it is not."""
+    """Return how the second draft is worse than the first: fewer steps per target call, or more time per token in both
+    models together. Return None where it is not, or where nothing was measured."""
     if not all(one.stats.target_calls and one.tokens for one in (before, after)):
         return None
     steps = [one.stats.steps_per_call for one in (before, after)]
@@ -52,8 +53,8 @@ def worse(before: Measure, after: Measure) -> str | None:
 
 
 def with_draft(engine: Engine, spec: ModelSpec, method: MethodConfig | None = None) -> Engine:
-    """A second engine with the same target and another draft, and another method if one is given. The two must not run
-    at once: they share the target."""
+    """Return a second engine with the same target and another draft, and another method if one is given. The two must
+    not run at once, because they share the target."""
     draft = _head(engine, spec) if names_head(spec) else _model(engine, spec)
     info = None if engine.info is None else replace(engine.info, draft=spec.source)
     method = method or engine.method
@@ -69,16 +70,16 @@ def _model(engine: Engine, spec: ModelSpec) -> BaseForestModel:
 
 
 def _head(engine: Engine, spec: ModelSpec) -> BaseForestModel:
-    """A head in a folder, in the place of the one that read the target's states before."""
+    """Load a head from a folder. It takes the place of the head that read the target's states before."""
     assert isinstance(engine.target, BaseForestModel)
     engine.target.tap(None)
     return load_head(spec, spec, engine.target)
 
 
 def measure(engines: Sequence[Engine], requests: Sequence[Request]) -> list[Measure]:
-    """Each engine on the same requests, in turn, several rounds, after one request to warm up.
+    """Measure each engine on the same requests, in turn, in several rounds, after one request to warm up.
 
-    Raises the first request's error.
+    Raises DsbdError for the first request that fails.
     """
     found = [Measure() for _ in engines]
     for engine in engines:

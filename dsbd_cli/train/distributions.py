@@ -1,5 +1,4 @@
-"""The target's distribution after every token of an answer, as far as it matters: its likeliest tokens, and the rest in
-one.
+"""The target's distribution after every token of an answer, reduced to its likeliest tokens and all others as one.
 
 Shape letters: n tokens of an answer, T tokens of a distribution, V vocabulary.
 """
@@ -20,16 +19,21 @@ from dsbd_cli.train.target_answers import AnswerTokens
 TOP = 64
 CHUNK = 256  # answer tokens whose logits are held at once
 STEP = 32
-MASS_ANSWERS = 128  # from which the tokens of a head are chosen
+MASS_ANSWERS = 128  # answers from which the tokens of a head are chosen
 KEPT_BYTES = 1 << 30
-LEAST = 1e-7  # of a probability whose logarithm is taken
+LEAST = 1e-7  # least probability that a logarithm is taken of
 
 
 @dataclass(frozen=True, slots=True)
 class TopDistribution:
-    """ids [n, T] int32: the likeliest tokens before each token of an answer, or their columns where the draft lacks
-    tokens. logs [n, T] float32: their log-probabilities at temperature 1. states [N, S]: hidden states of all tokens
-    that the target has read, side by side; of a draft head alone."""
+    """The likeliest tokens at each place of an answer, with their log-probabilities.
+
+    Attributes:
+        ids: [n, T] int32, token ids; for a draft head the columns of its logits.
+        logs: [n, T] float32, log-probabilities at temperature 1; for a draft head normalised over its tokens.
+        states: [N, S], hidden states of all tokens that the target has read, of several layers side by side; None
+            except for a draft head.
+    """
 
     ids: Tensor
     logs: Tensor
@@ -37,15 +41,15 @@ class TopDistribution:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory of the tensors in bytes."""
         return self.ids.nbytes + self.logs.nbytes + (0 if self.states is None else self.states.nbytes)
 
 
 class Teacher:
     """Distributions of answers, computed when they are first asked for and kept as long as there is room.
 
-    Each answer is run alone, so that a distribution has the same bits whenever it is computed: a resumed run is the
-    same run.
+    Each answer is run alone, so that a distribution has the same bits whenever it is computed. So a resumed run gives
+    the same draft.
     """
 
     def __init__(self, target: ForestModel, kept_bytes: int = KEPT_BYTES) -> None:
@@ -53,7 +57,7 @@ class Teacher:
         self._kept: dict[AnswerTokens, TopDistribution] = {}
 
     def distribution(self, answer: AnswerTokens) -> TopDistribution:
-        """On the CPU."""
+        """Return the distribution of an answer, on the CPU."""
         if (found := self._kept.get(answer)) is not None:
             return found
         distribution = self._compute(answer)
@@ -65,20 +69,22 @@ class Teacher:
     @torch.no_grad()
     def _compute(self, answer: AnswerTokens) -> TopDistribution:
         parts = []
-        for logits in self._logits(answer):
-            logs = logits.log_softmax(-1).topk(min(TOP, logits.shape[-1]), -1)
-            parts.append((logs.indices.to(torch.int32).cpu(), logs.values.cpu()))
-        states = self._states(answer)
-        self._target.release()
+        try:
+            for logits in self._logits(answer):
+                logs = logits.log_softmax(-1).topk(min(TOP, logits.shape[-1]), -1)
+                parts.append((logs.indices.to(torch.int32).cpu(), logs.values.cpu()))
+            states = self._states(answer)
+        finally:
+            self._target.release()
         return TopDistribution(torch.cat([ids for ids, _ in parts]), torch.cat([logs for _, logs in parts]), states)
 
     def _states(self, answer: AnswerTokens) -> Tensor | None:
-        """Return what is kept of the cache before it is released."""
+        """Return the hidden states that are kept before the cache is released, or None."""
         return None
 
     def _logits(self, answer: AnswerTokens) -> Iterator[Tensor]:
-        """[c, V] float32 behind the prompt and each further token that is read, CHUNK of them at a time. The cache
-        holds the answer until it is released."""
+        """Yield logits [c, V] float32 after the prompt and after each further token that is read, at most CHUNK of them
+        at a time. The cache holds the answer until the caller releases it."""
         model, first, text = self._target, len(answer.prompt) - 1, answer.text
         slots = -(-(len(text) + STEP) // STEP) * STEP
         model.release()
@@ -91,19 +97,19 @@ class Teacher:
 
 
 class HeadTeacher(Teacher):
-    """A teacher of draft heads: distributions over the tokens of a head, and the hidden states that it reads."""
+    """A teacher of draft heads, with distributions over the tokens of a head, and the hidden states that it reads."""
 
     def __init__(
         self, target: BaseForestModel, layers: Sequence[int], ids: Tensor, kept_bytes: int = KEPT_BYTES
     ) -> None:
-        """layers: after so many of the target's layers states are taken. ids: [C] tokens of the head."""
+        """layers: numbers of target layers after which states are taken. ids: [C], tokens of the head."""
         super().__init__(target, kept_bytes)
         self._model, self._ids = target, ids.to(target.device)
         self._tap = StateTap(tuple(layers), len(layers) * target.hidden_size, lambda taken: torch.cat(taken, -1))
 
     def _compute(self, answer: AnswerTokens) -> TopDistribution:
         model = self._model
-        model.tap(None)  # of the head that was measured last
+        model.tap(None)  # removes the tap of the head that was measured last
         model.tap(self._tap)
         try:
             return super()._compute(answer)
@@ -120,8 +126,8 @@ class HeadTeacher(Teacher):
 
 @torch.no_grad()
 def likely_tokens(target: ForestModel, answers: Sequence[AnswerTokens], count: int) -> Tensor:
-    """[count] int64, ascending: the tokens of most mass under the target's distributions, MASS_ANSWERS answers at
-    most."""
+    """Return the tokens with the most mass under the target's distributions, [count] int64, ascending. At most
+    MASS_ANSWERS of the answers are read."""
     mass, teacher = torch.zeros(target.vocab_size, dtype=torch.float64), Teacher(target, 0)
     for answer in answers[:: -(-len(answers) // MASS_ANSWERS)]:
         for logits in teacher._logits(answer):
@@ -131,7 +137,7 @@ def likely_tokens(target: ForestModel, answers: Sequence[AnswerTokens], count: i
 
 
 def _nodes(answer: AnswerTokens, start: int, end: int, device: torch.device) -> ForestInput:
-    """Tokens start .. end of a text behind those before them."""
+    """Return tokens `start` to `end` of a text as the input of a forward that follows those before them."""
     positions = torch.tensor([answer.positions[:end]], device=device)
     return ForestInput(
         tokens=torch.tensor([answer.text[start:end]], device=device),
@@ -145,7 +151,8 @@ def _nodes(answer: AnswerTokens, start: int, end: int, device: torch.device) -> 
 
 
 def divergence(logits: Tensor, ids: Tensor, logs: Tensor) -> Tensor:
-    """[n] float32: KL(target, draft), with all tokens beyond the T of the target's distribution in one.
+    """Return KL(target, draft) for each token, [n] float32. All tokens beyond the T of the target's distribution count
+    as one.
 
     logits [n, V] of the draft; ids, logs [n, T] of the target. Reverse KL and total variation were no better
     (benchmarks/README.md).

@@ -1,4 +1,4 @@
-"""How a draft does on prompts that it was not trained on: what passes, layer by layer, and how fast it is here."""
+"""Measurements of a draft on prompts that it was not trained on: which layers pass, and how fast it is here."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dsbd_cli.train.run_record import DraftAcceptance, Speed
 
 
 def measure_acceptance(
-    engine: Engine, requests: Sequence[Request], on_answer: Callable[[int], None] = lambda number: None
+    engine: Engine, requests: Sequence[Request], on_answer: Callable[[int], None]
 ) -> DraftAcceptance | None:
-    """The engine on these requests; requests that fail are left out. None where nothing was drafted. on_answer: after
-    each, how many are done."""
+    """Run the engine on these requests and return the acceptance; requests that fail are left out. Return None where
+    nothing was drafted. on_answer: called after each request with how many are done."""
     engine.log_steps = True
     answers = []
     for number, result in enumerate(engine.run(requests), 1):
@@ -33,8 +33,8 @@ def measure_acceptance(
 
 
 def measured_speed(engine: Engine, requests: Sequence[Request], budget: Budget) -> Speed | None:
-    """Runs without and with the draft, as `dsbd profile` makes them, within the budget; None where there was no time
-    for both."""
+    """Measure runs without and with the draft, as `dsbd profile` makes them, within the budget. Return None where there
+    was no time for both."""
     assert engine.draft is not None
     pair = ProfiledPair(engine, tuple(requests), min(engine.batch_size, len(requests)), budget)
     profile = take_profile(ProfileSpec(pair, engine.method, 1, "", None, lambda setting: setting.label))

@@ -1,12 +1,12 @@
-"""A draft head in training: EAGLE-3 in float32, unrolled on its own guesses over trees of answers, written as
-`speculators` writes it.
+"""A draft head in training: EAGLE-3 in float32, unrolled on its own guesses over trees of answers, and written in the
+format of `speculators`.
 
-A node's input is its own token and the state of its parent. Step 0 of the unrolling reads states that the target has
-said. Step s reads the head's own outputs of step s - 1, as the s-th layer that is drafted does.
+A node's input is its own token and the state of its parent. Step 0 of the unrolling reads hidden states computed by the
+target. Step s reads the head's own outputs of step s - 1, as the head does for the s-th layer that is drafted.
 
-Letters: B trees, N nodes of a tree with its prompt, m nodes that are learnt from (the last of the prompt and those of
+Letters: B trees, N nodes of a tree with its prompt, m nodes that are trained on (the last of the prompt and those of
 the answer), H hidden width, T layers whose states are taken, Q query heads, K kv heads, E head dim, C tokens of the
-head, V of the target.
+head, V tokens of the target.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from dsbd_cli.models.decoder.weights import WeightReader
 from dsbd_cli.models.heads.formats import LAYER_IDS, SPECULATORS, layer_spec
 from dsbd_cli.train.target_answers import AnswerTokens
 
-SPECULATED = 4  # tokens that the folder's config tells other engines to draft
-SMALL = 0.1  # of the random part that the first layer begins with
+SPECULATED = 4  # tokens that other engines draft, as the folder's config asks
+SMALL = 0.1  # scale of the random part of the first linear layer, `fc`
 FILE = "model.safetensors"
-HIDDEN = -1e9  # score of a key that is not seen
+HIDDEN = -1e9  # attention score of a key that a query does not see
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,10 @@ class Trees:
 
     Attributes:
         tokens, positions, parent: [B, N] int64; the parent of a first token is 0.
-        states: [B, N, T * H], hidden states that the target has said of each node, side by side.
-        nodes: [B, m] int64, places in N. above: [B, m] int64, place of the parent in m, -1 for those without one there.
-        real: [B, m] bool. sees: [B, m, N] bool, ancestors and the node itself.
+        states: [B, N, T * H] float32, hidden states that the target computed for each node, of T layers side by side.
+        nodes: [B, m] int64, indices in N. above: [B, m] int64, index in m of the parent, -1 where the parent is not
+            among them.
+        real: [B, m] bool, False for padding. sees: [B, m, N] bool, ancestors and the node itself.
     """
 
     tokens: Tensor
@@ -60,19 +61,19 @@ class Trees:
 
     @classmethod
     def of(cls, answers: Sequence[AnswerTokens], states: Sequence[Tensor]) -> Trees:
-        """states: [N, T * H] of each tree's nodes."""
+        """Pad trees to one batch. states: [N, T * H] of each tree's nodes."""
         count = len(answers)
         most = max(len(one.text) for one in answers)
         learnt = max(one.learnt for one in answers)
-        wide = states[0].shape[-1]
+        width = states[0].shape[-1]
         tokens, positions, parent = (torch.zeros(count, most, dtype=torch.int64) for _ in range(3))
         nodes, above = (torch.zeros(count, learnt, dtype=torch.int64) for _ in range(2))
         real, sees = torch.zeros(count, learnt, dtype=torch.bool), torch.zeros(count, learnt, most, dtype=torch.bool)
-        padded = torch.zeros(count, most, wide)
-        for row, (one, said) in enumerate(zip(answers, states, strict=True)):
+        padded = torch.zeros(count, most, width)
+        for row, (one, tree_states) in enumerate(zip(answers, states, strict=True)):
             size, last = len(one.text), len(one.prompt) - 1
             tokens[row, :size], positions[row, :size] = torch.tensor(one.text), torch.tensor(one.positions)
-            parent[row, :size], padded[row, :size] = torch.tensor(one.parents).clamp(min=0), said.float()
+            parent[row, :size], padded[row, :size] = torch.tensor(one.parents).clamp(min=0), tree_states.float()
             nodes[row, : size - last] = torch.arange(last, size)
             nodes[row, size - last :] = last
             above[row] = parent[row, nodes[row]] - last
@@ -80,30 +81,30 @@ class Trees:
             real[row, : size - last] = True
             sees[row, : size - last, :size] = one.sees(last, size)
         above = torch.where(real, above, -1)
-        # no state stands before the first token: it is seen only where nothing else is, as by the head that runs
+        # the first token has no state before it: it is seen only where nothing else is, as when the head drafts
         sees[..., 0] &= sees.sum(-1) == 1
         return cls(tokens, positions, parent, padded, nodes, above, real, sees)
 
     def to(self, device: torch.device) -> Trees:
-        """The same on another device."""
+        """Return the same trees on another device."""
         return Trees(*(getattr(self, name).to(device) for name in self.__slots__))
 
 
 class Norm(nn.Module):
-    """RMS norm."""
+    """An RMS norm."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., width]."""
+        """Normalise x [..., width] in float32."""
         y = x.float()
         return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
 class HeadLayer(nn.Module):
-    """The layer of an EAGLE-3 head, whose tensors are named as in a checkpoint."""
+    """The layer of an EAGLE-3 head, with tensors named as in a checkpoint."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -123,11 +124,11 @@ class HeadLayer(nn.Module):
 
 
 class HeadStudent(nn.Module):
-    """An EAGLE-3 head. All is trained but the rows of its LM head, which are the target's own.
+    """An EAGLE-3 head in training. All its weights are trained except its LM head, whose rows are the target's own.
 
     Attributes:
-        taps: after so many layers of the target hidden states are taken. ids: [C] int64, ascending, tokens of the
-            columns of its logits. layer: settings of its layer. target: settings of its target's.
+        taps: numbers of target layers after which hidden states are taken. ids: [C] int64, ascending, token ids of the
+            columns of its logits. layer: config of its layer. target: config entry that names its target.
     """
 
     d2t: Tensor
@@ -147,54 +148,55 @@ class HeadStudent(nn.Module):
         self.lm_head.weight.requires_grad_(False)
         kept = torch.zeros(spec.vocabulary, dtype=torch.bool)
         kept[ids] = True
-        self.register_buffer("d2t", ids - torch.arange(len(ids)))  # offsets, not ids
+        self.register_buffer("d2t", ids - torch.arange(len(ids)))  # offset from column to token id
         self.register_buffer("t2d", kept)
         self.register_buffer("table", table, persistent=False)
 
     @property
     def ids(self) -> Tensor:
-        """Tokens [C] of its columns."""
+        """Token ids [C] of the columns of its logits."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @property
     def _block(self) -> Any:
-        """Return its only layer."""
+        """Its only layer."""
         return self.layers[0]
 
     def unrolled(self, trees: Trees, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, for each step, logits [B, m, C] after the nodes that are learnt from, and which of them count [B, m].
+        """Yield, for each step, logits [B, m, C] after the nodes that are trained on, and which of these nodes count,
+        [B, m].
 
-        In step s a node sees, of its ancestors at distance s and more, keys made of what the target has said. Of those
-        at distance d < s and of itself it sees keys made of what the head had guessed in step s - d.
+        In step s a node sees keys made of the target's hidden states for its ancestors at distance s and more. For
+        ancestors at distance d < s, and in steps after 0 for itself (d = 0), it sees keys made of what the head guessed
+        in step s - d.
         """
-        spoken = self.fc(trees.states)
-        states = _at(spoken, trees.parent)
-        states = states.masked_fill((trees.positions == 0)[..., None], 0)  # nothing stands before a first token
+        fused = self.fc(trees.states)
+        states = _take(fused, trees.parent)
+        states = states.masked_fill((trees.positions == 0)[..., None], 0)  # a first token has no state before it
         keys, values = self._keys(self._joined(trees.tokens, states), self._angles(trees.positions))
         tokens, positions = trees.tokens.gather(1, trees.nodes), trees.positions.gather(1, trees.nodes)
-        state, above, real, sees = _at(states, trees.nodes), trees.above.clamp(min=0), trees.real, trees.sees
-        guessed: list[
-            tuple[Tensor, Tensor]
-        ] = []  # of each step so far, keys and values of the ancestor at its distance
+        state, above, real, sees = _take(states, trees.nodes), trees.above.clamp(min=0), trees.real, trees.sees
+        # for each step after 0, keys and values [B, m, K, E] of the ancestor that a node sees from that step
+        guessed: list[tuple[Tensor, Tensor]] = []
         for step in range(steps):
-            residual, query, key, value = self._enter(tokens, state, positions)
+            residual, query, key, value = self._project(tokens, state, positions)
             if step:
                 guessed.append((key, value))
-            state, logits = self._leave(residual, self._attend(query, keys, values, sees, guessed))
+            state, logits = self._output(residual, self._attend(query, keys, values, sees, guessed))
             yield logits, real
-            # from here on a node goes by its parent's
-            state, guessed = _at(state, above), [(_at(key, above), _at(value, above)) for key, value in guessed]
+            # the next step reads, for each node, what this step computed for its parent
+            state, guessed = _take(state, above), [(_take(key, above), _take(value, above)) for key, value in guessed]
             real = real.gather(1, above) & (trees.above >= 0)
             sees = sees.gather(1, above[..., None].expand_as(sees))
             sees[..., 0] = False
 
-    def _enter(self, tokens: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, tokens: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the residual stream [B, n, H], queries [B, n, Q, E], keys and values [B, n, K, E]."""
         x, angles = self._joined(tokens, states), self._angles(positions)
         return states, _rotated(self._heads("q", x), *angles), *self._keys(x, angles)
 
     def _joined(self, tokens: Tensor, states: Tensor) -> Tensor:
-        """Return tokens and states as the layer reads them, [B, n, 2H]."""
+        """Return the input of the layer: normalised embeddings and states side by side, [B, n, 2H]."""
         embedded = nn.functional.embedding(tokens, self.table).float()  # type: ignore[arg-type]
         return torch.cat((self._block.input_layernorm(embedded), self._block.hidden_norm(states)), -1)
 
@@ -215,7 +217,8 @@ class HeadStudent(nn.Module):
     def _attend(
         self, query: Tensor, keys: Tensor, values: Tensor, sees: Tensor, guessed: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Return [B, m, Q * E]. keys, values: [B, N, K, E]. guessed: further ones, [B, m, K, E], one for each query."""
+        """Return the attention's output [B, m, Q * E]. keys, values: [B, N, K, E], of all nodes. guessed: further keys
+        and values, [B, m, K, E], one for each query."""
         spec = self.spec
         query = query.reshape(*query.shape[:2], spec.kv_heads, -1, spec.head_dim) * spec.scale
         scores = torch.einsum("bmkge,bnke->bkgmn", query, keys).float().masked_fill(~sees[:, None, None], HIDDEN)
@@ -227,8 +230,8 @@ class HeadStudent(nn.Module):
             found = found + weights[..., place].permute(0, 3, 1, 2)[..., None] * value[:, :, :, None]
         return found.flatten(2)
 
-    def _leave(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        """Return states [B, m, H] that are handed to the children, and logits [B, m, C]."""
+    def _output(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """Return states [B, m, H], which the children read, and logits [B, m, C]."""
         layer = self._block
         y = residual + layer.self_attn["o_proj"](attended)
         x = layer.post_attention_layernorm(y)
@@ -236,7 +239,7 @@ class HeadStudent(nn.Module):
         return y, self.lm_head(self.norm(y))
 
     def write(self, folder: Path, dtype: str) -> None:
-        """Write config and weights as `speculators` does. Raises OSError and SafetensorError."""
+        """Write config and weights in the format of `speculators`. Raises OSError and SafetensorError."""
         kind: torch.dtype = getattr(torch, dtype)
         state = {
             name: (tensor.to(kind) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
@@ -267,18 +270,18 @@ class HeadStudent(nn.Module):
 
 
 def new_head(spec: ModelSpec, ids: Tensor, seed: int) -> HeadStudent:
-    """An untrained head of the target of `spec` over these tokens [C]: the target's last layer, which reads the deepest
-    of the states that are taken. Raises ModelError."""
+    """Make an untrained head over the tokens `ids` [C] for the target of `spec`. Its layer begins as the target's last
+    layer and reads the deepest of the states that are taken. Raises ModelError."""
     reader, config = _target(spec)
-    theirs = reader.spec
+    target_spec = reader.spec
     text = config.get_text_config(decoder=True)
-    taps = tapped_layers(theirs.layers)
+    taps = tapped_layers(target_spec.layers)
     layer = {
-        "model_type": "llama", "vocab_size": theirs.vocabulary, "hidden_size": theirs.hidden,
-        "intermediate_size": theirs.inner, "num_hidden_layers": 1, "num_attention_heads": theirs.heads,
-        "num_key_value_heads": theirs.kv_heads, "head_dim": theirs.head_dim, "hidden_act": "silu",
-        "max_position_embeddings": theirs.positions or getattr(text, "max_position_embeddings", None) or 2048,
-        "rms_norm_eps": theirs.eps, "rope_theta": _rope_theta(text), "attention_bias": False, "mlp_bias": False,
+        "model_type": "llama", "vocab_size": target_spec.vocabulary, "hidden_size": target_spec.hidden,
+        "intermediate_size": target_spec.inner, "num_hidden_layers": 1, "num_attention_heads": target_spec.heads,
+        "num_key_value_heads": target_spec.kv_heads, "head_dim": target_spec.head_dim, "hidden_act": "silu",
+        "max_position_embeddings": target_spec.positions or getattr(text, "max_position_embeddings", None) or 2048,
+        "rms_norm_eps": target_spec.eps, "rope_theta": _rope_theta(text), "attention_bias": False, "mlp_bias": False,
     }  # fmt: skip
     named = {"name_or_path": spec.source, "architectures": list(getattr(config, "architectures", None) or ())}
     rows, table, norm = _ends(reader)
@@ -287,7 +290,7 @@ def new_head(spec: ModelSpec, ids: Tensor, seed: int) -> HeadStudent:
         torch.manual_seed(seed)
         head.fc.reset_parameters()
         head.fc.weight.mul_(SMALL)
-        head.fc.weight[:, -theirs.hidden :] += torch.eye(theirs.hidden)
+        head.fc.weight[:, -target_spec.hidden :] += torch.eye(target_spec.hidden)
         head.lm_head.weight.copy_(rows[ids])
         head.norm.weight.copy_(norm)
         _copy_layer(head.layers[0], reader)
@@ -295,7 +298,7 @@ def new_head(spec: ModelSpec, ids: Tensor, seed: int) -> HeadStudent:
 
 
 def read_head(folder: Path, spec: ModelSpec) -> HeadStudent:
-    """The head that `HeadStudent.write` has written. Raises ModelError where the files are damaged."""
+    """Read the head that `HeadStudent.write` has written. Raises ModelError where the files are damaged."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         state = load_file(folder / FILE)
@@ -311,15 +314,15 @@ def read_head(folder: Path, spec: ModelSpec) -> HeadStudent:
 
 
 def tapped_layers(layers: int) -> tuple[int, ...]:
-    """After which of so many layers states are taken: those of the EAGLE-3 paper, of a target that is too small for
-    these the last inputs."""
+    """Return the numbers of layers, of `layers` in all, after which states are taken. They are those of the EAGLE-3
+    paper. A target that is too small for these has the inputs of its last layers taken."""
     if layers >= 7:
         return 2, layers // 2, layers - 3
     return tuple(range(max(0, layers - 3), layers))
 
 
 def _target(spec: ModelSpec) -> tuple[WeightReader, Any]:
-    """A target's tensors, however they are stored, and its config. Raises ModelError."""
+    """Return a reader of the target's tensors, however they are stored, and the target's config. Raises ModelError."""
     place = locate(spec)
     config = load_config(place, spec)
     found = spec_or_reason(spec, config)
@@ -335,7 +338,7 @@ def _target(spec: ModelSpec) -> tuple[WeightReader, Any]:
 
 
 def _ends(reader: WeightReader) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows [V, H] of the LM head in float32, embeddings [V, H] as they are stored, and the final norm [H]."""
+    """Return the LM head's rows [V, H] in float32, the embeddings [V, H] as they are stored, and the final norm [H]."""
     spec = reader.spec
     table = reader.tensor("embed_tokens.weight", spec.vocabulary, spec.hidden)
     rows = table if spec.tied else reader.tensors["lm_head.weight"]()
@@ -344,9 +347,9 @@ def _ends(reader: WeightReader) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _copy_layer(layer: Any, reader: WeightReader) -> None:
-    """Begin as the target's last layer, which reads states and no tokens."""
-    theirs = reader.layer(reader.spec.layers - 1)
-    linears = dict(theirs.linears)
+    """Copy the target's last layer, which reads states and no tokens. Weights for the embeddings begin as zeros."""
+    last = reader.layer(reader.spec.layers - 1)
+    linears = dict(last.linears)
     for name, weight in zip("qkv", linears["qkv"].weights, strict=True):
         layer.self_attn[f"{name}_proj"].weight.copy_(torch.cat((torch.zeros_like(weight), weight), 1))
     layer.self_attn["o_proj"].weight.copy_(linears["out"].weights[0])
@@ -354,14 +357,14 @@ def _copy_layer(layer: Any, reader: WeightReader) -> None:
     gate_up = torch.cat([one.float() for one in linears["gate_up"].weights])
     for name, weight in zip(("gate_proj", "up_proj"), gate_up.chunk(2), strict=True):
         layer.mlp[name].weight.copy_(weight)
-    more = float(reader.spec.unit_offset)
-    for norm, given in ((layer.hidden_norm, theirs.input_norm), (layer.post_attention_layernorm, theirs.mlp_norm)):
+    offset = float(reader.spec.unit_offset)
+    for norm, given in ((layer.hidden_norm, last.input_norm), (layer.post_attention_layernorm, last.mlp_norm)):
         if given is not None:
-            norm.weight.copy_(given + more)
+            norm.weight.copy_(given + offset)
 
 
 def _rope_theta(text: Any) -> float:
-    """The base of a target's rotary positions, of several kinds the one of full attention."""
+    """Return the base of a target's rotary positions. Where there are several kinds, it is that of full attention."""
     rope = getattr(text, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     return float(rope.get("rope_theta") or 10000.0)
@@ -371,8 +374,8 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=False)
 
 
-def _at(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, n, ...] at the places index [B, m]: [B, m, ...]."""
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """Gather x [B, n, ...] at the indices [B, m] and return [B, m, ...]."""
     return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand(*index.shape, *x.shape[2:]))
 
 

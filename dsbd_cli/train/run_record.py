@@ -1,10 +1,10 @@
-"""Record that stands in a draft's folder beside the draft: what it was made with, and how it did. No tensors."""
+"""The record in a draft's folder: what the draft was made with, and how it did. No tensors."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 
@@ -19,7 +19,7 @@ Form = Literal["head", "model"]
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """TrainingPlan that the weights follow from, besides device and machine. input: a digest of the prompts' lines."""
+    """The settings that the weights follow from, besides device and machine. input: a digest of the prompts' lines."""
 
     target: str
     form: Form
@@ -39,8 +39,8 @@ class TrainingPlan:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Measured tokens/s on this machine. plain: without a draft. drafted: with this draft, at the fastest D and K of
-    those that were run. label: those."""
+    """Measured tokens/s on this machine. plain: without a draft. drafted: with this draft, at the fastest D and K that
+    were run. label: this D and K."""
 
     plain: float
     drafted: float
@@ -49,8 +49,8 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class DraftAcceptance:
-    """steps_per_call: steps that one target call yields. by_depth: of the times that a layer was reached, how often it
-    passed, the first layer first; layers that were never reached are left out."""
+    """Acceptance of a draft. steps_per_call: steps that one target call yields. by_depth: for each layer, first layer
+    first, how often it passed of the times that it was reached. Layers that were never reached are left out."""
 
     steps_per_call: float
     by_depth: tuple[float, ...]
@@ -58,7 +58,8 @@ class DraftAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A draft at one number of beams. acceptance: None where nothing was drafted. speed: where it was measured."""
+    """Measurements of a draft at one number of beams. acceptance: None where nothing was drafted. speed: None where it
+    was not measured."""
 
     acceptance: DraftAcceptance | None
     speed: Speed | None = None
@@ -66,7 +67,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """The draft after so many steps. loss: mean since the milestone before, in nats per token; None before the first
+    """The draft after `step` steps. loss: mean since the milestone before, in nats per token; None before the first
     step. measured: with the beams of the run. one_beam: a draft head with one beam, where the run has several."""
 
     step: int
@@ -77,7 +78,7 @@ class Milestone:
 
 @dataclass(slots=True)
 class Record:
-    """A run of the command. prompts, answers: that are learnt from."""
+    """A run of the command. prompts, answers: how many of them are trained on."""
 
     plan: TrainingPlan
     complete: bool = False
@@ -86,7 +87,7 @@ class Record:
     milestones: list[Milestone] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
-        """Whole or not at all. Raises OutputError."""
+        """Write the record, whole or not at all. Raises OutputError."""
         write_atomically(folder / RECORD, self.page())
 
     def page(self) -> bytes:
@@ -95,7 +96,7 @@ class Record:
 
 
 def read_record(folder: Path) -> Record:
-    """The record in a folder. Raises UsageError where it cannot be read."""
+    """Read the record in a folder. Raises UsageError where it cannot be read."""
     path = folder / RECORD
     try:
         found = orjson.loads(path.read_bytes())
@@ -113,9 +114,7 @@ def _milestone(found: dict[str, object]) -> Milestone:
     return Milestone(step, loss, _measurement(found["measured"]), None if alone is None else _measurement(alone))
 
 
-def _measurement(found: object) -> Measurement:
-    if not isinstance(found, dict):
-        raise TypeError
+def _measurement(found: Any) -> Measurement:
     passed, speed = found["acceptance"], found["speed"]
     return Measurement(
         None if passed is None else DraftAcceptance(passed["steps_per_call"], tuple(passed["by_depth"])),

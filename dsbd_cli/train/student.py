@@ -1,6 +1,6 @@
-"""A draft in training: made from a target, kept in checkpoints, written as an ordinary folder.
+"""A draft in training: made from a target, kept in checkpoints, written as an ordinary model folder.
 
-A student is the target's own first layers, or a small Llama that reads and writes the target's tokens.
+A student is the target's own first layers, or a small Llama that reads and writes the target's tokens, or a draft head.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from dsbd_cli.train.head import HeadStudent
 from dsbd_cli.train.run_record import Form
 from dsbd_cli.train.trim import copy_beside
 
-SHARE_OF_LAYERS = 4  # the draft has one of so many of the target's layers
+SHARE_OF_LAYERS = 4  # the draft has the target's layers divided by this number
 LLAMA_LAYERS = 2
-VOCABULARY, LEAST_VOCABULARY = 8192, 64  # tokens of a head
+VOCABULARY, LEAST_VOCABULARY = 8192, 64  # tokens of a head: by default, and at least
 HEAD_DIMS = (64, 32, 16)
 MOMENTS = "optimizer.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class StudentShape:
-    """layers: of the draft. hidden_size: of a small Llama; None: the target's own first layers, or a head. vocab:
-    tokens of a draft head; None: a model."""
+    """Sizes of a draft. layers: number of its layers. hidden_size: of a small Llama; None: the target's own first
+    layers, or a head. vocab: tokens of a draft head; None: a model."""
 
     layers: int
     hidden_size: int | None
@@ -47,7 +47,7 @@ class StudentShape:
 
     @property
     def form(self) -> Form:
-        """Return what is made."""
+        """Form of the draft: a head or a model."""
         return "model" if self.vocab is None else "head"
 
 
@@ -61,9 +61,10 @@ def student_shape(
     """Work out the draft to be made of the target of `spec`, from its config alone.
 
     layers None: a quarter of the target's layers, or two of a Llama. form None: a head where the target is a standard
-    decoder and no layers and no size are given. vocab: tokens of a head; None: VOCABULARY.
+    decoder and neither layers nor hidden_size is given, else a model. vocab: tokens of a head; None: VOCABULARY.
 
-    Raises UsageError for sizes that make no draft of it, UnsupportedModelError for a target that no draft is made of.
+    Raises UsageError for sizes that make no draft of it, UnsupportedModelError and ModelError for a target that no
+    draft is made of.
     """
     config = load_config(locate(spec), spec)
     if getattr(config, "is_encoder_decoder", False):
@@ -76,7 +77,7 @@ def student_shape(
             "distil from the original; its draft serves both"
         )
     text = config.get_text_config(decoder=True)
-    most = text.num_hidden_layers
+    total = text.num_hidden_layers
     known = spec_or_reason(spec, config)
     sized = layers is not None or hidden_size is not None
     if form is None:
@@ -97,11 +98,11 @@ def student_shape(
     if layers is not None and layers < 1:
         raise UsageError(f"--layers is {layers}, but must be 1 or more")
     if hidden_size is None:
-        if most < 2:
-            raise UsageError(f"the target has {most} layer, so no draft can be cut from it: give --hidden-size")
-        wanted = max(1, most // SHARE_OF_LAYERS) if layers is None else layers
-        if wanted >= most:
-            raise UsageError(f"--layers is {wanted}, but the target has {most}: a draft of its own layers has fewer")
+        if total < 2:
+            raise UsageError(f"the target has {total} layer, so no draft can be cut from it: give --hidden-size")
+        wanted = max(1, total // SHARE_OF_LAYERS) if layers is None else layers
+        if wanted >= total:
+            raise UsageError(f"--layers is {wanted}, but the target has {total}: a draft of its own layers has fewer")
         return StudentShape(wanted, None)
     step = HEAD_DIMS[-1]
     if hidden_size < step or hidden_size % step or hidden_size > text.hidden_size:
@@ -112,16 +113,16 @@ def student_shape(
 
 
 def new_student(spec: ModelSpec, shape: StudentShape, seed: int) -> nn.Module:
-    """An untrained draft of the target, in float32 on the device of `spec`, every weight to be trained. Of a target
-    with adapters it begins as the base."""
+    """Make an untrained draft of the target, in float32 on the device of `spec`, with every weight to be trained. For a
+    target with adapters it begins as the base model."""
     base = parts_of(spec.source)[0]
     plain = replace(spec, source=base, adapters=(), role="draft", dtype="float32", device_map=None, tensor_parallel=1)
-    first, _ = load(plain, _cut_config(load_config(locate(spec), spec), shape.layers if not shape.hidden_size else 1))
-    return _trainable(first if shape.hidden_size is None else _small_llama(first, shape, seed))
+    model, _ = load(plain, _cut_config(load_config(locate(spec), spec), shape.layers if not shape.hidden_size else 1))
+    return _trainable(model if shape.hidden_size is None else _small_llama(model, shape, seed))
 
 
 def load_student(folder: Path, spec: ModelSpec) -> nn.Module:
-    """The model that `save_student` has written, in float32. Raises ModelError where the files are damaged."""
+    """Load the model that `save_student` has written, in float32. Raises ModelError where the files are damaged."""
     plain = replace(
         spec, source=str(folder), adapters=(), role="draft", dtype="float32", device_map=None, tensor_parallel=1
     )
@@ -129,7 +130,7 @@ def load_student(folder: Path, spec: ModelSpec) -> nn.Module:
 
 
 def stored_dtype(spec: ModelSpec) -> str:
-    """The dtype that the target's weights are stored in, which its draft is stored in too."""
+    """Return the dtype that the target's weights are stored in, which its draft is stored in too."""
     text = load_config(locate(spec), spec).get_text_config(decoder=True)
     found = str(getattr(text, "dtype", None)).removeprefix("torch.")
     return found if found in DTYPES and found != "auto" else "float32"
@@ -138,21 +139,21 @@ def stored_dtype(spec: ModelSpec) -> str:
 def save_student(
     student: nn.Module, spec: ModelSpec, folder: Path, dtype: str, moments: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write the student with its target's tokenizer, as transformers reads it. What is in `folder` is replaced by a
-    whole folder or stays. moments: tensors of the optimizer, to go on from. Raises OutputError."""
+    """Write the student with its target's tokenizer, as transformers reads it. What is in `folder` is replaced as a
+    whole, or stays. moments: tensors of the optimizer, from which training goes on. Raises OutputError."""
     recover(folder)
-    unfinished, before = folder.with_name(f".{folder.name}.unfinished"), _before(folder)
+    unfinished, backup = folder.with_name(f".{folder.name}.unfinished"), _backup_path(folder)
     try:
-        for path in (unfinished, before):
+        for path in (unfinished, backup):
             shutil.rmtree(path, ignore_errors=True)
         unfinished.mkdir(parents=True)
         _write(student, spec, unfinished, dtype)
         if moments is not None:
             save_file({name: tensor.contiguous().cpu() for name, tensor in moments.items()}, unfinished / MOMENTS)
         if folder.exists():
-            folder.replace(before)
+            folder.replace(backup)
         unfinished.replace(folder)
-        shutil.rmtree(before, ignore_errors=True)
+        shutil.rmtree(backup, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise OutputError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from error
     finally:
@@ -162,8 +163,8 @@ def save_student(
 
 
 def publish_student(student: nn.Module, spec: ModelSpec, folder: Path, dtype: str) -> None:
-    """Write the trained student beside what `folder` holds. The config comes last: without it the folder is no
-    checkpoint. Raises OutputError."""
+    """Write the trained student into `folder`, next to what it holds. The config comes last, because without it the
+    folder is no checkpoint. Raises OutputError."""
     whole = folder / ".draft"
     save_student(student, spec, whole, dtype)
     try:
@@ -175,21 +176,21 @@ def publish_student(student: nn.Module, spec: ModelSpec, folder: Path, dtype: st
 
 
 def recover(folder: Path) -> None:
-    """Take back what `folder` held where `save_student` was killed between its two renames. Raises OutputError."""
+    """Restore what `folder` held where `save_student` was killed between its two renames. Raises OutputError."""
     try:
-        if not folder.exists() and _before(folder).exists():
-            _before(folder).replace(folder)
+        if not folder.exists() and _backup_path(folder).exists():
+            _backup_path(folder).replace(folder)
     except OSError as error:
         raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
 
 
-def _before(folder: Path) -> Path:
-    """Where `folder` stands while another one takes its place."""
+def _backup_path(folder: Path) -> Path:
+    """Return the name that `folder` has while another one takes its place."""
     return folder.with_name(f".{folder.name}.before")
 
 
 def read_moments(folder: Path) -> dict[str, Tensor]:
-    """The optimizer's tensors of a checkpoint. Raises ModelError where they are missing or damaged."""
+    """Read the optimizer's tensors of a checkpoint. Raises ModelError where they are missing or damaged."""
     try:
         return load_file(folder / MOMENTS)
     except (OSError, SafetensorError) as error:
@@ -198,30 +199,31 @@ def read_moments(folder: Path) -> dict[str, Tensor]:
 
 
 def _trainable(model: Any) -> nn.Module:
-    """Evaluation mode leaves out dropout, whose noise would be another one after a resume."""
+    """Make all weights trainable, in evaluation mode. That leaves out dropout, whose noise would differ after a
+    resume."""
     student: nn.Module = model.eval().requires_grad_(True)
     return student
 
 
 def _cut_config(config: Any, layers: int) -> Any:
-    """The config of the first layers; what it says of each layer in a list is cut alike."""
+    """Return the config of the first layers. Lists with one entry for each layer are cut to as many entries."""
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
-    most = text.num_hidden_layers
+    total = text.num_hidden_layers
     for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == most and not name.startswith("_"):
+        if isinstance(value, list) and len(value) == total and not name.startswith("_"):
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     return config
 
 
-def _small_llama(first: Any, shape: StudentShape, seed: int) -> Any:
-    """A random Llama; its embeddings are the target's, projected on their first principal components, not centred."""
+def _small_llama(target: Any, shape: StudentShape, seed: int) -> Any:
+    """Make a random Llama with the target's embeddings, projected on their first principal components, not centred."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     assert shape.hidden_size is not None
-    text, size = first.config.get_text_config(decoder=True), shape.hidden_size
-    table = first.get_input_embeddings().weight.detach().float()
+    text, size = target.config.get_text_config(decoder=True), shape.hidden_size
+    table = target.get_input_embeddings().weight.detach().float()
     head_dim = next(width for width in HEAD_DIMS if size % width == 0)
     config = LlamaConfig(
         vocab_size=table.shape[0],
@@ -239,7 +241,7 @@ def _small_llama(first: Any, shape: StudentShape, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).to(table.device)
-    model.generation_config = copy.deepcopy(first.generation_config)
+    model.generation_config = copy.deepcopy(target.generation_config)
     axes = torch.linalg.eigh(table.double().T @ table.double()).eigenvectors[:, -size:].float()
     projected = table @ axes
     model.get_input_embeddings().weight.data.copy_(projected * (config.initializer_range / projected.std()))

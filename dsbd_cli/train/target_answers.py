@@ -1,4 +1,4 @@
-"""Answers of the target to the user's prompts, in a file that a later run goes on with."""
+"""Answers of the target to the user's prompts, in a file that a later run continues."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from dsbd_cli.requests import Request, RequestResult
 class AnswerTokens:
     """Token ids of one answer, or of a tree of answers, and of the prompt before it.
 
-    branches: of a tree, the place in `tokens` that each of its tokens follows, -1 for those behind the prompt. None:
-    one answer, each token of which follows the one before; the last is read by nobody.
+    branches: for a tree, the index in `tokens` that each of its tokens follows, -1 for tokens after the prompt. None:
+    one answer, in which each token follows the one before, and the last one is never read.
     """
 
     prompt: tuple[int, ...]
@@ -38,17 +38,17 @@ class AnswerTokens:
 
     @property
     def text(self) -> tuple[int, ...]:
-        """All tokens that the target reads, N of them: the prompt's first, and none before the one that it follows."""
+        """All N tokens that the target reads, the prompt's first. Every token comes after the one that it follows."""
         return (*self.prompt, *(self.tokens[:-1] if self.branches is None else self.tokens))
 
     @property
     def learnt(self) -> int:
-        """How many of them are learnt from: the last one of the prompt and all behind it."""
+        """Number of tokens in `text` that are trained on: the last one of the prompt and all after it."""
         return len(self.text) - len(self.prompt) + 1
 
     @property
     def parents(self) -> list[int]:
-        """Place in `text` that each of its tokens follows; -1 for the first."""
+        """Index in `text` that each of its tokens follows; -1 for the first."""
         count, size = len(self.prompt), len(self.text)
         if self.branches is None:
             return list(range(-1, size - 1))
@@ -56,14 +56,15 @@ class AnswerTokens:
 
     @property
     def positions(self) -> list[int]:
-        """How many tokens stand before each token of `text` on its path."""
+        """Number of tokens before each token of `text` on its path."""
         found: list[int] = []
         for parent in self.parents:
             found.append(found[parent] + 1 if parent >= 0 else 0)
         return found
 
     def sees(self, start: int, end: int) -> Tensor:
-        """[end - start, end] bool: what tokens start .. end of `text` follow, and themselves."""
+        """Return [end - start, end] bool: which tokens of `text` the tokens `start` to `end` see, namely those that
+        they follow, and themselves."""
         rows = torch.ones(end, end, dtype=torch.bool).tril()
         if self.branches is not None:
             for place, parent in enumerate(self.parents[len(self.prompt) : end], len(self.prompt)):
@@ -72,23 +73,23 @@ class AnswerTokens:
 
 
 class LiveBeams(Observer):
-    """Keeps the live beams of every step of runs without a draft, as trees."""
+    """An observer that keeps the live beams of every step of runs without a draft, as trees."""
 
     attached = True
 
     def __init__(self) -> None:
-        self._trees: dict[int, tuple[list[int], list[int]]] = {}  # by request: tokens, and what each follows
-        self._ends: dict[int, list[int]] = {}  # places of the live beams
+        self._trees: dict[int, tuple[list[int], list[int]]] = {}  # by request: tokens, and the index that each follows
+        self._ends: dict[int, list[int]] = {}  # by request: indices of the live beams
         self._draws: list[list[list[int]]] = []
 
     def verified(self, view: LayerView, draws: LayerDraws) -> None:
-        """Note the beams of the next step."""
+        """Keep the beams that were drawn for the next step."""
         self._draws = torch.stack((*view.pair(draws.index), draws.valid.long()), 2).tolist()
 
     def iterated(self, jobs: Mapping[int, RequestState], nodes: int, seconds: Mapping[str, float]) -> None:
-        """Put them below those of this one."""
+        """Add the beams of the next step to the trees, below those of this step."""
         for row, job in jobs.items():
-            if not job.stats.steps:  # it begins, or begins anew
+            if not job.stats.steps:  # the request begins, or begins anew
                 self._trees[job.number], self._ends[job.number] = ([], []), [-1]
             (tokens, branches), ends, grown = self._trees[job.number], self._ends[job.number], []
             for beam, token, valid in self._draws[row]:
@@ -99,14 +100,14 @@ class LiveBeams(Observer):
             self._ends[job.number] = grown
 
     def take(self, number: int) -> tuple[list[int], list[int]]:
-        """Tokens and branches of the tree of a request that is done."""
+        """Remove the tree of a request that is done, and return its tokens and branches."""
         self._ends.pop(number, None)
         return self._trees.pop(number, ([], []))
 
 
 @contextmanager
 def open_answers(path: Path) -> Iterator[tuple[int, LineWriter]]:
-    """How many prompts the file has answers to, and what writes further lines. A torn last line is dropped.
+    """Yield how many prompts the file has answers to, and a writer of further lines. A torn last line is dropped.
 
     Raises OutputError where it cannot be written, or another run writes it.
     """
@@ -127,8 +128,9 @@ def make_answers(
     *,
     trees: bool = False,
 ) -> list[RowError]:
-    """Answer the requests and write a line for each; ends early where the engine is stopped. on_answer: after each, how
-    many are done. trees: with the live beams of every step. Returns the errors of those that cannot be answered."""
+    """Answer the requests and write a line for each. This ends early where the engine is stopped. on_answer: called
+    after each with how many are done. trees: write the live beams of every step, too. Returns the errors of the
+    requests that cannot be answered."""
     encoder = Encoder.alone(engine.target, engine.codec, engine.method)
     failed, beams = [], LiveBeams()
     engine.observe(beams if trees else Observer())
@@ -144,7 +146,7 @@ def make_answers(
 
 
 def _line(encoder: Encoder, result: RequestResult) -> dict[str, object]:
-    """`text` is for `dsbd trim-draft --texts`, which counts what the target says."""
+    """Return the fields of a line. `text` is for `dsbd trim-draft --texts`, which counts the tokens of texts."""
     if result.error is not None:
         return {"schema": ANSWERS.id, "id": result.request.id, "error": str(result.error)}
     return {
@@ -157,7 +159,7 @@ def _line(encoder: Encoder, result: RequestResult) -> dict[str, object]:
 
 
 def read_answers(path: Path) -> list[AnswerTokens]:
-    """All answers of the file, in its order; each text of a prompt once, or its tree."""
+    """Read all answers of the file, in its order: each text of a prompt once, or its tree."""
     found = []
     with path.open("rb") as stream:
         for line in stream:

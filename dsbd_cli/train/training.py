@@ -1,7 +1,7 @@
-"""The training loop: batches that follow from seed and step alone, so that a resumed run is the same run.
+"""The training loop. Its batches follow from seed and step alone, so that a resumed run gives the same draft.
 
-Our own short loop: transformers' Trainer takes datasets, collators and callbacks for what are sixty lines here, and
-evaluates and resumes in its own ways.
+It is a short loop of our own, because transformers' Trainer takes datasets, collators and callbacks for what are sixty
+lines here, and evaluates and resumes in its own ways.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dsbd_cli.train.target_answers import AnswerTokens
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.98), 0.01, 1.0
 WARM_UP_SHARE, WARM_UP_MOST = 0.05, 100
-UNROLLED, DECAY = 4, 0.8  # steps of a head on its own guesses, and how much less each weighs
+UNROLLED, DECAY = 4, 0.8  # steps that a head is unrolled for, and the weight of a step relative to the one before
 LOGIT_BYTES = 256 << 20  # of a forward's float32 logits
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Recipe that the trained weights follow from, beside the answers. autocast: products in bfloat16."""
+    """The settings that the trained weights follow from, besides the answers. autocast: products in bfloat16."""
 
     steps: int
     learning_rate: float
@@ -38,12 +38,13 @@ class Recipe:
     autocast: bool
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, from 0: it rises, is constant until half of the steps, and falls to 0."""
+        """Return the learning rate of a step, from 0. It rises, is constant until half of the steps, and falls to 0."""
         warm = max(1, min(WARM_UP_MOST, int(WARM_UP_SHARE * self.steps)))
         return self.learning_rate * min(1.0, (step + 1) / warm, 2.0 * (1.0 - step / self.steps))
 
     def places(self, step: int, count: int) -> list[int]:
-        """Which of so many answers a step learns from: each once before any twice."""
+        """Return the indices, of `count`, of the answers that a step trains on. Each is used once before any is used
+        twice."""
         return [
             _order(self.seed, place // count, count)[place % count] for place in range(step * BATCH, (step + 1) * BATCH)
         ]
@@ -57,7 +58,7 @@ def _order(seed: int, epoch: int, count: int) -> list[int]:
 
 
 class Training:
-    """A student, its optimizer and how many steps it has learnt. `student` is trained in place."""
+    """A student, its optimizer and the number of its steps. `student` is trained in place."""
 
     def __init__(self, student: nn.Module, teacher: Teacher, answers: Sequence[AnswerTokens], recipe: Recipe) -> None:
         self.student, self.step = student, 0
@@ -69,26 +70,26 @@ class Training:
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
         self._parameters = parameters
         self._optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS, fused=True)
-        # most models can leave out the logits of positions that nobody asks for
-        self._keeps = "logits_to_keep" in inspect.signature(type(student).forward).parameters
+        # most models can leave out the logits of positions that are not needed
+        self._can_skip_logits = "logits_to_keep" in inspect.signature(type(student).forward).parameters
 
     @property
     def _width(self) -> int:
-        """Numbers that a position's logits take."""
+        """Number of logits of one position."""
         width: int = self.student.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         return width
 
-    def _terms(self, batch: list[AnswerTokens]) -> float:
-        """By what the sum of the batch's divergences is divided."""
+    def _weight_sum(self, batch: list[AnswerTokens]) -> float:
+        """Return the number by which the sum of the batch's divergences is divided."""
         return sum(one.learnt for one in batch)
 
     def moments(self) -> dict[str, Tensor]:
-        """Return what the optimizer remembers, by name."""
+        """Return the optimizer's state, by name."""
         state = self._optimizer.state_dict()["state"]
         return {f"{number}.{name}": tensor for number, some in state.items() for name, tensor in some.items()}
 
     def restore(self, moments: dict[str, Tensor]) -> None:
-        """Go on behind the step at which the moments were taken, with the student of that step."""
+        """Continue after the step at which the moments were taken, with the student of that step."""
         state: dict[int, dict[str, Tensor]] = {}
         for key, tensor in moments.items():
             number, _, name = key.partition(".")
@@ -98,12 +99,12 @@ class Training:
         self.step = int(moments["0.step"]) if moments else 0
 
     def run_step(self) -> float:
-        """One step; returns the mean divergence in nats per token. Raises DsbdError where it is no number."""
+        """Train one step and return the mean divergence in nats per token. Raises DsbdError where it is not finite."""
         batch = [self._answers[place] for place in self._recipe.places(self.step, len(self._answers))]
-        terms = self._terms(batch)
+        weight_sum = self._weight_sum(batch)
         total = 0.0
         for part in self._parts(batch):
-            loss = self._loss(part) / terms
+            loss = self._loss(part) / weight_sum
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         if not math.isfinite(total):
@@ -117,7 +118,8 @@ class Training:
         return total
 
     def _parts(self, batch: list[AnswerTokens]) -> list[list[AnswerTokens]]:
-        """Answers that go through the student together: of like length, and few enough for their logits."""
+        """Divide the batch into answers that go through the student together: of similar length, and few enough for
+        their logits."""
         most = max(1, LOGIT_BYTES // (4 * self._width))
         parts: list[list[AnswerTokens]] = []
         for one in sorted(batch, key=lambda one: (len(one.prompt), len(one.tokens))):
@@ -129,16 +131,16 @@ class Training:
         return parts
 
     def _positions(self, part: list[AnswerTokens]) -> int:
-        """Positions of each answer that logits are computed of."""
+        """Return the number of positions of each answer whose logits are computed."""
         return _span(part)[1]
 
     def _loss(self, part: list[AnswerTokens]) -> Tensor:
-        """Sum over all tokens of the answers."""
+        """Return the sum of the divergences over all tokens of the answers."""
         start, count = _span(part)
-        # what stands behind a text is seen by no token of it
+        # padding comes after a text, where no token of the text sees it
         texts = [[*one.prompt, *one.tokens[:-1]] for one in part]
         ids = torch.tensor([text + [0] * (start + count - len(text)) for text in texts], device=self._device)
-        keep = {"logits_to_keep": count} if self._keeps else {}
+        keep = {"logits_to_keep": count} if self._can_skip_logits else {}
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._recipe.autocast):
             logits: Tensor = self.student(input_ids=ids, use_cache=False, **keep).logits[:, -count:]
         total = logits.new_zeros((), dtype=torch.float32)
@@ -152,7 +154,7 @@ class Training:
 
 
 class HeadTraining(Training):
-    """A draft head in training, unrolled on its own guesses."""
+    """Training of a draft head, unrolled on its own guesses."""
 
     student: HeadStudent
 
@@ -163,7 +165,7 @@ class HeadTraining(Training):
     def _positions(self, part: list[AnswerTokens]) -> int:
         return max(one.learnt for one in part)
 
-    def _terms(self, batch: list[AnswerTokens]) -> float:
+    def _weight_sum(self, batch: list[AnswerTokens]) -> float:
         found = 0.0
         for one in batch:
             depths = torch.tensor(one.positions[len(one.prompt) - 1 :]) - (len(one.prompt) - 1)
@@ -171,12 +173,15 @@ class HeadTraining(Training):
         return found
 
     def _loss(self, part: list[AnswerTokens]) -> Tensor:
-        laws = [self._teacher.distribution(one) for one in part]
-        trees = Trees.of(part, [law.states for law in laws if law.states is not None]).to(self._device)
+        targets, states = [self._teacher.distribution(one) for one in part], list[Tensor]()
+        for target in targets:
+            assert target.states is not None, "a HeadTeacher keeps states"
+            states.append(target.states)
+        trees = Trees.of(part, states).to(self._device)
         most = trees.nodes.shape[1]
         ids, logs = (
             torch.stack([nn.functional.pad(one, (0, 0, 0, most - len(one))) for one in some]).to(self._device)
-            for some in ([law.ids for law in laws], [law.logs for law in laws])
+            for some in ([target.ids for target in targets], [target.logs for target in targets])
         )
         total = torch.zeros((), device=self._device)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._recipe.autocast):
@@ -186,6 +191,6 @@ class HeadTraining(Training):
 
 
 def _span(part: list[AnswerTokens]) -> tuple[int, int]:
-    """First position whose logits are wanted, and how many from there on."""
+    """Return the first position whose logits are needed, and the number of positions from there on."""
     start = min(len(one.prompt) for one in part) - 1
     return start, max(len(one.prompt) - 1 + len(one.tokens) for one in part) - start

@@ -1,7 +1,7 @@
 """VocabTrim (Goel et al. 2025, arXiv 2506.22694): a draft whose LM head has only the rows of frequent tokens.
 
-A draft spends much of its time in the head when its vocabulary is large. The target's distribution does not depend on
-the draft's, so what is not proposed costs acceptance, never exactness.
+A draft with a large vocabulary spends much of its time in the LM head. The target's distribution does not depend on the
+draft's, so tokens that are not proposed cost acceptance, never exactness.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from dsbd_cli.models.checkpoints.head import HEAD_FILE, TrimmedHead, head_keys, 
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import eos_ids, is_gguf, load, load_config, load_tokenizer
 
-_WRITTEN = ("config.json", "generation_config.json", "dsbd_distill.json")  # of this folder, not of the one made of it
+# not copied to the folder of the trimmed draft
+_WRITTEN = ("config.json", "generation_config.json", "dsbd_distill.json")
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
 _BATCH = 256
 
 
 @dataclass(frozen=True, slots=True)
 class TrimReport:
-    """Report of what was kept: rows of `vocab_size`, the share of the counted tokens they cover, bytes of the head."""
+    """Report of a trimmed head: rows kept of `vocab_size`, the share of the counted tokens that they cover, and the
+    bytes of the head."""
 
     kept: int
     vocab_size: int
@@ -41,7 +43,7 @@ class TrimReport:
 
 
 def count_texts(spec: ModelSpec, texts: Iterable[str]) -> Counter[int]:
-    """How often each token of the draft's vocabulary stands in the texts."""
+    """Count how often each token of the draft's vocabulary occurs in the texts."""
     tokenizer = load_tokenizer(locate(spec), spec)
     counts: Counter[int] = Counter()
     batch: list[str] = []
@@ -63,10 +65,11 @@ def _count(tokenizer: Any, texts: list[str], counts: Counter[int]) -> None:
 def choose_ids(
     counts: Counter[int], always: Iterable[int], vocab_size: int, *, size: int | None, coverage: float | None
 ) -> list[int]:
-    """Ids to keep, ascending: `always` and the most frequent ones, `size` in all or until they cover that share.
+    """Return the ids to keep, ascending: `always`, and the most frequent ones until there are `size` in all, or until
+    they cover the share `coverage` of all counts.
 
-    What was never counted comes last, lower ids first: merges are learnt in order of frequency. Raises UsageError for a
-    size or coverage that makes no sense.
+    Tokens that were never counted come last, lower ids first, because merges are learnt in order of frequency. Raises
+    UsageError for a size or coverage that makes no sense.
     """
     kept = {token for token in always if 0 <= token < vocab_size}
     seen = [(token, count) for token, count in counts.items() if 0 <= token < vocab_size]
@@ -103,7 +106,8 @@ def _check_size(size: int, special: int, vocab_size: int) -> None:
 
 
 def check(spec: ModelSpec, output: Path, *, size: int | None, coverage: float | None) -> tuple[Path, Any]:
-    """Folder and config of a draft that can be trimmed; everything that can be refused before anything is counted."""
+    """Return folder and config of a draft that can be trimmed. Raises UsageError or ModelError for all that can be
+    refused before anything is counted."""
     if size is None and coverage is None:
         raise UsageError("--size or --coverage is missing: say how many rows to keep, or which share they shall cover")
     if size is not None and coverage is not None:
@@ -171,7 +175,7 @@ def trim(
 
 
 def copy_beside(folder: Path, to: Path) -> None:
-    """Copy what stands in a checkpoint folder beside config and weights: the tokenizer's files, templates, code."""
+    """Copy what a checkpoint folder holds besides config and weights: the tokenizer's files, templates, code."""
     for pattern in _COPIED:
         for path in folder.glob(pattern):
             if path.name not in _WRITTEN and not path.name.endswith(".index.json"):
@@ -184,7 +188,7 @@ def _special(tokenizer: Any) -> set[int]:
 
 
 def _write(model: Any, head: TrimmedHead, folder: Path, output: Path) -> None:
-    """All files under another name first, so that an interrupted run leaves no folder that looks whole."""
+    """Write all files under another name first, so that an interrupted run leaves no folder that looks whole."""
     unfinished = output.with_name(f".{output.name}.unfinished")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)

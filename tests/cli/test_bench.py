@@ -17,7 +17,7 @@ from typing import TextIO
 import pytest
 
 from dsbd_cli.cli.app import run
-from dsbd_cli.cli.commands.bench import _teller
+from dsbd_cli.cli.commands.bench import _progress_of
 from dsbd_cli.cli.run import messages
 from dsbd_cli.cli.run.messages import Talk
 from tests.cli.conftest import Outcome, read, terminal
@@ -112,7 +112,7 @@ def test_tables_go_to_standard_output_and_files_where_they_are_named(
 
 def test_the_time_left_is_said_early_and_then_every_minute(capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
-    log = _teller(Talk(None, lambda: now), 3)
+    log = _progress_of(Talk(None, lambda: now), 3)
     for done, seconds, left in [(0, 0, None), (0, 1, None), (1, 2, 80.0), (2, 3, 90.0), (3, 4, 3700.4), (4, 5, 60.0)]:
         now = seconds
         log(done, 9, "x", left)

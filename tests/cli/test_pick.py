@@ -255,6 +255,9 @@ def test_a_reward_model_chooses(dsbd: Dsbd, tmp_path: Path) -> None:
     assert done.records[0]["text"] == texts[want.index(max(want))]
     assert "but the reward model has 64 positions" in done.records[1]["error"]["message"]  # type: ignore[index]
     assert "id is 'c'" in done.records[2]["error"]["message"]  # type: ignore[index]
+    done = dsbd("pick", "--by", "model", *options, "--device", "cuda:99", lines=rows)
+    assert done.code == 2
+    assert "device 'cuda:99' is not there" in done.err
     model.config.num_labels = 2
     LlamaForSequenceClassification(model.config).save_pretrained(tmp_path / "reward")
     done = dsbd("pick", "--by", "model", *options, lines=rows)

@@ -44,16 +44,16 @@ def test_the_share_and_the_time_left_are_told_of_a_file(monkeypatch: pytest.Monk
     monkeypatch.setattr(time, "perf_counter", lambda: 1000.0)
     talk = progress.TalkOptions()
     reporter = progress.Reporter(talk, Path("out.jsonl"))
-    assert reporter._left() == ""
+    assert reporter._share_done() == ""
     reporter.input_bytes = 1000
     reporter.at(500, skipped=True)
-    assert reporter._left() == "50% done"
+    assert reporter._share_done() == "50% done"
     reporter.totals.started -= 60
     reporter.at(750)
-    assert reporter._left() == "75% done", "nothing is answered, so nobody knows"
+    assert reporter._share_done() == "75% done", "nothing is answered, so nobody knows"
     reporter.totals.rows, reporter.totals.stats.steps = progress.ROWS_THAT_TELL, 100
-    assert reporter._left() == "75% done, 0:01:00 left"
-    assert reporter._line(live=True).startswith("75% done, 0:01:00 left, 10 rows")
+    assert reporter._share_done() == "75% done, 0:01:00 left"
+    assert reporter._progress_line(live=True).startswith("75% done, 0:01:00 left, 10 rows")
 
 
 def test_the_live_line_of_two_drafters_keeps_its_clock() -> None:

@@ -283,6 +283,17 @@ def test_partial_writes_what_there_is(folder: Folder) -> None:
     assert [record["index"] for record in folder.lines("all.jsonl")] == [0, 1, 3, 6, 7, 9, 10]  # type: ignore[index]
 
 
+@pytest.mark.parametrize("form", ["native", "openai"])
+def test_a_part_that_was_not_given_lacks_all_its_rows(folder: Folder, form: str) -> None:
+    """Its rows count, though nothing is missing in the parts that were given, and none of their rows has failed."""
+    names = folder.shards(3, "--output-format", form)
+    done = folder.merge("--partial", *names[:2])
+    assert (done.code, "part 2 of 3 is missing" in done.err) == (3, True), done.err
+    folder.input.write_text('{"prompt": "one"}\n')  # which has no row for another part
+    names = folder.shards(2, "--output-format", form, "--existing", "overwrite")
+    assert folder.merge("--partial", "--existing", "overwrite", names[0]).code == 0
+
+
 @pytest.mark.parametrize("step", ["write_settings", "settings_file"])
 def test_a_merge_that_is_killed_leaves_no_file_with_the_settings_of_another(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, step: str

@@ -62,7 +62,7 @@ def reporter(rows: int, *, input_bytes: int = 1000, row_bytes: int = 10, steps: 
 
 
 def left(made: Reporter) -> str:
-    return made._left()
+    return made._share_done()
 
 
 def test_the_time_left_is_told_when_it_can_be_and_does_not_jump(monkeypatch: pytest.MonkeyPatch) -> None:

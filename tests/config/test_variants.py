@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from importlib.metadata import EntryPoint
 from typing import get_args
 
 import pytest
@@ -87,3 +88,12 @@ def test_the_page_shows_every_variant_with_its_settings(capsys: pytest.CaptureFi
         assert all(f"{setting.name}:" in one.help for setting in one.settings)
     main = text.split("Mainoptions")[1].split("Inputandoutput")[0]
     assert len(set(re.findall(r"--[a-z]+(?:-[a-z]+)*", main))) >= 10
+
+
+def test_an_extension_that_cannot_be_used_is_named_again_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "entry_points", lambda group: [EntryPoint("offer", "no_such_module:OFFER", group)])
+    monkeypatch.setattr(variants, "_extensions_found", False)
+    monkeypatch.setattr(variants, "_extension_fault", None)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="extension offer cannot be used: No module named 'no_such_module'"):
+            MethodConfig()

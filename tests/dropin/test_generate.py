@@ -16,7 +16,7 @@ import dsbd_cli
 from dsbd_cli import MethodConfig, PairError, SamplingConfig, UnsupportedModelError, UsageError
 from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.models.checkpoints.loader import load
-from dsbd_cli.models.checks.invariance import is_invariant
+from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.ops.cpu.runtime import on_amd
 from tests.engine.decoding.test_transformers import model as tiny
 from tests.helpers.tiny import build
@@ -311,6 +311,9 @@ def test_train_generate_train_sees_fresh_weights() -> None:
 
 
 def test_stop_strings_end_a_text() -> None:
+    """Given as an argument, in a generation config or in the model's; the first of these counts."""
+    from transformers import GenerationConfig
+
     model, tokenizer = load(ModelSpec(BUILTIN_TARGET))
     inputs = tokenizer("question: what did Nesen do\nanswer:", return_tensors="pt")
     options = {"num_beams": 2, "max_new_tokens": 12, "do_sample": False}
@@ -318,6 +321,16 @@ def test_stop_strings_end_a_text() -> None:
     cut = dsbd_cli.generate(model, **inputs, **options, stop_strings="ed a", tokenizer=tokenizer)[0]
     assert "ed a" in whole
     assert tokenizer.decode(cut, skip_special_tokens=True).endswith("ed a")
+    config = GenerationConfig(stop_strings=["no such text"], **options)
+    given = {"generation_config": config, "stop_strings": "ed a"}
+    assert torch.equal(dsbd_cli.generate(model, **inputs, **given, tokenizer=tokenizer)[0], cut)
+    assert config.stop_strings == ["no such text"]
+    config.stop_strings = ["ed a"]
+    assert torch.equal(dsbd_cli.generate(model, **inputs, generation_config=config, tokenizer=tokenizer)[0], cut)
+    model.generation_config.stop_strings = ["ed a"]
+    assert torch.equal(dsbd_cli.generate(model, **inputs, **options, tokenizer=tokenizer)[0], cut)
+    with pytest.raises(UsageError, match="tokenizer is not"):
+        dsbd_cli.generate(model, **inputs, **options)
 
 
 def test_an_engine_over_live_models() -> None:
@@ -330,7 +343,7 @@ def test_an_engine_over_live_models() -> None:
     assert found == by_name.generate(dsbd_cli.Request(prompt, sampling=short)).text
     assert by_name.exactness == "same-text"
     # the live model's layers are not packed, and torch's own products keep a row's bits on AMD's processors alone
-    kept = on_amd() or is_invariant(engine.target)
+    kept = on_amd() or check(engine.target).varies is None
     assert engine.exactness == ("same-text" if kept else "same-law")
     with pytest.raises(UsageError, match="model is in training mode"):
         dsbd_cli.from_models(model.train(), tokenizer)

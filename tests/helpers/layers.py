@@ -11,7 +11,7 @@ from torch import Tensor
 from dsbd_cli.engine.core.candidates import Candidates, top_candidates
 from dsbd_cli.engine.core.distribution import PoolDistribution, Warp, pool_distribution
 from dsbd_cli.engine.core.nodes import DraftDistribution
-from dsbd_cli.engine.core.noise import DRAFT, seed_key, stream_key
+from dsbd_cli.engine.core.noise import DRAFT, seed_key, stream_key, stream_keys
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.drafting.base import record_distribution
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerView, Rule
@@ -141,12 +141,11 @@ def random_layer(
         node=local + beams,
         valid=valid,
         path=seed_key(torch.randint(0, 1 << 40, (rows, beams), generator=generator)),
-        row_key=key,
-        iteration=iteration,
-        layer=1,
         full=own.full,
         drafts=drafted,
         width=torch.randint(1, beams + 1, (rows,), generator=generator),
         dynamic=True,
+        keys=stream_keys(key, iteration, 2)[:, 1],
+        num_beams=beams,
     )
     return Layer(view, target, draft, draft_candidates, torch.arange(beams, beams + drafts))

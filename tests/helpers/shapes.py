@@ -198,7 +198,7 @@ def _call(shape: Shape, rows: int) -> None:
         ]
     settings = (endings, warp, distribution)
     tokens, logprobs = ints(drafts, count), reals(drafts, count)
-    place = [width, drafts, 1, drafts]
+    place = [width, 1, drafts]
     draft.extend._init_fn(
         tokens, logprobs, buffer, table, ints(), keys, *settings, place, shape.rule, shape.flags, 4095
     )

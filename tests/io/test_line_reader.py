@@ -11,6 +11,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +20,7 @@ import pytest
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.io.lines import line_reader as module
 from dsbd_cli.io.lines.compression import open_input
+from dsbd_cli.io.lines.jsonl import read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.records.row import LongLine
 
@@ -118,7 +120,7 @@ def test_a_long_line_comes_alone_and_a_longer_one_not_at_all(tmp_path: Path) -> 
         for size in (10_000_000, 12_000_000):
             stream.write(b"x" * size + b"\n")
         stream.write(b"end")
-    with path.open("rb") as stream, LineReader(stream, "in", limit=10_000_000) as reader:
+    with path.open("rb") as stream, LineReader(stream, "in", read=partial(read_lines, limit=10_000_000)) as reader:
         items = [item for item in reader if item is not None]
     assert items == [(1, b"x" * 10_000_000), (2, LongLine(12_000_000, b"x" * 256)), (3, b"end")]
 

@@ -72,13 +72,14 @@ def test_every_override() -> None:
 
 
 def test_rows_with_the_same_overrides_share_them_and_others_do_not() -> None:
-    """The last overrides are remembered; 1, 1.0 and true are equal in Python but not the same here."""
+    """Overrides are remembered, also of rows that take turns; 1, 1.0 and true are equal in Python but not here."""
     reader = replace(RUN)
     first = request({"prompt": "p", "top_k": 1}, reader)
     assert request({"prompt": "q", "top_k": 1}, reader).sampling is first.sampling
     assert "top_k is true" in refusal({"prompt": "p", "top_k": True}, reader)
     assert "top_k is 1.0" in refusal({"prompt": "p", "top_k": 1.0}, reader)
     assert request({"prompt": "q", "top_k": 2}, reader).sampling.top_k == 2
+    assert request({"prompt": "q", "top_k": 1}, reader).sampling is first.sampling
     assert request({"prompt": "q"}, reader).sampling == SamplingConfig(top_k=7)
 
 

@@ -65,8 +65,8 @@ def test_rows_are_known_by_id_and_key_and_counted(tmp_path: Path) -> None:
     data = native("a", "k1") * 2 + native("b", "k2", failed=True) + json.dumps(openai).encode() + b"\n"
     with opened(tmp_path / "out", data) as stream:
         done = read_done(stream, tmp_path / "out", len(data))
-        assert read_done(stream, tmp_path / "out", len(data) - 1).total == 3
-    assert (done.total, done.failed) == (4, 2)
+        assert read_done(stream, tmp_path / "out", len(data) - 1).left == 3
+    assert (done.left, done.failed) == (4, 2)
     assert [done.take("a", "k1") for _ in range(3)] == [True, True, False]
     assert not done.take("b", "k1"), "the row has changed"
     assert done.take("b", "k2")

@@ -381,8 +381,8 @@ def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     }
     monkeypatch.setattr(messages, "utc_now", lambda: "2026-01-02T03:04:05Z")
     monkeypatch.setattr(messages, "_json", True)
-    lines["log, words"] = messages._line("é\n ü", "warning", "row_failed", {}).encode()
-    lines["log, numbers"] = messages._line("", "info", "summary", totals.numbers()).encode()
+    lines["log, words"] = messages._formatted("é\n ü", "warning", "row_failed", {}).encode()
+    lines["log, numbers"] = messages._formatted("", "info", "summary", totals.numbers()).encode()
     found: dict[str, Any] = {name: orjson.loads(line) for name, line in lines.items()}
     for name in ("openai, completion", "openai, chat"):
         del found[name]["response"]["body"]["system_fingerprint"]  # of all settings, new ones too

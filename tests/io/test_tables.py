@@ -154,7 +154,7 @@ def test_a_header_that_cannot_be_used(text: bytes, reason: str) -> None:
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
     # a pipe's header is read by the reader's thread
-    source = LineReader(io.BytesIO(text), "t.csv", limit=9000, read=partial(read_csv, name="t.csv"))
+    source = LineReader(io.BytesIO(text), "t.csv", read=partial(read_csv, name="t.csv", limit=9000))
     with pytest.raises(UsageError, match=r"^the header of t.csv "), source as reader:
         assert not [line for line in reader if line is not None]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ from dsbd_cli.models.decoder import load as decoder_load
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.forward import MaskView, PathView
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
-from dsbd_cli.models.forest_model import BaseForestModel
+from dsbd_cli.models.forest_model import BaseForestModel, StateTap
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops import select
@@ -172,14 +173,20 @@ def test_hidden_states_are_those_of_transformers(name: str, programs: bool, load
     with torch.inference_mode():
         wanted = theirs(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
     hook.remove()
-    forest = DecoderForestModel(known.decoder, name, known.settings, hidden=(0, 1, 3))
+    forest = DecoderForestModel(known.decoder, name, known.settings)
+    taken: list[Tensor] = []
+
+    def fuse(states: list[Tensor]) -> Tensor:
+        taken[:] = states
+        return states[0]
+
+    forest.tap(StateTap((0, 1, 3), forest.hidden_size, fuse))
     with eager(forest, programs=programs):
         for _ in range(2):  # a program is run when it is built, and again
             forest.reserve(1, 64)
             forest.forward(chain(ids))
-            assert forest.hidden_states.keys() == {0, 1, 3}
-            for number, expected in ((0, wanted[0]), (1, wanted[1]), (3, last[0])):
-                torch.testing.assert_close(forest.hidden_states[number], expected, rtol=1e-4, atol=1e-4)
+            for found, expected in zip(taken, (wanted[0], wanted[1], last[0]), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     forest.release()
 
 
@@ -288,6 +295,17 @@ def test_shards_and_pickles(tmp_path: Path, folder: Path) -> None:
         assert torch.equal(decoder_of(tmp_path / name).plain(tokens(1, 20)), wanted)
 
 
+def test_a_whole_file_goes_before_shards(tmp_path: Path, folder: Path) -> None:
+    whole, shards = build_decoder("llama"), build_decoder("llama")
+    with torch.no_grad():
+        shards.model.norm.weight.add_(1)
+    shards.save_pretrained(tmp_path / "both", max_shard_size="50KB")
+    whole.save_pretrained(tmp_path / "whole")
+    shutil.copy(tmp_path / "whole" / "model.safetensors", tmp_path / "both")
+    numbers().save_pretrained(tmp_path / "both")
+    assert torch.equal(decoder_of(tmp_path / "both").plain(tokens(1, 20)), decoder_of(folder).plain(tokens(1, 20)))
+
+
 def test_a_gguf_file(tmp_path: Path) -> None:
     from tests.helpers.tiny_gguf import tiny_qwen2, write_gguf
 
@@ -379,9 +397,9 @@ def test_programs_give_the_bits_of_plain_forwards(name: str, changes: dict[str, 
         target.release()
         with eager(target):
             wanted = answers(target, given, SEARCH)
-            assert not target.programs
+            assert not target._programs
         assert answers(target, given, SEARCH) == wanted
-        assert target.programs
+        assert target._programs
 
 
 @ON_CPU
@@ -395,7 +413,7 @@ def test_programs_of_bfloat16(name: str, tmp_path: Path) -> None:
     with eager(target):
         wanted = answers(target, given, SEARCH)
     assert answers(target, given, SEARCH) == wanted
-    assert target.programs
+    assert target._programs
 
 
 @ON_CPU
@@ -420,8 +438,8 @@ def test_programs_of_drafts_and_trees(invariant: bool, loaded: Loads, monkeypatc
     with eager(target), eager(draft):
         wanted = answers(target, given, method, draft)
     assert answers(target, given, method, draft) == wanted
-    assert target.programs
-    assert draft.programs
+    assert target._programs
+    assert draft._programs
     assert kinds == ({PathView, MaskView} if invariant else {MaskView})
 
 
@@ -434,14 +452,14 @@ def test_paths_that_outgrow_a_program(loaded: Loads, monkeypatch: pytest.MonkeyP
     with eager(target):
         wanted = answers(target, [prompt(9)], SEARCH, new=40)
     rooms: set[int] = set()
-    place_of = decoder_model._place_of
+    place_of = decoder_model._program_view
 
     def noting(view: Any) -> Any:
         place = place_of(view)
         rooms.add(place.paths.slots.shape[2])
         return place
 
-    monkeypatch.setattr(decoder_model, "_place_of", noting)
+    monkeypatch.setattr(decoder_model, "_program_view", noting)
     assert answers(target, [prompt(9)], SEARCH, new=40) == wanted
     assert len(rooms) > 1
     assert min(rooms) < 40
@@ -456,16 +474,16 @@ def test_a_cache_that_has_moved_gets_other_programs(loaded: Loads) -> None:
         with eager(target):
             wanted = answers(target, [prompt(length)], SEARCH)
         assert answers(target, [prompt(length)], SEARCH) == wanted
-        assert target.programs
+        assert target._programs
         assert target._arena.nbytes
         target.release()
-        assert (target.programs, target._arena.nbytes) == (0, 0)
+        assert (target._programs, target._arena.nbytes) == ({}, 0)
     ids, logits = tokens(1, 5), []
     for slots in (64, 128):
         target.reserve(1, slots)  # the memory grows, and so moves
         logits.append(target.forward(chain(ids, prompt_slots=(0,), suffix=64)))
     assert torch.equal(*logits)
-    assert target.programs == 1
+    assert len(target._programs) == 1
 
 
 @ON_CPU
@@ -493,7 +511,7 @@ def test_only_so_many_programs_are_kept(loaded: Loads, monkeypatch: pytest.Monke
     monkeypatch.setattr(target, "_built", lambda hidden, inputs: built.append(hidden.shape[1]) or real(hidden, inputs))
     for count in (4, 5, 6, 4, 7, 4, 5):
         target.forward(chain(tokens(1, count), prompt_slots=(0,), suffix=64))
-        assert target.programs <= 3
+        assert len(target._programs) <= 3
     assert built == [4, 5, 6, 7, 5]
 
 
@@ -507,7 +525,7 @@ def test_forwards_in_and_outside_of_inference_mode(loaded: Loads) -> None:
     with torch.inference_mode():
         within = target.forward(chain(tokens(1, 5), prompt_slots=(0,), suffix=64))
     beyond = target.forward(chain(tokens(1, 5), prompt_slots=(0,), suffix=64))
-    assert target.programs == 1
+    assert len(target._programs) == 1
     assert torch.equal(within, beyond)
 
 
@@ -579,7 +597,7 @@ def test_where_the_loop_cannot_run_nothing_is_a_program(folder: Path, monkeypatc
         forest = decoder_of(folder)
     answers(forest, [prompt(9)], SEARCH)
     assert forest.invariant
-    assert not forest.programs
+    assert not forest._programs
 
 
 @ON_CPU

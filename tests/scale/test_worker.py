@@ -17,7 +17,7 @@ from dsbd_cli import MethodConfig, Request, SamplingConfig, UsageError, loading
 from dsbd_cli.ops.interface import OpChoice
 from dsbd_cli.requests import EngineInfo
 from dsbd_cli.scale import Answer
-from dsbd_cli.scale.worker import SENT, Exchange, Failure, Worker, WorkerInfo, WorkerSetup
+from dsbd_cli.scale.worker import NO_REQUEST, Exchange, Failure, Worker, WorkerInfo, WorkerSetup
 from tests.helpers.fake import FakeEngine
 
 METHOD = MethodConfig(num_beams=2)
@@ -63,7 +63,7 @@ def test_rows_come_back_under_their_numbers() -> None:
     assert found[7].text == "a!0"
     assert found[9].text == "b!0"
     assert "900 tokens" in str(found[3].error)
-    assert all(one.request == SENT for one in found.values()), "the driver has the requests"
+    assert all(one.request == NO_REQUEST for one in found.values()), "the driver has the requests"
 
 
 def test_an_exchange_answers_though_the_engine_is_at_work() -> None:
@@ -100,7 +100,7 @@ def test_a_kernel_that_fails_at_a_worker_takes_the_promise_of_the_run_with_it() 
     place = _WorkerSlot(WorkerReport(0))
     found = []
     try:
-        driver._greeted(place, window, info)
+        driver._joined(place, window, info)
         for promised in ("same-text", "same-law"):
             engine.exactness = promised
             window.read(row(0, "a")[1])

@@ -72,6 +72,21 @@ def test_a_distribution_has_the_same_bits_whenever_it_is_computed(checkpoint: Pa
         assert torch.equal(again.logs, distribution.logs)
 
 
+def test_a_forward_that_fails_leaves_no_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = load_model(spec_of(checkpoint))
+    calls = []
+
+    def fail(*_: object, **__: object) -> None:
+        calls.append("forward")
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(target, "forward", fail)
+    monkeypatch.setattr(target, "release", lambda: calls.append("release"))
+    with pytest.raises(torch.OutOfMemoryError):
+        Teacher(target).distribution(ANSWERS[0])
+    assert calls == ["release", "forward", "release"]
+
+
 def plain_divergence(p: list[float], q: list[float]) -> float:
     return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
 

@@ -215,8 +215,10 @@ def test_the_teacher_of_a_head(spec: ModelSpec, target: Any, monkeypatch: pytest
     monkeypatch.setattr(distributions, "CHUNK", 3)
     parts = HeadTeacher(target, taps, IDS).distribution(TREE)
     torch.testing.assert_close(parts.logs, whole.logs, atol=1e-4, rtol=1e-4)
-    plain = Teacher(target).distribution(ANSWERS[1])
-    assert plain.states is None
+    stateless = Teacher(target)
+    assert stateless.distribution(ANSWERS[1]).states is None
+    with pytest.raises(AssertionError, match="keeps states"):
+        HeadTraining(new_head(spec, IDS, 0), stateless, ANSWERS, Recipe(10, 1e-3, 0, autocast=False)).run_step()
 
 
 @pytest.mark.parametrize("fails", [False, True])

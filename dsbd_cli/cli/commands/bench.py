@@ -1,4 +1,4 @@
-"""`dsbd bench`: methods side by side on the user's models and data."""
+"""`dsbd bench`: a comparison of methods on the user's models and data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dsbd_cli.cli.options.options import (
     PairOptions,
     SamplingOptions,
 )
-from dsbd_cli.cli.options.settings import drafts, run_settings
+from dsbd_cli.cli.options.settings import has_draft, run_settings
 from dsbd_cli.cli.run.files import check_files_under, check_report_files
 from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
@@ -65,8 +65,8 @@ def bench(
     Without options: the built-in pair on its two tasks, in under two minutes. Ctrl-C prints what is measured by then.
     """
     set_style(quiet=outputs.quiet)
-    data = _of_input(data)
-    draft_wanted = drafts(pair)
+    data = _with_own_prompts(data)
+    draft_wanted = has_draft(pair)
     records, shots = data.records or DEFAULT_RECORDS, data.shots or 0
     dev_records = records if choice.dev_records is None else choice.dev_records
     planned = _plan(sweep, draft_wanted, tuned=dev_records > 0)
@@ -101,7 +101,7 @@ def bench(
             grammar=settings.rows.grammar,
             tolerance=DEFAULT_TOLERANCE if choice.fuzzy_tolerance is None else choice.fuzzy_tolerance,
         )
-        engine = settings.load(drafts=any(one.drafts for one in planned.settings))
+        engine = settings.loader(drafts=any(one.drafts for one in planned.settings))()
         running = Bench(engine, spec, command=[str(word) for word in arguments] or ["bench"])
         signals.on_stop = running.stop
         _run(running, outputs)
@@ -110,7 +110,11 @@ def bench(
 
 
 def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> SweepPlan:
-    """The settings. tuned: a threshold of rule fuzzy is to be chosen, which needs something to be held against."""
+    """Return the settings to run, with notes.
+
+    tuned: a threshold of rule fuzzy may be chosen on dev records. It needs a reference, a setting that samples from the
+    target's own distribution.
+    """
     lists = {
         name: read_values(option_name(name), name, text)
         for name, text in dataclasses.asdict(sweep).items()
@@ -130,15 +134,18 @@ def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> SweepPlan:
 def _runnable(
     planned: SweepPlan, methods: str | None, grammar: Grammar | None, datasets: Sequence[Dataset]
 ) -> SweepPlan:
-    """The settings that can do what the run and its lines ask for. Raises UsageError."""
+    """Return the plan without the settings that cannot do what the run and its lines ask for.
+
+    Raises UsageError if --methods names such a method.
+    """
     asks = {what for one in datasets for what in one.asks} | ({"grammar"} if grammar is not None else set())
     for what, name in (("grammar", "a grammar"), ("allow", "a line's own allow")):
         if what in asks:
             peers = [one for one in planned.settings if not isinstance(one.config, MethodConfig)]
             planned = planned.without(peers, methods, f"only methods of our own engine follow {name}")
     if "greedy" in asks:
-        hot = [one for one in planned.settings if _draws_always(one)]
-        planned = planned.without(hot, methods, "some line asks for temperature 0, which it does not take")
+        cannot_be_greedy = [one for one in planned.settings if _draws_always(one)]
+        planned = planned.without(cannot_be_greedy, methods, "some line asks for temperature 0, which it does not take")
     theirs = [one.name for one in planned.settings if one.config.samples and not isinstance(one.config, MethodConfig)]
     if "seed" in asks and theirs:
         note = f"{', '.join(theirs)}: transformers draws with the run's seed, not with a line's own"
@@ -150,7 +157,8 @@ def _runnable(
 
 
 def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int, shots: int) -> bool:
-    """Whether a threshold is chosen. Raises UsageError for options of a choice that is not made."""
+    """Return whether a threshold of rule fuzzy is chosen. Raises UsageError for options of a choice that is not
+    made."""
     tolerance = choice.fuzzy_tolerance
     if tolerance is not None and not 0 <= tolerance <= 1:
         raise UsageError(f"{option_name('fuzzy_tolerance')} is {tolerance:g}, but must be from 0 to 1")
@@ -165,28 +173,31 @@ def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int, s
 
 
 def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
-    """Return these as options of generate. Raises UsageError for options of sampling where no method samples."""
+    """Return these options as options of generate.
+
+    Raises UsageError for sampling options if no method samples, and for temperature 0 if some method does not take it.
+    """
     given = {item.name: getattr(drawing, item.name) for item in dataclasses.fields(drawing)}
     idle = [name for name in ("temperature", "top_k", "top_p", "min_p", "seed") if given[name] is not None]
     if idle and not any(one.config.samples for one in planned.settings):
         names = ", ".join(option_name(name) for name in idle)
         raise UsageError(f"{names} would do nothing, because no method of --methods samples: drop it")
-    hot = [one.name for one in planned.settings if _draws_always(one)]
-    if drawing.temperature == 0 and hot:
+    cannot_be_greedy = [one.name for one in planned.settings if _draws_always(one)]
+    if drawing.temperature == 0 and cannot_be_greedy:
         raise UsageError(
-            f"--temperature is 0, which {hot[0]} does not take: drop it, or take the method from --methods"
+            f"--temperature is 0, which {cannot_be_greedy[0]} does not take: drop it, or take the method from --methods"
         )
     return SamplingOptions(**given)
 
 
 def _draws_always(setting: SweepSetting) -> bool:
-    """Whether it samples and does not take temperature 0."""
+    """Return whether a setting samples and does not take temperature 0."""
     config = setting.config
     return config.samples and not (isinstance(config, MethodConfig) and config.takes_greedy)
 
 
-def _of_input(data: DataOptions) -> DataOptions:
-    """--input as the data of a task. Raises UsageError for what cannot be used with it."""
+def _with_own_prompts(data: DataOptions) -> DataOptions:
+    """Return the options with --input as the data of a task. Raises UsageError for what cannot be used with it."""
     if data.input is None:
         if OWN_TASK in [name.strip() for name in (data.task or "").split(",")]:
             raise UsageError(f"--task {OWN_TASK} is no task: name the prompts with --input")
@@ -200,8 +211,11 @@ def _of_input(data: DataOptions) -> DataOptions:
 def _datasets(
     data: DataOptions, choice: ChoiceOptions, shots: int, rows: RowReader, *, chosen: bool
 ) -> tuple[list[Dataset], list[str]]:
-    """The data sets, and what is to be said of them. rows: what lines inherit. chosen: on dev records, where answers
-    are scored."""
+    """Return the data sets, and notes about them.
+
+    rows: settings that lines inherit. chosen: thresholds are chosen on dev records, for which answers must be scored.
+    Raises UsageError.
+    """
     names = [name.strip() for name in (data.task or DEFAULT_TASKS).split(",")]
     for place, name in enumerate(names):
         if name in names[:place]:
@@ -232,9 +246,9 @@ def _datasets(
 
 
 def _run(running: Bench, outputs: BenchOutputs) -> None:
-    """Measure, then print and write, also what was measured until a signal came."""
+    """Measure, then print and write the report. After a signal it has what was measured until then."""
     with talking() as talk:
-        report = running.run(_teller(talk, running.settings))
+        report = running.run(_progress_of(talk, running.settings))
     if not report.rows:
         say("stopped before anything was measured")
         return
@@ -261,9 +275,12 @@ def _write(report: BenchReport, outputs: BenchOutputs) -> None:
         write_atomically(outputs.plot, picture_bytes(bench_figure(report), outputs.plot.suffix))
 
 
-def _teller(talk: Talk, settings: int) -> OnWindow:
-    """Return what tells of the windows: in a log at the beginning, after the first and after the first of every method.
-    settings: how many are measured in turn."""
+def _progress_of(talk: Talk, settings: int) -> OnWindow:
+    """Return a function that reports which window is measured.
+
+    In a log it reports at the beginning, after the first window, and after the first window of every method. settings:
+    number of settings that are measured in turn.
+    """
     wanted = [0, 1, settings]
 
     def on_window(done: int, total: int, name: str, left_s: float | None) -> None:

@@ -1,4 +1,4 @@
-"""`dsbd demo`: one prompt, four beams, and the same by transformers, on one screen."""
+"""`dsbd demo`: one prompt with its four beams, by dsbd and by transformers, on one screen."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from dsbd_cli.lab.reports.screen import Screen
 
 BEAMS = 4
-SHOWN_TASKS = (("sql", 5), ("qa", 3))  # of the data sets that the built-in target knows, the first test prompts
+SHOWN_TASKS = (("sql", 5), ("qa", 3))  # data sets that the built-in target knows, and the number of their prompts
 OWN_PROMPT = "List three uses of a paper clip:"
 BUILTIN_TOKENS, OWN_TOKENS = 64, 24
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """The prompt."""
+    """Options of `dsbd demo`: the prompt."""
 
     prompt: str | None = option(
         MAIN,
@@ -44,8 +44,8 @@ class DemoOptions:
 
 
 @partial(grouped, elsewhere=PIPED)
-def demo(pair: PairOptions, wanted: DemoOptions, arguments: Sequence[str]) -> None:
-    """Show on one screen what this is: a prompt, its four beams, and the same model's beams by transformers.
+def demo(pair: PairOptions, wanted: DemoOptions) -> None:
+    """Show on one screen a prompt, its four beams by dsbd, and the same model's beams by transformers.
 
     Both run in float32, where the beams are the same, and each holds a copy of the target in memory.
 
@@ -86,7 +86,7 @@ def demo(pair: PairOptions, wanted: DemoOptions, arguments: Sequence[str]) -> No
 
 
 def _prompts(builtin: bool) -> list[str]:
-    """Prompts where none is given: those of sample_inputs/prompts.jsonl for the built-in target."""
+    """Return the prompts used where none is given: those of sample_inputs/prompts.jsonl for the built-in target."""
     if not builtin:
         return [OWN_PROMPT]
     return [record.prompt for task, count in SHOWN_TASKS for record in islice(shipped(task, "test"), count)]
@@ -122,7 +122,7 @@ def _show_ours(screen: Screen, answer: Answer) -> None:
 
 
 def _show_theirs(screen: Screen, ours: Answer, theirs: Answer) -> None:
-    """Show transformers' beams, with their texts where they differ from ours."""
+    """Show transformers' beams. A beam that is also among ours is named by its rank, any other with its text."""
     known = {beam.token_ids: place for place, beam in enumerate(ours.beams)}
     texts = []
     for place, beam in enumerate(theirs.beams):
@@ -166,7 +166,7 @@ def _on_one_line(text: str) -> str:
 
 
 def _show_next(screen: Screen, target: str | None, *, chat: bool) -> None:
-    """Show what to type next; the target is named where it was."""
+    """Show which commands to type next, with the target's name where the user gave one."""
     from rich.text import Text
 
     model = "MODEL" if target is None else shlex.quote(target)

@@ -57,14 +57,14 @@ DISTILL = "Distillation"
 ANSWERS, CHECKPOINT = "answers.jsonl", "checkpoint"
 STEPS = 1000
 FEW_PROMPTS = 500
-CUT_RATE, NEW_RATE = 5e-4, 1e-3  # of the target's own layers, of a small Llama or a head
-TREES = 4  # for a head every so many prompts are answered with all beams, the others with one
+CUT_RATE, NEW_RATE = 5e-4, 1e-3  # learning rates: for the target's own layers, for a small Llama or a head
+TREES = 4  # for a head, one in so many prompts is answered with all beams, the others with one
 ANSWERED = 32  # prompts that are answered together
-HELD_OUT_BETWEEN = 16  # of the prompts that are held out, before the end
+HELD_OUT_BETWEEN = 16  # held-out prompts that are measured on between the first and the last step
 EVALUATIONS = 8
 RECENT = 25  # steps whose mean loss is shown
 CHECKPOINT_S = 300.0
-SPEED_S = 60.0  # for runs with and without the draft, before and after
+SPEED_S = 60.0  # for runs with and without the draft, before and after training
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,12 @@ class DistillOptions:
 
 
 @grouped
-def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptions, arguments: Sequence[str]) -> None:
+def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptions) -> None:
     """Train a draft for a target of your own on the target's answers to your own prompts.
 
     The target answers the prompts, and the draft, in float32, learns the target's distribution after every token of all
-    W answers. A draft head learns it after the live beams of every step, on its own guesses too. Acceptance on held-out
-    prompts is measured before, meanwhile and after.
+    W answers. A draft head learns it after the live beams of every step, also from its own guesses of hidden states.
+    Acceptance on held-out prompts is measured before, during and after training.
 
     Ctrl-C keeps what is done, and leaves the draft so far in --output; the same command goes on.
     """
@@ -142,7 +142,7 @@ def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptio
 
 
 def _run_settings(options: DistillOptions, decoding: DecodeOptions, devices: DeviceOptions) -> RunSettings:
-    """The target without a draft, as generate would run it, with all answers."""
+    """Return the settings of the target without a draft, as generate would run it, with all beams reported."""
     search = decoding.decode == "search"
     beams = MethodConfig().num_beams if decoding.num_beams is None else decoding.num_beams
     return run_settings(
@@ -168,7 +168,7 @@ class _Distilling:
         signals: StopSignals,
         talk: Talk,
     ) -> None:
-        """draft_device: None where the draft has none of its own."""
+        """draft_device: the draft's device; None: it has none of its own, and takes the target's."""
         self._options, self._settings, self._input = options, settings, source
         self._folder, self._signals, self._talk = folder, signals, talk
         self._spec, self._draft_device = settings.target, draft_device
@@ -176,7 +176,7 @@ class _Distilling:
         self._stop_now: list[Callable[[], None]] = []
 
     def run(self) -> None:
-        """Answer, train, measure, tell."""
+        """Answer the prompts, train the draft, measure it, and print the results."""
         from dsbd_cli.train.student import student_shape
 
         options = self._options
@@ -194,10 +194,11 @@ class _Distilling:
             self._answer(engine, learnt, done, writer, trees=shape.form == "head")
             self._train(engine, shape, held)
 
-    # Beginning, and going on
+    # Starting and resuming
 
     def _requests(self) -> tuple[list[Request], str]:
-        """The prompts and what tells them from others. Raises UsageError with the first bad line."""
+        """Return the prompts, and a digest of their lines. Raises UsageError with the first bad line, or for too few
+        prompts."""
         digest, name = blake2b(digest_size=16), f"--input {self._input}"
         found = read_prompts("--input", self._input, self._settings.rows, seen=digest.update)
         if len(found) < HELD_OUT_EVERY:
@@ -209,7 +210,7 @@ class _Distilling:
         return found, digest.hexdigest()
 
     def _begin(self, shape: StudentShape, digest: str) -> Record:
-        """A new folder, or the record of one that this command has left unfinished."""
+        """Return the record of a new folder, or of one that this command has left unfinished. Raises UsageError."""
         options, method = self._options, self._settings.method
         plan = TrainingPlan(
             target=self._spec.source,
@@ -219,7 +220,7 @@ class _Distilling:
             hidden_size=shape.hidden_size,
             vocab=shape.vocab,
             steps=options.steps or STEPS,
-            learning_rate=options.learning_rate or _rate(shape),
+            learning_rate=options.learning_rate or _default_rate(shape),
             decode="search" if method.rule == SEARCH else "sample",
             num_beams=method.num_beams,
             max_new_tokens=self._settings.rows.sampling.max_new_tokens,
@@ -258,7 +259,7 @@ class _Distilling:
 
     @contextmanager
     def _stopping(self, stop: Callable[[], None]) -> Iterator[None]:
-        """While something runs that `stop` would end. Raises StoppedError behind it where it was."""
+        """Call `stop` if a signal comes within the block. Raises StoppedError after the block if one came."""
         self._stop_now = [stop]
         try:
             yield
@@ -287,7 +288,10 @@ class _Distilling:
     def _answer(
         self, engine: Engine, requests: list[Request], done: int, writer: LineWriter, *, trees: bool = False
     ) -> None:
-        """trees: for a head, every TREES-th prompt with all beams, then the others with one."""
+        """Let the target answer the prompts that have no answer yet, and read all answers.
+
+        trees: for a head, every TREES-th prompt is answered with all beams, then the others with one.
+        """
         from dsbd_cli.train.target_answers import make_answers, read_answers
 
         path, began, failed = self._folder / ANSWERS, time.monotonic(), list[RowError]()
@@ -333,7 +337,7 @@ class _Distilling:
             raise
 
     def _publish(self, training: Training) -> None:
-        """The draft so far, in --output."""
+        """Write the draft as it is now to --output."""
         from dsbd_cli.train.student import publish_student, stored_dtype
 
         publish_student(training.student, self._spec, self._folder, stored_dtype(self._spec))
@@ -348,7 +352,7 @@ class _Distilling:
             if training.step % every == 0 and training.step not in {one.step for one in record.milestones}:
                 self._save(training)
                 began = time.monotonic()
-                self._reach_with(engine, training.step, losses, self._folder / CHECKPOINT, held)
+                self._record_milestone(engine, training.step, losses, self._folder / CHECKPOINT, held)
                 if training.step and _is_best(record.milestones):
                     self._publish(training)
                 saved = time.monotonic()
@@ -362,7 +366,7 @@ class _Distilling:
             recent, latest = _mean(losses[-RECENT:]), record.milestones[-1]
             self._talk.now(
                 f"step {training.step} of {steps}, loss {recent:.3f}, {duration(left)} left, at step {latest.step} "
-                f"{_one_line(latest)}",
+                f"{_milestone_line(latest)}",
                 {"step": training.step, "steps": steps, "loss": recent},
             )
             if self._stopped or time.monotonic() - saved > CHECKPOINT_S:
@@ -371,15 +375,18 @@ class _Distilling:
                 self._check_stopped()
         self._save(training)
         self._publish(training)
-        self._reach_with(engine, steps, losses, self._folder, held)
+        self._record_milestone(engine, steps, losses, self._folder, held)
         record.complete = True
         record.write(self._folder)
         shutil.rmtree(self._folder / CHECKPOINT, ignore_errors=True)
         if not self._options.quiet:
             _show(record, self._folder, len(held))
 
-    def _reach_with(self, engine: Engine, step: int, losses: list[float], folder: Path, held: list[Request]) -> None:
-        """Measure the draft in a folder, write it down and tell it. losses: since the milestone before, forgotten."""
+    def _record_milestone(
+        self, engine: Engine, step: int, losses: list[float], folder: Path, held: list[Request]
+    ) -> None:
+        """Measure the draft in a folder, record the milestone and print it. losses: since the milestone before; they
+        are cleared."""
         record, ends = self._record, step in (0, self._record.plan.steps)
         found = self._measure(engine, folder, held if ends else held[:HELD_OUT_BETWEEN], speed=ends)
         milestone = Milestone(step, _mean(losses) if losses else None, *found)
@@ -387,7 +394,7 @@ class _Distilling:
         record.milestones.append(milestone)
         record.write(self._folder)
         loss = "" if milestone.loss is None else f"loss {milestone.loss:.3f}, "
-        say(f"step {milestone.step} of {record.plan.steps}: {loss}{_one_line(milestone)}")
+        say(f"step {milestone.step} of {record.plan.steps}: {loss}{_milestone_line(milestone)}")
         for one, beams in zip(found, ("", " with one beam"), strict=True):
             if one is not None and one.speed is not None:
                 plain, drafted = one.speed.plain, one.speed.drafted
@@ -397,7 +404,7 @@ class _Distilling:
                 say(f"{SPEED_S:.0f} s were too short to measure the speed: dsbd profile --seconds takes longer")
 
     def _training(self, engine: Engine, shape: StudentShape) -> Training:
-        """From the checkpoint where there is one."""
+        """Return the training, which goes on from the checkpoint if there is one."""
         from dsbd_cli.train.distributions import Teacher
         from dsbd_cli.train.student import load_student, new_student, read_moments, recover
         from dsbd_cli.train.training import Recipe, Training
@@ -415,7 +422,7 @@ class _Distilling:
             training = Training(student, Teacher(engine.target), self._answers, recipe)
         if going_on:
             training.restore(read_moments(folder))
-            # what was measured later belongs to steps that are taken again
+            # milestones after this step are dropped, because their steps are taken again
             milestones = self._record.milestones
             self._record.milestones = [one for one in milestones if one.step <= training.step]
             say(f"going on behind step {training.step}")
@@ -440,12 +447,13 @@ class _Distilling:
         return HeadTraining(student.to(target.device), teacher, self._answers, recipe)
 
     def _compute_dtype(self, engine: Engine) -> str:
-        """Return the dtype that the target computes in: of an int8 one, that of what stays out of int8."""
+        """Return the dtype that the target computes in; for an int8 target, the dtype of the layers that are not
+        int8."""
         assert engine.info is not None
         return engine.info.dtype.rpartition("+")[2]
 
     def _draft_spec(self, source: str, dtype: str) -> ModelSpec:
-        """A draft that is made of the target, whose code it may bring."""
+        """Return how to load a draft that is made from the target. It may use the code of the target's checkpoint."""
         draft = replace(self._spec.of_draft(source, self._draft_device), dtype=dtype if dtype in DTYPES else "auto")
         return replace(draft, trust_remote_code=self._spec.trust_remote_code)
 
@@ -457,7 +465,7 @@ class _Distilling:
     def _measure(
         self, engine: Engine, folder: Path, held: list[Request], *, speed: bool
     ) -> tuple[Measurement, Measurement | None]:
-        """The draft in a folder, on held-out prompts; a head with one beam, too, where the run has several."""
+        """Measure the draft in a folder on held-out prompts; a head also with one beam, if the run has several."""
         from dsbd_cli.train.compare import with_draft
 
         assert engine.info is not None
@@ -491,14 +499,16 @@ class _Distilling:
             return Measurement(found, measured_speed(pair, held[:HELD_OUT_BETWEEN], budget))
 
 
-def _rate(shape: StudentShape) -> float:
+def _default_rate(shape: StudentShape) -> float:
     own = shape.form == "model" and shape.hidden_size is None
     return CUT_RATE if own else NEW_RATE
 
 
 def _with_trees(engine: Engine, requests: list[Request]) -> list[tuple[Engine, list[Request]]]:
-    """Engines and what they answer: every TREES-th prompt with all beams of the engine, the others with one that is
-    sampled."""
+    """Return engines, each with the prompts that it answers.
+
+    The engine itself answers every TREES-th prompt with all beams, and another one the others with one sampled beam.
+    """
     one = [replace(one, sampling=replace(one.sampling, n_best=1)) for one in requests]
     if engine.method.num_beams == 1:
         return [(engine, one)]
@@ -511,18 +521,18 @@ def _mean(values: list[float]) -> float:
 
 
 def _is_best(milestones: Sequence[Milestone]) -> bool:
-    """Whether at the last one a target call yields as many steps as at any before."""
+    """Return whether the last milestone has at least as many steps per target call as any before."""
     found = [one.measured.acceptance for one in milestones]
     steps = [one.steps_per_call if one else 0.0 for one in found]
     return steps[-1] == max(steps)
 
 
-def _one_line(one: Milestone) -> str:
-    said = _passed(one.measured)
-    return said if one.one_beam is None else f"{said}; with one beam {_passed(one.one_beam)}"
+def _milestone_line(one: Milestone) -> str:
+    said = _acceptance_line(one.measured)
+    return said if one.one_beam is None else f"{said}; with one beam {_acceptance_line(one.one_beam)}"
 
 
-def _passed(found: Measurement) -> str:
+def _acceptance_line(found: Measurement) -> str:
     if found.acceptance is None:
         return "nothing was drafted"
     return f"layers that pass: {_shares(found.acceptance)}; {found.acceptance.steps_per_call:.2f} steps per call"
@@ -541,7 +551,7 @@ EXPLAINED = (
 
 
 def _verdict(speed: Speed, form: Form) -> str:
-    """Whether drafting makes the target faster here."""
+    """Say whether the draft makes the target faster on this machine."""
     speeds = f"{speed.drafted:.1f} tokens/s with it, {speed.plain:.1f} without"
     if speed.drafted > speed.plain:
         return f"this draft pays: {speeds}"

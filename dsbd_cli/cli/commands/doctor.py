@@ -1,10 +1,9 @@
-"""`dsbd doctor`: what runs how on this machine, for people and for issues."""
+"""`dsbd doctor`: a check of every part on this machine, for people and for issue reports."""
 
 from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -29,19 +28,19 @@ if TYPE_CHECKING:
     from dsbd_cli.lab.profiling.checkup import Check
 
 COLUMNS = 80
-SECONDS = 10.0  # of measuring the speed
+SECONDS = 10.0  # for measuring the speed
 STATES = {"ok": "ok", "note": "note", "off": "off", "broken": "BROKEN"}
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """How the result is printed."""
+    """Options of how the result is printed."""
 
     json: bool = switch(MAIN, "print one JSON document in place of the lines")
 
 
 @partial(grouped, elsewhere=PIPED)
-def doctor(pair: PairOptions, loading: LoadOptions, wanted: DoctorOptions, arguments: Sequence[str]) -> None:
+def doctor(pair: PairOptions, loading: LoadOptions, wanted: DoctorOptions) -> None:
     """Try every part on this machine and say what runs how: versions, devices, models, exactness, memory, speed.
 
     Half a minute with the built-in pair. Nothing is fetched: for a pair that is not on this machine yet, the tokenizers

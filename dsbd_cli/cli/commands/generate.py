@@ -1,11 +1,10 @@
-"""`dsbd generate`: lines in, one record per line out, in input order, each written as soon as it is done."""
+"""`dsbd generate`: a record for every input line, in input order, each written as soon as it is done."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
@@ -28,16 +27,15 @@ from dsbd_cli.cli.options.precedence import job_text
 from dsbd_cli.cli.options.scale_options import ScaleOptions, pool_config
 from dsbd_cli.cli.options.settings import RunSettings, run_settings
 from dsbd_cli.cli.run.files import (
-    can_resume,
     check_files,
     count_rows,
     file_hash,
+    how_to_resume,
     lacks_input,
     open_input_lines,
+    output_format,
     reads_table,
-    resuming,
     unlike_name,
-    writes,
 )
 from dsbd_cli.cli.run.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
 from dsbd_cli.cli.run.messages import quote_command, say
@@ -70,7 +68,7 @@ PLAIN = (
     "--no-chat ends this line"
 )
 
-WIDE = 32  # beams; from here on a run says what memory a row takes
+WIDE = 32  # beams; a run with as many or more says how much memory a row takes
 
 DEMONSTRATION = (
     "the built-in pair answers, which is for demonstration and knows two toy formats: name a model with --target "
@@ -152,11 +150,11 @@ class _GenerateRun:
         demonstrates: bool,
         require_valid: bool,
     ) -> None:
-        """demonstrates: nobody has named a model, and it is to be told. require_valid: a row whose best text does not
-        match its grammar has failed."""
+        """demonstrates: no model was named, so a line says that the built-in pair answers. require_valid: a row fails
+        if its best text does not match its grammar."""
         self._demonstrates, self._require_valid = demonstrates, require_valid
-        self._plain = False  # a row with a plain prompt has come
-        self._templated = False  # the target has been loaded, and has a chat template
+        self._has_plain_prompt = False  # whether a row with a plain prompt was read
+        self._has_template = False  # whether the target is loaded and has a chat template
         self._files, self._settings, self._arguments = files, settings, arguments
         self._ordered, self._pool = ordered, pool
         self._workers_open = ExitStack()
@@ -194,10 +192,10 @@ class _GenerateRun:
         self.reporter = Reporter(talk, files.output, says_why=files.output_format != "text")
 
     def answer(self) -> int:
-        """Answer the rows; returns the exit code of a run that came to its end."""
+        """Answer the rows, and return the exit code of a run that came to its end."""
         with ExitStack() as stack:
             stack.enter_context(self._signals)
-            stack.enter_context(self._workers_open)  # left after the summary, whose seconds they are not
+            stack.enter_context(self._workers_open)  # closed after the summary, which does not count this time
             if self._demonstrates and lacks_input(self._files):
                 for line in EXPLAINED:
                     say(line)
@@ -205,7 +203,7 @@ class _GenerateRun:
             if note := unlike_name(self._files):
                 self.reporter.warn(note)
             table = reads_table(self._files)
-            # a table's rows have other sizes than the lines they become
+            # bytes do not measure the progress in a table, whose rows have other sizes than the lines made of them
             self.reporter.input_bytes, rows = size if table is None else None, count_rows(self._files, size)
             self.reporter.input_rows = rows if rows is None or self._shard is None else self._shard.rows(rows)
             outputs = stack.enter_context(Outputs(self._files, self._fingerprint))
@@ -227,7 +225,7 @@ class _GenerateRun:
         rows = replace(self._settings.rows, files_root=files_root(self._files.files_under, source))
         return RowFlow(
             reader,
-            self._noted(rows.read_text if self._files.input_format == "text" else rows.read),
+            self._reporting_plain(rows.read_text if self._files.input_format == "text" else rows.read),
             self.reporter,
             done=outputs.done,
             max_errors=self._settings.max_errors,
@@ -238,22 +236,22 @@ class _GenerateRun:
             require_valid=self._require_valid,
         )
 
-    def _noted(self, read: ReadRow) -> ReadRow:
-        """Rows as they are read, so that plain prompts are told of."""
+    def _reporting_plain(self, read: ReadRow) -> ReadRow:
+        """Return a reader of rows that reports the first plain prompt."""
 
         def noting(line: bytes | LongLine, *, index: int, number: int) -> Row:
             row = read(line, index=index, number=number)
-            if row.request is not None and row.request.prompt is not None and not self._plain:
-                self._plain = True
-                self._tell_plain()
+            if row.request is not None and row.request.prompt is not None and not self._has_plain_prompt:
+                self._has_plain_prompt = True
+                self._warn_plain()
             return row
 
         return noting
 
-    def _tell_plain(self) -> None:
-        """One line where prompts are given as they stand to a target that was trained on conversations, and nobody has
-        said that it shall be so."""
-        if self._plain and self._templated and self._files.chat is None:
+    def _warn_plain(self) -> None:
+        """Warn that plain prompts go to a target with a chat template as they stand, if neither --chat nor --no-chat is
+        given."""
+        if self._has_plain_prompt and self._has_template and self._files.chat is None:
             self.reporter.warn(PLAIN)
 
     def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
@@ -280,10 +278,12 @@ class _GenerateRun:
         self.reporter.summary(totals.line())
 
     def _needs_engine(self, flow: RowFlow, outputs: Outputs) -> bool:
-        """Whether there is a row that no earlier run has answered, and that can be read; those before it are written.
-        A signal ends this as it ends a run."""
+        """Return whether some row can be read and has no answer yet. Rows before it that cannot be read are written.
+
+        A signal ends this as it ends a run.
+        """
         self._signals.on_stop = lambda: None
-        needed = flow.needs_engine(self._maker(outputs.created, None))
+        needed = flow.needs_engine(self._record_maker(outputs.created, None))
         self._signals.on_stop = None
         return needed and self._signals.number is None
 
@@ -295,10 +295,10 @@ class _GenerateRun:
             self.reporter.warn(line)
         if engine.info is not None:
             self._method = replace(self._method, threads=engine.info.threads)
-            self._templated = engine.info.chat
+            self._has_template = engine.info.chat
             if self._files.chat and not engine.info.chat:
                 raise UsageError(f"--chat: target {self._settings.target.source} has no chat template: drop it")
-        self._tell_plain()
+        self._warn_plain()
         if engine.exactness != self._method.method.exactness:
             self._method = replace(self._method, exactness=engine.exactness)
             if self._settings.target.numerics != "fast":
@@ -306,15 +306,16 @@ class _GenerateRun:
         outputs.begin()
         self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
         self._signals.on_stop = engine.stop
-        flow.run(engine, self._maker(outputs.created, engine))
+        flow.run(engine, self._record_maker(outputs.created, engine))
 
-    def _maker(self, created: int, engine: RunsRequests | None) -> MakeRecord:
-        """How this run writes a row. engine: None while only rows are written that have failed without one."""
-        first, make = replace(self._method, created=created), writes(self._files).load()
+    def _record_maker(self, created: int, engine: RunsRequests | None) -> MakeRecord:
+        """Return the function that makes a row's record. engine: None while only rows are written that failed without
+        one."""
+        first, make = replace(self._method, created=created), output_format(self._files).load()
         promised = None if engine is None else engine.exactness
         assert callable(make), "checked at the start"
 
-        def method() -> MethodRecord:  # a kernel that fails takes with it what was promised of the rows to come
+        def method() -> MethodRecord:  # after a kernel has failed, less is promised for the rows to come
             if engine is None or engine.exactness == promised:
                 return first
             return replace(first, exactness=engine.exactness)
@@ -322,30 +323,11 @@ class _GenerateRun:
         return lambda row, result: bytes(make(row, result, method()))
 
     def _how_to_resume(self) -> str:
-        """The command that goes on with this run."""
-        if not can_resume(self._files):
-            return "what is written is complete, but only a plain native or openai --output FILE can be resumed"
-        again = " with the same input" if self._files.input in (None, STANDARD) else ""
-        return f"what is written is complete; go on{again} with: {resuming(self._arguments)}"
+        return how_to_resume(self._files, self._arguments, "native or openai")
 
     def _load(self, summary: Summary) -> RunsRequests:
-        """Where torch is imported, by this process or by its workers."""
-        from dsbd_cli.scale.worker import load_engine
-
-        settings = self._settings
-        load = partial(
-            load_engine,
-            settings.target,
-            settings.draft,
-            method=settings.method,
-            batch_size=settings.batch_size,
-            log_steps=self._files.stats is not None,
-            on_too_long=settings.on_too_long,
-            cuda_graphs=settings.cuda_graphs,
-            kernels=settings.kernels,
-            allow=settings.allow,
-            threads=settings.threads,
-        )
+        """Load the models, in this process or in its workers. This is where torch is imported."""
+        load = self._settings.loader(log_steps=self._files.stats is not None)
         answering: RunsRequests
         if self._pool is not None:
             answering = self._workers(load, self._pool, summary)
@@ -357,7 +339,7 @@ class _GenerateRun:
         return answering
 
     def _workers(self, load: LoadEngine, pool: PoolConfig, summary: Summary) -> RunsRequests:
-        """Workers in the place of an engine of this process."""
+        """Start workers, which take the place of an engine of this process."""
         from dsbd_cli.scale.worker import WorkerSetup
         from dsbd_cli.scale.workers import RayEngine
 
@@ -374,14 +356,17 @@ class _GenerateRun:
 
 
 def _digests(settings: RunSettings) -> dict[str, str]:
-    """Digests of the models' files. Of a Ray on other machines this one may be without them; its workers compare."""
+    """Return the digests of the models' files.
+
+    They are not taken for a Ray on other machines, because this machine may lack the files. The workers compare theirs.
+    """
     return {
         f"{model.role}_{part}": digest for model in settings.models for part, digest in checkpoint_digest(model).items()
     }
 
 
 def _commits(settings: RunSettings) -> dict[str, str]:
-    """Commits of the models that came from the hub."""
+    """Return the commits of the models that came from the hub."""
     return {f"{model.role}_commit": commit for model in settings.models if (commit := commit_of(model)) is not None}
 
 
@@ -391,7 +376,7 @@ def _describe(settings: RunSettings, engine: RunsRequests) -> str:
     drafts = f"{most}{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"
     drafts += f" by {method.drafter}" if method.depth and method.drafter != MethodConfig().drafter else ""
     allowed = f"; {engine.allowed}" if engine.allowed else ""
-    footprint = getattr(engine, "footprint", None)  # an engine of this process says it, workers do not
+    footprint = getattr(engine, "footprint", None)  # an engine of this process has it, workers do not
     allowed += f"; {footprint}" if footprint and method.num_beams >= WIDE else ""
     models = f"target {settings.target.source}" + (f", draft {settings.draft.source}" if settings.draft else "")
     if info is not None:

@@ -1,4 +1,4 @@
-"""`dsbd index`: the user's own texts as a file that the drafter `retrieval` reads."""
+"""`dsbd index`: an index of the user's own texts, a file that the drafter `retrieval` reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.io.lines.corpus import read_documents
 
-NEWS_EVERY = 1 << 22  # tokens
+NEWS_EVERY = 1 << 22  # tokens between two messages
 
 Corpus = Annotated[list[Path], typer.Argument(metavar="CORPUS", help="texts, or .jsonl files", show_default=False)]
 Target = Annotated[str, typer.Option("--target", help="whose tokenizer: alias, folder or hub id", metavar="MODEL")]
@@ -64,7 +64,7 @@ def index(
 
 
 def _pieces(corpus: list[Path], field: str) -> Iterator[str | None]:
-    """Texts in pieces, and None behind each document."""
+    """Yield texts in pieces, and None after each document."""
     for path in corpus:
         for document in read_documents(path, field):
             yield from document

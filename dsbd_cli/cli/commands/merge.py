@@ -1,4 +1,4 @@
-"""`dsbd merge`: the parts that `dsbd generate --shard` has written, as the one file that a single run writes."""
+"""`dsbd merge`: the parts that `dsbd generate --shard` has written, merged into the file that a single run writes."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ def merge(
 
     Nothing is written unless all parts are there, come from one input and the same settings, and hold every row once.
 
-    OpenAI lines have no row number: the parts stand one after the other. Exit code 3 where a row has failed or, with
-    --partial, is missing.
+    OpenAI lines have no row number, so the parts are written one after the other.
+
+    Exit code 3 where a row has failed or, with --partial, is missing.
     """
     set_style(quiet=quiet)
     check_new(output, option="--output", overwrite=existing == "overwrite")
@@ -52,27 +53,30 @@ def merge(
     if any(path.resolve() == output.resolve() for path in parts):
         raise UsageError(f"--output {output} is a part: name another file")
     with ExitStack() as stack:
-        if output.exists():  # a run that writes it would go on into a file without a name
+        if output.exists():  # a run that is writing it would go on in a file without a name
             stack.enter_context(open_locked(output, create_only=False))
         found, settings, created = _parts(parts, stack, partial=partial)
         indexed = settings.get("output_format") != "openai"
-        # without a part that has come to its end only the bytes of the input bound its rows, compressed ones do not
+        # if no part has come to its end, the input has at most as many rows as bytes, unless it is compressed
         size = None if settings.get("input_compressed") else int(str(settings["input_bytes"]))
         most = max([part.rows for part in found if part.rows is not None], default=size)
         for part in found:
             scan(part, indexed=indexed, most=most)
-        holes = _holes(found, indexed=indexed, partial=partial)
+        missing = _missing_rows(found, indexed=indexed, partial=partial)
         common: Settings = {name: value for name, value in settings.items() if name not in SHARD_SETTINGS}
         _write(output, in_order(found) if indexed else one_after_another(found), common, created)
     records, failed = sum(part.records for part in found), sum(part.failed for part in found)
     say(f"{output}: {records} records of {len(found)} parts" + (f", {failed} failed" if failed else ""))
-    if failed or holes:
+    if failed or missing:
         raise typer.Exit(ROWS_FAILED)
 
 
 def _write(output: Path, lines: Iterable[bytes], settings: Settings, created: int) -> None:
-    """The whole file, or the one before. Killed in between it leaves a file without settings, never one with those of
-    another: nobody goes on with that."""
+    """Write the whole file and its settings, or leave the old file.
+
+    A merge that is killed between the two leaves a file without settings, never one with the settings of another file,
+    so that no run can resume it.
+    """
     with replacing(output) as stream:
         with LineWriter(stream, str(output), owned=False, frame=frame_maker(output)) as writer:
             for line in lines:
@@ -83,11 +87,15 @@ def _write(output: Path, lines: Iterable[bytes], settings: Settings, created: in
 
 
 def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[list[PartFile], Settings, int]:
-    """The parts, which nobody writes while they are open, and what all of them were made with. stack: closes them.
-    Raises UsageError, OutputError where a part is being written."""
+    """Open the parts, so that nobody writes them meanwhile, and return them with their settings and the time they
+    began.
+
+    stack: closes them. The settings and the time (Unix) are those of the first part; all parts must have the same
+    settings. Raises UsageError if they do not belong together, OutputError if a part is being written.
+    """
     found: dict[int, PartFile] = {}
     first: tuple[Path, Settings, int] | None = None
-    ended: tuple[Path, str] | None = None  # the first part that has come to the end of its input, and of which
+    first_ended: tuple[Path, str] | None = None  # first part that has come to the end of its input, with a digest of it
     for path in paths:
         if not path.is_file():
             raise UsageError(f"{path} is no file")
@@ -109,9 +117,11 @@ def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[l
         first = first or (path, settings, created)
         found[shard.part] = PartFile(path, stream, shard.part, shard.count, None if end is None else end.rows)
         if end is not None:
-            ended = ended or (path, end.digest)
-            if end.digest != ended[1]:
-                raise UsageError(f"{ended[0]} and {path} do not belong together: the input was changed between them")
+            first_ended = first_ended or (path, end.digest)
+            if end.digest != first_ended[1]:
+                raise UsageError(
+                    f"{first_ended[0]} and {path} do not belong together: the input was changed between them"
+                )
         elif not partial:
             raise UsageError(f"{path} has not come to its end: go on with that part first, or take --partial")
     assert first is not None
@@ -134,21 +144,27 @@ def _opened(path: Path, stack: ExitStack) -> BinaryIO:
 
 
 def _difference(old: Settings, new: Settings) -> str | None:
-    """Tell the difference as of a resumed run; of parts also how many there are, and the input. None: nothing."""
+    """Describe how the settings of two parts differ, as for a resumed run; None if they do not.
+
+    The number of parts and the input count, too.
+    """
     names = {**TYPED, "shard": "N of --shard", "input_bytes": "the input's size", "input_head": "the input's beginning"}
     before, now = ({**one, "shard": str(one["shard"]).partition("/")[2]} for one in (old, new))
     return fingerprint_difference(before, now, names)
 
 
-def _holes(parts: Sequence[PartFile], *, indexed: bool, partial: bool) -> int:
-    """Rows without a record, and one more where nobody knows how many there are. Raises DsbdError unless `partial`."""
+def _missing_rows(parts: Sequence[PartFile], *, indexed: bool, partial: bool) -> int:
+    """Return how many rows of the input have no record, plus one if nobody knows how many rows there are.
+
+    Raises DsbdError unless `partial`.
+    """
     rows = max((part.rows for part in parts if part.rows is not None), default=None)
-    missing = 0
+    unknown = rows is None
     if rows is None:
         warn("no part has come to its end, so nobody knows how many rows the input has")
         rows = max((part.indices[-1] + 1 for part in parts if part.indices), default=0)
-        missing = 1
-    for part in parts if indexed or not missing else ():
+    missing = unknown + rows - sum(part.wanted(rows) for part in parts)  # rows of the parts that were not given
+    for part in parts if indexed or not unknown else ():
         wanted = part.wanted(rows if part.rows is None else part.rows)
         lacks = wanted - part.records
         if lacks < 0:

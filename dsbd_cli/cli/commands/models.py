@@ -1,4 +1,4 @@
-"""`dsbd models`: which names there are, and what is on this machine."""
+"""`dsbd models`: the names of models, and what is on this machine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SourceArgument = Annotated[str, typer.Argument(metavar="SOURCE", help="folder or
 
 @app.callback()
 def models(ctx: typer.Context) -> None:
-    """List the names of models: the built-in pair, your own, ours; where they lead, and what is on this machine.
+    """List the names of models: the built-in pair, yours, ours and the hub cache, and whether the files are here.
 
-    Columns: name, source, state (here, partly here, absent), whose name it is.
+    Columns: name, source, state (here, partly here, absent), origin (built-in, yours, ours, hub cache).
     """
     if ctx.invoked_subcommand is not None:
         return

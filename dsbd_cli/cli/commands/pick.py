@@ -1,4 +1,5 @@
-"""`dsbd pick`: records with several candidates in, one choice per row out, in input order, each with its reason."""
+"""`dsbd pick`: a choice among the candidates of every record, in input order, with its reason, written as soon as it is
+made."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import typer
 from dsbd_cli._version import __version__
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import MAIN, MAX_ERRORS, PIPED, Existing, FileOptions, StreamOptions, TalkOptions
-from dsbd_cli.cli.run.files import can_resume, check_files, check_rows_file, open_input_lines, resuming
+from dsbd_cli.cli.run.files import check_files, check_rows_file, how_to_resume, open_input_lines
 from dsbd_cli.cli.run.flow import check_errors
 from dsbd_cli.cli.run.output_files import Outputs
 from dsbd_cli.cli.run.progress import Reporter, begin_talk, row_line
@@ -57,7 +58,7 @@ OPTIONS_OF: dict[str, tuple[By, ...]] = {
 
 @dataclass(frozen=True)
 class PickOptions:
-    """How one candidate is chosen."""
+    """Options of how one candidate is chosen."""
 
     by: By | None = option(
         MAIN,
@@ -105,7 +106,7 @@ class PickOptions:
 
 @dataclass(frozen=True)
 class PickFiles(StreamOptions):
-    """Where candidates come from and choices go to."""
+    """Options of where candidates come from and choices go to."""
 
     existing: Existing | None = option(
         MAIN,
@@ -156,7 +157,7 @@ def pick(how: PickOptions, files: PickFiles, talk: TalkOptions, arguments: Seque
 
 
 def _check(how: PickOptions, files: PickFiles) -> None:
-    """Refuse what cannot work together. Raises UsageError."""
+    """Refuse options that contradict each other. Raises UsageError."""
     writes_all = files.output_format == "lines"
     if how.by is None and not writes_all:
         raise UsageError(f"--by is missing: it says how to choose, one of {', '.join(WAYS)}")
@@ -195,7 +196,10 @@ def _check(how: PickOptions, files: PickFiles) -> None:
 
 
 def _chooser(how: PickOptions) -> Chooser | None:
-    """All but a reward model, which is loaded when there is something to choose. Raises UsageError."""
+    """Return the chooser; None for a reward model, which is loaded later, if there is something to choose.
+
+    Raises UsageError.
+    """
     match how.by:
         case "score":
             return ByScore()
@@ -220,7 +224,7 @@ class _PickRun:
     def __init__(
         self, how: PickOptions, files: PickFiles, own: FileOptions, talk: TalkOptions, arguments: Sequence[str]
     ) -> None:
-        """own: the files as `dsbd generate` knows them."""
+        """own: the files as options of `dsbd generate`."""
         self._how, self._files, self._own, self._arguments = how, files, own, arguments
         self._settings: dict[str, object] = {
             name.rstrip("_"): value if value is None or isinstance(value, int | float) else str(value)
@@ -236,11 +240,11 @@ class _PickRun:
         self._signals = StopSignals()
         self._stopped = False
         self._reporter = Reporter(talk, files.output, says_why=(files.output_format or "native") == "native")
-        self._chosen = self._moved = self._none_ran = 0
+        self._chosen = self._not_first = self._none_ran = 0
         self._chooser: Chooser | None = None
 
     def run(self, chooser: Chooser | None) -> int:
-        """Choose for every row; returns the exit code."""
+        """Choose for every row, and return the exit code."""
         totals = self._reporter.totals
         with ExitStack() as stack:
             stack.enter_context(self._signals)
@@ -251,7 +255,7 @@ class _PickRun:
             stack.callback(self._reporter.stop)
             reader = stack.enter_context(LineReader(stream, name))
             if chooser is None and self._how.by == "model":
-                chooser = self._reward(stack)
+                chooser = self._load_reward_model(stack)
             self._chooser = chooser
             writer, _ = outputs.begin()
             self._signals.on_stop = self._stop
@@ -273,9 +277,9 @@ class _PickRun:
                 check_errors(totals.failed, self._files.max_errors, f"; {self._how_to_resume()}")
             writer.flush()
         if self._signals.number is not None:
-            self._reporter.summary(f"stopped: {self._line()}; {self._how_to_resume()}", always=True)
+            self._reporter.summary(f"stopped: {self._summary_line()}; {self._how_to_resume()}", always=True)
             raise StoppedError(self._signals.number)
-        self._reporter.summary(self._line(), always=self._none_ran > 0)
+        self._reporter.summary(self._summary_line(), always=self._none_ran > 0)
         return rows_exit_code(totals)
 
     def _stop(self) -> None:
@@ -283,8 +287,8 @@ class _PickRun:
         if isinstance(self._chooser, ByExecution):
             self._chooser.stop()
 
-    def _reward(self, stack: ExitStack) -> Chooser:
-        """Where torch is imported."""
+    def _load_reward_model(self, stack: ExitStack) -> Chooser:
+        """Load the reward model. This is where torch is imported."""
         path, how = self._how.prompts, self._how
         assert path is not None
         with reading(f"--prompts {path}"):
@@ -312,7 +316,7 @@ class _PickRun:
                 index += 1
                 continue
             text = line.head if isinstance(line, LongLine) else line
-            # the source passes over empty lines, which are empty candidates here
+            # the reader skips empty lines, which are empty candidates here
             for place, one in enumerate([*[b""] * (number - known - 1), text], known + 1):
                 first = first if group else place
                 group.append(one)
@@ -327,7 +331,7 @@ class _PickRun:
             yield CandidateRow(index, first, str(index), "", error=message)
 
     def _lines(self, row: CandidateRow, chooser: Chooser | None) -> list[bytes]:
-        """Return the lines of a row to write. Raises SqlStoppedError where its choice was not made to the end."""
+        """Return the lines to write for a row. Raises SqlStoppedError if its choice was stopped before it was made."""
         error: RowError | None = row.error
         choice: Choice | None = None
         if error is None:
@@ -341,14 +345,14 @@ class _PickRun:
                 error = type(failed)(f"line {row.number}: {failed}")
             except (DsbdError, SqlStoppedError):
                 raise
-            except Exception as failed:  # whatever a text makes of a library, it is the matter of its row
+            except Exception as failed:  # whatever a text causes in a library is an error of its row
                 message = one_line(failed)
                 error = RowError(f"line {row.number}: {type(failed).__name__}: {message}".removesuffix(": "))
         kind = "" if error is None else type(error).__name__
         self._reporter.row(error=None if error is None else row_line(row.index, row.id, error), kind=kind)
         if error is None:
             self._chosen += 1
-            self._moved += choice is not None and choice.beam > 0
+            self._not_first += choice is not None and choice.beam > 0
             self._none_ran += choice is not None and choice.why.get("ran") == 0
             if len(row.candidates) == 1 and chooser is not None:
                 message = f"row {row.index} (id {row.id}) has one candidate: dsbd generate --n-best N reports more"
@@ -360,11 +364,11 @@ class _PickRun:
             return [b"" if choice is None else dump_line(row.candidates[choice.beam].text)[1:-1]]
         return [_record(row, choice, self._how.by or "", error)]
 
-    def _line(self) -> str:
+    def _summary_line(self) -> str:
         totals = self._reporter.totals
         parts = [plural(totals.rows, "row")]
         if self._how.by is not None:
-            parts.append(f"{self._moved} of {self._chosen} not the first candidate")
+            parts.append(f"{self._not_first} of {self._chosen} not the first candidate")
         if self._none_ran:
             parts.append(f"{plural(self._none_ran, 'row')} with nothing that runs (--else error makes them fail)")
         parts += [f"{totals.failed} failed"] if totals.failed else []
@@ -372,9 +376,7 @@ class _PickRun:
         return ", ".join(parts)
 
     def _how_to_resume(self) -> str:
-        if not can_resume(self._own):
-            return "what is written is complete, but only a plain native --output FILE can be resumed"
-        return f"what is written is complete; go on with: {resuming(self._arguments)}"
+        return how_to_resume(self._own, self._arguments, "native")
 
 
 def _record(row: CandidateRow, choice: Choice | None, by: str, error: RowError | None) -> bytes:

@@ -60,7 +60,7 @@ class PromptOptions(RowFileOptions):
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """How long it may take, and what is written besides the tables."""
+    """Options of how long the profile may take, and what it writes besides the tables."""
 
     seconds: float | None = option(
         PROFILE,
@@ -79,7 +79,8 @@ class ProfileOptions:
 
 @dataclass(frozen=True)
 class ForestOptions(MethodOptions):
-    """How beams are drafted and verified, with as many layers in every iteration: `--depth auto` has no place here."""
+    """Options of how beams are drafted and verified. Every iteration has the same layers, so `--depth auto` is
+    refused."""
 
     depth: str | None = option(METHOD, "D, drafted layers", default=DEFAULT_DEPTH, metavar="D")
 
@@ -97,10 +98,9 @@ def profile(
 ) -> None:
     """Measure where time and memory go with these models and prompts, and recommend the fastest D and K that was run.
 
-    What is worth most is measured first, within --seconds. Beside the setting in use it runs no draft, and half and
-    twice its layers and drafts.
+    Besides your setting it runs plain decoding without a draft, and half and twice the layers and the drafts.
 
-    Ctrl-C prints what is measured by then.
+    The most useful measurements come first, within --seconds. Ctrl-C prints what is measured by then.
     """
     set_style(quiet=wanted.quiet)
     settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, answers=answers)
@@ -129,7 +129,7 @@ def profile(
 
 
 def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, ...]:
-    """The prompts to be decoded. Raises UsageError where there are none, InvalidRowError with the first bad line."""
+    """Return the prompts to decode. Raises UsageError if there are none, and with the first bad line."""
     count = prompts.records or RECORDS
     if prompts.input is None:
         check_files_under(prompts.files_under, "there is no --input")
@@ -163,9 +163,12 @@ def _measure(
     talk: Talk,
     signals: StopSignals,
 ) -> tuple[bool, Profile | None]:
-    """Whether anything that was measured has been told, and the profile. Where torch is imported."""
+    """Load the models and measure. This is where torch is imported.
+
+    Return whether some measurement was printed on the way, and the profile.
+    """
     talk.step("loading the models")
-    # what is imported here would else count as the models' memory
+    # imported before memory is measured, so that it does not count as the models' memory
     from dsbd_cli.lab.metrics.memory import resident_bytes
 
     before = resident_bytes()
@@ -198,7 +201,7 @@ def _measure(
 
 
 def option_words(group: object) -> list[str]:
-    """The options of a group as words of a command line."""
+    """Return the options of a group as words of a command line."""
     words: list[str] = []
     for item in dataclasses.fields(group):  # type: ignore[arg-type]
         value, name = getattr(group, item.name), option_name(item.name)
@@ -215,7 +218,7 @@ def option_words(group: object) -> list[str]:
 
 
 def _renderer(groups: tuple[object, ...], prompts: Path | None) -> Callable[[ForestSize], str]:
-    """How a setting is written as a ready command: with the options that change something."""
+    """Return a function that writes a setting as a ready command line, with the options that change something."""
 
     def render(setting: ForestSize) -> str:
         changed: dict[str, object] = {"depth": str(setting.depth), "drafts_per_layer": setting.drafts_per_layer}
@@ -236,7 +239,7 @@ def _renderer(groups: tuple[object, ...], prompts: Path | None) -> Callable[[For
 
 
 def _narrowed(groups: tuple[object, ...], min_width: int) -> str:
-    """The threshold width as given, with another least width."""
+    """Return the spelling of the threshold width as given, with another minimum width."""
     given = next((one.width for one in groups if isinstance(one, MethodOptions)), None)
     name, settings = parse(option_name("width"), given, WIDTHS) if given is not None else ("", {})
     wide = WIDTHS[name] if name and WIDTHS[name].dynamic else next(one for one in WIDTHS.values() if one.dynamic)
@@ -244,28 +247,28 @@ def _narrowed(groups: tuple[object, ...], min_width: int) -> str:
 
 
 def _needed(groups: tuple[object, ...], changed: dict[str, object]) -> list[object]:
-    """The groups with changed values, less the options without which generate would do the same."""
-    kept = [_with(group, changed) for group in groups]
-    wanted = _resolved(kept)
+    """Return the groups with changed values, without the options that make no difference to generate."""
+    kept = [_with_values(group, changed) for group in groups]
+    wanted = _run_settings_of(kept)
     names = [(place, name) for place, group in enumerate(kept) for name in vars(group)]
     for place, name in names:
         if getattr(kept[place], name) is None:
             continue
-        fewer = [*kept[:place], _with(kept[place], {name: None}), *kept[place + 1 :]]
+        fewer = [*kept[:place], _with_values(kept[place], {name: None}), *kept[place + 1 :]]
         # an option without which the others contradict each other is needed
         with suppress(UsageError):
-            kept = fewer if _resolved(fewer) == wanted else kept
+            kept = fewer if _run_settings_of(fewer) == wanted else kept
     return kept
 
 
-def _with(group: object, changed: dict[str, object]) -> object:
+def _with_values(group: object, changed: dict[str, object]) -> object:
     assert dataclasses.is_dataclass(group)
     names = {item.name for item in dataclasses.fields(group)}
     return dataclasses.replace(group, **{k: v for k, v in changed.items() if k in names})  # type: ignore[type-var]
 
 
-def _resolved(groups: list[object]) -> RunSettings:
-    """All that `dsbd generate` would do with these options."""
+def _run_settings_of(groups: list[object]) -> RunSettings:
+    """Return all settings that `dsbd generate` would use with these options."""
 
     def group(kind: type[T]) -> T:
         return next((one for one in groups if isinstance(one, kind)), kind())
@@ -285,7 +288,7 @@ def _write(found: Profile, wanted: ProfileOptions) -> None:
 
 
 def _print(found: Profile) -> None:
-    """The tables, and the tree if there is one, on standard output."""
+    """Print the tables, and the tree if there is one, to standard output."""
     from rich.text import Text
 
     from dsbd_cli.lab.reports.profile_tables import profile_tables

@@ -14,7 +14,7 @@ Name = Annotated[str | None, typer.Argument(metavar="NAME", help="which one; wit
 def schema(name: Name = None) -> None:
     """Print a JSON schema (draft 2020-12) of input rows, records, statistics or reports; without a name, list them.
 
-    Columns: name, number, what is of this form. A number moves when a field goes or means something else.
+    Columns: name, version, what has this form. A version number rises when a field is removed or changes its meaning.
     """
     if name is not None:
         contract = contract_of(name)

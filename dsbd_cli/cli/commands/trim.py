@@ -44,7 +44,7 @@ HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
 
 @dataclass(frozen=True)
 class TrimOptions:
-    """Options of `dsbd trim`: what is counted, what is kept, where it goes."""
+    """Options of `dsbd trim-draft`: what is counted, what is kept, where it goes."""
 
     output: Path | None = option(TRIM, "new folder for the trimmed draft (required)", "-o", metavar="FOLDER")
     texts: list[str] | None = option(TRIM, "count a file that dsbd generate wrote; may be repeated", metavar="FILE")
@@ -63,16 +63,10 @@ class TrimOptions:
 
 
 @grouped
-def trim_draft(
-    trim: TrimOptions,
-    pair: PairOptions,
-    decoding: DecodeOptions,
-    loading: LoadOptions,
-    arguments: Sequence[str],
-) -> None:
+def trim_draft(trim: TrimOptions, pair: PairOptions, decoding: DecodeOptions, loading: LoadOptions) -> None:
     """Write a draft whose LM head has only the rows of frequent tokens (VocabTrim): cheaper to run, the text the same.
 
-    Tokens are counted in what the target says: in files of dsbd generate (--texts), or in answers to --input.
+    Tokens are counted in the target's answers: in files of dsbd generate (--texts), or in answers to --input.
 
     Acceptance and time of both drafts are measured on held-out prompts and shown.
     """
@@ -96,10 +90,10 @@ class _Trimming:
 
     def __init__(self, trim: TrimOptions, settings: RunSettings, draft: ModelSpec, output: Path) -> None:
         self._trim, self._settings, self._draft, self._output = trim, settings, draft, output
-        self._engine_made: Engine | None = None
+        self._loaded_engine: Engine | None = None
 
     def run(self) -> None:
-        """Count, write, measure, tell."""
+        """Count tokens, write the trimmed draft, measure both drafts, and print the results."""
         from dsbd_cli.train.trim import check
 
         check(self._draft, self._output, size=self._trim.size, coverage=self._trim.coverage)
@@ -134,7 +128,7 @@ class _Trimming:
 
             return count_texts(self._draft, self._texts())
         counts: Counter[int] = Counter()
-        for result in self._engine_of().run(prompts):
+        for result in self._engine().run(prompts):
             if result.error is not None:
                 raise DsbdError(f"prompt {result.request.id} cannot be answered: {result.error}")
             counts.update(result.hypotheses[0].token_ids)
@@ -172,16 +166,16 @@ class _Trimming:
     def _measure(self, held: list[Request]) -> tuple[Measure, Measure]:
         from dsbd_cli.train.compare import measure, with_draft
 
-        before = self._engine_of()
+        before = self._engine()
         small = replace(self._draft, source=str(self._output))
         first, second = measure((before, with_draft(before, small)), held)
         return first, second
 
-    def _engine_of(self) -> Engine:
-        """The target with the full draft, loaded when it is first needed."""
-        if self._engine_made is None:
-            self._engine_made = self._settings.load()
-        return self._engine_made
+    def _engine(self) -> Engine:
+        """Return the target with the full draft, which is loaded when it is first needed."""
+        if self._loaded_engine is None:
+            self._loaded_engine = self._settings.load()
+        return self._loaded_engine
 
     def _record(self, report: TrimReport, prompts: int, measured: tuple[Measure, Measure] | None) -> dict[str, object]:
         record: dict[str, object] = {
@@ -198,20 +192,20 @@ class _Trimming:
 
 
 def hold_out(prompts: Sequence[Request]) -> tuple[list[Request], list[Request]]:
-    """Every eighth prompt, 64 at most, to measure on; and all others."""
+    """Split prompts into those to measure on, which are every eighth one, 64 at most, and all others."""
     places = range(HELD_OUT_EVERY - 1, len(prompts), HELD_OUT_EVERY)[:HELD_OUT_MOST]
     return [prompts[place] for place in places], [one for place, one in enumerate(prompts) if place not in places]
 
 
 def _sums(measured: Measure) -> dict[str, float]:
-    """Counters, tokens of the best texts and seconds, as they stand in the record."""
+    """Return the counters, the tokens of the best texts and the seconds, by their names in the record."""
     counters = {name: getattr(measured.stats, name) for name in COUNTERS}
     stats = measured.stats
     return {**counters, "tokens": measured.tokens, "draft_s": stats.draft_s, "target_s": stats.target_s}
 
 
 def _rates(measured: Measure) -> dict[str, float | None]:
-    """Return what the sums say: shares, steps per call and ms per token, None where nothing was counted."""
+    """Return shares, steps per call and ms per token, computed from the sums; None where nothing was counted."""
 
     def per(value: float, count: int) -> float | None:
         return round(value / count, 6) if count else None

@@ -1,1 +1,1 @@
-"""Options: how they are declared, where their values come from, and what they become."""
+"""Options: their declaration, the sources of their values, and the settings made of them."""

@@ -18,7 +18,7 @@ from dsbd_cli.lab.tasks.scores import DEFAULT_SCORE, KINDS
 
 DATA, METHODS_PANEL, CHOICE, OUTPUT = MAIN, "Methods and their settings", "Choice of a fuzzy threshold", "Output"
 DEFAULT_TASKS, DEFAULT_RECORDS, DEFAULT_ROUNDS = "sql,qa", 24, 1
-OWN_TASK = "jsonl"  # what --input is called in a report
+OWN_TASK = "jsonl"  # the name of --input in a report
 _METHOD = MethodConfig()
 
 
@@ -67,7 +67,10 @@ class DataOptions(RowFileOptions):
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Methods, and lists of values with commas: every method is run at every point of what acts on it."""
+    """Options of the methods, and of the values that they run with.
+
+    A list has commas between its values. Every method runs at every combination of the values that act on it.
+    """
 
     methods: str | None = option(
         METHODS_PANEL,
@@ -106,7 +109,7 @@ class SweepOptions:
 
 @dataclass(frozen=True)
 class ChoiceOptions:
-    """How one of several thresholds of rule fuzzy is chosen: on dev records, which are not the ones reported on."""
+    """Options of how one of several thresholds of rule fuzzy is chosen: on dev records, which are not reported on."""
 
     dev_records: int | None = option(
         CHOICE,
@@ -129,7 +132,7 @@ class ChoiceOptions:
 
 @dataclass(frozen=True)
 class BenchOutputs:
-    """Where results go besides the tables."""
+    """Options of where results go besides the tables."""
 
     json: Path | None = option(OUTPUT, "write one JSON line per task, method and setting here")
     markdown: Path | None = option(OUTPUT, "write a page here")

@@ -1,4 +1,4 @@
-"""How an option is declared, and how groups of options become a command."""
+"""Declaration of options, and commands made of groups of options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsbd_cli.config.spelling import typed_names
 from dsbd_cli.errors import KINDS, SETTINGS, UsageError, option_name
 
 T = TypeVar("T")
-METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}  # where an option names no other
+METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}  # for options that name no metavar
 
 # options of commands that take nothing from a job file or the environment
 Output = Annotated[Path, typer.Option("--output", "-o", help="file to write", metavar="FILE", show_default=False)]
@@ -38,36 +38,40 @@ def option(
     above: float | None = None,
     callback: Callable[..., object] | None = None,
 ) -> T:  # type: ignore[type-var]
-    """A field of a group, and the option of its name. It is None where nobody gives it; `default` is only shown,
-    because the library fills it in. short: another name, as `-i`. least, above: bounds of a number. callback: is called
-    with the context and the value before other options are read."""
+    """Return a dataclass field that declares the option of the same name. Its value is None if the option is not given.
+
+    default: only shown on the --help page, because the library fills it in. short: another name, as `-i`. least, above:
+    bounds of a number. callback: called with the context and the value before other options are read.
+    """
     shown = text if default is None else f"{text} (default: {default})"
     return _field(panel, shown, short, metavar=metavar, least=least, above=above, callback=callback)
 
 
 def flag(panel: str, text: str, *short: str) -> T:  # type: ignore[type-var]
-    """A switch; its --no- form takes back what a job file or the environment has switched on."""
+    """Return a field that declares a switch. Its --no- form takes back what a job file or the environment has switched
+    on."""
     return _field(panel, text, short, metavar="", negative=True)
 
 
 def switch(panel: str, text: str) -> T:  # type: ignore[type-var]
-    """A switch that stands for a single use, so that nothing needs to take it back."""
+    """Return a field that declares a switch for a single run, which has no --no- form because nothing needs to take it
+    back."""
     return _field(panel, text, (), metavar="")
 
 
 def _field(panel: str, text: str, short: tuple[str, ...], **more: object) -> T:  # type: ignore[type-var]
-    """A field that says how its option is declared; its type is the one that is written beside it."""
+    """Return a field whose metadata declare its option. The type of the option is that of the field."""
     declared = {"panel": panel, "help": text, "short": short, **more}
     return typing.cast("T", dataclasses.field(default=None, metadata=declared))
 
 
 def _parameter(item: dataclasses.Field[object], kind: object) -> inspect.Parameter:
-    """The parameter of a field, as typer reads it. kind: the type of the field."""
+    """Return a field's option as the parameter that typer reads. kind: the type of the field."""
     given, long, setting = item.metadata, option_name(item.name), item.name in SETTINGS
     kinds, parser = (*typing.get_args(kind), kind), None
     if number := next((one for one in (int, float) if one in kinds), None):
         parser = _number(number, given["least"], given["above"])
-    elif setting and bool in kinds:  # it has a value, as no switch has
+    elif setting and bool in kinds:  # a setting takes a value, unlike a switch
         kind, parser = str | None, _yes_or_no
     callback = given.get("callback")
     declared = typer.Option(
@@ -88,7 +92,7 @@ def _parameter(item: dataclasses.Field[object], kind: object) -> inspect.Paramet
 
 
 def _number(kind: type, least: float | None, above: float | None) -> Callable[[str], object]:
-    """How a number is read, so that what is none is refused in our words."""
+    """Return a parser of a number, which refuses any other text in our own words."""
 
     def read(text: str) -> object:
         try:
@@ -105,7 +109,7 @@ def _number(kind: type, least: float | None, above: float | None) -> Callable[[s
 
 
 def _yes_or_no(text: str) -> bool:
-    """How a switch without an option of its own is read."""
+    """Parse the value of a switch that is given as a setting."""
     if text.lower() not in (*YES, *NO):
         raise ValueError(f"{text!r} is not {KINDS[bool]}")
     return text.lower() in YES
@@ -114,9 +118,9 @@ def _yes_or_no(text: str) -> bool:
 def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) -> Callable[..., None]:
     """Make `f(files: FileOptions, pair: PairOptions, ..., arguments)` a command whose options are the groups' fields.
 
-    What the command line leaves open comes from the job file, then from the environment. `arguments` is the command
-    line as it was typed. elsewhere: groups of another command in the same pipe, whose variables are no
-    mistake.
+    A value that the command line does not give comes from the job file, then from the environment. `arguments`, where
+    `f` has them, are the command line as it was typed. elsewhere: groups of another command in the same pipe, whose
+    variables may be set, too.
     """
     every = typing.get_type_hints(function)
     hints = {name: kind for name, kind in every.items() if name not in ("return", "arguments")}
@@ -129,12 +133,14 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
 
     def command(ctx: typer.Context, **given: object) -> None:
         check_variables(known, ctx.command_path)
-        groups = {
+        values = {
             name: kind(**{item.name: given[item.name] for item in dataclasses.fields(kind)})
             for name, kind in hints.items()
         }
+        if "arguments" in every:
+            values["arguments"] = ctx.obj if isinstance(ctx.obj, list | tuple) else ()
         try:
-            function(**groups, arguments=ctx.obj if isinstance(ctx.obj, list | tuple) else ())
+            function(**values)
         except UsageError as error:
             # the library knows the field, only the command knows what was typed
             raise UsageError(error.typed(typed_names(table))) from error
@@ -148,7 +154,8 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
 
 
 def _set_parameter(names: Sequence[str]) -> inspect.Parameter:
-    """`--set NAME=VALUE` on the page of --help. The parser never sees it: see Command.parse_args."""
+    """Return the parameter for `--set NAME=VALUE` on the --help page. The parser never sees it: see
+    Command.parse_args."""
     shown = ", ".join(name.replace("_", "-") for name in names)
     declared = typer.Option(
         "--set",
@@ -162,7 +169,10 @@ def _set_parameter(names: Sequence[str]) -> inspect.Parameter:
 
 
 def _settings_as_options(words: Sequence[str]) -> Iterator[str]:
-    """`--set min_p=0.1` as one word, `--set min-p=0.1`, which the parser takes for a long option of that name."""
+    """Yield the words of a command line, with `--set min_p=0.1` as the one word `--set min-p=0.1`.
+
+    The parser takes that word for a long option of this name.
+    """
     rest = iter(words)
     for word in rest:
         setting = next(rest, None) if word == "--set" else word.removeprefix("--set=")
@@ -173,8 +183,11 @@ def _settings_as_options(words: Sequence[str]) -> Iterator[str]:
         yield f"--set {name.replace('_', '-')}{equals}{value}"
 
 
-class _Plain:
-    """Parameters as a page shows them: a switch takes no value, and its --no- form is told once, not in a column."""
+class _PlainHelp:
+    """A command whose --help page shows a switch without a value, and without a column for its --no- form.
+
+    The text of the page explains --no- once.
+    """
 
     def get_params(self, ctx: typer.Context) -> list[object]:
         params: list[object] = super().get_params(ctx)  # type: ignore[misc]
@@ -195,11 +208,12 @@ class _Plain:
                 one.secondary_opts = names  # type: ignore[attr-defined]
 
 
-class Command(_Plain, TyperCommand):  # type: ignore[misc]
-    """A command with such a page. A job file and the environment give defaults of its options."""
+class Command(_PlainHelp, TyperCommand):  # type: ignore[misc]
+    """A command whose options take defaults from a job file and from the environment, with a page as _PlainHelp shows
+    it."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Raises UsageError for a wrong value of a file or a variable, which it names."""
+        """Parse the command line. Raises UsageError for a wrong value in a file or a variable, and names the place."""
         if "groups" in vars(self.callback):
             read_environment(ctx)
         try:
@@ -211,5 +225,5 @@ class Command(_Plain, TyperCommand):  # type: ignore[misc]
             raise UsageError(f"{place}: {error.message}".replace("Value error, ", "")) from None
 
 
-class Group(_Plain, TyperGroup):  # type: ignore[misc]
-    """A group of commands with such a page."""
+class Group(_PlainHelp, TyperGroup):  # type: ignore[misc]
+    """A group of commands, with a page as _PlainHelp shows it."""

@@ -1,4 +1,4 @@
-"""Every option, declared once, in groups that commands share. None means not given: defaults are the library's."""
+"""Declarations of every option, in groups that commands share. None means not given: the library has the defaults."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StreamOptions:
 
 @dataclass(frozen=True)
 class RowFileOptions:
-    """Where files lie that rows name."""
+    """Options of where the files are that rows name."""
 
     files_under: Path | None = option(
         FILES,
@@ -65,7 +65,7 @@ class RowFileOptions:
 
 @dataclass(frozen=True)
 class FileOptions(RowFileOptions, StreamOptions):
-    """Where lines come from and go to."""
+    """Options of where lines come from and go to."""
 
     input_format: InputFormat | None = option(
         FILES,
@@ -106,7 +106,7 @@ class RowOptions:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Options from a file."""
+    """Options of a file that holds options."""
 
     config: Path | None = option(
         JOB, "TOML file with any of these options and settings by their long names", callback=read_job
@@ -116,7 +116,7 @@ class JobOptions:
 
 @dataclass(frozen=True)
 class PairOptions:
-    """The two models."""
+    """Options of the two models."""
 
     target: str | None = option(
         MAIN, "alias, folder or hub id; @REVISION and +ADAPTER may follow", default=BUILTIN_TARGET, metavar="MODEL"
@@ -131,7 +131,7 @@ class PairOptions:
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """How the target is decoded."""
+    """Options of how the target is decoded."""
 
     num_beams: int | None = option(MAIN, "W, live beams at most", default=_METHOD.num_beams, metavar="W")
     decode: Decode | None = option(MAIN, "search: beam search; sample: beam sampling", default="sample", metavar="HOW")
@@ -139,7 +139,7 @@ class DecodeOptions:
 
 @dataclass(frozen=True)
 class MethodOptions(DecodeOptions):
-    """How beams are drafted and verified."""
+    """Options of how beams are drafted and verified."""
 
     drafts_per_layer: int | None = option(
         METHOD,
@@ -181,7 +181,7 @@ class MethodOptions(DecodeOptions):
 
 @dataclass(frozen=True)
 class DrawOptions:
-    """How one text is drawn, ended and ranked."""
+    """Options of how one text is drawn, ended and ranked."""
 
     temperature: float | None = option(MAIN, "0: the likeliest, no noise", default=_SAMPLING.temperature)
     top_k: int | None = option(SAMPLING, "keep the N likeliest; 0: all", default=_SAMPLING.top_k)
@@ -227,7 +227,7 @@ class AnswerOptions:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How models are loaded, in every command that loads some."""
+    """Options of how models are loaded, in every command that loads some."""
 
     dtype: Dtype | None = option(DEVICES, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
     device: str | None = option(
@@ -244,7 +244,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class DeviceOptions(LoadOptions):
-    """How the models are loaded and run."""
+    """Options of how models are loaded and run."""
 
     batch_size: str | None = option(
         DEVICES, "rows decoded together; auto: what fits in memory", default=DEFAULT_BATCH_SIZE, metavar="N"
@@ -281,12 +281,12 @@ class DeviceOptions(LoadOptions):
 
     @property
     def cuda_graphs(self) -> bool | None:
-        """Whether iterations must be captured; None: where they can be."""
+        """Whether iterations must be captured as CUDA graphs; None: they are captured where that is possible."""
         return None if self.gpu is None else "graphs" in self.gpu
 
     @property
     def wanted_kernels(self) -> bool | None:
-        """Whether kernels must run; None: where they can."""
+        """Whether kernels must run; None: they run where that is possible."""
         return None if self.gpu is None else "kernels" in self.gpu
 
 
@@ -295,7 +295,7 @@ TALK = "Messages"
 
 @dataclass(frozen=True)
 class TalkOptions:
-    """Options of what is said on standard error."""
+    """Options of what is printed on standard error."""
 
     quiet: bool | None = flag(TALK, "nothing on standard error but errors that end the run", "-q")
     log: Literal["brief", "verbose", "json"] | None = option(
@@ -307,5 +307,5 @@ class TalkOptions:
     )
 
 
-# groups of generate, whose variables a command in the same pipe lets stand
+# groups of generate, whose variables may be set for other commands in the same pipe, too
 PIPED = (PairOptions, MethodOptions, SamplingOptions, DeviceOptions, RowOptions)

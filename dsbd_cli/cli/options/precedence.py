@@ -1,7 +1,7 @@
-"""Where an option's value comes from: the command line, else the job file, else the environment, else the default.
+"""Sources of an option's value: the command line, else the job file, else the environment, else the default.
 
-File and environment become the default map of the command's context. A value there is read as the same word on the
-command line would be; in a file it must have the option's type.
+File and environment become the default map of the command's context. A value there is read like the same word on the
+command line. In a file it must also have the option's type.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ OR_AUTO = ("depth", "batch_size", "workers")  # numbers that may also be the wor
 OTHER_VARIABLES = ("DSBD_MODELS_FILE", "DSBD_DEBUG")  # read elsewhere, for every command
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 NOT_IN_A_FILE = ("config", "print_config", "set")
-PLACES = "dsbd_cli.places"  # in a context: of a value that does not come from the command line, where it stands
+PLACES = "dsbd_cli.places"  # in a context: the place of each value that does not come from the command line
 
 
 def read_environment(ctx: typer.Context) -> None:
-    """Make the values of DSBD_ variables defaults of the command's options. A variable without text is not given."""
+    """Make the values of DSBD_ variables defaults of the command's options. An empty variable counts as not given.
+
+    Raises UsageError.
+    """
     names = {one.name: variable(one.name) for one in ctx.command.params if one.name not in ("print_config", "set")}
     given = {name: os.environ[place] for name, place in names.items() if os.environ.get(place)}
     for one in ctx.command.params:
         word = given.get(one.name, "") if getattr(one, "is_flag", False) else ""
         if word and word.lower() not in (*YES, *NO):
             raise UsageError(f"{names[one.name]}: {word!r} is not {KINDS[bool]}")
-    _add(ctx, given, names)
+    _add_defaults(ctx, given, names)
 
 
 def read_job(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -59,12 +62,13 @@ def read_job(ctx: typer.Context, path: Path | None) -> Path | None:
             raise UsageError(f"--config {path}: {key} is given twice, once with _ and once with -: drop one")
         given[name] = value
     _check_types(ctx, given, f"--config {path}")
-    _add(ctx, given, {name: f"--config {path}: {name}" for name in given})
+    _add_defaults(ctx, given, {name: f"--config {path}: {name}" for name in given})
     return path
 
 
 def _check_types(ctx: typer.Context, given: Mapping[str, object], place: str) -> None:
-    """Raise UsageError for a value of TOML that has not its option's type: a file says whether it means 3 or '3'."""
+    """Raise UsageError for a TOML value without its option's type. TOML tells 3 from '3', so a wrong type is a
+    mistake."""
     groups = vars(ctx.command.callback).get("groups", ())
     hints = {name: hint for group in groups for name, hint in typing.get_type_hints(group).items()}
     for name, value in given.items():
@@ -73,7 +77,7 @@ def _check_types(ctx: typer.Context, given: Mapping[str, object], place: str) ->
         if choices:
             fits, expected = value in choices, f"one of {', '.join(choices)}"
         elif typing.get_origin(hint) is list:
-            fits, expected = isinstance(value, str | list), "a list of strings"  # of what: see _add
+            fits, expected = isinstance(value, str | list), "a list of strings"  # _add_defaults checks its items
         elif hint in (int, float, bool):
             fits, expected = type(value) is hint or (hint is float and type(value) is int), KINDS[hint]
         else:
@@ -83,15 +87,17 @@ def _check_types(ctx: typer.Context, given: Mapping[str, object], place: str) ->
 
 
 def place_of(ctx: typer.Context, name: str) -> str | None:
-    """Where the value of an option stands; None for the command line."""
+    """Return the file or the variable that gave an option its value; None if neither did."""
     place: str | None = ctx.meta.get(PLACES, {}).get(name)
     source = ctx.get_parameter_source(name)
     return place if source is not None and source.name == "DEFAULT_MAP" else None
 
 
-def _add(ctx: typer.Context, given: Mapping[str, object], places: Mapping[str, str]) -> None:
-    """Values over those that are there. Raises UsageError for one that is no word, nor, where several may be given, a
-    list of words."""
+def _add_defaults(ctx: typer.Context, given: Mapping[str, object], places: Mapping[str, str]) -> None:
+    """Add values to the context's defaults, in place of those that are there.
+
+    Raises UsageError for a value that is no single word, or no list of words for an option that may be repeated.
+    """
     several = {one.name for one in ctx.command.params if getattr(one, "multiple", False)}
     words: dict[str, object] = {}
     for name, value in given.items():
@@ -107,12 +113,12 @@ def _add(ctx: typer.Context, given: Mapping[str, object], places: Mapping[str, s
 
 
 def variable(name: str) -> str:
-    """DSBD_NUM_BEAMS for num_beams."""
+    """Return the variable of an option: DSBD_NUM_BEAMS for num_beams."""
     return PREFIX + name.rstrip("_").upper()
 
 
 def check_variables(names: Collection[str], command: str) -> None:
-    """Refuse a DSBD_ variable that is no option: it is most likely misspelt, and would be ignored."""
+    """Raise UsageError for a DSBD_ variable without an option: it is most likely misspelt, and would be ignored."""
     known = {variable(name) for name in names if name != "print_config"}.union(OTHER_VARIABLES)
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in known:
@@ -122,11 +128,11 @@ def check_variables(names: Collection[str], command: str) -> None:
             raise UsageError(f"the variable {name} is set, but {command} has no such option: {hint}")
 
 
-# Out
+# Writing a job file
 
 
 def job_text(groups: Sequence[object]) -> str:
-    """TOML that --config accepts: what is set, and as comments what is not."""
+    """Return TOML that --config accepts: the options that are set, and the others as comments."""
     lines = ["# dsbd generate --config FILE; the command line wins over it, it wins over DSBD_ variables"]
     panels: dict[str, list[str]] = {}
     for item, value in ((item, getattr(group, item.name)) for group in groups for item in dataclasses.fields(group)):  # type: ignore[arg-type]
@@ -139,5 +145,5 @@ def job_text(groups: Sequence[object]) -> str:
 
 
 def _toml(value: object) -> str:
-    # JSON as orjson writes it is TOML, but for DEL
+    # JSON as orjson writes it is TOML, except for DEL
     return orjson.dumps(value, default=str).decode().replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""Options of work in several processes, and what they mean. None means not given."""
+"""Options of work in several processes, and the settings that they give. None means not given."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WORKERS = (NUMBER, RAY, GPUS, TIMEOUT)
 
 @dataclass(frozen=True)
 class ScaleOptions:
-    """Several processes on one input."""
+    """Options of several processes that answer one input."""
 
     workers: str | None = option(
         SCALE,
@@ -71,11 +71,11 @@ class ScaleOptions:
 
 
 def pool_config(scale: ScaleOptions, devices: DeviceOptions) -> PoolConfig | None:
-    """Return what --workers and its companions ask for; None without them. Raises UsageError."""
+    """Return the settings of the workers that the options ask for; None without --workers. Raises UsageError."""
     if scale.workers is None:
         return None
     given = parse_settings("--workers", scale.workers, WORKERS)
-    least, most = _numbers(str(given[NUMBER.field]))
+    least, most = _worker_range(str(given[NUMBER.field]))
     if devices.batch_size == "auto":
         raise UsageError(
             "--batch-size auto cannot be used with --workers, which fill batches of a known size: give one"
@@ -101,8 +101,8 @@ def pool_config(scale: ScaleOptions, devices: DeviceOptions) -> PoolConfig | Non
     )
 
 
-def _numbers(given: str) -> tuple[int, int | None]:
-    """Least and most workers of `8`, `4..32` or `auto`."""
+def _worker_range(given: str) -> tuple[int, int | None]:
+    """Return the least and the most workers of `8`, `4..32` or `auto`. The most is None for auto. Raises UsageError."""
     if given == "auto":
         return 1, None
     first, dots, last = given.partition("..")
@@ -116,7 +116,10 @@ def _numbers(given: str) -> tuple[int, int | None]:
 
 
 def _gpus(given: int | None, devices: DeviceOptions) -> int | None:
-    """GPUs of each worker; None: one where there are any."""
+    """Return the GPUs of each worker, 0 with --device cpu; None: one for each process of a worker, if there are GPUs.
+
+    Raises UsageError.
+    """
     place = devices.device
     if place == "cpu":
         if given is not None:

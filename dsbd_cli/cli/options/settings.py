@@ -1,9 +1,10 @@
-"""From given options to settings. An option that could not act is refused with one line, never ignored."""
+"""Conversion of the given options to settings. An option that could not act is refused with one line, never ignored."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -36,7 +37,7 @@ T = TypeVar("T")
 NO_ANSWERS, NO_ROWS = AnswerOptions(), RowOptions()  # not given
 SPREADS = ("balanced", "balanced_low_0", "sequential")  # names of device maps that are no device
 
-# what a setting of a run is called where it is typed
+# by setting of a run: its name as the user types it
 TYPED = {
     **typed_names(item.name for group in (*PIPED, FileOptions, AnswerOptions) for item in fields(group)),
     "rule": "--decode or --verify",
@@ -46,8 +47,11 @@ TYPED = {
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """All that a run needs to know; `draft` is None where nothing is drafted, `batch_size` where memory decides.
-    allow: a list of answers; a grammar stands in `rows`. threads, cuda_graphs, kernels: see loading.load."""
+    """Settings of a run.
+
+    `draft` is None if no draft model runs, `batch_size` if memory decides. allow: a list of answers; a grammar is in
+    `rows`. threads, cuda_graphs, kernels: see loading.load.
+    """
 
     target: ModelSpec
     draft: ModelSpec | None
@@ -63,24 +67,34 @@ class RunSettings:
 
     @property
     def models(self) -> tuple[ModelSpec, ...]:
-        """Target and draft, as far as they are checkpoints of their own."""
+        """Target and draft, without a draft that is a part of the target's checkpoint."""
         pair = (self.target, self.draft)
         return tuple(model for model in pair if model is not None and not model.in_target)
 
-    def load(self, *, drafts: bool = True) -> Engine:
-        """Load the models into an engine. drafts: the draft, too, where there is one."""
-        from dsbd_cli import loading  # imports torch
+    def loader(self, *, drafts: bool = True, log_steps: bool = False) -> partial[Engine]:
+        """Return a function that loads the models into an engine, here or in a worker.
 
-        return loading.load(
+        drafts: load the draft as well, where there is one. log_steps: see loading.load.
+        """
+        from dsbd_cli.scale.worker import load_engine
+
+        return partial(
+            load_engine,
             self.target,
             self.draft if drafts else None,
             method=self.method,
             batch_size=self.batch_size,
+            log_steps=log_steps,
+            on_too_long=self.on_too_long,
             cuda_graphs=self.cuda_graphs,
             kernels=self.kernels,
             allow=self.allow,
             threads=self.threads,
         )
+
+    def load(self) -> Engine:
+        """Load the models into an engine. This is where torch is imported."""
+        return self.loader()()
 
 
 def run_settings(
@@ -94,16 +108,18 @@ def run_settings(
     chat: bool = False,
     answers: AnswerOptions = NO_ANSWERS,
 ) -> RunSettings:
-    """Settle defaults and refuse what contradicts itself. strict: of rows with unknown fields. chat: prompts
-    become messages. Raises UsageError."""
+    """Return the settings of a run, with defaults filled in. Raises UsageError for options that contradict each other.
+
+    strict: rows with unknown fields fail. chat: prompts become messages.
+    """
     if _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
         raise UsageError("--depth is 0, but must be 1 or more: --draft none decodes without a draft")
     allow, grammar = allowed_answers(answers.allow)
     method = _with_drafter(method, pair, grammar)
-    chosen = _chosen(method)
+    chosen = _variant_fields(method)
     rule, width = RULES[str(chosen["rule"])], chosen.get("width")
     wide = None if width is None or not WIDTHS[str(width)].dynamic else method.width
-    target, draft = _pair(pair, method, str(chosen["drafter"]))
+    target, draft = _model_names(pair, method, str(chosen["drafter"]))
     own = devices_of(devices.device)[1]
     if draft is None:
         _refuse("there is no draft", (f"{own} in --device {devices.device}", own))
@@ -139,7 +155,7 @@ def run_settings(
     rows = replace(_rows(sampling, config, strict=strict), grammar=grammar, chat=chat)
     batch_size: int | None = None
     if devices.batch_size != "auto":
-        batch_size = _given(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
+        batch_size = _or_default(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
         if batch_size < 1:
             raise UsageError(f"--batch-size is {batch_size}, but must be 1 or more")
     target_spec, draft_spec = _model_specs(target, draft, devices)
@@ -159,7 +175,7 @@ def run_settings(
 
 
 def _model_specs(target: str, draft: str | None, devices: DeviceOptions) -> tuple[ModelSpec, ModelSpec | None]:
-    """How target and draft are to be loaded."""
+    """Return how target and draft are loaded. Raises UsageError."""
     given = {item.name: getattr(devices, item.name) for item in fields(ModelSpec) if hasattr(devices, item.name)}
     place, draft_device = devices_of(devices.device)
     spread = place is not None and (place.startswith("{") or place in SPREADS)
@@ -175,7 +191,7 @@ def _model_specs(target: str, draft: str | None, devices: DeviceOptions) -> tupl
 
 
 def devices_of(device: str | None) -> tuple[str | None, str | None]:
-    """Where --device puts the target, and the draft if it has a place of its own."""
+    """Return the target's device of --device, and the draft's if it has one of its own. Raises UsageError."""
     if device is None or device.startswith("{"):
         return device, None
     target, comma, draft = device.partition(",")
@@ -186,38 +202,46 @@ def devices_of(device: str | None) -> tuple[str | None, str | None]:
     return target, draft or None
 
 
-def drafts(pair: PairOptions) -> bool:
-    """Whether there is a draft model: one that is named, or the built-in one of the built-in target."""
+def has_draft(pair: PairOptions) -> bool:
+    """Return whether there is a draft model: one that is named, or the built-in one of the built-in target."""
     if pair.draft is None:
         return pair.target in (None, BUILTIN_TARGET)
     return pair.draft != "none"
 
 
 def fixed_depth(pair: PairOptions, method: MethodOptions) -> MethodOptions:
-    """The options with the library's depth in place of `auto` by default, for commands that measure a forest. Without
-    a draft it is the roots alone, with a grammar too."""
-    if not drafts(pair) and method.drafter is None:
+    """Return the options with the library's fixed depth as default in place of `auto`, for commands that measure a
+    forest.
+
+    Without a draft the forest has its roots only, also with a grammar.
+    """
+    if not has_draft(pair) and method.drafter is None:
         return replace(method, drafter=MethodConfig().drafter)
-    drafting = drafts(pair) or not runs_model(str(_chosen(method)["drafter"]))
+    drafting = has_draft(pair) or not runs_model(str(_variant_fields(method)["drafter"]))
     open_ = method.depth is None and drafting
     return replace(method, depth=str(DEFAULT_DEPTH)) if open_ else method
 
 
 def _with_drafter(method: MethodOptions, pair: PairOptions, grammar: Grammar | None) -> MethodOptions:
-    """Without a draft model, what a grammar forces is drafted all the same, where the rule takes such drafts."""
+    """Return the options with drafter `grammar`, so that tokens which a grammar forces are drafted without a draft
+    model.
+
+    The options stay as they are if there is no grammar, if a draft model or a drafter is given, or if the rule does not
+    take such drafts.
+    """
     rule = SEARCH if method.decode == "search" else (method.verify or MethodConfig().rule).partition(":")[0]
-    free = not drafts(pair) and method.drafter is None
+    free = not has_draft(pair) and method.drafter is None
     if grammar is None or not free or rule not in RULES or any(one.field == "drafter" for one in RULES[rule].limits):
         return method
     return replace(method, drafter=GRAMMAR)
 
 
-def _given(value: T | None, default: T) -> T:
+def _or_default(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
 def _number(option: str, given: str | None, auto: int) -> int | None:
-    """A number that may also be `auto`."""
+    """Return a number that may also be spelled `auto`. auto: the value of that word. Raises UsageError."""
     if given is None or given == "auto":
         return None if given is None else auto
     try:
@@ -227,14 +251,14 @@ def _number(option: str, given: str | None, auto: int) -> int | None:
 
 
 def _refuse(reason: str, *options: tuple[str, object]) -> None:
-    """Options that were given although they could not act."""
+    """Raise UsageError for options that were given although they could not act."""
     if given := [name for name, value in options if value is not None]:
         drop = "drop it" if len(given) == 1 else "drop them"
         raise UsageError(f"{', '.join(given)} would do nothing, because {reason}: {drop}")
 
 
-def _chosen(given: MethodOptions) -> dict[str, object]:
-    """Rule, width and drafter with their settings, as fields of MethodConfig. Raises UsageError."""
+def _variant_fields(given: MethodOptions) -> dict[str, object]:
+    """Return rule, width and drafter with their settings, as fields of MethodConfig. Raises UsageError."""
     found: dict[str, object] = {"rule": SEARCH if given.decode == "search" else MethodConfig().rule}
     try:
         name, settings = parse_drafter(given.drafter or MethodConfig().drafter)
@@ -248,16 +272,16 @@ def _chosen(given: MethodOptions) -> dict[str, object]:
     return found
 
 
-def _pair(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, str | None]:
-    """Names of target and draft."""
-    target = _given(pair.target, BUILTIN_TARGET)
+def _model_names(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, str | None]:
+    """Return the names of target and draft; no draft if the drafter runs no model. Raises UsageError."""
+    target = _or_default(pair.target, BUILTIN_TARGET)
     if not target or pair.draft == "":
         raise UsageError("--target and --draft need a name: an alias, a folder or a hub id")
     if not runs_model(drafter):
         if pair.draft not in (None, "none"):
             raise UsageError(f"--draft {pair.draft} would do nothing, because drafter {drafter} runs no model: drop it")
         return target, None
-    if not drafts(pair):
+    if not has_draft(pair):
         there = "--draft is none" if pair.draft == "none" else f"--target {target} has no draft"
         if method.verify is not None and RULES[parse("--verify", method.verify, RULES)[0]].needs_draft:
             raise UsageError(
@@ -268,7 +292,7 @@ def _pair(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, 
         if method.depth is not None:
             raise UsageError(f"--depth {method.depth} needs a draft, but {there}: name one with --draft, or drop it")
         return target, None
-    return target, _given(pair.draft, BUILTIN_DRAFT)
+    return target, _or_default(pair.draft, BUILTIN_DRAFT)
 
 
 def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: bool) -> MethodConfig:
@@ -294,7 +318,7 @@ def _rows(given: SamplingOptions, method: MethodConfig, *, strict: bool) -> RowR
             raise UsageError(f"--stop is {text!r}, which is not UTF-8")
     asked = {item.name: getattr(given, item.name, None) for item in fields(SamplingConfig)}
     sampling = SamplingConfig(**{name: value for name, value in asked.items() if value is not None})
-    seed = _given(given.seed, RowReader().seed)
+    seed = _or_default(given.seed, RowReader().seed)
     return RowReader(sampling, seed, method.rule, method.num_beams, strict)
 
 
@@ -302,8 +326,10 @@ REGEX = "regex:"
 
 
 def allowed_answers(given: str | None) -> tuple[Path | None, Grammar | None]:
-    """The file of a list of answers, or a grammar; at most one of both. Raises UsageError where it cannot be read or
-    cannot be followed."""
+    """Return the file of a list of answers, or a grammar; at most one of both.
+
+    Raises UsageError if it cannot be read, or if the grammar cannot be followed.
+    """
     if given is None:
         return None, None
     if given.startswith(REGEX):

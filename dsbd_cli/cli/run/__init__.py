@@ -1,1 +1,1 @@
-"""A run of a command: files in and out, rows through an engine, progress, signals, messages."""
+"""Parts of a command's run: files in and out, rows through an engine, progress, signals, messages."""

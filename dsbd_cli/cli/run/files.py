@@ -1,4 +1,4 @@
-"""Which files may be named together, and the input. All of it is settled before any model is loaded, or anything is
+"""Checks of the files that a command names, and its input. Both come before any model is loaded or anything is
 measured."""
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ NO_KEY = ", whose lines do not say what was asked: native and openai lines have 
 
 
 def is_special(path: Path) -> bool:
-    """A device or a named pipe: it may be written to, but holds nothing that could be lost."""
+    """Return whether a path is a device or a named pipe. It may be written to, and holds nothing that could be lost."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
-def writes(files: FileOptions) -> Format:
-    """The output format. Raises UsageError for one that is not there."""
+def output_format(files: FileOptions) -> Format:
+    """Return the output format. Raises UsageError for one that does not exist."""
     name = files.output_format or "native"
     if name not in FORMATS:
         raise UsageError(f"--output-format is {shorten(name)}, but must be one of {', '.join(FORMATS)}")
@@ -46,31 +46,38 @@ def writes(files: FileOptions) -> Format:
 
 
 def resumes(files: FileOptions) -> bool:
-    """Whether this run goes on with what an earlier one has written."""
+    """Return whether this run resumes an earlier one."""
     return files.existing in ("resume", "retry")
 
 
-def can_resume(files: FileOptions) -> bool:
-    """Whether what this run writes can be gone on with."""
+def _can_resume(files: FileOptions) -> bool:
+    """Return whether a later run can resume this one."""
     path = files.output
-    if path is None or path == STANDARD or is_special(path) or not writes(files).resumable:
+    if path is None or path == STANDARD or is_special(path) or not output_format(files).resumable:
         return False
     return not any(one is not None and one.suffix in COMPRESSED for one in (path, files.stats))
 
 
-def resuming(arguments: Sequence[str]) -> str:
-    """The command line that goes on with what this one has written."""
+def how_to_resume(files: FileOptions, arguments: Sequence[str], formats: str) -> str:
+    """Return the command that resumes the run with these arguments, or say why it cannot be resumed.
+
+    formats: those of the command's output that can be resumed, for the message.
+    """
+    if not _can_resume(files):
+        return f"what is written is complete, but only a plain {formats} --output FILE can be resumed"
+    again = " with the same input" if files.input in (None, STANDARD) else ""
     kept = [
         word
         for before, word in zip(("", *arguments), arguments, strict=False)
         if not word.startswith("--existing=") and "--existing" not in (word, before)
     ]
-    return quote_command(shlex.join(["dsbd", *kept, "--existing", "resume"]))
+    command = quote_command(shlex.join(["dsbd", *kept, "--existing", "resume"]))
+    return f"what is written is complete; go on{again} with: {command}"
 
 
 def check_files(files: FileOptions) -> None:
     """Refuse names and switches that cannot work together. Raises UsageError."""
-    writes(files).load()
+    output_format(files).load()
     _check_parquet(files)
     check_files_under(files.files_under, "every line is a prompt" if files.input_format == "text" else None)
     named = [
@@ -95,8 +102,8 @@ def check_files(files: FileOptions) -> None:
 
 
 def _check_parquet(files: FileOptions) -> None:
-    """Refuse a Parquet output that is no file of its own. Raises UsageError."""
-    if not writes(files).parquet:
+    """Refuse a Parquet output that is no ordinary file. Raises UsageError."""
+    if not output_format(files).parquet:
         return
     given = f"--output-format {files.output_format}"
     if files.output is None or files.output == STANDARD or is_special(files.output):
@@ -123,20 +130,20 @@ def _check_resume(files: FileOptions) -> None:
     for path in (files.output, files.stats):
         if path is not None and path.suffix in COMPRESSED:
             raise UsageError(f"{given} cannot go on with {path}, which is compressed: write plain lines")
-    if not writes(files).resumable:
+    if not output_format(files).resumable:
         form = f"--output-format {files.output_format}"
         raise UsageError(f"{given} cannot go on with {form}{NO_KEY}")
 
 
 def _same(one: Path, other: Path) -> bool:
-    """Whether two names are one file, links of any kind included."""
+    """Return whether two names are one file, links of any kind included."""
     if one.is_file() and other.is_file():
         return one.samefile(other)
     return one.resolve() == other.resolve() and not one.exists()
 
 
 def check_files_under(folder: Path | None, idle: str | None = None) -> None:
-    """Refuse --files-under where it is no folder. idle: why it would do nothing. Raises UsageError."""
+    """Raise UsageError if --files-under is no folder, or would do nothing. idle: why it would do nothing."""
     if folder is not None and idle is not None:
         raise UsageError(f"--files-under {folder} would do nothing, because {idle}: drop it")
     if folder is not None and not folder.is_dir():
@@ -144,19 +151,21 @@ def check_files_under(folder: Path | None, idle: str | None = None) -> None:
 
 
 def file_hash(option: str, path: Path) -> str:
-    """32 hexadecimal digits of a file's bytes. Raises UsageError."""
+    """Return a hash of a file's bytes as 32 hexadecimal digits. Raises UsageError."""
     with reading(f"{option} {path}"), path.open("rb") as stream:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def lacks_input(files: FileOptions) -> bool:
-    """Whether no input is named and standard input is a terminal, which nobody has asked to read."""
+    """Return whether no input is named and standard input is a terminal, which nobody asked to read."""
     return files.input is None and sys.stdin is not None and sys.stdin.isatty()
 
 
 def open_input_lines(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, str, int | None]:
-    """The input, its name, and its size in bytes where that is known. A compressed file is read through first, so that
-    one that is cut is told before a model is loaded. Raises UsageError."""
+    """Open the input. Return the stream, its name, and its size in bytes if that is known. Raises UsageError.
+
+    A compressed file is read through first, so that a file that is cut off is reported before a model is loaded.
+    """
     path = files.input
     if path is not None and path != STANDARD:
         with reading(f"--input {path}"):
@@ -186,14 +195,14 @@ def check_rows_file(path: Path) -> None:
 
 
 def reads_table(files: FileOptions) -> Path | None:
-    """The input where it is a table."""
+    """Return the input if it is a table, else None."""
     named = files.input is not None and files.input != STANDARD and files.input_format != "text"
     return files.input if named and files.input is not None and is_table(files.input) else None
 
 
 def unlike_name(files: FileOptions) -> str | None:
-    """Tell of an output that is called a table and is none."""
-    if files.output is None or not is_table(files.output) or writes(files).columns:
+    """Return a warning about an output that has the name of a table and is none, else None."""
+    if files.output is None or not is_table(files.output) or output_format(files).columns:
         return None
     return (
         f"{files.output} gets lines of {files.output_format or 'native'}: --output-format csv or parquet writes a table"
@@ -201,8 +210,10 @@ def unlike_name(files: FileOptions) -> str | None:
 
 
 def count_rows(files: FileOptions, size: int | None) -> int | None:
-    """Rows of the input, from a pass of its own; None where it is too large for one, or no plain file. size: as
-    `open_input_lines` gives it. Raises UsageError."""
+    """Count the rows of the input in a pass of its own. Return None for a file that is too large, or no plain file.
+
+    size: as `open_input_lines` returns it. Raises UsageError.
+    """
     if files.input is None or size is None or size > MAX_COUNTED_BYTES:
         return None
     with reading(f"--input {files.input}"):
@@ -213,7 +224,7 @@ def count_rows(files: FileOptions, size: int | None) -> int | None:
 
 
 def check_report_files(files: Mapping[str, Path | None], *, existing: str | None) -> None:
-    """Everything about output files, by option, that can be known before anything is measured. Raises UsageError."""
+    """Check all that can be known about output files, by option, before anything is measured. Raises UsageError."""
     named = [(name, path) for name, path in files.items() if path is not None]
     if existing == "overwrite" and not named:
         raise UsageError(f"--existing overwrite replaces {', '.join(files)}, but none is given: drop it")
@@ -235,9 +246,11 @@ def read_prompts(
     seen: Callable[[bytes], object] | None = None,
     files_under: Path | None = None,
 ) -> list[Request]:
-    """The requests of a file as generate reads it, the first `most`. seen: is called with every line. files_under: the
-    only folder that rows may name files in. Raises UsageError with the first bad line, and where the file cannot be
-    read."""
+    """Return the requests of a file as generate reads it, the first `most` of them.
+
+    seen: called with every line. files_under: the only folder that rows may name files in. Raises UsageError with the
+    first bad line, and if the file cannot be read.
+    """
     check_files_under(files_under)
     rows = replace(rows, files_root=files_root(files_under, path))
     found: list[Request] = []

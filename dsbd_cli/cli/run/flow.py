@@ -1,4 +1,4 @@
-"""Rows through an engine, which keeps them in input order; rows that are done are passed over."""
+"""The flow of rows through an engine, which keeps them in input order. Rows that are done are skipped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from dsbd_cli.cli.run.progress import Reporter, row_line
 from dsbd_cli.cli.run.shard import Shard
 from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError
-from dsbd_cli.io.lines.jsonl import LineWriter
+from dsbd_cli.io.lines.jsonl import LineWriter, NumberedLine
 from dsbd_cli.io.lines.resume import DoneRows
 from dsbd_cli.io.records.native_record import step_records
 from dsbd_cli.io.records.record_parts import row_error
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
 
 MAX_KNOWN_IDS = 1_000_000
 
-NumberedLine = tuple[int, bytes | LongLine] | None
 MakeRecord = Callable[[Row, RequestResult | None], bytes]
 
 
 class ReadRow(Protocol):
-    """RowReader.read or RowReader.read_text."""
+    """Interface of RowReader.read and RowReader.read_text."""
 
     def __call__(self, line: bytes | LongLine, *, index: int, number: int) -> Row: ...
 
 
 class TooManyErrorsError(DsbdError):
-    """Error of a run in which as many rows failed as --set max-errors allows."""
+    """The end of a run in which as many rows have failed as --set max-errors says."""
 
 
 def check_errors(failed: int, most: int | None, details: str) -> None:
-    """Raises TooManyErrorsError where as many rows failed as --set max-errors says. details: what else to say."""
+    """Raise TooManyErrorsError if as many rows have failed as --set max-errors says. details: the end of the
+    message."""
     if most is not None and failed >= most:
         rows = "a row has" if most == 1 else f"{most} rows have"
         raise TooManyErrorsError(f"{rows} failed{details}")
 
 
 def _cut_error(result: RequestResult) -> InvalidRowError:
-    """The error of a row that must be valid and is not."""
+    """Return the error of a row whose text must match its grammar and was cut before it did."""
     limit = result.request.sampling.max_new_tokens
     return InvalidRowError(
         f"max_new_tokens is {limit}, which cut the text before it matched its grammar: raise it, or bound what the "
@@ -57,7 +57,7 @@ class RowFlow:
 
     def __init__(
         self,
-        lines: Iterable[NumberedLine],
+        lines: Iterable[NumberedLine | None],
         read: ReadRow,
         reporter: Reporter,
         *,
@@ -69,9 +69,10 @@ class RowFlow:
         shard: Shard | None = None,
         require_valid: bool = False,
     ) -> None:
-        """done: what an earlier run has left. stopping: a signal has come. begin: gives the writers of records and
-        steps, before the first record. ordered: records in input order; else as they are ready. shard: only the rows
-        of this part. require_valid: a row whose best text does not match its grammar has failed."""
+        """done: rows that an earlier run has answered. stopping: returns whether a signal has come. begin: returns the
+        writers of records and steps, before the first record. ordered: records come in input order, else as they are
+        ready. shard: only the rows of this part. require_valid: a row fails if its best text does not match its
+        grammar."""
         self._lines, self._read_row, self._reporter = iter(lines), read, reporter
         self._begin = begin
         self._writers: tuple[LineWriter, LineWriter | None] | None = None
@@ -79,26 +80,28 @@ class RowFlow:
         self._index = self._position = 0
         self._next: tuple[int, Row] | None = None
         self._ordered, self._shard, self._require_valid = ordered, shard, require_valid
-        self._pending: dict[int, tuple[int, Row]] = {}  # by id of what was handed to the engine
+        self._pending: dict[int, tuple[int, Row]] = {}  # by id() of the request or error that the engine was given
         self._ids: set[int] = set()
         self._digest = hashlib.blake2b(digest_size=16)
 
     @property
     def input_digest(self) -> str:
-        """Return the hex digest of all lines so far where a part is answered.
+        """Hex digest of all lines so far, if a part is answered.
 
-        Parts of inputs that differ anywhere do not go together.
+        Parts whose inputs differ anywhere do not belong together.
         """
         return self._digest.hexdigest()
 
     @property
     def rows_read(self) -> int:
-        """Rows of the input so far, those of other parts too."""
+        """Number of rows of the input so far, those of other parts too."""
         return self._index
 
     def needs_engine(self, record: MakeRecord) -> bool:
-        """Pass over the rows that are done, and write those that cannot be read, up to the first one that an engine has
-        to answer. False: there is none, and no model is needed."""
+        """Skip the rows that are done, and write those that cannot be read, up to the first row that needs an engine.
+
+        Return False if there is no such row, so that no model is needed.
+        """
         self._record = record
         for item in self._rows():
             if self._stopping():
@@ -145,7 +148,10 @@ class RowFlow:
             yield handed
 
     def _rows(self) -> Iterator[tuple[int, Row] | None]:
-        """Rows that are not done, each with the bytes of the input up to its end; None where nothing is ready."""
+        """Yield the rows that are not done, each with the bytes of all lines up to its end; None if nothing is ready.
+
+        Blank lines and carriage returns are not among these bytes.
+        """
         if self._next is not None:
             yield self._next
             self._next = None
@@ -172,7 +178,8 @@ class RowFlow:
             yield self._position, row
 
     def _note_id(self, row: Row) -> None:
-        """An id that stands twice is told: whoever joins on ids must know. Memory for this is bounded."""
+        """Warn of an id that was used before, because it matters to whoever joins on ids. Memory for this is
+        bounded."""
         name = hash(row.id)
         if name in self._ids:
             self._reporter.totals.duplicates += 1
@@ -181,7 +188,7 @@ class RowFlow:
             self._ids.add(name)
 
     def _write(self, position: int, row: Row, result: RequestResult | None) -> None:
-        """Steps first: a record says that all of its row is written."""
+        """Write a row's steps, and then its record, because a record says that all of its row is written."""
         if self._require_valid and result is not None and result.error is None and result.invalid:
             result = replace(result, error=_cut_error(result))
         error = row_error(row, result)

@@ -1,4 +1,4 @@
-"""Everything for people goes through here: lines on standard error, plain or as JSON."""
+"""Messages for people, all of which are printed here: lines on standard error, plain or as JSON."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ _json = _quiet = False
 
 
 class _Lines(logging.Handler):
-    """Handler that says what the library logs, as lines of ours."""
+    """A handler that prints what the library logs as lines of ours."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(record.getMessage(), level="error" if record.levelno >= logging.ERROR else "info")
 
 
 def set_style(*, json_lines: bool = False, quiet: bool | None = False) -> None:
-    """From now on every line is a JSON object (--set log=json), and nothing is said but errors (--quiet)."""
+    """Set how messages are printed from now on, those that the library logs included.
+
+    json_lines: every line is a JSON object (--set log=json). quiet: only errors are printed (--quiet).
+    """
     global _json, _quiet
     _json, _quiet = json_lines, bool(quiet)
     library = logging.getLogger("dsbd_cli")
@@ -44,17 +47,18 @@ def set_style(*, json_lines: bool = False, quiet: bool | None = False) -> None:
 
 
 def utc_now() -> str:
-    """The time of day, for people. Intervals come from the monotonic clock, which nobody sets back."""
+    """Return the time of day, for people. Intervals are measured by the monotonic clock, which nobody sets back."""
     return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def quote_command(command: str) -> str:
-    """A command inside a message: a terminal shows it without line ends in it, so that it can be copied."""
+    """Return a command with no-break spaces, so that a message is not wrapped inside it, and a terminal's user can copy
+    it."""
     return command.replace(" ", NO_BREAK)
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, as in 0:03:20."""
+    """Return hours, minutes and seconds, as in 0:03:20."""
     total = int(seconds)
     return f"{total // 3600}:{total // 60 % 60:02d}:{total % 60:02d}"
 
@@ -62,35 +66,35 @@ def duration(seconds: float) -> str:
 def say(
     message: str, *, level: Level = "info", event: str = "message", fields: Mapping[str, object] | None = None
 ) -> None:
-    """One line on standard error, even where a message holds line ends. Nobody listening is no error."""
+    """Print one line on standard error, even if the message holds line ends. It is no error if nobody reads it."""
     if level == "error" or not _quiet:
-        _write(_line(message, level, event, fields or {}))
+        _write(_formatted(message, level, event, fields or {}))
 
 
 def warn(message: str) -> None:
-    """Something to know about that does not end the run."""
+    """Print a warning: something to know that does not end the run."""
     say(message if _json else f"warning: {message}", level="warning", event="warning")
 
 
 def log(message: str, fields: Mapping[str, object]) -> None:
-    """A line of a log: with the time of day."""
+    """Print a line of a log, with the time of day."""
     say(message if _json else f"{utc_now()} {message}", event="progress", fields=fields)
 
 
 def error_line(message: str) -> None:
-    """Say the message of the error boundary."""
+    """Print the message of the error that ended the command."""
     say(message if _json else f"error: {message}", level="error", event="error")
 
 
 class Talk:
-    """Lines that a command says while it works: one on a terminal that is replaced, elsewhere a log line a minute."""
+    """Messages of a command while it works: on a terminal one line that is replaced, elsewhere a log line a minute."""
 
     def __init__(self, live: Callable[[str], None] | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """live: replaces the line; None: there is no terminal, or nothing is to be said."""
+        """live: replaces the line; None: there is no terminal, or messages are switched off."""
         self._live, self._clock, self._told = live, clock, -LOG_INTERVAL_S
 
     def now(self, message: str, fields: Mapping[str, object], *, due: bool = False) -> None:
-        """Show what changes all the time. due: a log has it at once."""
+        """Show a message that changes all the time. due: a log prints it at once."""
         if self._live is not None:
             self._live(message)
         elif due or self._clock() - self._told >= LOG_INTERVAL_S:
@@ -104,7 +108,7 @@ class Talk:
 
 @contextmanager
 def talking() -> Iterator[Talk]:
-    """While a command works."""
+    """Yield a Talk for the time that a command works."""
     if _quiet or sys.stderr is None or not sys.stderr.isatty():
         yield Talk(None)
         return
@@ -118,8 +122,8 @@ def talking() -> Iterator[Talk]:
         yield Talk(show)
 
 
-def live_line(told: Callable[[], str], console: Console | None = None) -> Live:
-    """One line on standard error that is drawn again ten times a second; rich looks after NO_COLOR and the width."""
+def live_line(text: Callable[[], str], console: Console | None = None) -> Live:
+    """Return a line on standard error that is redrawn ten times a second. rich handles NO_COLOR and the width."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -129,17 +133,17 @@ def live_line(told: Callable[[], str], console: Console | None = None) -> Live:
     def line() -> Text:
         seconds = time.monotonic() - began
         turn = SPINNER[int(REDRAWS_PER_S * seconds) % len(SPINNER)]
-        # where the terminal is narrow the end gives way
-        return Text(f"{turn} {duration(seconds)} {told()}", no_wrap=True, overflow="ellipsis")
+        # a narrow terminal cuts off the end
+        return Text(f"{turn} {duration(seconds)} {text()}", no_wrap=True, overflow="ellipsis")
 
-    console = console or Console(file=cast("TextIO", _Lasting(sys.stderr)), stderr=True)
+    console = console or Console(file=cast("TextIO", _SafeStream(sys.stderr)), stderr=True)
     return Live(
         console=console, transient=True, redirect_stdout=False, refresh_per_second=REDRAWS_PER_S, get_renderable=line
     )
 
 
-class _Lasting:
-    """A stream to a terminal, for rich: what is written after the terminal has gone goes nowhere."""
+class _SafeStream:
+    """A terminal's stream, for rich, that drops what is written after the terminal has gone."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -158,16 +162,16 @@ class _Lasting:
 
 
 def write_from_signal(message: str) -> None:
-    """A line from a signal handler, which may have interrupted a write of the same stream."""
+    """Print a line from a signal handler, which may have interrupted a write to the same stream."""
     if _quiet:
         return
     try:
-        os.write(sys.stderr.fileno(), _line(message, "info", "signal", {}).encode())
+        os.write(sys.stderr.fileno(), _formatted(message, "info", "signal", {}).encode())
     except (AttributeError, OSError, ValueError):
         return
 
 
-def _line(message: str, level: Level, event: str, fields: Mapping[str, object]) -> str:
+def _formatted(message: str, level: Level, event: str, fields: Mapping[str, object]) -> str:
     if not _json:
         text, width = visible(message), _width()
         return f"dsbd: {' '.join(text.split()) if width is None else _wrapped(text, width)}\n"
@@ -177,15 +181,17 @@ def _line(message: str, level: Level, event: str, fields: Mapping[str, object]) 
 
 
 def visible(text: str) -> str:
-    """Characters that a terminal would obey, not show, as escapes: an id may hold any. White space stays, which is
-    joined or broken at later; JSON lines escape their own."""
+    """Return a text whose control characters are escaped, because an id may hold any, and a terminal would obey them.
+
+    White space stays: it is joined or wrapped later, and JSON lines escape their own.
+    """
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in " \t\n\r\v\f" + NO_BREAK else repr(c)[1:-1] for c in text)
 
 
 def _width() -> int | None:
-    """Columns of the terminal that shows standard error; None where it is no terminal."""
+    """Return the columns of the terminal that shows standard error; None if it is no terminal."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or None
     except (AttributeError, OSError, ValueError):
@@ -193,8 +199,10 @@ def _width() -> int | None:
 
 
 def _wrapped(message: str, width: int) -> str:
-    """Broken at spaces only: the terminal itself would break names and paths. The first word stays behind the name of
-    the program, which takes its columns here and is written by the caller."""
+    """Wrap a message at spaces only, because the terminal itself would break names and paths.
+
+    Columns are reserved for the name of the program, which the caller writes before the first word.
+    """
     name = f"dsbd:{NO_BREAK}"
     lines = textwrap.wrap(
         name + message, width, subsequent_indent=" " * len(name), break_long_words=False, break_on_hyphens=False

@@ -1,5 +1,5 @@
-"""Where records go: the output and the stats file, opened and locked before any model is loaded, and changed no sooner
-than there is a record, or a model."""
+"""The output and the stats file. They are opened and locked before any model is loaded, and changed only when there is
+a record, or a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Self
 
 from dsbd_cli.cli.options.options import STANDARD, FileOptions
 from dsbd_cli.cli.options.settings import TYPED
-from dsbd_cli.cli.run.files import is_special, resumes, writes
+from dsbd_cli.cli.run.files import is_special, output_format, resumes
 from dsbd_cli.cli.run.progress import Reporter
 from dsbd_cli.errors import OutputError, UsageError
 from dsbd_cli.io.lines.compression import frame_maker
@@ -36,7 +36,7 @@ from dsbd_cli.io.records.record_parts import fingerprint_difference
 
 
 class Outputs:
-    """Claims the files on entering the `with` block; `begin` makes them ready to be written."""
+    """Output files of a run. Entering the `with` block opens and locks them; `begin` makes them ready to be written."""
 
     def __init__(self, files: FileOptions, settings: Settings) -> None:
         self.done: DoneRows | None = None
@@ -49,7 +49,7 @@ class Outputs:
         self._steps: io.FileIO | None = None
         self._writers: tuple[LineWriter, LineWriter | None] | None = None
         self._special: dict[Path, LineWriter] = {}  # devices and pipes
-        self._new: list[Path] = []  # made by us, and to be removed if nothing comes of it
+        self._new_files: list[Path] = []  # created by this run, and removed if they stay empty
 
     def __enter__(self) -> Self:
         if self._files.output in (None, STANDARD) and sys.stdout is None:
@@ -58,18 +58,18 @@ class Outputs:
             self._output = self._claim(self._files.output)
             self._steps = self._claim(self._files.stats)
             if resumes(self._files) and self._output is not None:
-                self._look_back(self._output)
+                self._read_earlier_run(self._output)
             self._stack = self._stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._stack.close()
-        for path in self._new:
+        for path in self._new_files:
             if path.is_file() and path.stat().st_size == 0:
                 path.unlink()
 
     def tell(self, reporter: Reporter) -> None:
-        """Tell and count what an earlier run has left."""
+        """Report and count what an earlier run has left."""
         for note in self.notes:
             reporter.warn(note)
         if self.done is not None:
@@ -77,29 +77,31 @@ class Outputs:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is in the file yet, so that even a run without rows has to make it."""
+        """Whether nothing is in the file yet, so that even a run without rows has to make it."""
         return self._output is None or self._output.tell() == 0
 
     def begin(self) -> tuple[LineWriter, LineWriter | None]:
-        """Writers of records and steps, the same ones from the first call on, which empties an old file and writes the
-        settings beside it."""
+        """Return the writers of records and steps, the same ones at every call.
+
+        The first call empties a file that is to be overwritten, and writes the settings file if the output is empty.
+        """
         if self._writers is None:
-            self._writers = self._begun()
+            self._writers = self._make_writers()
         return self._writers
 
-    def _begun(self) -> tuple[LineWriter, LineWriter | None]:
+    def _make_writers(self) -> tuple[LineWriter, LineWriter | None]:
         output, steps = self._files.output, self._files.stats
         if self._output is not None and output is not None:
             if self._files.existing == "overwrite":
                 self._output.truncate(0)
-            if self._output.tell() == 0 and writes(self._files).resumable:
+            if self._output.tell() == 0 and output_format(self._files).resumable:
                 write_settings(output, self._settings, self.created)
             elif self._output.tell() == 0:
                 settings_file(output).unlink(missing_ok=True)
         if self._steps is not None and self._files.existing == "overwrite":
             self._steps.truncate(0)
-        self._new = []
-        form = writes(self._files)
+        self._new_files = []
+        form = output_format(self._files)
         if form.parquet:
             return self._table_writer(form.columns), None if steps is None else self._writer(steps, self._steps)
         records = self._writer(output, self._output)
@@ -115,17 +117,18 @@ class Outputs:
         return self._stack.enter_context(TableWriter(self._output, str(self._files.output), columns))
 
     def finish(self) -> None:
-        """Close the output, where one was begun, so that what is told afterwards is true. Raises OutputError."""
+        """Close the output, if it was begun, so that what is reported afterwards is true. Raises OutputError."""
         if self._writers is not None:
             self._writers[0].close()
 
     def complete(self, rows: int, digest: str) -> None:
-        """All rows of a part are written. rows, digest: of the whole input."""
+        """Note in the settings file that all rows of a part are written. rows, digest: of the whole input."""
         assert self._files.output is not None
         write_settings(self._files.output, self._settings, self.created, InputEnd(rows, digest))
 
     def _claim(self, path: Path | None) -> io.FileIO | None:
-        """The file, locked; None for standard output, and for devices and pipes, which are opened."""
+        """Open and lock a file. Return None for standard output, and for devices and pipes, which are opened
+        unlocked."""
         if path in (None, STANDARD):
             return None
         if is_special(path):
@@ -135,10 +138,10 @@ class Outputs:
         stream = open_locked(path, create_only=self._files.existing in (None, "error"))
         self._stack.callback(stream.close)
         if fresh:
-            self._new.append(path)
+            self._new_files.append(path)
         return stream
 
-    def _look_back(self, stream: io.FileIO) -> None:
+    def _read_earlier_run(self, stream: io.FileIO) -> None:
         """Read what an earlier run has left. A file that is not ours is refused before a byte of it is changed."""
         output = self._files.output
         assert output is not None

@@ -1,4 +1,4 @@
-"""Show people a run: a live line on a terminal, a log line a minute elsewhere, a summary in the end."""
+"""Progress of a run, for people: a live line on a terminal, elsewhere a log line a minute, and a summary in the end."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 MAX_SAME_WARNINGS = 3
 MAX_NAMED_FAILURES = 3
-ROWS_THAT_TELL = 10  # their mean length says something about the rows to come
+ROWS_THAT_TELL = 10  # rows whose mean length is an estimate for the rows to come
 
 
 def begin_talk(talk: TalkOptions) -> None:
-    """From now on messages are as the options want them. Raises UsageError for two that contradict each other."""
+    """Set how messages are printed, by the options. Raises UsageError for two that contradict each other."""
     set_style(json_lines=talk.log == "json", quiet=talk.quiet)
     if talk.quiet and talk.log == "verbose":
         raise UsageError("--quiet and --set log=verbose cannot be used together: give one of them")
 
 
 def row_line(index: int, row_id: str, error: object) -> str:
-    """A row that failed, and why. What could steer a terminal is escaped where a message is written."""
+    """Return a message about a row that failed. Control characters are escaped later, where a message is printed."""
     return f"row {index} (id {row_id}): {error}"
 
 
 class Reporter:
-    """Counts rows and talks about them as the options want it."""
+    """A counter of the rows of a run, which reports on them as the options say."""
 
     def __init__(self, talk: TalkOptions, output: Path | None = None, *, says_why: bool = True) -> None:
-        """output: where records go; on a terminal they leave no room for a live line. says_why: the record of a row
-        that failed says why it did."""
+        """output: where records go; if that is a terminal, no live line is shown. says_why: the record of a row that
+        failed holds its error."""
         self.totals = Totals()
         self._output, self._says_why = output, says_why
         self._failures: list[str] = []  # the first ones
@@ -56,8 +56,8 @@ class Reporter:
         self._live = self._terminal and not self._quiet and not self._json and not shown
         self._progress: Live | None = None
         self.input_bytes: int | None = None
-        self.input_rows: int | None = None  # where they are counted; else bytes stand for them
-        self.note: Callable[[], str] = str  # what else stands in the line
+        self.input_rows: int | None = None  # where they are counted; else the progress is measured in bytes
+        self.note: Callable[[], str] = str  # further text for the line of progress
         self._steps: Callable[[], int] = lambda: self.totals.stats.steps
         self._bytes_before = self._bytes = 0
         self._over = threading.Event()
@@ -65,23 +65,25 @@ class Reporter:
         self._warned: Counter[str] = Counter()
 
     def begin(self, message: str, steps: Callable[[], int]) -> None:
-        """Models and settings, once they are loaded. steps: taken so far, unfinished rows included; a step adds a token
-        to every beam."""
+        """Report models and settings, once they are loaded, and begin to show the progress.
+
+        steps: returns the steps taken so far, unfinished rows included. A step adds a token to every beam.
+        """
         self.totals.started, self._steps = time.perf_counter(), steps
         if self._verbose:
             say(message, event="start")
         if self._live:
-            self._progress = live_line(partial(self._line, live=True))
+            self._progress = live_line(partial(self._progress_line, live=True))
             self._progress.start()
         elif not self._quiet:
             threading.Thread(target=self._log, name="dsbd-log", daemon=True).start()
 
     def waiting(self, text: Callable[[], str]) -> AbstractContextManager[object]:
-        """A live line with what is waited for, where there is a terminal."""
+        """Return a live line that says what is waited for, or nothing where no live line is shown."""
         return live_line(text) if self._live else nullcontext()
 
     def warn(self, message: str, *, kind: str | None = None) -> None:
-        """A warning; of one kind only the first few are told."""
+        """Print a warning; of one kind only the first few are printed."""
         if kind is not None:
             self._warned[kind] += 1
             if self._warned[kind] == MAX_SAME_WARNINGS:
@@ -92,7 +94,7 @@ class Reporter:
             warn(message)
 
     def row(self, *, error: str | None = None, kind: str = "") -> None:
-        """A row is written. error: why it failed; kind: the type of that error."""
+        """Count a row that was written. error: why it failed; kind: the type of that error."""
         self.totals.rows += 1
         if error is not None:
             self.totals.failed += 1
@@ -103,21 +105,24 @@ class Reporter:
                 say(error, level="warning", event="row_failed")
 
     def at(self, position: int, *, skipped: bool = False) -> None:
-        """The input is worked off up to this byte; skipped: because an earlier run had done so."""
+        """Note that the input is done up to this byte. skipped: an earlier run had done it."""
         self._bytes = max(self._bytes, position)
         if skipped:
             self._bytes_before = position
 
     def stop(self) -> None:
-        """Take the live line away."""
+        """Remove the live line, and end the log."""
         self._over.set()
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
     def summary(self, message: str, *, always: bool = False) -> None:
-        """Say how the run ended; in a pipe only if it is worth a mail: rows that failed or were cut, a long run, or
-        on demand."""
+        """Print how the run ended.
+
+        Without a terminal or a verbose log this is printed only if it is worth a mail: rows failed or were cut, the run
+        was long, or `always` is set.
+        """
         self.stop()
         totals = self.totals
         wanted = always or self._terminal or self._verbose or self._json or self._logged
@@ -128,7 +133,7 @@ class Reporter:
             say(message, event="summary", fields=self.totals.numbers())
 
     def _name_failures(self) -> None:
-        """The first rows that failed, and where the others are; --set log=verbose has told each as it failed."""
+        """Print the first rows that failed, and where the others are, unless --set log=verbose has printed each."""
         if self._verbose or not self._failures:
             return
         for text in self._failures:
@@ -140,16 +145,18 @@ class Reporter:
 
     @property
     def _unfinished(self) -> int:
-        """Tokens of rows that are not written yet."""
+        """Number of tokens of rows that are not written yet."""
         return max(0, self._steps() - self.totals.stats.steps)
 
-    def _line(self, *, live: bool = False) -> str:
-        """live: what changes most stands first, because a narrow terminal cuts the end."""
-        left, totals, note = self._left(), self.totals.line(self._unfinished), self.note()
+    def _progress_line(self, *, live: bool = False) -> str:
+        """Return the line of progress. live: what changes most comes first, because a narrow terminal cuts off the
+        end."""
+        left, totals, note = self._share_done(), self.totals.line(self._unfinished), self.note()
         return ", ".join(filter(None, (left, totals, note) if live else (totals, note, left)))
 
-    def _left(self) -> str:
-        """Share of the input that is done, and the time that the rest takes if its rows are as long as those so far."""
+    def _share_done(self) -> str:
+        """Return the share of the input that is done, and the time for the rest if its rows are as long as those so
+        far."""
         totals, steps = self.totals, self.totals.stats.steps
         if self.input_rows:
             whole, now, before = self.input_rows, totals.rows + totals.skipped, totals.skipped
@@ -162,12 +169,13 @@ class Reporter:
         if now <= before or not steps or totals.rows - totals.failed < ROWS_THAT_TELL:
             return text
         left = (whole - now) * steps / (now - before) - self._unfinished
-        if left <= 0:  # the rows under way are longer than those before, nobody knows by how much
+        if left <= 0:  # the unfinished rows are longer than those before, nobody knows by how much
             return text
         return f"{text}, {duration(self.totals.seconds * left / (steps + self._unfinished))} left"
 
     def _log(self) -> None:
-        """Event.wait goes by the monotonic clock: a clock that is set back neither stops nor floods the log."""
+        """Print a log line a minute. Event.wait uses the monotonic clock: setting the clock neither stops nor floods
+        the log."""
         while not self._over.wait(LOG_INTERVAL_S):
             self._logged = True
-            log(self._line(), {**self.totals.numbers(), "unfinished_tokens": self._unfinished})
+            log(self._progress_line(), {**self.totals.numbers(), "unfinished_tokens": self._unfinished})

@@ -1,4 +1,4 @@
-"""--shard: the rows of one part of an input, into a file of their own."""
+"""`--shard`: the rows of one part of an input, answered into a file of their own."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsbd_cli.cli.options.options import STANDARD, FileOptions
-from dsbd_cli.cli.run.files import COMPRESSED, NO_KEY, is_special, writes
+from dsbd_cli.cli.run.files import COMPRESSED, NO_KEY, is_special, output_format
 from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.io.lines.tables import PARQUET
 
-SHARD_SETTINGS = ("shard", "input_bytes", "input_head", "input_compressed")  # of the settings beside a part
+SHARD_SETTINGS = ("shard", "input_bytes", "input_head", "input_compressed")  # which only a part has
 HEAD_BYTES = 1 << 16
 
-# what starts tasks, with the variables that say which one this is, the first one's number, and how many there are
+# schedulers, with the variables that hold this task's number, the first task's number, and the number of tasks
 SCHEDULERS = (
     ("a Slurm array", "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_COUNT"),
     ("torchrun", "RANK", None, "WORLD_SIZE"),
@@ -28,25 +28,26 @@ KUBERNETES = "JOB_COMPLETION_INDEX"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows whose index leaves `part` when divided by `count`."""
+    """One part of an input: the rows whose index modulo `count` is `part`."""
 
     part: int
     count: int
 
     def has(self, index: int) -> bool:
-        """Whether a row belongs to this part."""
+        """Return whether a row belongs to this part."""
         return index % self.count == self.part
 
     def rows(self, count: int) -> int:
-        """Rows of this part, of so many in all."""
+        """Return how many of `count` rows of the input belong to this part."""
         return len(range(self.part, count, self.count))
 
     def path(self, path: Path) -> Path:
-        """out.jsonl.3-of-16 for out.jsonl."""
+        """Return out.jsonl.3-of-16 for out.jsonl."""
         return path.with_name(f"{path.name}.{self.part}-of-{self.count}")
 
     def settings(self, path: Path) -> dict[str, object]:
-        """Which part of which input, for the settings beside a part. Raises UsageError."""
+        """Return settings that say which part of which input this is, for the part's settings file. Raises
+        UsageError."""
         with reading(f"--input {path}"), path.open("rb") as stream:
             head = hashlib.blake2b(stream.read(HEAD_BYTES), digest_size=8).hexdigest()
             values = (f"{self.part}/{self.count}", path.stat().st_size, head, True)
@@ -55,7 +56,7 @@ class Shard:
 
 
 def shard_of(given: str, environment: Mapping[str, str] = os.environ) -> Shard:
-    """The part that `3/16`, `auto` or `auto/16` names. Raises UsageError."""
+    """Return the part that `3/16`, `auto` or `auto/16` names. Raises UsageError."""
     if given == "auto" or given.startswith("auto/"):
         return _from_scheduler(given, environment)
     if found := re.fullmatch(r"(\d{1,9})/(\d{1,9})", given):
@@ -67,10 +68,10 @@ def shard_of(given: str, environment: Mapping[str, str] = os.environ) -> Shard:
 
 
 def _from_scheduler(given: str, environment: Mapping[str, str]) -> Shard:
-    """Return the shard that the variables of a scheduler say.
+    """Return the shard that the variables of a scheduler name.
 
-    With `auto/16` also one of a scheduler that does not say how many tasks there are. Raises UsageError where they
-    say none, or do not agree.
+    `auto/16` also takes a scheduler that does not say how many tasks there are. Raises UsageError if no variables are
+    set, or if they do not agree.
     """
     count = given.partition("/")[2]
     found: dict[str, Shard] = {}
@@ -115,12 +116,12 @@ def _checked(origin: str, part: int, count: int) -> Shard:
 
 
 def sharded_files(files: FileOptions, shard: Shard) -> FileOptions:
-    """The files of one part. Raises UsageError for what cannot be put together again."""
+    """Return the options with the files of one part. Raises UsageError for outputs that could not be merged."""
     if files.input is None or files.input == STANDARD or is_special(files.input):
         raise UsageError("--shard needs a file that all parts read: name it with --input")
     if files.output is None or files.output == STANDARD or is_special(files.output):
         raise UsageError("--shard writes a file of its own: name it with --output, without the part")
-    if not writes(files).resumable:
+    if not output_format(files).resumable:
         raise UsageError(f"--shard cannot write --output-format {files.output_format}{NO_KEY}")
     for option, path in (("--output", files.output), ("--set stats", files.stats)):
         if path is not None and path.suffix in COMPRESSED:

@@ -1,5 +1,5 @@
-"""Ctrl-C, SIGTERM and SIGHUP (the terminal is gone): the first one ends the run after the iteration it is in, the
-second one ends it at once."""
+"""Handling of Ctrl-C, SIGTERM and SIGHUP (the terminal is gone). The first signal ends the run after the present
+iteration, the second one at once."""
 
 from __future__ import annotations
 
@@ -17,41 +17,42 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class StoppedError(BaseException):
     """A signal ended the run; its exit code is 128 + the signal's number.
 
-    No Exception, because libraries catch those; no KeyboardInterrupt, because typer has an exit code of its own for it.
+    It is no Exception, because libraries catch those, and no KeyboardInterrupt, because typer has an exit code of its
+    own for it.
     """
 
     def __init__(self, number: int, *, early: bool = False) -> None:
-        """early: nothing has been told of the run yet."""
+        """early: nothing has been printed about the run yet."""
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.early = early
         self.exit_code = 128 + number
 
 
 class StopSignals:
-    """Catches the first signal. Until `on_stop` is set it raises StoppedError; then it calls that instead."""
+    """A `with` block that catches the first signal. It raises StoppedError, or calls `on_stop` once that is set."""
 
     def __init__(self) -> None:
         self.number: int | None = None
         self.on_stop: Callable[[], None] | None = None
-        self._before: dict[int, object] = {}
+        self._old_handlers: dict[int, object] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in HANDLED:
-                # a shell starts jobs in the background with SIGINT ignored, nohup with SIGHUP: that stays so
+                # a shell starts jobs in the background with SIGINT ignored, nohup with SIGHUP: they stay ignored
                 if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-                    self._before[number] = signal.signal(number, self._first)
+                    self._old_handlers[number] = signal.signal(number, self._on_first_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         if self.number is not None and self.on_stop is None and isinstance(error, Exception):
             # a library has turned the interrupt of its import into an error of its own
             raise StoppedError(self.number, early=True) from error
 
-    def _first(self, number: int, frame: FrameType | None) -> None:
-        for handled in self._before:
+    def _on_first_signal(self, number: int, frame: FrameType | None) -> None:
+        for handled in self._old_handlers:
             signal.signal(handled, signal.SIG_DFL)
         self.number = number
         if self.on_stop is None:

@@ -15,7 +15,7 @@ from dsbd_cli.cli.run.signals import StoppedError
 from dsbd_cli.errors import DsbdError, OutputError, plural
 from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
 from dsbd_cli.io.lines.resume import check_replaceable, write_atomically
-from dsbd_cli.io.records.native_record import drafter_fields, phase_seconds
+from dsbd_cli.io.records.native_record import draft_fields, phase_seconds
 from dsbd_cli.io.schemas.contracts import SUMMARY
 from dsbd_cli.lab.metrics.environment import versions
 from dsbd_cli.requests import EngineInfo, RequestResult
@@ -43,7 +43,7 @@ class Summary:
         self._started = utc_now()
 
     def __enter__(self) -> Self:
-        """Raises OutputError where the file could not be written in the end."""
+        """Check that the file can be written in the end. Raises OutputError."""
         if self._path is not None:
             check_replaceable(self._path)
         return self
@@ -103,7 +103,7 @@ class Totals:
         self.errors: Counter[str] = Counter()
 
     def add(self, result: RequestResult) -> None:
-        """Count what one result cost and gave."""
+        """Count the tokens and the statistics of one result."""
         self.prompt_tokens += result.prompt_tokens
         counts = [beam.num_tokens for beam in result.hypotheses]
         self.tokens += counts[0] if counts else 0
@@ -114,21 +114,24 @@ class Totals:
 
     @property
     def seconds(self) -> float:
-        """Since the first row could start."""
+        """Seconds since the first row could start."""
         return max(time.perf_counter() - self.started, 1e-9)
 
     def line(self, unfinished: int = 0) -> str:
-        """Rows, tokens/s of the best texts, steps per target call, acceptance. unfinished: tokens of rows to come."""
+        """Return one line of the rows, the tokens/s of the best texts, the steps per target call and the acceptance.
+
+        unfinished: tokens of rows that are not written yet.
+        """
         stats, tokens = self.stats, self.tokens + unfinished
         parts = [plural(self.rows, "row"), f"{tokens} tokens", f"{tokens / self.seconds:.1f} tokens/s"]
         if stats.target_calls:
-            parts.append(f"{stats.steps / stats.target_calls:.2f} steps per call")
+            parts.append(f"{stats.steps_per_call:.2f} steps per call")
         if stats.prompt_tokens_reused:
             parts.append(f"{stats.prompt_tokens_reused} prompt tokens reused")
-        if stats.drafted:
+        if stats.acceptance_rate is not None:
             rates = [(name, part.acceptance_rate) for name, part in stats.drafters.items()]
             apart = ", ".join(f"{name} {rate:.0%}" for name, rate in rates if rate is not None)
-            parts.append(f"{stats.accepted / stats.drafted:.0%} accepted" + (f" ({apart})" if apart else ""))
+            parts.append(f"{stats.acceptance_rate:.0%} accepted" + (f" ({apart})" if apart else ""))
         if self.invalid_rows:
             parts.append(f"{self.invalid_rows} cut before they matched their grammar (raise --max-new-tokens)")
         if self.failed:
@@ -140,7 +143,7 @@ class Totals:
         return ", ".join(parts)
 
     def numbers(self) -> dict[str, object]:
-        """The same and more, by name; times in seconds."""
+        """Return the same counts and more, by name; times are in seconds."""
         stats, seconds = self.stats, self.seconds
         return {
             "rows": {
@@ -165,10 +168,7 @@ class Totals:
             "steps": stats.steps,
             "target_calls": stats.target_calls,
             "draft_calls": stats.draft_calls,
-            "steps_per_call": round(stats.steps / stats.target_calls, 6) if stats.target_calls else None,
-            "drafted": stats.drafted,
-            "accepted": stats.accepted,
-            "acceptance_rate": round(stats.accepted / stats.drafted, 6) if stats.drafted else None,
-            **drafter_fields(stats.drafters),
+            "steps_per_call": round(stats.steps_per_call, 6) if stats.target_calls else None,
+            **draft_fields(stats),
             "seconds": {"total_s": round(seconds, 6), **phase_seconds(stats)},
         }

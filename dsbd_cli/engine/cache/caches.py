@@ -21,14 +21,15 @@ def _bucket(size: int, step: int) -> int:
 
 
 class CacheObserver:
-    """Is told what the caches do, and changes nothing. Every method does nothing unless it is overridden."""
+    """Hooks that the caches call. They change nothing, and every method does nothing unless it is overridden."""
 
     def span(self, name: str) -> AbstractContextManager[object]:
-        """Return a context around a part of the work."""
+        """Return a context around a part of the work: tokenise, prefill, draft, target, verify, compact (within verify)
+        or detokenise. A replayed CUDA graph opens none for draft, target, verify and compact."""
         return nullcontext()
 
     def reserved(self, rows: int, slots: int) -> None:
-        """The caches of the target and of the draft model have room for rows x slots."""
+        """Receive the new size of the caches of target and draft model: rows x slots."""
 
 
 class Caches:
@@ -36,7 +37,7 @@ class Caches:
 
     Attributes:
         models: target and draft, or the target alone. slots: S, reserved per row; the last one is the trash slot.
-        window: slots past its common prefix that a row has room for; recurrent models alone go by it.
+        window: slots past its common prefix that a row has room for; only recurrent models use it.
         draft_guesses: the draft is a head, which runs accepted drafts again.
     """
 
@@ -49,7 +50,7 @@ class Caches:
         """
         self.target, self.draft = target, draft
         self.models = [target] if draft is None else [target, draft]
-        # found once, because a check of a protocol asks every property
+        # found once, because isinstance with a protocol reads every property
         self._readers = [model for model in self.models if isinstance(model, EncoderDecoderModel)]
         self.draft_guesses = isinstance(draft, HeadModel)
         assert not isinstance(draft, HeadModel) or draft.target is target, "a head reads the states of its own target"
@@ -58,13 +59,12 @@ class Caches:
         self._recurrent = any(model.state_bytes(0) for model in self.models)
         self._slot_step, self._window_step = (128, 64) if large_steps else (32, 16)
         self._moving = moving
-        self._reserved: tuple[object, ...] | None = None  # what `reserve` left: see _now
+        self._reserved: tuple[int, ...] | None = None  # `_reserved_key` after the last `reserve`
         self._indexes: dict[int, PrefixIndex] = {}  # of models whose prefixes are shared, by place in `models`
 
     def begin(self, *, share: bool) -> None:
-        """A run begins, and no row holds a prompt: the weights may have been trained since the last one. share: what
-        prompts of the run begin with alike is read once and copied.
-        """
+        """Begin a run in which no row holds a prompt yet, because the weights may have been trained since the last run.
+        share: a beginning that prompts of the run have in common is read once and copied."""
         shared = [place for place, model in enumerate(self.models) if share and model.copies_prefixes]
         self._indexes = {place: PrefixIndex() for place in shared}
 
@@ -73,60 +73,63 @@ class Caches:
             index.clear()
 
     def forget(self, row: int, *, draft: bool = False) -> None:
-        """Nothing may be copied from a row, of the draft alone where `draft`: it holds NaN, or the draft never read its
-        last prompt, and what it lags behind by is written over what stood there before."""
+        """Stop copying from a row; with `draft`, in the draft's cache alone. The row holds NaN, or the draft never read
+        its last prompt, and what it has not run is written over older contents."""
         for place, index in self._indexes.items():
             if place or not draft:
                 index.drop(row)
 
     def round_slots(self, slots: int) -> int:
-        """A number of slots rounded up, so that shapes repeat."""
+        """Round a number of slots up, so that shapes repeat."""
         return _bucket(slots, self._slot_step)
 
     def round_window(self, nodes: int) -> int:
-        """A suffix window rounded up, so that shapes repeat."""
+        """Round a suffix window up, so that shapes repeat."""
         return _bucket(nodes, self._window_step)
 
     @property
     def draft_rests(self) -> bool:
-        """The draft model is recurrent: tokens that it missed are cheaper read in one piece than seen one by one."""
+        """Whether the draft model is recurrent. Then it is cheaper to read tokens that it missed in one piece than one
+        by one."""
         return self.draft is not None and self.draft.state_bytes(0) > 0
 
     def reserve(self, rows: int, slots: int, window: int) -> None:
-        """Memory for a new batch, slots and window rounded up. That of the last batch is used again where it has this
-        size."""
+        """Reserve memory for a new batch, with slots and window rounded up. The memory of the last batch is used again
+        where it has this size."""
         self.slots = self.round_slots(slots)
         self.window = max(self.window, self.round_window(window))
-        if self._reserved != self._now(rows):
+        if self._reserved != self._reserved_key(rows):
             self._moving()
             self._forget_prompts()
             for model in self.models:
-                model.release()  # else rows of one batch would multiply with slots of another
+                model.release()  # otherwise memory would grow to the rows of one batch times the slots of another
                 model.reserve(rows, self.slots, self.window)
-            self._reserved = self._now(rows)
+            self._reserved = self._reserved_key(rows)
         self.observer.reserved(rows, self.slots)
 
-    def _now(self, rows: int) -> tuple[object, ...]:
-        """Rows, sizes, and the generation of each cache: another engine may have used the same models since."""
+    def _reserved_key(self, rows: int) -> tuple[int, ...]:
+        """Return rows, sizes, and the generation of each cache, which shows whether another engine has used the same
+        models since."""
         return (rows, self.slots, self.window, *(model.generation for model in self.models))
 
     def grow(self, rows: int, slots: int) -> bool:
-        """At least `slots` slots per row for a running batch; what is stored stays. True where there are more now."""
+        """Make room for at least `slots` slots per row of a running batch. Contents stay. Return whether there are more
+        slots now."""
         if slots <= self.slots:
             return False
         self._moving()
         self.slots = self.round_slots(max(slots, self.slots * 5 // 4))
-        self._take(rows)
+        self._reserve_all(rows)
         return True
 
     def hold(self, rows: int, window: int) -> None:
-        """Room for at least `window` slots past the common prefix of each row; what is stored stays."""
+        """Make room for at least `window` slots past the common prefix of each row. Contents stay."""
         if self._recurrent and window > self.window:
             self._moving()
             self.window = self.round_window(max(window, self.window * 5 // 4))
-            self._take(rows)
+            self._reserve_all(rows)
 
-    def _take(self, rows: int) -> None:
+    def _reserve_all(self, rows: int) -> None:
         for model in self.models:
             model.reserve(rows, self.slots, self.window)
         self._reserved = None
@@ -142,22 +145,24 @@ class Caches:
             model.release()
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
-        """Make a row ready for the next request. It is zeroed, because 0 times a NaN of an earlier one would be NaN:
-        now, or when its prompt is read, for until then others may copy what it holds."""
+        """Make a row ready for the next request. It must be zeroed, because 0 times a NaN of an earlier request would
+        be NaN. Where prefixes are shared, it is zeroed when its prompt is read, because until then other rows may copy
+        its contents."""
         for place, model in enumerate(self.models):
             if place in self._indexes:
-                self._indexes[place].keep(row, len(prompt) - 1)  # what stands behind is written to
+                self._indexes[place].keep(row, len(prompt) - 1)  # the slots behind it will be overwritten
             else:
                 model.clear(row)
 
     def encoder_bytes(self, encoder_input: Tensor | None) -> int:
-        """Bytes that a source takes in the models on the target's device; 0 without one."""
+        """Return the bytes that a source takes in the models on the target's device; 0 without a source."""
         if encoder_input is None:
             return 0
         return sum(model.encoder_bytes(encoder_input) for model in self._readers if model.device == self.target.device)
 
     def encode(self, encoder_inputs: Mapping[int, Tensor], *, draft: bool) -> None:
-        """The target or the draft model reads sources, by row; nothing where there are none."""
+        """Let the target, or with `draft` the draft model, read sources, by row. Does nothing where there are none or
+        the model has no encoder."""
         wanted = self.draft if draft else self.target
         model = next((reader for reader in self._readers if reader is wanted), None)
         if not encoder_inputs or model is None:
@@ -168,11 +173,11 @@ class Caches:
         if model.generation != generation:
             self._moving()
             if self._reserved is not None:
-                self._reserved = self._now(int(str(self._reserved[0])))
+                self._reserved = self._reserved_key(self._reserved[0])
 
     def first_logits(self, tokens: Mapping[int, int]) -> Tensor:
-        """The target's logits [n, V] behind the first tokens of rows whose sources it has read. The prompts that begin
-        with them are still to be read."""
+        """Return the target's logits [n, V] behind the first token of each row's prompt. The target has read the
+        sources, but not yet the prompts."""
         device = self.target.device
         first = torch.tensor(list(tokens.values()), device=device).unsqueeze(1)
         zero = torch.zeros_like(first)
@@ -191,13 +196,13 @@ class Caches:
         return logits[:, 0]
 
     def prefill_target(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        """The target reads prompts, by row. Where its logits are invariant, a prompt is read as if it were alone.
-        Returns how many tokens of each it did not read, because they stood in another row."""
+        """Let the target read prompts, by row. Where its logits are invariant, a prompt is read as if it were alone.
+        Return how many tokens of each it did not read, because a row of the cache held them already."""
         with self.observer.span("prefill"):
             return self._prefill(0, prompts, apart=self.target.invariant)
 
     def prefill_draft(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """The draft model, if there is one, reads prompts, by row."""
+        """Let the draft model, if there is one, read prompts, by row."""
         if self.draft is not None:
             with self.observer.span("prefill"):
                 self._prefill(1, prompts, apart=False)
@@ -208,7 +213,7 @@ class Caches:
             for row in prompts if place and self.draft_rests else ():
                 model.clear(
                     row
-                )  # while it rested its states moved on with the common prefix, over a prompt that it had not read
+                )  # while it rested, its states advanced with the common prefix, over a prompt that it had not read
             prefill(model, list(prompts), list(prompts.values()), trash=trash, apart=apart)
             return {}
         found: dict[int, int] = {}
@@ -226,7 +231,7 @@ class Caches:
         return found
 
     def unread(self, prompts: Mapping[int, Sequence[int]]) -> int:
-        """Tokens that the draft model would have to run to read these prompts."""
+        """Return how many tokens the draft model would have to run to read these prompts."""
         held = sum(map(len, prompts.values()))
         index = self._indexes.get(1)
         if index is None:
@@ -236,8 +241,8 @@ class Caches:
     def catch_up(
         self, rows: Sequence[int], tokens: Tensor, drafted: Sequence[int], common_prefix: Sequence[int]
     ) -> None:
-        """The draft model runs what it missed of some rows' common prefixes: slots drafted .. common prefix of tokens
-        [R, S]."""
+        """Let the draft model run the part of some rows' common prefixes that it missed: slots drafted .. common_prefix
+        of tokens [R, S]."""
         assert self.draft is not None
         texts = [tokens[row, : end + 1].tolist() for row, end in zip(rows, common_prefix, strict=True)]
         with self.observer.span("prefill"):

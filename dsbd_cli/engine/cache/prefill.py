@@ -1,4 +1,5 @@
-"""Prompts into the caches: all tokens but the last, in chunks, several rows at once. No logits are computed."""
+"""Prefill: all tokens of prompts but the last are written to the caches, in chunks, several rows at once. No logits are
+computed."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 
 CHUNK = 512
-STEP = 32  # widths of chunks; one that is no multiple of the vector width changes how a softmax is summed
+STEP = 32  # widths of chunks are multiples of it: a vector that is not full would change how a softmax is summed
 
 
 def prefill(
@@ -24,9 +25,9 @@ def prefill(
 ) -> None:
     """Write prompts[i][:-1] to slots 0.. of cache row rows[i]. trash: the slot that padding is written to.
 
-    apart: rows share a forward only if their chunks begin at one slot and are equally wide, so that what is written for
-    a prompt does not depend on its neighbours. known: slots of each row that are written already; where the reading is
-    to have the same bits as from slot 0 on, multiples of PREFIX_STEP.
+    apart: rows share a forward only if their chunks begin at the same slot and have the same width, so that the
+    contents written for a prompt do not depend on the other rows. known: slots of each row that are written already.
+    They must be multiples of PREFIX_STEP where the contents must have the same bits as with a prefill from slot 0 on.
     """
     first = dict(zip(rows, known or [0] * len(rows), strict=True))
     missing = {row: list(prompt[first[row] : -1]) for row, prompt in zip(rows, prompts, strict=True)}
@@ -39,7 +40,7 @@ def prefill(
 
 
 def _together(parts: Mapping[int, list[int]], first: Mapping[int, int], apart: bool) -> list[tuple[int, list[int]]]:
-    """Rows that go through the model together, with the width of their chunk."""
+    """Group the rows that share a forward, each group with the width of its chunk."""
     widths = {row: -(-len(part) // STEP) * STEP for row, part in parts.items()}
     if not apart:
         return [(max(widths.values()), list(parts))]
@@ -59,7 +60,7 @@ def _chunk(
     steps = torch.arange(width, device=device).unsqueeze(0)
     real = steps < length
     slots = torch.where(real, steps + start, trash)
-    # rows that begin elsewhere may come to more than there are
+    # the largest start and the width may belong to different rows, and exceed the slots that there are
     index = torch.arange(min(max(starts) + width, trash + 1), device=device)
     # padding sees slot 0 alone: no row of the mask may be empty
     mask = torch.where(real.unsqueeze(-1), index <= (steps + start).unsqueeze(-1), index == 0)

@@ -1,7 +1,8 @@
-"""Which prompts stand in the rows of a model's cache, and which row holds the longest beginning of a new one.
+"""Index of the prompts in the rows of a model's cache, to find the row that holds the longest beginning of a new
+prompt.
 
-Prompts are compared in whole blocks of PREFIX_STEP tokens, so that a beginning that is copied ends where a block of the
-reading ends (docs/hardware.md). No tensors.
+Prompts are compared in whole blocks of PREFIX_STEP tokens, so that a copied beginning ends where a block of the prefill
+ends (docs/hardware.md). No tensors.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ Block = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class PrefixCopy:
-    """Where a row takes the beginning of its prompt from: `count` leading slots of row `src_row`, which may be itself.
-    No slots: the prompt is read from its first token."""
+    """Source of the beginning of a row's prompt: `count` leading slots of row `src_row`, which may be the row itself.
+    With count 0 the prompt is read from its first token."""
 
     src_row: int
     count: int = 0
@@ -25,25 +26,26 @@ class PrefixCopy:
 
 @dataclass(slots=True, eq=False)
 class _BlockNode:
-    """A block behind those above it. rows: that hold all of these, each with the wave in which it is read."""
+    """A block of tokens behind the blocks of its ancestors in the tree. rows: rows that hold all these blocks, each
+    with the wave in which it is read."""
 
     children: dict[Block, _BlockNode] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
 
 
 class PrefixIndex:
-    """A tree of blocks over the prompts that stand in rows."""
+    """A tree of blocks over the prompts in the rows of a cache."""
 
     def __init__(self) -> None:
         self._root = _BlockNode()
         self._held: dict[int, list[Block]] = {}
 
     def clear(self) -> None:
-        """No row holds anything."""
+        """Forget the prompts of all rows."""
         self._root, self._held = _BlockNode(), {}
 
     def put(self, row: int, prompt: Sequence[int], wave: int = 0) -> None:
-        """The row holds this prompt, all but its last token, and nothing else."""
+        """Store that the row holds this prompt without its last token, and nothing else."""
         self._put(row, _blocks(prompt), wave)
 
     def _put(self, row: int, blocks: list[Block], wave: int) -> None:
@@ -55,7 +57,7 @@ class PrefixIndex:
             node.rows[row] = wave
 
     def drop(self, row: int) -> None:
-        """The row holds nothing."""
+        """Store that the row holds nothing."""
         node = self._root
         for block in self._held.pop(row, ()):
             child = node.children[block]
@@ -66,20 +68,20 @@ class PrefixIndex:
             node = child
 
     def keep(self, row: int, slots: int) -> None:
-        """Keep, of what the row holds, no more than its leading slots."""
+        """Reduce what the row holds to at most its leading `slots` slots."""
         held = self._held.get(row)
         if held is not None and len(held) * PREFIX_STEP > slots:
             self._put(row, held[: slots // PREFIX_STEP], 0)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Only these rows are left, in this order."""
+        """Keep only these rows, in this order."""
         held = self._held
         self.clear()
         for place, row in enumerate(rows):
             self._put(place, held.get(row, []), 0)
 
     def _longest(self, blocks: Sequence[Block]) -> tuple[int, _BlockNode]:
-        """How many of these blocks some row begins with, and where its rows are."""
+        """Return how many of the leading blocks some row holds, and the tree node of the last of them."""
         node = self._root
         for count, block in enumerate(blocks):
             child = node.children.get(block)
@@ -89,21 +91,22 @@ class PrefixIndex:
         return len(blocks), node
 
     def plan(self, prompts: Mapping[int, Sequence[int]]) -> list[dict[int, PrefixCopy]]:
-        """How the prompts of new rows are read, in waves: where each row copies from. A source of the first wave holds
-        an earlier prompt; all copies of a wave are made before any of its rows is written. A source of a later wave was
-        read in an earlier one."""
+        """Return how the prompts of new rows are read, in waves: for each row what it copies. A row of the first wave
+        copies from a row that holds an earlier prompt. A row of a later wave copies from a row that was read in an
+        earlier wave. All copies of a wave are made before any of its rows is written."""
         new = PrefixIndex()
         waves: list[dict[int, PrefixCopy]] = []
         for row, prompt in prompts.items():
             blocks = _blocks(prompt)
-            standing, held = self._longest(blocks)
-            reading, beside = new._longest(blocks)
+            held_blocks, held_node = self._longest(blocks)
+            new_blocks, new_node = new._longest(blocks)
             wave, copy = 0, PrefixCopy(row)
-            if reading > standing:
-                src_row = min(beside.rows, key=beside.rows.__getitem__)
-                wave, copy = beside.rows[src_row] + 1, PrefixCopy(src_row, reading * PREFIX_STEP)
-            elif standing:
-                copy = PrefixCopy(row if row in held.rows else next(iter(held.rows)), standing * PREFIX_STEP)
+            if new_blocks > held_blocks:
+                src_row = min(new_node.rows, key=new_node.rows.__getitem__)
+                wave, copy = new_node.rows[src_row] + 1, PrefixCopy(src_row, new_blocks * PREFIX_STEP)
+            elif held_blocks:
+                src_row = row if row in held_node.rows else next(iter(held_node.rows))
+                copy = PrefixCopy(src_row, held_blocks * PREFIX_STEP)
             new._put(row, blocks, wave)
             waves.extend({} for _ in range(wave + 1 - len(waves)))
             waves[wave][row] = copy
@@ -111,6 +114,6 @@ class PrefixIndex:
 
 
 def _blocks(prompt: Sequence[int]) -> list[Block]:
-    """The whole blocks of a prompt, all but its last token."""
+    """Return the whole blocks of a prompt without its last token."""
     ends = range(PREFIX_STEP, len(prompt), PREFIX_STEP)
     return [tuple(prompt[end - PREFIX_STEP : end]) for end in ends]

@@ -1,1 +1,1 @@
-"""Checks at load: kernels and captured iterations beside tensor code."""
+"""Checks at load: kernels and captured iterations, compared with tensor code."""

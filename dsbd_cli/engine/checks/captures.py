@@ -1,4 +1,4 @@
-"""At load: whether captured iterations give what plain ones give, on the models and the device at hand."""
+"""Check at load that captured iterations give the results of plain ones, on the models and the device at hand."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
 
 ROWS = 2
-TOKENS = 24  # some eight iterations, of which a shape's third is the first that is replayed
+TOKENS = 24  # some eight iterations; the third of a shape is the first that is replayed
 DEPTH = 2
-CLOSE = 1e-3  # of a log-probability
+CLOSE = 1e-3  # tolerance of log-probabilities, relative and absolute
 
 
 def prove_captures(engine: Engine) -> None:
-    """Leave an engine that captures as it is where captured iterations can be trusted; otherwise it runs plainly, and
-    says so. Captures that were asked for are not tried: they work, or they are an error."""
+    """Check an engine that captures iterations. Where captures cannot be trusted, switch it to plain iterations, with a
+    note for the user. Captures that the user asked for are not tried: if one fails in a run, that is an error."""
     graphs = engine.stepper.graphs
     if graphs is None or graphs.required:
         return
@@ -40,10 +40,10 @@ def prove_captures(engine: Engine) -> None:
 
 
 def captured_otherwise(engine: Engine) -> str | None:
-    """Say what is wrong with captured iterations of these models and this method. Return None where a few short
-    requests give the same texts with and without them.
+    """Return what is wrong with captured iterations of these models and this method. Return None where a few short
+    requests give the same tokens and, up to CLOSE, the same log-probabilities with and without them.
 
-    Two engines of fixed depth are made for it, so that both take the same shapes, and with the kernels of this one.
+    Two engines of fixed depth are made for this, so that both run the same shapes. They use the kernels of this engine.
     """
     method, kernels = engine.method, bool(engine.stepper.ops.by("triton"))
     if method.depth:
@@ -76,7 +76,7 @@ def captured_otherwise(engine: Engine) -> str | None:
 
 
 def _answers(device: torch.device) -> bool:
-    """Whether a GPU still computes: some errors end all that its process may ask of it."""
+    """Return whether a GPU still computes, because after some errors it does nothing more for its process."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -1,6 +1,6 @@
-"""The kernels of an iteration beside their twins: random iterations that both can run, to be compared.
+"""Checks of the kernels of an iteration: random iterations are run with kernels and with tensor code, and compared.
 
-An iteration runs with one kernel in use, and again with tensor code alone; both must leave the same beams, finished
+An iteration runs with one kernel in use, and again with tensor code alone. Both must leave the same beams, finished
 hypotheses, slots and counters behind. So a difference names the kernel.
 """
 
@@ -39,7 +39,7 @@ EOS = 2
 
 
 class _TableModel:
-    """A model whose logits go by the token alone: [V, V]."""
+    """A model whose logits depend on the token alone, by a table [V, V]."""
 
     max_positions, head_ids, own_ids_below, generation, capturable, invariant = None, None, 0, 0, False, True
 
@@ -51,16 +51,16 @@ class _TableModel:
         return self.table[batch.tokens] if logits else None
 
     def move(self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor) -> None:
-        """There is no cache."""
+        """Do nothing, because there is no cache."""
 
     def state_bytes(self, window: int) -> int:
-        """There are no states."""
+        """Return 0, because there are no states."""
         return 0
 
 
 @dataclass
 class IterationCase:
-    """A batch before an iteration, and all that runs it."""
+    """A batch before an iteration, and everything that is needed to run it."""
 
     method: MethodConfig
     state: BatchState
@@ -84,7 +84,7 @@ class IterationCase:
     ) -> IterationCase:
         """Make a case of random models and beams.
 
-        roots: W0. draft_backlog: slots that the draft has not run. broken: a node has NaN.
+        roots: W0. draft_backlog: slots that the draft has not run. broken: some nodes have NaN.
         """
         width, shape = method.num_beams, Shape(method.depth, method.drafts_per_layer)
         nodes = shape.nodes(roots)
@@ -139,7 +139,7 @@ class IterationCase:
         return cls(method, state, sizes, target.to(device), draft.to(device), Endings(eos, 1, stops))
 
     def stepper(self, *used: str) -> Stepper:
-        """Return the object that runs the iteration, with these kernels."""
+        """Return a stepper that runs the iteration with these kernels."""
         target, draft = (cast(ForestModel, _TableModel(table)) for table in (self.target, self.draft))
         caches = Caches(target, draft, large_steps=False, moving=lambda: None)
         drafter = BeamDrafter(draft, VOCABULARY)
@@ -147,7 +147,8 @@ class IterationCase:
         return Stepper(caches, drafter, rule, self.endings, PhaseTimer(), ops=Ops(**triton_ops(used)))
 
     def run(self, *used: str) -> tuple[Tensor, ...]:
-        """Run an iteration with these kernels on a copy, and return what it leaves: numbers that mean nothing are 0."""
+        """Run an iteration with these kernels on a copy of the batch, and return the results, with 0 for numbers that
+        have no meaning."""
         state = copy.deepcopy(self.state)
         report = self.stepper(*used).step(state, self.shape)
         beams, finished, table = state.beams, state.finished, state.table
@@ -183,11 +184,12 @@ class IterationCase:
 
 
 def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[KernelCheck]:
-    """Every kernel of an iteration with its reference. Cases are of these methods, and of what requests ask for."""
+    """Return every kernel of an iteration with its reference. settings: methods and sampling of the cases."""
 
     def one(name: str) -> KernelCheck:
-        def beside(iteration: IterationCase) -> set[str]:
-            """`rejection` compares with the distribution that `draft` records."""
+        def also_used(iteration: IterationCase) -> set[str]:
+            """Return the kernels that run in both. Rule `rejection` compares with the distribution that `draft`
+            records."""
             return {"draft"} if name == "verify" and iteration.method.rule == "rejection" else set()
 
         def cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
@@ -200,26 +202,26 @@ def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[Ker
                     yield (made,)
 
         def op(iteration: IterationCase) -> tuple[Tensor, ...]:
-            return iteration.run(name, *beside(iteration))
+            return iteration.run(name, *also_used(iteration))
 
         def reference(iteration: IterationCase) -> tuple[Tensor, ...]:
-            return iteration.run(*beside(iteration))
+            return iteration.run(*also_used(iteration))
 
         return KernelCheck(name, op, reference, cases)
 
     return [
-        KernelCheck("candidates", _chosen("candidates"), _chosen(), _logits),
+        KernelCheck("candidates", _candidates_with("candidates"), _candidates_with(), _logits),
         one("draft"),
         one("verify"),
         one("commit"),
-        KernelCheck("move", _moved("move"), _moved(), _moves),
+        KernelCheck("move", _move_with("move"), _move_with(), _moves),
     ]
 
 
-def _chosen(*used: str) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
+def _candidates_with(*used: str) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
     def run(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         found = top_candidates(logits, CandidateCount(count), ops=Ops(**triton_ops(used)))
-        some = found.logprobs > float("-inf")  # of equal ones -inf any may come
+        some = found.logprobs > float("-inf")  # among tokens of -inf any may be chosen
         return torch.where(some, found.tokens, 0), found.logprobs
 
     return run
@@ -235,7 +237,7 @@ def _logits(generator: torch.Generator, device: torch.device) -> Iterator[Argume
         yield logits.to(dtype).to(device), 24
 
 
-def _moved(*used: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _move_with(*used: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     def run(slots: Tensor, src_slots: Tensor, dst_slots: Tensor) -> Tensor:
         slots = slots.clone()
         Ops(**triton_ops(used)).move(slots, src_slots, dst_slots)
@@ -245,7 +247,7 @@ def _moved(*used: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def _moves(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
-    """Two of three rows of a slab move slots, as a commit orders them."""
+    """Yield two of three rows of a slab with slots to move, in the order in which a commit moves them."""
     for width, window in ((16, 5), (700, 40)):
         slab = torch.randn(2, 3, 64, width, generator=generator)
         keep = torch.rand(2, window, generator=generator) < 0.5
@@ -256,7 +258,7 @@ def _moves(generator: torch.Generator, device: torch.device) -> Iterator[Argumen
 
 
 def _to(owner: object, device: torch.device) -> None:
-    """Move all tensors of a state."""
+    """Move all tensors of a state to a device."""
     for item in fields(owner):  # type: ignore[arg-type]
         value = getattr(owner, item.name)
         if isinstance(value, Tensor):
@@ -266,7 +268,7 @@ def _to(owner: object, device: torch.device) -> None:
 
 
 def _settings() -> Iterator[tuple[MethodConfig, SamplingConfig]]:
-    """Each rule, with the plainest settings that a user may have."""
+    """Yield each rule with the simplest settings that a user may have."""
     for rule in ("coupled", "search", "rejection"):
         method = MethodConfig.of({"rule": rule, "num_beams": 3, "drafts_per_layer": 4, "depth": 2, "width": "fixed"})
         yield method, SamplingConfig(max_new_tokens=HISTORY, top_k=0 if rule == "search" else 5)

@@ -19,14 +19,18 @@ from dsbd_cli.engine.protocols import TextCodec
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 
 BATCH = 8192  # texts that are tokenised at a time
-# Of one answer: more than any target has positions for, and what is not even tokenised
-MOST_TOKENS, MOST_BYTES = 32_768, 1 << 20
+# Limits of one answer: more tokens than any target has positions for, and text that is not even tokenised
+MOST_TOKENS, MOST_LETTERS = 32_768, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogueAnswer:
-    """One allowed answer: text, or tokens; the caller's id of it as JSON, empty where it has none; and where it
-    stands, for errors."""
+    """One allowed answer: its text, or its tokens.
+
+    Attributes:
+        place: where it was given, for errors.
+        id: the caller's id of it as JSON, empty where it has none.
+    """
 
     place: str
     text: str | None = None
@@ -39,8 +43,9 @@ class Catalogue:
     """Compiled answers.
 
     Attributes:
-        trie: of their tokens. order: [A] int64, answers in the order of `nodes`; nodes: [A] int64, where they end in
-            the trie, ascending. ids: bytes of all ids, of answer a those from starts[a] to starts[a + 1].
+        trie: trie of their tokens.
+        nodes: [A] int64, where the answers end in the trie, ascending. order: [A] int64, the answer of each of `nodes`.
+        starts: [A + 1] int64. ids: bytes of all ids; those of answer a are from starts[a] to starts[a + 1].
     """
 
     trie: Trie
@@ -53,7 +58,7 @@ class Catalogue:
         return len(self.nodes)
 
     def id_of(self, tokens: Sequence[int]) -> str | int | None:
-        """The caller's id of the answer with these tokens, its end token included; None where it has none."""
+        """Return the caller's id of the answer with these tokens, its end token included; None where it has none."""
         node = self.trie.find(tokens)
         assert node is not None, "only answers of the catalogue are decoded"
         answer = int(self.order[np.searchsorted(self.nodes, node)])
@@ -64,7 +69,7 @@ class Catalogue:
 
 @dataclass(frozen=True, slots=True)
 class CatalogueCompiler:
-    """Makes catalogues for one target. end: the end token that closes an answer."""
+    """A compiler of catalogues for one target. end: the end token that closes an answer."""
 
     codec: TextCodec
     vocab_size: int
@@ -77,7 +82,8 @@ class CatalogueCompiler:
         object.__setattr__(self, "end", ends[0])
 
     def compile(self, answers: Iterable[CatalogueAnswer]) -> Catalogue:
-        """A catalogue of these answers. Raises InvalidRowError, which names the place of the answer to blame."""
+        """Compile these answers into a catalogue. Raises InvalidRowError, which names the place of the answer to
+        blame."""
         places: list[str] = []
         ids, starts = bytearray(), array("q", [0])
         tokens, lengths = array("q"), array("q")
@@ -102,10 +108,10 @@ class CatalogueCompiler:
         )
 
     def _tokens(self, answers: Sequence[CatalogueAnswer]) -> Iterator[list[int]]:
-        """Tokens of each answer and the end token."""
+        """Yield the tokens of each answer, with the end token. Raises InvalidRowError."""
         for answer in answers:
-            if (size := len(answer.text or "")) > MOST_BYTES:
-                raise InvalidRowError(f"{answer.place} has {size} letters, but an answer may have {MOST_BYTES}")
+            if (size := len(answer.text or "")) > MOST_LETTERS:
+                raise InvalidRowError(f"{answer.place} has {size} letters, but an answer may have {MOST_LETTERS}")
         texts = [answer.text for answer in answers if answer.text is not None]
         encoded = iter(self.codec.encode_pieces(texts)) if texts else iter(())
         table = self.codec.token_bytes()
@@ -135,7 +141,7 @@ class CatalogueCompiler:
 
 
 class RowTries:
-    """Which tries of the table are in use: those of the run's catalogues always, a row's own one while it runs."""
+    """Tries of the table that are in use: those of the run's catalogues always, a row's own one while the row runs."""
 
     def __init__(self, table: TrieTable, catalogues: Iterable[Catalogue]) -> None:
         self.table = table
@@ -146,19 +152,20 @@ class RowTries:
         self._own: set[int] = set()
 
     def begin(self, catalogue: Catalogue) -> int:
-        """The state in which a row with these answers begins."""
+        """Return the state in which a row with these answers begins."""
         if (start := self._kept.get(id(catalogue))) is None:
             start = self.table.add(catalogue.trie)
             self._own.add(start)
         return start
 
     def end(self, start: int) -> None:
-        """The row that began in this state is done."""
+        """Remove the trie of a row that is done, unless it is that of a run's catalogue. start: the state in which the
+        row began."""
         if start in self._own:
             self._own.remove(start)
             self.table.remove(start)
 
     def forget(self) -> None:
-        """No row runs."""
+        """Remove the tries of all rows, because none runs."""
         for start in tuple(self._own):
             self.end(start)

@@ -1,4 +1,4 @@
-"""Files of allowed answers. What is compiled of a large one is kept beside it, or in the user's cache folder, and the
+"""Files of allowed answers. The compiled form of a large file is kept beside it, or in the user's cache folder, and the
 next run maps it into memory.
 
     line 1       JSON: version, key (hash of the file and of the tokenizer), body (CRC-32 of all arrays in their order),
@@ -28,18 +28,18 @@ from dsbd_cli.engine.protocols import TextCodec
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 
 VERSION = 2
-KEPT_FROM = 10_000  # answers; fewer are compiled in no time
+KEPT_FROM = 10_000  # answers; fewer are compiled in no time, so they are not kept
 FIELDS = ("text", "token_ids", "id", "catalogue")
 ALIGNED = 64
-ANSWER_BYTES = 600  # that one of many short answers takes at most while they are compiled (measured)
-COUNTED = 1 << 20  # bytes of a file that are looked at together
+ANSWER_BYTES = 600  # of memory for one of many short answers at most, while they are compiled (measured)
+COUNTED = 1 << 20  # bytes of a file that are read together to count its lines
 
 
 def open_catalogues(
     path: Path, codec: TextCodec, vocab_size: int, tell: Callable[[str], None] = lambda line: None
 ) -> dict[str, Catalogue]:
-    """The catalogues of a file by name, "" for answers without one. vocab_size: V of the target. tell: is given a line
-    where a compiled file is damaged, so that the catalogues are compiled anew.
+    """Return the catalogues of a file by name, "" for answers without one. vocab_size: V of the target. tell: is given
+    a line where a compiled file is damaged, so that the catalogues are compiled anew.
 
     Raises UsageError where the file cannot be read, or names the line of an answer that the target cannot give.
     """
@@ -65,7 +65,7 @@ def open_catalogues(
 
 
 def content_hash(path: Path) -> str:
-    """32 hexadecimal digits of a file's bytes. Raises UsageError."""
+    """Return a hash of a file's bytes, 32 hexadecimal digits. Raises UsageError where it cannot be read."""
     try:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
@@ -74,7 +74,7 @@ def content_hash(path: Path) -> str:
 
 
 def _key(path: Path, codec: TextCodec, compiler: CatalogueCompiler) -> str:
-    """Return a digest of what the compiled file depends on; "" where the tokenizer cannot say who it is."""
+    """Return a digest of what the compiled file depends on; "" where the tokenizer has no fingerprint."""
     content = content_hash(path)
     fingerprint: str | None = getattr(codec, "fingerprint", None)
     if fingerprint is None:
@@ -84,7 +84,8 @@ def _key(path: Path, codec: TextCodec, compiler: CatalogueCompiler) -> str:
 
 
 def _compiled_paths(path: Path, key: str) -> list[Path]:
-    """Where the compiled file may be: beside the file, or in the user's cache."""
+    """Return where the compiled file may be: beside the file, or in the user's cache. Without a key there is no
+    place."""
     if not key:
         return []
     places, cache = [path.with_name(f"{path.name}.{key[:8]}.trie")], os.environ.get("XDG_CACHE_HOME")
@@ -94,7 +95,8 @@ def _compiled_paths(path: Path, key: str) -> list[Path]:
 
 
 def _write_compiled(place: Path, key: str, catalogues: Mapping[str, Catalogue]) -> bool:
-    """Write the compiled file; it appears under its name only when it is whole. False where that cannot be."""
+    """Write the compiled file. It appears under its name only when it is complete. Return False where it cannot be
+    written."""
     about = [
         (name, one.trie.fanout, [len(one.trie.keys), len(one), len(one), len(one.starts), len(one.ids)])
         for name, one in catalogues.items()
@@ -112,14 +114,14 @@ def _write_compiled(place: Path, key: str, catalogues: Mapping[str, Catalogue]) 
         unfinished.replace(place)
     except OSError:
         return False
-    finally:  # whatever ended it: a run that is stopped here leaves nothing either
+    finally:  # whatever ended it: a run that is stopped here leaves no such file either
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
     return True
 
 
 def _arrays(one: Catalogue) -> tuple[NDArray[np.int64] | NDArray[np.uint8], ...]:
-    """In the order in which they are written."""
+    """Return the arrays of a catalogue in the order in which they are written."""
     return one.trie.keys, one.nodes, one.order, one.starts, one.ids
 
 
@@ -131,12 +133,12 @@ def _checksum(arrays: Iterable[NDArray[np.int64] | NDArray[np.uint8]]) -> int:
 
 
 class _DamagedError(Exception):
-    """A compiled file of this very catalogue does not hold together; the message says where."""
+    """Damage of a compiled file of this very catalogue. The message says what is wrong."""
 
 
 def _read_compiled(place: Path, key: str, vocab_size: int, end: int) -> dict[str, Catalogue] | None:
-    """The catalogues of a compiled file; None where there is none, or it is of something else. end: token that ends an
-    answer. Raises _DamagedError."""
+    """Return the catalogues of a compiled file; None where there is no file, or where it was compiled from something
+    else. end: token that ends an answer. Raises _DamagedError."""
     ours = False
     try:
         with place.open("rb") as stream:
@@ -171,7 +173,7 @@ def _read_compiled(place: Path, key: str, vocab_size: int, end: int) -> dict[str
 
 
 def _fault(one: Catalogue, end: int) -> str | None:
-    """Say what of a catalogue read from a file is out of range or out of order; None for nothing."""
+    """Return what is out of range or out of order in a catalogue that was read from a file; None where nothing is."""
     keys, count = one.trie.keys, len(one.nodes)
     stride = one.trie.vocab_size + 1
     if not len(keys) or keys[0] != -1 or np.any(keys[1:] <= keys[:-1]):
@@ -202,7 +204,7 @@ def _fault(one: Catalogue, end: int) -> str | None:
 
 
 def _fanout(parents: NDArray[np.int64]) -> tuple[int, ...]:
-    """Most children of a node by layer. parents: [S - 1] of all nodes but the root, ascending."""
+    """Return the most children of a node in each layer. parents: [S - 1] of all nodes but the root, ascending."""
     found, start, past = [], 0, 1  # nodes of a layer
     while start < past:
         first, last = np.searchsorted(parents, (start, past))  # their children, which make the next layer
@@ -213,8 +215,8 @@ def _fanout(parents: NDArray[np.int64]) -> tuple[int, ...]:
 
 
 def read_catalogues(path: Path) -> Mapping[str, list[CatalogueAnswer]]:
-    """Answers of a file by catalogue, "" where it has none of its own. A file that ends in .jsonl holds objects, any
-    other one answer per line. Raises UsageError naming the line, or where they do not fit into memory."""
+    """Return the answers of a file by catalogue, "" for answers without one. A file that ends in .jsonl holds objects,
+    any other one answer per line. Raises UsageError naming the line, or where the answers do not fit into memory."""
     found: dict[str, list[CatalogueAnswer]] = {}
     lines = path.suffix == ".jsonl"
     try:
@@ -235,7 +237,7 @@ def read_catalogues(path: Path) -> Mapping[str, list[CatalogueAnswer]]:
 
 
 def _check_room(path: Path, free: int) -> None:
-    """Refuse a file whose answers would take more than the free bytes, before they are held. Raises OSError,
+    """Refuse a file whose answers would take more than the free bytes, before they are read. Raises OSError,
     UsageError."""
     size, count = path.stat().st_size, 0
     if size <= free:
@@ -261,7 +263,7 @@ def _decoded(place: str, line: bytes) -> str:
 
 
 def _holds_an_answer(line: bytes) -> bool:
-    """Whether this is a line of JSON as a .jsonl file has them."""
+    """Return whether this line is an object as a .jsonl file of answers has them."""
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -270,7 +272,7 @@ def _holds_an_answer(line: bytes) -> bool:
 
 
 def _read_object(place: str, line: bytes) -> tuple[str, CatalogueAnswer]:
-    """Catalogue and answer of a line of JSON."""
+    """Return the catalogue and the answer of a line of JSON. Raises UsageError."""
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:

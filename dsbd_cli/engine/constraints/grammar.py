@@ -1,13 +1,13 @@
 """Grammars on the host: which tokens may follow a text, for live beams and drafted nodes.
 
-llguidance computes the masks. A text under a grammar is a `GrammarState`; what follows from it is computed once and
-kept, so what the drafter asked for a node is there when the target asks for it. On the device a state is a negative
-number (see engine/constraints/legal.py), which `GrammarTable` knows.
+llguidance computes the masks. A text under a grammar is represented by a `GrammarState`. The tokens that may follow it
+are computed once and kept, so what was computed for the drafter at a node is there when the target needs it. On the
+device a state is a negative number (see engine/constraints/legal.py), and `GrammarTable` finds the state of a number.
 
 Near the limit of a row a text is led to its end. With n tokens left, the last one included, a token may follow only if
-a completion of n - 1 tokens at most is known behind it. So what may follow depends on the text and on n alone, and
-where more tokens are legal than can be looked at, on the model's log-probabilities at this node; never on a draft or a
-batch.
+a completion of n - 1 tokens at most is known after it. So what may follow depends on the text and on n alone and, where
+more tokens are legal than can be looked at, on the model's log-probabilities at this node. It never depends on a draft
+or a batch.
 
 Letters: R requests, n nodes, V vocabulary, B = ceil(V / 32) words of a mask.
 """
@@ -37,25 +37,26 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_KEPT = 256  # compiled grammars
-# Tokens before the limit from which on a text is led: twice the shortest whole text and some, but no more than
-SOME, MOST_LED = 32, 256
-SKIPPED = 6  # tokens of a known completion that another token may stand for
-CHECKED = 64  # tokens behind which an end is looked for, at each node
+# A text is led from this many tokens before the limit on: twice the shortest whole text + LED_EXTRA, MOST_LED at most
+LED_EXTRA, MOST_LED = 32, 256
+MOST_SKIPPED = 6  # a token may stand for fewer than this many tokens of a known completion
+MOST_CHECKED = 64  # tokens of a node after which an end is looked for, at most
 Mask = NDArray[np.int32]
 
 
 def _words(vocab_size: int) -> int:
-    """B."""
+    """Return B."""
     return -(-vocab_size // 32)
 
 
 @dataclass(frozen=True, slots=True)
 class _SharedGrammar:
-    """State that all states of one grammar share.
+    """Parts that all states of one grammar share.
 
     Attributes:
-        size: how many tokens llguidance knows. eos: end tokens. faults: what went wrong.
-        ends: finds the end of a text. led: how many tokens before the limit it is asked to; 0: never.
+        size: how many tokens llguidance knows. eos: end tokens. faults: why llguidance gave up a text, if it did.
+        ends: finds the end of a text.
+        led: how many tokens before the limit a text begins to be led to its end; 0: never.
     """
 
     size: int
@@ -66,15 +67,15 @@ class _SharedGrammar:
 
 
 class GrammarState:
-    """Where a text stands: the tokens that may follow, and whether it may end.
+    """State of a text under a grammar: which tokens may follow it, and whether it may end.
 
-    States form a tree. `after` gives the same object for the same token, and a state does not know the one before it,
-    so what nobody holds any more is forgotten.
+    States form a tree. `after` returns the same object for the same token. A state has no reference to the one before
+    it, so a state that nobody holds any more is freed.
     """
 
     __slots__ = (
-        *("_after", "_by_bytes", "_completion", "_few", "_fits", "_led", "_left", "_mask", "_matcher", "_narrow"),
-        *("_origin", "_searched", "number"),
+        *("_after", "_by_bytes", "_completion", "_completions_after", "_few_tokens", "_led", "_mask"),
+        *("_mask_within_limit", "_matcher", "_origin", "_searched", "_tokens_left", "number"),
     )
 
     def __init__(
@@ -85,27 +86,28 @@ class GrammarState:
         left: int | None = None,
         completion: Tokens | None = None,
     ) -> None:
-        """matcher: its own from now on; None where nothing may follow. by_bytes: one over bytes, None at the beginning
-        and where the text is not to be led. left: tokens that may still be generated, None for any number. completion:
-        what makes the text whole, where that is known."""
-        self._matcher, self._origin, self._left = matcher, origin, left
+        """matcher: belongs to this state from now on; None where nothing may follow. by_bytes: a matcher over bytes;
+        None at the beginning, and where the text is not to be led. left: tokens that may still be generated, None for
+        any number. completion: tokens that make the text whole, where they are known."""
+        self._matcher, self._origin, self._tokens_left = matcher, origin, left
         self._by_bytes = origin.ends.start if by_bytes is None else by_bytes
         self._completion, self._searched = completion, False
         self._led: bool | None = None
-        self._narrow: Mask | None = None
-        self._fits: dict[int, Tokens | None] = {}
+        self._mask_within_limit: Mask | None = None
+        self._completions_after: dict[int, Tokens | None] = {}
         self._after: dict[int, GrammarState] = {}
         self._mask: Mask | None = None
-        self._few: list[int] | None = None
-        self.number = 0  # below 0 once it stands on the device
+        self._few_tokens: list[int] | None = None
+        self.number = 0  # below 0 once GrammarTable has numbered it
 
     @property
     def complete(self) -> bool:
-        """The text is whole: the grammar derives it as it stands."""
+        """True where the text is whole: the grammar derives it as it is."""
         return self._matcher is not None and not self._matcher.is_error() and self._matcher.is_accepting()
 
     def after(self, token: int) -> GrammarState | None:
-        """The state one token on; None after a token that may not follow. After an end token nothing may follow."""
+        """Return the state one token on; None after a token that may not follow. After an end token nothing may
+        follow."""
         found = self._after.get(token)
         if found is None:
             if not self.allows(token):
@@ -114,23 +116,23 @@ class GrammarState:
             if token not in self._origin.eos:
                 assert self._matcher is not None, "it allows a token"
                 matcher = self._matcher.deep_copy()
-                matcher.consume_token(token)  # an error, as of a limit, stays with the matcher
-            left = None if self._left is None else self._left - 1
-            completion = self.fits(token) if self.led else None
+                matcher.consume_token(token)  # an error, such as a limit that is passed, stays with the matcher
+            left = None if self._tokens_left is None else self._tokens_left - 1
+            completion = self.completion_after(token) if self.led else None
             leads = self._origin.led and left is not None and matcher is not None
             by_bytes = self._origin.ends.after_token(self._by_bytes, token) if leads else None
             found = self._after[token] = GrammarState(matcher, self._origin, by_bytes, left, completion)
         return found
 
     def allows(self, token: int) -> bool:
-        """Whether the token may follow."""
+        """Return whether the token may follow."""
         word = token >> 5
         return word < len(self.mask) and bool((int(self.mask[word]) >> (token & 31)) & 1)
 
     @property
     def mask(self) -> Mask:
-        """[B] int32, bit v % 32 of word v // 32 is set where token v may follow; an end token where the text may end.
-        Computed when it is first asked for."""
+        """Mask of the tokens that may follow: [B] int32, bit v % 32 of word v // 32 is set where token v may follow. An
+        end token may follow where the text may end. The mask is computed when it is first asked for."""
         if self._mask is None:
             mask, matcher = np.zeros(_words(self._origin.size), dtype=np.int32), self._matcher
             if matcher is not None and not matcher.is_error():
@@ -143,11 +145,12 @@ class GrammarState:
 
     @property
     def led(self) -> bool:
-        """The limit is near and a completion within it is known, so that only what leaves one may follow."""
+        """True where the limit is near and a completion within it is known. Then a token may follow only if it leaves
+        one."""
         if self._led is None:
-            near = self._left is not None and 0 < self._left <= self._origin.led
+            near = self._tokens_left is not None and 0 < self._tokens_left <= self._origin.led
             known = self.completion if near else None
-            self._led = known is not None and self._left is not None and len(known) <= self._left
+            self._led = known is not None and self._tokens_left is not None and len(known) <= self._tokens_left
         return self._led
 
     @property
@@ -163,71 +166,72 @@ class GrammarState:
         self._completion = found if found is None or not found or self.allows(found[0]) else None
         return self._completion
 
-    def fits(self, token: int) -> Tokens | None:
-        """Return the tokens that make the text whole behind a token, within what is left. Return None where nothing is
-        known to. Only for a state that is led, and a token that may follow."""
-        if token not in self._fits:
-            self._fits[token] = self._fitting(token)
-        return self._fits[token]
+    def completion_after(self, token: int) -> Tokens | None:
+        """Return tokens that make the text whole after a token, within what is left; None where none are known. Only
+        for a state that is led, and a token that may follow."""
+        if token not in self._completions_after:
+            self._completions_after[token] = self._find_completion_after(token)
+        return self._completions_after[token]
 
-    def _fitting(self, token: int) -> Tokens | None:
+    def _find_completion_after(self, token: int) -> Tokens | None:
         matcher, ends, known = self._matcher, self._origin.ends, self._completion
         assert matcher is not None
         assert known is not None
-        assert self._left is not None
+        assert self._tokens_left is not None
         if token in self._origin.eos:
             return ()
         if known and token == known[0]:
             return known[1:]
-        room = self._left - 1
-        # mostly the token takes the place of the first of the completion, stands before it, or skips some of it
-        for first in (1, 0, *range(2, SKIPPED), len(known)):
+        room = self._tokens_left - 1
+        # mostly the token takes the place of the completion's first token, comes before it, or skips some of it
+        for first in (1, 0, *range(2, MOST_SKIPPED), len(known)):
             if len(known) - room <= first <= len(known) and ends.ends(matcher, (token, *known[first:])):
                 return known[first:]
         found = ends.find_after(token, known, matcher, self._by_bytes) if room else None
         return found if found is not None and len(found) <= room else None
 
     @property
-    def narrow(self) -> Mask | None:
-        """The mask, of a state that is led without what leaves no end within the limit. None where more than CHECKED
-        tokens may follow, so that `fitting` must say of which."""
+    def mask_within_limit(self) -> Mask | None:
+        """Mask of the tokens that may follow. In a state that is led it lacks the tokens that leave no end within the
+        limit. None where more than MOST_CHECKED tokens may follow such a state; then `fitting` tells which."""
         if not self.led:
             return self.mask
-        if self._narrow is None:
-            tokens = _tokens(self.mask, CHECKED)
+        if self._mask_within_limit is None:
+            tokens = _tokens(self.mask, MOST_CHECKED)
             if tokens is None:
                 return None
-            self._narrow = np.zeros_like(self.mask)
+            self._mask_within_limit = np.zeros_like(self.mask)
             for token in tokens:
-                if self.fits(token) is not None:
-                    self._narrow[token >> 5] |= np.array(1 << (token & 31), dtype=np.uint32).view(np.int32)
-        return self._narrow
+                if self.completion_after(token) is not None:
+                    self._mask_within_limit[token >> 5] |= np.array(1 << (token & 31), dtype=np.uint32).view(np.int32)
+        return self._mask_within_limit
 
     def fitting(self, logprobs: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """[V] bool: of the CHECKED likeliest legal tokens those that leave an end within the limit, all with the same
-        log-probability as the last of them, and the known completion's. logprobs: [V], -inf where it is illegal."""
-        last = np.partition(logprobs, -min(CHECKED, len(logprobs)))[-min(CHECKED, len(logprobs))]
+        """Return the tokens that leave an end within the limit: [V] bool. Looked at are the MOST_CHECKED likeliest
+        legal tokens, all with the same log-probability as the last of them, and the first token of the known
+        completion. logprobs: [V], -inf where a token is illegal."""
+        last = np.partition(logprobs, -min(MOST_CHECKED, len(logprobs)))[-min(MOST_CHECKED, len(logprobs))]
         looked = np.flatnonzero((logprobs >= last) & (logprobs > -np.inf)).tolist()
         assert self._completion is not None, "it is led"
         found = np.zeros(len(logprobs), dtype=np.bool_)
-        found[[token for token in {*looked, *self._completion[:1]} if self.fits(token) is not None]] = True
+        found[[token for token in {*looked, *self._completion[:1]} if self.completion_after(token) is not None]] = True
         return found
 
     def following(self, most: int) -> list[int] | None:
-        """The tokens that may follow, end tokens left out, ascending; None where they are more than `most`. Kept once
-        they are found to be few: drafts come back to a state in each iteration."""
-        if self._few is None:
-            narrow = self.narrow
+        """Return the tokens that may follow, without end tokens, ascending; None where there are more than `most`. They
+        are kept once they are found to be few, because drafts come back to a state in each iteration."""
+        if self._few_tokens is None:
+            narrow = self.mask_within_limit
             tokens = _tokens(self.mask if narrow is None else narrow, most + len(self._origin.eos))
             tokens = None if tokens is None else [token for token in tokens if token not in self._origin.eos]
             if tokens is None or len(tokens) > most:
                 return None
-            self._few = tokens
-        return self._few if len(self._few) <= most else None
+            self._few_tokens = tokens
+        return self._few_tokens if len(self._few_tokens) <= most else None
 
 
 def _tokens(mask: Mask, most: int) -> list[int] | None:
-    """The tokens of a mask, ascending; None where they are more than `most`."""
+    """Return the tokens of a mask, ascending; None where there are more than `most`."""
     bits = mask.view(np.uint32)
     words = np.flatnonzero(bits)
     if len(words) > most:  # each word that is not 0 has a token or more
@@ -237,7 +241,7 @@ def _tokens(mask: Mask, most: int) -> list[int] | None:
 
 
 class GrammarCompiler:
-    """Grammars for one vocabulary. Each is compiled once, however many requests use it."""
+    """A compiler of grammars for one vocabulary. Each grammar is compiled once, however many requests use it."""
 
     def __init__(self, codec: TextCodec, vocab_size: int) -> None:
         """vocab_size: V of the target."""
@@ -248,19 +252,20 @@ class GrammarCompiler:
         self._known: dict[Grammar, tuple[LLMatcher, _SharedGrammar]] = {}
 
     def start(self, grammar: Grammar, max_new: int | None = None) -> GrammarState:
-        """The state of the empty text. max_new: tokens that may be generated, None for any number. Raises UsageError
-        for a grammar that is malformed, or that this vocabulary cannot say a single answer of."""
+        """Return the state of the empty text. max_new: tokens that may be generated, None for any number. Raises
+        UsageError for a grammar that is malformed, or of which this vocabulary cannot spell a single answer."""
         matcher, origin = self._compiled(grammar)
         return GrammarState(matcher.deep_copy(), origin, left=max_new)
 
     def matches(self, grammar: Grammar, tokens: Sequence[int]) -> bool:
-        """Whether the text of these tokens is whole under the grammar. An end token at its end is left out."""
+        """Return whether the text of these tokens is whole under the grammar. An end token at its end is left out."""
         matcher = self._compiled(grammar)[0].deep_copy()
         text = list(tokens[:-1] if tokens and tokens[-1] in self._eos else tokens)
         return matcher.consume_tokens(text) and matcher.is_accepting()
 
     def fault(self, grammar: Grammar) -> str | None:
-        """Why llguidance gave up on a text under this grammar, where it did: a limit of its parser was passed."""
+        """Return why llguidance gave up a text under this grammar, which it does where a limit of its parser is passed;
+        None where it did not."""
         faults = self._compiled(grammar)[1].faults
         return faults[0] if faults else None
 
@@ -292,7 +297,7 @@ class GrammarCompiler:
         if not start.mask.any():
             raise UsageError("no token of the target's vocabulary may begin an answer")
         shortest = start.completion
-        led = 0 if shortest is None else min(MOST_LED, SOME + 2 * len(shortest))
+        led = 0 if shortest is None else min(MOST_LED, LED_EXTRA + 2 * len(shortest))
         return matcher, replace(origin, led=led)
 
 
@@ -301,9 +306,10 @@ def _one_line(text: str) -> str:
 
 
 class GrammarTable:
-    """The texts of all rows that have a grammar, by number.
+    """States of the texts of all rows that have a grammar, by number.
 
-    A text that no beam goes on from is forgotten: an iteration keeps what it and the one before it have met.
+    A text that no beam continues is forgotten: the table keeps the states that an iteration and the one before it have
+    met.
     """
 
     def __init__(self, compiler: GrammarCompiler, device: torch.device) -> None:
@@ -314,11 +320,12 @@ class GrammarTable:
         self._filler: ThreadPoolExecutor | None = None
 
     def begin(self, grammar: Grammar, max_new: int) -> int:
-        """The number of the state in which a row with this grammar begins, which generates so many tokens at most."""
+        """Return the number of the state in which a row with this grammar begins. max_new: tokens that it generates at
+        most."""
         return self.add(self.compiler.start(grammar, max_new))
 
     def add(self, state: GrammarState) -> int:
-        """The number of a state that beams or nodes stand in."""
+        """Return the number of a state that beams or nodes have. A new state gets a new number."""
         if not state.number:
             self._last -= 1
             state.number = self._last
@@ -326,11 +333,12 @@ class GrammarTable:
         return state.number
 
     def at(self, number: int) -> GrammarState | None:
-        """The state of a number; None for one that belongs to no grammar, or to a row that is done."""
+        """Return the state of a number; None for a number that belongs to no grammar, or to a row that is done."""
         return self._now.get(number) or self._before.get(number)
 
     def acting(self, starts: Sequence[int | None], generated: int) -> GrammarStep | None:
-        """The grammars in an iteration. Called once in each."""
+        """Return the grammars for one iteration; None where no row has one. It is called once in each iteration, and
+        forgets states that the last two have not met."""
         if not any(start is not None and start < FREE for start in starts):
             return None
         self._before, self._now = self._now, {}
@@ -341,7 +349,7 @@ class GrammarTable:
 
 @dataclass(frozen=True, slots=True)
 class GrammarStep:
-    """The grammars in one iteration. words: B."""
+    """Grammars of all rows in one iteration. words: B. filler: the thread that computes masks."""
 
     table: GrammarTable
     words: int
@@ -351,7 +359,7 @@ class GrammarStep:
     on_host: bool = True
 
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """States after the tokens; DEAD where a grammar does not let one follow."""
+        """Return the states after the tokens; DEAD where a grammar does not allow one."""
         numbers, following = torch.stack((state, tokens)).tolist()
         found = [[self._step(*pair) for pair in zip(*row, strict=True)] for row in zip(numbers, following, strict=True)]
         return torch.tensor(found, dtype=torch.int64, device=state.device).view_as(state)
@@ -364,11 +372,11 @@ class GrammarStep:
         return DEAD if found is None else self.table.add(found)
 
     def of(self, nodes: NodePaths) -> GrammarMasks:
-        """The masks of these nodes, which are computed while the caller goes on."""
+        """Return the masks of these nodes. They are computed while the caller goes on."""
         numbers = nodes.state.flatten().tolist()
         states = [self.table.at(number) if number < FREE else None for number in numbers]
-        plain = [number >= FREE and number != DEAD for number in numbers]
-        return GrammarMasks(self.filler.submit(_filled, states, plain, self.words), states, self.device)
+        free = [number >= FREE and number != DEAD for number in numbers]
+        return GrammarMasks(self.filler.submit(_filled, states, free, self.words), states, self.device)
 
 
 class GrammarMasks:
@@ -380,51 +388,53 @@ class GrammarMasks:
         self._masks: Tensor | None = None
 
     def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
-        """There are too many of them to be listed."""
+        """Return None: the tokens are too many to be listed."""
         return None
 
     def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
-        """-inf for every token that may not follow. logprobs: [k, V] of nodes `part`, or fewer columns."""
+        """Set the log-probability of every token that may not follow to -inf. logprobs: [k, V] of the nodes `part`, or
+        fewer columns."""
         if self._masks is None:
             self._masks = torch.from_numpy(self._coming.result()).to(self._device)
         bits = torch.arange(32, dtype=torch.int32, device=logprobs.device)
         allowed = (self._masks[part].unsqueeze(-1) >> bits) & 1
         logprobs.masked_fill_(allowed.flatten(1)[:, : logprobs.shape[1]] == 0, NEG_INF)
         for row, state in zip(logprobs, self._states[part], strict=True):
-            if state is not None and state.narrow is None:
+            if state is not None and state.mask_within_limit is None:
                 fitting = state.fitting(row.cpu().numpy())
                 row.masked_fill_(~torch.from_numpy(fitting).to(row.device), NEG_INF)
 
 
-def _filled(states: Sequence[GrammarState | None], plain: Sequence[bool], words: int) -> Mask:
-    """Masks of nodes, [m, B]. plain: the node has no grammar; nothing follows one that has neither this nor a state."""
+def _filled(states: Sequence[GrammarState | None], free: Sequence[bool], words: int) -> Mask:
+    """Return the masks of nodes, [m, B]. free: the node has no grammar, so everything may follow it. Nothing may
+    follow a node that is not free and has no state."""
     masks = np.zeros((len(states), words), dtype=np.int32)
-    for mask, state, free in zip(masks, states, plain, strict=True):
-        if free:
+    for mask, state, is_free in zip(masks, states, free, strict=True):
+        if is_free:
             mask[:] = -1
         elif state is not None:
-            narrow = state.narrow
+            narrow = state.mask_within_limit
             known = (state.mask if narrow is None else narrow)[:words]
             mask[: len(known)] = known
     return masks
 
 
 def _tokenizer(codec: TextCodec, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
-    """The vocabulary as llguidance takes it. A fast tokenizer's own file says how texts are spelled, so that what the
-    grammar forces is in the tokens that the model knows; of others, and of those whose file llguidance does not
-    understand, the longest tokens are taken."""
+    """Return the vocabulary as llguidance takes it. A fast tokenizer's own file says how texts are spelled, so that
+    what the grammar forces is in the tokens that the model knows. Where there is no such file, or llguidance does not
+    understand it, texts are spelled with the longest tokens."""
     from llguidance import LLTokenizer
 
     tokenizer_json = getattr(codec, "tokenizer_json", None)
     text = None if tokenizer_json is None else tokenizer_json()
     if text is not None:
-        with contextlib.suppress(ValueError):  # as of a decoder that is neither ByteLevel nor ByteFallback
+        with contextlib.suppress(ValueError):  # such as for a decoder that is neither ByteLevel nor ByteFallback
             return LLTokenizer(text, eos_token=list(eos_ids))
     return LLTokenizer(_longest_tokens(codec, vocab_size, eos_ids[0]), eos_token=list(eos_ids))
 
 
 def _longest_tokens(codec: TextCodec, vocab_size: int, eos_id: int):  # type: ignore[no-untyped-def]
-    """A vocabulary whose texts are spelled with the longest token that fits, again and again."""
+    """Return a vocabulary whose texts are spelled with the longest token that fits, again and again."""
     from llguidance import TokenizerWrapper
 
     table = codec.token_bytes()[:vocab_size]

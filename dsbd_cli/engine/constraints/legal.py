@@ -1,11 +1,12 @@
-"""Which tokens may follow a node: constraints by the path that the node stands for (tries, grammars, token rules).
+"""Constraints on the tokens that may follow a node, by the path that the node stands for: tries, grammars, token rules.
 
-A beam and a drafted node carry one integer, `legal_state`, beside `stop_state`. It advances wherever that does: in
+A beam and a drafted node carry one integer, `legal_state`, beside `stop_state`. Both advance in the same places: in
 drafting/base.children and in the commit. Log-probabilities are normalised over the whole vocabulary first. Then a
-constraint changes them, in most cases to -inf, and only then the best candidates are taken, of target and draft alike.
+constraint changes them, in most cases to -inf, and only then the best candidates are taken. This is the same for target
+and draft.
 
-A state belongs to one constraint: FREE to none, DEAD to a path that nothing may follow, positive ones to tries,
-negative ones to constraints that the host holds. A constraint leaves the states of others as they are.
+A state belongs to one constraint: FREE to none, DEAD to a path that nothing may follow, larger ones to tries, negative
+ones to grammars, whose states are on the host. A constraint leaves the states of others as they are.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ class NodePaths:
 
     @property
     def state(self) -> Tensor:
-        """[R, n] int64."""
+        """Legal states of the nodes: [R, n] int64."""
         assert self.nodes.legal_state is not None, "a forest that was proposed under a constraint"
         return self.nodes.legal_state
 
     def generated(self) -> tuple[Tensor, Tensor]:
-        """Generated tokens down to each node, the node's own token last: [R, n, L], and how many, [R, n] int64. What
-        stands past them is meaningless."""
+        """Return the generated tokens down to each node, the node's own token last: [R, n, L], and how many they are:
+        [R, n] int64. Entries past them are meaningless."""
         beams, path = self.beams, self.nodes.path_tokens
         history = at_nodes(beams.history, self.nodes.root)
         at = beams.length.unsqueeze(1) + torch.arange(path.shape[2], device=path.device)
@@ -67,9 +68,9 @@ class NodePaths:
 
 
 def joined(prompt: Tensor, lengths: Tensor, generated: Tensor, count: Tensor) -> Tensor:
-    """Lay prompts and what was generated behind them side by side: [R, n, P + L], NO_TOKEN past the end.
+    """Join prompts and the tokens that were generated after them: [R, n, P + L], NO_TOKEN past the end.
 
-    prompt [R, P], of which lengths [R] tokens are there; generated [R, n, L], of which count [R, n] are.
+    prompt: [R, P], of which lengths [R] tokens are there. generated: [R, n, L], of which count [R, n] are.
     """
     room = generated.shape[2]
     own = torch.arange(prompt.shape[1] + room, device=prompt.device) - lengths.view(-1, 1, 1)
@@ -83,8 +84,8 @@ class ActiveConstraint(Protocol):
     """A constraint in one iteration.
 
     Attributes:
-        key: what fixes its shapes, branches and addresses, for CUDA graphs. on_host: it reads the forest on the host,
-            so that the iteration cannot be captured.
+        key: all that determines its shapes, branches and addresses, for CUDA graphs.
+        on_host: it reads the forest on the host, so that the iteration cannot be captured.
     """
 
     @property
@@ -94,11 +95,12 @@ class ActiveConstraint(Protocol):
     def on_host(self) -> bool: ...
 
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """States after the tokens, [R, n] int64 each; DEAD where a token is illegal."""
+        """Return the states after the tokens, [R, n] int64 each; DEAD where a token is illegal."""
         ...
 
     def of(self, nodes: NodePaths) -> LegalTokens:
-        """Return what may follow these nodes. Called before the forward that computes their logits is started."""
+        """Return which tokens may follow these nodes. It is called before the forward that computes their logits is
+        started."""
         ...
 
 
@@ -106,7 +108,7 @@ class Constraint(Protocol):
     """A kind of constraint, with the tables of all rows."""
 
     def acting(self, starts: Sequence[int | None], generated: int) -> ActiveConstraint | None:
-        """Return what it does in an iteration; None where no row is concerned.
+        """Return the constraint for one iteration; None where no row is concerned.
 
         starts: the state in which each row's request began, None for a free row. generated: tokens that every running
         row has at least.
@@ -116,34 +118,35 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Legal:
-    """All constraints that act in one iteration, one after another."""
+    """All constraints that act in one iteration. They are applied one after another."""
 
     constraints: tuple[ActiveConstraint, ...]
 
     @property
     def key(self) -> Hashable:
-        """Return what fixes shapes, branches and addresses."""
+        """Keys of all constraints, see ActiveConstraint."""
         return tuple(one.key for one in self.constraints)
 
     @property
     def on_host(self) -> bool:
-        """The iteration cannot be captured."""
+        """True where some constraint reads the forest on the host, so that the iteration cannot be captured."""
         return any(one.on_host for one in self.constraints)
 
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """States after the tokens, [R, n] int64 each; DEAD where a token is illegal."""
+        """Return the states after the tokens, [R, n] int64 each; DEAD where a token is illegal."""
         for one in self.constraints:
             state = one.step(state, tokens)
         return state
 
     def of(self, nodes: NodePaths) -> LegalTokens:
-        """Return what may follow these nodes."""
+        """Return which tokens may follow these nodes."""
         rules = [one.of(nodes) for one in self.constraints]
         return rules[0] if len(rules) == 1 else _CombinedConstraint(rules)
 
 
 def acting(constraints: Sequence[Constraint], starts: Sequence[int | None], generated: int) -> Legal | None:
-    """The constraints that concern some row of a batch; None where there are none, so that nothing is computed."""
+    """Return the constraints that concern some row of a batch; None where there are none, so that nothing is
+    computed."""
     found = [one for each in constraints if (one := each.acting(starts, generated)) is not None]
     return Legal(tuple(found)) if found else None
 
@@ -155,10 +158,10 @@ class _CombinedConstraint:
     rules: list[LegalTokens]
 
     def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
-        """Each may take tokens from the others' lists, so there is none."""
+        """Return None: there is no list, because each constraint may take tokens from the others' lists."""
         return None
 
     def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
-        """One after another."""
+        """Apply the constraints one after another."""
         for rule in self.rules:
             rule.apply(logprobs, part, total)

@@ -1,8 +1,8 @@
-"""Token rules of all rows as a constraint: see dsbd_cli/config/token_rules.py for what each one says, and legal.py.
+"""Token rules of all rows as a constraint (see legal.py). dsbd_cli/config/token_rules.py says what each rule does.
 
-They act in transformers' order, the penalty first. But what is forced comes last: transformers suppresses tokens after
-it, and where both meet it leaves no token at all. A rule looks at the path alone, so draft and target have the same
-ones.
+The rules act in transformers' order, the penalty first. The exception is what is forced, which comes last here:
+transformers suppresses tokens after it, and where both meet it leaves no token at all. A rule looks at the path alone,
+so draft and target have the same rules.
 
 Letters: R rows, P prompt tokens kept, L generated tokens, X = P + L, m = R * n nodes, k of them, V vocabulary.
 """
@@ -26,15 +26,16 @@ class RuleTable:
     """Rules of every row, and the decoder's prompts where a rule looks back at them. `begin` sets those of a row."""
 
     def __init__(self, eos: Tensor, times: Timestamps | None = None, *, on_logits: bool = False) -> None:
-        """eos: [V] bool, tokens that end. times: tokens of times, where the target has them. on_logits: the penalty
-        acts on logits, as transformers has it with one beam; with several it acts on log-probabilities."""
+        """eos: [V] bool, tokens that end. times: timestamp tokens, where the target has them. on_logits: the penalty
+        acts on logits, as transformers does it with one beam; with several it acts on log-probabilities."""
         self.eos, self.times, self.on_logits = eos, times, on_logits
-        self.version = 0  # changes whenever a tensor is another one
+        self.version = 0  # changes whenever a tensor is replaced
         self.rules: list[TokenRules] = []
-        self.max_new: list[int] = []
         self.prompt = self._numbers(0, 1)
-        # [R] each: tokens of the prompt; steps without an end; forced tokens or -1; n; penalty
-        self.lengths, self.least, self.first, self.last, self.last_at, self.size = (self._numbers(0) for _ in range(6))
+        # [R] each: tokens of the prompt; fewest tokens before an end; forced first and forced last token (-1: none);
+        # place of the last token; n of n-grams
+        self.lengths, self.min_generated, self.forced_first = (self._numbers(0) for _ in range(3))
+        self.forced_last, self.last_place, self.ngram_size = (self._numbers(0) for _ in range(3))
         self.penalty = torch.ones(0, dtype=torch.float32, device=eos.device)
         self.banned, self.begin_banned = (torch.zeros(0, len(eos), dtype=torch.bool, device=eos.device) for _ in "ab")
         self.timed = torch.zeros(0, dtype=torch.bool, device=eos.device)  # [R] rows with timestamps
@@ -43,41 +44,42 @@ class RuleTable:
         return torch.zeros(shape, dtype=torch.int64, device=self.eos.device)
 
     def allocate(self, rows: int) -> None:
-        """A batch of `rows` rows without rules begins."""
+        """Begin a batch of `rows` rows without rules."""
         self.version += 1
-        self.rules, self.max_new = [TokenRules()] * rows, [0] * rows
+        self.rules = [TokenRules()] * rows
         self.prompt = self._numbers(rows, 1)
-        self.lengths, self.least, self.last_at, self.size = (self._numbers(rows) for _ in range(4))
-        self.first, self.last = self._numbers(rows) - 1, self._numbers(rows) - 1
+        self.lengths, self.min_generated, self.last_place, self.ngram_size = (self._numbers(rows) for _ in range(4))
+        self.forced_first, self.forced_last = self._numbers(rows) - 1, self._numbers(rows) - 1
         self.penalty = torch.ones(rows, dtype=torch.float32, device=self.eos.device)
         self.banned, self.begin_banned = (self.eos.new_zeros(0, len(self.eos)) for _ in "ab")
         self.timed = self.eos.new_zeros(rows)
 
     def begin(self, row: int, rules: TokenRules, prompt: Sequence[int], max_new: int) -> None:
-        """Set the rules of a row whose request begins. prompt: of the decoder."""
-        before, self.rules[row], self.max_new[row] = self.rules[row], rules, max_new
-        if not rules.acting and not before.acting:  # else those of the row's last request are undone
+        """Set the rules of a row whose request begins. prompt: tokens of the decoder's prompt. max_new: tokens that it
+        generates at most."""
+        before, self.rules[row] = self.rules[row], rules
+        if not rules.acting and not before.acting:  # else the rules of the row's last request are undone
             return
         device = self.eos.device
         self.timed[row] = rules.timestamps
-        self.least[row] = max(rules.min_length - len(prompt), rules.min_new_tokens)
+        self.min_generated[row] = max(rules.min_length - len(prompt), rules.min_new_tokens)
         forced = rules.forced_bos_token_id if len(prompt) == 1 else None
-        self.first[row] = NO_TOKEN if forced is None else forced
-        self.last[row] = NO_TOKEN if rules.forced_eos_token_id is None else rules.forced_eos_token_id
-        self.last_at[row] = max_new - 1
-        self.size[row], self.penalty[row] = rules.no_repeat_ngram_size, rules.repetition_penalty
-        if rules.no_repeat_ngram_size or rules.repetition_penalty != 1:  # they look back at the prompt
+        self.forced_first[row] = NO_TOKEN if forced is None else forced
+        self.forced_last[row] = NO_TOKEN if rules.forced_eos_token_id is None else rules.forced_eos_token_id
+        self.last_place[row] = max_new - 1
+        self.ngram_size[row], self.penalty[row] = rules.no_repeat_ngram_size, rules.repetition_penalty
+        if rules.no_repeat_ngram_size or rules.repetition_penalty != 1:  # these look back at the prompt
             if (more := len(prompt) - self.prompt.shape[1]) > 0:
                 self.prompt = torch.nn.functional.pad(self.prompt, (0, more))
                 self.version += 1
             self.prompt[row, : len(prompt)] = torch.tensor(prompt, device=device)
             self.lengths[row] = len(prompt)
-        never = (*rules.suppress_tokens, *rules.bad_words_ids)
+        suppressed = (*rules.suppress_tokens, *rules.bad_words_ids)
         at_first = rules.begin_suppress_tokens
-        if (never or at_first) and not len(self.banned):
+        if (suppressed or at_first) and not len(self.banned):
             self.banned, self.begin_banned = (self.eos.new_zeros(len(self.rules), len(self.eos)) for _ in "ab")
             self.version += 1
-        for table, ids in ((self.banned, never), (self.begin_banned, at_first)):
+        for table, ids in ((self.banned, suppressed), (self.begin_banned, at_first)):
             if len(table):
                 table[row] = False
                 table[row, torch.tensor(ids, dtype=torch.int64, device=device)] = True
@@ -85,16 +87,19 @@ class RuleTable:
     def select(self, rows: list[int]) -> None:
         """Keep only these rows, in this order."""
         self.version += 1
-        self.rules, self.max_new = [self.rules[row] for row in rows], [self.max_new[row] for row in rows]
+        self.rules = [self.rules[row] for row in rows]
         index = torch.tensor(rows, device=self.eos.device)
-        for name in ("prompt", "lengths", "least", "first", "last", "last_at", "size", "penalty", "timed"):
+        for name in (
+            *("prompt", "lengths", "min_generated", "forced_first", "forced_last"),
+            *("last_place", "ngram_size", "penalty", "timed"),
+        ):
             setattr(self, name, getattr(self, name)[index])
         if len(self.banned):
             self.banned, self.begin_banned = self.banned[index], self.begin_banned[index]
 
     def acting(self, starts: Sequence[int | None], generated: int) -> _Rules | None:
-        """Return what the rules do in an iteration; None where no running row has any. generated: tokens that every
-        running row has at least."""
+        """Return the rules for one iteration; None where no running row has any. generated: tokens that every running
+        row has at least."""
         pairs = zip(starts, self.rules, strict=True)
         taken = [rules for start, rules in pairs if start is not None and rules.acting]
         if not taken:
@@ -102,10 +107,10 @@ class RuleTable:
         acts = _ActiveRules(
             penalty=any(rules.repetition_penalty != 1 for rules in taken),
             longest=max(rules.no_repeat_ngram_size for rules in taken),
-            early=any(max(rules.min_length, rules.min_new_tokens) > generated for rules in taken),
+            no_end_yet=any(max(rules.min_length, rules.min_new_tokens) > generated for rules in taken),
             first=generated == 0 and any(rules.forced_bos_token_id is not None for rules in taken),
             last=any(rules.forced_eos_token_id is not None for rules in taken),
-            never=any(rules.suppress_tokens or rules.bad_words_ids for rules in taken),
+            suppressed=any(rules.suppress_tokens or rules.bad_words_ids for rules in taken),
             begin=generated <= 1 and any(rules.begin_suppress_tokens for rules in taken),
             timed=any(rules.timestamps for rules in taken),
         )
@@ -114,21 +119,21 @@ class RuleTable:
 
 @dataclass(frozen=True, slots=True)
 class _ActiveRules:
-    """Which rules some row has; longest: n of n-grams, 0 for none."""
+    """Flags of the rules that some row has. longest: the largest n of n-grams, 0 for none."""
 
     penalty: bool
     longest: int
-    early: bool
+    no_end_yet: bool
     first: bool
     last: bool
-    never: bool
+    suppressed: bool
     begin: bool
     timed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """The rules in one iteration."""
+    """Rules of all rows in one iteration."""
 
     table: RuleTable
     acts: _ActiveRules
@@ -136,11 +141,11 @@ class _Rules:
     on_host: bool = False
 
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """No rule has states: what one forbids has no probability."""
+        """Return the states as they are. A rule has no states: a token that it forbids has no probability."""
         return state
 
     def of(self, nodes: NodePaths) -> _NodeRules:
-        """Return what the rules say of these nodes."""
+        """Return the rules at these nodes."""
         table = self.table
         rows, count = nodes.nodes.token.shape
         generated, length = nodes.generated()
@@ -148,30 +153,36 @@ class _Rules:
         text = None
         if self.acts.penalty or self.acts.longest:
             text = joined(table.prompt, table.lengths, generated, length).flatten(0, 1)
-        spoken = None
+        time_facts = None
         if self.acts.timed and table.times is not None:
-            spoken = _spoken(generated.flatten(0, 1), length.flatten(), table.times.first)
-        return _NodeRules(table, self.acts, row.flatten(), length.flatten(), text, spoken)
+            time_facts = _time_facts(generated.flatten(0, 1), length.flatten(), table.times.first)
+        return _NodeRules(table, self.acts, row.flatten(), length.flatten(), text, time_facts)
 
 
 @dataclass(frozen=True, slots=True)
 class _NodeRules:
-    """Rules at m nodes: row and number of generated tokens [m] int64, the decoder's text [m, X], NO_TOKEN past its end,
-    and what `_spoken` says of times [m, 3]; each None where no rule looks at it."""
+    """Rules at m nodes.
+
+    Attributes:
+        row, length: [m] int64, row and number of generated tokens of each node.
+        text: [m, X], the decoder's text, NO_TOKEN past its end; None where no rule looks at it.
+        time_facts: [m, 3], what `_time_facts` returns; None where no rule looks at it.
+    """
 
     table: RuleTable
     acts: _ActiveRules
     row: Tensor
     length: Tensor
     text: Tensor | None
-    spoken: Tensor | None = None
+    time_facts: Tensor | None = None
 
     def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
-        """A rule forbids some tokens, so that the others are too many to be listed."""
+        """Return None: a rule forbids some tokens, and the others are too many to be listed."""
         return None
 
     def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
-        """logprobs: [k, V] float32 of the nodes `part`, or fewer columns."""
+        """Apply the rules in place. logprobs: [k, V] float32 of the nodes `part`, or fewer columns. total: [k, 1], what
+        was taken from the logits."""
         table, acts, row, length = self.table, self.acts, self.row[part], self.length[part]
         size = logprobs.shape[1]
         if self.text is not None:
@@ -179,33 +190,34 @@ class _NodeRules:
             if acts.penalty:
                 _penalise(logprobs, text, table.penalty[row].unsqueeze(1), total if table.on_logits else None)
             if acts.longest:
-                logprobs.masked_fill_(_repeats(text, table.size[row].unsqueeze(1), acts.longest, size), NEG_INF)
-        if acts.early:
-            early = (length < table.least[row]).unsqueeze(1)
-            logprobs.masked_fill_(early & _columns(table.eos, size), NEG_INF)
-        if acts.never:
+                logprobs.masked_fill_(_repeats(text, table.ngram_size[row].unsqueeze(1), acts.longest, size), NEG_INF)
+        if acts.no_end_yet:
+            no_end_yet = (length < table.min_generated[row]).unsqueeze(1)
+            logprobs.masked_fill_(no_end_yet & _columns(table.eos, size), NEG_INF)
+        if acts.suppressed:
             logprobs.masked_fill_(_columns(table.banned, size)[row], NEG_INF)
         if acts.begin:
-            # behind a forced first token, the second one is what the rule means
-            at = torch.where(table.first[row] >= 0, 1, 0)
+            # after a forced first token the rule is about the second one
+            at = torch.where(table.forced_first[row] >= 0, 1, 0)
             begins = (length == at).unsqueeze(1)
             logprobs.masked_fill_(begins & _columns(table.begin_banned, size)[row], NEG_INF)
-        if self.spoken is not None and table.times is not None:
-            _time(logprobs, table.times, table.timed[row].unsqueeze(1), length, self.spoken[part])
+        if self.time_facts is not None and table.times is not None:
+            _restrict_times(logprobs, table.times, table.timed[row].unsqueeze(1), length, self.time_facts[part])
         if acts.first:
-            _force(logprobs, torch.where(length == 0, table.first[row], NO_TOKEN))
+            _force(logprobs, torch.where(length == 0, table.forced_first[row], NO_TOKEN))
         if acts.last:
-            _force(logprobs, torch.where(length == table.last_at[row], table.last[row], NO_TOKEN))
+            _force(logprobs, torch.where(length == table.last_place[row], table.forced_last[row], NO_TOKEN))
 
 
 def _columns(mask: Tensor, size: int) -> Tensor:
-    """A mask [..., V] for so many columns."""
+    """Return a mask [..., V] with `size` columns, cut or padded."""
     more = size - mask.shape[-1]
     return mask[..., :size] if more <= 0 else torch.nn.functional.pad(mask, (0, more))
 
 
 def _force(logprobs: Tensor, token: Tensor) -> None:
-    """0 for the token [k] int64 and -inf for all others, where it is not NO_TOKEN. A draft may lack the token."""
+    """Set the log-probability of the token [k] int64 to 0 and all others to -inf, in rows where it is not NO_TOKEN. A
+    draft may lack the token."""
     forced = (token >= 0).unsqueeze(1)
     logprobs.masked_fill_(forced, NEG_INF)
     here = forced & (torch.arange(logprobs.shape[1], device=token.device) == token.unsqueeze(1))
@@ -213,8 +225,8 @@ def _force(logprobs: Tensor, token: Tensor) -> None:
 
 
 def _penalise(logprobs: Tensor, text: Tensor, penalty: Tensor, total: Tensor | None) -> None:
-    """Multiply what is below 0 of all tokens in the text [k, X] by the penalty [k, 1], divide others. These are
-    log-probabilities or, with `total` [k, 1] that was taken from them, logits."""
+    """Apply the penalty [k, 1] to all tokens in the text [k, X]: values below 0 are multiplied by it, others divided.
+    The values are log-probabilities or, with `total` [k, 1] that was taken from them, logits."""
     known = torch.where((text >= 0) & (text < logprobs.shape[1]), text, text[:, :1])
     known = known.clamp(0, logprobs.shape[1] - 1)
     before = logprobs.gather(1, known)
@@ -226,8 +238,8 @@ def _penalise(logprobs: Tensor, text: Tensor, penalty: Tensor, total: Tensor | N
 
 
 def _repeats(text: Tensor, size: Tensor, longest: int, columns: int) -> Tensor:
-    """[k, V] bool: tokens that would end an n-gram which stands in the text [k, X] already. size: n [k, 1], 0 for any.
-    longest: largest n."""
+    """Return the tokens that would end an n-gram which is in the text [k, X] already: [k, V] bool. size: [k, 1], n, 0
+    where n-grams may repeat. longest: the largest n. columns: V."""
     real = text >= 0
     total = real.sum(1, keepdim=True)
     run = torch.zeros_like(text)  # how many tokens before each place equal the last ones of the text
@@ -243,9 +255,10 @@ def _repeats(text: Tensor, size: Tensor, longest: int, columns: int) -> Tensor:
     return marks.scatter_(1, torch.where(banned, text, columns), True)[:, :columns]
 
 
-def _spoken(text: Tensor, length: Tensor, first: int) -> Tensor:
-    """[k, 3] int64 of generated tokens [k, L], of which `length` [k] are there: whether the last one is a time, whether
-    the one before it is (true where there is none), and the last time, -1 without one."""
+def _time_facts(text: Tensor, length: Tensor, first: int) -> Tensor:
+    """Return three facts about generated tokens [k, L], of which `length` [k] are there: [k, 3] int64. They are whether
+    the last one is a time, whether the one before it is (true where there is none), and the last time, -1 without one.
+    first: the first timestamp token."""
     at = torch.arange(text.shape[1], device=text.device)
     times = (text >= first) & (at < length.unsqueeze(1))
     place = torch.where(times, at, -1).amax(1, keepdim=True)
@@ -255,15 +268,16 @@ def _spoken(text: Tensor, length: Tensor, first: int) -> Tensor:
     return torch.stack((last & (length > 0), before | (length < 2), latest), 1)
 
 
-def _time(logprobs: Tensor, times: Timestamps, timed: Tensor, length: Tensor, spoken: Tensor) -> None:
-    """transformers' WhisperTimeStampLogitsProcessor where `timed` [k, 1]: times come in pairs and never go back, an
-    answer begins with one, and where all of them together are likelier than any other token, one of them follows.
+def _restrict_times(logprobs: Tensor, times: Timestamps, timed: Tensor, length: Tensor, time_facts: Tensor) -> None:
+    """Apply transformers' WhisperTimeStampLogitsProcessor in rows where `timed` [k, 1] is true. Times come in pairs and
+    never go back, and an answer begins with one. Where all of them together are likelier than any other token, one of
+    them follows.
 
-    logprobs [k, V]; length [k] generated tokens; spoken: see _spoken.
+    logprobs [k, V]; length [k] generated tokens; time_facts: see _time_facts.
     """
     token = torch.arange(logprobs.shape[1], device=logprobs.device)
     time = token >= times.first
-    last, before, latest = spoken.unsqueeze(2).unbind(1)  # [k, 1] each
+    last, before, latest = time_facts.unsqueeze(2).unbind(1)  # [k, 1] each
     opened, closed = (last == 1) & (before == 1), (last == 1) & (before == 0)
     banned = (token == times.first - 1) | (opened & time) | (closed & (token < times.end))
     banned = banned | (time & (token < torch.where(closed, latest, latest + 1)))

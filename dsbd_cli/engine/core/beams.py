@@ -1,10 +1,11 @@
-"""Live beams between iterations, and the best finished hypotheses. Device tensors only; one row per request.
+"""Live beams between iterations, and the best finished hypotheses. All are tensors on the device, one row per request.
 
 Letters: R requests, W beams, F = W finished hypotheses kept, T suffix window, L history length.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -23,7 +24,8 @@ class Beams:
 
     Attributes:
         valid: [R, W] bool. token: [R, W] int64, the pending token (not yet run through the models).
-        weight, logprob: [R, W] float32, s and l. path: [R, W] int64 path keys. stop_state, legal_state: [R, W] int64.
+        weight, logprob: [R, W] float32, the scores s and l of docs/algorithm.md. path: [R, W] int64 path keys.
+            stop_state, legal_state: [R, W] int64, states of the stop automaton and of the constraints.
         ancestors: [R, W, T] bool, ancestors among the suffix slots.
         history: [R, W, L] int64, generated tokens.
         length: [R] int64, generated tokens (the pending one included). depth: [R] int64, position of the pending
@@ -44,7 +46,7 @@ class Beams:
 
     @classmethod
     def empty(cls, rows: int, beams: int, window: int, history: int, device: torch.device) -> Beams:
-        """No live beam anywhere."""
+        """Return beams none of which is live."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=device)
@@ -64,7 +66,7 @@ class Beams:
         )
 
     def first(self) -> Beams:
-        """The first beam of each row alone, W = 1."""
+        """Return the first beam of each row alone (W = 1)."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return Beams(**{name: value[:, :1] if value.dim() > 1 else value for name, value in values.items()})
 
@@ -76,7 +78,8 @@ class Finished:
     Attributes:
         score, logprob: [R, F] float32 (score -inf: none). length: [R, F] int64. by_length: [R, F] bool, ended by the
             length limit.
-        origin: [R, F] int64, where the tokens are while a forest is verified: an older entry (>= 0) or a new pair (-1).
+        origin: [R, F] int64, source of the entry's tokens while a forest is verified: index of an older entry (>= 0),
+            or -1 for a new pair.
         node, token: [R, F] int64, parent node and last token of a new pair.
         tokens: [R, F, L] int64.
     """
@@ -92,7 +95,7 @@ class Finished:
 
     @classmethod
     def empty(cls, rows: int, kept: int, history: int, device: torch.device) -> Finished:
-        """Nothing finished anywhere."""
+        """Return rows without a finished hypothesis."""
         number = torch.zeros(rows, kept, dtype=torch.int64, device=device)
         score = torch.full((rows, kept), NEG_INF, dtype=torch.float32, device=device)
         return cls(
@@ -107,31 +110,35 @@ class Finished:
         )
 
     def best_after(self, score: Tensor) -> tuple[Tensor, Tensor]:
-        """The best F after each of L layers that bring new ones of these scores [R, L, E] (-inf: none): their scores,
-        best first, of equal ones the older first, and where they stand among the old ones followed by all new ones,
-        [R, L, F] each."""
+        """Select the best F hypotheses after each of L layers (here not the history length), which add E hypotheses
+        each.
+
+        score: [R, L, E], of the added hypotheses (-inf: none). Returns the selected scores, best first, and their
+        indices into the older entries followed by all added ones, [R, L, F] each. Of equal scores the older entry comes
+        first.
+        """
         kept, (_, layers, count) = self.score.shape[1], score.shape
         number = torch.arange(layers, device=score.device)
-        seen = (number.unsqueeze(1) >= number).unsqueeze(2).expand(-1, -1, count).flatten(1)  # [L, L * E]
-        seen = torch.nn.functional.pad(seen, (kept, 0), value=True)
+        up_to_layer = (number.unsqueeze(1) >= number).unsqueeze(2).expand(-1, -1, count).flatten(1)  # [L, L * E]
+        up_to_layer = torch.nn.functional.pad(up_to_layer, (kept, 0), value=True)
         together = torch.cat((self.score, score.flatten(1)), 1).unsqueeze(1)
-        return best_first(torch.where(seen, together, NEG_INF), kept)
+        return best_first(torch.where(up_to_layer, together, NEG_INF), kept)
 
-    def take(self, new: Finished, score: Tensor, index: Tensor, steps: Tensor) -> None:
-        """Hold the best F after `steps` layers [R]; rows of 0 steps stay as they are. score, index: [R, L, F] of
-        best_after; new: fields [R, L, E] (`score` and `tokens` are not looked at)."""
+    def take(self, new: Mapping[str, Tensor], score: Tensor, index: Tensor, steps: Tensor) -> None:
+        """Keep the best F after the first `steps` layers [R]. Rows of 0 steps stay as they are. score, index:
+        [R, L, F], from best_after. new: fields of the added hypotheses, [R, L, E] each, by name: all but `score` and
+        `tokens`."""
         last = (steps - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, score.shape[2])
-        some = (steps > 0).unsqueeze(1)
-        self.score = torch.where(some, score.gather(1, last).squeeze(1), self.score)
-        own = torch.arange(score.shape[2], device=score.device)
-        at = torch.where(some, index.gather(1, last).squeeze(1), own)
-        for name in ("logprob", "length", "by_length", "origin", "node", "token"):
-            both = torch.cat((getattr(self, name), getattr(new, name).flatten(1)), dim=1)
-            setattr(self, name, both.gather(1, at))
+        advanced = (steps > 0).unsqueeze(1)
+        self.score = torch.where(advanced, score.gather(1, last).squeeze(1), self.score)
+        unchanged = torch.arange(score.shape[2], device=score.device)
+        at = torch.where(advanced, index.gather(1, last).squeeze(1), unchanged)
+        for name, added in new.items():
+            setattr(self, name, torch.cat((getattr(self, name), added.flatten(1)), dim=1).gather(1, at))
 
     def store_tokens(self, tokens: Tensor) -> None:
-        """Give every entry its tokens: older entries keep theirs, new ones take tokens [R, F, L]. Forgets the
-        sources."""
+        """Write the tokens of every entry, and reset `origin`. Older entries keep theirs, new ones take tokens
+        [R, F, L]."""
         index = self.origin.clamp(min=0).unsqueeze(-1).expand_as(self.tokens)
         old = self.tokens.gather(1, index)
         self.tokens = torch.where((self.origin >= 0).unsqueeze(-1), old, tokens)
@@ -139,10 +146,10 @@ class Finished:
 
 
 def fit_window(ancestors: Tensor, window: int) -> Tensor:
-    """Ancestors [R, W, T] in a suffix window of another size; what is cut off must be empty."""
+    """Pad or cut ancestors [R, W, T] to a suffix window of `window` slots. What is cut off must be empty."""
     return torch.nn.functional.pad(ancestors, (0, window - ancestors.shape[-1]))
 
 
 def select_rows(value: T, rows: Tensor) -> T:
-    """A dataclass of tensors with only these rows, in this order."""
+    """Return the dataclass of tensors with only these rows, in this order."""
     return type(value)(**{field.name: getattr(value, field.name)[rows] for field in fields(value)})

@@ -15,17 +15,17 @@ from dsbd_cli.ops import reference
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import ops_for
 
-PART = 1 << 21  # numbers worked on at a time: enough for all threads, few enough for the cache
-SWEPT = 1 << 17  # of a large vocabulary, for each thread: few enough for a cache of its own
+LOGITS_PER_PART = 1 << 21  # read at a time on a CPU: enough for all threads, few enough for the processor's cache
+SWEEP_LOGITS_PER_THREAD = 1 << 17  # that `_maxima_and_total` reads at a time: few enough for the cache of one core
 
 
 @dataclass(slots=True)
 class Candidates:
-    """Tokens a node can go on with: every one (`full`, C = V), or the C most probable ones.
+    """Tokens that may follow each node: the whole vocabulary (`full`, C = V), or the C most probable tokens.
 
     Attributes:
-        tokens: [R, n, C] int64, ascending. So of equal pairs of a pool the first is that of the first beam, then that
-            of the lowest token id, whatever C is.
+        tokens: [R, n, C] int64, ascending. So equal pairs of a pool are ordered by beam, then by token id, whatever C
+            is.
         logprobs: [R, n, C] float32, raw log-probabilities (normalised over the whole vocabulary); -inf where the node
             has fewer candidates.
     """
@@ -35,13 +35,13 @@ class Candidates:
     full: bool
 
     def at(self, index: Tensor) -> Candidates:
-        """Candidates of the nodes `index` [R, m]."""
+        """Return the candidates of the nodes `index` [R, m]."""
         wide = index.unsqueeze(-1).expand(-1, -1, self.tokens.shape[-1])
         return Candidates(self.tokens.gather(1, wide), self.logprobs.gather(1, wide), self.full)
 
     def best(self, count: int) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities [R, n, m] of the best of each node, `count` of them, or all where there are no
-        more."""
+        """Return tokens and log-probabilities [R, n, m] of the best `count` candidates of each node, or of all C where
+        C is not larger."""
         if self.tokens.shape[-1] <= count:
             return self.tokens, self.logprobs
         best, index = best_tokens(self.logprobs.flatten(0, 1), count)
@@ -51,11 +51,11 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class CandidateCount:
-    """How many candidates the nodes of a batch have. A node's own number must not depend on the rows beside it.
+    """Number of candidates of each node of a batch. A node's own number must not depend on other rows of the batch.
 
     Attributes:
-        count: C, at least as many as any node has.
-        own: [R, 1] or [R, n] int64, of each node; None: all have `count`.
+        count: C, at least the number of any node.
+        own: [R, 1] or [R, n] int64, the number of each node; None: `count` for all.
         most: largest number of a node that has fewer than V.
     """
 
@@ -64,34 +64,35 @@ class CandidateCount:
     most: int = 0
 
     def at_least(self, least: int) -> CandidateCount:
-        """The same with `least` for all nodes that have fewer."""
+        """Return these numbers, raised to `least` where they are lower."""
         own = None if self.own is None else self.own.clamp(min=least)
         return CandidateCount(max(self.count, least), own, max(self.most, least))
 
 
 class LegalTokens(Protocol):
-    """Tokens that may follow some nodes, m = R * n of them, one row after another; see engine/constraints/legal.py."""
+    """Tokens that may follow m = R * n nodes, ordered row by row; see engine/constraints/legal.py."""
 
     def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
         """Change log-probabilities in place, to -inf where a token is illegal. logprobs: [k, V] float32 of the nodes
-        `part`; of a draft that lacks tokens, fewer columns. total: [k, 1] float32, what was taken from the logits."""
+        `part`; a draft that lacks tokens has fewer columns. total: [k, 1] float32, the logsumexp that was subtracted
+        from the logits."""
         ...
 
     def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
-        """The only tokens [k, F] int64 that may follow the nodes `part`, ascending, and which are real [k, F] bool;
-        what they are given is left as it is. None where it cannot be said so."""
+        """Return the only tokens that may follow the nodes `part`: [k, F] int64, ascending, and which of them are real,
+        [k, F] bool. Their log-probabilities stay as they are. Return None where there is no such list."""
         ...
 
 
 def top_candidates(
     logits: Tensor, wanted: CandidateCount, legal: LegalTokens | None = None, ops: Ops | None = None
 ) -> Candidates:
-    """The most probable tokens of every node, of equal ones those of lower id; all of them where C reaches V.
+    """Select the most probable tokens of every node, sorted by token id. Where C reaches V, all tokens are selected.
 
-    They stand in order of token id. What a node has does not depend on C: where it has fewer, the rest is impossible.
-    logits: [R, n, V]. legal: what may follow the nodes. It acts after the normalisation over all V and before the best
-    are taken, so a node has the best of its legal tokens. ops: None for those of the logits' device, without kernels of
-    a GPU.
+    Of equally probable tokens the lower ids are taken. A node's candidates do not depend on C: where a node has fewer,
+    the rest have log-probability -inf. logits: [R, n, V]. legal: tokens that may follow the nodes. They are applied
+    after the normalisation over all V and before the selection, so a node gets the best of its legal tokens. ops: None
+    for the operations of the logits' device, without GPU kernels.
     """
     if ops is None:
         ops = ops_for(logits.device, torch.float32, ("log_total",))
@@ -101,7 +102,7 @@ def top_candidates(
     if wanted.own is None and (found := ops.candidates(logits, count)) is not None:
         return Candidates(*found, full=count == logits.shape[-1])
     rows = logits.flatten(0, -2)
-    size = max(1, PART // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
+    size = max(1, LOGITS_PER_PART // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
     if wanted.own is None:
         parts = [_candidates(part, count, ops) for part in torch.split(rows, size)]
     else:
@@ -118,52 +119,52 @@ def top_candidates(
 def _candidates(
     logits: Tensor, count: int, ops: Ops, own: Tensor | None = None, most: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Candidates of a few nodes and their log-probabilities, [n, count] each. logits [n, V]. own: [n, 1], how many each
-    node has; most: the largest such number below V.
+    """Return the candidates of some nodes and their log-probabilities, [n, count] each. logits [n, V]. own: [n, 1], how
+    many each node has; most: the largest such number below V.
 
-    Few rows at a time stay in the processor's cache (benchmarks/LOG.md).
+    The caller passes few rows at a time, so that they stay in the processor's cache (benchmarks/LOG.md).
     """
     vocabulary = logits.shape[-1]
     full = count == vocabulary
-    swept = None if full or vocabulary < BLOCKED_FROM else _sweep(logits, ops)
-    values = logits.to(torch.float32) if swept is None else logits
-    over = None
+    maxima_and_total = None if full or vocabulary < BLOCKED_FROM else _maxima_and_total(logits, ops)
+    values = logits.to(torch.float32) if maxima_and_total is None else logits
+    beyond_own = None
     if not full:
-        best, ranked = best_tokens(values, count, None if swept is None else swept[0])
-        over = None if own is None else torch.arange(count, device=values.device) >= own
+        best, ranked = best_tokens(values, count, None if maxima_and_total is None else maxima_and_total[0])
+        beyond_own = None if own is None else torch.arange(count, device=values.device) >= own
         tokens, order = ranked.sort(dim=-1)
         best = best.gather(-1, order)
-        over = None if over is None else over.gather(-1, order)
+        beyond_own = None if beyond_own is None else beyond_own.gather(-1, order)
     else:
         best, tokens = values, torch.arange(vocabulary, device=values.device).expand_as(values)
     if full and own is not None:
         some, ranked = best_tokens(values, min(most, vocabulary))
         last = (own - 1).clamp(max=some.shape[-1] - 1)
         limit, token = some.gather(-1, last), ranked.gather(-1, last)
-        over = ((values < limit) | ((values == limit) & (tokens > token))) & (own < vocabulary)
-    if swept is None:
+        beyond_own = ((values < limit) | ((values == limit) & (tokens > token))) & (own < vocabulary)
+    if maxima_and_total is None:
         highest = best.amax(-1, keepdim=True)
         total = ops.log_total(values, highest)
     else:
-        _, highest, total = swept
+        _, highest, total = maxima_and_total
     best = (best - highest).sub_(total)
-    return tokens, best if over is None else best.masked_fill_(over, NEG_INF)
+    return tokens, best if beyond_own is None else best.masked_fill_(beyond_own, NEG_INF)
 
 
-def _sweep(logits: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
-    """Read logits [n, V] of a large vocabulary once, for what a row is searched and normalised by.
+def _maxima_and_total(logits: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
+    """Read logits [n, V] of a large vocabulary once, and return what the selection and the normalisation need.
 
-    Return the largest logits of its blocks [n, V // BLOCKS[0]] float32, the largest of all [n, 1] and the log of the
-    sum of exp of what the others are below it [n, 1].
+    Return the largest logit of each block [n, V // BLOCKS[0]] float32, the largest of each row [n, 1], and the log of
+    the sum of exp(logit - largest of the row) [n, 1].
 
-    On the CPU in parts so small that no memory is taken from the system for them: to touch that the first time takes
-    longer than the arithmetic (benchmarks/LOG.md).
+    On the CPU the rows are read in parts so small that no memory is taken from the system for them, because the first
+    access to such memory takes longer than the arithmetic (benchmarks/LOG.md).
     """
     rows, vocabulary = logits.shape
     edge = vocabulary // BLOCKS[0] * BLOCKS[0]
     size = max(1, rows)
     if logits.device.type == "cpu" and (ops.log_total is reference.log_total or logits.dtype != torch.float32):
-        size = max(2, SWEPT * torch.get_num_threads() // vocabulary)  # else nothing is copied
+        size = max(2, SWEEP_LOGITS_PER_THREAD * torch.get_num_threads() // vocabulary)  # otherwise nothing is copied
     found = []
     for part in torch.split(logits, size):
         values = part.to(torch.float32)
@@ -175,11 +176,11 @@ def _sweep(logits: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _legal_candidates(logits: Tensor, wanted: CandidateCount, legal: LegalTokens, ops: Ops) -> Candidates:
-    """top_candidates under a constraint. Where it lists the legal tokens and not all V are wanted, only the listed
-    ones are looked at, and C is at most their number."""
+    """Do what top_candidates does, under a constraint. Where the constraint lists the legal tokens and fewer than V are
+    wanted, only the listed ones are read, and C is at most their number."""
     rows, vocabulary = logits.flatten(0, -2), logits.shape[-1]
     own = None if wanted.own is None else wanted.own.expand(logits.shape[:-1]).reshape(-1, 1)
-    size = max(1, PART // vocabulary) if logits.device.type == "cpu" else max(1, len(rows))
+    size = max(1, LOGITS_PER_PART // vocabulary) if logits.device.type == "cpu" else max(1, len(rows))
     tokens, best = [], []
     for start in range(0, len(rows), size):
         part = slice(start, start + size)
@@ -199,10 +200,10 @@ def _legal_candidates(logits: Tensor, wanted: CandidateCount, legal: LegalTokens
         count = min(wanted.count, logprobs.shape[1])
         if count < logprobs.shape[1] or own is not None:
             ranked = best_tokens(logprobs, count)[1]
-            over = None if own is None else torch.arange(count, device=values.device) >= own[part]
+            beyond_own = None if own is None else torch.arange(count, device=values.device) >= own[part]
             at, order = ranked.sort(dim=-1)
             logprobs, columns = logprobs.gather(1, at), columns.gather(1, at)
-            logprobs = logprobs if over is None else logprobs.masked_fill_(over.gather(1, order), NEG_INF)
+            logprobs = logprobs if beyond_own is None else logprobs.masked_fill_(beyond_own.gather(1, order), NEG_INF)
         tokens.append(columns)
         best.append(logprobs)
     shape = (*logits.shape[:-1], tokens[0].shape[1])

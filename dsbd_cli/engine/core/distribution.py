@@ -1,4 +1,4 @@
-"""The only place where logits become probabilities: candidates of a node, the pool distribution, warping.
+"""Log-probabilities of candidates to distributions: the pool distribution, a node's own, and warping.
 
 Letters: R requests, n nodes, C candidates per node, V vocabulary. Natural logs, float32.
 """
@@ -14,45 +14,46 @@ from torch import Tensor
 from dsbd_cli.engine.core.candidates import CandidateCount, Candidates
 from dsbd_cli.engine.core.topk import NEG_INF
 
-SHARE_UNITS = 2.0**36  # of a share of 1: the shares of 2**27 pairs still add up to less than 2**63
+SHARE_UNITS = 2.0**36  # integer units of a probability of 1: sums over fewer than 2**27 pairs stay below 2**63
 LOG_UNITS = math.log(SHARE_UNITS)
-NO_SHARE = -26.0  # exp of less is rounded to no unit
-TIES = 8  # candidates beyond a row's top_k: so many pairs that are tied with the last one kept may stay
+NO_SHARE = -26.0  # exp of anything below is rounded to 0 units
+TIES = 8  # candidates of a node beyond the row's top_k: up to this many pairs tied with the last one kept can stay
 
 
 @dataclass(slots=True)
 class Warp:
-    """Sampling settings of the rows of a batch. What the host knows of them is beside the tensors.
+    """Sampling settings of the rows of a batch. The plain Python fields summarise all rows on the host.
 
     Attributes:
         temperature, top_p, min_p: [R] float32. top_k: [R] int64, 0 = no cut.
         scope: `pool` warps the joint distribution over (beam, token), `beam` each beam's row.
         max_top_k: largest top_k of the batch. all_top_k: every row has one. even_top_k: it is the same in all rows.
         any_top_p, any_min_p: some row asks for this cut.
-        greedy: [R] bool, rows of temperature 0, the limit: their pairs are drawn in the order of their weights, without
-            noise. any_greedy: there are such rows.
+        greedy: [R] bool, rows of temperature 0 (the limit T -> 0): their pairs are drawn in the order of their weights,
+            without noise. any_greedy: the batch has a greedy row.
     """
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    scope: str
-    max_top_k: int
-    all_top_k: bool
-    even_top_k: bool
-    any_top_p: bool
-    any_min_p: bool
     greedy: Tensor
+    scope: str
+    max_top_k: int = 0
+    all_top_k: bool = False
+    even_top_k: bool = True
+    any_top_p: bool = False
+    any_min_p: bool = False
     any_greedy: bool = False
 
     @property
     def greedy_rows(self) -> Tensor | None:
-        """[R] bool, rows that draw without noise; None where there are none."""
+        """Rows that draw without noise, [R] bool; None where there are none."""
         return self.greedy if self.any_greedy else None
 
     def candidate_count(self, vocab_size: int) -> CandidateCount:
-        """Candidates that hold the warped support: top_k pairs of one node at most, and room for ties."""
+        """Return how many candidates hold the support of the warped distribution: at most top_k pairs of one node, and
+        TIES more for ties; without a top_k all V."""
         if not self.max_top_k:
             return CandidateCount(vocab_size)
         most = min(vocab_size, self.max_top_k + TIES)
@@ -68,7 +69,7 @@ class PoolDistribution:
 
     Attributes:
         log_p: [R, n, C] float32, normalised over n and C together; -inf outside the support. In greedy rows (see Warp)
-            T log P up to a constant.
+            it is T log P in the limit T -> 0, up to a constant.
         weight: [R, n, C] float32, running weight s of each child.
     """
 
@@ -77,28 +78,30 @@ class PoolDistribution:
 
 
 def log_normalise(x: Tensor) -> Tensor:
-    """x - logsumexp(x) over the last dimension; all -inf stays all -inf."""
+    """Return x - logsumexp(x) over the last dimension. A row of nothing but -inf stays as it is."""
     below = _from_best(x)
     return below - _log_mass(below)
 
 
 def _log_mass(x: Tensor) -> Tensor:
-    """logsumexp of numbers of at most 0 over the last dimension, which is kept; of nothing but -inf it is some number.
+    """Return the logsumexp over the last dimension, which is kept, of numbers <= 0. A row of nothing but -inf gets a
+    finite number without meaning.
 
-    The sum has no order: a row has the same bits whatever stands between its numbers, or behind them, that is -inf
-    because another row of the batch is wider.
+    The terms are summed as integers, so their order does not matter. A row gets the same bits however many -inf lie
+    between or behind its numbers because another row of the batch is wider.
     """
     units = _shares(x).sum(-1, keepdim=True, dtype=torch.int64).clamp_(min=1)
     return (torch.log(units.to(torch.float64)) - LOG_UNITS).to(x.dtype)
 
 
 def _shares(x: Tensor) -> Tensor:
-    """exp of numbers of at most 0 in whole units, of which SHARE_UNITS are 1. To be summed as int64."""
+    """Return exp of numbers <= 0 in whole units, to be summed as int64. SHARE_UNITS units are a probability of 1."""
     return x.clamp(min=NO_SHARE).exp_().mul_(SHARE_UNITS).round_()
 
 
 def pool_distribution(candidates: Candidates, weight: Tensor, live: Tensor, warp: Warp) -> PoolDistribution:
-    """P(i, v) = warp(exp(s_i) p(v | x_i)), normalised over the pool. weight [R, n] float32, live [R, n] bool."""
+    """Return P(i, v) = warp(exp(s_i) p(v | x_i)), normalised over the pool. weight: [R, n] float32, live: [R, n]
+    bool."""
     weight = torch.where(live, weight, NEG_INF).unsqueeze(-1)
     if warp.scope == "pool":
         joint = weight + candidates.logprobs
@@ -107,40 +110,40 @@ def pool_distribution(candidates: Candidates, weight: Tensor, live: Tensor, warp
     else:
         joint = weight + row_distribution(candidates, warp)
         log_p = log_normalise(joint.flatten(1)).view_as(joint)
-    return PoolDistribution(_of_greedy(joint, log_p, warp), joint)
+    return PoolDistribution(_replace_greedy_rows(joint, log_p, warp), joint)
 
 
 def row_distribution(candidates: Candidates, warp: Warp) -> Tensor:
-    """Each node's own warped distribution, normalised over its candidates (but see _of_greedy): [R, n, C] float32."""
+    """Return each node's own warped distribution, normalised over its candidates (but see _replace_greedy_rows):
+    [R, n, C] float32."""
     best = _from_best(candidates.logprobs)
     scaled = best / warp.temperature[:, None, None]
-    log_p = _cut(scaled.flatten(0, 1), _repeat(warp, scaled.shape[1])).view_as(scaled)
-    return _of_greedy(best, log_p, warp)
+    log_p = _cut(scaled.flatten(0, 1), _per_node(warp, scaled.shape[1])).view_as(scaled)
+    return _replace_greedy_rows(best, log_p, warp)
 
 
-def _of_greedy(x: Tensor, log_p: Tensor, warp: Warp) -> Tensor:
-    """log_p, but in greedy rows T log p in the limit T -> 0, up to a constant: what was warped, where the cuts left it.
-
-    x, log_p: [R, n, C].
-    """
+def _replace_greedy_rows(x: Tensor, log_p: Tensor, warp: Warp) -> Tensor:
+    """Return log_p, with T log p in the limit T -> 0, up to a constant, in greedy rows. That is x, the log-weights
+    before the warp, wherever the cuts kept the pair. x, log_p: [R, n, C]."""
     return torch.where(warp.greedy[:, None, None] & (log_p > NEG_INF), x, log_p) if warp.any_greedy else log_p
 
 
 def _from_best(x: Tensor) -> Tensor:
-    """x less its largest value over the last dimension, so that a low temperature cannot overflow. -inf stays -inf."""
+    """Subtract the largest value of the last dimension from x, so that a low temperature cannot overflow. -inf stays
+    -inf."""
     return x - x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
 
 
-def _repeat(warp: Warp, times: int) -> Warp:
-    """The settings of each row for each of its nodes."""
+def _per_node(warp: Warp, times: int) -> Warp:
+    """Repeat the settings of each row `times` times, once for each of its nodes."""
     fields = (warp.temperature, warp.top_k, warp.top_p, warp.min_p)
     temperature, top_k, top_p, min_p = (field.repeat_interleave(times) for field in fields)
     return replace(warp, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 def _cut(x: Tensor, warp: Warp) -> Tensor:
-    """top-k, top-p, min-p of log-weights x [rows, M], the largest of a row 0, then normalise. Cuts go by value, so ties
-    at a cut all stay."""
+    """Apply top-k, top-p and min-p to log-weights x [rows, M], whose largest in each row is 0, and normalise. The cuts
+    compare values, so all entries tied at a cut stay."""
     best: Tensor | None = None
     if warp.max_top_k:
         count = min(warp.max_top_k, x.shape[-1])
@@ -152,16 +155,16 @@ def _cut(x: Tensor, warp: Warp) -> Tensor:
     if warp.any_top_p:
         if best is None or not warp.all_top_k:
             best = torch.sort(x, dim=-1, descending=True).values
-        # of all that is left, not of `best`: how many entries tie with the last one must not matter
-        wanted = warp.top_p.unsqueeze(1).to(torch.float64) * _shares(x).sum(-1, keepdim=True, dtype=torch.int64)
+        # the mass of all of x, not of `best`: the number of entries tied with the last one must not matter
+        mass = _shares(x).sum(-1, keepdim=True, dtype=torch.int64)
+        wanted = warp.top_p.unsqueeze(1).to(torch.float64) * mass
         # the entry at which the mass first reaches top_p is the last one kept
-        last = (
-            (_shares(best).cumsum(-1, dtype=torch.int64) < wanted).sum(-1, keepdim=True).clamp(max=best.shape[-1] - 1)
-        )
+        short = _shares(best).cumsum(-1, dtype=torch.int64) < wanted
+        last = short.sum(-1, keepdim=True).clamp(max=best.shape[-1] - 1)
         lowest = torch.where(warp.top_p.unsqueeze(1) < 1, best.gather(1, last), NEG_INF)
         x = torch.where(x >= lowest, x, NEG_INF)
     if warp.any_min_p:
-        # in float64: in float32 the last few numbers of a tensor may take another log than the others
+        # in float64, because in float32 the last few numbers of a tensor may get other bits than the others
         lowest = x.amax(-1, keepdim=True) + torch.log(warp.min_p.to(torch.float64)).to(torch.float32).unsqueeze(1)
         x = torch.where(x >= lowest, x, NEG_INF)
     return x - _log_mass(x)

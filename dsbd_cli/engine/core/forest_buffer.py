@@ -1,4 +1,4 @@
-"""The nodes of one iteration and where they stand: what drafters write, by tensor code or by kernels, and others read.
+"""The nodes of one iteration and their cache slots. Drafters write them, by tensor code or by kernels.
 
 Letters: R requests, W0 roots, K drafts per layer, D layers, N = W0 + D*K nodes, T suffix window, S slots, L tokens of
 the backlog.
@@ -22,21 +22,21 @@ from dsbd_cli.engine.protocols import ForestInput
 
 
 def warp_tensors(warp: Warp) -> list[Tensor]:
-    """Settings of each row, as kernels take them."""
+    """Return the settings of each row, in the order in which kernels take them."""
     return [warp.temperature, warp.top_k, warp.top_p, warp.min_p, warp.greedy]
 
 
 def warp_flags(warp: Warp, *, stops: bool, warps: bool) -> list[bool]:
-    """Return what the host knows of all rows, as kernels take it. stops: there are stop strings; warps: the rule
-    samples."""
+    """Return what holds for the whole batch, in the order in which kernels take it. stops: there are stop strings;
+    warps: the rule samples."""
     cuts = [bool(warp.max_top_k), warp.any_top_p, warp.any_min_p, warp.any_greedy, warp.scope == "beam"]
     return [stops, *(warps and one for one in cuts)]
 
 
 @dataclass(frozen=True, slots=True)
 class ForestSizes:
-    """Sizes of a forest. roots, drafts, layers: W0, K and D. slots: S. draft_backlog: L, slots in use that the draft
-    has not run, or more; 0 for none. last_position: largest position of a model."""
+    """Sizes of a forest. roots, drafts, layers: W0, K and D. slots: S. draft_backlog: L, at least as many as the slots
+    in use that the draft has not run; 0 for none. last_position: largest position of the models."""
 
     roots: int
     drafts: int
@@ -47,29 +47,33 @@ class ForestSizes:
 
     @property
     def nodes(self) -> int:
-        """N."""
+        """N, nodes of a forward."""
         return self.roots + self.layers * self.drafts
 
     def offset(self, layer: int) -> int:
-        """Index of the first node of a layer."""
+        """Return the index of the first node of a layer."""
         return 0 if layer == 0 else self.roots + (layer - 1) * self.drafts
 
 
 @dataclass(slots=True)
 class ForestBuffer:
-    """Nodes of one iteration, and where they stand. Roots are in it from the beginning.
+    """Nodes of one iteration, and their cache slots. The roots are in it from the beginning.
 
-    Tensor code puts its layers in one after another, and they are joined once. Kernels write into one piece of memory,
-    of which layers are views: written field by field, tensor code would take a hundred operations more.
+    Tensor code appends its layers one after another, and they are joined once. Kernels write into one block of memory,
+    and the layers are views of it. If tensor code wrote there too, field by field, it would take a hundred more
+    operations.
 
     Attributes:
         rule: name of the verification rule. sizes: of the forest. table: slots of the rows. beams: the live ones.
         keys: [R, D + 1, STREAMS] int64, stream keys.
-        layout: slots in sight, for tensor code; written: its layers so far.
-        kernel: ops/triton/draft.py, which writes the forest; None: tensor code does. tensors: what it writes, FIELDS
+        layout: slots of the nodes and slots that they see, for tensor code. written: layers that tensor code has
+            written.
+        kernel: ops/triton/draft.py, which writes the forest; None: tensor code does. tensors: its output, FIELDS
             [8, R, N] int64 and FLAGS [3, R, N] bool of its file, weight [R, N], path tokens [R, N, D], ancestors
-            [R, N, T], mask [R, N, S]. joined: input of the forward that runs tokens of the backlog before the roots.
-        distribution: of `extend`, where a rule compares with it; made at the first layer.
+            [R, N, T], mask [R, N, S]. backlog_input: input of the forward that runs tokens of the backlog before the
+            roots, [3, R, L + W0] int64 and mask [R, L + W0, S].
+        distribution: draft distributions that `extend` records, where a rule compares with them; allocated at the first
+            layer.
     """
 
     rule: str
@@ -81,7 +85,7 @@ class ForestBuffer:
     written: list[LayerNodes] = field(default_factory=list)
     kernel: ModuleType | None = None
     tensors: list[Tensor] = field(default_factory=list)
-    joined: list[Tensor] = field(default_factory=list)
+    backlog_input: list[Tensor] = field(default_factory=list)
     distribution: list[Tensor] = field(default_factory=list)
     _nodes: LayerNodes | None = field(default=None, init=False, repr=False)
 
@@ -97,9 +101,10 @@ class ForestBuffer:
         kernel: ModuleType | None = None,
         legal: bool = False,
     ) -> ForestBuffer:
-        """With the roots in it: the beams' pending tokens, whose weights are the target's.
+        """Return a buffer with the roots in it: the beams' pending tokens, whose weights are the target's.
 
-        noise: row_key, iteration. kernel: writes the forest; None: tensor code. legal: a constraint acts.
+        noise: row_key, iteration, [R] int64 each. kernel: writes the forest; None: tensor code does. legal: a
+        constraint acts.
         """
         if kernel is not None:
             return cls._by_kernel(rule, sizes, beams, table, noise, kernel)
@@ -109,11 +114,11 @@ class ForestBuffer:
         layer_of = torch.arange(sizes.nodes, device=device) - roots
         layer_of = torch.div(layer_of, sizes.drafts, rounding_mode="floor") + 1
         layer_of[:roots] = 0
-        # drafts past the last position can never be taken, but must be embeddable
+        # drafts past the last position can never be accepted, but must be embeddable
         positions = (beams.depth.unsqueeze(1) + layer_of).clamp(max=sizes.last_position)
         table.positions.scatter_(1, layout.slots, positions)
         index = torch.arange(roots, device=device).expand(rows, roots)
-        made = cls(rule, sizes, beams, table, stream_keys(*noise, sizes.layers + 1), layout)
+        buffer = cls(rule, sizes, beams, table, stream_keys(*noise, sizes.layers + 1), layout)
         first = LayerNodes(
             token=beams.token,
             parent=index,
@@ -129,8 +134,8 @@ class ForestBuffer:
             drafter_id=torch.zeros_like(index),
             legal_state=beams.legal_state if legal else None,
         )
-        made.written.append(first)
-        return made
+        buffer.written.append(first)
+        return buffer
 
     @classmethod
     def _by_kernel(
@@ -156,24 +161,25 @@ class ForestBuffer:
             new(rows, nodes, sizes.slots, dtype=torch.bool),
         ]
         wide = sizes.draft_backlog + sizes.roots
-        joined = [new(3, rows, wide), new(rows, wide, sizes.slots if sizes.draft_backlog else 0, dtype=torch.bool)]
+        slots = sizes.slots if sizes.draft_backlog else 0
+        backlog_input = [new(3, rows, wide), new(rows, wide, slots, dtype=torch.bool)]
         keys = new(rows, sizes.layers + 1, STREAMS)
-        made = cls(rule, sizes, beams, table, keys, kernel=kernel, tensors=tensors, joined=joined)
+        buffer = cls(rule, sizes, beams, table, keys, kernel=kernel, tensors=tensors, backlog_input=backlog_input)
         own = [beams.token, beams.path, beams.stop_state, beams.valid, beams.weight, beams.ancestors, beams.depth]
-        own = [value.contiguous() for value in own]  # one root alone may be a part of W beams
+        own = [value.contiguous() for value in own]  # a single root may be a slice of W beams
         trash = table.positions.shape[1] - 1
-        kernel.begin(own, made._table, list(noise), tensors, keys, joined, trash, sizes.last_position)
-        return made
+        kernel.begin(own, buffer._table, list(noise), tensors, keys, backlog_input, trash, sizes.last_position)
+        return buffer
 
     def end(self, layers: int) -> None:
-        """Keep the memory of the roots and of so many layers, which tensor code has written."""
+        """Reduce the forest to the roots and the first `layers` layers, which tensor code has written."""
         assert self.kernel is None
         assert len(self.written) == layers + 1
         self.sizes = replace(self.sizes, layers=layers)
 
     @property
     def _table(self) -> list[Tensor]:
-        """Return the table as kernels take it."""
+        """The slot table's tensors, in the order in which kernels take them."""
         return [self.table.used, self.table.common_prefix, self.table.positions, self.table.tokens]
 
     @property
@@ -184,17 +190,19 @@ class ForestBuffer:
         return self._nodes
 
     def layer(self, number: int) -> LayerNodes:
-        """The nodes of a layer."""
+        """Return the nodes of a layer."""
         return self.written[number] if self.kernel is None else self._part(*self._range(number))
 
     def own(self, number: int) -> Tensor:
-        """[R, n, T] bool, the slot in the suffix window of each node of a layer; for tensor code."""
+        """Return each node's own slot in the suffix window, as a mask [R, n, T] bool, for the nodes of a layer. For
+        tensor code."""
         assert self.layout is not None
         first, count = self._range(number)
         return self.layout.own[:, first : first + count]
 
     def _range(self, number: int | None) -> tuple[int, int]:
-        """Return the first node of a layer and how many it has; of all layers for None."""
+        """Return the index of a layer's first node and the number of its nodes; for None those of all layers
+        together."""
         sizes = self.sizes
         if number is None:
             return 0, sizes.nodes
@@ -211,7 +219,8 @@ class ForestBuffer:
         )
 
     def input(self, number: int | None = None) -> ForestInput:
-        """Return the input of a forward over the nodes of a layer; None: of all, whose tokens are in the table then."""
+        """Return the input of a forward over the nodes of a layer. None: over all nodes, whose tokens are then in the
+        slot table."""
         first, count = self._range(number)
         if self.layout is None:
             ints, mask = self.tensors[0].narrow(2, first, count), self.tensors[5].narrow(1, first, count)
@@ -224,8 +233,8 @@ class ForestBuffer:
         return ForestInput(nodes.token, self.table.positions.gather(1, slots), slots, mask, self._positions)
 
     def draft_backlog(self) -> ForestInput:
-        """Return the input of a forward over the slots in use that the draft has not run, and a few that it has, to
-        fill the shape."""
+        """Return the input of a forward over the last L slots in use: those that the draft has not run, and as many
+        others as fill the shape."""
         assert self.layout is not None
         table = self.table
         behind, mask = backlog_slots(table, self.layout, self.beams.ancestors, self.sizes.draft_backlog)
@@ -238,10 +247,10 @@ class ForestBuffer:
             slot_positions=self._positions,
         )
 
-    def late_and_roots(self) -> ForestInput:
+    def backlog_and_roots(self) -> ForestInput:
         """Return the input of a forward over the tokens of the backlog and the roots."""
         if self.layout is None:
-            (tokens, positions, slots), mask = self.joined[0].unbind(0), self.joined[1]
+            (tokens, positions, slots), mask = self.backlog_input[0].unbind(0), self.backlog_input[1]
             return ForestInput(tokens, positions, slots, mask, self._positions, late=self.sizes.draft_backlog)
         draft_backlog, own = self.draft_backlog(), self.input(0)
         tokens, positions, slots, mask = (
@@ -263,23 +272,24 @@ class ForestBuffer:
         flags: list[bool],
         distribution: bool,
     ) -> None:
-        """Draft layer + 1 below `layer`, whose nodes have these candidates, by the kernel. endings: eos and the
-        automaton's table. flags: of warp_flags. distribution: record what the drafts are drawn from."""
+        """Draft layer + 1 below the nodes of `layer`, which have these candidates, with the kernel. endings: eos and
+        the stop automaton's table. warp, flags: of warp_tensors and warp_flags. distribution: record the distribution
+        that the drafts are drawn from."""
         assert self.kernel is not None
         tokens, logprobs, sizes = candidates.tokens.contiguous(), candidates.logprobs.contiguous(), self.sizes
-        rows, above, width = tokens.shape
+        rows, _, width = tokens.shape
         if distribution and not self.distribution:
             size = (rows, sizes.nodes, width)
             left = tokens.new_empty((2, rows, sizes.layers, sizes.drafts), dtype=torch.float64)
             self.distribution = [tokens.new_empty(size), logprobs.new_empty(size), left]
-        shape, record = [sizes.offset(layer), above, layer, sizes.drafts], self.distribution if distribution else []
+        shape, record = [sizes.offset(layer), layer, sizes.drafts], self.distribution if distribution else []
         self.kernel.extend(
             *(tokens, logprobs, self.tensors, self._table, self.beams.depth, self.keys, endings, warp, record, shape),
             *(self.rule, flags, sizes.last_position),
         )
 
     def drafted_distribution(self, layer: int, candidates: Candidates) -> DraftDistribution | None:
-        """The distribution below `layer`, where it was recorded."""
+        """Return the distribution that the layer below `layer` was drawn from; None where it was not recorded."""
         if not self.distribution:
             return None
         _, log_q, left = self.distribution
@@ -288,6 +298,6 @@ class ForestBuffer:
 
 
 def _joined(layers: list[LayerNodes]) -> LayerNodes:
-    """Return the nodes of all layers, one behind the other."""
+    """Return the nodes of all layers, concatenated."""
     names = [item.name for item in fields(LayerNodes) if getattr(layers[0], item.name) is not None]
     return LayerNodes(**{name: torch.cat([getattr(one, name) for one in layers], 1) for name in names})

@@ -17,14 +17,14 @@ DistributionScope = Literal["pool", "parent"]
 @dataclass(slots=True)
 class DraftDistribution:
     """The distribution Q that the sampled nodes of one layer were really drawn from. K1 of its K nodes are sampled;
-    they stand first.
+    they come first.
 
-    What a drafter promises: given the layers above and the drafts 0 .. j-1 of this layer, draft j has exactly the
+    A drafter promises: given the layers above and the drafts 0 .. j-1 of this layer, draft j has exactly the
     distribution Q'_j, where
-        scope `pool`: Q'_j is Q over (parent, token) of the whole pool, without what was drawn before;
-        scope `parent`: Q'_j is the row q(. | parent_j), without what was drawn before below this parent. Which parent
-        is next may depend on anything but the token to be drawn.
-    So the order matters: it must be the order of the draws, not one that was made later from what they gave.
+        scope `pool`: Q'_j is Q over (parent, token) of the whole pool, without the pairs drawn before;
+        scope `parent`: Q'_j is the row q(. | parent_j), without the tokens drawn before below this parent. Which parent
+            is next may depend on anything but the token to be drawn.
+    So the order of the nodes must be the order of the draws, not an order made later from their results.
 
     Attributes:
         candidates: the tokens of each parent node, [R, n, Cq].
@@ -43,18 +43,19 @@ class DraftDistribution:
 
 @dataclass(slots=True)
 class LayerNodes:
-    """Nodes of one layer: W roots or K drafts, sampled ones first in draw order. Or of all layers (`Forest.flat`).
+    """Nodes of one layer: W roots or K drafts, sampled ones first in draw order. Or the nodes of all layers
+    (`Forest.flat`).
 
     Attributes:
         token, parent (node index in the forest), root (beam index), path (path key), stop_state: [R, n] int64.
         valid, ends: [R, n] bool; an ending node is never extended.
-        sampled: [R, n] bool, drawn from the recorded distribution; otherwise the node is deterministic: chosen by
-            something that is no draw of this layer (rank, n-gram, corpus). Roots are not sampled.
+        sampled: [R, n] bool, drawn from the recorded distribution. A draft that is not sampled is deterministic: it was
+            chosen without a draw of this layer (by rank, n-gram, corpus). Roots are not sampled.
         weight: [R, n] float32, running weight under the draft.
         path_tokens: [R, n, D] int64, tokens from layer 1 down to the node.
         ancestors: [R, n, T] bool over the suffix window, the node itself included.
-        drafter_id: [R, n] int64, the drafter that proposed the node: 1 for the second of two, else 0. What both
-            proposed is the first one's.
+        drafter_id: [R, n] int64, the drafter that proposed the node: 1 for the second of two, else 0. A node that both
+            proposed has 0.
         legal_state: [R, n] int64, see engine/constraints/legal.py; None where no constraint acts.
     """
 
@@ -74,5 +75,5 @@ class LayerNodes:
 
 
 def at_nodes(value: Tensor, index: Tensor) -> Tensor:
-    """Gather what the nodes `index` [R, m] have in value [R, n, X]: [R, m, X]."""
+    """Gather the entries of the nodes `index` [R, m] from value [R, n, X]: [R, m, X]."""
     return value.gather(1, index.unsqueeze(-1).expand(-1, -1, value.shape[-1]))

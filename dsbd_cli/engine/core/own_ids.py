@@ -1,4 +1,4 @@
-"""The request's own ids: tokens that a row may draft beside the fixed ones of a draft whose LM head lacks some.
+"""Own ids of a request: tokens that its row may draft in addition to those of a draft whose LM head lacks some tokens.
 
 Letters: R rows, N nodes, C candidates of a node, o own ids of a row at most, V vocabulary of the target.
 """
@@ -16,22 +16,23 @@ from dsbd_cli.engine.core.nodes import LayerNodes
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.protocols import ForestModel
 
-MOST = 2048  # own ids of a row
-KEPT = 64  # tokens of each node that are learnt, the best ones
+MOST = 2048  # own ids of a row at most
+KEPT = 64  # best tokens of each node that are learnt
 
 
 @dataclass(slots=True)
 class OwnIds:
-    """Own ids of all rows: the tokens of the prompt, then the target's best at the nodes of earlier iterations.
+    """Own ids of all rows: the tokens of the prompt, then the target's best tokens at the nodes of earlier iterations.
 
-    Nothing of a row depends on the rows beside it. A row that is full takes no more.
+    A row's ids do not depend on other rows. A full row takes no more.
 
     Attributes:
-        places: [R, o + 1] int64, own ids in the order in which they came, V where there is none; the last place is for
-            what is not kept.
+        places: [R, o + 1] int64, own ids in the order in which they were added, V in empty places. Tokens that are not
+            kept are written to the last place.
         count: [R] int64, own ids of each row.
-        known: [R, V + 1] bool, tokens that the row has or cannot have; V is no token.
-        lacking: [V + 1] bool, what `known` is before a row has own ids.
+        known: [R, V + 1] bool, tokens that the row need not or cannot add: those that it has, those of the draft's
+            head, and those without logits. V is no token and always True.
+        lacking: [V + 1] bool, `known` of a row that has no own ids yet.
     """
 
     places: Tensor
@@ -43,9 +44,9 @@ class OwnIds:
     def of(
         cls, model: ForestModel | None, vocab_size: int, rows: int, device: torch.device, most: int = MOST
     ) -> OwnIds | None:
-        """Return rows without own ids for a draft model; None where it has no use for any.
+        """Return rows without own ids for a draft model; None where it can use none.
 
-        most: o. vocab_size: V.
+        most: o at most. vocab_size: V.
         """
         if model is None or model.head_ids is None or not model.own_ids_below:
             return None
@@ -60,16 +61,16 @@ class OwnIds:
 
     @property
     def tokens(self) -> Tensor:
-        """[R, o] int64, V where there is none."""
+        """Own ids of each row, [R, o] int64, V in empty places."""
         return self.places[:, :-1]
 
     @property
     def _none(self) -> int:
-        """V."""
+        """V, which stands for no token."""
         return self.known.shape[1] - 1
 
     def begin(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Forget what these rows have, and take the tokens of their prompts."""
+        """Replace what these rows have by the tokens of their prompts."""
         at = torch.tensor(list(prompts), device=self.count.device)
         self.places[at], self.count[at], self.known[at] = self._none, 0, self.lacking
         held = torch.full((len(self.count), max(map(len, prompts.values()))), self._none, dtype=torch.int64)
@@ -78,7 +79,7 @@ class OwnIds:
         self._take(held.to(self.count.device))
 
     def learn(self, nodes: LayerNodes, candidates: Candidates) -> None:
-        """Take the best tokens that the target gave nodes [R, N], for the iterations to come."""
+        """Add the target's best tokens at the valid nodes [R, N], for later iterations."""
         tokens, logprobs = candidates.best(KEPT)
         real = nodes.valid.unsqueeze(-1) & (logprobs > NEG_INF)
         self._take(torch.where(real, tokens, self._none).flatten(1))
@@ -88,7 +89,8 @@ class OwnIds:
         return OwnIds(self.places[rows], self.count[rows], self.known[rows], self.lacking)
 
     def _take(self, tokens: Tensor) -> None:
-        """Add tokens [R, m] int64 that the rows do not have; where there is no room for all, those of lower id."""
+        """Add those of the tokens [R, m] int64 that a row does not have yet. Where there is no room for all, the lower
+        ids are added."""
         room = self.places.shape[1] - 1
         tokens = tokens.sort(1).values
         new = ~self.known.gather(1, tokens)

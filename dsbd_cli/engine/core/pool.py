@@ -1,5 +1,5 @@
-"""Draws from a pool distribution. Drawing without replacement = taking the largest of log-probability + Gumbel noise,
-in that order.
+"""Draws from a pool distribution. To draw without replacement is to take the largest sums of log-probability and Gumbel
+noise, in descending order.
 
 M = n * C entries of a pool (node-major), W live beams wanted.
 """
@@ -47,12 +47,13 @@ class LiveDraws:
 
     @property
     def valid(self) -> Tensor:
-        """[R, W] bool."""
+        """Mask of the real draws, [R, W] bool."""
         return self.key > NEG_INF
 
 
 def live_draws(keys: Tensor, ends: Tensor | None, count: int) -> LiveDraws:
-    """The `count` largest keys among pairs that do not end the sequence, of equal ones the first.
+    """Select the `count` largest keys among the pairs that do not end the sequence. Of equal keys the first is taken
+    first.
 
     keys [R, M] float, ends [R, M] bool; None: no pair ends it.
     """
@@ -64,13 +65,14 @@ def live_draws(keys: Tensor, ends: Tensor | None, count: int) -> LiveDraws:
 
 
 def ends_before(keys: Tensor, ends: Tensor, draws: LiveDraws, width: Tensor) -> Tensor:
-    """Ending pairs drawn before the width-th live one: [R, M] bool. width [R] int64; 0 draws nothing."""
+    """Return which ending pairs are drawn before the width-th live one: [R, M] bool. width [R] int64; 0 draws
+    nothing."""
     last = draws.key.gather(1, (width - 1).clamp(min=0).unsqueeze(1))
     return ends & (keys > last) & (width > 0).unsqueeze(1)
 
 
 def match_pairs(parent: Tensor, token: Tensor, node_parent: Tensor, node_token: Tensor, node_valid: Tensor) -> Tensor:
-    """Which drafted node equals each pair: [R, W] index into K, or -1. parent, token [R, W]; node_* [R, K]."""
+    """Find the drafted node that equals each pair: [R, W] index into K, or -1. parent, token [R, W]; node_* [R, K]."""
     same = (parent.unsqueeze(2) == node_parent.unsqueeze(1)) & (token.unsqueeze(2) == node_token.unsqueeze(1))
     same &= node_valid.unsqueeze(1)
     return torch.where(same.any(-1), same.to(torch.int8).argmax(-1), -1)

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 
 class RowCounters(NamedTuple):
-    """How far a row came.
+    """Counters of a row in one iteration.
 
     Attributes:
         done: its request has ended, or is invalid. invalid: the target returned NaN. Both are 0 or 1.
-        steps: steps taken. width_sum: live beams, summed over them.
-        used, common_prefix, drafted: slots of the row, those that all live beams share, those that the draft has run.
+        steps: steps taken. width_sum: live beams, summed over the steps.
+        used, common_prefix, drafted: slots of the row in use, slots that all live beams share, slots that the draft has
+            run.
     """
 
     done: int
@@ -29,12 +30,12 @@ class LayerCounters(NamedTuple):
     """Counters of a drafted layer of a row.
 
     Attributes:
-        reached: 0 where verification stopped above, else 1. drafted: valid nodes, also where it was not reached.
-        live_parents: of them, those below a live beam. width: beams that the layer had to yield.
+        reached: 0 where verification stopped above, else 1. drafted: valid nodes, also where the layer was not reached.
+        live_parents: valid nodes below a live beam. width: live beams that the layer had to yield.
         accepted: live draws that were drafted. passed: 0 or 1.
-        needed: drafts it took, in draw order, to fill the layer; 0 where it did not pass. Of two drafters: drafts of
-            the first.
-        drafted_second, accepted_second: of the nodes that only the second of two drafters proposed.
+        needed: number of drafts, in draw order, that were enough to fill the layer; 0 where it did not pass. With two
+            drafters only drafts of the first count.
+        drafted_second, accepted_second: the same counts for nodes that only the second of two drafters proposed.
     """
 
     reached: int = 0
@@ -50,7 +51,7 @@ class LayerCounters(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Counters of every row, of its drafted layers from the first one down, and forwards of the draft."""
+    """Counters of every row and of its drafted layers, from the first one down, and the number of draft forwards."""
 
     rows: Sequence[RowCounters]
     layers: Sequence[Sequence[LayerCounters]]

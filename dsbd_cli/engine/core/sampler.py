@@ -1,4 +1,4 @@
-"""Samplers: how pairs are drawn from a pool. Target and draft draw by the same one.
+"""Samplers: ways to draw pairs from a pool. Target and draft draw with the same sampler.
 
 Letters: R requests, n nodes, C candidates per node, K draws.
 """
@@ -17,28 +17,29 @@ from dsbd_cli.engine.core.pool import DraftRequest, live_draws
 
 
 class Sampler(ABC):
-    """How pairs are drawn. A sampler names this class as its base.
+    """A way to draw pairs: the base class of all samplers.
 
     Attributes:
         random: pairs are drawn from the warped distribution; otherwise the best by raw score are taken, and drafts are
             deterministic nodes.
-        path_noise: the noise is G(x, v), which depends on nothing but the pair, so that target and draft share it.
+        path_noise: the noise is G(x, v), which depends on the pair alone, so that target and draft share it.
     """
 
     random: bool = True
     path_noise: bool = False
 
     def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> CandidateCount:
-        """Candidates per node that are enough to find every draw: the warped support, with room for ties."""
+        """Return how many candidates per node are enough to find every draw: the support of the warped distribution,
+        and room for ties."""
         return warp.candidate_count(vocab_size)
 
     @abstractmethod
     def noise(self, request: DraftRequest) -> Tensor:
-        """[R, n, C] what is added to log_q before the largest are taken. A drafter that draws per parent, or by
-        stochastic beam search, perturbs with this."""
+        """Return the noise [R, n, C] that is added to log_q before the largest are taken. A drafter that draws per
+        parent, or by stochastic beam search, adds it to its own log-probabilities."""
 
     def draw(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
-        """K pairs: flat index [R, K] in draw order, and which are real [R, K]."""
+        """Draw K pairs. Return their flat index [R, K] in draw order, and which are real [R, K]."""
         return largest(request.log_q + self.noise(request), request.count)
 
 
@@ -48,11 +49,11 @@ class Best(Sampler):
     random = False
 
     def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> CandidateCount:
-        """Take as many as transformers looks at: W live ones remain when every end token ranks before them."""
+        """Return as many as transformers reads: W live pairs are left when every end token ranks before them."""
         return CandidateCount(min(vocab_size, max(2, 1 + num_eos) * num_beams))
 
     def noise(self, request: DraftRequest) -> Tensor:
-        """Zeros: nothing is random."""
+        """Return zeros, because nothing is random."""
         return torch.zeros_like(request.log_q)
 
 
@@ -62,15 +63,15 @@ class PathNoise(Sampler):
     path_noise = True
 
     def noise(self, request: DraftRequest) -> Tensor:
-        """G(x, v)."""
+        """Return G(x, v)."""
         return path_gumbel(request.path, request.tokens, request.greedy_rows)
 
 
 class WithoutReplacement(Sampler):
-    """Draws without replacement whose noise is the draft's own, independent of the target's."""
+    """Draws without replacement, with noise of the draft's own that is independent of the target's."""
 
     def noise(self, request: DraftRequest) -> Tensor:
-        """Gumbel noise of the request's stream."""
+        """Return Gumbel noise of the request's stream."""
         return gumbel(request.stream.view(-1, 1, 1), entry_index(request.tokens))
 
 
@@ -78,7 +79,7 @@ class Independent(WithoutReplacement):
     """Independent draws, which may be equal."""
 
     def draw(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
-        """K draws, each with noise of its own."""
+        """Make K draws, each with its own noise."""
         flat, entries = request.log_q.flatten(1), entry_index(request.tokens).flatten(1)
         keys = request.stream.unsqueeze(1)
         draws = [largest((flat + gumbel(keys + (j << 48), entries)).unsqueeze(1), 1) for j in range(request.count)]
@@ -86,12 +87,14 @@ class Independent(WithoutReplacement):
 
 
 def largest(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest keys of the pool, in order: flat index [R, K] and which are real. keys [R, n, C]."""
+    """Select the `count` largest keys of the pool. Return their flat index [R, K] in descending order, and which are
+    real [R, K]. keys [R, n, C]."""
     draws = live_draws(keys.flatten(1), None, count)
     return draws.index, draws.valid
 
 
 def entry_index(tokens: Tensor) -> Tensor:
-    """A number of its own for every pair of a pool, whatever the candidates: [R, n, C] int64 from tokens."""
+    """Return a number of every pair, unique within its pool and independent of the other candidates: [R, n, C] int64.
+    tokens: [R, n, C]."""
     nodes = torch.arange(tokens.shape[1], device=tokens.device).view(1, -1, 1)
     return (nodes << 32) + tokens + 1

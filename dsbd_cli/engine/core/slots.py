@@ -1,10 +1,9 @@
-"""Where tokens stand in a packed cache row, apart from the cache tensors themselves.
+"""Slots of tokens in a packed cache row, without the cache tensors themselves.
 
-A row holds `used` slots. The first `common_prefix` of them are common to all live beams; the others are the suffix, in
-which a beam sees only its
-ancestors. A beam's ancestors are a row of bools over the suffix window (T slots from the common prefix on). Slots stand
-in order of depth, so what is
-common to all beams is always a prefix of the suffix, and the common prefix only grows.
+A row has `used` slots in use. The first `common_prefix` of them are common to all live beams. The others are the
+suffix, in which a beam sees only its ancestors. A beam's ancestors are a row of bools over the suffix window (T slots
+from the common prefix on). Slots are in order of depth, so the slots that all beams share are always at the beginning
+of the suffix, and the common prefix only grows.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PREFIX_STEP = 64  # tokens of a prompt that are read against each other; what prompts share is counted in such blocks
+PREFIX_STEP = 64  # tokens of a prompt whose queries attend together; shared prefixes are counted in these blocks
 
 
 @dataclass(slots=True)
@@ -22,9 +21,8 @@ class SlotTable:
     """Slots of every row.
 
     Attributes:
-        used: [R] int64, slots taken. common_prefix: [R] int64, slots common to all live beams.
-        drafted: [R] int64, leading slots that the draft's cache holds too; the draft runs the others when it is next
-            asked.
+        used: [R] int64, slots in use. common_prefix: [R] int64, slots common to all live beams.
+        drafted: [R] int64, leading slots that the draft's cache holds too; the draft runs the others at its next call.
         positions, tokens: [R, S] int64, depth and id of the token in each slot.
     """
 
@@ -36,30 +34,31 @@ class SlotTable:
 
     @classmethod
     def empty(cls, rows: int, slots: int, device: torch.device) -> SlotTable:
-        """A table without tokens."""
+        """Return a table without tokens."""
         zero = torch.zeros(rows, dtype=torch.int64, device=device)
         wide = torch.zeros(rows, slots, dtype=torch.int64, device=device)
         return cls(zero, zero.clone(), zero.clone(), wide, wide.clone())
 
     def grow(self, slots: int) -> None:
-        """More slots per row; contents stay."""
+        """Extend the table to `slots` slots per row. Contents stay."""
         more = slots - self.positions.shape[1]
         self.positions = torch.nn.functional.pad(self.positions, (0, more))
         self.tokens = torch.nn.functional.pad(self.tokens, (0, more))
 
 
 def node_slots(table: SlotTable, count: int, offset: int = 0) -> Tensor:
-    """Slots that the nodes offset .. offset+count of an iteration take: [R, count]."""
+    """Return the slots of the nodes offset .. offset + count of an iteration: [R, count]."""
     return table.used.unsqueeze(1) + torch.arange(offset, offset + count, device=table.used.device)
 
 
 @dataclass(slots=True)
 class Layout:
-    """Where the nodes of one iteration stand and which slots are in sight, worked out once for all its layers.
+    """Slots of the nodes of one iteration, and the slots that they may see, computed once for all its layers.
 
     Attributes:
         slots: [R, N] int64, of each node. own: [R, N, T] bool, each node's own slot in the suffix window.
-        suffix: [R, 1, S] int64, place in the window of each of the first S slots, where `inside` [R, 1, S] bool holds.
+        suffix: [R, 1, S] int64, index in the suffix window of each of the first S slots, valid where `inside` [R, 1, S]
+            bool holds.
         before: [R, 1, S] bool, slots before the window, which every node sees.
     """
 
@@ -71,7 +70,7 @@ class Layout:
 
     @classmethod
     def of(cls, table: SlotTable, nodes: int, window: int, slots: int) -> Layout:
-        """Work out the layout of N nodes, a suffix window of T slots and S active slots."""
+        """Compute the layout of N nodes, a suffix window of T slots and S active slots."""
         common_prefix = table.common_prefix.view(-1, 1, 1)
         relative = torch.arange(slots, device=common_prefix.device) - common_prefix
         at = node_slots(table, nodes)
@@ -84,16 +83,17 @@ class Layout:
         )
 
     def mask(self, ancestors: Tensor) -> Tensor:
-        """Attention mask of nodes from their ancestors in the tail: [R, n, T] bool -> [R, n, S] bool."""
+        """Return the attention mask of nodes from their ancestors in the suffix window: [R, n, T] bool -> [R, n, S]
+        bool."""
         seen = ancestors.gather(2, self.suffix.expand(-1, ancestors.shape[1], -1))
         return (seen & self.inside) | self.before
 
 
 def backlog_slots(table: SlotTable, layout: Layout, ancestors: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The last `count` slots in use, [R, count], and what the tokens in them see, [R, count, S] bool.
+    """Return the last `count` slots in use, [R, count], and the attention mask of their tokens, [R, count, S] bool.
 
-    A suffix slot is an ancestor of some live beam, and sees that beam's ancestors up to itself. Slots before the row's
-    first one come out negative and see slot 0 alone. ancestors: [R, W, T], of the live beams.
+    Each suffix slot is an ancestor of some live beam, and sees that beam's ancestors up to itself. Where a row has
+    fewer slots, the missing ones are negative and see slot 0 alone. ancestors: [R, W, T], of the live beams.
     """
     window = ancestors.shape[-1]
     wanted = node_slots(table, count, -count)
@@ -108,7 +108,7 @@ def backlog_slots(table: SlotTable, layout: Layout, ancestors: Tensor, count: in
 
 @dataclass(slots=True)
 class Compaction:
-    """Result of a commit.
+    """Slots that a commit copies, and the beams' ancestors afterwards.
 
     Attributes:
         src_slots, dst_slots: [R, T] int64 absolute slots to copy; equal where nothing moves.
@@ -123,8 +123,8 @@ class Compaction:
 def compact(table: SlotTable, ancestors: Tensor, valid: Tensor, drafted: Tensor) -> Compaction:
     """Keep the ancestors of the live beams, in order, and advance the common prefix. Updates the table in place.
 
-    ancestors: [R, W, T] bool over the suffix window; valid: [R, W] bool. drafted: [R] int64, leading slots, before
-    anything moves, that the draft has run.
+    ancestors: [R, W, T] bool over the suffix window; valid: [R, W] bool. drafted: [R] int64, leading slots that the
+    draft has run, counted before anything moves.
     """
     window = ancestors.shape[-1]
     ancestors = ancestors & valid.unsqueeze(-1)

@@ -27,7 +27,7 @@ from dsbd_cli.engine.planning.timing import PhaseTimer
 
 
 def most_steps(jobs: Iterable[RequestState]) -> int:
-    """Most tokens that one of these requests may generate."""
+    """Return the most tokens that one of these requests may generate."""
     return max(job.max_new for job in jobs)
 
 
@@ -54,7 +54,7 @@ class Batch:
         self._method, self._caches, self._tables, self._keep_text = method, caches, tables, keep_text
         self._legal = [FREE] * rows
         self._empty = True
-        self._unread: tuple[tuple[tuple[int, int], ...], int] = (), 0  # rows and jobs, and their tokens
+        self._unread: tuple[tuple[tuple[int, int], ...], int] = (), 0  # rows and jobs, and their unread tokens
 
     @property
     def running(self) -> list[tuple[int, RequestState]]:
@@ -104,27 +104,27 @@ class Batch:
                 and job.encoder_input is not None
                 and not job.encoder_input.is_floating_point()
             ):
-                # an answer that copies its source goes on behind the decoder's first tokens as the source begins
+                # for answers that copy their source: behind the decoder's first tokens they go on as the source begins
                 self.state.prompts.put(row, [*job.prompt, *job.encoder_input.tolist(), *job.prompt])
 
-    def _listen(self, unheard: dict[int, RequestState]) -> None:
-        """Settle the languages of speech whose rows name none, for all of them in one forward."""
-        if not unheard:
+    def _listen(self, unknown_language: dict[int, RequestState]) -> None:
+        """Determine the languages of speech for rows that name none, for all of them in one forward."""
+        if not unknown_language:
             return
-        first = self._caches.first_logits({row: job.prompt[0] for row, job in unheard.items()})
-        for job, logits in zip(unheard.values(), first, strict=True):
+        first = self._caches.first_logits({row: job.prompt[0] for row, job in unknown_language.items()})
+        for job, logits in zip(unknown_language.values(), first, strict=True):
             assert job.listen is not None
             job.prompt, job.language = job.listen(logits)
             job.listen = None
 
     def _begin(self, job: RequestState) -> int:
-        """The state in which what may be answered begins."""
+        """Return the initial legal state of a request."""
         if job.request.grammar is not None:
             return self._tables.grammars.begin(job.request.grammar, job.request.sampling.max_new_tokens)
         return FREE if job.catalogue is None else self._tables.tries.begin(job.catalogue)
 
     def _allocate(self, slots: int, nodes: int, history: int) -> None:
-        """Memory for a batch that begins."""
+        """Allocate the memory of a batch that begins."""
         self._tables.stops.forget()
         self._tables.tries.forget()
         self._tables.rules.allocate(len(self.jobs))
@@ -137,25 +137,26 @@ class Batch:
         self._empty = False
 
     def _grow(self, slots: int) -> None:
-        """At least `slots` cache slots per row."""
+        """Make room for at least `slots` cache slots per row."""
         if self._caches.grow(self.state.rows, slots):
             self.state.table.grow(self._caches.slots)
 
     def reading(self) -> DraftWork:
-        """Say what the draft must run before it drafts. The backlog is W times a power of two, so that shapes repeat,
-        or 0."""
+        """Return the work that the draft must do before it drafts. The backlog is 0, or W times a power of two, so that
+        shapes repeat."""
         if self._caches.draft is None:
             return DraftWork()
         draft_backlog = max((job.used - job.drafted for _, job in self.running), default=0)
         size = self._method.num_beams
         while size < draft_backlog:
             size *= 2
-        # rows to come are taken to share as much of their prompts as these do
+        # later rows are assumed to share as much of their prompts as these do
         prompts = sum(len(job.prompt) - job.stats.prompt_tokens_reused for _, job in self.running)
         return DraftWork(size if draft_backlog else 0, self._unread_tokens(), prompts)
 
     def _unread_tokens(self) -> int:
-        """Prompt tokens that the draft model would have to run before it drafts; counted once for the same rows."""
+        """Return how many prompt tokens the draft model would have to run before it drafts. They are counted once for
+        the same rows."""
         rows = [(row, job) for row, job in self.running if not job.prefilled]
         numbers = tuple((row, job.number) for row, job in rows)
         if self._unread[0] != numbers:
@@ -163,9 +164,9 @@ class Batch:
         return self._unread[1]
 
     def read_prompts(self, timer: PhaseTimer) -> None:
-        """The draft model, if there is one, reads the prompts of rows that are about to draft for the first time. A
-        row that never drafts costs nothing. A recurrent one reads the text that was generated while it rested, too.
-        timer: gets a lap `read` if there are any."""
+        """Let the draft model, if there is one, read the prompts of rows that are about to draft for the first time. So
+        a row that never drafts costs nothing. A recurrent draft also reads the text that was generated while it rested.
+        timer: gets a lap `read` where anything is read."""
         draft = self._caches.draft
         new = [(row, job) for row, job in self.running if not job.prefilled]
         backlog = self._rested()
@@ -187,15 +188,15 @@ class Batch:
             self.state.table.drafted[row] = job.common_prefix
 
     def _rested(self) -> list[tuple[int, RequestState]]:
-        """Rows whose common prefix a recurrent draft model has rested through: it reads that part as it reads a
-        prompt."""
+        """Return the rows of which a recurrent draft model missed a long part of the common prefix while it rested. It
+        reads that part as it reads a prompt."""
         if not self._caches.draft_rests:
             return []
         return [(row, job) for row, job in self.running if job.common_prefix - job.drafted > MERGED_BACKLOG]
 
     def iteration_shape(self, shape: Shape, reading: DraftWork, *, narrow: bool) -> IterationShape:
-        """Static shapes of the next iteration, with cache slots and a suffix window for its nodes. narrow: a first
-        iteration may have one root per row."""
+        """Return the static shapes of the next iteration, and make room for its nodes in the cache and the suffix
+        window. narrow: a first iteration may have one root per row."""
         running, caches = [job for _, job in self.running], self._caches
         beams = self._method.num_beams
         if narrow and not any(job.stats.steps for job in running):
@@ -204,11 +205,10 @@ class Batch:
         used = max(job.used for job in running) + nodes
         self._grow(used + 1)
         suffix = max(job.used - job.common_prefix for job in running) + nodes
-        held = (
-            min(job.common_prefix, job.drafted) if shape.depth and caches.draft_rests else job.common_prefix
-            for job in running
-        )
-        caches.hold(self.state.rows, max(job.used - start for job, start in zip(running, held, strict=True)) + nodes)
+        rests = shape.depth and caches.draft_rests
+        prefixes = (min(job.common_prefix, job.drafted) if rests else job.common_prefix for job in running)
+        window = max(job.used - prefix for job, prefix in zip(running, prefixes, strict=True)) + nodes
+        caches.hold(self.state.rows, window)
         self.state.beams.ancestors = fit_window(self.state.beams.ancestors, caches.round_window(suffix))
         active = min(caches.round_slots(used), caches.slots - 1)
         idle = not shape.depth and all(job.drafted <= job.common_prefix for job in running)
@@ -227,7 +227,8 @@ class Batch:
         )
 
     def _prompt_slots(self, nodes: int, active: int) -> tuple[tuple[int, ...] | None, int]:
-        """`prompt_slots` and `suffix` of the target's forward; on a GPU the same for all iterations of a shape."""
+        """Return `prompt_slots` and `suffix` of the target's forward. On a GPU they are the same for all iterations of
+        a shape."""
         target = self._caches.target
         if not target.invariant:
             return None, 0
@@ -248,8 +249,8 @@ class Batch:
         self.state.release(rows)
 
     def shrink(self) -> list[int]:
-        """Drop free rows where at most half are taken, so that the last requests do not pay for empty ones. Returns the
-        rows that are kept, in their order; nothing where all are."""
+        """Drop free rows where at most half are taken, so that the last requests do not pay for empty ones. Return the
+        rows that are kept, in their order; an empty list where nothing is dropped."""
         taken = [row for row, _ in self.running]
         if not taken or 2 * len(taken) > len(self.jobs):
             return []

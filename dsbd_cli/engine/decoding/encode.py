@@ -1,10 +1,10 @@
-"""Requests to token ids, and everything that makes one request impossible to decode."""
+"""Encoding of requests to token ids, and all checks of whether a request can be decoded."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -25,7 +25,7 @@ from dsbd_cli.requests import Request
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Checks of requests, and what they are checked against. memory: all bytes of the target's device."""
+    """Encoder and checker of requests, and what they are checked against. memory: all bytes of the target's device."""
 
     target: ForestModel
     draft: ForestModel | None
@@ -35,7 +35,7 @@ class Encoder:
     memory: int
     catalogues: Mapping[str, Catalogue]
     grammars: GrammarCompiler
-    # what reads sources; found once, because a check of a protocol asks every property
+    # found once, because isinstance with a protocol reads every property
     encoder_inputs: EncoderDecoderCodec | None = field(init=False)
     sized: SizedCodec | None = field(init=False)
     readers: tuple[tuple[EncoderDecoderModel, str], ...] = field(init=False)
@@ -48,12 +48,12 @@ class Encoder:
 
     @classmethod
     def alone(cls, target: ForestModel, codec: TextCodec, method: MethodConfig) -> Encoder:
-        """For what a target reads of a request: without a draft, catalogues and bounds of memory."""
+        """Return an encoder for a target alone: without a draft, catalogues and bounds of memory."""
         grammars = GrammarCompiler(codec, target.vocab_size)
         return cls(target, None, codec, method, "error", sys.maxsize, {}, grammars)
 
     def catalogue(self, request: Request) -> Catalogue | None:
-        """The answers that a request may give, None for any. Raises InvalidRowError."""
+        """Return the answers that a request may give, None for any. Raises InvalidRowError."""
         if request.grammar is not None and self.catalogues:
             raise InvalidRowError("grammar is given, but the engine has catalogues of allowed answers: drop one")
         if request.grammar is not None:
@@ -89,7 +89,7 @@ class Encoder:
         raise InvalidRowError(f"allow is {shorten(allow)}, but {known}")
 
     def job(self, number: int, request: Request) -> RequestState:
-        """A request that can be decoded. Raises RowError where it cannot."""
+        """Return the state of a request that can be decoded. Raises RowError where it cannot be."""
         job = RequestState(number, request, [], catalogue=self.catalogue(request))
         if self.encoder_inputs is not None:
             self._read_encoder_input(job, self.encoder_inputs)
@@ -101,12 +101,13 @@ class Encoder:
         return job
 
     def _read_encoder_input(self, job: RequestState, codec: EncoderDecoderCodec) -> None:
-        """A request to a model with an encoder: lengths of source and answer are checked apart."""
+        """Fill the state of a request to a model with an encoder. The lengths of source and answer are checked
+        separately."""
         request = job.request
-        pictured = request.image is not None  # a prompt is then the decoder's, which is never cut
-        limit, role = (self._limit() or (None, "")) if pictured else self._encoder_limit()
-        most = self._most_characters(request, limit, f"{role}'s {'decoder' if pictured else 'encoder'} takes {limit}")
-        cut = most is not None and request.prompt is not None and not pictured
+        is_image = request.image is not None  # a prompt is then the decoder's, which is never cut
+        limit, role = self._limit() if is_image else self._encoder_limit()
+        most = self._most_characters(request, limit, f"{role}'s {'decoder' if is_image else 'encoder'} takes {limit}")
+        cut = most is not None and request.prompt is not None and not is_image
         asked = codec.encoder_input(replace(request, prompt=(request.prompt or "")[-(most or 0) :]) if cut else request)
         encoder_input, prompt, dropped = asked.encoder_input, asked.prompt, 0
         self._check(request, prompt)
@@ -120,7 +121,7 @@ class Encoder:
             encoder_input, dropped = self._fit_encoder_input(encoder_input, codec)
             dropped = self._dropped(request, len(encoder_input), dropped) if cut else dropped
         self._check_memory(job.max_new)
-        new, (limit, role) = job.max_new, self._limit() or (None, "")
+        new, (limit, role) = job.max_new, self._limit()
         if limit is not None and len(prompt) + new > limit:
             raise PromptTooLongError(
                 f"the answer's first {len(prompt)} tokens and max_new_tokens {new} make {len(prompt) + new}, but the "
@@ -128,7 +129,7 @@ class Encoder:
             )
         job.prompt, job.truncated, job.encoder_input, job.prefix = prompt, dropped, encoder_input, asked.prefix
         job.listen = asked.listen
-        job.source_tokens = self.readers[0][0].encoder_places(encoder_input) if pictured else encoder_input.shape[-1]
+        job.source_tokens = self.readers[0][0].encoder_places(encoder_input) if is_image else encoder_input.shape[-1]
         job.rules = self._rules(request, "checkpoint", asked.forced)
         forced = job.rules.forced_bos_token_id
         if forced is not None and len(prompt) == 1 and (job.catalogue is not None or request.grammar is not None):
@@ -139,14 +140,13 @@ class Encoder:
             )
 
     def _encoder_limit(self) -> tuple[int | None, str]:
-        """The fewest tokens that an encoder takes, and whose it is; None where there is no limit."""
-        limits = [
-            (model.max_encoder_input, role) for model, role in self.readers if model.max_encoder_input is not None
-        ]
-        return min(limits, key=lambda pair: pair[0], default=(None, ""))
+        """Return the smallest number of source tokens that an encoder takes, and the role of its model. The number is
+        None where there is no limit."""
+        return _smallest((model.max_encoder_input, role) for model, role in self.readers)
 
     def _fit_encoder_input(self, encoder_input: Tensor, codec: EncoderDecoderCodec) -> tuple[Tensor, int]:
-        """The source as both encoders take it, and how many tokens were dropped. Raises PromptTooLongError."""
+        """Return the source, cut to what both encoders take, and how many tokens were dropped. Raises
+        PromptTooLongError."""
         limit, role = self._encoder_limit()
         if limit is None or len(encoder_input) <= limit:
             return encoder_input, 0
@@ -155,14 +155,15 @@ class Encoder:
         raise PromptTooLongError(f"the source has {len(encoder_input)} tokens, but the {role}'s encoder takes {limit}")
 
     def _refuse_encoder_settings(self, request: Request) -> None:
-        """A decoder-only target has no use for these."""
+        """Raise InvalidRowError for settings that only a target with an encoder can use."""
         request.check_source("text")
         for name in ("source_lang", "target_lang", "prefix"):
             if (value := getattr(request.sampling, name)) is not None:
                 raise InvalidRowError(f"{name} is {shorten(value)}, but the target has no encoder: drop it")
 
     def _rules(self, request: Request, base: str, forced: int | None) -> TokenRules:
-        """The token rules of a request. base: where they begin from; forced: first token in place of theirs."""
+        """Return the token rules of a request. base: the rules to start from, `checkpoint` or `none`. forced: first
+        token in place of theirs. Raises InvalidRowError."""
         checkpoint = getattr(self.target, "token_rules", None) or TokenRules()
         rules = asked_rules(request.sampling.token_rules, checkpoint, default=base)
         if base == "none" and rules.forced_bos_token_id is not None:
@@ -185,10 +186,10 @@ class Encoder:
         return inside
 
     def encode(self, request: Request, new: int | None = None) -> tuple[list[int], int]:
-        """Token ids of the prompt, and how many were dropped. Raises RowError where it cannot be decoded. new: tokens
-        that it can generate at most, by default as the request says."""
+        """Return the token ids of the prompt, and how many were dropped. Raises RowError where it cannot be decoded.
+        new: most tokens that it can generate, by default as the request says."""
         new = request.sampling.max_new_tokens if new is None else new
-        limit, role = self._limit() or (None, "")
+        limit, role = self._limit()
         most = self._most_characters(request, limit, f"{role} has {limit} positions", new)
         cut = () if most is None else (most,)  # not every codec cuts
         if request.prompt_ids is not None:
@@ -203,12 +204,12 @@ class Encoder:
         return kept, self._dropped(request, len(kept), dropped) if cut else dropped
 
     def _dropped(self, request: Request, kept: int, dropped: int) -> int:
-        """Tokens that a prompt has lost at least, where only the last characters of it were tokenized."""
+        """Return the least number of tokens that a prompt has lost, where only its last characters were tokenized."""
         assert self.sized is not None
         return max(1, dropped, self.sized.least_tokens(_prompt_or_messages(request)) - kept)
 
     def _check_memory(self, steps: int) -> None:
-        """An iteration as deep as the request lets it be fits into memory. Raises OutOfMemoryRowError."""
+        """Raise OutOfMemoryRowError where an iteration as deep as the request allows does not fit into memory."""
         method = self.method
         nodes = deepest(method, steps).nodes(method.num_beams)
         if least_bytes(nodes, self.target.vocab_size) > self.memory:
@@ -218,7 +219,8 @@ class Encoder:
             )
 
     def _check(self, request: Request, ids: list[int]) -> None:
-        """Everything that makes one request impossible to decode. Raises RowError."""
+        """Raise RowError where a request cannot be decoded because of its prompt, stop strings, grammar or sampling
+        settings."""
         if not ids:
             raise InvalidRowError("prompt is empty: there is no token to start from")
         if foreign := [token for token in ids if not 0 <= token < self.target.vocab_size]:
@@ -238,19 +240,17 @@ class Encoder:
         except UsageError as error:
             raise InvalidRowError(str(error)) from error
 
-    def _limit(self) -> tuple[int, str] | None:
-        """The fewest positions, and whose; None where there is no limit."""
-        limits = [
-            (model.max_positions, role)
-            for role, model in (("target", self.target), ("draft", self.draft))
-            if model is not None and model.max_positions is not None
-        ]
-        return min(limits, key=lambda pair: pair[0], default=None)
+    def _limit(self) -> tuple[int | None, str]:
+        """Return the smallest number of positions of the models, and the role of its model. The number is None where
+        there is no limit."""
+        draft_limit = None if self.draft is None else self.draft.max_positions
+        return _smallest(((self.target.max_positions, "target"), (draft_limit, "draft")))
 
-    def _most_characters(self, request: Request, limit: int | None, holds: str, new: int = 0) -> int | None:
-        """How many of its last characters are enough of a text whose left is cut; None: all. A text whose bytes alone
-        prove it too long is refused: megabytes take seconds, and gigabytes, to tokenize. limit: tokens that fit; holds:
-        whose that is, for messages; new: of them that are to be generated. Raises PromptTooLongError."""
+    def _most_characters(self, request: Request, limit: int | None, limit_text: str, new: int = 0) -> int | None:
+        """Return how many of its last characters are enough of a text that is cut on its left; None: all. A text whose
+        bytes alone prove it too long is refused, because megabytes of text take seconds, and gigabytes of memory, to
+        tokenize. limit: tokens that fit. limit_text: whose limit that is, for messages. new: tokens of the limit that
+        are to be generated. Raises PromptTooLongError."""
         codec = self.sized
         if limit is None or codec is None or (request.prompt is None and request.messages is None):
             return None
@@ -261,17 +261,18 @@ class Encoder:
         generated = f" and max_new_tokens is {new}" if new else ""
         least = codec.least_tokens(asked)
         if least + new > limit:
-            raise PromptTooLongError(f"prompt has {least} tokens or more{generated}, but the {holds}")
+            raise PromptTooLongError(f"prompt has {least} tokens or more{generated}, but the {limit_text}")
         if size > most:
             raise PromptTooLongError(
-                f"prompt has {size} bytes, more than {codec.bytes_per_token} for each token that fits: the {holds}"
+                f"prompt has {size} bytes, more than {codec.bytes_per_token} for each token that fits: the {limit_text}"
             )
         return None
 
     def _fit(self, ids: list[int], new: int) -> tuple[list[int], int]:
-        """The prompt as the models' positions allow it, and how many tokens were dropped. Raises PromptTooLongError."""
-        limit, role = self._limit() or (len(ids) + new, "")
-        if len(ids) + new <= limit:
+        """Return the prompt, cut to the models' positions, and how many tokens were dropped. Raises
+        PromptTooLongError."""
+        limit, role = self._limit()
+        if limit is None or len(ids) + new <= limit:
             return ids, 0
         if self.on_too_long == "truncate-left" and (kept := self._cut(ids, limit - new)):
             return kept, len(ids) - len(kept)
@@ -280,12 +281,19 @@ class Encoder:
         )
 
     def _cut(self, ids: list[int], room: int) -> list[int]:
-        """The last ids that fit into the room, after the tokens that the tokenizer begins every text with."""
+        """Return the last ids that fit into `room` tokens, behind the tokens that the tokenizer begins every text with;
+        an empty list where none fit."""
         same = takewhile(lambda pair: pair[0] == pair[1], zip(ids, self.codec.encode(""), strict=False))
         begin = len(list(same))
         return ids[:begin] + ids[len(ids) - room + begin :] if room > begin else []
 
 
+def _smallest(limits: Iterable[tuple[int | None, str]]) -> tuple[int | None, str]:
+    """Return the smallest limit and the role of its model; (None, "") where there is no limit."""
+    known = ((limit, role) for limit, role in limits if limit is not None)
+    return min(known, key=lambda pair: pair[0], default=(None, ""))
+
+
 def _prompt_or_messages(request: Request) -> str | list[dict[str, str]]:
-    """The text of a prompt, or a conversation."""
+    """Return the text of a prompt, or a conversation."""
     return request.prompt or "" if request.messages is None else [dict(one) for one in request.messages]

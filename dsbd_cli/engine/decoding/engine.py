@@ -1,4 +1,4 @@
-"""The engine: requests in, results out, in input order. What runs meanwhile is loop.py."""
+"""The engine: it takes requests and yields results, in input order by default. The run itself is in loop.py."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class Engine:
             raise UsageError(message, field="batch_size", value=batch_size, expected="1 or more")
         self.target, self.draft, self.codec, self.info = target, draft, codec, info
         self.catalogues, self.log_steps = dict(catalogues or {}), log_steps
-        self.share_prefixes = True  # prompts of a run that begin alike; False: to measure what it saves
-        self.one_root = True  # in a row's first iteration; False: W, as in captured iterations
-        self.tell: Callable[[str], None] = _warn  # takes what the user should know and stops nothing
+        self.share_prefixes = True  # read what prompts of a run share once; False: to measure what that saves
+        self.one_root = True  # one root in a row's first iteration; False: W roots, as in captured iterations
+        self.tell: Callable[[str], None] = _warn  # receives lines that the user should know but that stop nothing
         self._asked = EngineOptions(
             batch_size=batch_size, on_too_long=on_too_long, cuda_graphs=cuda_graphs, kernels=kernels
         )
@@ -118,7 +118,7 @@ class Engine:
             self._tables.constraints,
         )
         self._use(ops)
-        # on a GPU nothing is read before an iteration has ended
+        # on a GPU nothing is read before an iteration has ended, so no gate can be asked
         self._planner = planner_for(self.method, gated=device.type == "cpu")
         self._scheduler = Scheduler(self._caches, self.method, batch_size)
         self._recovery = Recovery(self._scheduler, self._caches, self._drafter, self._leave_kernels, self._tell)
@@ -132,7 +132,7 @@ class Engine:
         return Engine(**arguments)
 
     def _arguments(self) -> EngineChanges:
-        """Return what the constructor was given, with what has been changed since."""
+        """Return the constructor's arguments, with what has been changed since."""
         return {
             **self._asked,
             "target": self.target,
@@ -146,50 +146,51 @@ class Engine:
 
     @property
     def exactness(self) -> Exactness:
-        """Say what the output shares with plain decoding.
+        """Exactness of the output, compared with plain decoding.
 
-        It is the method's, but for `same-text`: where the target's logits depend on what else is in a forward, rounding
-        can change a text, and only the distribution is the same.
+        It is that of the method, except for `same-text`. Where the target's logits depend on what else is in a forward,
+        rounding can change a text, and only the distribution is the same (`same-law`).
         """
         promised = self.method.exactness
         return "same-law" if promised == "same-text" and not self.target.invariant else promised
 
     @property
     def footprint(self) -> str:
-        """Say what a row takes: nodes and logits of its largest iteration, and cache per token."""
+        """A sentence on what a row takes: nodes and logits of its largest iteration, and cache per token."""
         return footprint(self.method, self.models)
 
     @property
     def allowed(self) -> str | None:
-        """How many answers the catalogues hold, and what they take of the device's memory; None without any."""
+        """A phrase with the number of answers that the catalogues hold and the device memory they take; None without
+        any."""
         return self._tables.tries.about
 
     @property
     def batch_size(self) -> int:
-        """Requests decoded together at most; 1 before the first run where it goes by memory."""
+        """Requests decoded together at most; 1 before the first run where memory decides."""
         return self._scheduler.batch_size
 
     @property
     def steps(self) -> int:
-        """Steps taken so far, those of unfinished requests too; another thread may look."""
+        """Steps taken so far, including those of unfinished requests. Another thread may read it."""
         return self._scheduler.steps
 
     @property
     def models(self) -> list[ForestModel]:
-        """Those whose caches the engine keeps: the target, and the draft model where it runs the forest's nodes."""
+        """Models whose caches the engine keeps: the target, and the draft model where it runs the forest's nodes."""
         return self._caches.models
 
     @property
     def stepper(self) -> Stepper:
-        """Return the object that runs the iterations."""
+        """The stepper that runs the iterations."""
         return self._stepper
 
     def observe(self, observer: Observer) -> None:
-        """Tell the observer, and no other, what the engine does from now on."""
+        """Let this observer, and no other, receive what the engine does from now on."""
         self._stepper.observer = self._caches.observer = observer
 
     def stop(self) -> None:
-        """Ask `run` to end, at the next layer that is drafted or after the iteration it is in, for good; requests that
+        """Ask `run` to end for good: at the next layer that is drafted, or after the iteration under way. Requests that
         are not done give no result. A run that begins later raises UsageError.
 
         May be called from a signal handler or another thread.
@@ -254,14 +255,14 @@ class Engine:
         """
         self._refuse_stopped()
         if self._running:
-            gc.collect()  # a run that nobody holds any more may wait in a cycle
+            gc.collect()  # a run that nobody holds any more may be kept by a reference cycle
         if self._running:
             raise UsageError(
                 "this engine is in use by another run: finish that one, close() its iterator, or load a second engine"
             )
         self._running = True
         self._caches.begin(share=self.share_prefixes)
-        self._drafter.release()  # what it has read in an earlier run
+        self._drafter.release()  # drop what it has read in an earlier run
         loop = Loop(
             self.method,
             self.codec,
@@ -284,12 +285,12 @@ class Engine:
             self._running = False
 
     def _refuse_stopped(self) -> None:
-        """Raises UsageError once `stop` was called."""
+        """Raise UsageError once `stop` was called."""
         if self._stopping:
             raise UsageError("this engine was stopped and answers nothing any more: load another one")
 
     def _use(self, ops: Ops) -> None:
-        """Run iterations by these operations from now on."""
+        """Run iterations with these operations from now on."""
         self._stepper.ops = ops
         if self.info is not None:
             of_target = (one for one in self.info.ops if one[0] not in {own.op for own in ops.report})
@@ -299,8 +300,8 @@ class Engine:
                 model.use_ops(ops)
 
     def _leave_kernels(self) -> bool:
-        """Tensor code from now on, in layers as in iterations: a kernel that passed its trial cannot be compiled or
-        launched at this shape. False where none was in use."""
+        """Switch to tensor code, in layers and in iterations, because a kernel that passed its trial cannot be compiled
+        or launched at this shape. Return False where no kernel was in use."""
         ops = self._stepper.ops
         used = bool(ops.by("triton"))
         self._use(ops.without(*ITERATION, reason="a kernel failed"))
@@ -311,14 +312,14 @@ class Engine:
         return used
 
     def _tell(self, line: str) -> None:
-        self.tell(line)  # whoever listens now
+        self.tell(line)  # looked up at each call, because it may be replaced
 
     def _forget_graphs(self) -> None:
-        """The caches are about to move."""
+        """Drop the captured iterations, because the caches are about to move."""
         if self._stepper.graphs is not None:
             self._stepper.graphs.forget()
 
 
 def _warn(line: str) -> None:
-    """For those who do not say otherwise: a warning of Python's."""
+    """Issue a Python warning: the default of `Engine.tell`."""
     warnings.warn(line, RuntimeWarning, stacklevel=2)

@@ -14,7 +14,7 @@ from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.core.report import Report
 from dsbd_cli.engine.decoding.batch import Batch
 from dsbd_cli.engine.decoding.recovery import Recovery
-from dsbd_cli.engine.decoding.results import broken, collect, common_tokens, ended, record_iteration
+from dsbd_cli.engine.decoding.results import collect, common_tokens, nan_result, read_finished, record_iteration
 from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
 from dsbd_cli.engine.decoding.tables import RequestTables
 from dsbd_cli.engine.drafting.base import Drafter, EngineStopped
@@ -34,9 +34,9 @@ class Loop(Generic[Item]):
 
     Attributes:
         method, codec, caches, tables, drafter, stepper, planner, scheduler, recovery: of the engine.
-        stopping: the engine was asked to stop.
+        stopping: returns True once the engine was asked to stop.
         one_root: a row's first iteration may have one root. log_steps: results hold a StepStats per iteration.
-        queue: requests of the run. results: where their results go, and the partial texts that are streamed.
+        queue: requests of the run. results: receiver of their results and of partial texts that are streamed.
     """
 
     method: MethodConfig
@@ -56,7 +56,7 @@ class Loop(Generic[Item]):
     _shape: Shape | None = field(default=None, init=False)  # of the iteration under way
 
     def run(self) -> Iterator[Item]:
-        """Decode all requests of the queue; yield what the results give out."""
+        """Decode all requests of the queue, and yield results as they may go out."""
         while not self.stopping() and not self.queue.finished:
             self.scheduler.fill(self.queue)
             yield from self.results.ready()
@@ -64,7 +64,8 @@ class Loop(Generic[Item]):
                 yield from self._decode()
 
     def _decode(self) -> Iterator[Item]:
-        """One batch, refilled as its rows finish, until it is empty, or has failed and is to begin anew."""
+        """Run one batch, refilled as its rows finish, until it is empty, or until it has failed and must begin
+        again."""
         queue, results = self.queue, self.results
         rows = min(len(queue.waiting), self.scheduler.rows)
         batch = Batch(rows, self.method, self.caches, self.tables, keep_text=self.drafter.needs_text)
@@ -89,7 +90,8 @@ class Loop(Generic[Item]):
                 self.drafter.select(torch.tensor(kept, device=self.caches.target.device))
 
     def _iterate(self, batch: Batch) -> None:
-        """One iteration of all rows: choose the forest, run it, learn from it, hand out the text that is settled."""
+        """Run one iteration of all rows: choose the forest's shape, run it, learn from it, and hand out the text that
+        can no longer change."""
         running = batch.running
         requests = [job.acceptance for _, job in running]
         # D layers of K drafts: what promises most steps per second, and no deeper than what is left to generate
@@ -134,10 +136,10 @@ class Loop(Generic[Item]):
         for row in rows:
             if report.rows[row].invalid:
                 self.caches.forget(row)
-        finished = ended(state.finished, rows)
+        finished = read_finished(state.finished, rows)
         with self.stepper.observer.span("detokenise"):
             found = {
-                row: broken(jobs[row])
+                row: nan_result(jobs[row])
                 if report.rows[row].invalid
                 else collect(one, row, jobs[row], self.codec, grammars, state.trace)
                 for row, one in zip(rows, finished, strict=True)

@@ -14,7 +14,7 @@ from dsbd_cli.requests import EngineInfo
 
 
 class EngineOptions(TypedDict, total=False):
-    """Arguments of Engine that nothing changes later."""
+    """Arguments of Engine that stay as they were given."""
 
     batch_size: int | None
     on_too_long: OnTooLong

@@ -1,10 +1,11 @@
-"""After an iteration has failed: out of memory, or a kernel that does not run. What is tried next."""
+"""Recovery from a failed iteration: out of memory, or a kernel that does not run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from dsbd_cli.engine.cache.caches import Caches
+from dsbd_cli.engine.decoding.results import result_of
 from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
 from dsbd_cli.engine.drafting.base import Drafter
 from dsbd_cli.engine.iteration.request_state import RequestState
@@ -12,11 +13,11 @@ from dsbd_cli.engine.planning.memory_limit import out_of_memory
 from dsbd_cli.engine.planning.planner import Planner, Shape
 from dsbd_cli.errors import OutOfMemoryRowError
 from dsbd_cli.ops.select import kernel_failed
-from dsbd_cli.requests import RequestResult
 
 
 class Recovery:
-    """Gives memory back and lets requests wait again, for a smaller batch or for tensor code."""
+    """Handler of failed iterations. It gives memory back and returns the requests to the queue, for a smaller batch or
+    for tensor code."""
 
     def __init__(
         self,
@@ -33,8 +34,8 @@ class Recovery:
     def after(
         self, error: Exception, running: list[RequestState], queue: RequestQueue, planner: Planner, shape: Shape | None
     ) -> bool:
-        """Try what is left after an error. The batch of the running requests has ended; they wait in the queue again.
-        False where nothing is left, and the error is to be raised.
+        """Try what is left after an error. The batch has ended, and its running requests wait in the queue again.
+        Return False where nothing is left to try, and the error must be raised.
 
         shape: of the iteration that failed, None where none had begun.
         """
@@ -52,8 +53,8 @@ class Recovery:
     def _with_less_memory(
         self, running: list[RequestState], queue: RequestQueue, planner: Planner, shape: Shape | None
     ) -> None:
-        """Fewer drafts where the planner has a choice, or half as many rows. A request that fails alone is tried once
-        more with all memory given back, and then gets its error."""
+        """Try fewer drafts where the planner has a choice, else half as many rows. A request that fails alone is tried
+        once more with all memory given back, and then gets its error."""
         smaller = planner.out_of_memory(shape, len(running))
         self._release()
         alone = len(running) == 1 and not smaller
@@ -72,7 +73,7 @@ class Recovery:
             f"out of memory with this row alone ({tokens} tokens, {nodes} nodes in an iteration): "
             "shorten it, or lower num_beams, depth or drafts_per_layer"
         )
-        queue.results.put(job.number, RequestResult(job.request, (), len(job.prompt), job.stats, error))
+        queue.results.put(job.number, result_of(job, (), error))
 
     def _release(self) -> None:
         """Give the memory of all caches back."""

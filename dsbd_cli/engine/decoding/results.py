@@ -1,4 +1,5 @@
-"""From device rows to results: hypotheses as text, counters as statistics. Host side, once per request or iteration."""
+"""Conversion of device rows to results: hypotheses to text, counters to statistics. It runs on the host, once per
+request or iteration."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
 
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
-    """The finished hypotheses of a row, on the host: F of each, best first, as in `Finished`."""
+    """The F finished hypotheses of a row, on the host, best first, as in `Finished`."""
 
     score: list[float]
     logprob: list[float]
@@ -36,8 +37,8 @@ class FinishedRow:
     tokens: list[list[int]]
 
 
-def ended(finished: Finished, rows: Sequence[int]) -> list[FinishedRow]:
-    """Return what these rows finished with, one entry each."""
+def read_finished(finished: Finished, rows: Sequence[int]) -> list[FinishedRow]:
+    """Return the finished hypotheses of these rows, one entry per row."""
     at = torch.tensor(rows, device=finished.score.device)
     columns = (getattr(finished, item.name)[at].tolist() for item in fields(FinishedRow))
     return [FinishedRow(*row) for row in zip(*columns, strict=True)]
@@ -51,8 +52,8 @@ def collect(
     grammars: GrammarCompiler,
     trace: TokenTrace | None = None,
 ) -> RequestResult:
-    """Result of a finished row: its n_best hypotheses, best first; under a grammar those that are valid before those
-    that are not. trace: where the row asks for it."""
+    """Return the result of a finished row: its n_best hypotheses, best first. Under a grammar the valid ones come
+    before the others. trace: given where the row asks for it."""
     job.stats.total_s = time.perf_counter() - job.started
     sampling, eos = job.request.sampling, set(codec.eos_ids)
     score, logprob, length = finished.score, finished.logprob, finished.length
@@ -62,7 +63,7 @@ def collect(
     texts = [finished.tokens[rank][: length[rank]] for rank in ranks]
     grammar = job.request.grammar
     whole = [None if grammar is None else grammars.matches(grammar, ids) for ids in texts]
-    ranks.sort(key=lambda rank: whole[rank] is False)  # which keeps the order of their scores
+    ranks.sort(key=lambda rank: whole[rank] is False)  # a stable sort: otherwise they stay in the order of their scores
     for rank in ranks[: sampling.n_best]:
         ids, valid = texts[rank], whole[rank]
         text = text_of(ids[:-1] if ids[-1] in eos else ids, sampling.stop, codec, prefix)
@@ -86,6 +87,19 @@ def collect(
         error = InvalidRowError(f"token_rules ({rules}) leave none of the allowed answers: switch them off")
     elif not hypotheses:
         error = NumericalError("no hypothesis has a finite score: the settings of this row are too extreme")
+    return result_of(job, hypotheses, error)
+
+
+def nan_result(job: RequestState) -> RequestResult:
+    """Return the result of a row whose model returned NaN: an error."""
+    error = NumericalError(
+        f"the target returned NaN after {job.stats.steps} steps: the checkpoint may need another dtype (try float32)"
+    )
+    return result_of(job, (), error)
+
+
+def result_of(job: RequestState, hypotheses: Sequence[Hypothesis], error: RowError | None) -> RequestResult:
+    """Return the result of a request that was encoded: its hypotheses, or an error."""
     return RequestResult(
         job.request,
         tuple(hypotheses),
@@ -99,19 +113,11 @@ def collect(
     )
 
 
-def broken(job: RequestState) -> RequestResult:
-    """Result of a row whose model returned NaN: its error."""
-    error = NumericalError(
-        f"the target returned NaN after {job.stats.steps} steps: the checkpoint may need another dtype (try float32)"
-    )
-    return RequestResult(job.request, (), len(job.prompt), job.stats, error)
-
-
 def text_of(ids: list[int], stops: Sequence[str], codec: TextCodec, prefix: Sequence[int] = ()) -> str:
-    """Text of the tokens, up to the stop string that the last of them completed, behind that of the prefix.
+    """Return the text of the prefix and of the tokens, up to the stop string that the last token completed.
 
-    Where that begins is known of the tokens' bytes, in which the automaton found it. A decoder may change the text, as
-    most drop a leading space, but what follows that place stands at the end of both.
+    The beginning of the stop string is found in the tokens' bytes, as the automaton finds it. A decoder may change the
+    text (most drop a leading space), but what follows that place is at the end of both.
     """
     if prefix:
         left_out = len(codec.decode(ids)) - len(text_of(ids, stops, codec))
@@ -130,19 +136,19 @@ def text_of(ids: list[int], stops: Sequence[str], codec: TextCodec, prefix: Sequ
         return text.removesuffix(rest)
     if rest.endswith(text):
         return ""
-    # a decoder of its own kind: the tokens before the stop string, and what it leaves of the one in which it begins
+    # the decoder changes the end, too: decode the tokens before the one in which the stop string begins, add the rest
     ends = list(accumulate(map(len, pieces)))
     count = bisect_right(ends, cut)
     return codec.decode(ids[:count]) + joined[ends[count - 1] if count else 0 : cut].decode(errors="replace")
 
 
 def common_tokens(state: BatchState, row: int) -> list[int]:
-    """Generated tokens of a running row that its best hypothesis will begin with, whatever comes.
+    """Return the generated tokens of a running row that its best hypothesis will certainly begin with.
 
-    The best one in the end is the best of those that are finished now, or goes on from a live beam. So these are the
-    tokens that all live beams and the best finished hypothesis share; all best ones, where scores are equal, and all
-    finished ones under a grammar, where a valid one goes before a better one that is not. Reads the device: only
-    between iterations.
+    The final best hypothesis is the best of those that are finished now, or it continues a live beam. So these are the
+    tokens that all live beams and the best finished hypothesis share. Where several finished hypotheses have the best
+    score, all of them count. Under a grammar all finished ones count, because a valid one comes before a better one
+    that is not valid. This reads the device, so it is called only between iterations.
     """
     beams, finished = state.beams, state.finished
     score = finished.score[row]
@@ -161,19 +167,19 @@ def record_iteration(
     counters: RowCounters,
     layers: Sequence[LayerCounters],
     seconds: dict[str, float],
-    sharing: int,
+    num_requests: int,
     nodes: int,
     log: bool,
     drafters: tuple[str, ...] = (),
 ) -> None:
-    """Add one iteration to a request's statistics. seconds: of the whole iteration, shared by `sharing` requests;
-    drafters: names of the two, where there are two."""
+    """Add one iteration to a request's statistics. seconds: of the whole iteration, shared by `num_requests` requests.
+    drafters: names of the two drafters, where there are two."""
     stats = job.stats
     for layer in layers if drafters else ():
         for name, part in _by_drafter(layer, drafters).items():
             part.accepted *= layer.reached
             stats.drafters.setdefault(name, DrafterStats()).add(part)
-    times = {name: value / sharing for name, value in seconds.items()}
+    times = {name: value / num_requests for name, value in seconds.items()}
     stats.target_calls += 1
     stats.steps += counters.steps
     stats.drafted += sum(layer.drafted for layer in layers)
@@ -215,7 +221,7 @@ def record_iteration(
 
 
 def _by_drafter(layer: LayerCounters, drafters: tuple[str, ...]) -> dict[str, DrafterStats]:
-    """Drafted and accepted nodes of a layer by drafter; empty where there are not two."""
+    """Return the drafted and accepted nodes of a layer by drafter; empty where there are not two."""
     if len(drafters) != 2:
         return {}
     drafted, accepted = layer.drafted_second, layer.accepted_second

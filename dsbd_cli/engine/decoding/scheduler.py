@@ -1,4 +1,5 @@
-"""Which request gets which row, and when it is read: requests on the host, no tensors of an iteration."""
+"""The scheduler, which decides which request gets which row, and when it is read. It holds requests on the host, and no
+tensors of an iteration."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from dsbd_cli.engine.decoding.batch import Batch, most_steps
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.request_state import RequestState, Results
-from dsbd_cli.engine.planning.memory_limit import PEEK, fitting_rows
+from dsbd_cli.engine.planning.memory_limit import REQUESTS_SEEN, fitting_rows
 from dsbd_cli.engine.planning.planner import deepest
 from dsbd_cli.errors import RowError
 from dsbd_cli.requests import NumberedRequests, Request, RequestResult
@@ -24,7 +25,7 @@ class RequestQueue:
     """Requests of one run: read from its source, encoded, and waiting for a row.
 
     Attributes:
-        waiting: those that wait, in order. results: where those go that cannot be decoded.
+        waiting: encoded requests, in order. results: receives the errors of requests that cannot be decoded.
     """
 
     def __init__(
@@ -35,16 +36,16 @@ class RequestQueue:
 
     @property
     def exhausted(self) -> bool:
-        """The end of the source has been seen."""
+        """Whether the end of the source has been seen."""
         return self._requests.exhausted()
 
     @property
     def finished(self) -> bool:
-        """No request waits, and none is to come."""
+        """Whether no request waits and none is to come."""
         return self.exhausted and not self.waiting
 
     def read(self, count: int) -> None:
-        """Read up to `count` requests that can be decoded; results of those that cannot go straight out."""
+        """Read up to `count` requests that can be decoded. A request that cannot be gets its result at once."""
         while count > 0 and (item := self._requests.next()) is not None:
             number, request = item
             if isinstance(request, RowError):
@@ -60,12 +61,12 @@ class RequestQueue:
 
 
 class Scheduler:
-    """Decides how many requests run together, and how far ahead they are read.
+    """Policy of how many requests run together, and of how far ahead they are read.
 
     Attributes:
         batch_size: rows of a batch as asked for, or as many as fit into memory once requests were seen.
-        rows: of the next batch at most; out of memory lowers it.
-        steps: taken by all requests so far, those of unfinished ones too.
+        rows: most rows of the next batch; out of memory lowers it.
+        steps: taken by all requests so far, including unfinished ones.
     """
 
     def __init__(self, caches: Caches, method: MethodConfig, batch_size: int | None) -> None:
@@ -74,12 +75,12 @@ class Scheduler:
         self.batch_size = self.rows = batch_size or 1
         self.steps = 0
         self._fit_batch = batch_size is None
-        self._proven = 1  # most rows that have run
+        self._most_rows_run = 1  # most rows that have run
 
     def fill(self, queue: RequestQueue) -> None:
-        """Read a whole batch. The first one decides how many rows fit into memory, where nobody said so."""
+        """Read a whole batch. The first batch decides how many rows fit into memory, where no batch size was given."""
         if self._fit_batch:
-            queue.read(PEEK)
+            queue.read(REQUESTS_SEEN)
             self._fit_rows(queue.waiting)
         queue.read(self.rows - len(queue.waiting))
 
@@ -91,27 +92,27 @@ class Scheduler:
             queue.read(len(batch.free) - len(queue.waiting))
 
     def ran(self, batch: Batch) -> None:
-        """Remember that so many rows have run together."""
-        self._proven = max(self._proven, len(batch.jobs))
+        """Record that this many rows have run together."""
+        self._most_rows_run = max(self._most_rows_run, len(batch.jobs))
 
     def retry(self, queue: RequestQueue, jobs: Sequence[RequestState]) -> None:
-        """Requests whose batch has ended wait again, before all others, and begin anew."""
+        """Put requests whose batch has ended back to the front of the queue. They begin again."""
         for job in jobs:
             self.steps -= job.stats.steps
             job.stats = RequestStats()
         queue.waiting.extendleft(reversed(jobs))
 
     def lower_rows(self, count: int) -> None:
-        """Run half as many as `count` rows, which ran out of memory; as many as have run before where count is 0: a row
-        that fails alone says nothing about how many others fit."""
-        self.rows = max(1, count // 2) if count else self._proven
+        """Halve the batch: take half of `count`, the rows that ran out of memory. Where count is 0, take as many rows
+        as have run before, because a row that fails alone says nothing about how many others fit."""
+        self.rows = max(1, count // 2) if count else self._most_rows_run
 
     def nodes(self, jobs: Iterable[RequestState]) -> int:
-        """Most nodes of an iteration of these requests, of one row."""
+        """Return the most nodes of one row in an iteration of these requests."""
         return deepest(self._method, most_steps(jobs)).nodes(self._method.num_beams)
 
     def _fit_rows(self, seen: Sequence[RequestState]) -> None:
-        """Take the batch size that memory allows, from the requests seen first."""
+        """Set the batch size to what memory allows, judged by the requests seen first."""
         if seen:
             nodes = self.nodes(seen)
             slots = self._caches.round_slots(max(len(job.prompt) + job.max_new for job in seen) + 2 * nodes)

@@ -15,13 +15,13 @@ from dsbd_cli.requests import Piece, RequestResult
 
 
 class Pieces:
-    """Gives out pieces of text as they are certain, and results as they are done, in no order of requests."""
+    """Pieces of text as soon as they are certain, and results as soon as they are done, in no order of requests."""
 
     held = 0
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec, self._bytes = codec, codec.token_bytes()
-        # a single byte that no text holds
+        # a token of a single byte that is no text by itself
         broken = (token for token, added in enumerate(self._bytes) if len(added) == 1 and added[0] >= 0x80)
         self._broken = next(broken, None)
         self._common_prefix: dict[int, int] = {}  # slots common to all live beams when a request was last read
@@ -29,7 +29,8 @@ class Pieces:
         self._out: deque[Piece] = deque()
 
     def progress(self, job: RequestState, tokens: Callable[[], list[int]]) -> None:
-        """The device is read only where live beams have more in common than before."""
+        """Take the new text of a running request. The device is read only where the live beams have more in common than
+        before."""
         if job.common_prefix <= self._common_prefix.get(job.number, len(job.prompt) - 1):
             return
         self._common_prefix[job.number] = job.common_prefix
@@ -38,13 +39,13 @@ class Pieces:
         text = self._whole(tokens(), stops, job.prompt[len(job.prompt) - job.prefix :])
         # a stop string may have begun in what is held back
         text = text[: max(0, len(text) - max((len(stop.encode()) - 1 for stop in stops), default=0))]
-        # shorter after out of memory, when the request begins again
+        # the text is shorter after out of memory, when the request begins again
         if len(text) > len(sent) and text.startswith(sent):
             self._sent[job.number] = text
             self._out.append(Piece(job.request, text[len(sent) :]))
 
     def put(self, number: int, result: RequestResult) -> None:
-        """The last piece: what is missing of the best text, and the result."""
+        """Take the last piece: the rest of the best text, and the result."""
         self._common_prefix.pop(number, None)
         sent = self._sent.pop(number, "")
         if result.error is None and not result.text.startswith(sent):
@@ -57,12 +58,13 @@ class Pieces:
         self._out.append(Piece(result.request, rest, result))
 
     def ready(self) -> Iterator[Piece]:
-        """All pieces so far."""
+        """Yield all pieces so far."""
         while self._out:
             yield self._out.popleft()
 
     def _whole(self, ids: list[int], stops: Sequence[str], prefix: Sequence[int]) -> str:
-        """The text of as many leading tokens as end a character, whatever tokens follow, up to a stop string."""
+        """Return the text of as many leading tokens as end with a whole character, whatever tokens follow, up to a stop
+        string."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         ends = []
         for count, token in enumerate(ids, 1):

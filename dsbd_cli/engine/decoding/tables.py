@@ -41,7 +41,7 @@ class RequestTables:
         *,
         on_logits: bool,
     ) -> RequestTables:
-        """Tables without rows. on_logits: see RuleTable."""
+        """Return tables without rows. on_logits: see RuleTable."""
         ending = {token for token in codec.eos_ids if token < vocab_size}
         eos = torch.zeros(vocab_size, dtype=torch.bool)
         eos[list(ending)] = True
@@ -57,5 +57,5 @@ class RequestTables:
 
     @property
     def constraints(self) -> list[Constraint]:
-        """Return all that may limit the tokens that follow a path."""
+        """All constraints that may limit the tokens after a path."""
         return [self.rules, self.tries.table, self.grammars]

@@ -1,1 +1,1 @@
-"""Drafters: how a forest is proposed. `config.variants.DRAFTERS` says where the code of each is."""
+"""Drafters, which propose a forest. `config.variants.DRAFTERS` says where the code of each is."""

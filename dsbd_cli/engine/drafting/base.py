@@ -1,4 +1,5 @@
-"""Types that a drafter is given and returns. A drafter never looks at the target's logits of its own iteration."""
+"""Types that a drafter receives and returns, and functions that build its layers. A drafter never reads the target's
+logits of its own iteration."""
 
 from __future__ import annotations
 
@@ -22,7 +23,6 @@ from dsbd_cli.engine.core.nodes import DistributionScope, DraftDistribution, Lay
 from dsbd_cli.engine.core.noise import extend_path
 from dsbd_cli.engine.core.pool import match_pairs
 from dsbd_cli.engine.core.sampler import Sampler
-from dsbd_cli.engine.core.slots import SlotTable
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.bridge.bridged import AnyDraft
 from dsbd_cli.engine.drafting.text import PromptTable
@@ -33,7 +33,8 @@ from dsbd_cli.ops.interface import Ops
 
 @dataclass(frozen=True, slots=True)
 class DrafterInputs:
-    """Inputs that drafters are made from. model: of the draft, None where there is none; grammars: of the rows."""
+    """Inputs that drafters are made from. model: the draft, None where there is none. vocab_size: V of the target.
+    grammars: grammars of the rows."""
 
     method: MethodConfig
     model: AnyDraft | None
@@ -43,7 +44,8 @@ class DrafterInputs:
     grammars: GrammarTable
 
     def draft(self) -> ForestModel:
-        """The draft model of a drafter that needs one. Raises UsageError for one with tokens of its own."""
+        """Return the draft model, for a drafter that needs one. Raises UsageError where it is a draft with tokens of
+        its own."""
         from dsbd_cli.engine.drafting.bridge.bridged import BridgedDraft
 
         assert self.model is not None, "checked by MethodConfig.fit_draft"
@@ -53,25 +55,27 @@ class DrafterInputs:
 
 
 class EngineStopped(Exception):  # noqa: N818 - no error: somebody asked for it
-    """The engine was asked to stop in the middle of an iteration."""
+    """A request to stop the engine, raised in the middle of an iteration."""
 
 
 @dataclass(slots=True)
 class Endings:
-    """Which pairs end a sequence: end tokens [V] bool, how many there are, and the stop automaton."""
+    """Tests for pairs that end a sequence. eos: [V] bool, end tokens. num_eos: how many there are. stops: the automaton
+    of stop strings."""
 
     eos: Tensor
     num_eos: int
     stops: StopTable
 
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """Stop states after the tokens. state [R, n]; tokens [R, n] or [R, n, C]."""
+        """Return the stop states after the tokens, in the shape of tokens; NO_STOPS for all where no request has stop
+        strings. state [R, n]; tokens [R, n] or [R, n, C]."""
         if self.stops.used:
             return self.stops.step(state, tokens)
         return torch.ones_like(tokens)
 
     def ends(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """[R, n, C] bool (or [R, n])."""
+        """Return which tokens end the sequence: bool in the shape of tokens, [R, n] or [R, n, C]."""
         ending = self.eos[tokens]
         return ending | (self.stops.step(state, tokens) == 0) if self.stops.used else ending
 
@@ -81,19 +85,22 @@ class DraftContext:
     """One iteration as a drafter sees it.
 
     Attributes:
-        beams, table: live beams and slots. buffer: of this iteration's nodes, with the roots in it. sampler: how drafts
-            are drawn. drafts_end: an end token may be drafted.
-        warp, endings: the rows' settings. num_beams: W. depth: D. drafts_per_layer: K. row_key, iteration: [R] int64.
-        draft_backlog: most used slots of a row that the draft has not run, or
-            more. record_distribution: the layer distributions Q are needed. prompts: only where the drafter reads the
-            text (needs_text).
-        stopping: the engine was asked to stop. legal: the constraints that act, None where there are none.
-        ops: what serves. gate: see goes_on; None: all that is drafted goes to the target.
+        beams: the live beams. buffer: memory of this iteration's nodes, with the roots in it.
+        sampler: how drafts are drawn. drafts_end: an end token may be drafted.
+        warp: temperature and cuts of the rows. endings: which pairs end a sequence.
+        num_beams: W. depth: D. drafts_per_layer: K.
+        row_key: [R] int64, key of each row's noise. iteration: [R] int64, number of each row's iteration.
+        draft_backlog: the most used slots of a row that the draft has not run, or a number above it.
+        record_distribution: the distribution Q of each layer is needed.
+        prompts: prompts of the rows, only where the drafter reads the text (needs_text).
+        stopping: returns whether the engine was asked to stop.
+        legal: the constraints that act, None where there are none.
+        ops: operations that serve the engine's device.
+        gate: decides whether a layer goes to the target, see goes_on. None: every drafted layer does.
         own_ids: [R, o] int64, of OwnIds, where a trimmed draft may draft them. They stay the same in all layers.
     """
 
     beams: Beams
-    table: SlotTable
     buffer: ForestBuffer
     sampler: Sampler
     drafts_end: bool
@@ -115,20 +122,21 @@ class DraftContext:
 
     @property
     def keys(self) -> Tensor:
-        """[R, D + 1, STREAMS] int64, stream keys."""
+        """Stream keys of all layers: [R, D + 1, STREAMS] int64."""
         return self.buffer.keys
 
 
 class Drafter(Protocol):
-    """Proposes a forest. A drafter names this class as its base, and takes the defaults from here.
+    """Interface of a drafter, which proposes a forest. A drafter inherits from this class, and takes the defaults from
+    it.
 
     Attributes:
         model: the draft model that runs the forest's nodes, in the same cache slots as the target. None where the
             drafter has no model, or one with a cache of its own.
         on_host: the drafter works on the host, so an iteration cannot be captured as a CUDA graph.
-        calls: how many draft forwards the last proposal took.
-        needs_text: it reads context.prompts.
-        by_kernel: its forest can be written by kernels.
+        calls: number of draft forwards of the last proposal.
+        needs_text: the drafter reads context.prompts.
+        by_kernel: kernels can write its forest.
     """
 
     model: ForestModel | None = None
@@ -138,43 +146,46 @@ class Drafter(Protocol):
     by_kernel: bool = False
 
     def propose(self, context: DraftContext) -> Forest:
-        """Roots and D layers of K nodes."""
+        """Return a forest of the roots and at most D layers of K nodes."""
         ...
 
     def sure_to_pass(self, beams: Beams, depth: int, count: int) -> list[list[int]] | None:
-        """For every row that runs, how many nodes each layer has that is certain to pass, where the drafter knows it
-        before an iteration of `depth` layers of `count` nodes at most; None where it does not."""
+        """Return, for each row that runs, the node counts of the layers that are certain to pass. Return None where the
+        drafter does not know.
+
+        It is asked before an iteration of at most `depth` layers of at most `count` nodes.
+        """
         return None
 
     def learn(self, forest: Forest, candidates: Candidates) -> None:
-        """Learn what the target said of the nodes [R, N] that were proposed last.
+        """Learn from the target's candidates of the nodes [R, N] that were proposed last.
 
-        A proposal may go by what was said of its row before its iteration, by nothing that is said in it. What was said
-        before a row's iteration 0 was said of another request.
+        A proposal may depend on what the target computed for its row in earlier iterations, and on nothing that it
+        computes in this one. Before a row's iteration 0 the target computed for another request.
 
-        On a GPU propose and learn are captured as parts of a CUDA graph. At a replay no Python runs: a tensor that is
-        kept from one iteration for the next must then be written in place.
+        On a GPU propose and learn are captured as parts of a CUDA graph. No Python runs at a replay, so a tensor that
+        is kept from one iteration for the next must be written in place.
         """
         return
 
     def select(self, rows: Tensor) -> None:
-        """The batch goes on with these rows [n] int64 alone, in this order. For a drafter that keeps something of each
-        row."""
+        """Keep only these rows [n] int64 of the batch, in this order. A drafter that keeps data of each row overrides
+        it."""
         return
 
     def release(self) -> None:
-        """Give back the memory of a cache of its own. That of `model` belongs to the engine."""
+        """Free the memory of a cache of the drafter's own. The cache of `model` belongs to the engine."""
         return
 
 
 @dataclass(slots=True)
 class LayerDrafts:
-    """The nodes proposed for one layer, before they are part of a forest: sampled ones first, in draw order.
+    """Nodes proposed for one layer, before they are part of a forest. Sampled nodes come first, in draw order.
 
     Attributes:
         above: [R, m] int64, index of the parent among the nodes of the layer above (0 .. n-1).
         token: [R, m] int64. valid, sampled: [R, m] bool (sampled implies valid).
-        weight: [R, m] float32, running weight under whatever proposed it.
+        weight: [R, m] float32, running weight under the drafter that proposed the node.
         confidence: [R] float32, see pair_confidence; None where the drafter cannot tell.
     """
 
@@ -187,10 +198,11 @@ class LayerDrafts:
 
 
 def pair_confidence(context: DraftContext, nodes: LayerNodes, weight: Tensor) -> Tensor | None:
-    """Share of the mass of a layer's nodes that goes on to the W likeliest pairs below them: [R] float32, 0 where there
-    is none. weight: [R, n, C], running weights of all pairs. None where nobody asks.
+    """Return the share of a layer's mass that goes on to the W likeliest pairs below it: [R] float32, 0 where the layer
+    has no mass. Return None where no gate asks for it.
 
-    It is a function of what the layer is drawn from, never of the draws: see goes_on.
+    weight: [R, n, C], running weights of all pairs. The share depends on the distribution that the layer is drawn from,
+    never on the draws: see goes_on.
     """
     if context.gate is None:
         return None
@@ -202,11 +214,11 @@ def pair_confidence(context: DraftContext, nodes: LayerNodes, weight: Tensor) ->
 
 
 def goes_on(context: DraftContext, forest: Forest, drafts: LayerDrafts) -> bool:
-    """Whether these drafts go to the target. Where they do not, the forest ends above them.
+    """Return whether these drafts go to the target. Where they do not, end the forest above them.
 
-    Reads the confidence on the host. Under rule `rejection` the layer may be given up by what was known before its
-    draws alone, and no layer above it: whoever looks at draws first and then gives them up has drawn the others from
-    another distribution than the recorded one.
+    The confidence is read on the host. Under rule `rejection` the decision may use only what was known before the draws
+    of this layer, and it may not drop a layer above. To look at draws and then drop them would leave the other drafts
+    with another distribution than the recorded one.
     """
     if context.gate is None or drafts.confidence is None or context.gate(drafts.confidence.tolist()):
         return True
@@ -221,12 +233,14 @@ def children(
     drafts: LayerDrafts,
     distribution: DraftDistribution | None = None,
 ) -> LayerNodes:
-    """Write layer + 1 of the forest, below the nodes of `layer`, and return its nodes. distribution: that they came
-    from.
+    """Write layer + 1 of the forest, below the nodes of `layer`, and return its nodes.
 
     The drafts must be m = K (context.drafts_per_layer) wide: pad with invalid ones. Invalid drafts may hold any token
-    in 0 .. V-1 and any parent in 0 .. n-1. An illegal draft is invalid. Every layer comes by here, so here the
-    iteration ends where the engine was asked to stop. Raises Stopped.
+    in 0 .. V-1 and any parent in 0 .. n-1. An illegal draft becomes invalid. distribution: the one that the drafts were
+    drawn from.
+
+    Raises EngineStopped where the engine was asked to stop. It is checked here because every layer that tensor code
+    writes passes through this function.
     """
     if context.stopping():
         raise EngineStopped
@@ -257,26 +271,37 @@ def children(
 
 
 def following(context: DraftContext, nodes: LayerNodes, above: Tensor, token: Tensor) -> Tensor:
-    """Legal states of tokens [R, m] below the nodes `above` [R, m]; DEAD where one is illegal."""
+    """Return the legal states of tokens [R, m] below the nodes `above` [R, m]; DEAD where a token is illegal."""
     assert context.legal is not None
     assert nodes.legal_state is not None
     return context.legal.step(nodes.legal_state.gather(1, above), token)
 
 
-def merge_nodes(first: LayerDrafts, second: LayerDrafts, priority: Tensor, width: int) -> tuple[LayerDrafts, Tensor]:
-    """One layer of `width` nodes from two proposals with the same layer above: all of `first`, in its order, then the
-    nodes of `second` (deterministic ones only) that are not among them, those of the largest priority [R, m2] first.
+def padded_top(x: Tensor, count: int, missing: float) -> tuple[Tensor, Tensor]:
+    """Return the `count` largest numbers of each row, [R, count]: values and indices. Ties keep their order. Where
+    there are fewer numbers above `missing`, the rest have this value and index 0."""
+    x = torch.nn.functional.pad(x, (0, max(0, count - x.shape[1])), value=missing)
+    index = x.argsort(dim=1, descending=True, stable=True)[:, :count]
+    value = x.gather(1, index)
+    return value, torch.where(value > missing, index, 0)
 
-    width - m1 nodes of `second` fit; if it has fewer, the rest is padding. `first` must fit. Second result: where each
-    node of `second` [R, m2] stands in the fused layer (a duplicate: its equal in `first`), -1 if it is absent or
-    dropped.
+
+def merge_nodes(first: LayerDrafts, second: LayerDrafts, priority: Tensor, width: int) -> tuple[LayerDrafts, Tensor]:
+    """Merge two proposals that have the same layer above into one layer of `width` nodes.
+
+    The layer has all m1 nodes of `first`, in their order, then the nodes of `second` (deterministic ones only) that are
+    not among them, those of the largest priority [R, m2] first. There is room for width - m1 nodes of `second`; if it
+    has fewer, the rest is padding. `first` must fit.
+
+    The second result [R, m2] says where each node of `second` is in the merged layer. A duplicate is where its equal in
+    `first` is. A node that is absent or was dropped has -1.
     """
     kept, room = first.token.shape[1], width - first.token.shape[1]
     assert room >= 0
     equal = match_pairs(second.above, second.token, first.above, first.token, first.valid)
     new = second.valid & (equal < 0)
     order = torch.where(new, priority, NEG_INF).argsort(dim=1, descending=True, stable=True)
-    # an absent node sorts with impossible ones, so real ones go first by validity
+    # an absent node has the priority of an impossible one, so a second stable sort puts real ones first
     order = order.gather(1, (~new.gather(1, order)).to(torch.int8).argsort(dim=1, stable=True))
     rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
@@ -301,10 +326,11 @@ def merge_nodes(first: LayerDrafts, second: LayerDrafts, priority: Tensor, width
 def record_distribution(
     candidates: Candidates, log_q: Tensor, index: Tensor, valid: Tensor, scope: DistributionScope = "pool"
 ) -> DraftDistribution:
-    """The distribution of K1 draws and the mass left before each, summed from what is left so that nothing cancels.
+    """Record the distribution of K1 draws, and the mass left before each draw. This mass is summed from what is left,
+    so that nothing cancels.
 
-    log_q: [R, n, C] float32, normalised over the pool or (scope `parent`) in each row (see
-    distribution.row_distribution). index: [R, K1] flat index of each draw, in draw order. valid: [R, K1] bool.
+    log_q: [R, n, C] float32, normalised over the pool or (scope `parent`) for each node (see
+    distribution.row_distribution). index: [R, K1] int64, flat index of each draw, in draw order. valid: [R, K1] bool.
     """
     log_probs = log_q.flatten(1).to(torch.float64)
     drawn = torch.where(valid, log_probs.gather(1, index), NEG_INF)

@@ -1,5 +1,5 @@
-"""The drafter of the paper: beam sampling with a small model, K pairs of the draft's pool per layer (Qin et al. 2025,
-section 3.1)."""
+"""The drafter of the paper (Qin et al. 2025, section 3.1): beam sampling with a small model, which draws K pairs from
+its own pool in each layer."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ from dsbd_cli.engine.drafting.base import (
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 
-MERGED_BACKLOG = 16  # more tokens of the backlog than this get a forward of their own, without the output head
+MERGED_BACKLOG = 16  # tokens; a longer backlog gets a forward of its own, without the output head
 
 
 class NoDrafter(Drafter):
-    """No drafts: the forest is the roots alone, and decoding is plain beam sampling or beam search."""
+    """A drafter without drafts: the forest is the roots alone, and decoding is plain beam sampling or beam search."""
 
     by_kernel = True
 
     def propose(self, context: DraftContext) -> Forest:
-        """Only layer 0."""
+        """Return a forest of layer 0 alone."""
         return Forest(context.buffer)
 
 
 class BeamDrafter(Drafter):
-    """Drafts with a model over the same slots as the target's. Others that run a model differ in `drafts` alone."""
+    """A drafter that runs a model over the same slots as the target's. Other drafters that run a model inherit from it
+    and replace `drafts` alone."""
 
     model: ForestModel
 
@@ -52,11 +53,11 @@ class BeamDrafter(Drafter):
         self.model = model
         self.vocab_size = vocab_size
         self._ids = head_ids(model, vocab_size)
-        self.by_kernel = type(self).drafts is BeamDrafter.drafts  # others write their layers themselves
+        self.by_kernel = type(self).drafts is BeamDrafter.drafts  # subclasses draw in another way
 
     def propose(self, context: DraftContext) -> Forest:
-        """D draft forwards, or fewer: the first takes the roots (and tokens the draft has not run), each further one a
-        layer."""
+        """Draft D layers, or fewer where the gate ends the forest. Each layer takes one draft forward: the first reads
+        the roots (and tokens that the draft has not run), each further one the layer drafted last."""
         forest = Forest(context.buffer)
         for layer in range(context.depth):
             logits = self.forward(context, forest, layer)
@@ -71,14 +72,14 @@ class BeamDrafter(Drafter):
         return forest
 
     def forward(self, context: DraftContext, forest: Forest, layer: int) -> DraftLogits:
-        """Draft logits of one layer's nodes."""
+        """Return the draft's logits of one layer's nodes."""
         nodes, buffer = forest.layers[layer], context.buffer
         device, count = nodes.token.device, nodes.token.shape[1]
         with_backlog = layer == 0 and context.draft_backlog > 0
         if with_backlog and context.draft_backlog > MERGED_BACKLOG:
             run(self.model, buffer.draft_backlog(), device, logits=False)
             with_backlog = False
-        batch = buffer.late_and_roots() if with_backlog else buffer.input(layer)
+        batch = buffer.backlog_and_roots() if with_backlog else buffer.input(layer)
         batch.own_ids = context.own_ids
         logits = run(self.model, batch, device)
         assert logits is not None
@@ -87,8 +88,8 @@ class BeamDrafter(Drafter):
     def drafts(
         self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
     ) -> tuple[LayerDrafts, DraftDistribution | None]:
-        """`count` draws from the draft's pool below one layer, and the distribution they were drawn from where one is
-        needed. logits: of the layer's nodes."""
+        """Draw `count` pairs from the draft's pool below one layer. Return them, and the distribution that they were
+        drawn from where one is needed. logits: of the layer's nodes."""
         nodes, sampler = forest.layers[layer], context.sampler
         candidates = draft_candidates(context, forest, layer, logits)
         live = nodes.valid & ~nodes.ends
@@ -114,7 +115,8 @@ class BeamDrafter(Drafter):
         return drafts, record_distribution(candidates, log_q, index, valid) if context.record_distribution else None
 
     def _extend(self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits) -> None:
-        """`drafts` and `children` by a kernel. Raises Stopped where the engine was asked to stop."""
+        """Do the work of `drafts` and `children` with a kernel. Raises EngineStopped where the engine was asked to
+        stop."""
         if context.stopping():
             raise EngineStopped
         candidates = draft_candidates(context, forest, layer, logits)
@@ -127,28 +129,29 @@ class BeamDrafter(Drafter):
 
 
 def draft_calls(context: DraftContext, forest: Forest) -> int:
-    """Draft forwards of an iteration: one per layer that was drafted, and one more where the backlog is long."""
+    """Return the draft forwards of an iteration: one per layer that was drafted, and one more where the backlog is
+    long."""
     return forest.layers_run + (context.depth > 0 and context.draft_backlog > MERGED_BACKLOG)
 
 
 def draft_candidates(context: DraftContext, forest: Forest, layer: int, logits: DraftLogits) -> Candidates:
-    """Candidates of the draft's nodes in one layer, enough for K draws. A draft that returns NaN proposes nothing; the
-    target decides alone."""
+    """Return the candidates of the draft's nodes in one layer, enough for K draws. Where the draft returns NaN it
+    proposes nothing, and the target decides alone."""
     wanted = context.sampler.candidates(forest.num_beams, 1, context.warp, logits.width)
     wanted = wanted.at_least(min(context.drafts_per_layer + 8, logits.width))
     legal = None if context.legal is None else context.legal.of(NodePaths.of(forest, context.beams, layer))
     candidates = logits.candidates(wanted, legal, context.ops)
-    if context.buffer.kernel is None:  # `extend` takes NaN for impossible by itself
+    if context.buffer.kernel is None:  # the kernel `extend` takes NaN for impossible by itself
         candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEG_INF, neginf=NEG_INF)
     return candidates
 
 
 def run(model: ForestModel, batch: ForestInput, device: torch.device, *, logits: bool = True) -> Tensor | None:
-    """Logits of a model that may live on another device; None with logits=False."""
+    """Run a model that may be on another device, and return its logits on `device`; None with logits=False."""
     result = model.forward(batch if model.device == device else batch.to(model.device), logits=logits)
     return None if result is None else result.to(device)
 
 
-def make(of: DrafterInputs) -> BeamDrafter:
-    """Drafter `beam`."""
-    return BeamDrafter(of.draft(), of.vocab_size)
+def make(inputs: DrafterInputs) -> BeamDrafter:
+    """Make drafter `beam`."""
+    return BeamDrafter(inputs.draft(), inputs.vocab_size)

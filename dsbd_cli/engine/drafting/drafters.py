@@ -1,5 +1,5 @@
-"""Drafters: how a forest is proposed. `variants.DRAFTERS` says where the code of each is; two names joined by + are
-fused."""
+"""Construction of the drafter that a method names. `variants.DRAFTERS` says where the code of each is. Two names joined
+by + become one drafter with merged drafts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dsbd_cli.engine.drafting.paths import PathDrafter
 from dsbd_cli.errors import UsageError
 
 
-def make_drafter(of: DrafterInputs) -> Drafter:
-    """The drafter that a method names. Raises UsageError where its draft, its index or its code cannot be used."""
-    method = of.method
+def make_drafter(inputs: DrafterInputs) -> Drafter:
+    """Make the drafter that a method names. Raises UsageError where its draft, its index or its code cannot be used."""
+    method = inputs.method
     if method.depth == 0:
         return NoDrafter()
-    first, *more = [_made(name, of) for name in method.drafter_names]
+    first, *more = [_made(name, inputs) for name in method.drafter_names]
     if not more:
         return first
     second = more[0]
@@ -27,9 +27,9 @@ def make_drafter(of: DrafterInputs) -> Drafter:
     return FusionDrafter(first, second, method.second_share, method.value(FUSION_TOP_K))
 
 
-def _made(name: str, of: DrafterInputs) -> Drafter:
+def _made(name: str, inputs: DrafterInputs) -> Drafter:
     make = DRAFTERS[name].load()
-    made = make(of) if callable(make) else None
+    made = make(inputs) if callable(make) else None
     if Drafter not in type(made).__mro__:
         raise UsageError(f"drafter {name} cannot be used: {DRAFTERS[name].make} makes no Drafter")
     return cast("Drafter", made)

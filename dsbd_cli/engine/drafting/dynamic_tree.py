@@ -12,20 +12,21 @@ from dsbd_cli.config.variants import TREE, TreeName
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import DraftDistribution
 from dsbd_cli.engine.core.topk import NEG_INF
-from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts
+from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, padded_top
 from dsbd_cli.engine.drafting.beam import BeamDrafter
 from dsbd_cli.engine.drafting.logits import DraftLogits
-from dsbd_cli.engine.drafting.rsd import RowDraws, carry, root_log_probs, root_mass
+from dsbd_cli.engine.drafting.rsd import RowDraws, node_values, root_log_mass, root_log_probs
 from dsbd_cli.engine.protocols import ForestModel
 
 
 class DynamicTree(BeamDrafter):
-    """Drafts where an acceptance is likeliest.
+    """A drafter that puts nodes where an acceptance is likeliest. `tree` says how it chooses them.
 
-    greedy: the value of a draw is the chance that it is reached: the product of q along the path to its parent, times
-    the mass of the parent's distribution that earlier siblings have left. It is known before the draw, so taking the K
-    draws of largest value says nothing about their tokens. threshold: of them, those worth at least t.
-    top-k: the K pairs with the largest product of q along the path; deterministic nodes.
+    greedy: the K draws of largest value. The value of a draw is the chance that it is reached: the product of q along
+    the path to its parent, times the mass of the parent's distribution that earlier siblings have left. It is known
+    before the draw, so the choice says nothing about the tokens that are drawn.
+    threshold: those of the greedy draws whose value is at least t.
+    top-k: the K pairs with the largest product of q along the path. They are deterministic nodes.
     """
 
     def __init__(self, model: ForestModel, vocab_size: int, tree: TreeName, threshold: float) -> None:
@@ -37,13 +38,13 @@ class DynamicTree(BeamDrafter):
     def drafts(
         self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
     ) -> tuple[LayerDrafts, DraftDistribution | None]:
-        """The K best draws of the layer, best first."""
+        """Draft the `count` best draws of the layer, best first."""
         rows = RowDraws(context, forest, layer, logits)
         if self._tree == "top-k":
             weight = rows.nodes.weight.unsqueeze(-1) + rows.candidates.logprobs
-            best, index = _top(weight.masked_fill(~rows.allowed, NEG_INF).flatten(1), count)
+            best, index = padded_top(weight.masked_fill(~rows.allowed, NEG_INF).flatten(1), count, NEG_INF)
             return rows.drafts(index, best > NEG_INF, sampled=False)
-        value = carry(self._value, rows.nodes, layer, root_mass(forest.layers[0]))
+        value = node_values(self._value, rows.nodes, layer, root_log_mass(forest.layers[0]))
         if layer == 0:
             value = root_log_probs(context, rows.nodes)
         keys, column = rows.keys.topk(min(count, rows.keys.shape[2]), dim=2)  # [R, n, J] in draw order
@@ -54,21 +55,13 @@ class DynamicTree(BeamDrafter):
         if self._tree == "threshold":
             worth = torch.where(worth >= math.log(self._threshold), worth, NEG_INF)
         # ties go to the earlier sibling, which must be drawn first
-        best, place = _top(worth.flatten(1), count)
+        best, place = padded_top(worth.flatten(1), count, NEG_INF)
         above = place // worth.shape[2]
         index = above * rows.keys.shape[2] + column.flatten(1).gather(1, place)
         self._value = value.gather(1, above) + log_q.flatten(1).gather(1, place)
         return rows.drafts(index, best > NEG_INF)
 
 
-def _top(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest [R, count], ties in order, -inf where there are fewer: values and indices."""
-    x = torch.nn.functional.pad(x, (0, max(0, count - x.shape[1])), value=NEG_INF)
-    index = x.argsort(dim=1, descending=True, stable=True)[:, :count]
-    value = x.gather(1, index)
-    return value, torch.where(value > NEG_INF, index, 0)
-
-
-def make(of: DrafterInputs) -> DynamicTree:
-    """Drafter `dynamic-tree`."""
-    return DynamicTree(of.draft(), of.vocab_size, of.method.value(TREE), of.method.value_threshold)
+def make(inputs: DrafterInputs) -> DynamicTree:
+    """Make drafter `dynamic-tree`."""
+    return DynamicTree(inputs.draft(), inputs.vocab_size, inputs.method.value(TREE), inputs.method.value_threshold)

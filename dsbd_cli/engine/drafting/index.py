@@ -5,11 +5,12 @@
     12-15        V, ids of the tokenizer (uint32)
     16-31        fingerprint of the tokenizer
     32-39        n, tokens with the separators behind each document (uint64)
-    40-47        documents (uint64)
+    40-47        number of documents (uint64)
     48-51        CRC-32 of bytes 0-47
     64 ...       n token ids (int32; -1 between documents), then n suffix starts (int32)
 
-Suffixes are in the order of their first SORTED tokens, ends before everything; equal ones in the order of the corpus.
+Suffixes are sorted by their first SORTED tokens. The end of a document or of the corpus sorts before every token. Equal
+suffixes keep the order of the corpus.
 """
 
 from __future__ import annotations
@@ -45,11 +46,10 @@ class CorpusIndex:
 
     tokens: Ids
     suffixes: Ids
-    documents: int
 
 
 def tokenizer_fingerprint(token_bytes: Sequence[bytes]) -> bytes:
-    """16 bytes that two tokenizers share only if every id stands for the same bytes."""
+    """Return 16 bytes that two tokenizers share only if every id stands for the same bytes."""
     digest = hashlib.blake2b(digest_size=16)
     for token in token_bytes:
         digest.update(len(token).to_bytes(4, "little") + token)
@@ -57,7 +57,8 @@ def tokenizer_fingerprint(token_bytes: Sequence[bytes]) -> bytes:
 
 
 def sort_suffixes(tokens: Ids, progress: OnProgress = lambda line: None) -> Ids:
-    """Suffix array by prefix doubling up to SORTED tokens: [n] int32. Needs about 28 bytes per token beside them."""
+    """Return the suffix array [n] int32, sorted by prefix doubling up to SORTED tokens. This needs about 28 bytes per
+    token beside the tokens themselves."""
     size = len(tokens)
     key = tokens.astype(np.int64)
     order = np.argsort(key, kind="stable")
@@ -67,7 +68,7 @@ def sort_suffixes(tokens: Ids, progress: OnProgress = lambda line: None) -> Ids:
         ranked = key[order]
         del key
         group = np.empty(size, dtype=np.int32)
-        group[:1] = 1  # 0 is past the end
+        group[:1] = 1  # rank 0 is past the end
         np.not_equal(ranked[1:], ranked[:-1], out=group[1:], casting="unsafe")
         del ranked
         np.cumsum(group, out=group)
@@ -87,7 +88,7 @@ def sort_suffixes(tokens: Ids, progress: OnProgress = lambda line: None) -> Ids:
 
 
 class CorpusTokens:
-    """A corpus while it is read: 4 bytes per token."""
+    """Tokens of a corpus while it is read, at 4 bytes per token."""
 
     def __init__(self, documents: Iterable[Iterable[int]] = ()) -> None:
         self.ids = array("i")
@@ -97,11 +98,11 @@ class CorpusTokens:
             self.end_document()
 
     def extend(self, ids: Iterable[int]) -> None:
-        """More tokens of the document that is being read."""
+        """Add tokens to the document that is being read."""
         self.ids.extend(ids)
 
     def end_document(self) -> None:
-        """No match reaches from one document into the next."""
+        """End the document with a separator, so that no match reaches from one document into the next."""
         self.ids.append(SEPARATOR)
         self.documents += 1
 
@@ -109,7 +110,7 @@ class CorpusTokens:
 def write_index(
     path: Path, corpus: CorpusTokens, token_bytes: Sequence[bytes], progress: OnProgress = lambda line: None
 ) -> None:
-    """Sort and write; the file appears under its name only when it is whole.
+    """Sort the suffixes and write the file. It appears under its name only when it is complete.
 
     Raises UsageError for a corpus without tokens or with too many, or where the file cannot be written.
     """
@@ -148,22 +149,23 @@ def open_index(path: Path, token_bytes: Sequence[bytes]) -> CorpusIndex:
         raise UsageError(f"{path} is no index: dsbd index makes one")
     if len(head) < BODY or zlib.crc32(head[: HEADER.size]) != struct.unpack_from("<I", head, HEADER.size)[0]:
         raise UsageError(f"index {path} is damaged in its header: make it again with dsbd index")
-    _, version, _, fingerprint, size, documents = HEADER.unpack_from(head)
+    _, version, _, fingerprint, size, _ = HEADER.unpack_from(head)
     if version != VERSION:
         raise UsageError(f"index {path} has format {version}, but this dsbd reads {VERSION}: make it again")
     if total != BODY + 8 * size:
         raise UsageError(f"index {path} has {total} bytes instead of {BODY + 8 * size}: it is cut off or damaged")
     if fingerprint != tokenizer_fingerprint(token_bytes):
         raise UsageError(f"index {path} was made with another tokenizer: make it again with --target of this run")
-    # copy-on-write: nothing is ever written, but tensors want memory that could be
+    # copy-on-write: nothing is ever written, but a tensor needs memory that could be
     body = np.memmap(path, dtype="<i4", mode="c", offset=BODY, shape=(2, size))
-    index = CorpusIndex(body[0], body[1], documents)
+    index = CorpusIndex(body[0], body[1])
     _check(path, index, len(token_bytes))
     return index
 
 
 def _check(path: Path, index: CorpusIndex, vocabulary: int) -> None:
-    """No id and no start out of range: they would read outside the model's tables."""
+    """Check that no token id and no suffix start is out of range, because it would be read outside the model's tables.
+    Raises UsageError."""
     size = len(index.tokens)
     ids_fit = index.tokens.min() >= SEPARATOR and index.tokens.max() < vocabulary
     ids_fit = ids_fit and index.tokens[-1] == SEPARATOR

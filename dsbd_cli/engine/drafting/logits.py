@@ -1,7 +1,8 @@
-"""Logits of a draft whose head may lack tokens (`dsbd trim-draft`): candidates are taken from the columns that there
-are, and only then get their token ids, so that nothing of the vocabulary's size is touched.
+"""Logits of a draft whose head may lack tokens (`dsbd trim-draft`). Candidates are taken from the columns that the head
+has and get their token ids afterwards, so that no tensor of the vocabulary's size is needed.
 
-Letters: R rows, n nodes, m columns of the head, o own ids of a row, V vocabulary of the target."""
+Letters: R rows, n nodes, m columns of the head, o own ids of a row, V vocabulary of the target.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from dsbd_cli.ops.interface import Ops
 
 
 def head_ids(model: ForestModel, vocab_size: int) -> Tensor | None:
-    """Token ids [m] int64 below V of the columns of a model's logits, ascending; None where column v is token v."""
+    """Return the token ids [m] int64 below V of the columns of a model's logits, ascending; None where column v is
+    token v."""
     ids = model.head_ids
     return None if ids is None else ids[ids < vocab_size]
 
@@ -27,11 +29,11 @@ class DraftLogits:
     """Logits of some nodes.
 
     Attributes:
-        values: [R, n, m + o], in the model's dtype. ids: [m] int64, tokens of the head's columns; None: columns are
-            tokens.
-        vocab_size: V; tokens without a column have q = 0.
-        own_ids: [R, o] int64, tokens of the columns behind the head's, none of them in ids; V where there is none, and
-            -inf in `values`. None: o is 0.
+        values: [R, n, m + o], in the model's dtype.
+        ids: [m] int64, tokens of the head's columns; None: column v is token v.
+        vocab_size: V. Tokens without a column have q = 0.
+        own_ids: [R, o] int64, tokens of the columns after the head's, none of which is in ids. V where a row has no
+            further own id; its column in `values` is -inf. None: o is 0.
     """
 
     values: Tensor
@@ -41,7 +43,8 @@ class DraftLogits:
 
     @classmethod
     def of(cls, logits: Tensor, ids: Tensor | None, vocab_size: int, own_ids: Tensor | None = None) -> DraftLogits:
-        """Without columns past V. ids: of head_ids. own_ids: that the forward was asked for."""
+        """Make DraftLogits without the columns past V. ids: from head_ids. own_ids: those that the forward was
+        given."""
         if ids is None:
             return cls(logits[..., :vocab_size], None, vocab_size)
         ids, own = ids.to(logits.device), 0 if own_ids is None else own_ids.shape[1]
@@ -54,11 +57,12 @@ class DraftLogits:
 
     @property
     def width(self) -> int:
-        """Columns of `wide`."""
+        """Number of columns of `wide`."""
         return self.values.shape[-1] if self.ids is None else self.vocab_size
 
     def wide(self) -> Tensor:
-        """[R, n, V], -inf where there is no column; as wide as the draft's own logits where it lacks no tokens."""
+        """Return logits [R, n, V], -inf for a token without a column. Where the head lacks no tokens, they are as wide
+        as the draft's own logits."""
         if self.ids is None:
             return self.values
         fixed, own_ids = len(self.ids), self.own_ids
@@ -73,8 +77,8 @@ class DraftLogits:
     def candidates(
         self, wanted: CandidateCount, legal: LegalTokens | None = None, ops: Ops | None = None
     ) -> Candidates:
-        """Return top_candidates of `wide`, but for the last bits of the logits' sum, and for which of equal tokens are
-        the last ones: those of the head before own ids."""
+        """Return top_candidates of `wide`. They may differ in the last bits of the logits' sum, and in which of equal
+        tokens are the last ones: tokens of the head come before own ids."""
         if self.ids is None or wanted.count >= self.values.shape[-1] or legal is not None:
             return top_candidates(self.wide(), wanted, legal, ops)
         found = top_candidates(self.values, wanted, ops=ops)

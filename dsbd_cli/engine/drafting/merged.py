@@ -1,9 +1,9 @@
-"""Two drafters in one forest, joined by longest prefix (RASD, arXiv 2503.03434): the paths of the second, which reads
-text, run along the first one's tree while their tokens agree, and branch off as deterministic nodes where they do not.
+"""Two drafters in one forest, joined by longest prefix (RASD, arXiv 2503.03434). The second drafter reads text. Its
+paths run along the first one's tree while their tokens agree, and branch off as deterministic nodes where they do not.
 
-Everything is decided layer by layer from the layers above, so that what is kept of a layer never depends on draws
-below it. A draft model runs the nodes of both, once, which keeps its cache whole and lets it judge what the second one
-looked up.
+Everything is decided layer by layer from the layers above, so that what is kept of a layer never depends on draws below
+it. A draft model runs the nodes of both drafters once. So its cache is complete, and it can judge what the second
+drafter looked up.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from dsbd_cli.engine.drafting.paths import PathDrafter, PathTree
 
 
 class FusionDrafter(Drafter):
-    """Nodes of the first drafter, then of the second."""
+    """A drafter that drafts nodes of a first drafter, then nodes of a second one, in every layer."""
 
     needs_text = True
 
     def __init__(self, first: BeamDrafter | PathDrafter, second: PathDrafter, share: int, top_k: int) -> None:
-        """share: nodes per layer of the second one at most; the first has at least one.
+        """share: nodes per layer of the second drafter at most; the first has at least one.
 
-        top_k: a looked-up node of the second one is kept only if it is among the draft model's k likeliest below its
-        parent; 0 keeps all. Of no meaning without a draft model.
+        top_k: a looked-up node of the second drafter is kept only if it is among the draft model's k likeliest tokens
+        below its parent; 0 keeps all. It has no effect without a draft model.
         """
         self._first, self._second, self._share, self._top_k = first, second, share, top_k
         self.model = first.model
+        self.on_host = first.on_host or second.on_host
 
     def propose(self, context: DraftContext) -> Forest:
-        """Both forests in one; the first has at least K - share nodes of a layer to itself."""
+        """Draft one forest with both drafters. At least K - share nodes of a layer are the first one's."""
         first, count = self._first, context.drafts_per_layer
         forest = Forest(context.buffer)
         self.calls = 0
@@ -67,8 +68,8 @@ class FusionDrafter(Drafter):
 
 
 def _judge(forest: Forest, layer: int, drafts: LayerDrafts, logits: Tensor, top_k: int) -> tuple[LayerDrafts, Tensor]:
-    """Looked-up nodes without those that the draft model does not expect, and with their running weight under it; and
-    their priority, the share of the hits times q along the path."""
+    """Drop looked-up nodes that the draft model does not expect. Return the others with their running weight under the
+    draft model, and their priority [R, m]: the log of their share of the hits times q along the path."""
     nodes = forest.layers[layer]
     vocabulary = logits.shape[-1]
     total = torch.logsumexp(logits.to(torch.float32), -1)
@@ -82,7 +83,8 @@ def _judge(forest: Forest, layer: int, drafts: LayerDrafts, logits: Tensor, top_
         found = top_candidates(logits, CandidateCount(min(top_k, vocabulary - 1)))
         least = found.logprobs.amin(-1).gather(1, drafts.above)
         valid = valid & known & (logprob >= least - 1e-6)
-    root = forest.layers[0].weight.gather(1, nodes.root.gather(1, drafts.above))  # its share is in the hits already
+    # the root's share is in the hits already
+    root = forest.layers[0].weight.gather(1, nodes.root.gather(1, drafts.above))
     priority = torch.where(known, drafts.weight + weight - root, NEG_INF)
     weight = torch.where(torch.isfinite(weight), weight, drafts.weight.clamp(min=-1e4))
     return LayerDrafts(drafts.above, drafts.token, valid, drafts.sampled, weight), priority

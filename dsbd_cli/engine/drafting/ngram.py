@@ -1,9 +1,11 @@
-"""Prompt lookup: what followed the last tokens, or tokens much like them, where they stood before in the prompt or the
-output (the retrieval store of the prompt in RASD, arXiv 2503.03434; prompt lookup decoding). No model; everything is a
-comparison of tensors. What the target said of the last iteration's nodes is the only state (`Recall`).
+"""Prompt lookup (the retrieval store of the prompt in RASD, arXiv 2503.03434; prompt lookup decoding). It drafts what
+follows an earlier place of the prompt or the output where the last tokens, or tokens much like them, have occurred
+before. There is no model: everything is a comparison of tensors. The only state is `Recall`, the target's candidates of
+the last iteration's nodes.
 
-Tokens are compared one by one with those behind an earlier place, so a beam that has changed a token of what it copies
-goes on behind the place it came from. Most beams of a search are such: they differ from the best one in a token or two.
+The last tokens are compared one by one with those before an earlier place, and some may differ. So a beam that has
+changed a token of what it copies still continues after the place it came from. Most beams of a search are like this:
+they differ from the best one in a token or two.
 """
 
 from __future__ import annotations
@@ -33,46 +35,47 @@ from dsbd_cli.engine.drafting.base import (
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.text import contexts, suffix
 
-PLACES = 4  # of each beam that are followed
-FOUND, OTHER = -0.02, 3.0  # guessed log-probability of what stands at the best place, and how much less at each other
-KEPT = 64  # tokens of each node that are remembered, the best ones: the same in every batch, so that proposals are
+PLACES = 4  # places of the text that each beam follows
+# Guessed log-probability of the token at the best place, and how much less it is at each further place
+BEST_LOGPROB, LOGPROB_STEP = -0.02, 3.0
+KEPT = 64  # best tokens of each node that are remembered; as many in every batch, so that proposals are the same
 ABSENT = torch.iinfo(torch.int64).max
-UNIT, DECAY = 1000, 0.85  # worth of the last token where it is equal, and of each token before it, of the next
+LAST_SCORE, DECAY = 1000, 0.85  # score of an equal last token, and the factor for each token before it
 
 
 def _match_scores(tokens: Tensor, length: Tensor, longest: int) -> Tensor:
-    """For every place: how good it is to go on there, or -1: [R, W, X] int64. First how much the tokens before it are
-    like the last ones, then lateness.
+    """Score how good it is to continue at every place of the text: [R, W, X] int64, -1 where nothing matches. A place
+    scores higher the more the tokens before it are like the last ones. Of equal places the later one scores higher.
 
-    tokens: [R, W, X]; length: [R].
+    tokens: [R, W, X]; length: [R]. longest: how many of the last tokens are compared.
     """
     width = tokens.shape[2]
     place = torch.arange(width, device=tokens.device)
     last = suffix(tokens, length, longest)
-    last = torch.where(last == NO_TOKEN, NO_TOKEN - 1, last)  # equal to nothing
+    last = torch.where(last == NO_TOKEN, NO_TOKEN - 1, last)  # equal to no token
     before = torch.nn.functional.pad(tokens, (longest, 0), value=NO_TOKEN)
     worth = torch.zeros_like(tokens)
     for back in range(1, longest + 1):
         at = longest - back
         equal = before[:, :, at : at + width] == last[:, :, at : at + 1]
-        worth.add_(equal, alpha=max(1, round(UNIT * DECAY ** (back - 1))))
+        worth.add_(equal, alpha=max(1, round(LAST_SCORE * DECAY ** (back - 1))))
     real = (worth > 0) & (place < length.unsqueeze(1)).unsqueeze(1)
     return torch.where(real, worth * width + place, -1)
 
 
 class Recall:
-    """Memory of what the target said of the last iteration's nodes, for the drafts of the next one: the best tokens of
-    the nodes of each row, in order of the nodes' keys.
+    """Memory of the target's candidates of the last iteration's nodes, for the drafts of the next one: the best tokens
+    of the nodes of each row, in order of the nodes' keys.
 
-    Where a layer did not pass, the target has already judged nodes below it. A beam that comes by such a node again has
-    a known distribution there, alternatives included: which tokens enter the best W beside the copies is then no guess.
-    A node is known by the key of its path, among the nodes of its own row alone.
+    Where a layer did not pass, the target has already judged nodes below it. A beam that reaches such a node again has
+    a known distribution there, alternatives included. So it is no longer a guess which tokens besides the copies enter
+    the best W. A node is found by the key of its path, among the nodes of its own row alone.
     """
 
     def __init__(self, forest: Forest, candidates: Candidates) -> None:
-        """Remember an iteration: R rows of N nodes."""
+        """Remember the candidates of an iteration with R rows of N nodes."""
         nodes = forest.flat
-        # an absent node may have the path of one that is there, and what it is said to be followed by means nothing
+        # an absent node may have the path of a real one, but its candidates mean nothing
         self._keys, order = torch.where(nodes.valid, nodes.path, ABSENT).sort(1)
         tokens, logprobs = candidates.best(KEPT)
         more = KEPT - tokens.shape[-1]
@@ -83,43 +86,47 @@ class Recall:
 
     @property
     def rows(self) -> int:
-        """R."""
+        """R, the number of rows."""
         return len(self._keys)
 
     def select(self, rows: Tensor) -> None:
-        """Only these rows [n] int64, in this order."""
+        """Keep only these rows [n] int64, in this order."""
         self._keys, self._tokens, self._logprobs = self._keys[rows], self._tokens[rows], self._logprobs[rows]
 
     def at(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Look up nodes by keys [R, n]: which are known [R, n] bool, tokens and log-probabilities [R, n, KEPT]."""
+        """Look up nodes by keys [R, n]. Return which are known [R, n] bool, and tokens and log-probabilities [R, n,
+        KEPT]."""
         place = torch.searchsorted(self._keys, keys.contiguous()).clamp(max=self._keys.shape[1] - 1)
         known = self._keys.gather(1, place) == keys
         return known, _in_order(self._tokens, place), _in_order(self._logprobs, place)
 
 
 def _in_order(values: Tensor, index: Tensor) -> Tensor:
-    """values [R, N, C] of the nodes index [R, n]."""
+    """Return the values [R, N, C] of the nodes index [R, n]: [R, n, C]."""
     return values.gather(1, index.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
 
 
 class NgramDrafter(PathDrafter):
-    """The best K pairs of each layer under a guessed distribution: what the target said of the node in the iteration
-    before, or else, with nearly all of the mass, what follows the places that are most alike.
+    """A drafter of the best K pairs of each layer under a guessed distribution. For a node that the target judged in
+    the iteration before, this is the target's distribution. For other nodes nearly all of the mass is on the tokens at
+    the places that are most alike.
 
-    Every node follows a place of the text, so that a beam which leaves the copy by a token goes on behind it.
+    Every node follows some places of the text, so that a beam which leaves the copy by a token continues after it.
     """
 
     def __init__(self, longest: int, *, recalls: bool) -> None:
-        """longest: n, last tokens that are compared. recalls: what the target says is kept from one iteration to the
-        next."""
+        """longest: n, last tokens that are compared. recalls: the target's candidates are kept from one iteration to
+        the next."""
         self._longest, self._recalls = longest, recalls
         self._recall: Recall | None = None
 
     def paths(self, context: DraftContext) -> Paths:
-        """K places of every beam, the best one of each beam before any beam's second: a layer passes where every beam
-        goes on as drafted. Of places of one rank those of likelier beams weigh more.
+        """Return K places of every beam as paths. The best place of each beam weighs more than any beam's second
+        place, because a layer passes where every beam continues as drafted. Among places of the same rank those of
+        likelier beams weigh more.
 
-        A path that reaches the end of the text goes on from its own beginning: the text has repeated itself so far.
+        A path that reaches the end of the text continues from its own beginning, because the text has repeated itself
+        so far.
         """
         assert context.prompts is not None
         tokens, length = contexts(context.prompts, context.beams)
@@ -141,7 +148,7 @@ class NgramDrafter(PathDrafter):
         )
 
     def propose(self, context: DraftContext) -> Forest:
-        """The K best pairs of every layer."""
+        """Draft the K best pairs of every layer."""
         assert context.prompts is not None
         beams = context.beams
         forest = Forest(context.buffer)
@@ -149,7 +156,7 @@ class NgramDrafter(PathDrafter):
             return forest
         text, length = contexts(context.prompts, beams)
         rank, start = _match_scores(text, length, self._longest).topk(min(PLACES, text.shape[2]), 2)
-        start = torch.where(rank >= 0, start, -1)  # of each node: where the places that it follows begin, [R, n, p]
+        start = torch.where(rank >= 0, start, -1)  # [R, n, p], where the places that each node follows begin
         width, flat = text.shape[2], text.flatten(1)
         for layer in range(context.depth):
             nodes = forest.layers[layer]
@@ -165,17 +172,17 @@ class NgramDrafter(PathDrafter):
             above = drafts.above.unsqueeze(-1).expand(-1, -1, start.shape[2])
             followed = start.gather(1, above)
             if start.shape[2] > 1:
-                by = (guess.gather(1, above) == drafts.token.unsqueeze(-1)).to(torch.int8).argmax(-1, keepdim=True)
-                followed = followed.gather(2, by)
+                guessed = guess.gather(1, above) == drafts.token.unsqueeze(-1)
+                followed = followed.gather(2, guessed.to(torch.int8).argmax(-1, keepdim=True))
             start = followed
         return forest
 
     def _draws(self, context: DraftContext, nodes: LayerNodes, layer: int, guess: Tensor) -> LayerDrafts:
-        """The best pairs below one layer. guess: [R, n, p] tokens, best first, NO_TOKEN where there is none."""
+        """Return the best pairs below one layer. guess: [R, n, p] tokens, best first, NO_TOKEN where there is none."""
         count, sampler = context.drafts_per_layer, context.sampler
         places, recall = guess.shape[2], self._recall
         if recall is not None and recall.rows != len(guess):
-            recall = self._recall = None  # of a batch that has ended
+            recall = self._recall = None  # it belongs to a batch that has ended
         real = guess >= 0
         order = torch.arange(places, device=guess.device)
         if places > 1:
@@ -184,13 +191,13 @@ class NgramDrafter(PathDrafter):
         if context.legal is not None:
             above = torch.arange(guess.shape[1], device=guess.device).view(1, -1, 1).expand_as(guess).flatten(1)
             real &= (following(context, nodes, above, tokens.flatten(1)) != DEAD).view_as(real)
-        logprobs = torch.where(real, FOUND - OTHER * order, NEG_INF)
+        logprobs = torch.where(real, BEST_LOGPROB - LOGPROB_STEP * order, NEG_INF)
         if recall is not None:
             known, seen, distribution = recall.at(nodes.path)
-            known = (known & (context.iteration > 0).unsqueeze(1)).unsqueeze(-1)  # else of the row's last request
+            known = (known & (context.iteration > 0).unsqueeze(1)).unsqueeze(-1)  # at 0 it is the row's last request
             tokens = torch.cat((tokens, seen), 2)
             logprobs = torch.cat((logprobs.masked_fill(known, NEG_INF), distribution.masked_fill(~known, NEG_INF)), 2)
-        elif self._recalls:  # sums have as many numbers whether or not the batch remembers anything
+        elif self._recalls:  # sums have as many terms whether or not the batch remembers anything
             tokens = torch.nn.functional.pad(tokens, (0, KEPT))
             logprobs = torch.nn.functional.pad(logprobs, (0, KEPT), value=NEG_INF)
         room = tokens.shape[2]
@@ -216,20 +223,21 @@ class NgramDrafter(PathDrafter):
         )
 
     def learn(self, forest: Forest, candidates: Candidates) -> None:
-        """Keep what the target said."""
+        """Keep the target's candidates for the next iteration."""
         if self._recalls:
             self._recall = Recall(forest, candidates)
 
     def select(self, rows: Tensor) -> None:
-        """Keep what was said of these rows."""
+        """Keep what is remembered of these rows."""
         if self._recall is not None:
             self._recall.select(rows)
 
     def release(self) -> None:
-        """Forget it."""
+        """Forget what is remembered."""
         self._recall = None
 
 
-def make(of: DrafterInputs) -> PathDrafter:
-    """Drafter `ngram`. A captured iteration finds its inputs where they were, so nothing is kept on a GPU."""
-    return NgramDrafter(of.method.value(NGRAM), recalls=of.device.type == "cpu")
+def make(inputs: DrafterInputs) -> PathDrafter:
+    """Make drafter `ngram`. On a GPU it remembers nothing, because a captured iteration reads its inputs at fixed
+    addresses."""
+    return NgramDrafter(inputs.method.value(NGRAM), recalls=inputs.device.type == "cpu")

@@ -22,9 +22,10 @@ class Paths:
     """Continuations of the beams.
 
     Attributes:
-        root: [R, M] int64, beam. tokens: [R, M, D] int64, any id in 0 .. V-1 where a path has ended.
+        root: [R, M] int64, the beam that a path continues.
+        tokens: [R, M, D] int64, any id in 0 .. V-1 where a path has ended.
         length: [R, M] int64, tokens of each path; 0: absent.
-        weight: [R, M] float32, above 0. A node of the tree weighs as much as the paths through it.
+        weight: [R, M] float32, above 0. The weight of a node of the tree is the sum over the paths through it.
     """
 
     root: Tensor
@@ -34,13 +35,13 @@ class Paths:
 
 
 def beam_share(beams: Beams) -> Tensor:
-    """Share of each live beam in the beams' mass, so that likelier beams get more nodes: [R, W] float32."""
+    """Return the share of each live beam in the beams' mass: [R, W] float32. By it likelier beams get more nodes."""
     weight = torch.where(beams.valid, beams.weight, NEG_INF)
     return torch.softmax(weight, 1).nan_to_num(nan=0.0)  # a row without live beams
 
 
 class PathTree:
-    """A tree under construction: where each path stands in the layer that was built last."""
+    """A tree under construction. It knows where each path is in the layer that was built last."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -48,7 +49,7 @@ class PathTree:
         self._group = paths.root
 
     def drafts(self, context: DraftContext, forest: Forest, layer: int, count: int) -> LayerDrafts:
-        """The `count` heaviest nodes below one layer, heaviest first; weights are logs."""
+        """Return the `count` heaviest nodes below one layer, heaviest first. Their weights are logs."""
         nodes, paths = forest.layers[layer], self._paths
         above, token = self._at.clamp(min=0), paths.tokens[:, :, layer]
         here = (self._at >= 0) & (paths.length > layer)
@@ -73,29 +74,33 @@ class PathTree:
                 valid=valid,
                 sampled=torch.zeros_like(valid),
                 weight=total.gather(1, order),
-                confidence=(valid.sum(1) >= context.num_beams).to(total.dtype),  # fewer cannot pass
+                confidence=(valid.sum(1) >= context.num_beams).to(total.dtype),  # fewer than W cannot pass
             ),
             count - order.shape[1],
         )
 
     def follow(self, place: Tensor | None = None) -> None:
-        """Go down to the nodes that `drafts` gave. place: [R, count] where each of them stands in the layer that was
-        made of them, -1 where it was dropped; None: where `drafts` put it."""
+        """Move every path to its node among those that `drafts` returned.
+
+        place: [R, count] int64, index of each of these nodes in the layer that was made of them, -1 where one was
+        dropped; None: the layer has them as `drafts` returned them.
+        """
         at = self._group if place is None else place.gather(1, self._group.clamp(min=0))
         self._at = torch.where(self._group >= 0, at, -1)
 
 
 class PathDrafter(Drafter):
-    """Drafts that are paths, by which such drafters differ. Needs no model; nodes are deterministic."""
+    """A drafter whose drafts are paths. It needs no model, and its nodes are deterministic. Subclasses define
+    `paths`."""
 
     needs_text = True
 
     def paths(self, context: DraftContext) -> Paths:
-        """Paths of context.depth tokens at most. They may be looked up in context.prompts."""
+        """Return paths of at most context.depth tokens. They may be looked up in context.prompts."""
         raise NotImplementedError
 
     def propose(self, context: DraftContext) -> Forest:
-        """The K heaviest nodes of every layer."""
+        """Draft the K heaviest nodes of every layer."""
         count = context.drafts_per_layer
         forest = Forest(context.buffer)
         if context.depth == 0:
@@ -111,7 +116,7 @@ class PathDrafter(Drafter):
 
 
 def _first_equal(key: Tensor) -> Tensor:
-    """For each entry the first one of its row with the same key: [R, M] int64."""
+    """Return for each entry the index of the first entry of its row with the same key: [R, M] int64."""
     order = key.argsort(dim=1, stable=True)
     ranked = key.gather(1, order)
     index = torch.arange(key.shape[1], device=key.device).expand_as(key)
@@ -121,14 +126,16 @@ def _first_equal(key: Tensor) -> Tensor:
 
 
 def _positions_of_paths(order: Tensor, first: Tensor, here: Tensor) -> Tensor:
-    """Where each path's node stands among the ones taken, -1 if it is not: [R, M]. order: [R, m] taken entries."""
+    """Return the position of each path's node among the taken entries, -1 where it is not taken: [R, M]. order: [R, m],
+    taken entries. first: [R, M], the entry that stands for each path's node. here: [R, M] bool, paths that have a
+    node."""
     rank = torch.arange(order.shape[1], device=order.device).expand_as(order)
     place = torch.full_like(first, -1).scatter(1, order, rank).gather(1, first)
     return torch.where(here, place, -1)
 
 
 def _pad(drafts: LayerDrafts, more: int) -> LayerDrafts:
-    """`more` absent drafts behind the others."""
+    """Append `more` absent drafts."""
     if more <= 0:
         return drafts
     pad = torch.nn.functional.pad

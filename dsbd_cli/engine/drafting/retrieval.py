@@ -1,7 +1,7 @@
-"""Retrieval from a corpus (REST, arXiv 2311.08252; the corpus store of RASD, arXiv 2503.03434): what follows the beam's
-last tokens in the user's own texts, the most frequent continuations as a tree.
+"""Retrieval from a corpus (REST, arXiv 2311.08252; the corpus store of RASD, arXiv 2503.03434). It drafts what follows
+the beam's last tokens in the user's own texts: the most frequent continuations, as a tree.
 
-The suffix array is searched on the device, all beams and all suffix lengths at once; there is no loop over hits.
+The suffix array is searched on the device, for all beams and all suffix lengths at once. There is no loop over hits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ HITS = 64
 
 
 class RetrievalDrafter(PathDrafter):
-    """Continuations of the longest suffix, 16 to 2 tokens, that the corpus holds.
+    """A drafter of what follows a beam's longest suffix, of 16 to 2 tokens, that the corpus holds.
 
-    Of more than HITS places, HITS are taken evenly spread over the sorted range, so shares are right to 1 / HITS (REST
-    counts up to 5000 places).
+    Where the suffix has more than HITS places, HITS of them are taken, evenly spread over the sorted range. So the
+    share of a continuation is right to 1 / HITS. (REST counts up to 5000 places.)
     """
 
     def __init__(self, index: CorpusIndex, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class RetrievalDrafter(PathDrafter):
         self._suffixes = torch.from_numpy(index.suffixes).to(device)
 
     def paths(self, context: DraftContext) -> Paths:
-        """HITS paths of every beam, each weighing the beam's share over its number of hits."""
+        """Return HITS paths of every beam. The weight of each is the beam's share over the number of its hits."""
         assert context.prompts is not None
         tokens, length = contexts(context.prompts, context.beams)
         lengths = torch.arange(LONGEST, SHORTEST - 1, -1, device=tokens.device)
@@ -59,8 +59,8 @@ class RetrievalDrafter(PathDrafter):
         )
 
     def search(self, last: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """The range of suffixes that begin with the last s tokens, for each s of `lengths`: low and high,
-        [R, W, lengths] int64. last: [R, W, LONGEST] int64."""
+        """Return the range of suffixes that begin with the last s tokens, for each s of `lengths`: low and high, [R, W,
+        lengths] int64. last: [R, W, LONGEST] int64."""
         steps = torch.arange(LONGEST, device=last.device)
         at = (LONGEST - lengths).unsqueeze(1) + steps  # the last s tokens, moved to the left
         query = last[:, :, at.clamp(max=LONGEST - 1)].to(torch.int32)  # [R, W, lengths, LONGEST]
@@ -69,7 +69,8 @@ class RetrievalDrafter(PathDrafter):
         size = len(self._tokens)
         low = torch.zeros(2, *query.shape[:-1], dtype=torch.int64, device=last.device)
         high = torch.full_like(low, size)
-        bound = torch.arange(2, device=last.device).view(2, 1, 1, 1)  # at the upper end equal suffixes lie below it
+        # in the search for the upper end, suffixes equal to the query count as lower
+        bound = torch.arange(2, device=last.device).view(2, 1, 1, 1)
         for _ in range(size.bit_length()):
             middle = (low + high) >> 1
             here = self._token(self._suffix(middle).unsqueeze(-1) + steps)
@@ -79,16 +80,17 @@ class RetrievalDrafter(PathDrafter):
         return low[0], low[1]
 
     def _suffix(self, index: Tensor) -> Tensor:
-        """Where a suffix starts, by its rank; the last one past the end."""
+        """Return where the suffix of each rank starts, int64. A rank past the end stands for the last one."""
         return self._suffixes[index.clamp(max=len(self._suffixes) - 1)].to(torch.int64)
 
     def _token(self, index: Tensor) -> Tensor:
-        """Tokens as int32. A corpus ends with a separator, which is what stands past its end, too."""
+        """Return the tokens at these places, int32. A place past the end of the corpus has a separator, as its last
+        place has."""
         return self._tokens[index.clamp(max=len(self._tokens) - 1)]
 
 
-def make(of: DrafterInputs) -> RetrievalDrafter:
-    """Drafter `retrieval`. Raises UsageError where the index cannot be used."""
-    index = of.method.value(INDEX)
+def make(inputs: DrafterInputs) -> RetrievalDrafter:
+    """Make drafter `retrieval`. Raises UsageError where the index cannot be used."""
+    index = inputs.method.value(INDEX)
     assert index is not None, "checked by MethodConfig"
-    return RetrievalDrafter(open_index(Path(index), of.codec.token_bytes()), of.device)
+    return RetrievalDrafter(open_index(Path(index), inputs.codec.token_bytes()), inputs.device)

@@ -29,10 +29,12 @@ from dsbd_cli.engine.protocols import ForestModel
 
 
 class RowDraws:
-    """Perturbed distributions of the nodes of one layer, each on its own.
+    """Draws from each node's own distribution, for the nodes of one layer.
 
     Attributes:
-        log_q: [R, n, C] float32, each node's own warped distribution. noise: [R, n, C], as the rule draws.
+        log_q: [R, n, C] float32, each node's own warped distribution; raw log-probabilities where the rule does not
+            sample.
+        noise: [R, n, C], the noise that the rule's sampler adds.
         allowed: [R, n, C] bool, pairs that may be drafted.
     """
 
@@ -50,13 +52,15 @@ class RowDraws:
 
     @property
     def keys(self) -> Tensor:
-        """log q + noise, -inf where a pair must not be drafted: the largest of a row, in order, are its draws."""
+        """Sum of log q and noise: [R, n, C], -inf where a pair must not be drafted. The largest of a node, in order,
+        are its draws."""
         return (self.log_q + self.noise).masked_fill(~self.allowed, NEG_INF)
 
     def drafts(
         self, index: Tensor, valid: Tensor, sampled: bool = True
     ) -> tuple[LayerDrafts, DraftDistribution | None]:
-        """Pairs by flat index [R, m] in draw order, and the distribution of their rows."""
+        """Return the pairs with these flat indices [R, m] as drafts, in draw order, and the distributions of their
+        parents where one is recorded. sampled: False for pairs that were chosen by rank."""
         candidates, nodes, context = self.candidates, self.nodes, self._context
         warped = context.sampler.random and context.warp.scope == "beam"  # weights are sums of warped logs
         weight = nodes.weight.unsqueeze(-1) + (self.log_q if warped else candidates.logprobs)
@@ -74,41 +78,44 @@ class RowDraws:
 
 
 def root_log_probs(context: DraftContext, nodes: LayerNodes) -> Tensor:
-    """log share of each root in the distribution that beams are drawn from: [R, W] float64."""
+    """Return the log of each root's share in the distribution that beams are drawn from: [R, W] float64."""
     weight = torch.where(nodes.valid, nodes.weight, NEG_INF).to(torch.float64)
     if context.sampler.random and context.warp.scope == "pool":
         weight = weight / context.warp.temperature.unsqueeze(1)
     return log_normalise(weight)
 
 
-def carry(value: Tensor | None, nodes: LayerNodes, layer: int, base: Tensor) -> Tensor:
-    """A drafter's own number for every node of a layer [R, n]: the one it kept for its own nodes, which stand first.
-    For nodes that another drafter added it is the running weight less `base` [R, 1], what the roots weigh together."""
-    own = (nodes.weight - base).to(torch.float64)
+def node_values(value: Tensor | None, nodes: LayerNodes, layer: int, log_mass: Tensor) -> Tensor:
+    """Return the value that a drafter has for every node of a layer: [R, n] float64.
+
+    value: the values that it kept for its own nodes, which come first in the layer. A node that another drafter added
+    has its running weight less `log_mass` [R, 1], the log of the mass of the roots. So have all nodes of layer 0.
+    """
+    own = (nodes.weight - log_mass).to(torch.float64)
     if layer == 0 or value is None:
         return own
     return torch.cat((value, own[:, value.shape[1] :]), 1)
 
 
-def root_mass(nodes: LayerNodes) -> Tensor:
-    """log of the mass of the roots: [R, 1] float32."""
+def root_log_mass(nodes: LayerNodes) -> Tensor:
+    """Return the log of the mass of the roots: [R, 1] float32, 0 where there is no live root."""
     total = torch.logsumexp(torch.where(nodes.valid, nodes.weight, NEG_INF), 1, keepdim=True)
     return torch.where(torch.isfinite(total), total, 0.0)
 
 
 class ConstantBranching(BeamDrafter):
-    """RSD-C: every node of a layer gets the same number of children by Gumbel-top-k."""
+    """Drafter RSD-C: every node of a layer gets the same number of children by Gumbel-top-k."""
 
     def __init__(self, model: ForestModel, vocab_size: int, branching: int = 0) -> None:
-        """branching: children per node at most; 0: as many as K nodes allow. Where they are more than K, the first
-        nodes have them."""
+        """branching: children per node at most; 0: as many as K nodes allow. Where a layer has more than K parents, the
+        first K of them get one child each."""
         super().__init__(model, vocab_size)
         self.branching = branching
 
     def drafts(
         self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
     ) -> tuple[LayerDrafts, DraftDistribution | None]:
-        """Every node's first draw, then every node's second one, and so on."""
+        """Draft every node's first draw, then every node's second draw, and so on."""
         rows = RowDraws(context, forest, layer, logits)
         parents = rows.nodes.valid & ~rows.nodes.ends
         number = parents.sum(1, keepdim=True).clamp(min=1)
@@ -127,11 +134,14 @@ class ConstantBranching(BeamDrafter):
 
 
 class StochasticBeams(BeamDrafter):
-    """RSD-S: stochastic beam search (Kool et al. 2019). The K nodes of a layer with the largest perturbed
-    log-probability; a node's best child has its parent's perturbation, so a layer is a sample without replacement of
-    whole paths. Cutting the layer is unbiased, because the maximum of Gumbel numbers is independent of which it is.
+    """Drafter RSD-S, stochastic beam search (Kool et al. 2019): it drafts the K nodes of a layer with the largest
+    perturbed log-probability.
 
-    Several beams stand below a root of their own whose children they are: phi is the log of a beam's share, and its
+    A node's best child has the same perturbed log-probability as its parent, so a layer is a sample without replacement
+    of whole paths. Cutting the layer to K is unbiased, because the maximum of Gumbel numbers is independent of which of
+    them it is.
+
+    Several beams count as the children of one common root. The phi of a beam is the log of its share, and its
     perturbation is 0.
     """
 
@@ -143,11 +153,11 @@ class StochasticBeams(BeamDrafter):
     def drafts(
         self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
     ) -> tuple[LayerDrafts, DraftDistribution | None]:
-        """The largest G' of the layer, in that order."""
+        """Draft the pairs with the largest perturbed log-probabilities G' of the layer, in that order."""
         rows = RowDraws(context, forest, layer, logits)
-        base = root_mass(forest.layers[0])
-        phi = carry(self._phi, rows.nodes, layer, base)
-        above = carry(self._perturbed, rows.nodes, layer, base)
+        log_mass = root_log_mass(forest.layers[0])
+        phi = node_values(self._phi, rows.nodes, layer, log_mass)
+        above = node_values(self._perturbed, rows.nodes, layer, log_mass)
         if layer == 0:
             phi = above = root_log_probs(context, rows.nodes)
         below = phi.unsqueeze(-1) + rows.log_q
@@ -161,17 +171,18 @@ class StochasticBeams(BeamDrafter):
 
 
 def _conditioned(key: Tensor, above: Tensor) -> Tensor:
-    """Gumbel numbers of siblings [R, n, C], moved so that their largest is the parent's [R, n, 1]; the order stays."""
+    """Return the Gumbel numbers of siblings [R, n, C], transformed so that their largest is the parent's [R, n, 1].
+    Their order stays."""
     largest = key.amax(-1, keepdim=True)
     v = above - key + torch.log(-torch.expm1(key - largest))
     return above - v.clamp(min=0) - torch.log1p(torch.exp(-v.abs()))
 
 
-def constant_branching(of: DrafterInputs) -> ConstantBranching:
-    """Drafter `rsd-c`."""
-    return ConstantBranching(of.draft(), of.vocab_size, of.method.value(BRANCHING))
+def constant_branching(inputs: DrafterInputs) -> ConstantBranching:
+    """Make drafter `rsd-c`."""
+    return ConstantBranching(inputs.draft(), inputs.vocab_size, inputs.method.value(BRANCHING))
 
 
-def stochastic_beams(of: DrafterInputs) -> StochasticBeams:
-    """Drafter `rsd-s`."""
-    return StochasticBeams(of.draft(), of.vocab_size)
+def stochastic_beams(inputs: DrafterInputs) -> StochasticBeams:
+    """Make drafter `rsd-s`."""
+    return StochasticBeams(inputs.draft(), inputs.vocab_size)

@@ -1,5 +1,7 @@
-"""The tokens a beam has behind it, prompt and output so far, for drafters that look things up instead of running a
-model. Letters: R requests, W beams, P prompt room, L history, X = P + L."""
+"""Tokens of each beam so far, prompt and output, for drafters that look up text instead of running a model.
+
+Letters: R requests, W beams, P room for a prompt, L history, X = P + L.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ class PromptTable:
 
     @classmethod
     def empty(cls, rows: int, device: torch.device) -> PromptTable:
-        """Rows without a prompt."""
+        """Return a table whose rows have no prompt."""
         number = torch.zeros(rows, dtype=torch.int64, device=device)
         return cls(number.unsqueeze(1).clone(), number)
 
     def put(self, row: int, prompt: Sequence[int]) -> None:
-        """The prompt of one row; the room grows where it must."""
+        """Store the prompt of one row. The table grows where the prompt is longer than its room."""
         more = len(prompt) - self.tokens.shape[1]
         if more > 0:
             self.tokens = torch.nn.functional.pad(self.tokens, (0, more))
@@ -35,18 +37,20 @@ class PromptTable:
         self.length[row] = len(prompt)
 
     def select(self, rows: Tensor) -> PromptTable:
-        """Only these rows [n] int64, in this order."""
+        """Return only these rows [n] int64, in this order."""
         return PromptTable(self.tokens[rows], self.length[rows])
 
 
 def contexts(prompts: PromptTable, beams: Beams) -> tuple[Tensor, Tensor]:
-    """Each beam's tokens [R, W, X], NO_TOKEN past the end, and their number [R]. The last one is the pending token."""
+    """Return each beam's tokens [R, W, X], NO_TOKEN past the end, and their number [R]. The last token is the pending
+    one."""
     tokens = joined(prompts.tokens, prompts.length, beams.history, beams.length.unsqueeze(1))
     return tokens, prompts.length + beams.length
 
 
 def suffix(tokens: Tensor, length: Tensor, count: int) -> Tensor:
-    """The last `count` tokens of every context, in order, NO_TOKEN before its beginning: [R, W, count]."""
+    """Return the last `count` tokens of every context, in order: [R, W, count]. A context with fewer begins with
+    NO_TOKEN."""
     at = length.unsqueeze(1) - torch.arange(count, 0, -1, device=tokens.device)  # [R, count]
     index = at.clamp(min=0).unsqueeze(1).expand(-1, tokens.shape[1], -1)
     return tokens.gather(2, index).masked_fill((at < 0).unsqueeze(1), NO_TOKEN)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.beams import Beams
-from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
+from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, padded_top
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.text import PromptTable, contexts, suffix
 
@@ -27,10 +27,10 @@ KEPT = 12
 
 
 class TrigramDrafter(PathDrafter):
-    """The likeliest paths by P(c | a, b) = score(a, b, c) / sum of the KEPT best scores of (a, b)."""
+    """A drafter of the likeliest paths by P(c | a, b) = score(a, b, c) / sum of the KEPT best scores of (a, b)."""
 
     def paths(self, context: DraftContext) -> Paths:
-        """Every node of the tree as a path of its own: M = D * K."""
+        """Return every node of the tree as a path of its own: M = D * K."""
         assert context.prompts is not None
         table = _TrigramTable(context.prompts, context.beams)
         beams, count, depth = context.beams, context.drafts_per_layer, context.depth
@@ -42,7 +42,7 @@ class TrigramDrafter(PathDrafter):
         layers: list[tuple[Tensor, Tensor, Tensor]] = []
         for layer in range(depth):
             following, chance = table.after(a, b)  # [R, n, k]
-            best, index = _top((value.unsqueeze(-1) * chance).flatten(1), count)
+            best, index = padded_top((value.unsqueeze(-1) * chance).flatten(1), count, 0.0)
             above = index // following.shape[2]
             a, b, value = b.gather(1, above), following.flatten(1).gather(1, index), best
             root = root.gather(1, above)
@@ -72,29 +72,22 @@ class _TrigramTable:
         self._share = (inside.unsqueeze(1) * share.unsqueeze(-1)).flatten(1)  # [R, U]
         ranked, order = flat.sort(dim=1)
         new = torch.nn.functional.pad(ranked[:, 1:] != ranked[:, :-1], (1, 0)).to(torch.int64).cumsum(1)
-        self._kind = torch.empty_like(order).scatter_(1, order, new)  # [R, U] which of the row's different tokens
+        # [R, U], number of each token among the row's different ones
+        self._number = torch.empty_like(order).scatter_(1, order, new)
         self._tokens = torch.zeros_like(flat).scatter_(1, new, ranked).clamp(min=0)
 
     def after(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The KEPT best tokens after the pairs a, b [R, n] and their chances: [R, n, k], 0 where there are fewer."""
+        """Return the KEPT best tokens after the pairs a, b [R, n] and their probabilities: [R, n, k] each, 0 where
+        there are fewer."""
         hit = (self._first.unsqueeze(1) == a.unsqueeze(-1)) & (self._second.unsqueeze(1) == b.unsqueeze(-1))
         count = torch.zeros(hit.shape, dtype=torch.float32, device=hit.device)
-        count.scatter_add_(2, self._kind.unsqueeze(1).expand_as(hit), hit * self._share.unsqueeze(1))
-        score, kind = _top((GAIN * count).clamp(max=CAP).flatten(0, 1), KEPT)
-        score, kind = score.view(*a.shape, -1), kind.view(*a.shape, -1)
-        tokens = self._tokens.gather(1, kind.flatten(1)).view_as(kind)
+        count.scatter_add_(2, self._number.unsqueeze(1).expand_as(hit), hit * self._share.unsqueeze(1))
+        score, number = padded_top((GAIN * count).clamp(max=CAP).flatten(0, 1), KEPT, 0.0)
+        score, number = score.view(*a.shape, -1), number.view(*a.shape, -1)
+        tokens = self._tokens.gather(1, number.flatten(1)).view_as(number)
         return tokens, score / score.sum(-1, keepdim=True).clamp(min=1e-30)
 
 
-def _top(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of the last dimension, ties in order, zeros where there are fewer: values and indices."""
-    more = count - x.shape[1]
-    x = torch.nn.functional.pad(x, (0, more)) if more > 0 else x
-    index = x.argsort(dim=1, descending=True, stable=True)[:, :count]
-    value = x.gather(1, index)
-    return value, torch.where(value > 0, index, 0)
-
-
-def make(of: DrafterInputs) -> TrigramDrafter:
-    """Drafter `trigram`."""
+def make(inputs: DrafterInputs) -> TrigramDrafter:
+    """Make drafter `trigram`."""
     return TrigramDrafter()

@@ -1,4 +1,4 @@
-"""The commit: what a verified iteration leaves in the state of a batch."""
+"""The commit, which writes the results of a verified iteration into the state of a batch."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ def commit_beams(
     *,
     draft_guesses: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Make the final beams the live ones and order their slots. Returns source and target [R, T] of the slots that the
-    caches have to move. draft_guesses: drafted nodes count as not run by the draft (see HeadModel)."""
+    """Make the final beams the live ones and compact their slots. Return source and destination [R, T] of the slots
+    that the caches must copy. draft_guesses: drafted nodes count as not run by the draft (see HeadModel)."""
     beams, table = state.beams, state.table
     _store_finished(state, forest, outcome)
     going = state.active & ~outcome.done.to(torch.bool)
     live.valid = live.valid & going.unsqueeze(1)
-    beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, outcome.steps)
+    steps = outcome.steps.unsqueeze(1).expand_as(live.parent)
+    beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, steps)
     ancestors = at_nodes(forest.flat.ancestors, live.parent)
-    # the draft has run all layers above the last one that it drafted; without one nothing new
+    # the draft has run all layers above the last one that it drafted; if it drafted none, nothing new
     run = min(forest.layers_run, 1) if draft_guesses else forest.layers_run
     run_by_draft = table.used + forest.offset(run) if run else table.drafted
     moved = compact(table, ancestors, live.valid, run_by_draft)
@@ -50,7 +51,7 @@ def commit_beams(
 
 
 def best_only(live: Live) -> Live:
-    """Keep the best beam alone, in the first place."""
+    """Keep only the best beam of each row, at index 0."""
     best = torch.where(live.valid, live.logprob, NEG_INF).argmax(1, keepdim=True)
     width = live.valid.shape[1]
     only = Live(*(getattr(live, item.name).gather(1, best).repeat(1, width) for item in fields(live)))
@@ -59,15 +60,12 @@ def best_only(live: Live) -> Live:
 
 
 def _history(history: Tensor, length: Tensor, forest: Forest, parent: Tensor, token: Tensor, steps: Tensor) -> Tensor:
-    """Generated tokens of pairs (parent node, token) [R, m]: their root's history, the path to the parent, the token.
+    """Return the generated tokens [R, m, L] of pairs (parent node, token) [R, m]: their root's history, the path to the
+    parent, the token.
 
-    What stands past the new length is meaningless and overwritten later.
+    Entries past the new length are meaningless, and are overwritten later.
     """
-    path = at_nodes(forest.flat.path_tokens, parent)
-    path = torch.nn.functional.pad(path, (0, 1))
-    last = (steps - 1).clamp(min=0)
-    last = last.unsqueeze(1).expand_as(parent) if last.dim() == 1 else last
-    path = path.scatter(2, last.unsqueeze(-1), token.unsqueeze(-1))
+    path = forest.path_to(parent, token, steps)
     taken = at_nodes(history, forest.flat.root.gather(1, parent))
     at = length.unsqueeze(1) + torch.arange(path.shape[2], device=path.device)
     at = at.clamp(max=history.shape[2] - 1).unsqueeze(1).expand_as(path)
@@ -79,7 +77,7 @@ def _store_finished(state: BatchState, forest: Forest, outcome: VerifiedForest) 
     finished, beams = state.finished, state.beams
     steps = finished.length - beams.length.unsqueeze(1)
     steps = steps.clamp(1, forest.depth + 1)
-    # older entries were nodes of another forest, perhaps a larger one; what they would take is not used
+    # nodes of older entries belong to an earlier forest, perhaps a larger one; what is gathered for them is not used
     parent = finished.node.clamp(0, forest.offset(forest.depth + 1) - 1)
     finished.store_tokens(_history(beams.history, beams.length, forest, parent, finished.token, steps))
 

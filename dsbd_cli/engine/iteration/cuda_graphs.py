@@ -1,8 +1,9 @@
 """Iterations as CUDA graphs: launched as three replays in place of some ten thousand kernels.
 
 A graph repeats kernels on fixed addresses. So the batch's tensors get one buffer per name and shape (`StaticBuffers`).
-Before an iteration they are moved in, and the last graph of the iteration writes its results back there. A shape is
-run plainly before it is captured, which also warms up what libraries set up at their first call."""
+Before an iteration they are copied into these buffers, and the last graph of the iteration writes its results back
+there. A shape is run plainly before it is captured, which also warms up what libraries set up at their first call.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +48,13 @@ class CaptureError(Exception):
 
 
 class CudaRecorder:
-    """CUDA graphs that share one memory pool. They are replayed one after another, never at the same time."""
+    """Recorder of CUDA graphs, which share one memory pool. They are replayed one after another, never at the same
+    time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # torch's own one is of the device on which it captured first
+        # torch's default capture stream belongs to the device of the first capture
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, phase: Phase) -> Recording:
@@ -60,18 +62,18 @@ class CudaRecorder:
         with torch.cuda.device(self._device):
             graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             try:
-                # thread_local: what other threads of the process ask of the device does not end the capture
+                # thread_local: calls of the process's other threads to the device do not end the capture
                 mode = "thread_local"
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
                     phase()
             except RuntimeError as error:
-                # the end of a capture that failed raises once more, and hides what failed
+                # the end of a failed capture raises another error, which hides the first one
                 first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
                 if out_of_memory(first):
                     raise first from None
                 raise CaptureError(one_line(first)) from error
             finally:
-                torch.cuda.set_stream(before)  # such an end leaves the capture's stream the current one
+                torch.cuda.set_stream(before)  # a failed capture leaves its stream the current one
         return graph
 
 
@@ -82,9 +84,9 @@ class StaticBuffers:
         self._static_buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def move_in(self, state: DataclassInstance, *, known: bool = False) -> None:
-        """Every tensor of a state (a dataclass, nested) is copied to its home, unless it is there, and replaced by
-        it. known: raises CaptureError where a tensor has no home yet; one that a capture makes would lie in memory
-        which other captures write."""
+        """Copy every tensor of a state (a dataclass, nested) into its buffer, unless it is that buffer, and put the
+        buffer in its place. known: raise CaptureError where a tensor has no buffer yet, because a buffer made during a
+        capture would lie in memory that other captures write."""
         for owner, name, key in _tensors(state):
             value = getattr(owner, name)
             buffer = self._static_buffers.get(key)
@@ -98,7 +100,7 @@ class StaticBuffers:
 
 
 def shapes(state: DataclassInstance) -> tuple[Hashable, ...]:
-    """Name, shape and dtype of every tensor of a state: what a capture is bound to."""
+    """Return name, shape and dtype of every tensor of a state. A capture is valid for these alone."""
     return tuple(key for _, _, key in _tensors(state))
 
 
@@ -116,7 +118,7 @@ def _tensors(
 
 
 def _fields(state: DataclassInstance) -> list[tuple[object, str]]:
-    """Every field of a state and of the dataclasses in it: a phase may rebind any of them."""
+    """Return every field of a state and of the dataclasses in it, because a phase may rebind any of them."""
     found: list[tuple[object, str]] = []
     for item in fields(state):
         value = getattr(state, item.name)
@@ -135,19 +137,20 @@ class _Entry(Generic[WorkT]):
 
 
 class IterationGraphs(Generic[WorkT]):
-    """Captured iterations by shape, those replayed last; the others are dropped.
+    """Captured iterations by shape. Only the MOST_GRAPHS replayed last are kept.
 
-    A capture that fails ends all capturing: this iteration and all further ones run plainly, which gives the same.
+    A failed capture ends all capturing: this iteration and all further ones run plainly, with the same results.
 
     Attributes:
-        replays: iterations that were replayed. steady: the last one was, and captured before.
-        failed: why nothing is captured any more.
+        replays: iterations that were replayed. steady: the last one replayed an earlier capture, or nothing is captured
+            any more; so it took the time that its shape will take again.
+        failed: why nothing is captured any more; None while captures work.
     """
 
     def __init__(
         self, recorder: Recorder, *, required: bool = False, tell: Callable[[str], None] = lambda line: None
     ) -> None:
-        """required: a capture that fails is an error. tell: takes the line that says so otherwise."""
+        """required: a failed capture is an error. tell: receives the line that reports it otherwise."""
         self._recorder, self._static_buffers = recorder, StaticBuffers()
         self.required, self.tell = required, tell
         self.failed: str | None = None
@@ -157,21 +160,23 @@ class IterationGraphs(Generic[WorkT]):
         self.steady = False
 
     def forget(self) -> None:
-        """The models' caches have moved: no captured address holds any more."""
+        """Drop all captures and the state's buffers, because the models' caches have moved and no captured address is
+        valid any more."""
         self._entries.clear()
         self._seen.clear()
+        self._static_buffers = StaticBuffers()
 
     def run(
         self, key: Hashable, state: DataclassInstance, work: WorkT, phases: Sequence[Phase], lap: Callable[[int], None]
     ) -> WorkT:
         """Run the phases, which read and rebind the tensors of `state` and leave other results in `work`.
 
-        Returns the work that holds the results: the given one, or that of the capture, whose tensors are written again
-        by every replay. lap: told the number of each phase as it ends.
+        Return the work that holds the results: the given one, or that of the capture, whose tensors are written again
+        by every replay. lap: called with the number of each phase as it ends.
         """
         entry = self._entries.pop(key, None)
         self.steady = entry is not None or self.failed is not None
-        # before a plain run too: what is compiled there, for strides and alignments, then serves the capture
+        # before a plain run, too: kernels that it compiles for these strides and alignments then serve the capture
         self._move_in(state)
         if entry is None and self.failed is None and self._seen.get(key, 0) >= PLAIN_RUNS:
             while len(self._entries) >= MOST_GRAPHS:
@@ -184,7 +189,7 @@ class IterationGraphs(Generic[WorkT]):
                 lap(number)
             self._move_in(state)
             return work
-        self._entries[key] = entry  # the last one now
+        self._entries[key] = entry  # most recently used
         for number, recording in enumerate(entry.recordings):
             recording.replay()
             lap(number)
@@ -196,8 +201,8 @@ class IterationGraphs(Generic[WorkT]):
             self._static_buffers.move_in(state)
 
     def _try(self, state: DataclassInstance, work: WorkT, phases: Sequence[Phase]) -> _Entry[WorkT] | None:
-        """A capture; None where it failed, and the state is as it was. Raises UnsupportedModelError where captures are
-        required."""
+        """Capture the phases. Return None where that fails, with the state as it was. Raises UnsupportedModelError
+        where captures are required."""
         before = [(owner, name, getattr(owner, name)) for owner, name in _fields(state)]
         try:
             return self._capture(state, work, phases)

@@ -1,5 +1,4 @@
-"""Services that an engine takes from the device it runs on: marks of time, the current stream, captured iterations,
-operations."""
+"""Services that depend on the device of an engine: time marks, the current device, captured iterations, operations."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from dsbd_cli.ops.select import ITERATION, ops_for, triton_missing
 
 
 def events(device: torch.device) -> Callable[[], Event] | None:
-    """Marks on the device's own time line; None for the wall clock."""
+    """Return the factory of events that mark times on the device; None where the wall clock serves."""
     if device.type != "cuda":
         return None
     return partial(torch.cuda.Event, enable_timing=True)  # type: ignore[return-value]
@@ -31,9 +30,10 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def captures(models: Sequence[ForestModel], on_host: bool, wanted: bool | None) -> IterationGraphs[DeviceReport] | None:
-    """Captured iterations where they can be. models: that run the forest; on_host: the drafter works on the host.
+    """Return an empty store of captured iterations, or None where iterations run plainly. models: those that run the
+    forest. on_host: the drafter works on the host. wanted: None captures where it is possible.
 
-    Raises UsageError where they are asked for and cannot be.
+    Raises UsageError where captures are asked for and impossible.
     """
     whole = all(model.capturable for model in models)
     possible = whole and len({model.device for model in models}) == 1 and not on_host
@@ -54,9 +54,10 @@ def captures(models: Sequence[ForestModel], on_host: bool, wanted: bool | None) 
 
 
 def iteration_ops(device: torch.device, kernels: bool | None) -> Ops:
-    """Return what serves the iterations of an engine. kernels: of a GPU; None: where there is one.
+    """Return the operations that serve the iterations of an engine. kernels: use GPU kernels; None: where there is a
+    GPU.
 
-    Raises UsageError where they are asked for and cannot be.
+    Raises UsageError where kernels are asked for and impossible.
     """
     if kernels and triton_missing(device) is not None:
         raise UsageError(

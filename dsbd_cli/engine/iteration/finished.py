@@ -1,7 +1,9 @@
-"""How far each row came in a verification, what ended on the way, and the counters: over all layers at once.
+"""Progress of each row in a verification, hypotheses that finished in it, and the counters, computed over all layers at
+once.
 
-A layer's draws do not depend on what ended above it, only whether they are used does. So all layers are verified first
-and the ends of all of them are looked at together, in a few operations instead of some sixty per layer.
+The draws of a layer do not depend on what finished above it. It only decides whether they are used. So all layers are
+verified first, and then the ends of all of them are processed together, in a few operations instead of some sixty per
+layer.
 
 Letters: R requests, W beams, L = D + 1 layers, F finished hypotheses kept, E new ones that a layer can bring.
 """
@@ -13,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.beams import Finished
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.core.topk import NEG_INF, best_first
@@ -36,11 +37,12 @@ class Live:
 
 @dataclass(slots=True)
 class Verified:
-    """Parts of one verified layer that are kept; none of it is as large as the pool.
+    """Parts of one verified layer that are kept. None of them is as large as the pool.
 
     Attributes:
-        live: beams of the next step. draws: countable, passed and accepted, as the rule said.
-        before, before_valid: [R, W], nodes of the beams that the step began with. width: [R].
+        live: beams of the next step. countable, passed, accepted: as in LayerDraws.
+        before, before_valid: [R, W], nodes of the beams that the step began with, and which of them are valid. width:
+            [R].
         logprob, node, token: [R, F], the best pairs that ended here: raw score (-inf: none), parent node, last token.
     """
 
@@ -57,7 +59,7 @@ class Verified:
 
 
 def verified(view: LayerView, draws: LayerDraws, live: Live, kept: int) -> Verified:
-    """Keep what the end of verify_forest needs. kept: F."""
+    """Return the parts of a verified layer that the end of verify_forest needs. kept: F."""
     flat = view.logprob.flatten(1).masked_fill(~draws.ends, NEG_INF)
     before, before_valid = view.node, view.valid
     if (more := kept - before.shape[1]) > 0:  # a step that began with fewer beams
@@ -82,7 +84,7 @@ def verified(view: LayerView, draws: LayerDraws, live: Live, kept: int) -> Verif
 
 @dataclass(slots=True)
 class Progress:
-    """How far each row came: active [R, L] bool, the layers that count; steps [R], how many; done [R] bool."""
+    """Progress of each row: active [R, L] bool, the layers that count; steps [R], their number; done [R] bool."""
 
     active: Tensor
     steps: Tensor
@@ -90,11 +92,11 @@ class Progress:
 
 
 def progress_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Progress:
-    """Take new hypotheses into the best finished ones, layer by layer, until a layer does not pass or the request is
-    done. rows: [R] bool, those that are verified. Updates `state.finished`.
+    """Add new hypotheses to the best finished ones, layer by layer, until a layer does not pass or the request is done.
+    rows: [R] bool, rows that are verified. Updates `state.finished`.
 
-    The end test is transformers': no live beam, scored at its present length, beats the worst of the best `num_beams`
-    finished ones.
+    The end test is that of transformers: no live beam, scored at its present length, beats the worst of the best
+    `num_beams` finished ones.
     """
     finished, limits = state.finished, state.limits
     number = torch.arange(1, len(layers) + 1, device=rows.device)
@@ -108,33 +110,33 @@ def progress_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Prog
     best_score, index = finished.best_after(logprob / scale.unsqueeze(2))
     full = (best_score > NEG_INF).all(2)
     best_live = torch.where(valid, live_logprob, NEG_INF).amax(2) / scale
-    hopeless = full & (best_live <= best_score[:, :, -1])
-    done = out_of_length | hopeless | (limits.early.unsqueeze(1) & full) | ~valid.any(2)
-    on = _stack([item.passed for item in layers]) & ~done
-    active = torch.cat((rows.unsqueeze(1), on[:, :-1]), 1).to(torch.int64).cumprod(1)
+    cannot_improve = full & (best_live <= best_score[:, :, -1])
+    done = out_of_length | cannot_improve | (limits.early.unsqueeze(1) & full) | ~valid.any(2)
+    goes_on = _stack([item.passed for item in layers]) & ~done
+    active = torch.cat((rows.unsqueeze(1), goes_on[:, :-1]), 1).to(torch.int64).cumprod(1)
     steps = active.sum(1)
-    new = Finished(
-        score=logprob,  # best_score has those that count
-        logprob=logprob,
-        length=length.unsqueeze(2).expand_as(logprob),
-        by_length=(torch.arange(logprob.shape[2], device=rows.device) >= layers[0].logprob.shape[1]).expand_as(logprob),
-        origin=torch.full_like(logprob, -1, dtype=torch.int64),
-        node=torch.cat((_stack([item.node for item in layers]), _stack([item.live.parent for item in layers])), 2),
-        token=torch.cat((_stack([item.token for item in layers]), _stack([item.live.token for item in layers])), 2),
-        tokens=finished.tokens,
-    )
+    by_length = torch.arange(logprob.shape[2], device=rows.device) >= layers[0].logprob.shape[1]
+    new = {
+        "logprob": logprob,
+        "length": length.unsqueeze(2).expand_as(logprob),
+        "by_length": by_length.expand_as(logprob),
+        "origin": torch.full_like(logprob, -1, dtype=torch.int64),
+        "node": torch.cat((_stack([item.node for item in layers]), _stack([item.live.parent for item in layers])), 2),
+        "token": torch.cat((_stack([item.token for item in layers]), _stack([item.live.token for item in layers])), 2),
+    }
     finished.take(new, best_score, index, steps)
     active = active.to(torch.bool)
     return Progress(active, steps, (done & active).any(1))
 
 
 def _power(length: Tensor, penalty: Tensor) -> Tensor:
-    """length ** penalty in float32. torch's pow gives the last few numbers of a tensor other bits than the others."""
+    """Return length ** penalty in float32. torch's pow is not used, because it gives the last few numbers of a tensor
+    other bits than the others."""
     return torch.exp(penalty.to(torch.float64) * torch.log(length.to(torch.float64))).to(torch.float32)
 
 
 def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:
-    """LayerCounters of the drafted layers: [R, D, fields] int64. active: [R, L] bool."""
+    """Return the LayerCounters of the drafted layers: [R, D, fields] int64. active: [R, L] bool."""
     depth = len(layers)
     if not depth:
         return active.new_zeros(len(active), 0, len(LayerCounters._fields), dtype=torch.int64)
@@ -143,26 +145,26 @@ def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:
         for value in (forest.flat.valid, forest.flat.parent, forest.flat.drafter_id)
     )
     before, before_valid = _stack([item.before for item in layers]), _stack([item.before_valid for item in layers])
-    living = ((parent.unsqueeze(3) == before.unsqueeze(2)) & before_valid.unsqueeze(2)).any(3) & drafted
+    has_live_parent = ((parent.unsqueeze(3) == before.unsqueeze(2)) & before_valid.unsqueeze(2)).any(3) & drafted
     passed, reached = _stack([item.passed for item in layers]), active[:, :depth]
     node, valid = _stack([item.live.node for item in layers]), _stack([item.live.valid for item in layers])
     offset = forest.num_beams + forest.drafts_per_layer * torch.arange(depth, device=node.device)
     place = torch.where(valid & (node >= 0), node - offset.unsqueeze(1), -1)  # [R, D, W]
-    taken, second = place >= 0, drafter_id.gather(2, place.clamp(min=0)) == 1
+    accepted, second = place >= 0, drafter_id.gather(2, place.clamp(min=0)) == 1
     columns = [  # in the order of LayerCounters
         reached,
         drafted.sum(2),
-        living.sum(2),
+        has_live_parent.sum(2),
         _stack([item.width for item in layers]),
         _stack([item.accepted for item in layers]),
         passed & reached,
         torch.where(second, 0, place + 1).amax(2) * passed,
         (drafter_id * drafted).sum(2),
-        (taken & second).sum(2),
+        (accepted & second).sum(2),
     ]
     return torch.stack([column.to(torch.int64) for column in columns], 2)
 
 
 def _stack(values: list[Tensor]) -> Tensor:
-    """[R, ...] of each layer -> [R, L, ...]."""
+    """Stack the values [R, ...] of each layer: [R, L, ...]."""
     return torch.stack(values, 1)

@@ -1,5 +1,7 @@
-"""One iteration: draft a forest, run the target once over it, verify it, commit what survives. Device tensors in and
-out: nothing is read back to the host, but what a gate asks for."""
+"""One iteration: draft a forest, run the target once over it, verify it, commit what survives.
+
+Inputs and results are tensors on the device. Nothing is read back to the host except what a gate asks for.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,11 @@ class IterationShape:
 
     Attributes:
         slots: S, active cache slots. depth: D, drafted layers. drafts_per_layer: K.
-        draft_backlog: most used slots of a row that the draft has not run, or more.
+        draft_backlog: upper bound of the used slots of a row that the draft has not run.
         idle: the draft runs nothing, and holds no slot of any row's suffix.
-        prompt_slots, suffix: of ForestInput, for the target. generated: tokens that every running row has at least.
-        beams: roots of the forest. W, or 1 where every running row has its first beam alone.
+        prompt_slots, suffix: of the target's ForestInput. generated: least number of tokens that a running row has
+            generated.
+        beams: number of roots of a row: W, or 1 where every running row has its first beam alone.
     """
 
     slots: int
@@ -54,13 +57,13 @@ class IterationShape:
 
     @property
     def nodes(self) -> int:
-        """N."""
+        """N, nodes of a row."""
         return self.beams + self.depth * self.drafts_per_layer
 
 
 class DeviceReport:
-    """Results that outlive an iteration, beside the state: counters [R, ...] int64 as `pack_counters` joins them, and
-    how many forwards the draft ran. A captured iteration writes the same ones again at every replay."""
+    """Results of an iteration besides the state: counters [R, ...] int64 as `pack_counters` joins them, and the number
+    of draft forwards. A captured iteration writes the same tensors again at every replay."""
 
     counters: Tensor
     draft_calls: int
@@ -68,15 +71,15 @@ class DeviceReport:
 
 @dataclass
 class Iteration:
-    """One iteration of a batch, as docs/algorithm.md counts it: W live beams, K drafts in each of D layers. Each step
-    leaves what the next one reads.
+    """One iteration of a batch, with the numbered parts of docs/algorithm.md: W live beams, K drafts in each of D
+    layers. Each part stores what the next one reads.
 
     Attributes:
         state: the batch; the commit rebinds its tensors. shape: its sizes. legal: the constraints that act, if any.
-        caches, drafter, rule, endings: of the engine. ops: what serves its steps.
-        last_position: the largest that both models have. stopping: the engine was asked to stop.
-        observer: is told what happens. gate: of DraftContext.
-        report: what stays.
+        caches, drafter, rule, endings: of the engine. ops: operations that serve the iteration.
+        last_position: the largest that both models have. stopping: returns True once the engine was asked to stop.
+        observer: receives what happens. gate: of DraftContext.
+        report: results besides the state.
         context: slots and noise keys of the nodes. forest: the drafted nodes. legal_tokens: which tokens may follow
             each node. logits: of the target, [R, N, V]. candidates: its best tokens of each node. outcome: final beams.
     """
@@ -102,8 +105,8 @@ class Iteration:
     outcome: VerifiedForest = field(init=False)
 
     def draft(self) -> None:
-        """1. Draft, below the live beams, D times K pairs of the draft's pool, with the distribution Q they were drawn
-        from."""
+        """1. Draft K pairs of the draft's pool below the live beams, D times, and keep the distribution Q they were
+        drawn from."""
         self.context = self._context()
         self.forest = self.drafter.propose(self.context)
         self.report.draft_calls = self.drafter.calls
@@ -119,8 +122,8 @@ class Iteration:
         self.logits = logits
 
     def verify(self) -> None:
-        """3. Verify layer by layer: a layer passes if all live beams that it needs are drafted nodes. The first that
-        does not is completed by the exact distribution, and so is the bonus layer below the last one."""
+        """3. Verify layer by layer: a layer passes if all live beams that it needs are drafted nodes. The first layer
+        that does not pass is completed by the exact distribution. So is the bonus layer below the last one."""
         state, forest = self.state, self.forest
         self.candidates = self.best_tokens()
         self.drafter.learn(forest, self.candidates)
@@ -151,28 +154,27 @@ class Iteration:
         self.report.counters = counters
 
     def verify_and_commit(self) -> None:
-        """Steps 3 and 4, which are captured as one."""
+        """Do parts 3 and 4, which are captured as one CUDA graph."""
         self.verify()
         self.commit()
 
     def best_tokens(self) -> Candidates:
-        """The target's best tokens of every node, enough for every draw of the rule."""
+        """Return the target's best tokens of every node, enough for every draw of the rule."""
         state, vocabulary = self.state, self.logits.shape[-1]
         wanted = self.rule.sampler.candidates(state.method.num_beams, self.endings.num_eos, state.warp, vocabulary)
         if self.endings.stops.used and not self.rule.sampler.random:
-            # any number of tokens may complete a stop string, but only of the rows that have one
+            # any number of tokens may complete a stop string, so rows that have one need the whole vocabulary
             own = torch.where(self.forest.flat.stop_state == NO_STOPS, wanted.count, vocabulary)
             wanted = CandidateCount(vocabulary, own, wanted.count)
         if state.own_ids is not None and not self.rule.sampler.random:
-            wanted = wanted.at_least(min(KEPT, vocabulary))  # more of them change nothing of what is best
+            wanted = wanted.at_least(min(KEPT, vocabulary))  # more candidates do not change which are best
         return top_candidates(self.logits, wanted, self.legal_tokens, self.ops)
 
     def _context(self) -> DraftContext:
-        """Where the nodes will stand and which noise they are drawn with, for the drafter."""
-        state, shape, table = self.state, self.shape, self.state.table
+        """Return what the drafter needs: the nodes' buffer and noise keys, and the settings of this iteration."""
+        state, shape = self.state, self.shape
         return DraftContext(
             beams=state.beams,
-            table=table,
             buffer=self._buffer(),
             sampler=self.rule.sampler,
             drafts_end=self.rule.drafts_end,
@@ -194,7 +196,7 @@ class Iteration:
         )
 
     def _buffer(self) -> ForestBuffer:
-        """Memory of this iteration's nodes, with the roots in it."""
+        """Return the memory of this iteration's nodes, with the roots in it."""
         state, shape = self.state, self.shape
         sizes = ForestSizes(
             shape.beams,
@@ -226,17 +228,17 @@ class Iteration:
         return self.ops.draft(method.rule, max(sizes.roots, drafts), drafts, min(wanted.count, width))
 
     def _target_input(self) -> ForestInput:
-        """All nodes, as the target reads them."""
+        """Return the target's input over all nodes."""
         state, shape, prompt = self.state, self.shape, None
         if self.caches.target.device.type != "cpu":
-            # Without prompt_slots the caches hold the common prefix. With them, where bits are promised, they hold each
-            # prompt without its last token, which is the root.
+            # Every node sees the common prefix. With prompt_slots, where equal bits are promised, only the slots of
+            # prompts count: one for each token of a prompt but the last, which was the first root.
             prompt = state.table.common_prefix if shape.prompt_slots is None else state.beams.depth - state.beams.length
         batch = self.forest.buffer.input()
         return replace(batch, prompt_slots=shape.prompt_slots, suffix=shape.suffix, prompt=prompt)
 
     def _trace(self, live: Live) -> None:
-        """Keep the log-probabilities of this iteration's tokens, for rows that ask for them."""
+        """Record the log-probabilities of this iteration's tokens, for rows that ask for them."""
         state, outcome = self.state, self.outcome
         if state.trace is not None:
             assert outcome.before is not None
@@ -244,7 +246,7 @@ class Iteration:
             state.trace.follow(*place, live.parent, live.token, outcome.steps)
 
     def _step_legal_states(self, live: Live) -> None:
-        """Move the legal states to the new beams."""
+        """Advance the legal states to the new beams."""
         beams, legal_state = self.state.beams, self.forest.flat.legal_state
         if self.legal is not None:
             assert legal_state is not None

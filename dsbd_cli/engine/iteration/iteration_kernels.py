@@ -1,5 +1,5 @@
 """Kernels of an iteration, called on its state: `verify_with_kernel` does what verify_forest does, `commit_with_kernel`
-what commit_beams does. ops/select.py says where they serve; the tensor code stays the specification."""
+what commit_beams does. ops/select.py says where they are used. The tensor code is their specification."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from dsbd_cli.ops.interface import Ops
 
 
 def verification_kernel(ops: Ops, state: BatchState, forest: Forest, candidates: Candidates) -> ModuleType | None:
-    """Return the kernel that verifies such a forest, None where tensor code does. It has the rules coupled, search and
-    rejection at a fixed width; rejection compares with distributions that `extend` recorded."""
+    """Return the kernel that verifies this forest; None where tensor code does. The kernel has the rules coupled,
+    search and rejection at a fixed width. For rejection it needs the distributions that `extend` recorded."""
     method = state.method
     if method.dynamic or (method.rule == "rejection" and forest.depth and not forest.buffer.distribution):
         return None
@@ -39,8 +39,8 @@ def verify_with_kernel(
     endings: Endings,
     keys: Tensor,
 ) -> VerifiedForest:
-    """Do what verify_forest does, with a kernel. Updates `state.finished` in place; counters of layers that were
-    not reached are 0, but for what was drafted."""
+    """Do what verify_forest does, with a kernel. Updates `state.finished` in place. Counters of layers that were not
+    reached are 0, except the numbers of drafted nodes."""
     beams, finished, limits, flat = state.beams, state.finished, state.limits, forest.flat
     (rows, width), depth = finished.score.shape, forest.depth
 
@@ -81,8 +81,9 @@ def verify_with_kernel(
 def commit_with_kernel(
     kernel: ModuleType, state: BatchState, forest: Forest, live: Live, report: Tensor, endings: Endings
 ) -> tuple[Tensor, Tensor]:
-    """Make the final beams the live ones and order their slots, all in place where the number of beams is the same.
-    Returns source and target [R, T] of the slots that the caches have to move. report: gets what the table says."""
+    """Make the final beams the live ones and compact their slots, all in place where the number of beams is the same.
+    Return source and destination [R, T] of the slots that the caches must copy. report: the packed counters, into which
+    the kernel writes those of the slot table."""
     beams, table, finished, flat = state.beams, state.table, state.finished, forest.flat
     history, window, width = beams.history, beams.ancestors.shape[2], live.token.shape[1]
     if beams.token.shape[1] != width:

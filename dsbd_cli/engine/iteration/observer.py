@@ -1,9 +1,8 @@
-"""Observers: what an engine tells whoever measures it or looks into it."""
+"""Observers: hooks of an engine for code that measures or inspects it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 
 from dsbd_cli.engine.cache.caches import CacheObserver
 from dsbd_cli.engine.core.forest import Forest
@@ -13,25 +12,21 @@ from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 
 
 class Observer(CacheObserver):
-    """Is told what an engine does, and changes nothing. Every method does nothing unless it is overridden.
+    """Hooks that an engine calls. They change nothing, and every method does nothing unless it is overridden.
 
-    attached: `drafted` and `verified` are wanted. Tensor code drafts and verifies then, not a kernel or a CUDA graph,
-    and the draft's distribution Q is kept in every case.
+    attached: `drafted` and `verified` are to be called. Then tensor code drafts and verifies, not a kernel or a CUDA
+    graph, and the draft's distribution Q is always recorded.
     """
 
     attached: bool = False
 
-    def span(self, name: str) -> AbstractContextManager[object]:
-        """A context around a part of the work: tokenise, prefill, draft, target, verify, compact (within verify) or
-        detokenise. A replayed CUDA graph opens none for draft, target, verify and compact."""
-        return nullcontext()
-
     def drafted(self, context: DraftContext, forest: Forest) -> None:
-        """A forest was drafted for all rows. Tensors are on the device."""
+        """Receive a forest that was drafted for all rows. Tensors are on the device."""
 
     def verified(self, view: LayerView, draws: LayerDraws) -> None:
-        """A layer was verified for all rows. Layers below the one where a row stopped are verified too, for nothing."""
+        """Receive a layer that was verified for all rows. Layers below the one where a row stopped are verified too,
+        but not used."""
 
     def iterated(self, jobs: Mapping[int, RequestState], nodes: int, seconds: Mapping[str, float]) -> None:
-        """An iteration of these requests is over. jobs: by row, as they were before it. nodes: N of each row.
-        seconds: by phase."""
+        """Receive the end of an iteration of these requests. jobs: by row, as they were before it. nodes: N of each
+        row. seconds: by phase."""

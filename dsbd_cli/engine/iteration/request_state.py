@@ -1,4 +1,4 @@
-"""Requests on their way in, and results on their way out: no tensors but sources."""
+"""Requests on their way in, and results on their way out. The only tensors are encoder inputs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ Item_co = TypeVar("Item_co", covariant=True)
 
 @dataclass(slots=True)
 class RequestState:
-    """A request on its way through the engine. `used`, `common_prefix` and `drafted` are the row's slots after the last
-    iteration; `truncated` tokens of the prompt were dropped; `retried`: it ran out of memory alone once; `prefilled`:
-    the draft has read the prompt; `acceptance`: what the planner has seen of it; `catalogue`: the answers that it may
-    give, None for any.
+    """A request on its way through the engine.
 
-    Of an encoder-decoder target `prompt` is what the decoder begins with and `encoder_input` what the encoder reads, in
-    `source_tokens` tokens, frames of audio or places of a picture; the last `prefix` tokens of the prompt are text of
-    the answer. `listen`: of EncoderRequest, until the language has been heard; `language`: which it was. `rules`: of
-    tokens."""
+    `used`, `common_prefix` and `drafted` are the row's slots after the last iteration. `truncated` tokens of the prompt
+    were dropped. `retried`: it ran out of memory alone once. `prefilled`: the draft has read the prompt. `acceptance`:
+    what the planner has observed of it. `catalogue`: the answers that it may give, None for any. `rules`: its token
+    rules.
+
+    With an encoder-decoder target `prompt` is what the decoder begins with, and `encoder_input` is what the encoder
+    reads: `source_tokens` tokens, frames of audio or places of a picture. The last `prefix` tokens of the prompt are
+    text of the answer. `listen`: of EncoderRequest, until the language is known. `language`: the language that was
+    recognised.
+    """
 
     number: int
     request: Request
@@ -52,24 +55,25 @@ class RequestState:
 
     @property
     def max_new(self) -> int:
-        """Tokens that it can generate at most."""
+        """Most tokens that it can generate."""
         return self.request.sampling.max_new_tokens if self.catalogue is None else self.catalogue.trie.longest
 
 
 class Results(Protocol[Item_co]):
-    """Where an engine puts what it has, and takes what may go out."""
+    """Receiver of an engine's results, which decides when they may go out."""
 
     def put(self, number: int, result: RequestResult) -> None:
         """Hand in a result."""
         ...
 
     def progress(self, job: RequestState, tokens: Callable[[], list[int]]) -> None:
-        """A running request went on. tokens: reads those that can no longer change, from the device."""
+        """Receive the news that a running request went on. tokens: reads from the device the tokens that can no longer
+        change."""
         ...
 
     @property
     def held(self) -> int:
-        """Results that wait for an earlier one."""
+        """Number of results that wait for an earlier one."""
         ...
 
     def ready(self) -> Iterator[Item_co]:
@@ -77,37 +81,8 @@ class Results(Protocol[Item_co]):
         ...
 
 
-class ResultOrder:
-    """Gives results back in input order: a result waits until all earlier ones are out."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, RequestResult] = {}
-        self._next = 0
-        self._out: deque[RequestResult] = deque()
-
-    def put(self, number: int, result: RequestResult) -> None:
-        """Hand in a result."""
-        self._waiting[number] = result
-        while self._next in self._waiting:
-            self._out.append(self._waiting.pop(self._next))
-            self._next += 1
-
-    def progress(self, job: RequestState, tokens: Callable[[], list[int]]) -> None:
-        """Nothing goes out before a request is done."""
-
-    @property
-    def held(self) -> int:
-        """Results that wait for an earlier one."""
-        return len(self._waiting)
-
-    def ready(self) -> Iterator[RequestResult]:
-        """Results whose turn has come."""
-        while self._out:
-            yield self._out.popleft()
-
-
 class CompletionOrder:
-    """Gives results back as they are done."""
+    """Results in the order in which they are done."""
 
     held = 0
 
@@ -119,9 +94,26 @@ class CompletionOrder:
         self._out.append(result)
 
     def progress(self, job: RequestState, tokens: Callable[[], list[int]]) -> None:
-        """Nothing goes out before a request is done."""
+        """Do nothing, because nothing goes out before a request is done."""
 
     def ready(self) -> Iterator[RequestResult]:
-        """Results that are done."""
+        """Yield the results whose turn has come."""
         while self._out:
             yield self._out.popleft()
+
+
+class ResultOrder(CompletionOrder):
+    """Results in input order: a result waits until all earlier ones are out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: dict[int, RequestResult] = {}
+        self._next = 0
+
+    def put(self, number: int, result: RequestResult) -> None:
+        """Hand in a result."""
+        self._waiting[number] = result
+        while self._next in self._waiting:
+            self._out.append(self._waiting.pop(self._next))
+            self._next += 1
+        self.held = len(self._waiting)

@@ -20,12 +20,13 @@ from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.text import PromptTable
 from dsbd_cli.engine.iteration.token_logprobs import TokenTrace
 
-SMALLEST = 1e-30  # a top_p that the best entry alone reaches
+TOP_P_OF_BEST = 1e-30  # a top_p that the best entry alone reaches
 
 
 @dataclass(slots=True)
 class Limits:
-    """When the requests of a batch end: max_new [R] int64, length_penalty [R] float32, early [R] bool."""
+    """Limits of the requests of a batch: max_new [R] int64, length_penalty [R] float32, early (early stopping) [R]
+    bool."""
 
     max_new: Tensor
     length_penalty: Tensor
@@ -34,8 +35,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request that begins. prompt: its tokens, all but the last of which are in the caches; stop_state, legal_state:
-    those in which it begins."""
+    """A request that begins. prompt: its tokens, all but the last of which are in the caches. stop_state, legal_state:
+    its initial states."""
 
     prompt: Sequence[int]
     seed: int
@@ -46,11 +47,12 @@ class NewRow:
 
 @dataclass(slots=True)
 class BatchState:
-    """R rows. `active` [R] bool: the row holds a request; row_key, iteration [R] int64: its noise.
+    """The R rows of a batch. `active` [R] bool: the row holds a request. `row_key`, `iteration` [R] int64: keys of its
+    noise.
 
-    `sampling` is the host's copy of each row's settings, None where the row is free; `legal_starts` of the state in
-    which its constraint began. `prompts` is kept only for a drafter that reads the text, `trace` only while a row asks
-    for it, `own_ids` only for a trimmed draft that can give their logits.
+    `sampling` is the host's copy of each row's settings, and `legal_starts` that of the state in which its constraint
+    began. Both are None where the row is free. `prompts` is kept only for a drafter that reads the text, `trace` only
+    while a row asks for it, `own_ids` only for a trimmed draft that can give their logits.
     """
 
     method: MethodConfig
@@ -72,7 +74,7 @@ class BatchState:
     def empty(
         cls, method: MethodConfig, rows: int, slots: int, window: int, history: int, device: torch.device
     ) -> BatchState:
-        """A batch without requests. slots: S, window: T, history: L."""
+        """Return a batch without requests. slots: S, window: T, history: L."""
         number = torch.zeros(rows, dtype=torch.int64, device=device)
         real = torch.ones(rows, dtype=torch.float32, device=device)
         return cls(
@@ -89,13 +91,8 @@ class BatchState:
                 top_k=number.clone(),
                 top_p=real.clone(),
                 min_p=real * 0,
-                scope=method.warp_scope,
-                max_top_k=0,
-                all_top_k=False,
-                even_top_k=True,
-                any_top_p=False,
-                any_min_p=False,
                 greedy=torch.zeros_like(number, dtype=torch.bool),
+                scope=method.warp_scope,
             ),
             sampling=[None] * rows,
             legal_starts=[None] * rows,
@@ -103,11 +100,11 @@ class BatchState:
 
     @property
     def rows(self) -> int:
-        """R."""
+        """R, number of rows."""
         return len(self.sampling)
 
     def admit(self, entries: Mapping[int, NewRow]) -> None:
-        """Put requests into free rows, by row: one live beam of weight 0 each."""
+        """Put requests into free rows, each with one live beam of weight 0. entries: by row."""
         beams, table, warp, device = self.beams, self.table, self.warp, self.active.device
         at, new = torch.tensor(list(entries), device=device), list(entries.values())
 
@@ -140,10 +137,10 @@ class BatchState:
         warp.greedy[at] = numbers((item.temperature == 0 for item in sampling), torch.bool)
         warp.temperature[at] = numbers((item.temperature or 1.0 for item in sampling), real)
         warp.top_k[at] = numbers(item.top_k for item in sampling)
-        # in the limit all mass is on the best entry, which is all that top-p and min-p leave
-        greedy = [(item, item.temperature == 0) for item in sampling]
-        warp.top_p[at] = numbers((SMALLEST if no and item.top_p < 1 else item.top_p for item, no in greedy), real)
-        warp.min_p[at] = numbers((1.0 if no and item.min_p > 0 else item.min_p for item, no in greedy), real)
+        # in the limit T -> 0 all mass is on the best entry, so top-p and min-p leave that entry alone
+        top_p = (TOP_P_OF_BEST if item.temperature == 0 and item.top_p < 1 else item.top_p for item in sampling)
+        min_p = (1.0 if item.temperature == 0 and item.min_p > 0 else item.min_p for item in sampling)
+        warp.top_p[at], warp.min_p[at] = numbers(top_p, real), numbers(min_p, real)
         for row, entry in entries.items():
             self.sampling[row], self.legal_starts[row] = entry.sampling, entry.legal_state
             if self.prompts is not None:
@@ -168,7 +165,7 @@ class BatchState:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Set what the host knows about the rows' warps."""
+        """Update the host's summary of the rows' sampling settings."""
         live = [item for item in self.sampling if item is not None]
         top_k = [item.top_k for item in live]
         self.warp.max_top_k, self.warp.all_top_k = max(top_k, default=0), bool(top_k) and all(top_k)
@@ -178,7 +175,7 @@ class BatchState:
         self.warp.any_greedy = any(item.temperature == 0 for item in live)
 
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows."""
+        """Keep only these rows, in this order."""
         index = torch.tensor(rows, device=self.active.device)
         self.beams = select_rows(self.beams, index)
         self.finished = select_rows(self.finished, index)
@@ -198,7 +195,7 @@ class BatchState:
             self.own_ids = self.own_ids.select(index)
 
     def grow_history(self, length: int) -> None:
-        """Room for `length` generated tokens."""
+        """Make room for `length` generated tokens of each beam and finished hypothesis."""
         more = length - self.beams.history.shape[2]
         if more > 0:
             self.beams.history = torch.nn.functional.pad(self.beams.history, (0, more))

@@ -1,5 +1,5 @@
-"""Runs iterations: plainly, or as CUDA graphs. One small tensor of counters is read back to the host at the end of each
-(`Report`), its only synchronisation."""
+"""The stepper, which runs iterations plainly or as CUDA graphs. At the end of each it reads one small tensor of
+counters back to the host (`Report`), the iteration's only synchronisation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PHASES = ("draft", "target", "verify")
 
 
 class Stepper:
-    """Runs iterations of one batch. `steady`: the last one took the time that its shape will take again."""
+    """Runner of the iterations of one batch. `steady`: the last one took the time that its shape will take again."""
 
     def __init__(
         self,
@@ -38,8 +38,9 @@ class Stepper:
         constraints: Sequence[Constraint] = (),
         ops: Ops | None = None,
     ) -> None:
-        """graphs: where iterations are captured; None runs them plainly. stopping: an iteration is to end in its
-        middle, by raising Stopped. constraints: of the rows' answers. ops: what serves; None: plain torch."""
+        """graphs: store of captured iterations; None runs them plainly. stopping: returns True when an iteration is to
+        end in its middle, by raising EngineStopped. constraints: of the rows' answers. ops: operations of an iteration;
+        None: plain torch."""
         self.caches, self.drafter, self.ops = caches, drafter, ops or Ops()
         self.rule, self.endings, self.timer, self.graphs = rule, endings, timer, graphs
         self.stopping, self.constraints = stopping, constraints
@@ -51,7 +52,7 @@ class Stepper:
     def step(
         self, state: BatchState, shape: IterationShape, gate: Callable[[list[float]], bool] | None = None
     ) -> Report:
-        """Run one iteration. gate: of DraftContext, where nothing is captured."""
+        """Run one iteration. gate: of DraftContext; None where iterations are captured."""
         assert gate is None or self.graphs is None
         iteration, slower = self.begin(state, shape, gate), self._slower()
         phases, legal = (iteration.draft, iteration.target, iteration.verify_and_commit), iteration.legal
@@ -73,7 +74,8 @@ class Stepper:
     def begin(
         self, state: BatchState, shape: IterationShape, gate: Callable[[list[float]], bool] | None = None
     ) -> Iteration:
-        """Make an iteration that has run nothing yet. The state has as many beams as the shape."""
+        """Return an iteration that has run nothing yet. Where the shape has fewer roots than W, the state keeps the
+        first beam of each row alone."""
         if shape.beams < state.method.num_beams:
             state.beams = state.beams.first()
         return Iteration(
@@ -92,11 +94,11 @@ class Stepper:
         )
 
     def _slower(self) -> int:
-        """Forwards of the models so far whose time says nothing of the next one's."""
+        """Return how many forwards of the models so far took a time that their shape will not take again."""
         return sum(getattr(model, "slower_forwards", 0) for model in self.caches.models)
 
     def _static(self, state: BatchState) -> tuple[Hashable, ...]:
-        """Everything beside the shape that fixes sizes, branches or addresses of an iteration."""
+        """Return everything besides the shape that fixes sizes, branches or addresses of an iteration."""
         warp = state.warp
         return (
             shapes(state),

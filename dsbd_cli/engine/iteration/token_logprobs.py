@@ -1,8 +1,8 @@
 """Records of every generated token where a request asks for it: its log-probability, the likeliest tokens at its place,
-and the beam that it was appended to. Nothing of this exists while no row of the batch asks.
+and the beam that it was appended to. No such record exists while no row of the batch asks.
 
-Letters: R requests, W beams, F finished hypotheses kept, L history length, T likeliest tokens, D drafted layers,
-N nodes, m pairs (parent node, token), C candidates of a node.
+Letters: R requests, W beams, F finished hypotheses kept, L history length, T likeliest tokens, D drafted layers, N
+nodes, m pairs (parent node, token), C candidates of a node.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dsbd_cli.requests import TokenDetail
 
 @dataclass(slots=True)
 class Marks:
-    """Marks of each generated token of m sequences.
+    """Records of each generated token of m sequences.
 
     Attributes:
         logprob: [R, m, L] float32, raw log p(token | before).
-        beam: [R, m, L] int64, place of the beam that the token was appended to, among those of its step.
-        top, top_logprob: [R, m, L, T] int64 and float32, the likeliest tokens at this place, by token id; -inf behind
-            those that were recorded when no row asked for so many.
+        beam: [R, m, L] int64, index of the beam that the token was appended to, among the beams of its step.
+        top, top_logprob: [R, m, L, T] int64 and float32, the likeliest tokens at this place, by token id. Where fewer
+            than T were recorded, because no row asked for so many then, the rest have -inf.
     """
 
     logprob: Tensor
@@ -40,28 +40,28 @@ class Marks:
 
     @classmethod
     def empty(cls, rows: int, count: int, history: int, tops: int, device: torch.device) -> Marks:
-        """Nothing recorded."""
+        """Return marks without a record."""
         one = torch.zeros(rows, count, history, device=device)
         many = torch.zeros(rows, count, history, tops, device=device)
         return cls(one, one.to(torch.int64), many.to(torch.int64), many)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Marks:
-        """The same change to every tensor."""
+        """Apply the same change to every tensor."""
         return Marks(change(self.logprob), change(self.beam), change(self.top), change(self.top_logprob))
 
     def gather(self, index: Tensor) -> Marks:
-        """Those of the sequences `index` [R, m]."""
-        return self.each(lambda value: value.gather(1, _wide(index, value)))
+        """Return the marks of the sequences `index` [R, m]."""
+        return self.each(lambda value: value.gather(1, _expand_index(index, value)))
 
     def put(self, at: Tensor, new: Marks) -> Marks:
-        """With `new` [R, m, n] at the places `at` [R, m, n] of the history."""
+        """Return the marks with `new` [R, m, n] written at the places `at` [R, m, n] of the history."""
         pairs = zip(_tensors(self), _tensors(new), strict=True)
-        return Marks(*(old.scatter(2, _wide(at, value), value) for old, value in pairs))
+        return Marks(*(old.scatter(2, _expand_index(at, value), value) for old, value in pairs))
 
     def where(self, condition: Tensor, other: Marks) -> Marks:
-        """These where `condition` [R, m], else the other ones."""
+        """Return these marks where `condition` [R, m] holds, else those of `other`."""
         pairs = zip(_tensors(self), _tensors(other), strict=True)
-        return Marks(*(torch.where(_wide(condition, a, expand=False), a, b) for a, b in pairs))
+        return Marks(*(torch.where(_expand_index(condition, a, expand=False), a, b) for a, b in pairs))
 
 
 @dataclass(slots=True)
@@ -73,18 +73,18 @@ class TokenTrace:
 
     @classmethod
     def empty(cls, beams: Beams, finished: Finished) -> TokenTrace:
-        """Nothing recorded, no likeliest tokens asked for."""
+        """Return a trace without a record and without likeliest tokens (T = 0)."""
         (rows, width, history), kept = beams.history.shape, finished.score.shape[1]
         device = beams.history.device
         return cls(Marks.empty(rows, width, history, 0, device), Marks.empty(rows, kept, history, 0, device))
 
     @property
     def tops(self) -> int:
-        """T."""
+        """T, likeliest tokens that are recorded at each place."""
         return self.live.top.shape[3]
 
     def fit(self, history: int, tops: int) -> None:
-        """Room for this many tokens and likeliest ones."""
+        """Make room for `history` tokens, and for `tops` likeliest tokens of each."""
         more, wider = history - self.live.logprob.shape[2], max(0, tops - self.tops)
 
         def grown(value: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class TokenTrace:
         token: Tensor,
         steps: Tensor,
     ) -> None:
-        """Take up one iteration, before beams and finished hypotheses forget what they were.
+        """Record one iteration, before the commit changes beams and finished hypotheses.
 
         candidates, logits: of all N nodes. before: [R, D + 1, W], the beams (nodes) that each step began with. parent,
         token [R, W]: the new live beams; steps: [R].
@@ -120,27 +120,23 @@ class TokenTrace:
         best = top_candidates(logits, CandidateCount(self.tops, None, self.tops)) if self.tops else None
 
         def new(parent: Tensor, token: Tensor, steps: Tensor, old: Marks) -> Marks:
-            """The history of the roots, and this iteration's tokens behind it."""
+            """Return the marks of the roots, with those of this iteration's tokens behind them."""
             path = at_nodes(nodes, parent)  # [R, m, D + 1], the parent of each step
-            made = forest.flat.path_tokens[:, :, : forest.depth]  # a forest may have ended early
-            tokens = torch.nn.functional.pad(at_nodes(made, parent), (0, 1))
-            last = (steps - 1).clamp(min=0).unsqueeze(2)
-            tokens = tokens.scatter(2, last, token.unsqueeze(2))
             at = beams.length.view(-1, 1, 1) + torch.arange(path.shape[2], device=path.device)
             at = at.clamp(max=old.logprob.shape[2] - 1).expand_as(path)
-            fresh = _marks(path, tokens, candidates, best, before, old)
+            fresh = _marks(path, forest.path_to(parent, token, steps), candidates, best, before, old)
             return old.gather(forest.flat.root.gather(1, parent)).put(at, fresh)
 
-        number = steps.unsqueeze(1)
         ended = (finished.length - beams.length.unsqueeze(1)).clamp(1, forest.depth + 1)
         node = finished.node.clamp(0, forest.offset(forest.depth + 1) - 1)
         kept = self.done.gather(finished.origin.clamp(min=0))
         self.done = kept.where(finished.origin >= 0, new(node, finished.token, ended, self.live))
-        self.live = new(parent, token, number.expand_as(parent), self.live)
+        self.live = new(parent, token, steps.unsqueeze(1).expand_as(parent), self.live)
 
 
 def _paths(forest: Forest) -> Tensor:
-    """[R, N, D + 1] int64: the nodes from the root down to each node; what stands behind it is not used."""
+    """Return the nodes from the root down to each node, [R, N, D + 1] int64. Entries behind the node itself are not
+    used."""
     parent = forest.flat.parent
     width, drafts = forest.num_beams, forest.drafts_per_layer
     index = torch.arange(parent.shape[1], device=parent.device).expand_as(parent)
@@ -161,11 +157,11 @@ def _marks(
     flat = path.flatten(1)
 
     def of(value: Tensor) -> Tensor:
-        """value [R, N, C] at the nodes of the path: [R, m, n, C]."""
+        """Gather value [R, N, C] at the nodes of the path: [R, m, n, C]."""
         return at_nodes(value, flat).view(*path.shape, -1)
 
     same = of(candidates.tokens) == tokens.unsqueeze(3)
-    # not a sum: behind the listed tokens of a node stands token 0 again, as impossible
+    # not a sum: padding behind the listed tokens of a node repeats token 0, with log-probability -inf
     logprob = torch.where(same, of(candidates.logprobs), NEG_INF).amax(3)
     beam = (before.unsqueeze(1) == path.unsqueeze(3)).to(torch.int64).argmax(3)
     top = of(best.tokens) if best is not None else old.top[:, :1, :1].expand(*path.shape, 0)
@@ -177,8 +173,8 @@ def _tensors(marks: Marks) -> tuple[Tensor, ...]:
     return marks.logprob, marks.beam, marks.top, marks.top_logprob
 
 
-def _wide(index: Tensor, value: Tensor, *, expand: bool = True) -> Tensor:
-    """An index with the dimensions of `value` behind its own."""
+def _expand_index(index: Tensor, value: Tensor, *, expand: bool = True) -> Tensor:
+    """Give an index the trailing dimensions of `value`."""
     wide = index.view(*index.shape, *(1 for _ in range(value.dim() - index.dim())))
     return wide.expand(*index.shape, *value.shape[index.dim() :]) if expand else wide
 
@@ -186,7 +182,7 @@ def _wide(index: Tensor, value: Tensor, *, expand: bool = True) -> Tensor:
 def token_details(
     trace: TokenTrace, row: int, rank: int, ids: Sequence[int], sampling: SamplingConfig, token_bytes: Sequence[bytes]
 ) -> tuple[TokenDetail, ...]:
-    """Return what is recorded of the tokens `ids` of a finished hypothesis. Reads the device."""
+    """Return the records of the tokens `ids` of a finished hypothesis. Reads the device."""
     marks, length = trace.done, len(ids)
     logprob, beam = (value[row, rank, :length].tolist() for value in (marks.logprob, marks.beam))
     top, top_logprob = (value[row, rank, :length].tolist() for value in (marks.top, marks.top_logprob))
@@ -196,7 +192,7 @@ def token_details(
 
     found = []
     for place, token in enumerate(ids):
-        # another row may have asked for more of them
+        # another row may have asked for more likeliest tokens
         order = sorted(zip(top_logprob[place], top[place], strict=True), key=lambda pair: (-pair[0], pair[1]))
         tops = tuple((other, text(other), value) for value, other in order[: sampling.top_logprobs])
         found.append(TokenDetail(token, text(token), logprob[place], beam[place], tops))

@@ -1,7 +1,7 @@
-"""Verify a drafted forest: from the roots, one beam-sampling step per layer, until a layer does not pass.
+"""Verification of a drafted forest: from the roots, one beam-sampling step per layer, until a layer does not pass.
 
-Everything is tensor code over [R, ...] with static shapes. All layers are verified for all rows; what lies below the
-layer where a row stopped is not used.
+Everything is tensor code over [R, ...] with static shapes. All layers are verified for all rows. Results below the
+layer where a row stopped are not used.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dsbd_cli.engine.iteration.finished import Live, Verified, counters, progres
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule
-from dsbd_cli.engine.verify.rejection import draft_probs_at
+from dsbd_cli.engine.verify.rejection import draft_log_probs_at
 from dsbd_cli.engine.verify.width import expected_width
 
-MOST_NOISE = 1 << 16  # numbers
+MOST_NOISE = 1 << 16  # numbers of noise that are made for all nodes at once; more are made layer by layer
 
 
 @dataclass(slots=True)
@@ -34,11 +34,12 @@ class VerifiedForest:
     """Outcome of a verified forest.
 
     Attributes:
-        live: final beams, pairs to be committed. steps: taken, [R]. width_sum: sum of widths, [R].
+        live: final beams, pairs to be committed. steps: [R], steps taken. width_sum: [R], live beams, summed over the
+            steps.
         done: requests that have ended, [R]. invalid: rows with NaN, [R].
         counters: [R, D, fields of LayerCounters] int64, of the drafted layers.
-        before: [R, D + 1, W], beams (nodes) that each step began with; where tokens are traced.
-        report: the counters as `pack_counters` joins them; where a kernel verified.
+        before: [R, D + 1, W], beams (nodes) that each step began with; None where tokens are not traced.
+        report: the counters as `pack_counters` joins them; None where no kernel verified.
     """
 
     live: Live
@@ -62,7 +63,7 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Made once an iteration: keys [R, D + 1, STREAMS] of the streams, and G(x, v) of all nodes [R, N, C] or None."""
+    """Noise of one iteration: keys [R, D + 1, STREAMS] of the streams, and G(x, v) of all nodes [R, N, C] or None."""
 
     keys: Tensor
     of_nodes: Tensor | None
@@ -77,8 +78,8 @@ def verify_forest(
     keys: Tensor,
     observer: Observer | None = None,
 ) -> VerifiedForest:
-    """Verify all layers, whether or not a row comes so far, then see how far each came. candidates: of all N nodes.
-    keys: [R, D + 1, STREAMS]. observer: is told of every layer. Updates `state.finished`."""
+    """Verify all layers for every row, then compute how far each row came. candidates: of all N nodes. keys:
+    [R, D + 1, STREAMS]. observer: receives every layer. Updates `state.finished`."""
     beams = state.beams
     index = torch.arange(beams.token.shape[1], device=beams.token.device).expand_as(beams.token)
     live = Live(index, beams.token, index, beams.valid, beams.weight, beams.logprob)
@@ -108,21 +109,22 @@ def verify_forest(
 
 
 def _stacked(nodes: list[Tensor]) -> Tensor:
-    """Nodes [R, w] of each layer: [R, L, W], -1 where a layer has fewer, as the first one of a request may."""
+    """Stack the nodes [R, w] of each layer: [R, L, W], -1 where a layer has fewer, as the first one of a request
+    may."""
     width = max(one.shape[1] for one in nodes)
     return torch.stack([torch.nn.functional.pad(one, (0, width - one.shape[1]), value=-1) for one in nodes], 1)
 
 
 def _path_noise(nodes: Nodes, greedy_rows: Tensor | None) -> Tensor | None:
-    """G(x, v) of every node's candidates, [R, N, C], in one go: a live beam of a layer that matters is a node. None
-    where that would be much more than the few live nodes need."""
+    """Return G(x, v) of every node's candidates, [R, N, C], made at once. It is enough, because every live beam of a
+    layer that is used is a node. Return None where it would be much more than the live nodes need."""
     if nodes.candidates.tokens.numel() > MOST_NOISE:
         return None
     return path_gumbel(nodes.path, nodes.candidates.tokens, greedy_rows)
 
 
 def _at_layer(values: list[Tensor], layer: Tensor) -> Tensor:
-    """values [R, W] of each layer, at one layer [R] of each row: [R, W]."""
+    """Select one layer [R] for each row from the values [R, W] of each layer: [R, W]."""
     wide = layer.view(-1, 1, 1).expand(-1, 1, values[0].shape[1])
     return torch.stack(values, 1).gather(1, wide).squeeze(1)
 
@@ -137,7 +139,8 @@ def _view(
     live: Live,
     layer: int,
 ) -> tuple[LayerView, Tensor]:
-    """The target's distribution over the live beams of one layer, and the running weight of every child."""
+    """Return the rule's view of one layer, with the target's distribution over its live beams, and the running weight
+    of every child, [R, W, C]."""
     known = live.node.clamp(min=0)
     own = nodes.candidates.at(known)
     logprob = torch.where(live.valid, live.logprob, NEG_INF).unsqueeze(-1) + own.logprobs
@@ -154,24 +157,21 @@ def _view(
         node=live.node,
         valid=live.valid,
         path=nodes.path.gather(1, known),
-        row_key=state.row_key,
-        iteration=state.iteration,
-        layer=layer,
         full=own.full,
         drafts=_drafts(forest, layer),
         width=torch.full_like(state.row_key, state.method.num_beams),
         dynamic=state.method.dynamic,
-        noise=None if noise.of_nodes is None else at_nodes(noise.of_nodes, known),
         keys=noise.keys[:, layer],
+        num_beams=state.method.num_beams,
+        noise=None if noise.of_nodes is None else at_nodes(noise.of_nodes, known),
         greedy_rows=state.warp.greedy_rows,
-        draws=state.method.num_beams,
     )
     method = state.method
     if method.dynamic and view.drafts is not None:
         assert view.drafts.distribution is not None
-        q = draft_probs_at(view, view.drafts).exp()
+        q = draft_log_probs_at(view, view.drafts).exp()
         p = view.log_p.flatten(1).to(torch.float64).exp()
-        # of a fused layer only the sampled nodes: which deterministic ones stand beside them depends on the draws
+        # of a merged layer only the sampled nodes: which deterministic ones are in it depends on the draws
         drawn = view.drafts.distribution.log_drawn.shape[1]
         view.width = expected_width(
             p, q, drawn, method.value(WIDTH_THRESHOLD), method.value(MIN_WIDTH), method.num_beams
@@ -195,7 +195,7 @@ def _drafts(forest: Forest, layer: int) -> DraftedLayer | None:
 
 
 def _advance(view: LayerView, weight: Tensor, draws: LayerDraws) -> Live:
-    """The live draws as beams of the next step."""
+    """Return the live draws as beams of the next step."""
     beam, token = view.pair(draws.index)
     return Live(
         parent=view.node.gather(1, beam),

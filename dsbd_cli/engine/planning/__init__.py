@@ -1,1 +1,1 @@
-"""Choices between iterations: depth and width from acceptance and timing, rows from memory."""
+"""Choices between iterations: layers and drafts from acceptance and timing, rows from memory."""

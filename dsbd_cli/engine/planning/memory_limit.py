@@ -1,4 +1,4 @@
-"""How many requests fit in memory together: `--batch-size auto`. An estimate; out of memory still halves the batch."""
+"""Estimate of how many requests fit in memory together: `--batch-size auto`. Out of memory still halves the batch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from dsbd_cli.engine.protocols import ForestModel
 from dsbd_cli.errors import UsageError
 
 CGROUP = Path("/sys/fs/cgroup")
-PEEK = 64  # requests looked at for their lengths
+REQUESTS_SEEN = 64  # requests whose lengths are looked at
 SHARE = 0.7  # of the free memory; the rest is for activations and fragments
 MOST_ROWS = {"cuda": 128, "cpu": 16}  # more rows than this brought no more speed, or were never measured
-# in errors that are no OutOfMemoryError: of the processor's allocator, of the CUDA driver and triton, of cuBLAS
+# messages of errors that are no OutOfMemoryError: of the processor's allocator, the CUDA driver and triton, cuBLAS
 NO_MEMORY = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
 LOGIT_BYTES = 12  # per node and token of the vocabulary: the model's own logits and two float32 copies
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be taken on a device; on the CPU what the system, and the container, give without swap."""
+    """Return the bytes that can still be allocated on a device; on the CPU those that the system, and the container,
+    give without swap."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for the next tensor
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for later tensors
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     import psutil  # only the CPU path needs it
 
@@ -33,7 +34,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """All bytes of a device, in use or not; on the CPU those of the machine, or of the container."""
+    """Return all bytes of a device, in use or not; on the CPU those of the machine, or of the container."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     import psutil  # only the CPU path needs it
@@ -46,12 +47,14 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def least_bytes(nodes: int, vocab_size: int) -> int:
-    """Bytes that an iteration of one row takes in any case: float32 logits of its nodes, and what each sees of them."""
+    """Return the bytes that an iteration of one row takes in any case: float32 logits of its nodes, and a mask of which
+    nodes see each other."""
     return nodes * (4 * vocab_size + nodes)
 
 
 def check_memory(method: MethodConfig, target: ForestModel) -> int:
-    """Bytes of the target's device. Raises UsageError where it cannot hold an iteration of any row."""
+    """Return the bytes of the target's device. Raises UsageError where they cannot hold an iteration of a single
+    row."""
     memory, nodes = memory_bytes(target.device), deepest(method, 1).nodes(method.num_beams)
     if least_bytes(nodes, target.vocab_size) > memory:
         drafts = f" and drafts_per_layer {method.drafts_per_layer}" if method.depth else ""
@@ -63,8 +66,8 @@ def check_memory(method: MethodConfig, target: ForestModel) -> int:
 
 
 def footprint(method: MethodConfig, models: Sequence[ForestModel]) -> str:
-    """Say what a row takes: nodes and logits of its largest iteration, and cache per token. models: the target first,
-    and the draft model where it has the same cache slots."""
+    """Return a sentence on what a row takes: nodes and logits of its largest iteration, and cache per token. models:
+    the target first, and the draft model where it has the same cache slots."""
     nodes = deepest(method, 1 << 30).nodes(method.num_beams)
     logits = nodes * models[0].vocab_size * LOGIT_BYTES
     cache = sum(model.kv_bytes_per_slot() for model in models)
@@ -75,7 +78,8 @@ def footprint(method: MethodConfig, models: Sequence[ForestModel]) -> str:
 
 
 def _left_in_container(folder: Path = CGROUP) -> list[int]:
-    """Limit less use of the control group that holds this process; nothing where there is no limit."""
+    """Return the limit minus the use, in bytes, of the control group that holds this process, in a list; an empty list
+    where there is no limit."""
     try:
         limit, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()
         cache = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -87,21 +91,22 @@ def _left_in_container(folder: Path = CGROUP) -> list[int]:
 def fitting_rows(
     models: Sequence[ForestModel], slots: int, nodes: int, free: int | None = None, *, beside: int = 0
 ) -> int:
-    """Rows of `slots` cache slots and `nodes` nodes in flight that fit into the memory free on the first device.
+    """Return how many rows of `slots` cache slots and `nodes` nodes per iteration fit into the free memory of the first
+    model's device.
 
-    At least 1. free: bytes, measured where None. beside: bytes of a row that are not per slot or node.
+    At least 1. free: bytes, measured where None. beside: further bytes of a row, whatever its slots and nodes.
     """
     device = models[0].device
     here = [model for model in models if model.device == device]
     row = slots * sum(model.kv_bytes_per_slot() for model in here) + nodes * models[0].vocab_size * LOGIT_BYTES
-    row += sum(model.state_bytes(3 * nodes) for model in here)  # a suffix is seldom longer: twice the nodes, and those
+    row += sum(model.state_bytes(3 * nodes) for model in here)  # a suffix is seldom longer than that
     row += beside
     available = free_bytes(device) if free is None else free
     return max(1, min(int(SHARE * available) // max(row, 1), MOST_ROWS.get(device.type, 16)))
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """An allocation failed."""
+    """Return whether an error is a failed allocation."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in NO_MEMORY)

@@ -1,7 +1,8 @@
-"""How deep and wide to draft in the next iteration: always the same, or what measured best (goodput, arXiv 2406.14066).
+"""Planners: they choose how many layers and drafts the next iteration has, either always the same numbers or what
+measured best (goodput, arXiv 2406.14066).
 
-Host numbers only. A planner sees what every iteration reports anyway: seconds of its phases and how many layers of each
-row came.
+A planner uses numbers on the host alone, which every iteration reports anyway: seconds of its phases, and which layers
+of each row passed.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ import numpy as np
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import GRAMMAR
 from dsbd_cli.engine.core.report import LayerCounters
-from dsbd_cli.engine.planning.acceptance import Acceptance, Lives, Numbers, PassRates
+from dsbd_cli.engine.planning.acceptance import Acceptance, Numbers, PassRates, RequestLengths
 from dsbd_cli.engine.planning.timing import FittedLine
 
-FIRST_LIFE = 32  # iterations that a request takes, believed before any has ended
-BETTER = 1.02  # another shape must promise so much more
-PROBE_SHARE = 0.01  # of the time goes into probes, at most
-PROBE_EVERY = 32  # iterations between probes, at least
-SHALLOW = 8  # layers; so few are drafted however little is left to generate
-UNTIMED = 32  # nodes that cost as much as an iteration without any, believed before one is timed
-CONFIDENCES = (0.0, 0.5, 0.7, 0.85)  # that a layer must be above, to choose from
-TRIES = 8  # iterations in which a shape that is to be timed must have given a time that is believed
+FIRST_LIFE = 32  # iterations that a request is assumed to take, before any has ended
+SWITCH_FACTOR = 1.02  # factor by which the goodput of another shape must exceed that of the present one
+PROBE_SHARE = 0.01  # largest share of the time that goes into probes
+PROBE_EVERY = 32  # least number of iterations between probes
+LEAST_DEPTH = 8  # layers; the depth is not cut below this, however little is left to generate
+ASSUMED_FIXED_NODES = 32  # nodes that are assumed to cost as much as an iteration without nodes, before one is timed
+CONFIDENCES = (0.0, 0.5, 0.7, 0.85)  # least confidences to choose from
+TRIES = 8  # iterations after which a shape that is to be timed is given up without a usable time
 
 
 class Shape(NamedTuple):
-    """D layers of K nodes at most. least_confidence: what a layer must be above to go to the target; the first one that
+    """At most D layers of K nodes. least_confidence: a layer must be above it to go to the target. The first layer that
     is not ends the forest."""
 
     depth: int
@@ -38,34 +39,36 @@ class Shape(NamedTuple):
     least_confidence: float = 0.0
 
     def nodes(self, num_beams: int) -> int:
-        """N, where all layers go to the target."""
+        """Return N for the case that all layers go to the target."""
         return num_beams + self.depth * self.drafts_per_layer
 
     def per_call(self, num_beams: int) -> float:
-        """Nodes in a draft call, on average: the roots, then K per further layer. The depth is 1 or more."""
+        """Return the mean number of nodes in a draft call: the roots, then K per further layer. The depth is 1 or
+        more."""
         return (num_beams + (self.depth - 1) * self.drafts_per_layer) / self.depth
 
     def within(self, steps: int) -> Shape:
-        """No deeper than what `steps` steps can take, rounded up to a power of two and to SHALLOW.
+        """Return the shape cut to the depth that `steps` steps can use, where `steps` is rounded up to a power of two
+        and to LEAST_DEPTH.
 
-        Few depths are few graphs to capture. With fewer layers than steps, the rows beside a row would decide which of
-        its layers are drafted.
+        Fewer different depths mean fewer graphs to capture. It is never cut below `steps`, because the other rows of
+        the batch would then decide which layers of a row are drafted.
         """
-        return self._replace(depth=min(self.depth, max(SHALLOW, 1 << (steps - 1).bit_length())))
+        return self._replace(depth=min(self.depth, max(LEAST_DEPTH, 1 << (steps - 1).bit_length())))
 
 
 def deepest(method: MethodConfig, steps: int) -> Shape:
-    """The largest shape that an iteration can take where `steps` steps are left."""
+    """Return the largest shape that an iteration can have where `steps` steps are left."""
     return Shape(method.depth, method.drafts_per_layer).within(steps)
 
 
 @dataclass(slots=True)
 class Gate:
-    """Decides in the middle of an iteration, layer by layer, whether what was drafted goes to the target.
+    """The decision in the middle of an iteration, layer by layer, of whether drafts go to the target.
 
     Attributes:
-        least: what the confidence of a layer must be above. rows: that run. confidences: of all layers that were
-            drafted, each the mean of the rows.
+        least: what the confidence of a layer must be above. rows: the running rows. confidences: of all layers that
+            were drafted, each the mean over the rows.
     """
 
     least: float
@@ -73,7 +76,7 @@ class Gate:
     confidences: list[float] = field(default_factory=list)
 
     def __call__(self, confidence: Sequence[float]) -> bool:
-        """confidence: of one layer, by row."""
+        """Return whether a layer goes to the target. confidence: of the layer, by row."""
         self.confidences.append(sum(confidence[row] for row in self.rows) / len(self.rows))
         return self.confidences[-1] > self.least
 
@@ -83,8 +86,9 @@ class DraftWork:
     """Work that a draft model has to do before it drafts.
 
     Attributes:
-        draft_backlog: most slots of a row, past the prompt, that it has not run.
-        unread: prompt tokens of all rows that it has not run. prompts: all prompt tokens of all rows.
+        draft_backlog: upper bound of the slots of a row, past the prompt, that it has not run.
+        unread: prompt tokens of all rows that it has not run. prompts: prompt tokens of all rows, without those that
+            were copied from other rows.
     """
 
     draft_backlog: int = 0
@@ -96,23 +100,24 @@ NOTHING = DraftWork()
 
 
 class Planner:
-    """Chooses the shape of each iteration: the configured one, always. requests: what the running rows have shown, one
-    entry each, the same objects from iteration to iteration."""
+    """Chooser of the shape of each iteration; this class always takes the configured one. requests: what was observed
+    of each running request, the same objects from iteration to iteration."""
 
     def __init__(self, method: MethodConfig) -> None:
         self._configured = Shape(method.depth, method.drafts_per_layer)
 
     def choose(self, requests: Sequence[Acceptance], reading: DraftWork = NOTHING) -> Shape:
-        """Shape of the next iteration."""
+        """Return the shape of the next iteration."""
         return self._configured
 
     def cut(self, shape: Shape, sure: Sequence[Sequence[int]]) -> Shape:
-        """Return what is worth drafting of a shape where it is known which layers pass. sure: of each running row
-        the sizes of those layers."""
+        """Return the part of a shape that is worth drafting, where it is known which layers pass. sure: the sizes of
+        those layers, for each running row."""
         return shape
 
     def gate(self, shape: Shape, rows: Sequence[int]) -> Gate | None:
-        """Say during an iteration of this shape what goes to the target; None: everything. rows: that run."""
+        """Return what decides during an iteration of this shape which layers go to the target; None: all do. rows: the
+        running rows."""
         return None
 
     def observe(
@@ -128,30 +133,33 @@ class Planner:
         """Learn from what an iteration did.
 
         layers: counters of every running row. seconds: of the phases draft, target and verify, and `read` where the
-        draft read prompts before. reading: what it read. steady: the three phases are what an iteration of this shape
-        will take again (no capture, no plain run of what will be replayed). gate: it had.
+        draft read prompts before. reading: the draft's work before the iteration. steady: the three phases took the
+        time that an iteration of this shape will take again (no capture, no plain run of what will be replayed). gate:
+        that of the iteration.
         """
 
     def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
-        """An iteration of this shape, or what comes before one, did not fit into memory, and the running requests start
-        over. True: this shape will not be chosen again for as many rows, so that they may still fit."""
+        """Learn that an iteration of this shape, or the work before one, did not fit into memory. The running requests
+        start over. Return True where this shape will not be chosen again for as many rows, so that they may still
+        fit."""
         return False
 
 
 class CertainPlanner(Planner):
-    """Planner of a drafter that knows which layers will pass: as deep as gives the most steps per second, and as wide
-    as these layers are. Seconds: a line fitted to the times of iterations, by the nodes run."""
+    """Planner for a drafter that knows which layers will pass. It takes the depth of the most steps per second, and as
+    many drafts per layer as the layers down to it need. Seconds come from a line fitted to the times of iterations over
+    the number of nodes."""
 
     def __init__(self, method: MethodConfig) -> None:
         super().__init__(method)
         self._beams, self._line = method.num_beams, FittedLine()
-        self._warm = set[tuple[int, Shape]]()
+        self._has_run = set[tuple[int, Shape]]()
 
     def cut(self, shape: Shape, sure: Sequence[Sequence[int]]) -> Shape:
-        """Return what is worth drafting."""
+        """Return the depth of the most steps per second, with as many drafts per layer as its layers need."""
         rest, per_node = self._line.fit()
         if not self._line.weight:
-            rest, per_node = UNTIMED, 1.0
+            rest, per_node = ASSUMED_FIXED_NODES, 1.0
         best, most = Shape(0, shape.drafts_per_layer), 0.0
         widest, rows = 1, max(1, len(sure))
         for depth in range(max(map(len, sure), default=0) + 1):
@@ -174,25 +182,25 @@ class CertainPlanner(Planner):
         steady: bool = True,
         gate: Gate | None = None,
     ) -> None:
-        """Learn what nodes cost. What runs for the first time is not believed."""
+        """Learn what nodes cost. The time of a shape that runs for the first time is not used."""
         rows = len(requests)
-        if steady and (rows, shape) in self._warm:
+        if steady and (rows, shape) in self._has_run:
             self._line.add(rows * shape.nodes(self._beams), sum(seconds.values()))
-        self._warm.add((rows, shape))
+        self._has_run.add((rows, shape))
 
 
 class AdaptivePlanner(Planner):
-    """Takes the shape of the most expected steps per second: no drafts, or 1 .. D layers of one of a few numbers of
-    drafts up to K, of which the sure ones alone may go to the target.
+    """Planner that takes the shape of the most expected steps per second: no drafts, or 1 .. D layers with one of a few
+    numbers of drafts up to K. It may also choose a least confidence, below which layers do not go to the target.
 
     Steps: each request yields 1 + the sum over the layers of the chance that all layers down to it pass. A layer that
     needed j drafts would have passed with j, so every iteration informs on all smaller K. Seconds: lines fitted to the
-    times of a draft call and of the rest, by the nodes run. A probe, wider or deeper than the present shape, comes when
-    PROBE_SHARE of the time since the last one pays for it.
+    times of a draft call and of the rest, over the number of nodes. A probe has K drafts per layer, and is as deep as
+    the present shape or a layer deeper. It is made when PROBE_SHARE of the time since the last probe pays for it.
     """
 
     def __init__(self, method: MethodConfig, *, gated: bool = False) -> None:
-        """gated: the drafter may be told while it drafts which layers go to the target."""
+        """gated: the drafter can be stopped while it drafts, by a gate."""
         super().__init__(method)
         self._beams, most = method.num_beams, method.drafts_per_layer
         # fewer drafts than beams would be fast, but never let a layer keep all its beams
@@ -208,45 +216,46 @@ class AdaptivePlanner(Planner):
             for number in numbers
             for depth in range(1, method.depth + 1)
         ]
-        self._at = {shape: place for place, shape in enumerate(self._shapes)}
+        self._index = {shape: place for place, shape in enumerate(self._shapes)}
         self._nodes = np.array([shape.nodes(self._beams) for shape in self._shapes])  # at most
         self._numbers = np.array(numbers)[:, None]
-        self._rates, self._lives = PassRates(numbers, method.depth, second, confidences), Lives(FIRST_LIFE)
-        # a draft call, target and verify, prompts
-        self._draft, self._rest, self._read = FittedLine(), FittedLine(), FittedLine()
-        self._warm = set[tuple[int, Shape] | None]()  # rows and shapes that have run; None: the draft has read prompts
-        self._most_nodes = math.inf  # nodes of all rows that fit into memory
-        self._to_time, self._tries = [Shape(1, numbers[0]), self._plain], 0  # the last one first
-        self._saved, self._probes, self._probing = 0.0, 0, False  # saved: seconds for the next probe
+        self._rates, self._lengths = PassRates(numbers, method.depth, second, confidences), RequestLengths(FIRST_LIFE)
+        # times of a draft call, of target and verify, of reading prompts
+        self._draft_line, self._target_line, self._prompt_line = FittedLine(), FittedLine(), FittedLine()
+        self._has_run = set[tuple[int, Shape] | None]()  # rows and shapes; None: the draft has read prompts
+        self._most_nodes = math.inf  # most nodes of all rows that fit into memory
+        self._untimed, self._tries = [Shape(1, numbers[0]), self._plain], 0  # shapes to be timed, the last one first
+        self._probe_budget_s, self._probes, self._probing = 0.0, 0, False
 
     def choose(self, requests: Sequence[Acceptance], reading: DraftWork = NOTHING) -> Shape:
-        """The shape of the most expected steps per second, or one to be timed."""
-        rows, life = len(requests), self._lives.now()
+        """Return the shape of the most expected steps per second, or one that is to be timed."""
+        rows, life = len(requests), self._lengths.now()
         seconds = self._seconds(rows)
-        _, per_node = self._draft.fit()
+        _, per_node = self._draft_line.fit()
         draft_backlog = rows * reading.draft_backlog * per_node
-        per_token = self._read.y / self._read.x if self._read.x else per_node
-        self._to_time = [shape for shape in self._to_time if self._fits(shape, rows)]
-        now = seconds[self._at[self._now]]
-        if not self._to_time and now < math.inf:
-            deepest, most, _ = self._shapes[-1]
-            probe = Shape(min(max(1, self._now.depth + self._probes % 2), deepest), most)  # in turn a layer deeper
-            price = seconds[self._at[probe]] + draft_backlog + reading.unread * per_token - now
-            if self._saved >= max(price, PROBE_EVERY * PROBE_SHARE * now):
-                self._to_time, self._probing, self._probes = [probe], True, self._probes + 1
-        if self._to_time:
-            return self._to_time[-1]
-        # catching up is paid once, for the iterations to come; so is the reading of every further request's prompt
+        per_token = self._prompt_line.y / self._prompt_line.x if self._prompt_line.x else per_node
+        self._untimed = [shape for shape in self._untimed if self._fits(shape, rows)]
+        now = seconds[self._index[self._now]]
+        if not self._untimed and now < math.inf:
+            most_layers, most, _ = self._shapes[-1]
+            # every other probe is a layer deeper
+            probe = Shape(min(max(1, self._now.depth + self._probes % 2), most_layers), most)
+            price = seconds[self._index[probe]] + draft_backlog + reading.unread * per_token - now
+            if self._probe_budget_s >= max(price, PROBE_EVERY * PROBE_SHARE * now):
+                self._untimed, self._probing, self._probes = [probe], True, self._probes + 1
+        if self._untimed:
+            return self._untimed[-1]
+        # the cost of catching up is spread over the iterations to come, and so is that of reading each prompt
         spread = draft_backlog / min(FIRST_LIFE, life) + (reading.unread + reading.prompts) * per_token / life
         seconds[1:] += spread
         goodput = np.concatenate(([rows], self._rates.steps(requests).ravel())) / seconds
         best = int(goodput.argmax())
-        if goodput[best] > BETTER * goodput[self._at[self._now]]:
+        if goodput[best] > SWITCH_FACTOR * goodput[self._index[self._now]]:
             self._now = self._shapes[best]
         return self._now
 
     def gate(self, shape: Shape, rows: Sequence[int]) -> Gate | None:
-        """Say during an iteration of this shape what goes to the target."""
+        """Return what decides during an iteration of this shape which layers go to the target."""
         return Gate(shape.least_confidence, rows) if self._gated and shape.depth else None
 
     def observe(
@@ -259,40 +268,40 @@ class AdaptivePlanner(Planner):
         steady: bool = True,
         gate: Gate | None = None,
     ) -> None:
-        """Learn from an iteration. What runs for the first time allocates memory and fills caches: its time is not
-        believed."""
+        """Learn from an iteration. A shape that runs for the first time allocates memory and fills caches, so its time
+        is not used."""
         rows = len(requests)
-        self._lives.see(requests)
-        confidences = (gate and gate.confidences) or None  # a drafter that cannot tell has all layers go
+        self._lengths.see(requests)
+        confidences = (gate and gate.confidences) or None  # without confidences all layers go to the target
         self._rates.count(requests, layers, shape.drafts_per_layer, shape.least_confidence, confidences)
         if "read" in seconds:
-            if None in self._warm:
-                self._read.add(reading.unread, seconds["read"])
-            self._warm.add(None)
+            if None in self._has_run:
+                self._prompt_line.add(reading.unread, seconds["read"])
+            self._has_run.add(None)
         ran = Shape(len(layers[0]) if layers else 0, shape.drafts_per_layer)
         drafted = ran._replace(depth=max(ran.depth, len(confidences or ())))
-        steady = steady and {(rows, ran), (rows, drafted)} <= self._warm
-        self._warm |= {(rows, ran), (rows, drafted)}
+        steady = steady and {(rows, ran), (rows, drafted)} <= self._has_run
+        self._has_run |= {(rows, ran), (rows, drafted)}
         if steady:
-            self._rest.add(rows * ran.nodes(self._beams), seconds["target"] + seconds["verify"])
+            self._target_line.add(rows * ran.nodes(self._beams), seconds["target"] + seconds["verify"])
         if steady and drafted.depth:
             nodes = rows * (drafted.per_call(self._beams) + reading.draft_backlog / drafted.depth)
-            self._draft.add(nodes, seconds["draft"] / drafted.depth)
+            self._draft_line.add(nodes, seconds["draft"] / drafted.depth)
         taken = sum(seconds.values())
-        if not self._to_time:
-            self._saved += PROBE_SHARE * taken
+        if not self._untimed:
+            self._probe_budget_s += PROBE_SHARE * taken
             return
         if self._probing:
-            self._saved = min(self._saved, 0.0) - taken + self._seconds(rows)[self._at[self._now]]
+            self._probe_budget_s = min(self._probe_budget_s, 0.0) - taken + self._seconds(rows)[self._index[self._now]]
         self._tries += 1
-        # one that was cut to what is left to generate was tried, but not timed
-        if (steady and shape == self._to_time[-1]) or self._tries == TRIES:
-            self._to_time.pop()
+        # a shape that was cut to what is left to generate was tried, but not timed
+        if (steady and shape == self._untimed[-1]) or self._tries == TRIES:
+            self._untimed.pop()
             self._tries, self._probing = 0, False
 
     def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
-        """No shape of as many nodes again, but for the roots alone."""
-        self._lives.restart()
+        """Exclude all shapes of as many nodes, except the roots alone."""
+        self._lengths.restart()
         if shape is None or not shape.depth:
             return False
         self._most_nodes, self._tries = rows * shape.nodes(self._beams) - 1, 0
@@ -302,15 +311,17 @@ class AdaptivePlanner(Planner):
         return not shape.depth or rows * shape.nodes(self._beams) <= self._most_nodes
 
     def _seconds(self, rows: int) -> Numbers:
-        """Expected time of an iteration of each shape, without what the draft has to catch up on; infinite where it
-        does not fit into memory."""
-        (rest, per_node), (call, per_draft) = self._rest.fit(), self._draft.fit()
+        """Return the expected time of an iteration of each shape, without the time that the draft needs to catch up;
+        infinite where it does not fit into memory."""
+        (rest, per_node), (call, per_draft) = self._target_line.fit(), self._draft_line.fit()
         per_node, per_draft = rows * per_node, rows * per_draft
-        given = self._rates.given()
-        layers = given.cumsum(1)[:, None]  # that go to the target; the first one is always drafted
-        further = layers - given[:, None]  # that are drafted below one that goes
+        reach_target = self._rates.reach_target()
+        # layers: expected number that go to the target; the first one is always drafted
+        # drafted_below: expected number that are drafted below one that goes to the target
+        layers = reach_target.cumsum(1)[:, None]
+        drafted_below = layers - reach_target[:, None]
         target = rest + per_node * (self._beams + self._numbers * layers)
-        draft = call * (1 + further) + per_draft * (self._beams + self._numbers * further)
+        draft = call * (1 + drafted_below) + per_draft * (self._beams + self._numbers * drafted_below)
         drafting = np.maximum(0.0, target) + np.maximum(0.0, draft)
         seconds = np.concatenate(([rest + per_node * self._beams], drafting.ravel())).clip(1e-9)
         if self._most_nodes < math.inf:
@@ -319,7 +330,7 @@ class AdaptivePlanner(Planner):
 
 
 def planner_for(method: MethodConfig, *, gated: bool = False) -> Planner:
-    """The planner that a method asks for. gated: an iteration may be told in its middle what goes to the target."""
+    """Return the planner that a method asks for. gated: an iteration can ask a gate in its middle."""
     if method.depth and method.drafter == GRAMMAR:
         return CertainPlanner(method)
     return AdaptivePlanner(method, gated=gated) if method.adaptive_depth and method.depth else Planner(method)

@@ -1,7 +1,7 @@
-"""Phase times of an iteration: wall clock on the CPU, events on a GPU, so that timing adds no synchronisation; and
-lines fitted to times.
+"""Phase times of an iteration, and lines fitted to times. On the CPU the wall clock is used, on a GPU events, so that
+timing adds no synchronisation.
 
-Takes opaque event factories so that this file needs no tensor library.
+A timer is given an opaque factory of events, so this file needs no tensor library.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Event(Protocol):
     """A moment on a device's time line."""
 
     def record(self) -> None:
-        """Mark now."""
+        """Mark the present moment."""
         ...
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from this event to a later one; both must have happened."""
+        """Return the milliseconds from this event to a later one. Both must have happened."""
         ...
 
 
@@ -40,8 +40,8 @@ class _Clock:
 
 
 class PhaseTimer:
-    """Laps of one iteration. `seconds()` may be read once the device has reached the last lap (after the iteration's
-    one transfer)."""
+    """Timer of the phases of one iteration. `seconds()` may be read once the device has reached the last lap (after the
+    iteration's one transfer)."""
 
     def __init__(self, event: Callable[[], Event] | None = None) -> None:
         self._event: Callable[[], Event] = event or _Clock  # type: ignore[assignment]
@@ -59,15 +59,15 @@ class PhaseTimer:
         self._marks.append((name, event))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase of the last iteration."""
+        """Return the seconds of each phase of the last iteration."""
         pairs = zip(self._marks, self._marks[1:], strict=False)
         return {name: before.elapsed_time(after) / 1e3 for (_, before), (name, after) in pairs}
 
 
 @dataclass(slots=True)
 class FittedLine:
-    """seconds = a + b * x by least squares over fading observations; b is never negative, and stays what it was where x
-    has been the same for long."""
+    """The line seconds = a + b * x, fitted by least squares over fading observations. b is never negative, and keeps
+    its value where x has been the same for long."""
 
     weight: float = 0.0
     x: float = 0.0
@@ -77,12 +77,12 @@ class FittedLine:
     slope: float = 0.0
 
     def add(self, x: float, y: float) -> None:
-        """One observation."""
+        """Add one observation."""
         self.weight, self.x, self.y = FADE * self.weight + 1, FADE * self.x + x, FADE * self.y + y
         self.xx, self.xy = FADE * self.xx + x * x, FADE * self.xy + x * y
 
     def fit(self) -> tuple[float, float]:
-        """a and b; zeros before any observation."""
+        """Return a and b; zeros before any observation."""
         if not self.weight:
             return 0.0, 0.0
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
@@ -92,6 +92,6 @@ class FittedLine:
         return mean_y - self.slope * mean_x, self.slope
 
     def at(self, x: float) -> float:
-        """Predicted seconds; 0 before any observation."""
+        """Return the predicted seconds; 0 before any observation."""
         a, b = self.fit()
         return max(0.0, a + b * x)

@@ -1,1 +1,1 @@
-"""Verification rules: how drafted layers are accepted. `config.variants.RULES` says where the code of each is."""
+"""Verification rules, which accept drafted layers. `config.variants.RULES` says where the code of each is."""

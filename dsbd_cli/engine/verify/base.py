@@ -1,5 +1,5 @@
-"""Types that a verification rule sees of one layer, and that it returns. Pure tensors; the noise is drawn from keys,
-never from a global state.
+"""Types that a verification rule sees of one layer and that it returns, and code that several rules share. Everything
+is tensors. The noise is drawn from keys, never from a global state.
 
 Letters: R requests, W beams, K drafts per layer, C candidates per beam, M = W*C pairs of the pool.
 """
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.core.nodes import DraftDistribution
-from dsbd_cli.engine.core.noise import stream_key
 from dsbd_cli.engine.core.pool import LiveDraws, ends_before, live_draws, match_pairs
 from dsbd_cli.engine.core.sampler import Sampler
 from dsbd_cli.engine.core.topk import NEG_INF
@@ -29,9 +28,10 @@ class DraftedLayer:
         parent: [R, K] int64, forest index of the parent. token: [R, K] int64. valid: [R, K] bool.
         sampled: [R, K] bool, drawn from the distribution.
         offset: forest index of the first of them.
-        distribution: the distribution of the first K1 nodes, which may be sampled; None when there is no such node, or
-            when no rule or width in use looks at it.
-        above_weight: [R, n] float32, running weight under the draft of the nodes that the distribution's parents are.
+        distribution: the distribution of the first K1 nodes, which may be sampled; None where there is no such node, or
+            where neither the rule nor the width reads it.
+        above_weight: [R, n] float32, running weight under the draft of the nodes above, which the distribution has as
+            parents.
     """
 
     parent: Tensor
@@ -51,15 +51,13 @@ class LayerView:
         log_p: [R, W, C] float32, pool distribution P, -inf outside its support.
         tokens: [R, W, C] int64. ends: [R, W, C] bool, pairs that end the sequence.
         logprob: [R, W, C] float32, raw log-probability l of each child.
-        node: [R, W] int64, forest index of each live beam. valid: [R, W] bool. path: [R, W] int64 path keys.
-        row_key, iteration: [R] int64, for per-step noise. layer: 0 for the step below the roots.
+        node: [R, W] int64, forest index of each live beam. valid: [R, W] bool. path: [R, W] int64, path keys.
         full: the candidates are the whole vocabulary, in order.
         drafts: None for the bonus layer.
         width: [R] int64, w_l: live beams the layer needs to pass. dynamic: it may be less than W.
-        noise: [R, W, C] float32, G(x, v) of the candidates, where it is at hand (Sampler.path_noise).
-        keys: [R, STREAMS] int64, stream keys of this layer, where they are at hand.
-        greedy_rows: [R] bool, rows that draw without noise (temperature 0), where there are any.
-        draws: live beams of the next step at most, where they are not as many as those of this one.
+        keys: [R, STREAMS] int64, keys of this layer's noise. num_beams: W, the most live beams of the next step.
+        noise: [R, W, C] float32, G(x, v) of the candidates (Sampler.path_noise); None where it is not computed yet.
+        greedy_rows: [R] bool, rows that draw without noise (temperature 0); None where there are none.
     """
 
     log_p: Tensor
@@ -69,31 +67,21 @@ class LayerView:
     node: Tensor
     valid: Tensor
     path: Tensor
-    row_key: Tensor
-    iteration: Tensor
-    layer: int
     full: bool
     drafts: DraftedLayer | None
     width: Tensor
     dynamic: bool
+    keys: Tensor
+    num_beams: int
     noise: Tensor | None = None
-    keys: Tensor | None = None
     greedy_rows: Tensor | None = None
-    draws: int | None = None
 
     def key(self, stream: int) -> Tensor:
-        """[R] int64, key of one stream of this layer's noise."""
-        if self.keys is not None:
-            return self.keys[:, stream]
-        return stream_key(self.row_key, self.iteration, self.layer, stream)
-
-    @property
-    def num_beams(self) -> int:
-        """W, live beams of the next step at most."""
-        return self.draws or self.node.shape[1]
+        """Return the key of one stream of this layer's noise: [R] int64."""
+        return self.keys[:, stream]
 
     def pair(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Beam and token of flat pool indices [R, m]."""
+        """Return beam and token of flat pool indices [R, m]."""
         return index // self.tokens.shape[2], self.tokens.flatten(1).gather(1, index)
 
 
@@ -120,8 +108,8 @@ class LayerDraws:
 
 
 class Rule(ABC):
-    """A verification rule: a sampler, by which target and draft draw, and a test of what was drafted. A rule names this
-    class as its base.
+    """A verification rule: a sampler with which target and draft draw, and a test of what was drafted. A rule inherits
+    from this class.
 
     Attributes:
         sampler: how target and draft draw.
@@ -135,7 +123,7 @@ class Rule(ABC):
 
     @classmethod
     def of(cls, method: MethodConfig) -> Self:
-        """The rule with the settings of a method."""
+        """Make the rule with the settings of a method."""
         return cls()
 
     @abstractmethod
@@ -143,51 +131,60 @@ class Rule(ABC):
         """Draw the next live beams of one layer."""
 
 
-def membership(view: LayerView, keys: Tensor, rank_limit: bool) -> tuple[LayerDraws, Tensor]:
-    """Layer whose draws do not depend on the drafts: the largest keys are drawn, and it passes if the first w_l live
-    ones are drafted. Second result, where the width is dynamic: the end-token draws before the w_l-th live one, [R, M]
-    bool.
-
-    keys: [R, W, C] float. With `rank_limit` an end counts only among the W best pairs (transformers' beam search), not
-    until the last live draw.
-    """
-    beams = view.num_beams
-    flat, ends = keys.flatten(1), view.ends.flatten(1)
-    draws = live_draws(flat, ends, beams)
-    parent, token = view.pair(draws.index)
-    steps = torch.arange(beams, device=flat.device).unsqueeze(0)
-    needed = (steps < view.width.unsqueeze(1)) & draws.valid
+def equal_nodes(view: LayerView, index: Tensor, valid: Tensor) -> Tensor:
+    """Return the forest node equal to each draw, -1 where there is none: [R, W] int64. index, valid: see
+    LayerDraws."""
     if view.drafts is None:
-        node = torch.full_like(draws.index, -1)
-        passed = torch.zeros_like(view.width, dtype=torch.bool)
-    else:
-        drafts = view.drafts
-        found = match_pairs(view.node.gather(1, parent), token, drafts.parent, drafts.token, drafts.valid)
-        node = torch.where(draws.valid & (found >= 0), found + drafts.offset, -1)
-        passed = ((node >= 0) | ~needed).all(1) & needed.any(1)
-    width = torch.where(passed, view.width, beams)
-    valid = draws.valid & (steps < width.unsqueeze(1))
+        return torch.full_like(index, -1)
+    drafts, (beam, token) = view.drafts, view.pair(index)
+    found = match_pairs(view.node.gather(1, beam), token, drafts.parent, drafts.token, drafts.valid)
+    return torch.where(valid & (found >= 0), found + drafts.offset, -1)
+
+
+def passing(view: LayerView, node: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return whether the layer passes [R] bool, its width then [R] int64, and which of the draws are within it: [R, W]
+    bool. node, valid: see LayerDraws."""
+    steps = torch.arange(view.num_beams, device=node.device).unsqueeze(0)
+    needed = valid & (steps < view.width.unsqueeze(1))
+    passed = ((node >= 0) | ~needed).all(1) & needed.any(1)
+    width = torch.where(passed, view.width, view.num_beams)
+    return passed, width, valid & (steps < width.unsqueeze(1))
+
+
+def verify_by_keys(view: LayerView, keys: Tensor, rank_limit: bool) -> tuple[LayerDraws, Tensor]:
+    """Verify a layer whose draws do not depend on the drafts. The pairs of the largest keys are drawn, and the layer
+    passes if the first w_l live ones are drafted. The second result is of use where the width is dynamic: the end-token
+    draws before the w_l-th live one, [R, M] bool.
+
+    keys: [R, W, C] float. With `rank_limit` an end counts only if it is among the W best pairs (transformers' beam
+    search); without it, if it is drawn before the last live draw.
+    """
+    flat, ends = keys.flatten(1), view.ends.flatten(1)
+    draws = live_draws(flat, ends, view.num_beams)
+    node = equal_nodes(view, draws.index, draws.valid)
+    passed, width, valid = passing(view, node, draws.valid)
     finished, countable = _ends(view, flat, ends, draws, width, rank_limit)
     accepted = ((node >= 0) & valid).sum(1)
-    early = ends_before(flat, ends, draws, view.width) if view.dynamic else finished
-    return LayerDraws(draws.index, valid, node, finished, countable & valid, passed, accepted), early
+    ends_within_width = ends_before(flat, ends, draws, view.width) if view.dynamic else finished
+    return LayerDraws(draws.index, valid, node, finished, countable & valid, passed, accepted), ends_within_width
 
 
-def complete_afresh(view: LayerView, draws: LayerDraws, early: Tensor, keys: Tensor) -> LayerDraws:
-    """Where a layer with w_l < W did not pass, draw what lies beyond the w_l-th live draw again, with other noise.
+def complete_afresh(view: LayerView, draws: LayerDraws, ends_within_width: Tensor, keys: Tensor) -> LayerDraws:
+    """Draw again, with other noise, what lies beyond the w_l-th live draw of a layer with w_l < W that did not pass.
 
-    That the layer stopped says something about the noise of the pairs that were not drawn (drafts were chosen by the
-    same noise), so going on with it would bias the distribution. keys: [R, W, C], log P with fresh noise.
+    That the layer stopped says something about the noise of the pairs that were not drawn, because the drafts were
+    chosen by the same noise. So to draw on with this noise would bias the distribution. ends_within_width: see
+    verify_by_keys. keys: [R, W, C], log P with fresh noise.
     """
     beams = view.num_beams
     steps = torch.arange(beams, device=keys.device).unsqueeze(0)
     again = ~draws.passed & (view.width < beams)
     first = draws.valid & (steps < view.width.unsqueeze(1))
-    taken = early.to(torch.int8).scatter_reduce(1, draws.index, first.to(torch.int8), "amax").bool()
+    taken = ends_within_width.to(torch.int8).scatter_reduce(1, draws.index, first.to(torch.int8), "amax").bool()
     fresh, ends = keys.flatten(1).masked_fill(taken, NEG_INF), view.ends.flatten(1)
     more = live_draws(fresh, ends, beams)
     count = first.sum(1)
-    missing = torch.where(count == view.width, beams - count, 0)  # fewer: nothing is left to draw
+    missing = torch.where(count == view.width, beams - count, 0)  # with fewer first draws nothing is left to draw
     index, valid, node = at_front(
         torch.cat((draws.index, more.index), 1),
         torch.cat((first, more.valid & (steps < missing.unsqueeze(1))), 1),
@@ -200,7 +197,7 @@ def complete_afresh(view: LayerView, draws: LayerDraws, early: Tensor, keys: Ten
         index=torch.where(keep, index, draws.index),
         valid=valid,
         node=torch.where(keep, node, draws.node),
-        ends=torch.where(keep, early | ends_before(fresh, ends, more, missing), draws.ends),
+        ends=torch.where(keep, ends_within_width | ends_before(fresh, ends, more, missing), draws.ends),
         countable=valid,
         passed=draws.passed,
         accepted=torch.where(again, ((draws.node >= 0) & first).sum(1), draws.accepted),
@@ -208,9 +205,9 @@ def complete_afresh(view: LayerView, draws: LayerDraws, early: Tensor, keys: Ten
 
 
 def at_front(index: Tensor, valid: Tensor, node: Tensor, beams: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The first W valid draws of m, in order and without gaps: index, valid and node [R, m] -> [R, W] each.
+    """Return the first W valid draws of m, in order and without gaps: index, valid and node [R, m] -> [R, W] each.
 
-    Places without a draw have index 0 and node -1.
+    beams: W. Places without a draw have index 0 and node -1.
     """
     at = torch.where(valid, valid.cumsum(1) - 1, beams).clamp(max=beams)
     nowhere = index.new_zeros(len(index), beams + 1)

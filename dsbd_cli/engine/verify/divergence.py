@@ -1,4 +1,4 @@
-"""How far two distributions are apart, for the fuzzy rule. p is the target, q the draft."""
+"""Divergences of two distributions, for the fuzzy rule. p is the target, q the draft."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from torch import Tensor
 
 
 def divergence(p: Tensor, q: Tensor, name: str) -> Tensor:
-    """Div(p, q) >= 0 over the last dimension: float64 [..., M] -> [...]. Natural logs; inf where a support is missing.
+    """Return Div(p, q) >= 0 over the last dimension: float64 [..., M] -> [...]. Natural logs; inf where a support is
+    missing.
 
-    `kl` KL(q || p), `kl_reversed` KL(p || q), `js` textbook Jensen-Shannon (at most ln 2), `tv` total variation (at
-    most 1). `js_authors` is what the authors' code computes under that name, 0.5 KL(m || q) + 0.5 KL(m || p) with
-    m = (p + q) / 2, which has no bound. Source: Holsman et al. 2025, arXiv 2502.20704.
+    `kl` is KL(q || p), `kl_reversed` KL(p || q), `js` the textbook Jensen-Shannon divergence (at most ln 2), `tv` total
+    variation (at most 1). `js_authors` is what the authors' code computes under the name js, 0.5 KL(m || q) + 0.5 KL(m
+    || p) with m = (p + q) / 2, which has no bound. Source: Holsman et al. 2025, arXiv 2502.20704.
     """
     if name == "kl":
         found = _kl(q, p)
@@ -26,5 +27,5 @@ def divergence(p: Tensor, q: Tensor, name: str) -> Tensor:
 
 
 def _kl(a: Tensor, b: Tensor) -> Tensor:
-    """KL(a || b)."""
+    """Return KL(a || b)."""
     return torch.where(a > 0, a * (torch.log(a) - torch.log(b)), 0.0).sum(-1)

@@ -27,23 +27,23 @@ from dsbd_cli.engine.core.sampler import WithoutReplacement
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerView
 from dsbd_cli.engine.verify.divergence import divergence
-from dsbd_cli.engine.verify.rejection import Rejection, at_pool, draft_probs_at
+from dsbd_cli.engine.verify.rejection import Rejection, at_pool, draft_log_probs_at
 
 
 class WholeVocabulary(WithoutReplacement):
-    """Draws without replacement, and every token a candidate."""
+    """A sampler that draws without replacement and has every token as a candidate."""
 
     def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> CandidateCount:
-        """All: divergences are over the whole vocabulary."""
+        """Ask for every token of the vocabulary, because divergences are computed over all of them."""
         return CandidateCount(vocab_size)
 
 
 class Fuzzy(Rejection):
     """Rule `fuzzy`: where Div(P, Q) <= T the first w drafts with live parents are taken. Elsewhere fallback `target`
-    draws from P itself and the layer stops, as published; `strict` tests the drafts as rule `rejection` does.
+    draws from P itself and the layer stops, as published; fallback `strict` tests the drafts as rule `rejection` does.
 
-    With one beam and one draft per layer: keep the leading run of accepted positions, then one token from p. The
-    divergence is over the whole vocabulary, so both distributions are kept whole: W*V float64 numbers per layer and
+    With one beam and one draft per layer it keeps the leading run of accepted positions, then takes one token from p.
+    The divergence is over the whole vocabulary, so both distributions are kept whole: W*V float64 numbers per layer and
     row.
     """
 
@@ -63,26 +63,26 @@ class Fuzzy(Rejection):
 
     @classmethod
     def of(cls, method: MethodConfig) -> Self:
-        """The rule with the settings of a method."""
+        """Make the rule with the settings of a method."""
         threshold = method.value(FUZZY_THRESHOLD)
         assert threshold is not None, "checked by MethodConfig"
         return cls(threshold, method.value(DIVERGENCE), method.value(FALLBACK), method.value(FUZZY_LAW))
 
     def decide(self, view: LayerView, drafts: DraftedLayer) -> tuple[Tensor, Tensor]:
-        """Rows [R] bool whose drafts are tested, and rows whose drafts are taken untested."""
+        """Return the rows [R] bool whose drafts are tested, and the rows whose drafts are taken untested."""
         close = layer_divergence(view, drafts, self.divergence, self.distribution) <= self.threshold
         return ~close & self.joins, close
 
 
 def layer_divergence(view: LayerView, drafts: DraftedLayer, name: DivergenceName, distribution: FuzzyLawName) -> Tensor:
-    """Div of the two pool distributions over the live parents: [R] float64.
+    """Return Div of the two pool distributions over the live parents: [R] float64.
 
-    Raw distributions have no temperature and no cuts: exp(running weight) times the model's own probabilities, the
-    target's weights with p and the draft's with q. With one beam the weights do not matter.
+    Raw distributions have no temperature and no cuts: they are exp(running weight) times the model's own probabilities,
+    the target's weights with p and the draft's with q. With one beam the weights do not matter.
     """
     assert drafts.distribution is not None
     if distribution == "warped":
-        p, q = view.log_p, draft_probs_at(view, drafts)
+        p, q = view.log_p, draft_log_probs_at(view, drafts)
     else:
         p, q = (
             view.logprob,

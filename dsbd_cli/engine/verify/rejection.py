@@ -21,13 +21,13 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.nodes import DraftDistribution
 from dsbd_cli.engine.core.noise import ACCEPT, CLOCK, COMPLETION, RESIDUAL, gumbel, uniform
-from dsbd_cli.engine.core.pool import ends_before, live_draws, match_pairs
+from dsbd_cli.engine.core.pool import DraftRequest, ends_before, live_draws
 from dsbd_cli.engine.core.sampler import Independent, Sampler, WithoutReplacement, entry_index, largest
 from dsbd_cli.engine.core.topk import NEG_INF
-from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule, at_front
+from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule, at_front, equal_nodes, passing
 
 TINY = 1e-300
-MOST_PROBS = 1 << 20  # numbers in a few of the distributions Q' of a layer, which are made together
+MOST_PROBS = 1 << 20  # numbers in the distributions Q' that are made together
 
 
 @dataclass(slots=True)
@@ -35,9 +35,11 @@ class _Tests:
     """State of the sequential tests of one layer.
 
     Attributes:
-        log_p: [R, M] float64, P without what is taken, not renormalised. p: [R, M] float64, the same as probabilities.
+        log_p: [R, M] float64, log P without what is taken, not renormalised.
+        p: [R, M] float64, P without what is taken, renormalised.
         residual: [R, M] float64, P'; NaN where nothing is left of P.
-        live: [R, 1] int64, live accepted drafts. taken: for every draft [R, 1] bool.
+        live: [R, 1] int64, number of accepted drafts that are live.
+        taken: for every tested draft [R, 1] bool, whether it was accepted.
     """
 
     log_p: Tensor
@@ -49,8 +51,12 @@ class _Tests:
 
 @dataclass(slots=True)
 class _Accepted:
-    """Accepted drafts of a layer: pool index [R, K1] int64, which are accepted and live [R, K1] bool, how many are
-    accepted [R] int64, live or not, and the ending pairs among them [R, M] bool."""
+    """Accepted drafts of a layer.
+
+    Attributes:
+        index: [R, K1] int64, pool index of every draft. live: [R, K1] bool, which are accepted and live.
+        count: [R] int64, how many are accepted, live or not. ends: [R, M] bool, the ending pairs among them.
+    """
 
     index: Tensor
     live: Tensor
@@ -58,15 +64,15 @@ class _Accepted:
     ends: Tensor
 
 
-def draft_probs_at(view: LayerView, drafts: DraftedLayer) -> Tensor:
-    """log Q at the pairs of the target's pool: [R, M] float64. The distribution is over all nodes of the live beams'
-    layer."""
+def draft_log_probs_at(view: LayerView, drafts: DraftedLayer) -> Tensor:
+    """Return log Q at the pairs of the target's pool: [R, M] float64. Q is over all nodes of the live beams' layer."""
     assert drafts.distribution is not None
     return at_pool(view, drafts, drafts.distribution.log_q)
 
 
 def at_pool(view: LayerView, drafts: DraftedLayer, log_values: Tensor) -> Tensor:
-    """Move what the draft's candidates have [R, n, Cq] to the pairs of the target's pool: [R, M] float64, else -inf."""
+    """Move values of the draft's candidates [R, n, Cq] to the pairs of the target's pool: [R, M] float64, -inf for a
+    pair that the draft has no candidate for."""
     assert drafts.distribution is not None
     distribution = drafts.distribution
     first = drafts.offset - log_values.shape[1]  # forest index of the first node of that layer
@@ -85,7 +91,7 @@ def at_pool(view: LayerView, drafts: DraftedLayer, log_values: Tensor) -> Tensor
 
 @dataclass(slots=True)
 class _Places:
-    """Where the drafts stand in the target's pool, [R, K] each.
+    """Places of the drafts in the target's pool, [R, K] each.
 
     Attributes:
         index: int64, flat pool index. known: bool, the parent is live and the token a candidate.
@@ -129,7 +135,8 @@ class Rejection(Rule):
     """A missing draw that equals a drafted node is that node."""
 
     def decide(self, view: LayerView, drafts: DraftedLayer) -> tuple[Tensor | None, Tensor | None]:
-        """Rows [R] bool whose drafts are tested (None: all), and those whose drafts are taken untested (None: none)."""
+        """Return the rows [R] bool whose drafts are tested (None: all), and those whose drafts are taken untested
+        (None: none)."""
         return None, None
 
     def verify(self, view: LayerView) -> LayerDraws:
@@ -157,20 +164,20 @@ class Rejection(Rule):
         tested, free = self.decide(view, drafts)
         allowed = known if tested is None else known & tested.unsqueeze(1)
         drawn = drawn if tested is None else drawn & tested.unsqueeze(1)
-        freely = None
+        untested = None
         if free is not None:
-            freely = known & torch.isfinite(view.logprob.flatten(1).gather(1, index)) & free.unsqueeze(1)
+            untested = known & torch.isfinite(view.logprob.flatten(1).gather(1, index)) & free.unsqueeze(1)
         width, columns = view.width.unsqueeze(1), (torch.split(item, 1, 1) for item in (index, drawn, allowed, bound))
         distributions = self._drawn_distributions(view, drafts, log_rest, places)
         for j, (at, drawn_now, allowed_now, bound_now, q) in enumerate(zip(*columns, distributions, strict=True)):
             going = tests.live < width
             accept = (bound_now < tests.residual.gather(1, at)) & allowed_now
-            over = drawn_now
-            if freely is not None:
-                accept |= freely[:, j : j + 1]
-                over = over | accept
+            tested_now = drawn_now
+            if untested is not None:
+                accept |= untested[:, j : j + 1]
+                tested_now = tested_now | accept
             accept &= going
-            self._update(tests, at, accept, over & going, q)
+            self._update(tests, at, accept, tested_now & going, q)
             tests.taken.append(accept)
             tests.live = tests.live + (accept & lasting[:, j : j + 1])
         taken = torch.cat(tests.taken, 1)
@@ -181,14 +188,14 @@ class Rejection(Rule):
     def _drawn_distributions(
         self, view: LayerView, drafts: DraftedLayer, log_rest: Tensor, places: _Places
     ) -> Iterator[Tensor]:
-        """Q' of each draft in turn, at the pairs of the target's pool: [R, M] float64. They do not depend on what is
-        accepted, so several are made at once.
+        """Yield Q' of each draft in turn, at the pairs of the target's pool: [R, M] float64. They do not depend on what
+        is accepted, so several are made at once.
 
-        What is left of Q is renormalised in logs: at a low temperature the rest of a distribution is far below the
-        smallest number. log_rest: [R, K1] float64.
+        What is left of Q is renormalised in logs, because at a low temperature the rest of a distribution is far below
+        the smallest number. log_rest: [R, K1] float64.
         """
         assert drafts.distribution is not None
-        log_q = draft_probs_at(view, drafts).unsqueeze(1)
+        log_q = draft_log_probs_at(view, drafts).unsqueeze(1)
         rows, count, pairs = len(log_q), log_rest.shape[1], log_q.shape[2]
         order = torch.arange(count, device=log_q.device)
         # the draft that took each pair away, count where none did
@@ -204,10 +211,11 @@ class Rejection(Rule):
                 here &= beam == places.beam[:, part].unsqueeze(2)
             yield from torch.where(here, q, 0.0).unbind(1)
 
-    def _update(self, tests: _Tests, at: Tensor, accept: Tensor, open_: Tensor, q: Tensor) -> None:
-        """P and P' after one test of a draft drawn from Q' = q; rows whose tests are over stay as they are.
+    def _update(self, tests: _Tests, at: Tensor, accept: Tensor, tested: Tensor, q: Tensor) -> None:
+        """Update P and P' after one test of a draft drawn from Q' = q. at: [R, 1], its pool index. Rows whose tests are
+        over (tested is False) stay as they are.
 
-        What is left of P is renormalised in logs, as of Q.
+        What is left of P is renormalised in logs, as what is left of Q.
         """
         rejected = _normalise((tests.residual - q).clamp(min=0), tests.p)
         if not self.replacement:
@@ -215,10 +223,11 @@ class Rejection(Rule):
             tests.log_p = tests.log_p.scatter_add(1, at, gone)
             tests.p = torch.softmax(tests.log_p, 1)
         after = torch.where(accept, tests.p, rejected)
-        tests.residual = torch.where(open_, after, tests.residual)
+        tests.residual = torch.where(tested, after, tests.residual)
 
     def _finish(self, view: LayerView, tests: _Tests, accepted: _Accepted | None) -> LayerDraws:
-        """Accepted drafts, then the missing draws; those that are drafted nodes count for the layer as well."""
+        """Return the accepted drafts, then the missing draws. Missing draws that are drafted nodes count for the layer
+        as well."""
         beams, ends, live = view.num_beams, view.ends.flatten(1), tests.live.squeeze(1)
         exhausted = (tests.log_p == NEG_INF).all(1) & (live > 0)
         going = (live < view.width) & ~exhausted
@@ -236,41 +245,32 @@ class Rejection(Rule):
             nodes.insert(0, order.expand_as(accepted.index))
         indices, reals = zip(*drawn, strict=True)
         index, valid, node = at_front(torch.cat(indices, 1), torch.cat(reals, 1), torch.cat(nodes, 1), beams)
-        if view.drafts is not None and self.joins:
-            node = torch.where(node < 0, _nodes(view, view.drafts, index, valid), node)
-        steps = torch.arange(beams, device=index.device)
-        needed = valid & (steps < view.width.unsqueeze(1))
-        passed = ((node >= 0) | ~needed).all(1) & needed.any(1)
-        width = torch.where(passed, view.width, beams)
-        valid &= steps < width.unsqueeze(1)
+        if self.joins:
+            node = torch.where(node < 0, equal_nodes(view, index, valid), node)
+        passed, width, valid = passing(view, node, valid)
         missing = (width - (live + first_live.squeeze(1))).clamp(min=0)
         ended = more_ends(torch.where(going, missing, 0)) | torch.zeros_like(ends).scatter(1, first, first_ends)
-        count = (valid & (node >= 0) & (steps >= tests.live)).sum(1)
+        count = (valid & (node >= 0) & (torch.arange(beams, device=index.device) >= tests.live)).sum(1)
         if accepted is not None:
             ended, count = ended | accepted.ends, count + accepted.count
         return LayerDraws(index, valid, node, ended, valid, passed, count)
 
     def _noise(self, view: LayerView) -> Tensor:
-        """Gumbel noise [R, 2, M] float64 of the draw from the residual and of the draws that complete the layer."""
+        """Return Gumbel noise [R, 2, M] float64 for the draw from the residual, and for the draws that complete the
+        layer."""
         keys = torch.stack((view.key(RESIDUAL), view.key(COMPLETION)), 1).unsqueeze(2)
         return gumbel(keys, entry_index(view.tokens).flatten(1).unsqueeze(1))
 
     def _complete(
         self, view: LayerView, tests: _Tests, fresh: Tensor, first: Tensor, first_real: Tensor
     ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """Further live draws from P without what is taken, by the noise `fresh` [R, 2, M]: index and real [R, W], and a
-        function that says which ending pairs [R, M] were drawn before the n-th of them, n [R] int64."""
+        """Draw further live pairs from P without what is taken, by the noise `fresh` [R, 2, M]. Return index and real
+        [R, W], and a function that returns which ending pairs [R, M] were drawn before the n-th of them, n [R]
+        int64."""
         distribution = torch.where(first_real, tests.log_p.scatter(1, first, NEG_INF), tests.log_p)
         keys, ends = distribution + fresh[:, 1], view.ends.flatten(1)
         draws = live_draws(keys, ends, view.num_beams)
         return draws.index, draws.valid, lambda count: ends_before(keys, ends, draws, count)
-
-
-def _nodes(view: LayerView, drafts: DraftedLayer, index: Tensor, valid: Tensor) -> Tensor:
-    """Forest node equal to each draw [R, W], or -1."""
-    beam, token = view.pair(index)
-    found = match_pairs(view.node.gather(1, beam), token, drafts.parent, drafts.token, drafts.valid)
-    return torch.where(valid & (found >= 0), found + drafts.offset, -1)
 
 
 class WithReplacement(Rejection):
@@ -278,28 +278,24 @@ class WithReplacement(Rejection):
 
     sampler = Independent()
     replacement = True
-    joins = False  # two equal beams would share a node, and its drafts are one beam's only
+    joins = False  # two equal beams would share a node, whose drafts belong to one beam only
 
     def _complete(
         self, view: LayerView, tests: _Tests, fresh: Tensor, first: Tensor, first_real: Tensor
     ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """Independent live draws.
+        """Draw live pairs independently.
 
-        Independent draws are the events of one Poisson clock per pair with rate P: the live ones are independent
-        draws from P given live, and an ending pair was drawn if its clock rings before the last live one, at a time
-        that is Gamma(missing) / P(live).
+        Independent draws are the events of one Poisson clock per pair with rate P. So the live ones are independent
+        draws from P given that they are live. An ending pair was drawn if its clock rings before the last live one,
+        whose time is Gamma(missing) / P(live).
         """
         ends = view.ends.flatten(1)
         distribution = tests.log_p.masked_fill(ends, NEG_INF)
-        key = view.key(COMPLETION).unsqueeze(1)
-        entries = entry_index(view.tokens).flatten(1)
-        picks = [
-            largest((distribution + gumbel(key + (j << 48), entries)).unsqueeze(1), 1) for j in range(view.num_beams)
-        ]
-        index, real = torch.cat([pick for pick, _ in picks], 1), torch.cat([real for _, real in picks], 1)
-        clock = view.key(CLOCK).unsqueeze(1)
+        log_p, stream = distribution.view(view.tokens.shape), view.key(COMPLETION)
+        index, real = self.sampler.draw(DraftRequest(log_p, view.tokens, view.path, stream, view.num_beams))
+        clock, entries = view.key(CLOCK).unsqueeze(1), entry_index(view.tokens).flatten(1)
 
-        def rung(count: Tensor) -> Tensor:
+        def ended_before(count: Tensor) -> Tensor:
             steps = torch.arange(view.num_beams, device=index.device).unsqueeze(0)
             wanted = steps < count.unsqueeze(1)
             waits = torch.where(wanted, -torch.log(uniform(clock, -1 - steps)), 0.0).sum(1, keepdim=True)
@@ -308,4 +304,4 @@ class WithReplacement(Rejection):
             rings = -torch.log(uniform(clock, entries)) / p
             return ends & (rings < last) & (p > 0) & (count > 0).unsqueeze(1)
 
-        return index, real, rung
+        return index, real, ended_before

@@ -1,4 +1,4 @@
-"""Verification rules: how drafted layers are accepted. `variants.RULES` says where the code of each is."""
+"""Construction of the verification rule that a method names. `variants.RULES` says where the code of each is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsbd_cli.errors import UsageError
 
 
 def make_rule(method: MethodConfig) -> Rule:
-    """The rule that a method names. Raises UsageError where its code is missing or none."""
+    """Make the rule that a method names. Raises UsageError where its code is missing or is no Rule."""
     kind = RULES[method.rule].load()
     if not (isinstance(kind, type) and issubclass(kind, Rule)):
         raise UsageError(f"rule {method.rule} cannot be used: {RULES[method.rule].make} is no class with base Rule")

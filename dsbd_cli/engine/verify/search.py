@@ -4,14 +4,15 @@ fewer target calls."""
 from __future__ import annotations
 
 from dsbd_cli.engine.core.sampler import Best
-from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule, membership
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule, verify_by_keys
 
 
 class Search(Rule):
-    """Rule `search`: the W best live pairs by raw score; an end finishes when it is among the W best of all pairs."""
+    """Rule `search`: the W best live pairs by raw score go on. An ending pair finishes where it is among the W best of
+    all pairs."""
 
     sampler = Best()
 
     def verify(self, view: LayerView) -> LayerDraws:
-        """Rank the pool; pass if the W best live pairs were drafted."""
-        return membership(view, view.log_p, rank_limit=True)[0]
+        """Rank the pool. The layer passes if the W best live pairs were drafted."""
+        return verify_by_keys(view, view.log_p, rank_limit=True)[0]

@@ -13,10 +13,11 @@ TINY = 1e-300
 
 
 def expected_width(p: Tensor, q: Tensor, drafts: int, threshold: float, min_width: int, num_beams: int) -> Tensor:
-    """Largest w with Pr[at least w of K drafts accepted] >= t, clamped to W_min .. W. p, q [R, M] float64 -> [R] int64.
+    """Return the largest w with Pr[at least w of K drafts accepted] >= t, clamped to W_min .. W. p, q [R, M] float64 ->
+    [R] int64.
 
-    alpha_1 = sum min(P, Q); after a rejection P becomes the normalised residual max(0, P - Q). An acceptance starts
-    again from P.
+    drafts: K. threshold: t. alpha_1 = sum min(P, Q); after a rejection P becomes the normalised residual max(0, P - Q).
+    An acceptance starts again from P.
     """
     alphas = []
     probs = p
@@ -32,10 +33,10 @@ def expected_width(p: Tensor, q: Tensor, drafts: int, threshold: float, min_widt
 
 
 def _accepted_probs(alpha: Tensor, most: int) -> Tensor:
-    """Pr[k of m accepted] for k = 0 .. most (the last entry: `most` or more). alpha [R, m] -> [R, most + 1].
+    """Return Pr[k of m accepted] for k = 0 .. most (the last entry: `most` or more). alpha [R, m] -> [R, most + 1].
 
-    State: (accepted so far, rejections since the last acceptance). One draft at a time; equal to the sum over first
-    acceptances.
+    The state is (accepted so far, rejections since the last acceptance). It takes one draft at a time, and the result
+    equals the sum over first acceptances.
     """
     rows, drafts = alpha.shape
     state = torch.zeros(rows, most + 1, drafts + 1, dtype=alpha.dtype, device=alpha.device)

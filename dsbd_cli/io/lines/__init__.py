@@ -1,1 +1,1 @@
-"""JSON lines: compression, locks, resuming, parts of a file."""
+"""Lines of files: JSON lines, tables, compression, locks, resuming, part files."""

@@ -1,4 +1,4 @@
-"""Compressed files by their suffix: .gz and .zst, in and out. Both formats are sequences of independent frames."""
+"""Compressed input and output, known by the suffix .gz or .zst. Both formats are sequences of independent frames."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-PIECE_BYTES = 1 << 10  # of compressed input at a time: bounds what it can swell to (32 MiB at worst)
-BLOCK_BYTES = 1 << 20  # of decompressed input, where it is only checked
+PIECE_BYTES = 1 << 10  # read at a time when compressed: bounds the decompressed size (32 MiB at worst)
+BLOCK_BYTES = 1 << 20  # decompressed at a time when a file is only checked
 GZIP_FORMAT = 31  # zlib's number for a gzip header and trailer
 
 
@@ -34,13 +34,13 @@ class _Frame(Protocol):
 
 
 def ending(path: Path) -> str:
-    """The ending of a name before .gz or .zst, in lower case: `.csv` for rows.CSV.gz."""
+    """Return the ending of a name before .gz or .zst, in lower case: `.csv` for rows.CSV.gz."""
     plain = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
     return plain.suffix.lower()
 
 
 def open_input(path: Path) -> BinaryIO:
-    """A file to read bytes from, decompressed if its name ends in .gz or .zst. Raises OSError."""
+    """Open a file to read bytes from, decompressed if its name ends in .gz or .zst. Raises OSError."""
     if path.suffix not in (".gz", ".zst"):
         return path.open("rb")
     if path.suffix == ".gz":
@@ -51,15 +51,15 @@ def open_input(path: Path) -> BinaryIO:
 
 
 def check_whole(path: Path) -> None:
-    """Read a compressed file once to its end, a block at a time. Raises DecompressionError where it is damaged, or ends
-    in the middle."""
+    """Read a compressed file once to its end, a block at a time. Raises DecompressionError if it is damaged or cut
+    off."""
     with open_input(path) as stream:
         while stream.read(BLOCK_BYTES):
             pass
 
 
 def frame_maker(path: Path) -> Callable[[bytes], bytes] | None:
-    """Return what makes one whole frame of some bytes, for an output of this name; None where it is not compressed.
+    """Return a function that makes one whole frame of some bytes, for an output of this name; None for a plain file.
 
     The same bytes give the same frame.
     """
@@ -73,8 +73,11 @@ def frame_maker(path: Path) -> Callable[[bytes], bytes] | None:
 
 
 class _Decompressing(io.RawIOBase):
-    """The content of all frames of a file, one after the other. Unlike gzip and zstandard's own readers it is
-    frugal with a frame that swells, and an end in the middle of a frame is an error for both formats."""
+    """A stream of the decompressed content of all frames of a file, one after another.
+
+    Unlike the readers of gzip and zstandard it limits the memory that a frame with a large content takes, and it raises
+    an error for both formats if the file ends in the middle of a frame.
+    """
 
     def __init__(self, stream: BinaryIO, make: Callable[[], _Frame]) -> None:
         self._stream, self._make = stream, make
@@ -85,7 +88,7 @@ class _Decompressing(io.RawIOBase):
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        """Raises DecompressionError."""
+        """Fill the buffer with decompressed bytes, and return their number. Raises DecompressionError."""
         while self._given == len(self._data):
             piece = self._left() or self._stream.read(PIECE_BYTES)
             if not piece:
@@ -102,7 +105,7 @@ class _Decompressing(io.RawIOBase):
         return size
 
     def _left(self) -> bytes:
-        """Return the bytes behind a frame that has just ended; b"" where none has."""
+        """Return the bytes after a frame that has just ended, and forget that frame; b"" if none has ended."""
         if self._frame is None or not self._frame.eof:
             return b""
         left, self._frame = self._frame.unused_data, None

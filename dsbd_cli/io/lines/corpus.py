@@ -16,9 +16,9 @@ PIECE_CHARACTERS = 1 << 18
 
 
 def read_documents(path: Path, field: str) -> Iterator[Iterator[str]]:
-    """The documents of a file, each in pieces that end with a line: the whole of a plain file, or `field` of each line.
+    """Yield the documents of a file, each as pieces of text: the whole of a plain file, or `field` of each JSON line.
 
-    Raises UsageError, naming the line and the field.
+    The pieces of a plain file end with a line. Raises UsageError, naming the line and the field.
     """
     if ending(path) in (".jsonl", ".ndjson"):
         for number, line in _lines(path):
@@ -41,7 +41,7 @@ def _pieces(path: Path) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines with their ends, numbered from 1."""
+    """Yield the lines with their line ends, numbered from 1. Raises UsageError."""
     with reading(str(path)), closing(open_input(path)) as stream:
         for number, line in enumerate(stream, 1):
             text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line

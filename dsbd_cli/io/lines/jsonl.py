@@ -1,4 +1,4 @@
-"""Lines in, lines out. Input is read one block at a time; every output line is flushed before the next is made."""
+"""Input and output of lines. Input is read in blocks; every output line is flushed before the next is made."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol, Self
+from typing import BinaryIO, Self
 
 import orjson
 
@@ -24,29 +24,24 @@ FRAME_LINES = 256
 FRAME_SECONDS = 1.0
 
 NumberedLine = tuple[int, bytes | LongLine]
-
-
-class ReadLines(Protocol):
-    """Interface of `read_lines`, and of what reads a table as such lines."""
-
-    def __call__(self, stream: BinaryIO, *, limit: int = MAX_LINE_BYTES) -> Iterator[NumberedLine]: ...
-
-
+ReadLines = Callable[[BinaryIO], Iterator[NumberedLine]]  # read_lines, or a function that reads a table as such lines
 OUTPUT_CLOSED = 141  # exit code of a program that SIGPIPE ends: 128 + 13
 
 
 class ClosedOutputError(Exception):
-    """Whoever read our output has gone (`| head -1`): the run ends quietly, with OUTPUT_CLOSED as exit code, because
-    a row is not written."""
+    """Nobody reads our output any more (`| head -1`).
+
+    The run ends without a message and with OUTPUT_CLOSED as exit code, because a row was not written.
+    """
 
 
 def read_lines(stream: BinaryIO, *, limit: int = MAX_LINE_BYTES) -> Iterator[NumberedLine]:
-    """Line numbers from 1 and the lines that are not blank, without their line ends.
+    """Yield the lines that are not blank, without their line ends, each with its number from 1.
 
-    A line is given as soon as it has come whole. A line of more than `limit` bytes is passed over without being held
-    and given as a LongLine.
+    A line is yielded as soon as it was read to its end. A line of more than `limit` bytes is skipped without being
+    held, and yielded as a LongLine.
     """
-    most = max(limit, HEAD_BYTES) + len(BOM) + 2  # with a mark before the first line, and its end
+    most = max(limit, HEAD_BYTES) + len(BOM) + 2  # room for the first line's byte order mark and the line end
     for number in itertools.count(1):
         line = stream.readline(most)
         whole, ended = line.removesuffix(b"\n"), line.endswith(b"\n") or len(line) < most
@@ -65,7 +60,7 @@ def read_lines(stream: BinaryIO, *, limit: int = MAX_LINE_BYTES) -> Iterator[Num
 
 
 def read_object(line: bytes) -> dict[str, object] | None:
-    """The JSON object of a line that this program has written; None for what is none."""
+    """Return the JSON object of a line that this program has written; None if the line holds none."""
     try:
         found: object = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -74,8 +69,10 @@ def read_object(line: bytes) -> dict[str, object] | None:
 
 
 def check_new(path: Path, *, option: str, overwrite: bool, instead: str = "name another file") -> None:
-    """Refuse, before any model is loaded, a file that exists. Devices and named pipes may be written to. instead: what
-    to do about it."""
+    """Raise UsageError, before any model is loaded, for an output file that exists or that cannot be created.
+
+    Devices and named pipes may be written to. overwrite: the file may exist. instead: advice for the message.
+    """
     if path.is_dir():
         raise UsageError(f"{option} {path} is a folder: name a file")
     if path.is_file() and not overwrite:
@@ -85,11 +82,12 @@ def check_new(path: Path, *, option: str, overwrite: bool, instead: str = "name 
 
 
 class LineWriter:
-    """Writes whole lines. A line that could not be written whole is taken back where the file allows it.
+    """A writer of whole lines. A line that could not be written whole is cut off again where the file allows it.
 
-    A compressed output is written in whole frames: a line stands in the file at once when the last frame is a second
-    old, else with the lines of that second or when there are 256 of them. So a crash costs a second of lines, and
-    what is in the file can be read; call `flush` where nothing more is expected for a while.
+    A compressed output is written in whole frames. A line is written at once if the last frame is at least a second
+    old. Else it waits for a later line: the waiting lines are written once a second has passed, or 256 of them are
+    there. So a crash costs a second of lines, and what is in the file can be read. Call `flush` if no line is expected
+    for a while.
     """
 
     def __init__(
@@ -100,9 +98,10 @@ class LineWriter:
         owned: bool,
         frame: Callable[[bytes], bytes] | None = None,
     ) -> None:
-        """Writes from where the stream stands. owned: close it in the end, and keep its size to the last whole line.
+        """Write from the present position of the stream.
 
-        frame: see `frame_maker`.
+        owned: close the stream in the end, and cut the file back to its last whole line if a write fails. frame: see
+        `frame_maker`.
         """
         self._stream, self._name, self._owned = stream, name, owned
         self._truncates = owned and stream.seekable()
@@ -111,8 +110,10 @@ class LineWriter:
 
     @classmethod
     def create(cls, path: Path, *, overwrite: bool) -> Self:
-        """A new file, unbuffered, compressed by its suffix. Raises OutputError; a file that has come into being
-        meanwhile is not touched."""
+        """Open a new file, unbuffered, compressed by its suffix. Raises OutputError.
+
+        Unless `overwrite` is set, a file that was created meanwhile is not touched.
+        """
         fresh = not overwrite and not (path.exists() and not path.is_file())
         try:
             stream = io.FileIO(path, "xb" if fresh else "wb")
@@ -121,7 +122,8 @@ class LineWriter:
         return cls(stream, str(path), owned=True, frame=frame_maker(path))
 
     def write(self, line: bytes) -> None:
-        """One line, flushed. Raises ClosedOutputError when nobody reads it, OutputError when it cannot be written."""
+        """Write one line and flush it. Raises ClosedOutputError if nobody reads it, OutputError if it cannot be
+        written."""
         if self._frame is None:
             self._put(line + b"\n")
             return
@@ -130,7 +132,7 @@ class LineWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Lines that wait for their frame to be full are written now."""
+        """Write the lines that wait for their frame to be full."""
         if self._frame is not None and self._pending:
             lines, self._pending = b"".join(self._pending), []
             self._put(self._frame(lines))
@@ -150,7 +152,7 @@ class LineWriter:
         self._size += len(data)
 
     def _take_back(self) -> None:
-        """A full disk may have taken half a line."""
+        """Cut the file back to its last whole line, because a full disk may have taken half a line."""
         if self._truncates:
             try:
                 os.ftruncate(self._stream.fileno(), self._size)
@@ -158,7 +160,7 @@ class LineWriter:
                 return
 
     def close(self) -> None:
-        """Write what waits and close an own file; a borrowed stream stays open."""
+        """Write the waiting lines, and close a stream that is owned; a borrowed stream stays open."""
         try:
             self.flush()
         finally:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO, Self
 
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, NumberedLine, ReadLines, read_lines
-from dsbd_cli.io.records.row import MAX_LINE_BYTES, LongLine
+from dsbd_cli.io.records.row import LongLine
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -26,38 +26,36 @@ BUSY_S = 0.005
 
 
 class LineReader:
-    """Iterates over (line number, line), and None when nothing has come within about 20 ms.
+    """An iterator over (line number, line), or None when no line has come within about 20 ms.
 
         with LineReader(stream, "prompts.jsonl") as source:
             for item in source:  # tuple[int, bytes | LongLine] | None
 
-    The line goes as it is to RowReader.read or read_text. A read error ends the iteration like the end of the file,
-    so that what was read can still be answered; then `check()`, or leaving the `with` block without an exception,
+    Pass the line as it is to RowReader.read or read_text. A read error ends the iteration like the end of the file, so
+    that the lines before it can still be answered. Then `check()`, or leaving the `with` block without an exception,
     raises it as a DsbdError.
 
-    Held are 2048 lines or 4 MiB, whatever comes first, and one line more; as many may have been taken already.
+    The reader holds at most 2048 lines or 4 MiB, whichever is reached first, and one line more. As many may have been
+    taken from it already.
     """
 
-    def __init__(
-        self, stream: BinaryIO, name: str, *, limit: int = MAX_LINE_BYTES, read: ReadLines = read_lines
-    ) -> None:
-        """stream: borrowed, not closed; see `open_input`. name: for messages. limit: bytes of a line, see
-        `read_lines`. read: that, or what reads a table as such lines."""
-        self._name, self._limit, self._read_lines = name, limit, read
+    def __init__(self, stream: BinaryIO, name: str, *, read: ReadLines = read_lines) -> None:
+        """stream: borrowed, not closed; see `open_input`. name: for messages."""
+        self._name, self._read_lines = name, read
         self._changed = threading.Condition()
         self._held: deque[NumberedLine] = deque()
         self._held_bytes = 0
         self._ended = self._closed = False
         self._error: DsbdError | None = None
         self._stream = _Stoppable(stream)
-        # A daemon, because a read from a stream that cannot be waited for may never return.
+        # A daemon, because a read from a stream that cannot be polled may never return.
         self._thread = threading.Thread(target=self._read, name="dsbd-input", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[NumberedLine | None]:
-        left = None  # when the consumer went away with a None
+        left = None  # time at which the consumer was given a None
         while True:
-            # One that computed meanwhile is not kept waiting; one that comes back at once has nothing else to do.
+            # A consumer that computed meanwhile is not kept waiting; one that comes back at once has nothing to do.
             busy = left is not None and time.monotonic() - left > BUSY_S
             lines = self._take(0.0 if busy else WAIT_S)
             left = None if lines else time.monotonic()
@@ -69,7 +67,7 @@ class LineReader:
                 yield lines.popleft()
 
     def _take(self, wait_s: float) -> deque[NumberedLine]:
-        """Take all lines that are held; none if none has come in time, and at the end."""
+        """Take all lines that are held; return none if none has come in time, and at the end."""
         with self._changed:
             if not self._held and not self._ended and wait_s:
                 self._changed.wait_for(lambda: self._held or self._ended, wait_s)
@@ -79,10 +77,10 @@ class LineReader:
             return lines
 
     def _read(self) -> None:
-        """Read lines until the end: the work of the thread."""
+        """Read lines until the end. This runs in the thread."""
         number = 0
         try:
-            for line in self._read_lines(io.BufferedReader(self._stream, BLOCK_BYTES), limit=self._limit):
+            for line in self._read_lines(io.BufferedReader(self._stream, BLOCK_BYTES)):
                 number = line[0]
                 if not self._offer(line):
                     break
@@ -99,7 +97,7 @@ class LineReader:
                 self._changed.notify_all()
 
     def _offer(self, line: NumberedLine) -> bool:
-        """Wait for room; False when nobody wants more."""
+        """Wait for room and hold the line; return False if the reader is closed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closed or (len(self._held) < MAX_HELD_LINES and self._held_bytes < MAX_HELD_BYTES)
@@ -112,7 +110,7 @@ class LineReader:
             return True
 
     def check(self) -> None:
-        """Raise what ended the reading early, if anything did."""
+        """Raise the error that ended the reading early, if there was one."""
         if self._error is not None and not self._closed:
             raise self._error
 
@@ -144,9 +142,9 @@ def _size(numbered: NumberedLine) -> int:
 
 
 class _Stoppable(io.RawIOBase):
-    """A stream whose reading can be stopped while nothing comes: it is waited for, together with a pipe of our own.
+    """A stream whose reading can be stopped while no data come: it is polled, together with a pipe of our own.
 
-    A thread that sat inside a read of standard input would hold its lock, and Python could not end.
+    A thread that is blocked in a read of standard input would hold its lock, and Python could not exit.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -166,7 +164,7 @@ class _Stoppable(io.RawIOBase):
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        """Read as the stream does, as soon as there is a byte; nothing once it is stopped."""
+        """Read as the stream does, as soon as there is a byte; return 0 once the stream is stopped."""
         if self._poll is not None and self._pipe is not None:
             ready = self._poll.poll()
             if any(fd == self._pipe[0] for fd, _ in ready):
@@ -177,12 +175,12 @@ class _Stoppable(io.RawIOBase):
         return len(data)
 
     def stop(self) -> None:
-        """Wake up who waits."""
+        """Wake up a reader that waits."""
         if self._pipe is not None:
             os.write(self._pipe[1], b".")
 
     def release(self) -> None:
-        """Close the pipe. Only when nobody reads any more."""
+        """Close the pipe. Call this only when nobody reads any more."""
         if self._pipe is not None:
             for end in self._pipe:
                 os.close(end)

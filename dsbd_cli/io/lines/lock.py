@@ -16,10 +16,10 @@ _NO_LOCKS_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def open_locked(path: Path, *, create_only: bool) -> io.FileIO:
-    """The file, locked and open for reading and writing at its start; nothing in it is changed.
+    """Open a file for reading and writing at its start, and lock it. Its content is not changed.
 
-    create_only: refuse a file that has come into being meanwhile. Raises OutputError where it cannot be written, or
-    another process has locked it.
+    create_only: refuse a file that was created meanwhile. Raises OutputError if it cannot be written, or another
+    process has locked it.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if create_only else 0)
     for _ in range(_TRIES):
@@ -29,17 +29,18 @@ def open_locked(path: Path, *, create_only: bool) -> io.FileIO:
             raise OutputError(f"cannot write {path}: {error.strerror}") from error
         try:
             lock(stream, path)
-            if _still_named(stream, path):
+            if _is_still_at(stream, path):
                 return stream
         except BaseException:
             stream.close()
             raise
-        stream.close()  # a resumed run has just put a new file in its place
+        stream.close()  # a resumed run has just replaced it
     raise OutputError(f"cannot write {path}: it is replaced again and again by somebody else")
 
 
 def open_shared(path: Path) -> BinaryIO:
-    """A file to be read, which nobody writes while it is open. Raises OSError, OutputError where somebody does."""
+    """Open a file for reading, so that nobody writes it meanwhile. Raises OSError, or OutputError if somebody writes it
+    now."""
     stream = path.open("rb")
     try:
         lock(stream, path, shared=True)
@@ -50,8 +51,10 @@ def open_shared(path: Path) -> BinaryIO:
 
 
 def lock(stream: io.FileIO | BinaryIO, path: Path, *, shared: bool = False) -> None:
-    """Take the lock or raise OutputError at once. A file system that has no locks is taken as it is. shared: others may
-    read the file too, and none may write it."""
+    """Take the lock, or raise OutputError at once. On a file system without locks the file is used unlocked.
+
+    shared: others may read the file too, and none may write it.
+    """
     try:
         fcntl.flock(stream.fileno(), (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -61,7 +64,7 @@ def lock(stream: io.FileIO | BinaryIO, path: Path, *, shared: bool = False) -> N
             raise OutputError(f"cannot lock {path}: {error.strerror}") from error
 
 
-def _still_named(stream: io.FileIO, path: Path) -> bool:
+def _is_still_at(stream: io.FileIO, path: Path) -> bool:
     try:
         there, here = path.stat(), os.fstat(stream.fileno())
     except OSError:

@@ -1,4 +1,4 @@
-"""Rows of beams to a Parquet file, one row group after the other. Needs the extra `parquet`."""
+"""A writer of beams to a Parquet file, one row group after another. Needs the extra `parquet`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from dsbd_cli.io.lines.jsonl import LineWriter
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-MAX_GROUP_ROWS, MAX_GROUP_BYTES = 1 << 16, 8 << 20  # that are held until they are written
+MAX_GROUP_ROWS, MAX_GROUP_BYTES = 1 << 16, 8 << 20  # most that are held before they are written
 NUMBERS = {"rank": pyarrow.int32(), "logprob": pyarrow.float64(), "score": pyarrow.float64()}
 
 
 class TableWriter(LineWriter):
-    """Takes the records of `parquet_record`. Rows are held until a row group is full; closing writes the rest and the
-    end of the file, without which it cannot be read. After a write that failed the file has no such end."""
+    """A writer of the records of `parquet_record`. It holds rows until a row group is full.
+
+    Closing writes the rest and the footer of the file, without which it cannot be read. After a failed write there is
+    no footer.
+    """
 
     def __init__(self, stream: io.FileIO, name: str, columns: tuple[str, ...]) -> None:
         """stream: closed in the end. name: of the file, for messages."""
@@ -34,17 +37,17 @@ class TableWriter(LineWriter):
         self._failed = False
 
     def write(self, line: bytes) -> None:
-        """The rows of one record. Raises OutputError."""
+        """Add the rows of one record. Raises OutputError."""
         self._rows += orjson.loads(line)
         self._bytes += len(line)
         if len(self._rows) >= MAX_GROUP_ROWS or self._bytes >= MAX_GROUP_BYTES:
             self._write_group()
 
     def flush(self) -> None:
-        """Leave the rows where they are: a row group is no smaller because nothing comes for a while."""
+        """Do nothing, because a pause of the input is no reason for a smaller row group."""
 
     def close(self) -> None:
-        """Write what is held and the end of the file, and close it. Raises OutputError. May be called twice."""
+        """Write the held rows and the footer, and close the file. Raises OutputError. May be called twice."""
         try:
             if not self._failed:
                 self._write_group()
@@ -72,7 +75,7 @@ class TableWriter(LineWriter):
 
 
 class _Sink(io.RawIOBase):
-    """A TableWriter's file as pyarrow writes to it."""
+    """The file of a TableWriter, with the interface that pyarrow writes to."""
 
     def __init__(self, writer: TableWriter) -> None:
         self._writer = writer

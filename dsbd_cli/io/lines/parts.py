@@ -1,4 +1,4 @@
-"""Part files of one input, put together in the order of its rows. Two passes; 16 bytes are kept per row."""
+"""Merging of the part files of one input, in the order of its rows. It takes two passes and keeps 16 bytes per row."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PartFile:
 
     Attributes:
         stream: its file, open for as long as the part is read.
-        rows: of the whole input; None where the part's run has not come to its end.
-        indices: rows of its records, ascending. offsets: where each of these records begins.
-        failed: records with an error. records: all there are.
+        rows: number of rows of the whole input; None if the part's run has not come to its end.
+        indices: row indices of its records, ascending. offsets: byte at which each of these records begins.
+        failed: number of records with an error. records: number of all records.
     """
 
     path: Path
@@ -37,20 +37,21 @@ class PartFile:
     failed: int = 0
 
     def wanted(self, rows: int) -> int:
-        """How many of so many rows of the input belong to this part."""
+        """Return how many of the input's `rows` rows belong to this part."""
         return max(0, -(-(rows - self.part) // self.count))
 
     def first_absent(self) -> int:
-        """The first row of the part that has no record."""
+        """Return the first row of the part that has no record."""
         pairs = itertools.zip_longest(itertools.count(self.part, self.count), self.indices)
         return next(wanted for wanted, index in pairs if wanted != index)
 
 
 def scan(part: PartFile, *, indexed: bool, most: int | None) -> None:
-    """Read a part through. indexed: its records say which row they are. most: rows that the input has at the most; None
-    where nobody knows.
+    """Read a part to its end, count its records, and note the index and the offset of each, in order of the indices.
 
-    Raises DsbdError for what is no record of its rows, or stands twice.
+    indexed: its records hold the index of their row; without it no indices are noted. most: most rows that the input
+    can have; None if that is unknown. Raises DsbdError for a line that is no record of this part's rows, and for a row
+    that is there twice.
     """
     position = 0
     part.stream.seek(0)
@@ -82,7 +83,7 @@ def _index(part: PartFile, index: object, number: int, most: int | None) -> int:
 
 
 def _sort(part: PartFile) -> None:
-    import numpy as np  # a command that merges nothing does not wait for it
+    import numpy as np  # only here, so that other commands do not wait for it
 
     order = np.asarray(part.indices).argsort(kind="stable")
     indices, offsets = (np.asarray(column)[order] for column in (part.indices, part.offsets))
@@ -93,12 +94,12 @@ def _sort(part: PartFile) -> None:
 
 
 def in_order(parts: Sequence[PartFile]) -> Iterator[bytes]:
-    """The records with their line ends, in the order of the input."""
+    """Iterate over the records with their line ends, in the order of the input."""
     return (line for _, line in heapq.merge(*[_numbered(part) for part in parts], key=itemgetter(0)))
 
 
 def _numbered(part: PartFile) -> Iterator[tuple[int, bytes]]:
-    """The index of every record of a part, and the record."""
+    """Yield the index of every record of a part, and the record."""
     part.stream.seek(0)
     at = 0
     for index, offset in zip(part.indices, part.offsets, strict=True):
@@ -110,7 +111,7 @@ def _numbered(part: PartFile) -> Iterator[tuple[int, bytes]]:
 
 
 def one_after_another(parts: Sequence[PartFile]) -> Iterator[bytes]:
-    """The records of all parts, part by part."""
+    """Yield the records of all parts, part by part."""
     for part in sorted(parts, key=lambda one: one.part):
         part.stream.seek(0)
         yield from part.stream

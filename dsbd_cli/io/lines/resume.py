@@ -1,8 +1,8 @@
-"""Going on with an output file that an earlier run has left, however it ended.
+"""Support for resuming: what an earlier run has left in an output file, however it ended.
 
-What is done is read from the records themselves: id, key (a hash of what the row asks for) and error. So an output file
-may be cut, sorted or filtered between two runs. What they were made with stands beside it, in FILE.dsbd-run: written
-whole before the first record, and only replaced together with the file.
+The records themselves say which rows are done, by id, key (a hash of what the row asks for) and error. So an output
+file may be cut, sorted or filtered between two runs. The settings of the run are in FILE.dsbd-run. That file is written
+whole before the first record, and only replaced together with the output file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Settings = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class InputEnd:
-    """Facts known of an input once its end was reached: its rows, and a digest of them."""
+    """Facts about an input that was read to its end: the number of its rows, and a digest of them."""
 
     rows: int
     digest: str
@@ -41,22 +41,20 @@ class InputEnd:
 
 @dataclass(slots=True)
 class DoneRows:
-    """Rows that an output file holds. 16 bytes are kept per row, not its text."""
+    """The rows whose records an output file holds. 16-byte digests of ids and keys are kept, not the texts."""
 
     rows: Counter[bytes] = field(default_factory=Counter)
     ids: set[bytes] = field(default_factory=set)
     failed: int = 0
-    total: int = 0
 
     def add(self, row_id: str, key: str, *, failed: bool) -> None:
-        """One record."""
+        """Count one record."""
         self.rows[_digest(row_id, key)] += 1
         self.ids.add(_digest(row_id))
         self.failed += failed
-        self.total += 1
 
     def take(self, row_id: str, key: str) -> bool:
-        """Whether a row of the input is done; each record counts for one row."""
+        """Return whether a row of the input is done. Each record counts for one row."""
         name = _digest(row_id, key)
         left = self.rows.get(name, 0)
         if left == 1:
@@ -66,12 +64,12 @@ class DoneRows:
         return left > 0
 
     def has_id(self, row_id: str) -> bool:
-        """Whether a record has this id."""
+        """Return whether a record has this id."""
         return _digest(row_id) in self.ids
 
     @property
     def left(self) -> int:
-        """Records that no row of the input has asked for."""
+        """Number of records that no row of the input has asked for."""
         return sum(self.rows.values())
 
 
@@ -79,17 +77,19 @@ def _digest(*parts: str) -> bytes:
     return blake2b("\0".join(parts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-# The settings beside the file
+# The settings file
 
 
 def settings_file(output: Path) -> Path:
-    """out.jsonl.dsbd-run for out.jsonl."""
+    """Return out.jsonl.dsbd-run for out.jsonl."""
     return output.with_name(output.name + ".dsbd-run")
 
 
 def write_settings(output: Path, settings: Settings, created: int, end: InputEnd | None = None) -> None:
-    """Whole or not at all, and on the disk before the first record is. created: Unix time of the run. end: of the whole
-    input, written once it was reached."""
+    """Write the settings file whole or not at all. It is on the disk before the first record is.
+
+    created: Unix time at which the run began. end: facts about the whole input, given once its end was reached.
+    """
     content: Settings = {"schema": SETTINGS_SCHEMA, "created": created, "settings": settings}
     if end is not None:
         content |= {"rows": end.rows, "input_digest": end.digest}
@@ -97,8 +97,11 @@ def write_settings(output: Path, settings: Settings, created: int, end: InputEnd
 
 
 def read_run(output: Path, wanted_by: str, help_: str = AGAIN) -> tuple[Settings, int, InputEnd | None]:
-    """Return what the records in `output` were made with, when the run began, and the end of the whole input, None
-    where it was not reached. wanted_by, help_: for messages. Raises UsageError if nobody knows."""
+    """Return the settings of the run that wrote `output`, when it began, and the end of its input.
+
+    The last is None if the end was not reached. wanted_by, help_: for messages. Raises UsageError if the settings file
+    is missing or unreadable.
+    """
     path = settings_file(output)
     try:
         found = orjson.loads(path.read_bytes())
@@ -118,20 +121,22 @@ def read_run(output: Path, wanted_by: str, help_: str = AGAIN) -> tuple[Settings
 
 
 def check_replaceable(path: Path) -> None:
-    """Raises OutputError where `write_atomically` could not write a file of this name."""
+    """Raise OutputError if `write_atomically` could not write a file of this name."""
     if path.exists() and not path.is_file():
         return
     temporary = _temporary_path(path)
-    with _told(path):
+    with _as_output_error(path):
         temporary.open("wb").close()
         temporary.unlink()
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """The whole file or, whatever happens, the one before; a link stays one. What is no file (a device, a pipe) is
-    written to. Raises OutputError."""
+    """Replace a file in one step, so that the whole new file or the whole old one is there, whatever happens.
+
+    A symbolic link stays one. A device or a pipe is written to. Raises OutputError.
+    """
     if path.exists() and not path.is_file():
-        with _told(path):
+        with _as_output_error(path):
             path.write_bytes(data)
         return
     with replacing(path) as stream:
@@ -141,12 +146,14 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[io.FileIO]:
-    """A new file, locked, that takes the place of the one at `path` in one step once all is written and on the disk;
-    it stays open. Whatever is raised meanwhile leaves the one before. Raises OutputError."""
+    """Yield a new, locked file that replaces the one at `path` in one step, when the block ends and all is on the disk.
+
+    The new file stays open. If anything is raised in the block, the old file stays. Raises OutputError.
+    """
     temporary = _temporary_path(path)
     stream = open_locked(temporary, create_only=False)
     try:
-        with _told(path):
+        with _as_output_error(path):
             stream.truncate(0)
             yield stream
             stream.flush()
@@ -159,26 +166,26 @@ def replacing(path: Path) -> Iterator[io.FileIO]:
 
 
 def _temporary_path(path: Path) -> Path:
-    """Where the whole file is written before it is put in the place of the old one."""
+    """Return the path at which the new file is written before it replaces the old one."""
     real = Path(os.path.realpath(path))
     return real.with_name(f".{real.name}.tmp")
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _as_output_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
 
 
-# The records
+# The output file
 
 
 def whole_size(stream: io.FileIO) -> int:
-    """Bytes of the file up to the end of its last whole line.
+    """Return the size of the file up to the end of its last whole line, in bytes.
 
-    A line with zero bytes is torn too: that is what a crash of the machine leaves where a block was not written.
+    A line with zero bytes is torn too, because a crash of the machine leaves zeros where a block was not written.
     """
     end = stream.seek(0, os.SEEK_END)
     while end:
@@ -192,7 +199,7 @@ def whole_size(stream: io.FileIO) -> int:
 
 
 def truncate_at(stream: io.FileIO, end: int) -> int:
-    """Take away what stands behind `end` and go there; returns how many bytes that were."""
+    """Cut off the bytes after `end` and seek to it; return how many bytes were cut off."""
     size = stream.seek(0, os.SEEK_END)
     if end < size:
         stream.truncate(end)
@@ -201,7 +208,7 @@ def truncate_at(stream: io.FileIO, end: int) -> int:
 
 
 def _line_start(stream: io.FileIO, end: int) -> int:
-    """Where the line that ends at `end` begins."""
+    """Return the offset at which the line that ends at `end` begins."""
     at = end - 1
     while at > 0:
         begin = max(0, at - TAIL_BYTES)
@@ -214,10 +221,10 @@ def _line_start(stream: io.FileIO, end: int) -> int:
 
 
 def read_done(stream: io.FileIO, path: Path, end: int) -> DoneRows:
-    """The rows in the first `end` bytes. Raises UsageError for a line that is no record with id and key."""
+    """Return the rows in the first `end` bytes. Raises UsageError for a line that is no record with id and key."""
     done = DoneRows()
     for number, line in _lines(stream, end):
-        row_id, key, failed = _identity(line, path, number)
+        row_id, key, failed = _id_key_failed(line, path, number)
         done.add(row_id, key, failed=failed)
     return done
 
@@ -232,8 +239,11 @@ def _lines(stream: io.FileIO, end: int) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def _identity(line: bytes, path: Path, number: int) -> tuple[str, str, bool]:
-    """id, key and whether the row failed, of a native record or a line of an OpenAI batch output."""
+def _id_key_failed(line: bytes, path: Path, number: int) -> tuple[str, str, bool]:
+    """Return id and key of a native record or of a line of an OpenAI batch output, and whether its row failed.
+
+    Raises UsageError for any other line.
+    """
     if (record := read_object(line)) is not None:
         openai = "custom_id" in record
         row_id = record.get("custom_id" if openai else "id")
@@ -246,12 +256,13 @@ def _identity(line: bytes, path: Path, number: int) -> tuple[str, str, bool]:
 
 
 def drop_failed(stream: io.FileIO, path: Path) -> tuple[io.FileIO, int]:
-    """Put a file without the failed records in the place of this one, in one step; the lock goes over to it.
+    """Replace a file by one without its failed records, in one step. The new file is locked before the old one is
+    closed.
 
-    Returns the new stream and how many records went. Nothing is written where none has failed.
+    Return the new stream and how many records were dropped. Nothing is written if no record has failed.
     """
     end = stream.seek(0, os.SEEK_END)
-    bad = {number for number, line in _lines(stream, end) if _identity(line, path, number)[2]}
+    bad = {number for number, line in _lines(stream, end) if _id_key_failed(line, path, number)[2]}
     if not bad:
         return stream, 0
     with replacing(path) as fresh:
@@ -266,8 +277,8 @@ def drop_failed(stream: io.FileIO, path: Path) -> tuple[io.FileIO, int]:
     return fresh, len(bad)
 
 
-def cut_unfinished_steps(stream: io.FileIO, done: DoneRows) -> int:
-    """Take the last lines of a --set stats file away whose row has no record; they will be written again."""
+def cut_unfinished_steps(stream: io.FileIO, done: DoneRows) -> None:
+    """Cut off the last lines of a --set stats file whose row has no record, because they will be written again."""
     end = whole_size(stream)
     while end:
         start = _line_start(stream, end)
@@ -276,4 +287,4 @@ def cut_unfinished_steps(stream: io.FileIO, done: DoneRows) -> int:
         if isinstance(row_id, str) and done.has_id(row_id):
             break
         end = start
-    return truncate_at(stream, end)
+    truncate_at(stream, end)

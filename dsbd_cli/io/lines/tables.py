@@ -1,5 +1,5 @@
-"""Tables as input, CSV and Parquet, known by the ending of the file: each row as the line of JSON that asks for the
-same."""
+"""CSV and Parquet files as input, known by the ending of their name. Each row is read as the JSON line that asks for
+the same."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from dsbd_cli.io.records.row import MAX_LINE_BYTES, LongLine
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 PARQUET = ".parquet"
-MAX_COUNTED_BYTES = 16 << 20  # of CSV
-MAX_BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20  # of Parquet: rows that are held at a time
+MAX_COUNTED_BYTES = 16 << 20  # of a CSV file whose rows are counted in advance
+MAX_BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20  # of Parquet, most that are held at a time
 
 
 def is_table(path: Path) -> bool:
-    """Whether the name is that of a table; it may be compressed."""
+    """Return whether a name is that of a table, compressed or not."""
     return ending(path) in (*DELIMITERS, PARQUET)
 
 
 def lines_reader(path: Path) -> ReadLines:
-    """The function that reads the rows of a file of this name as lines of JSON."""
+    """Return the function that reads the rows of a file of this name as lines of JSON."""
     if ending(path) == PARQUET:
         return partial(_parquet_lines, path)
     delimiter = DELIMITERS.get(ending(path))
@@ -37,7 +37,7 @@ def lines_reader(path: Path) -> ReadLines:
 
 
 def check_table(path: Path) -> None:
-    """Read the names of a table's columns. Raises UsageError where it cannot be read, or no row could be answered."""
+    """Check the column names of a table. Raises UsageError if it cannot be read, or no row could be answered."""
     if ending(path) == PARQUET:
         if path.suffix.lower() != PARQUET:
             raise UsageError(f"{path}: a Parquet file is compressed inside: unpack it, and name it .parquet")
@@ -50,14 +50,16 @@ def check_table(path: Path) -> None:
 
 
 def require_parquet(wanted_by: str) -> None:
-    """Raises UsageError where pyarrow is not installed."""
+    """Raise UsageError if pyarrow is not installed."""
     if find_spec("pyarrow") is None:
         raise UsageError(f"{wanted_by} needs pyarrow: pip install 'dsbd[parquet]'")
 
 
 def count_table_rows(path: Path) -> int | None:
-    """Rows of a table: of Parquet they are noted in the file, CSV is read through; None where it is too large for that.
-    Raises OSError."""
+    """Return the number of rows of a table; None for a CSV file that is too large to be counted. Raises OSError.
+
+    A Parquet file holds the number; a CSV file is read through.
+    """
     if ending(path) == PARQUET:
         from pyarrow.parquet import read_metadata
 
@@ -76,10 +78,10 @@ def count_table_rows(path: Path) -> int | None:
 def read_csv(
     stream: BinaryIO, *, name: str, delimiter: str = ",", limit: int = MAX_LINE_BYTES
 ) -> Iterator[NumberedLine]:
-    """The first line's number and the JSON of every row behind the header; blank lines are passed over.
+    """Yield the number of the first line and the JSON of every row after the header. Blank lines are skipped.
 
-    A row that cannot be read, or has more than `limit` bytes, is given as a LongLine that says why. name: for messages.
-    Raises UsageError for a header that cannot be used.
+    A row that cannot be read, or has more than `limit` bytes, is yielded as a LongLine with the reason. name: for
+    messages. Raises UsageError for a header that cannot be used.
     """
     names: list[str] | None = None
     for lines, cells, reason in _records(stream, delimiter, limit):
@@ -97,7 +99,10 @@ def read_csv(
 
 
 def _records(stream: BinaryIO, delimiter: str, limit: int) -> Iterator[tuple[_RecordLines, list[str] | None, str]]:
-    """Where every record stands and its cells, or None and why they cannot be read; the empty text: it is too long."""
+    """Yield the lines of every record, and its cells.
+
+    The cells of a record that cannot be read are None, with a reason; the reason is empty if the record is too long.
+    """
     csv.field_size_limit(max(limit, csv.field_size_limit()))
     lines = _RecordLines(stream, limit)
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
@@ -118,7 +123,7 @@ def _records(stream: BinaryIO, delimiter: str, limit: int) -> Iterator[tuple[_Re
 
 
 def _header(cells: list[str] | None, reason: str, file: str) -> list[str]:
-    """The names of the columns. Raises UsageError."""
+    """Return the names of the columns. Raises UsageError."""
     if cells is None:
         raise UsageError(f"the header of {file} cannot be read: {reason or 'it is too long'}")
     names = [name.strip() for name in cells]
@@ -142,11 +147,12 @@ class _LongRecordError(Exception):
 
 
 class _RecordLines:
-    """The lines of a stream as text, for a csv.reader, which takes as many as its record has. Bytes that are no UTF-8
-    are kept as surrogates, so that the record goes on.
+    """The lines of a stream as text, for a csv.reader, which takes as many lines as a record has.
+
+    Bytes that are not UTF-8 are kept as surrogates, so that the rest of the record can be read.
 
     Attributes:
-        first: number of the record's first line, from 1. size, head: of the record so far, in bytes.
+        first: number of the record's first line, from 1. size: bytes of the record so far. head: its first bytes.
     """
 
     def __init__(self, stream: BinaryIO, limit: int) -> None:
@@ -157,7 +163,7 @@ class _RecordLines:
         self.first = 1
 
     def begin(self) -> None:
-        """A new record begins with the next line."""
+        """Begin a new record at the next line."""
         self.first, self.size, self._quotes, self.head = self._number + 1, 0, 0, b""
 
     def __iter__(self) -> _RecordLines:
@@ -172,12 +178,12 @@ class _RecordLines:
         return line.decode("utf-8", "surrogateescape")
 
     def skip(self) -> None:
-        """Go to the end of the record: the end of a line behind which no quote is open."""
+        """Skip to the end of the record, which is the end of a line after which no quote is open."""
         while (not self._ended or self._quotes % 2) and self._read(BLOCK_BYTES):
             pass
 
     def _read(self, most: int) -> bytes:
-        """A line, or so many bytes of it."""
+        """Read a line, or its next `most` bytes."""
         line = self._stream.readline(most)
         if not line:
             return b""
@@ -194,9 +200,12 @@ class _RecordLines:
 # Parquet
 
 
-def _parquet_lines(path: Path, stream: BinaryIO, *, limit: int = MAX_LINE_BYTES) -> Iterator[NumberedLine]:
-    """The number of every row, from 1, and its JSON, a batch at a time. stream: of the same file; another one is
-    opened, which can be sought in. Raises OSError, UsageError for columns that cannot be used."""
+def _parquet_lines(path: Path, stream: BinaryIO) -> Iterator[NumberedLine]:
+    """Yield the number of every row, from 1, and its JSON line. Rows are read in batches.
+
+    stream: the same file, which is not used: the path is opened again, because Parquet needs a file that can be sought
+    in. Raises OSError, and UsageError for columns that cannot be used.
+    """
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
@@ -210,14 +219,14 @@ def _parquet_lines(path: Path, stream: BinaryIO, *, limit: int = MAX_LINE_BYTES)
             for batch in file.iter_batches(batch_size=rows, use_threads=False):
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, _parquet_line(row, limit)
+                    yield number, _parquet_line(row)
     except (OSError, pyarrow.ArrowException) as error:
         raise OSError(f"no Parquet that can be read: {one_line(error)}") from None
 
 
-def _parquet_line(row: dict[str, object], limit: int) -> bytes | LongLine:
+def _parquet_line(row: dict[str, object]) -> bytes | LongLine:
     try:
         line = row_line(row.items())
     except InvalidRowError as error:
         return LongLine(0, reason=str(error))
-    return line if len(line) <= limit else LongLine(len(line), line[:HEAD_BYTES])
+    return line if len(line) <= MAX_LINE_BYTES else LongLine(len(line), line[:HEAD_BYTES])

@@ -1,1 +1,1 @@
-"""Records: a line to a row, a result to a record."""
+"""Conversion of input lines to rows, and of results to records."""

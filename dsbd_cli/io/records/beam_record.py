@@ -1,4 +1,4 @@
-"""Flat records: a line or a row per beam, to be joined with other tables by the id."""
+"""Flat records, one line or table row per beam, which can be joined with other tables by the id."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from dsbd_cli.requests import RequestResult
 
 
 def csv_record(row: Row, result: RequestResult | None, method: MethodRecord) -> bytes:
-    """Lines of CSV, one per beam, without the last line's end; one line with the error for a row that failed."""
+    """Return the CSV lines of a row, one per beam, without the last line end; one line with the error for a failed
+    row."""
     text = io.StringIO()
-    # with these line ends csv puts quotes around both kinds
+    # with this terminator csv quotes a cell that holds \r or \n
     writer = csv.DictWriter(text, BEAM_COLUMNS, lineterminator="\r\n")
     lines = []
     for beam in _beams(row, result):
@@ -28,12 +29,13 @@ def csv_record(row: Row, result: RequestResult | None, method: MethodRecord) -> 
 
 
 def parquet_record(row: Row, result: RequestResult | None, method: MethodRecord) -> bytes:
-    """The same rows as a JSON list, which the writer of the Parquet file puts into columns."""
+    """Return the same rows as a JSON list, which the writer of the Parquet file puts into columns."""
     return orjson.dumps(_beams(row, result))
 
 
 def _beams(row: Row, result: RequestResult | None) -> list[Fields]:
-    """The fields of every reported beam by BEAM_COLUMNS, best first (rank 1); of a failed row its id and the error."""
+    """Return the fields of every reported beam by BEAM_COLUMNS, best first (rank 1); for a failed row its id and the
+    error."""
     error = row_error(row, result)
     if error is not None or result is None:
         return [{"id": row.id, "error": str(error)}]

@@ -1,4 +1,4 @@
-"""Cells of a table's row to the line of JSON that asks for the same."""
+"""Conversion of a table's row to the JSON line that asks for the same."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dsbd_cli.io.records.row import Fields
 PROMPTS = ("prompt", "messages", "audio", "image", "body")  # a row has one of these
 TEXTS = frozenset("id custom_id prompt reference audio image source_lang language target_lang prefix".split())
 TEXT_OR_JSON = frozenset("stop allow token_rules metadata".split())
-FIELDS = OWN | UNSUPPORTED.keys() | WITHOUT_EFFECT | {"logprobs", "body"}  # all others stay text
+FIELDS = OWN | UNSUPPORTED.keys() | WITHOUT_EFFECT | {"logprobs", "body"}  # cells of any other column stay text
 MAX_COLUMNS = 1000
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-_LARGEST_WHOLE = 2.0**53  # a float beyond may not be the number that was written
+_LARGEST_WHOLE = 2.0**53  # a larger float may differ from the number that was written
 
 
 def check_columns(names: list[str]) -> None:
@@ -36,7 +36,8 @@ def check_columns(names: list[str]) -> None:
 
 
 def row_line(row: Iterable[tuple[str, object]]) -> bytes:
-    """The line of JSON for a row's columns and cells, empty ones left out. Raises InvalidRowError."""
+    """Return the JSON line of a row, given as pairs of column and cell. Empty cells are left out. Raises
+    InvalidRowError."""
     fields: Fields = {}
     for name, cell in row:
         value = cell_value(name, cell)
@@ -49,10 +50,11 @@ def row_line(row: Iterable[tuple[str, object]]) -> bytes:
 
 
 def cell_value(name: str, cell: object) -> object:
-    """The value of a cell as a line of JSON would have it, None for an empty one.
+    """Return the value that a cell has in a JSON line; None for an empty cell, and for a float that is not finite.
 
-    A field that is text stays text. `stop`, `allow`, `token_rules` and `metadata` are JSON where the cell begins with a
-    bracket and is JSON, else text. In other fields numbers and true or false are read, and a whole float is an integer.
+    The cell of a text field stays text. `stop`, `allow`, `token_rules` and `metadata` are JSON where the cell begins
+    with a bracket and is JSON, else text. In other fields numbers, true and false are converted, and a whole float
+    becomes an integer.
     """
     if isinstance(cell, float):
         return _whole(cell) if math.isfinite(cell) else None
@@ -69,7 +71,8 @@ def cell_value(name: str, cell: object) -> object:
 
 
 def _json_or_text(cell: str) -> object:
-    """Keep the JSON of a cell as it is written, so that it is checked as that of a line is."""
+    """Return a cell's JSON as it is written, so that the row reader checks it as it checks a line; else the cell's
+    text."""
     try:
         orjson.loads(cell)
     except orjson.JSONDecodeError:
@@ -78,7 +81,8 @@ def _json_or_text(cell: str) -> object:
 
 
 def _scalar(cell: str) -> object:
-    """True, false or a number; the text where it is none of them, which the row's reader refuses by its name."""
+    """Return true, false or a number; for any other text the text itself, which the row reader refuses with the field's
+    name."""
     text = cell.strip()
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -91,7 +95,7 @@ def _scalar(cell: str) -> object:
 
 
 def _whole(number: float) -> int | float:
-    """An integer for a float that is one: pandas writes integers beside empty cells as floats."""
+    """Return an integer for a whole float, because pandas writes integers as floats in a column with empty cells."""
     return int(number) if number.is_integer() and abs(number) < _LARGEST_WHOLE else number
 
 
@@ -101,7 +105,7 @@ def _why_not_json(fields: Fields) -> str:
             orjson.dumps({name: value})
         except TypeError:
             shown = name if name.isidentifier() else shorten(name)
-            if isinstance(value, str):  # bytes that are no UTF-8 came as surrogates
+            if isinstance(value, str):  # bytes that are not UTF-8 were decoded to surrogates
                 byte = next(ord(letter) & 0xFF for letter in value if "\ud800" <= letter <= "\udfff")
                 return f"{shown} is not UTF-8: byte 0x{byte:02x} in {shorten(value)}"
             return f"{shown} is {shorten(value)} of type {type(value).__name__}, which no field takes"

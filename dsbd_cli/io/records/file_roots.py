@@ -1,4 +1,4 @@
-"""Where files that rows name may lie: under one folder, links included."""
+"""The folder that the files named by rows must lie in, links included."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from pathlib import Path
 from dsbd_cli.errors import InvalidRowError, shorten
 
 FILE_FIELDS = ("audio", "image")
-MOST_CHARACTERS = 4096  # of a path; base64 data by themselves would be a path of many folders
-DATA = "data:"  # begins what is no path, but the contents themselves
+MOST_CHARACTERS = 4096  # of a path; base64 data without their prefix would be a path of many folders
+DATA = "data:"  # begins a file's contents that are given in the place of its path
 
 
 def files_root(files_under: Path | None, source: Path | None) -> str:
-    """The folder that rows may read from, without links: the one that is named, else that of the file with the rows,
-    else the working folder. source: None for standard input."""
+    """Return the folder that rows may read files from, with links resolved.
+
+    This is files_under where it is given, else the folder of the file with the rows, else the working folder. source:
+    the file with the rows; None for standard input.
+    """
     folder = files_under if files_under is not None else Path() if source is None else source.parent
     return os.path.realpath(folder)
 
 
 def file_of_row(root: str, field: str, path: str) -> str:
-    """A row's path without links, taken from the root where it is relative; a picture's data stay.
+    """Return the path of a row's file with links resolved; a picture's inline data are returned as they are.
 
-    Raises InvalidRowError for a path outside.
+    A relative path begins at the root. Raises InvalidRowError for a path outside it.
     """
     if field == "image" and path.startswith(DATA):
         return path

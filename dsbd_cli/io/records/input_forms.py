@@ -1,7 +1,7 @@
-"""The ways to write a row, brought to one: fields under their own names, and what was not used of the row.
+"""Forms of an input row, normalised to one: fields under our own names, and the fields that were not used.
 
 flat      {id | custom_id, prompt | messages | audio | image, overrides of the run's sampling options, metadata}; a
-          prompt may stand beside an image
+          prompt may be given with an image
 envelope  {custom_id, method: "POST", url: "/v1/completions" | "/v1/chat/completions", body: {...}}, a line of an
           OpenAI batch file
 `null` means not given.
@@ -33,7 +33,7 @@ ROW_FIELDS = (
 URLS: dict[str, Form] = {"/v1/completions": "openai-completions", "/v1/chat/completions": "openai-chat"}
 PROMPT_OF: dict[Form, str] = {"openai-completions": "prompt", "openai-chat": "messages"}
 
-# Fields of other servers that say nothing about the text.
+# Fields of other servers that have no effect on the text.
 WITHOUT_EFFECT = frozenset(
     "model user store service_tier safety_identifier prompt_cache_key prompt_cache_retention stream_options "
     "parallel_tool_calls prediction reference relevant".split()
@@ -73,14 +73,14 @@ ENVELOPE = ("custom_id", "method", "url", "body")
 
 @dataclass(frozen=True, slots=True)
 class ParsedRow:
-    """A row brought to one form. `fields` holds no null; `unused` are fields that are not known, with their values."""
+    """A normalised row. `fields` holds no null; `unused` holds the unknown fields with their values."""
 
     form: Form
     fields: Fields
     unused: list[tuple[str, object]]
 
     def explain(self, name: str, value: object) -> str:
-        """Return what to tell of an unused field. Slow: there may be a million of them in a line."""
+        """Return the message about an unused field. This is slow, and a line may have a million of them."""
         outside = self.form != "flat" and not name.startswith("body.")
         known = ENVELOPE if outside else KNOWN
         near = difflib.get_close_matches(name.removeprefix("body.")[:MAX_SHOWN], known, n=1)
@@ -89,15 +89,15 @@ class ParsedRow:
 
 
 def parsed_row(raw: Fields) -> ParsedRow:
-    """The row's form and its fields. Raises InvalidRowError."""
+    """Return a row's form and its fields under our own names. Raises InvalidRowError."""
     if ("body" in raw or "url" in raw) and not {"prompt", "messages", "audio", "image"} & raw.keys():
         return _envelope(raw)
     unused: list[tuple[str, object]] = []
-    return ParsedRow("flat", _named(raw, unused, "flat"), unused)
+    return ParsedRow("flat", _under_own_names(raw, unused, "flat"), unused)
 
 
 def as_written(message: str, raw: Fields) -> str:
-    """A message that begins with a field's name, with the name as it stands in the row: `body.max_tokens is ...`."""
+    """Return a message that begins with a field's name, with the name that the row uses: `body.max_tokens is ...`."""
     name = re.split(r"[ .\[]", message, maxsplit=1)[0]
     if name not in ROW_FIELDS:
         return message
@@ -136,15 +136,18 @@ def _envelope(raw: Fields) -> ParsedRow:
     if body.get("image") is not None:
         raise InvalidRowError(f"body.image is {shorten(body['image'])}, but pictures stand in flat rows: drop it")
     form = URLS[url]
-    row.update(_named(body, unused, form))
+    row.update(_under_own_names(body, unused, form))
     other = "messages" if PROMPT_OF[form] == "prompt" else "prompt"
     if other in row:
         raise InvalidRowError(f"body.{other} is given, but url is {url}, which takes {PROMPT_OF[form]}")
     return ParsedRow(form, row, unused)
 
 
-def _named(raw: Mapping[str, object], unused: list[tuple[str, object]], form: Form) -> Fields:
-    """The row under its fields' own names, without those that are null or say nothing."""
+def _under_own_names(raw: Mapping[str, object], unused: list[tuple[str, object]], form: Form) -> Fields:
+    """Return the fields of a row under our own names, without those that are null or have no effect.
+
+    Unknown fields are added to `unused`. Raises InvalidRowError for a field that is not supported.
+    """
     row: Fields = {}
     prefix = "" if form == "flat" else "body."
     for name, value in raw.items():
@@ -155,7 +158,7 @@ def _named(raw: Mapping[str, object], unused: list[tuple[str, object]], form: Fo
         elif name == "logprobs":
             _put_logprobs(row, value, form, prefix)
         elif name in UNSUPPORTED:
-            _refuse(name, value, prefix)
+            _refuse_unsupported(name, value, prefix)
         else:
             unused.append((prefix + name, value))
     return row
@@ -173,7 +176,8 @@ def _put(row: Fields, name: str, value: object, *, prefix: str) -> None:
 
 
 def _put_logprobs(row: Fields, value: object, form: Form, prefix: str) -> None:
-    """`logprobs` is a switch in chats and a number of likeliest tokens in completions; a flat row may have either."""
+    """Store `logprobs`, a switch in chats and a number of likeliest tokens in completions. A flat row may have
+    either."""
     if form != "openai-completions" and isinstance(value, bool):
         _put(row, "token_logprobs", value, prefix=prefix)
     elif form != "openai-chat" and isinstance(value, int) and not isinstance(value, bool):
@@ -186,8 +190,9 @@ def _put_logprobs(row: Fields, value: object, form: Form, prefix: str) -> None:
         raise InvalidRowError(f"{prefix}logprobs is {shorten(value)}, but must be {expected}")
 
 
-def _refuse(name: str, value: object, prefix: str) -> None:
-    """Equal is not enough: 0 == False, but `logprobs: 0` asks for log-probabilities."""
+def _refuse_unsupported(name: str, value: object, prefix: str) -> None:
+    """Raise InvalidRowError unless the value changes nothing. Its type must agree too, because 0 == False and 1 ==
+    True."""
     if not any(type(value) is type(neutral) and value == neutral for neutral in UNSUPPORTED[name]):
         hint = f" ({HINTS[name]})" if name in HINTS else ""
         raise InvalidRowError(f"{prefix}{name} is {shorten(value)}, which is not supported{hint}: drop it")

@@ -1,4 +1,4 @@
-"""The records of dsbd: one per input row, and one per iteration. And plain text."""
+"""Native records, one per input row and one per iteration, and the plain text of a row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsbd_cli.stats import DrafterStats, RequestStats, StepStats
 
 
 def native_record(row: Row, result: RequestResult | None, method: MethodRecord) -> bytes:
-    """The record of a row: its best text first, then its n best; or its error.
+    """Return the record of a row: its best text and then its n best, or its error.
 
     result: the engine's answer; None for a row with an error of its own.
     """
@@ -40,31 +40,31 @@ def native_record(row: Row, result: RequestResult | None, method: MethodRecord) 
 
 
 def text_record(row: Row, result: RequestResult | None, method: MethodRecord) -> bytes:
-    """The best text on one line, escaped as inside a JSON string; an empty line for a row that failed."""
+    """Return the best text on one line, escaped as inside a JSON string; an empty line for a row that failed."""
     if row_error(row, result) is not None or result is None:
         return b""
     return dump_line(result.hypotheses[0].text)[1:-1]
 
 
 def step_records(steps: list[StepStats]) -> Iterator[bytes]:
-    """One record per iteration of a request."""
+    """Yield one record per iteration of a request."""
     for step in steps:
         record: Fields = {"schema": STEP.id}
         record.update((name, getattr(step, name)) for name in _STEP_FIELDS)
         record["layers"] = [
-            {name: getattr(layer, name) for name in _LAYER_FIELDS} | drafter_fields(layer.drafters)
+            {name: getattr(layer, name) for name in _LAYER_FIELDS} | _drafter_fields(layer.drafters)
             for layer in step.layers
         ]
         yield STEP.line({**record, **phase_seconds(step)})
 
 
-_OF_TOKENS = ("token_ids", "token_logprobs", "top_logprobs")  # long, so they stand in the beams alone
+_OF_TOKENS = ("token_ids", "token_logprobs", "top_logprobs")  # long, so they are written in the beams only
 _STEP_FIELDS = ("id", "iteration", "passed_layers", "steps", "nodes", "kv_slots", "trunk")
 _LAYER_FIELDS = ("layer", "drafted", "live_parents", "width", "accepted", "passed")
 
 
 def usage(result: RequestResult) -> Fields:
-    """Tokens in and out, of all texts returned."""
+    """Return the numbers of tokens: of the prompt, and of all returned texts together."""
     completion = sum([beam.num_tokens for beam in result.hypotheses])
     counts: Fields = {
         "prompt_tokens": result.prompt_tokens,
@@ -99,16 +99,12 @@ def _beam(beam: Hypothesis) -> Fields:
 
 
 def _stats(stats: RequestStats) -> Fields:
-    rate = stats.acceptance_rate
     return {
         "target_calls": stats.target_calls,
         "draft_calls": stats.draft_calls,
         "steps": stats.steps,
         "steps_per_call": round(stats.steps_per_call, 6),
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "acceptance_rate": rate if rate is None else round(rate, 6),
-        **drafter_fields(stats.drafters),
+        **draft_fields(stats),
         "mean_width": round(stats.mean_width, 6),
         "kv_peak_slots": stats.kv_peak_slots,
         "prompt_tokens_reused": stats.prompt_tokens_reused,
@@ -117,21 +113,24 @@ def _stats(stats: RequestStats) -> Fields:
     }
 
 
-def drafter_fields(drafters: Mapping[str, DrafterStats]) -> Fields:
-    """Acceptance by drafter, where there are two."""
-    found: Fields = {}
-    for name, part in drafters.items():
-        rate = part.acceptance_rate
-        found[name] = {
-            "drafted": part.drafted,
-            "accepted": part.accepted,
-            "acceptance_rate": rate if rate is None else round(rate, 6),
-        }
+def draft_fields(stats: RequestStats) -> Fields:
+    """Return the numbers of drafted and accepted nodes and their share, of all drafters and of each."""
+    return {**_acceptance(stats), **_drafter_fields(stats.drafters)}
+
+
+def _drafter_fields(drafters: Mapping[str, DrafterStats]) -> Fields:
+    """Return the acceptance by drafter where there are two, else nothing."""
+    found = {name: _acceptance(part) for name, part in drafters.items()}
     return {"drafters": found} if found else {}
 
 
+def _acceptance(counts: DrafterStats | RequestStats) -> Fields:
+    rate = None if counts.acceptance_rate is None else round(counts.acceptance_rate, 6)
+    return {"drafted": counts.drafted, "accepted": counts.accepted, "acceptance_rate": rate}
+
+
 def phase_seconds(stats: RequestStats | StepStats) -> Fields:
-    """Seconds of drafting, of target calls and of verifying."""
+    """Return the seconds of drafting, of target calls and of verification."""
     return {
         "draft_s": round(stats.draft_s, 6),
         "target_s": round(stats.target_s, 6),

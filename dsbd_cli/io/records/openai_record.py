@@ -1,10 +1,10 @@
 """Lines of an OpenAI batch output file, as the clients of that format parse them.
 
-    {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}, and the row's "key" by
-    which a run that goes on knows it
+    {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}, and the row's "key", by
+    which a resumed run recognises it
 
-The body is a `text_completion` or a `chat.completion`; for a failed row it is {"error": {...}} with status code 400
-(the row is at fault) or 500 (the run could not), and `error` has its code and message once more. Ids are hashes of
+The body is a `text_completion` or a `chat.completion`. For a failed row it is {"error": {...}} with status code 400
+(the fault is in the row) or 500 (the fault is in the run), and `error` repeats its code and message. Ids are hashes of
 what the row asks for, so that a resumed run writes the same bytes.
 """
 
@@ -21,7 +21,7 @@ from dsbd_cli.requests import Hypothesis, Request, RequestResult, TokenDetail
 
 
 def openai_record(row: Row, result: RequestResult | None, method: MethodRecord) -> bytes:
-    """The line of a row, answered or failed.
+    """Return the line of a row, answered or failed.
 
     result: the engine's answer; None for a row with an error of its own.
     """
@@ -66,7 +66,7 @@ def _choices(request: Request, result: RequestResult) -> list[Fields]:
             choice["text"] = beam.text
         choice["logprobs"] = _logprobs(beam, chat=request.messages is not None)
         choice["finish_reason"] = beam.finish_reason
-        # ours: the id of an allowed answer, and whether the whole text matches the row's grammar
+        # fields of our own: the id of an allowed answer, and whether the whole text matches the row's grammar
         choice.update({name: value for name in ("answer_id", "valid") if (value := getattr(beam, name)) is not None})
         choices.append(choice)
     return choices
@@ -75,7 +75,7 @@ def _choices(request: Request, result: RequestResult) -> list[Fields]:
 def _logprobs(beam: Hypothesis, *, chat: bool) -> Fields | None:
     """Return the log-probabilities of the tokens of a text; None where tokens were not asked for.
 
-    The token that ended the text is left out; tokens of a stop string are there.
+    The token that ended the text is left out; tokens of a stop string are kept.
     """
     if beam.tokens is None:
         return None
@@ -106,12 +106,13 @@ def _token(text: bytes, logprob: float) -> Fields:
 
 
 def _text(data: bytes) -> str:
-    """Half a character is shown as such; `bytes` has what it is."""
+    """Return bytes as text, with a replacement character for half a character; the field `bytes` has the bytes
+    themselves."""
     return data.decode(errors="replace")
 
 
 def _string_values(metadata: object) -> dict[str, str]:
-    """The format has metadata of strings only; anything else stands there as JSON."""
+    """Return metadata with string values only, as the format demands; any other value is written as JSON."""
     items = metadata if isinstance(metadata, dict) else {"metadata": metadata}
     return {
         str(name): value if isinstance(value, str) else orjson.dumps(value).decode() for name, value in items.items()
@@ -119,7 +120,7 @@ def _string_values(metadata: object) -> dict[str, str]:
 
 
 def _failed(error: RowError) -> tuple[int, Fields]:
-    """Status code and the error object of a body."""
+    """Return the status code and the error object of the body."""
     if isinstance(error, PromptTooLongError):
         status, code = 400, "context_length_exceeded"
     elif isinstance(error, InvalidRowError):

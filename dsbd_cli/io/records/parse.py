@@ -1,4 +1,4 @@
-"""One line of JSON to a dict, strictly: no duplicate keys, no number that changes on the way, no deep nesting."""
+"""A strict parser of one line of JSON: no duplicate keys, no number that changes on the way, no deep nesting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGEST_EXACT = 2.0**63
 
 
 def parse_object(line: bytes) -> Fields:
-    """The JSON object on this line. Raises InvalidRowError with a one-line message."""
+    """Return the JSON object on this line. Raises InvalidRowError with a one-line message."""
     try:
         row: object = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -23,17 +23,28 @@ def parse_object(line: bytes) -> Fields:
     if not isinstance(row, dict):
         raise InvalidRowError(f"not a JSON object: {_shown(line)}{_hint(line)}")
     names, colons, large = _survey(row)
-    # Colons of the line are those behind names and those in strings. A name that stands twice is counted once in the
-    # dict, so its second colon is left over. An escaped colon is not seen in the line: then, too, the slow way decides.
+    # Every colon of the line follows a name or is in a string. A name that the line has twice is once in the dict, so
+    # that one colon of the line is left over. An escaped colon is not counted in the line: it needs the slow check.
     if line.count(b":") != names + colons or large or b"\\u003a" in line or b"\\u003A" in line:
         _check_slowly(line)
     return row
 
 
-def _survey(row: Fields) -> tuple[int, int, bool]:
-    """Names in all dicts, colons in all strings, and whether a float is so large that it may have been an integer.
+def decoded(line: bytes) -> str:
+    """Return a line as text. Raises InvalidRowError if it is not UTF-8."""
+    try:
+        return line.decode()
+    except UnicodeDecodeError as bad:
+        where = f"byte 0x{line[bad.start]:02x} at byte {bad.start + 1}"
+        raise InvalidRowError(f"not UTF-8: {where}: {_shown(line)}") from None
 
-    orjson makes no subclass of a type, so that `type` tells them, which is faster than isinstance.
+
+def _survey(row: Fields) -> tuple[int, int, bool]:
+    """Count the names in all dicts and the colons in all strings, and say whether some float may have been an integer.
+
+    A float of 2**63 or more may have been an integer of more than 64 bits. Types are compared with `type`, which is
+    faster than isinstance and enough, because orjson makes no subclass of a type. Raises InvalidRowError for deep
+    nesting.
     """
     names = colons = 0
     large = False
@@ -60,7 +71,7 @@ def _survey(row: Fields) -> tuple[int, int, bool]:
 
 
 def _check_slowly(line: bytes) -> None:
-    """Look at every name and number as it is written."""
+    """Check every name and every number as it is written. Raises InvalidRowError."""
     try:
         json.loads(line, object_pairs_hook=_distinct, parse_int=_exact, parse_float=lambda _: 0.0)
     except RecursionError:
@@ -76,7 +87,7 @@ def _distinct(pairs: list[tuple[str, object]]) -> None:
 
 
 def _exact(digits: str) -> int:
-    """Integers outside 64 bits would come back as rounded floats."""
+    """Refuse integers outside 64 bits, which would come back as rounded floats."""
     if len(digits) > 20 or not -(2**63) <= int(digits) < 2**64:
         shown = digits if len(digits) <= MAX_SHOWN else f"{digits[: MAX_SHOWN - 1]}…"
         raise InvalidRowError(f"{shown} is an integer of more than 64 bits: write it as a string")
@@ -84,10 +95,7 @@ def _exact(digits: str) -> int:
 
 
 def _not_json(line: bytes, error: orjson.JSONDecodeError) -> str:
-    try:
-        line.decode()
-    except UnicodeDecodeError as bad:
-        return f"not UTF-8: byte 0x{line[bad.start]:02x} at byte {bad.start + 1}: {_shown(line)}"
+    decoded(line)  # a line that is not UTF-8 is told as such
     reason = error.msg
     if "depth" in reason or "memory" in reason:
         reason = "nested too deep"
@@ -97,7 +105,7 @@ def _not_json(line: bytes, error: orjson.JSONDecodeError) -> str:
 
 
 def _hint(line: bytes) -> str:
-    """How to read what is no line of JSON."""
+    """Return advice for a file that is not lines of JSON; empty where the line looks like one."""
     begin = line.lstrip()[:1]
     if begin == b"[":
         return f"; {ARRAY_HINT}"

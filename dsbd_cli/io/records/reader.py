@@ -1,4 +1,4 @@
-"""Lines to rows. Whatever stands in a line, the answer is a Row; nothing in a line raises."""
+"""Conversion of input lines to rows. Every line gives a Row, and nothing in a line raises."""
 
 from __future__ import annotations
 
@@ -15,36 +15,38 @@ from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 from dsbd_cli.io.records.fields import messages, response_format, text
 from dsbd_cli.io.records.file_roots import file_of_row
 from dsbd_cli.io.records.input_forms import ParsedRow, as_written, parsed_row
-from dsbd_cli.io.records.parse import parse_object
+from dsbd_cli.io.records.parse import decoded, parse_object
 from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key
 from dsbd_cli.requests import Request, check_ends, check_seed, derive_seed
 
-WARP_FIELDS = {"temperature": None, "top_k": 0, "top_p": 1, "min_p": 0}  # with the value that draws nothing
+WARP_FIELDS = {"temperature": None, "top_k": 0, "top_p": 1, "min_p": 0}  # by name: the value that rule search accepts
 SAMPLING_FIELDS = frozenset(SamplingConfig.__dataclass_fields__)
 NUMBERS = ("temperature", "top_p", "min_p", "length_penalty")
 
-# Values that are numbers but would break a batch rather than a row.
+# Larger numbers would break a whole batch, not one row.
 MAX_NEW_TOKENS = 1 << 20
 MAX_TOP_K = (1 << 31) - 1
 MAX_TEMPERATURE = 1e6
 MAX_STOPS, MAX_STOP_BYTES = 16, 256
 MAX_WARNED = 100
-MAX_KNOWN_GRAMMARS = 256
+MAX_KNOWN = 256  # checked option sets, and checked grammars, that are kept
 
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """Turns input lines into rows; holds what a row inherits from the run, which is checked. Raises UsageError.
+    """A converter of input lines to rows. It holds and checks the settings that rows inherit from the run. Raises
+    UsageError.
 
     Attributes:
         sampling: options of rows that do not set their own.
         seed: of the run; with a row's id it makes the row's seed.
         rule: the run's rule; under `search` a row must not ask for sampling.
-        num_beams: of the run; the most `n` that a row may ask for.
+        num_beams: of the run; the largest `n` that a row may ask for.
         grammar: of rows that do not bring a response_format.
-        strict: an unknown field is the row's error instead of a warning.
-        chat: a prompt becomes the one message of a user, for the target's chat template.
-        files_root: the folder that rows may read files from, without links; None: files anywhere, as rows name them.
+        strict: an unknown field makes the row fail instead of causing a warning.
+        chat: a prompt becomes the single message of a user, for the target's chat template.
+        files_root: the folder that rows may read files from, with links resolved; None: files anywhere, as rows name
+            them.
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -56,7 +58,7 @@ class RowReader:
     chat: bool = False
     files_root: str | None = None
     _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
-    _known: dict[bytes, SamplingConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known_sampling: dict[bytes, SamplingConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
     _checked_grammars: set[Grammar] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -65,9 +67,9 @@ class RowReader:
         check_ends(self.sampling, self.grammar)
 
     def read(self, line: bytes | LongLine, *, index: int, number: int) -> Row:
-        """The row of a line of JSON, flat or in an OpenAI batch envelope.
+        """Return the row of a line of JSON, flat or in an OpenAI batch envelope.
 
-        index: of the row, from 0. number: of the line, from 1. What is in the line never raises.
+        index: of the row, from 0. number: of the line, from 1. Nothing in the line raises.
         """
         form: Form = "flat"
         row_id = str(index)
@@ -75,7 +77,7 @@ class RowReader:
         metadata: object | None = None
         warnings: tuple[str, ...] = ()
         try:
-            raw = parse_object(_held(line))
+            raw = parse_object(_readable_line(line))
             row_id = _row_id(raw, row_id)
             parsed = parsed_row(raw)
             form, metadata = parsed.form, parsed.fields.get("metadata")
@@ -85,44 +87,44 @@ class RowReader:
             failure = InvalidRowError(f"line {number}: {as_written(str(error), raw)}")
             return Row(index, number, row_id, None, failure, form, metadata, _raw_key(row_id, line), warnings)
         parsed.fields["id"] = row_id
-        if "response_format" in parsed.fields:  # the order of a schema's properties is that of the answer's
+        if "response_format" in parsed.fields:  # unsorted: the order of a schema's properties is the answer's
             parsed.fields["response_format"] = orjson.dumps(parsed.fields["response_format"]).decode()
         key = content_key(orjson.dumps(parsed.fields, option=orjson.OPT_SORT_KEYS))
         return Row(index, number, row_id, request, None, form, metadata, key, warnings)
 
     def read_text(self, line: bytes | LongLine, *, index: int, number: int) -> Row:
-        """The row of a line of plain text, which is the prompt."""
+        """Return the row of a line of plain text, which is the prompt."""
         row_id = str(index)
         key = _raw_key(row_id, line)
         try:
-            prompt = _decoded(_held(line))
+            prompt = decoded(_readable_line(line))
         except InvalidRowError as error:
             failure = InvalidRowError(f"line {number}: {error}")
             return Row(index, number, row_id, None, failure, "text", None, key)
         seed = derive_seed(self.seed, row_id)
-        asked, chat = self._asked(prompt, None)
+        asked, chat = self._as_chat(prompt, None)
         request = Request(
             id=row_id, seed=seed, prompt=asked, messages=chat, sampling=self.sampling, grammar=self.grammar
         )
         return Row(index, number, row_id, request, None, "text", None, key)
 
     def _warnings(self, parsed: ParsedRow, number: int) -> tuple[str, ...]:
-        """Return what is unknown in this row and was not yet told. Raises InvalidRowError under `strict`."""
+        """Return warnings about unknown fields, once per name and reader. Raises InvalidRowError under `strict`."""
         if not parsed.unused:
             return ()
         if self.strict:
             raise InvalidRowError(parsed.explain(*parsed.unused[0]))
-        failure = []
+        warnings = []
         for name, value in parsed.unused:
             if len(self._warned) > MAX_WARNED:
                 break
             if name not in self._warned:
                 full = len(self._warned) == MAX_WARNED
                 self._warned.add(name)
-                failure.append(
+                warnings.append(
                     "more unknown fields: not named any more" if full else f"{parsed.explain(name, value)}; not used"
                 )
-        return tuple([f"line {number}: {message}" for message in failure])
+        return tuple([f"line {number}: {message}" for message in warnings])
 
     def _request(self, row: Fields, row_id: str) -> Request:
         given = [name for name in ("prompt", "messages", "audio", "image") if name in row]
@@ -132,8 +134,8 @@ class RowReader:
             raise InvalidRowError("neither prompt nor messages is given")
         prompt = text(row, "prompt") if "prompt" in row else None
         chat = messages(row["messages"]) if "messages" in row else None
-        if "image" not in row:  # a prompt beside a picture is the decoder's
-            prompt, chat = self._asked(prompt, chat)
+        if "image" not in row:  # a prompt given with a picture is the decoder's, not a message
+            prompt, chat = self._as_chat(prompt, chat)
         return Request(
             id=row_id,
             seed=row.get("seed", derive_seed(self.seed, row_id)),  # type: ignore[arg-type] # it checks the type
@@ -147,16 +149,19 @@ class RowReader:
         )
 
     def _file(self, row: Fields, name: str) -> str | None:
-        """The file that a row names, where this run reads files; or a picture's data as they stand."""
+        """Return the path of the file that a row names, or a picture's inline data; None where the row names none.
+
+        The path is checked where this run reads files. Raises InvalidRowError.
+        """
         if name not in row:
             return None
         path = text(row, name)
         return path if self.files_root is None else file_of_row(self.files_root, name, path)
 
-    def _asked(
+    def _as_chat(
         self, prompt: str | None, chat: tuple[dict[str, str], ...] | None
     ) -> tuple[str | None, tuple[dict[str, str], ...] | None]:
-        """Prompt and messages as the run wants them."""
+        """Return prompt and messages. Under `chat` a prompt becomes the single message of a user."""
         if not self.chat or prompt is None:
             return prompt, chat
         return None, ({"role": "user", "content": prompt},)
@@ -170,7 +175,7 @@ class RowReader:
                 grammar.source()
             except UsageError as error:
                 raise InvalidRowError(f"response_format.json_schema.schema cannot be used: {error}") from None
-            if len(self._checked_grammars) >= MAX_KNOWN_GRAMMARS:
+            if len(self._checked_grammars) >= MAX_KNOWN:
                 self._checked_grammars.clear()
             self._checked_grammars.add(grammar)
         return grammar
@@ -179,16 +184,17 @@ class RowReader:
         own = {name: value for name, value in row.items() if name in SAMPLING_FIELDS}
         if not own:
             return self.sampling
-        # most rows of a file ask for the same; JSON, since a dict holds 1 and true to be equal
+        # most rows of a file ask for the same; the key is JSON, because 1 and True are equal as keys of a dict
         written = orjson.dumps(own)
-        known = self._known.get(written)
+        known = self._known_sampling.get(written)
         if known is None:
-            known = self._checked(own)
-            self._known.clear()
-            self._known[written] = known
+            known = self._checked_sampling(own)
+            if len(self._known_sampling) >= MAX_KNOWN:
+                self._known_sampling.clear()
+            self._known_sampling[written] = known
         return known
 
-    def _checked(self, row: Fields) -> SamplingConfig:
+    def _checked_sampling(self, row: Fields) -> SamplingConfig:
         if not RULES[self.rule].samples:
             row = _without_warps(row)
         given: Fields = {
@@ -203,7 +209,7 @@ class RowReader:
 
 
 def _rules(value: object) -> str:
-    """Rules of tokens: an object of names and values, or as --set token-rules has them."""
+    """Return token rules as --set token-rules spells them, from such a string or from an object of names and values."""
     if isinstance(value, str):
         return value
     if not isinstance(value, dict):
@@ -212,7 +218,7 @@ def _rules(value: object) -> str:
 
 
 def _allow(value: object) -> str | tuple[str, ...]:
-    """The name of a catalogue, or a list of answers."""
+    """Return the name of a catalogue, or the allowed answers of a list. Raises InvalidRowError."""
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
@@ -221,7 +227,7 @@ def _allow(value: object) -> str | tuple[str, ...]:
 
 
 def _check_limits(row: Fields, sampling: SamplingConfig) -> None:
-    """Only of what the row itself asks for."""
+    """Raise InvalidRowError for a field above its limit, if the row itself sets the field."""
     for name, value, limit in (
         ("max_new_tokens", sampling.max_new_tokens, MAX_NEW_TOKENS),
         ("top_k", sampling.top_k, MAX_TOP_K),
@@ -238,7 +244,11 @@ def _check_limits(row: Fields, sampling: SamplingConfig) -> None:
 
 
 def _without_warps(row: Fields) -> Fields:
-    """Under the rule search temperature 0 says what the rule does, and beside it nothing is drawn from."""
+    """Return the row without its sampling options, for rule search.
+
+    A temperature of 0 describes what the rule does, and the other options then have no effect. Without it an option
+    that would have an effect is refused. Raises InvalidRowError.
+    """
     kept = {name: value for name, value in row.items() if name not in WARP_FIELDS}
     temperature = row.get("temperature")
     if type(temperature) in (int, float) and temperature == 0:
@@ -269,18 +279,10 @@ def _raw_key(row_id: str, line: bytes | LongLine) -> str:
     return content_key(orjson.dumps(row_id) + line)
 
 
-def _held(line: bytes | LongLine) -> bytes:
+def _readable_line(line: bytes | LongLine) -> bytes:
     if isinstance(line, LongLine) and line.reason:
         raise InvalidRowError(line.reason)
     if isinstance(line, LongLine):
         shown = shorten(line.head.decode("utf-8", "replace"))
         raise InvalidRowError(f"the line has {line.size} bytes, but must have at most {MAX_LINE_BYTES}: {shown}")
     return line
-
-
-def _decoded(line: bytes) -> str:
-    try:
-        return line.decode()
-    except UnicodeDecodeError as bad:
-        shown = shorten(line[:200].decode("utf-8", "replace"))
-        raise InvalidRowError(f"not UTF-8: byte 0x{line[bad.start]:02x} at byte {bad.start + 1}: {shown}") from None

@@ -1,4 +1,4 @@
-"""Hold what every form of output shares: the names of the run, and which rows failed."""
+"""Parts that every output format shares: the names of the run, and which rows failed."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ class MethodRecord:
     created: int = 0  # Unix time at which the run began, in seconds; the same when it is resumed
     quantize: Quantize | None = None
     exactness: Exactness | None = None  # of this run, once the target is loaded; None: the method's
-    threads: int | None = None  # of the processor, once the target is loaded; another run may go on with others
+    threads: int | None = None  # of the processor, once the target is loaded; a resumed run may have another number
     encoded: orjson.Fragment = field(init=False, repr=False, compare=False)  # fields() and threads, as JSON
     fingerprint: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # a folder's name may hold bytes that are no UTF-8
-        object.__setattr__(self, "target", _unicode(self.target))
-        object.__setattr__(self, "draft", None if self.draft is None else _unicode(self.draft))
+        # a folder's name may hold bytes that are not UTF-8
+        object.__setattr__(self, "target", _escape_bad_bytes(self.target))
+        object.__setattr__(self, "draft", None if self.draft is None else _escape_bad_bytes(self.draft))
         encoded = orjson.dumps({**self.fields(), "threads": self.threads})
         object.__setattr__(self, "encoded", orjson.Fragment(encoded))
         object.__setattr__(self, "fingerprint", f"fp_{hashlib.blake2b(encoded, digest_size=5).hexdigest()}")
 
     def fields(self) -> Fields:
-        """The `method` object of a record, but its threads; what does not act in this run is null."""
+        """Return the `method` object of a record without its threads. A setting that does not act in this run is
+        null."""
         method = self.method
         drafted = method.depth > 0
         dynamic = drafted and method.dynamic
@@ -64,19 +65,19 @@ class MethodRecord:
         }
 
     def _settings(self) -> Fields:
-        """The settings of drafters and rule, where they have any; null where another setting keeps one from acting."""
+        """Return the settings of drafters and rule. One that another setting keeps from acting is null."""
         method, values = self.method, self.method.resolved
         variants = (*method.drafters, RULES[method.rule])
         names = [one.field for variant in variants for one in variant.settings]
-        return {name: _unicode(value) if isinstance(value := values[name], str) else value for name in names}
+        return {name: _escape_bad_bytes(value) if isinstance(value := values[name], str) else value for name in names}
 
 
-def _unicode(name: str) -> str:
+def _escape_bad_bytes(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def row_error(row: Row, result: RequestResult | None) -> RowError | None:
-    """Why a row has no answer, or None. A score that is not a finite number is an error: NaN is never written."""
+    """Return why a row has no answer, or None. A score that is not finite is an error, so that NaN is never written."""
     if row.error is not None:
         return row.error
     assert result is not None, "a row without an error has a result"
@@ -91,10 +92,10 @@ def row_error(row: Row, result: RequestResult | None) -> RowError | None:
 
 
 def run_fingerprint(method: MethodRecord, rows: RowReader, **others: str | int | float | bool | None) -> Fields:
-    """Settings that a row's result depends on besides the row itself, as plain JSON values in a fixed order.
+    """Return the settings that a row's result depends on besides the row itself, as plain JSON values in a fixed order.
 
-    What does not act is null (the seed and the warps under rule search). Batch size and devices are left out, since
-    they change no result. others: further settings of the run that matter, such as dtype and on_too_long.
+    A setting that does not act is null (the seed and the warps under rule search). Batch size and devices are left out,
+    because they change no result. others: further settings of the run that matter, such as dtype and on_too_long.
     """
     searching = not RULES[rows.rule].samples
     settings = method.fields()
@@ -110,8 +111,11 @@ def run_fingerprint(method: MethodRecord, rows: RowReader, **others: str | int |
 def fingerprint_difference(
     old: Mapping[str, object], new: Mapping[str, object], typed: Mapping[str, str] | None = None
 ) -> str | None:
-    """`temperature was 0.7 and is 1.0, seed was 0 and is 3`, or None where nothing differs. typed: what a setting is
-    called where it is typed. A model of another name whose files have the same digests is the same."""
+    """Describe how two fingerprints differ, as in `temperature was 0.7 and is 1.0, seed was 0 and is 3`.
+
+    Return None if they do not differ. typed: names of settings as the user types them. A model of another name counts
+    as the same if its files have the same digests.
+    """
     same = {role for role in ("target", "draft") if _same_files(role, old, new)}
     differences = []
     for name in dict.fromkeys([*new, *old]):
@@ -121,12 +125,12 @@ def fingerprint_difference(
             continue
         if before != now or isinstance(before, bool) is not isinstance(now, bool):
             shown = (typed or {}).get(name, name if name.isidentifier() else shorten(name))
-            differences.append(f"{shown} was {_value(before)} and is {_value(now)}")
+            differences.append(f"{shown} was {_shown_value(before)} and is {_shown_value(now)}")
     return ", ".join(differences) or None
 
 
-PARTS = "config", "tokenizer", "weights"  # of a checkpoint: each has its digest
-DIGESTS = {  # by the setting's name: what a message calls it
+PARTS = "config", "tokenizer", "weights"  # of a checkpoint, each with a digest
+DIGESTS = {  # by setting: its name in a message
     f"{role}_{part}": f"the digest of the {role}'s {part}" for role in ("target", "draft") for part in PARTS
 }
 
@@ -136,5 +140,5 @@ def _same_files(role: str, old: Mapping[str, object], new: Mapping[str, object])
     return all(before is not None and before == now for before, now in digests)
 
 
-def _value(value: object) -> str:
+def _shown_value(value: object) -> str:
     return "not set" if value is None else shorten(value)

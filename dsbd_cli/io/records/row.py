@@ -1,4 +1,4 @@
-"""One input row, answered or not: what readers return and writers take."""
+"""An input row, answered or not, which readers return and writers take."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dsbd_cli.requests import Request
 Form = Literal["flat", "openai-completions", "openai-chat", "text"]
 Fields = dict[str, object]
 
-MAX_LINE_BYTES = 16 << 20  # parsed, a line of brackets takes 25 times its size
+MAX_LINE_BYTES = 16 << 20  # a line of brackets takes 25 times its size in memory when it is parsed
 
 
 @dataclass(frozen=True, slots=True)
 class LongLine:
-    """Stands for a line that cannot be held, or a table's row that cannot be read.
+    """A stand-in for a line that is too long to be held, or for a table's row that cannot be read.
 
     Attributes:
-        size: its bytes. head: its first bytes.
-        reason: why it cannot be read; the empty text: it is too long.
+        size: bytes of the line. head: its first bytes.
+        reason: why it cannot be read; empty: it is too long.
     """
 
     size: int
@@ -34,15 +34,15 @@ class Row:
     """An input row. Exactly one of `request` and `error` is given.
 
     Attributes:
-        index: place among the rows, from 0.
-        number: line in the input, from 1; blank lines count here, though they are no rows.
+        index: index among the rows, from 0.
+        number: number of its line in the input, from 1; blank lines count here, though they are no rows.
         id: `id` or `custom_id` of the row, else its index.
-        request: what goes to the engine.
+        request: the request for the engine.
         error: why the row cannot be answered; the message begins with `line <number>: `.
         form: how the row was written.
-        metadata: any JSON value that came with the row, given back in its record.
-        key: hash of what the row asks for, in whatever form it is written. The index counts only where it is the id.
-        warnings: what was not used of the row; a field name is warned of once per reader.
+        metadata: any JSON value that came with the row and is written into its record.
+        key: hash of what the row asks for, whatever form it is written in. The index counts only where it is the id.
+        warnings: messages about fields that are not used; a reader warns of a field name once.
     """
 
     index: int
@@ -57,5 +57,5 @@ class Row:
 
 
 def content_key(content: bytes) -> str:
-    """32 hexadecimal digits for the bytes that say what is asked, the id among them."""
+    """Return a hash of the bytes that define a request, its id included, as 32 hexadecimal digits."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()

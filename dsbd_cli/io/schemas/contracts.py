@@ -1,7 +1,8 @@
-"""Names and numbers of what the commands write, its JSON schemas, and JSON that stays on its line.
+"""Names and versions of the formats that the commands read and write, their JSON schemas, and JSON that keeps to one
+line.
 
-A number moves when a field goes, or means something else. Fields may be added under the same number; tests hold both
-(tests/io/test_schemas.py).
+A version number rises when a field is removed, or changes its meaning. Fields may be added under the same number; tests
+check both (tests/io/test_schemas.py).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ SHARED = "common.json"  # parts that several schemas refer to
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """A form of lines or documents.
+    """A format of lines or documents.
 
     Attributes:
-        name: of its schema, as `dsbd schema` takes it. number: of its version.
+        name: of its schema, as `dsbd schema` takes it. number: its version.
     """
 
     name: str
@@ -33,23 +34,23 @@ class Contract:
 
     @property
     def id(self) -> str:
-        """Return what stands in the field `schema` of a line: dsbd.output/1."""
+        """Value of a line's field `schema`: dsbd.output/1."""
         return f"dsbd.{self.name}/{self.number}"
 
     def line(self, fields: Mapping[str, object]) -> bytes:
-        """Return the line without its end."""
+        """Return a line of JSON without its line end."""
         return dump_line(fields)
 
     def text_line(self, fields: Mapping[str, object]) -> str:
-        """Return the line with its end for a stream of text, whose encoding may be any: ASCII only."""
+        """Return a line of JSON with its line end, in ASCII, for a text stream of any encoding."""
         return json.dumps(fields) + "\n"
 
     def page(self, fields: Mapping[str, object]) -> bytes:
-        """Return an indented document with its last line end."""
+        """Return an indented document that ends with a line end."""
         return _escaped(orjson.dumps(fields, option=orjson.OPT_INDENT_2)) + b"\n"
 
     def schema(self) -> dict[str, object]:
-        """Return the JSON schema, complete in itself."""
+        """Return the JSON schema with all the parts that it refers to."""
         return _bundled(_read(f"{self.name}.json"))
 
 
@@ -72,18 +73,18 @@ CONTRACTS = {one.name: one for one in _ALL}
 
 
 def contract_of(name: str) -> Contract:
-    """Raises UsageError for a name that no schema has."""
+    """Return the contract of a name. Raises UsageError for a name that no schema has."""
     if name not in CONTRACTS:
         raise UsageError(f"there is no schema {shorten(name)}: name one of {', '.join(CONTRACTS)}")
     return CONTRACTS[name]
 
 
-# Control characters that JSON lets stand: DEL, C1 (0x9b begins a terminal sequence) and the Unicode line ends.
+# Control characters that JSON leaves unescaped: DEL, C1 (0x9b begins a terminal sequence) and the Unicode line ends.
 _CONTROLS = re.compile(rb"\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8\xa9]")
 
 
 def dump_line(record: object) -> bytes:
-    """JSON without any raw control character or line end, so that no text can write outside its record."""
+    """Return JSON without any raw control character or line end, so that no text can write outside its record."""
     return _escaped(orjson.dumps(record))
 
 
@@ -99,7 +100,7 @@ def _read(file: str) -> dict[str, object]:
 
 
 def _bundled(schema: dict[str, object]) -> dict[str, object]:
-    """Put the shared parts that a schema refers to into it, so that a validator needs no other file."""
+    """Return a schema with the shared parts that it refers to inside it, so that a validator needs no other file."""
     shared = _read(SHARED)["$defs"]
     assert isinstance(shared, dict)
     taken: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""Prompts by our engine and by transformers' beam search on the same weights, for people to look at."""
+"""Answers by our engine and by transformers' beam search on the same weights, for people to compare."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.loading import load
 from dsbd_cli.stats import RequestStats
 
-WARM_UP = "Once"  # another prompt, so that nothing of the one that is timed is in a cache
+WARM_UP = "Once"  # a prompt that is never timed, so that no cache holds anything of a timed one
 
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """One beam. score: what beams are ranked by, logprob / num_tokens in nats."""
+    """One beam of an answer. score: the value that beams are ranked by, logprob / num_tokens in nats."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -29,7 +29,8 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Beams of a prompt, best first. seconds: from its token ids to them. stats: counters; None for transformers."""
+    """Beams of one prompt, best first. seconds: from the prompt's token ids to the beams. stats: counters of our
+    engine; None for transformers."""
 
     beams: tuple[Beam, ...]
     seconds: float
@@ -37,7 +38,8 @@ class Answer:
 
 
 class BesideTransformers:
-    """One loaded target, and two that decode prompts with it. Each answers another prompt before it is timed."""
+    """A loaded target, on which both our engine and transformers decode prompts. Each of the two answers another prompt
+    before its first timed one."""
 
     def __init__(self, target: ModelSpec, draft: ModelSpec | None, method: MethodConfig, max_new_tokens: int) -> None:
         """Load the models. Raises what `load` raises."""
@@ -53,16 +55,16 @@ class BesideTransformers:
         return self.info is not None and self.info.chat
 
     def ours(self, prompt: str) -> Answer:
-        """Beams of our engine. Raises UsageError or RowError for a prompt that cannot be answered."""
+        """Answer a prompt with our engine. Raises UsageError or RowError for a prompt that cannot be answered."""
         return self._ours(self._encoded(prompt), self._sampling)
 
     def load_theirs(self) -> None:
-        """Load a copy of the target for transformers. Raises ModelError where it does not take the target."""
+        """Load a copy of the target for transformers. Raises ModelError where transformers does not take the target."""
         list(self._beam_search(replace(self._sampling, max_new_tokens=2)).run([self._encoded(WARM_UP).ids], 0))
         self._peer = self._beam_search(self._sampling)
 
     def theirs(self, prompt: str) -> Answer:
-        """Beams of transformers' `generate(num_beams=W, do_sample=False)`, after `load_theirs`."""
+        """Answer a prompt with transformers' `generate(num_beams=W, do_sample=False)`. Call `load_theirs` first."""
         assert self._peer is not None
         ids = self._encoded(prompt).ids
         start = time.perf_counter()

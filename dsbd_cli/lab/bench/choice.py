@@ -1,4 +1,5 @@
-"""A threshold of rule fuzzy is chosen on dev records and reported on test records (Holsman et al. 2025, section 4)."""
+"""The choice of a threshold of rule fuzzy on dev records, for a report on test records (Holsman et al. 2025, section
+4)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class _ThresholdCurve:
     """Settings of rule fuzzy that differ in their threshold alone, the smallest first.
 
     Attributes:
-        reference: draws from the target's own distribution with as many beams; None where no such setting is run.
+        reference: the setting that draws from the target's own distribution with as many beams; None where none is run.
     """
 
     settings: tuple[SweepSetting, ...]
@@ -27,7 +28,7 @@ class _ThresholdCurve:
 
 
 def curves(settings: Sequence[SweepSetting]) -> tuple[_ThresholdCurve, ...]:
-    """Every curve of two thresholds or more: a choice for each W, K and D of a sweep."""
+    """Return every curve of two thresholds or more. A sweep has one for each combination of W, K and D."""
     found: dict[tuple[object, ...], list[SweepSetting]] = {}
     for setting in settings:
         fields = setting.fields()
@@ -42,24 +43,24 @@ def curves(settings: Sequence[SweepSetting]) -> tuple[_ThresholdCurve, ...]:
 
 
 def reference_of(fuzzy: SweepSetting, settings: Sequence[SweepSetting]) -> SweepSetting | None:
-    """The setting with the target's distribution and as many beams: rule rejection if there, else another, as they
-    stand."""
+    """Return a setting with the target's own distribution and as many beams; None where there is none. Rule rejection
+    is preferred, otherwise the first such setting is taken."""
     exact = [one for one in settings if _is_exact(one) and one.config.num_beams == fuzzy.config.num_beams]
     return min(exact, key=lambda one: one.fields()["rule"] != "rejection", default=None)
 
 
 def without_reference(settings: Sequence[SweepSetting]) -> bool:
-    """Whether some curve has nothing that its scores could be held against."""
+    """Return whether some curve has no reference that its scores could be compared with."""
     return any(curve.reference is None for curve in curves(settings))
 
 
 def choose(task: str, curve: _ThresholdCurve, rows: Mapping[str, BenchRow], tolerance: float) -> ChosenThreshold:
-    """Choose the threshold of most steps per target call, and of equal ones the smallest.
+    """Choose the threshold with the most steps per target call; of equal ones the smallest.
 
-    Only those count whose score is at most `tolerance` below the reference's.
+    Only thresholds whose score is at most `tolerance` below the reference's are considered.
 
-    rows: name of the setting -> its row on dev records, the reference among them. Steps per call decide, not tokens/s:
-    within a curve a call costs the same, and they do not depend on the clock.
+    rows: for each setting's name its row on dev records, the reference's included. Steps per call decide, not tokens/s,
+    because within a curve a call costs the same, and steps do not depend on the clock.
     """
     assert curve.reference is not None
     least = _score(rows[curve.reference.name]) - tolerance - ROUNDING
@@ -70,7 +71,7 @@ def choose(task: str, curve: _ThresholdCurve, rows: Mapping[str, BenchRow], tole
 
 
 def doubts(task: str, curve: _ThresholdCurve, rows: Mapping[str, BenchRow], tolerance: float) -> list[str]:
-    """Why the dev scores are too few or too low to choose by; rows as for `choose`."""
+    """Return notes where the dev scores are too few or too low to choose by. rows: as for `choose`."""
     assert curve.reference is not None
     reference = rows[curve.reference.name]
     score, records = _score(reference), reference.records

@@ -27,17 +27,19 @@ class _Axis:
     expected: str
 
     def label(self, value: Value) -> str:
-        """Return the label as in `W=4`; a name stands for itself."""
+        """Return the label of a value, as in `W=4`. A drafter's name is its own label."""
         return value if isinstance(value, str) else f"{self.letter}={value:g}"
 
 
 def own_tokens() -> tuple[str, ...]:
-    """Drafters that a loaded pair can be run with: a bridge needs a draft of its own."""
+    """Return the drafters that a loaded pair can be run with. A bridge is not among them: it needs a draft with a
+    tokenizer of its own."""
     return tuple(name for name, one in DRAFTERS.items() if not one.bridges)
 
 
 def _drafter(text: str) -> str:
-    """A drafter, or two joined by +, that the loaded pair can be run with. Raises ValueError."""
+    """Return the name of a drafter, or of two joined by +, that the loaded pair can be run with. Raises ValueError for
+    other texts."""
     if not set(text.split("+")) <= set(own_tokens()):
         raise ValueError(text)
     return text
@@ -59,10 +61,10 @@ class Method:
     """One way to decode.
 
     Attributes:
-        about: what it is, in a few words.
-        fixed: fields of MethodConfig that make it what it is.
-        axes: names in AXES that act on it.
-        peer: another engine's method, where it is theirs.
+        about: a description in a few words.
+        fixed: fields of MethodConfig that define the method.
+        axes: names in AXES that change it.
+        peer: settings of another engine's method; None for a method of our engine.
         pick: how one of num_beams candidates is chosen, as in `dsbd pick --by`; None: the best hypothesis.
         independent: the candidates are num_beams samples of one beam each, not beams of one row.
     """
@@ -76,17 +78,17 @@ class Method:
 
     @property
     def drafts(self) -> bool:
-        """Whether it needs a draft model."""
+        """Whether the method needs a draft model."""
         return self.peer.kind == "assisted" if self.peer else self.fixed.get("depth") != 0
 
     def config(self, point: Mapping[str, object]) -> MethodConfig | PeerConfig:
-        """At one point of a sweep. Raises UsageError where the fields do not go together."""
+        """Return the settings at one point of a sweep. Raises UsageError where the fields do not go together."""
         if self.peer is not None:
             return replace(self.peer, **point)  # type: ignore[arg-type]
         return MethodConfig.of({**FOREST, **self.fixed, **point})
 
 
-FOREST = {"depth": DEFAULT_DEPTH, "width": "fixed"}  # what a method's name does not say
+FOREST = {"depth": DEFAULT_DEPTH, "width": "fixed"}  # defaults, which the fields of a method replace
 SAMPLING, SEARCH = ({"rule": rule, "depth": 0} for rule in ("coupled", "search"))  # without a draft
 BEAMS = ("num_beams",)
 DRAFTED = ("num_beams", "drafts_per_layer", "depth")
@@ -161,5 +163,5 @@ DEFAULT_METHODS = (
     "hf-assisted",
 )
 
-# What --fuzzy-threshold alone compares: plain sampling, the lossless rule with a draft, and the curve.
+# methods of a run with --fuzzy-threshold and without --methods: plain sampling, the lossless rule with a draft, fuzzy
 FUZZY_METHODS = ("beam-sampling", "dsbd-rejection", "dsbd-fuzzy")

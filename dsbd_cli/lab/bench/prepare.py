@@ -1,4 +1,4 @@
-"""Hold what a run is asked for, and prepare the prompts of a task as token ids that fit both models."""
+"""The settings of a run, and the prompts of a task as token ids that fit both models."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ MAX_SKIPPED_PER_RECORD = 100
 
 @dataclass(frozen=True, slots=True)
 class BenchSpec:
-    """All of a run but the models.
+    """Settings of a run, all but the models.
 
     Attributes:
-        datasets: what is answered; `data`: where it came from, for the record.
+        datasets: data sets that are answered; `data`: where they came from, for the record.
         settings: methods at points of a sweep, in order.
-        records: of each data set, at most.
-        rounds: how often every record is timed; quality and counters come from the first time.
-        batch_size: requests decoded together.
-        seed: of the noise; a record's own comes from it and the record's id.
-        notes: of the plan, to be told with the results.
-        dev_records: of each data set that has dev records, at most; thresholds of rule fuzzy are chosen on them. 0:
-            nothing is chosen.
-        grammar: of every answer.
+        records: number of records of each data set, at most.
+        rounds: how often every record is timed; quality and counters come from the first round.
+        batch_size: requests that are decoded together.
+        seed: of the noise; each record derives its own from this one and its id.
+        notes: notes on the plan, which are reported with the results.
+        dev_records: number of dev records of each data set that has some, at most; thresholds of rule fuzzy are chosen
+            on them. 0: nothing is chosen.
+        grammar: for every answer to a record that has no grammar of its own.
         tolerance: by how much the score of a chosen threshold may be below that of the target's own distribution.
     """
 
@@ -56,34 +56,39 @@ class BenchSpec:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A record and its token ids, or its speech or picture as a request. runs: whether a text runs on the record's
-    database; None where it has none."""
+    """A record and what is decoded for it.
+
+    Attributes:
+        ids: token ids of the prompt, or of the encoder input; empty where `source` is given.
+        runs: returns whether a text runs on the record's database; None where it has none.
+        source: a request with the record's speech or picture; None for text.
+    """
 
     record: TaskRecord
     ids: tuple[int, ...]
     runs: Callable[[str], bool] | None = None
     source: Request | None = None
 
-    def sampling(self, of_run: SamplingConfig, changes: Mapping[str, object]) -> SamplingConfig:
-        """The record's own options, else those of the run. changes: fields that a method sets."""
-        own = of_run if self.record.request is None else self.record.request.sampling
-        return replace(own, **changes) if changes else own  # type: ignore[arg-type]
+    def sampling(self, run_sampling: SamplingConfig, changes: Mapping[str, object]) -> SamplingConfig:
+        """Return the options of the record, or of the run where it has none. changes: fields that the method sets."""
+        record_sampling = run_sampling if self.record.request is None else self.record.request.sampling
+        return replace(record_sampling, **changes) if changes else record_sampling  # type: ignore[arg-type]
 
-    def seed(self, of_run: int) -> int:
-        """The seed of the record's own answer. of_run: that of the run."""
-        return derive_seed(of_run, self.record.id) if self.record.request is None else self.record.request.seed
+    def seed(self, run_seed: int) -> int:
+        """Return the seed of the record's own request, else one derived from `run_seed` and the record's id."""
+        return derive_seed(run_seed, self.record.id) if self.record.request is None else self.record.request.seed
 
     def request(self, name: str, seed: int, sampling: SamplingConfig, grammar: Grammar | None = None) -> Request:
-        """Return what is asked of our engine. name: the request's id. grammar: of the run."""
-        asked = Request(prompt_ids=self.ids) if self.source is None else self.source
+        """Return the request for our engine. name: its id. grammar: of the run; a record's own takes its place."""
+        request = Request(prompt_ids=self.ids) if self.source is None else self.source
         if (own := self.record.request) is not None:
-            asked, grammar = replace(asked, allow=own.allow), own.grammar or grammar
-        return replace(asked, id=name, seed=seed, sampling=sampling, grammar=grammar)
+            request, grammar = replace(request, allow=own.allow), own.grammar or grammar
+        return replace(request, id=name, seed=seed, sampling=sampling, grammar=grammar)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A data set with the prompts that are run, in windows, and what is to be said about them."""
+    """A data set, the prompts of it that are run, in windows, and notes for the report."""
 
     dataset: Dataset
     windows: tuple[tuple[Prompt, ...], ...]
@@ -91,42 +96,38 @@ class Prepared:
 
 
 def window_size(batch_size: int) -> int:
-    """Records that are timed in one stretch."""
+    """Return how many records are timed in one stretch."""
     return max(MIN_WINDOW, batch_size)
 
 
 def prepare(
-    dataset: Dataset,
-    codec: TextCodec,
-    count: int,
-    size: int,
-    room: int | None,
-    sampling: SamplingConfig | None = None,
+    dataset: Dataset, codec: TextCodec, count: int, size: int, room: int | None, sampling: SamplingConfig
 ) -> Prepared:
-    """The first `count` records that fit, in windows of `size`. room: tokens a prompt may have beside the new tokens of
-    the run, None for any number. sampling: of the run.
+    """Return the first `count` records that fit, in windows of `size`.
 
-    Raises UsageError where no record fits, or conversations meet a tokenizer without a chat template.
+    room: tokens that a prompt may have besides the new tokens of the run; None for any number. sampling: of the run.
+
+    Raises UsageError where no record fits, or where a record cannot be encoded: an empty prompt, or a conversation that
+    has no plain text and meets a tokenizer without a chat template.
     """
-    of_run = sampling or SamplingConfig()
     prompts: list[Prompt] = []
     too_long = too_long_sources = plain_chats = 0
     for record in itertools.islice(dataset.records(), MAX_SKIPPED_PER_RECORD * count):
         if len(prompts) == count:
             break
-        own = of_run if record.request is None else record.request.sampling
-        source = _source(record, own)
+        record_sampling = sampling if record.request is None else record.request.sampling
+        source = _source(record, record_sampling)
         if source is not None:
             if _fits(record, source, codec):
                 prompts.append(Prompt(record, (), None, source))
             else:
                 too_long_sources += 1
             continue
-        ids, as_plain = encode_record(record, codec, own)
+        ids, as_plain = encode_record(record, codec, record_sampling)
         if not ids:
             raise UsageError(f"record {record.id} has an empty prompt")
-        # an encoder's input shares no room with what is generated
-        more = 0 if isinstance(codec, EncoderDecoderCodec) else own.max_new_tokens - of_run.max_new_tokens
+        # an encoder's input does not take positions from the generated tokens
+        more = 0 if isinstance(codec, EncoderDecoderCodec) else record_sampling.max_new_tokens - sampling.max_new_tokens
         if room is not None and len(ids) > room - more:
             too_long += 1
             continue
@@ -162,7 +163,7 @@ def _runs(dataset: Dataset, record: TaskRecord) -> Callable[[str], bool] | None:
 
 
 def _source(record: TaskRecord, sampling: SamplingConfig) -> Request | None:
-    """Speech or a picture of a record, with its prompt; None where it has neither."""
+    """Return a record's speech or picture as a request with its prompt; None where it has neither."""
     audio, image = (str(record.meta[name]) if name in record.meta else None for name in FILE_FIELDS)
     if audio is image is None:
         return None
@@ -170,8 +171,8 @@ def _source(record: TaskRecord, sampling: SamplingConfig) -> Request | None:
 
 
 def _fits(record: TaskRecord, source: Request, codec: TextCodec) -> bool:
-    """The target takes the speech or the picture; not speech that is too long. Raises UsageError where it cannot be
-    read."""
+    """Return whether the target takes the speech or the picture, which it does not where speech is too long. Raises
+    UsageError where the file cannot be read."""
     try:
         if not isinstance(codec, EncoderDecoderCodec):
             source.check_source("text")
@@ -185,7 +186,8 @@ def _fits(record: TaskRecord, source: Request, codec: TextCodec) -> bool:
 
 
 def encode_record(record: TaskRecord, codec: TextCodec, sampling: SamplingConfig) -> tuple[list[int], bool]:
-    """Token ids, of the source where the target has an encoder, and whether a conversation was taken as plain text."""
+    """Return the token ids of the prompt, or of the encoder input where the target has an encoder, and whether a
+    conversation was encoded as plain text. Raises UsageError where the record cannot be encoded."""
     messages = record.meta.get("messages")
     if isinstance(codec, EncoderDecoderCodec):
         if messages is not None:

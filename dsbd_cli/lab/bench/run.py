@@ -1,4 +1,4 @@
-"""The run: every window of records by every method in turn, so that a drift of the machine meets all of them."""
+"""The run: every window of records by every method in turn, so that a drift of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ OnWindow = Callable[[int, int, str, float | None], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BenchPart:
-    """Records of a task and the settings that answer them. dev: they are for a choice, not to be reported alone."""
+    """Records of a task and the settings that answer them. dev: a threshold is chosen on the records, and they are not
+    reported alone."""
 
     task: str
     data: Prepared
@@ -37,7 +38,7 @@ class BenchPart:
 
 
 class Bench:
-    """Everything that is measured with one pair of models.
+    """A run of everything that is measured with one pair of models.
 
     The models are loaded once, by the engine `pair`; every method runs on them.
     """
@@ -50,7 +51,7 @@ class Bench:
         command: Sequence[str],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """command: the command line, for the record. clock: of the estimate of the time that is left.
+        """command: the command line, for the record. clock: for the estimate of the time that is left.
 
         Raises UsageError where a record or a setting cannot be run.
         """
@@ -63,7 +64,7 @@ class Bench:
         self._stopping = False
         size, room = window_size(spec.batch_size), self._room()
         self._curves = curves(spec.settings) if spec.dev_records else ()
-        self._parts = list(self._divided(size, room))
+        self._parts = list(self._make_parts(size, room))
         ids = [prompt.ids for part in self._parts for window in part.data.windows for prompt in window]
         longest = max(map(len, ids))
         self._runners = {setting: make_runner(pair, setting, spec, longest) for setting in spec.settings}
@@ -76,43 +77,45 @@ class Bench:
         }
         self._environment = environment(command, str(device))
         self._clock = clock
-        self._took: dict[tuple[BenchPart, SweepSetting], list[float]] = {key: [] for key in self._tallies}
+        self._window_seconds: dict[tuple[BenchPart, SweepSetting], list[float]] = {key: [] for key in self._tallies}
 
     @property
     def units(self) -> int:
-        """Timed windows in all."""
+        """Number of timed windows in all."""
         return sum(part.rounds * len(part.settings) * len(part.data.windows) for part in self._parts)
 
     @property
     def settings(self) -> int:
-        """Settings that are measured in turn."""
+        """Number of settings that are measured in turn."""
         return len(self._spec.settings)
 
     def stop(self) -> None:
-        """End soon; windows that are done stay. May be called from a signal handler."""
+        """End soon, and keep the windows that are done. May be called from a signal handler."""
         self._stopping = True
         for runner in self._runners.values():
             runner.stop()
 
     def left_s(self) -> float | None:
-        """Seconds that the rest will take, from the windows that are done; None before the first one.
+        """Return the seconds that the rest will take, estimated from the windows that are done; None before the first
+        one.
 
-        A method that has not run on a task takes what it took on another one, else what the other methods took.
+        A method that has not run on a task is expected to take its mean time on other tasks, or else the mean of all
+        methods.
         """
-        every = [seconds for some in self._took.values() for seconds in some]
+        every = [seconds for some in self._window_seconds.values() for seconds in some]
         if not every:
             return None
         of_setting: dict[SweepSetting, list[float]] = {}
-        for (_, setting), some in self._took.items():
+        for (_, setting), some in self._window_seconds.items():
             of_setting.setdefault(setting, []).extend(some)
         return sum(
             (part.rounds * len(part.data.windows) - len(some)) * fmean(some or of_setting[setting] or every)
-            for (part, setting), some in self._took.items()
+            for (part, setting), some in self._window_seconds.items()
         )
 
     def run(self, progress: OnWindow = lambda done, total, name, left_s: None) -> BenchReport:
-        """Measure all of it. progress: called before each window with windows done, windows in all, its name, and
-        the seconds that are left, as far as that is known."""
+        """Measure everything. progress: called before each window and at the end, with the windows done, the windows in
+        all, the name of the next one, and the seconds that are left (None where they are not known)."""
         self._meter.measure_idle()
         first = self._parts[0].data.windows[0][:1]
         for setting, runner in self._runners.items():
@@ -129,7 +132,7 @@ class Bench:
         return self.report()
 
     def report(self) -> BenchReport:
-        """Return what is measured until now."""
+        """Return the report of what has been measured so far."""
         rows, dev_rows = self._rows(dev=False), self._rows(dev=True)
         chosen_from = [
             (part.task, curve, {row.name: row for row in dev_rows if row.task == part.task}, self._spec.tolerance)
@@ -148,8 +151,8 @@ class Bench:
         complete = not self._stopping
         return BenchReport(rows, self._environment, self._about(), notes, complete, dev_rows, choices)
 
-    def _divided(self, size: int, room: int | None) -> Iterator[BenchPart]:
-        """Yield what is run: all settings on every data set; on dev records the curves and their references."""
+    def _make_parts(self, size: int, room: int | None) -> Iterator[BenchPart]:
+        """Yield the parts of the run: on every data set all settings, on its dev records the curves and references."""
         spec, codec = self._spec, self._pair.codec
         wanted = {one for curve in self._curves for one in (curve.reference, *curve.settings)}
         tuned = tuple(one for one in spec.settings if one in wanted)
@@ -169,7 +172,8 @@ class Bench:
         ]
 
     def _window(self, part: BenchPart, number: int, window: int, done: int, progress: OnWindow) -> int:
-        """One window by every method; who begins goes round."""
+        """Measure one window by every method, each time beginning with another one. Returns `done` plus the windows
+        done."""
         data, settings = part.data, part.settings
         first = (number * len(data.windows) + window) % len(settings)
         for setting in (*settings[first:], *settings[:first]):
@@ -178,7 +182,7 @@ class Bench:
             progress(done, self.units, f"{data.dataset.name}: {setting.name}", self.left_s())
             began = self._clock()
             self._measure(part, setting, number, window)
-            self._took[part, setting].append(self._clock() - began)
+            self._window_seconds[part, setting].append(self._clock() - began)
             done += 1
         return done
 
@@ -191,8 +195,8 @@ class Bench:
         used = self._meter.stop()
         peak = self._memory.peak()
         if self._stopping or len(answers) < len(prompts):
-            return  # cut off: its time says nothing
-        tally.exactness = runner.exactness  # a kernel that fails takes with it what was promised
+            return  # the window was cut off, so its time cannot be compared
+        tally.exactness = runner.exactness  # it is weaker once a kernel has failed
         tally.add_time((number, window), sum(answer.tokens for answer in answers), used, peak)
         if number == 0:
             ranks, score = part.data.dataset.ranks, part.data.dataset.score
@@ -204,7 +208,7 @@ class Bench:
             tally.add_answers(answers, scores, runner.with_logprobs(prompts, answers))
 
     def _room(self) -> int | None:
-        """Tokens that a prompt may have in every model that some setting uses."""
+        """Return how many tokens a prompt may have in every model that some setting uses; None for any number."""
         drafts = any(setting.drafts for setting in self._spec.settings)
         models = self._pair.models if drafts else [self._pair.target]
         if isinstance(self._pair.target, EncoderDecoderModel):

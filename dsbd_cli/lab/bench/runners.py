@@ -1,4 +1,4 @@
-"""Our engine and the code of others: windows of prompts in, answers out, on models that all share."""
+"""Runners of our engine and of others' code: they take windows of prompts, return answers, and share the models."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class BestAnswer:
     """The best text of one prompt.
 
     Attributes:
-        tokens: delivered, the end token included.
-        logprob: raw target, nats; None until it is asked for.
+        tokens: number of delivered tokens, the end token included.
+        logprob: under the raw target, in nats; None where it is not computed yet.
         stats: counters; None for others' code.
         kv_bytes: peak of this request in all caches; None where it is not known.
-        error: why there is no text. ranked: all answers, best first: ids, or texts of those that have none.
+        error: why there is no text.
+        ranked: all answers, best first, each by its id, or by its text where it has none.
     """
 
     text: str
@@ -42,29 +43,29 @@ class BestAnswer:
 
 
 class EngineRunner:
-    """Our engine on the pair's models: the best beam, or one of several candidates chosen as by `dsbd pick`, which are
-    beams of one row or samples of several rows.
+    """A runner of our engine on the pair's models. Its answer is the best beam, or one of several candidates chosen as
+    by `dsbd pick`. Candidates are beams of one row or samples of several rows.
 
-    Counters are those of all rows of a prompt. Caches are given back after each window, so that a method's memory is
-    its own.
+    Counters are those of all rows of a prompt. Caches are released after each window, so that the memory measured for a
+    method is its own.
     """
 
     def __init__(self, pair: Engine, setting: SweepSetting, spec: BenchSpec, changes: Mapping[str, object]) -> None:
-        """changes: fields of every prompt's sampling that are set."""
-        method, how = setting.config, METHODS[setting.method]
+        """changes: sampling fields that are set for every prompt."""
+        method, entry = setting.config, METHODS[setting.method]
         assert isinstance(method, MethodConfig)
-        self._pick, self._seed, self._grammar = how.pick, spec.seed, spec.grammar
-        self._samples = method.num_beams if how.independent else None
-        if how.independent:
+        self._pick, self._seed, self._grammar = entry.pick, spec.seed, spec.grammar
+        self._samples = method.num_beams if entry.independent else None
+        if entry.independent:
             # a sample ends with the first end token that it draws
             method = replace(method, num_beams=1)
             changes = {**changes, "n_best": 1, "early_stopping": True}
-        elif how.pick is not None:
+        elif entry.pick is not None:
             changes = {**changes, "n_best": method.num_beams}
         self._sampling, self._changes = spec.sampling, changes
-        weights: Weights = "uniform" if how.independent else "probability"
+        weights: Weights = "uniform" if entry.independent else "probability"
         choosers: dict[str | None, Chooser] = {"vote": ByVote(weights=weights), "mbr": ByRisk(weights=weights)}
-        self._chooser = choosers.get(how.pick, ByScore())
+        self._chooser = choosers.get(entry.pick, ByScore())
         draft = pair.draft if method.needs_draft else None
         self._engine = pair.replace(draft=draft, method=method, batch_size=spec.batch_size, log_steps=True)
         self._slot_bytes = sum(model.kv_bytes_per_slot() for model in self._engine.models)
@@ -72,29 +73,29 @@ class EngineRunner:
 
     @property
     def exactness(self) -> Exactness | None:
-        """The engine's."""
+        """Exactness of the engine."""
         return self._engine.exactness
 
     def run(self, prompts: Sequence[Prompt]) -> list[BestAnswer]:
-        """Answers in order; fewer after `stop`."""
-        each = self._samples or 1
+        """Answer the prompts in order. After `stop` there are fewer answers."""
+        samples_per_prompt = self._samples or 1
         requests = [request for prompt in prompts for request in self._requests(prompt)]
         results: list[RequestResult] = []
         try:
             results += self._engine.run(requests)
-        except UsageError:  # where a signal has stopped it before it began
+        except UsageError:  # raised where a signal has stopped the engine before it began
             if not self._stopped:
                 raise
         for model in self._engine.models:
             model.release()
         return [
-            self._answer(prompt, results[each * place : each * (place + 1)])
+            self._answer(prompt, results[samples_per_prompt * place : samples_per_prompt * (place + 1)])
             for place, prompt in enumerate(prompts)
-            if len(results) >= each * (place + 1)
+            if len(results) >= samples_per_prompt * (place + 1)
         ]
 
     def _requests(self, prompt: Prompt) -> Iterator[Request]:
-        """Yield one, or one for each independent sample."""
+        """Yield the prompt's one request, or one for each independent sample."""
         sampling, name = prompt.sampling(self._sampling, self._changes), prompt.record.id
         if self._samples is None:
             yield prompt.request(name, prompt.seed(self._seed), sampling, self._grammar)
@@ -106,11 +107,11 @@ class EngineRunner:
             yield prompt.request(sample, seed, sampling, self._grammar)
 
     def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[BestAnswer]) -> list[float]:
-        """Log-probabilities of the answers, which the engine has summed up already."""
+        """Return the log-probabilities of the answers, which the engine has already summed up."""
         return [answer.logprob or 0.0 for answer in answers]
 
     def stop(self) -> None:
-        """End after the iteration that is under way, for good."""
+        """End for good after the current iteration."""
         self._stopped = True
         self._engine.stop()
 
@@ -134,13 +135,13 @@ class EngineRunner:
 
 
 class PeerRunner:
-    """The code of others, with a comparator for each sampling that prompts ask for: it answers those that ask for the
-    same together."""
+    """A runner of the code of others. It has a comparator for each sampling that prompts ask for, which answers those
+    prompts together."""
 
     def __init__(
         self, setting: SweepSetting, pair: Engine, spec: BenchSpec, longest: int, changes: Mapping[str, object]
     ):
-        """longest: tokens of a prompt, at most. changes: as of EngineRunner. Raises ModelError where the other code
+        """longest: tokens of the longest prompt. changes: as in EngineRunner. Raises ModelError where the other code
         does not take the target."""
         self._setting, self._pair, self._spec, self._longest, self._changes = setting, pair, spec, longest, changes
         self._catalogue = pair.catalogues.get("")
@@ -152,11 +153,11 @@ class PeerRunner:
 
     @property
     def exactness(self) -> Exactness | None:
-        """Not known of another code."""
+        """None, because the exactness of other code is not known."""
         return None
 
     def run(self, prompts: Sequence[Prompt]) -> list[BestAnswer]:
-        """Answers in order; none of a window in which `stop` came."""
+        """Answer the prompts in order. Returns no answers for a window during which `stop` was called."""
         groups: dict[SamplingConfig, list[int]] = {}
         for place, prompt in enumerate(prompts):
             groups.setdefault(prompt.sampling(self._spec.sampling, self._changes), []).append(place)
@@ -180,7 +181,7 @@ class PeerRunner:
         ]
 
     def _peer(self, sampling: SamplingConfig) -> Peer:
-        """Raises ModelError."""
+        """Return the comparator for this sampling, made at first use. Raises ModelError."""
         config, spec = self._setting.config, self._spec
         assert not isinstance(config, MethodConfig)
         if sampling not in self._peers:
@@ -191,43 +192,44 @@ class PeerRunner:
         return self._peers[sampling]
 
     def _deliver(self, peer: Peer, prompts: Sequence[Prompt]) -> list[Delivered]:
-        """Answers of one comparator; fewer once `stop` was called. Raises ModelError."""
+        """Answer prompts with one comparator; after `stop` there are fewer answers. Raises ModelError."""
         peer.stopped |= self._stopped
         name = self._setting.name
         try:
-            return list(peer.run(_asked(prompts), derive_seed(self._spec.seed, prompts[0].record.id)))
+            return list(peer.run(_peer_inputs(prompts), derive_seed(self._spec.seed, prompts[0].record.id)))
         except ModelError as error:
             raise ModelError(f"{name}: {error}") from None
-        except Exception as error:  # a model that others cannot decode raises what it likes
+        except Exception as error:  # other code may raise any error for a model that it cannot decode
             reason = one_line(error)
             raise ModelError(
                 f"{name}: {peer.config.whose} fails ({type(error).__name__}: {reason}): leave it out of --methods"
             ) from error
 
     def _name(self, peer: Peer, ids: tuple[int, ...]) -> str:
-        """Name an answer. What transformers fills up with where there are too few has no id: its text names it."""
+        """Name an answer in a ranking. Where there are too few answers, transformers fills up with sequences that have
+        no id. Their text names them."""
         known = self._catalogue is not None and self._catalogue.trie.find(ids) in self._ends
         answer_id = self._catalogue.id_of(ids) if known and self._catalogue is not None else None
         return _named(answer_id, peer.text(ids))
 
     def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[BestAnswer]) -> list[float]:
-        """One plain forward of the target per answer of the last window."""
-        both = zip(_asked(prompts), self._delivered, strict=True)
+        """Return the log-probabilities of the last window's answers, by one plain forward of the target for each."""
+        both = zip(_peer_inputs(prompts), self._delivered, strict=True)
         return [peer.logprobs([asked], [one])[0] for asked, (peer, one) in both]
 
     def stop(self) -> None:
-        """End after the token that is under way."""
+        """End after the current token."""
         self._stopped = True
         for peer in list(self._peers.values()):
             peer.stop()
 
 
-def _asked(prompts: Sequence[Prompt]) -> list[Asked]:
+def _peer_inputs(prompts: Sequence[Prompt]) -> list[Asked]:
     return [prompt.source or prompt.ids for prompt in prompts]
 
 
 def _named(answer_id: str | int | None, text: str) -> str:
-    """Return what an answer is told by in a ranking: its id, or its text where it has none."""
+    """Return the name of an answer in a ranking: its id, or its text where it has none."""
     return text.strip() if answer_id is None else str(answer_id)
 
 
@@ -235,9 +237,9 @@ Runner = EngineRunner | PeerRunner
 
 
 def make_runner(pair: Engine, setting: SweepSetting, spec: BenchSpec, longest: int = 0) -> Runner:
-    """The runner of a setting. longest: tokens of a prompt, at most. Raises ModelError where another code does not take
-    the target."""
-    ranked = any(dataset.ranks is not None for dataset in spec.datasets)  # all hypotheses are asked for
+    """Make the runner of a setting. longest: tokens of the longest prompt. Raises ModelError where another code does
+    not take the target."""
+    ranked = any(dataset.ranks is not None for dataset in spec.datasets)  # a ranking needs all hypotheses
     changes = {"n_best": setting.config.num_beams} if ranked else {}
     if isinstance(setting.config, MethodConfig):
         return EngineRunner(pair, setting, spec, changes)

@@ -17,17 +17,17 @@ ROUNDING = 1e-9
 
 
 def yes_or_no(values: Sequence[float]) -> bool:
-    """Whether every score is 0 or 1."""
+    """Return whether every score is 0 or 1."""
     return all(value in (0.0, 1.0) for value in values)
 
 
 def score_interval(values: Sequence[float]) -> Interval:
-    """The mean of at least one score and its 95 % interval: Wilson's where each is 0 or 1, else by bootstrap."""
+    """Return the mean of at least one score and its 95 % interval: Wilson's where each is 0 or 1, else by bootstrap."""
     return wilson(round(sum(values)), len(values)) if yes_or_no(values) else bootstrap_mean(values)
 
 
 def wilson(right: int, count: int) -> Interval:
-    """The share of `right` among `count` (1 or more) and its 95 % score interval (Wilson 1927)."""
+    """Return the share of `right` among `count` (1 or more) and its 95 % score interval (Wilson 1927)."""
     share, square = right / count, NORMAL_975**2
     centre = (share + square / (2 * count)) / (1 + square / count)
     half = NORMAL_975 * math.sqrt(share * (1 - share) / count + square / (4 * count**2)) / (1 + square / count)
@@ -37,7 +37,7 @@ def wilson(right: int, count: int) -> Interval:
 
 
 def bootstrap_mean(values: Sequence[float]) -> Interval:
-    """The mean and its 95 % percentile bootstrap interval over the values (at least one)."""
+    """Return the mean and its 95 % percentile bootstrap interval over the values (at least one)."""
     data = np.asarray(values, dtype=np.float64)
     rng = np.random.default_rng(0)
     means = [data[rng.integers(0, len(data), (rows, len(data)))].mean(axis=1) for rows in _blocks(len(data))]
@@ -46,23 +46,25 @@ def bootstrap_mean(values: Sequence[float]) -> Interval:
 
 
 def middle_half(values: Sequence[float]) -> Interval:
-    """Median and quartiles of at least one value."""
+    """Return the median and quartiles of at least one value."""
     low, median, high = np.quantile(np.asarray(values, dtype=np.float64), (0.25, 0.5, 0.75))
     return Interval(float(median), float(low), float(high))
 
 
 def mcnemar(better: int, worse: int) -> float:
-    """The exact two-sided p value of so many discordant records: a fair coin's (McNemar 1947)."""
+    """Return the exact two-sided p value of the discordant records, of which each would be better or worse with equal
+    chance if the methods did not differ (McNemar 1947)."""
     count = better + worse
     tail = sum(math.comb(count, place) for place in range(min(better, worse) + 1))
     return float(min(1.0, 2 * tail / 2**count))
 
 
 def sign_flip(differences: Sequence[float]) -> float:
-    """The two-sided p value of a mean difference where each sign is as likely as the other (Fisher's randomisation).
+    """Return the two-sided p value of a mean difference where each sign is as likely as the other (Fisher's
+    randomisation).
 
-    Exact where there are no more patterns of signs than RESAMPLES, else from as many seeded ones, the observed one
-    among them.
+    The value is exact where there are at most RESAMPLES patterns of signs. Otherwise it comes from RESAMPLES seeded
+    patterns and the observed one.
     """
     data = np.asarray([value for value in differences if value], dtype=np.float64)
     least = abs(data.sum()) - ROUNDING
@@ -75,7 +77,7 @@ def sign_flip(differences: Sequence[float]) -> float:
 
 
 def _extreme(patterns: NDArray[np.int64], data: NDArray[np.float64], least: float) -> int:
-    """Count patterns [rows, records] of 0 and 1, as signs, whose sum is as far from 0 as `least`."""
+    """Count the patterns [rows, records] of 0 and 1, as signs, whose sum over `data` is at least `least` from 0."""
     return int((np.abs((2 * patterns - 1) @ data) >= least).sum())
 
 
@@ -91,7 +93,8 @@ def holm(values: Sequence[float]) -> list[float]:
 def paired_tests(pairs: Sequence[tuple[str, Sequence[float], Sequence[float]]]) -> list[PairedTest]:
     """Compare several methods on the same records, with Holm's correction over all of them.
 
-    pairs: name of the baseline's setting, the method's scores, the baseline's, record by record (at least one).
+    pairs: for each method the name of the baseline's setting, the method's scores and the baseline's scores, record by
+    record (at least one).
     """
     tests, values = [], []
     for _, mine, other in pairs:
@@ -109,7 +112,7 @@ def paired_tests(pairs: Sequence[tuple[str, Sequence[float], Sequence[float]]]) 
 
 
 def least_records(tests: int) -> int:
-    """How many records must differ, all one way, for the least p value of so many tests to be significant."""
+    """Return how many records must differ, all one way, for the least p value of `tests` tests to be significant."""
     count = 1
     while tests * mcnemar(count, 0) >= SIGNIFICANT:
         count += 1
@@ -117,7 +120,7 @@ def least_records(tests: int) -> int:
 
 
 def _blocks(columns: int) -> Iterator[int]:
-    """Yield numbers of rows that sum to RESAMPLES, each of at most CHUNK numbers."""
+    """Yield numbers of rows that sum to RESAMPLES. Rows of `columns` numbers make a block of CHUNK numbers at most."""
     block = max(1, CHUNK // columns)
     for start in range(0, RESAMPLES, block):
         yield min(block, RESAMPLES - start)

@@ -1,4 +1,4 @@
-"""From names of methods and lists of values to the settings that are run."""
+"""The settings that are run, made of names of methods and lists of values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Sweep = Mapping[str, Sequence[Value]]
 
 @dataclass(frozen=True, slots=True)
 class SweepSetting:
-    """One method at one point of the sweep; `label` is the point, as in `W=4 K=8`, and empty without a sweep."""
+    """One method at one point of the sweep. label: the point, as in `W=4 K=8`; empty without a sweep."""
 
     method: str
     label: str
@@ -37,7 +37,7 @@ class SweepSetting:
         return self.config.kind == "assisted" if isinstance(self.config, PeerConfig) else self.config.needs_draft
 
     def fields(self) -> dict[str, object]:
-        """All settings by the library's names."""
+        """Return all settings under the library's names."""
         found = {name: value for name, value in dataclasses.asdict(self.config).items() if not name.startswith("_")}
         if isinstance(self.config, MethodConfig):
             del found["settings"]
@@ -47,13 +47,14 @@ class SweepSetting:
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """Settings in order, and what was left out and why."""
+    """Settings in order, and notes on what was left out and why."""
 
     settings: tuple[SweepSetting, ...]
     notes: tuple[str, ...]
 
     def without(self, left: Sequence[SweepSetting], methods: str | None, fault: str) -> SweepPlan:
-        """The plan without some settings. methods: as given; those of `left` that it names are an error: UsageError."""
+        """Return the plan without the settings `left`. methods: the text of --methods. fault: the reason, for the note.
+        Raises UsageError where `methods` names one of them."""
         named = [name.strip() for name in (methods or "").split(",")]
         if asked := next((one.method for one in left if one.method in named), None):
             raise UsageError(f"--methods: {asked} cannot be run, because {fault}: leave it out")
@@ -67,10 +68,12 @@ class SweepPlan:
 def choose_methods(
     text: str | None, *, draft: bool = True, drafters: Sequence[Value] = ()
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Names from a comma list, and what is to be said of them. `all` is every method on the loaded models, beside which
-    others may be named; None is the default ones. draft: a draft model is there; drafters: of the sweep.
+    """Return the names in a comma list, and notes on methods that were left out.
 
-    Raises UsageError for names that do not exist, stand twice, or need a draft that is not there.
+    `all` means every method that runs on the loaded models; further methods may be named with it. None means the
+    default methods. draft: whether there is a draft model. drafters: those of the sweep.
+
+    Raises UsageError for names that do not exist, occur twice, or need a draft that is not there.
     """
     lookups = bool(drafters) and not any(runs_model(str(name)) for name in drafters)
 
@@ -100,7 +103,7 @@ def choose_methods(
 
 
 def read_values(option: str, axis: str, text: str) -> list[Value]:
-    """Values of one list, as in `1,2,4`. Raises UsageError."""
+    """Read a list of values such as `1,2,4`. option: named in errors. axis: its name in AXES. Raises UsageError."""
     values: list[Value] = []
     for part in text.split(","):
         try:
@@ -115,10 +118,10 @@ def read_values(option: str, axis: str, text: str) -> list[Value]:
 
 
 def plan(names: Sequence[str], sweep: Sweep, index: str | None = None) -> SweepPlan:
-    """Every method at every point of the axes that act on it; the others keep the library's defaults.
+    """Return every method at every point of the axes that act on it. Other settings keep the library's defaults.
 
-    Points that cannot be (fewer drafts than beams, ...) are left out with a note. Raises UsageError for an axis that
-    acts on no method, for an index that no drafter reads, and where nothing is left of a method.
+    Points that are not possible (fewer drafts than beams, ...) are left out with a note. Raises UsageError for an axis
+    that acts on no method, for an index that no drafter reads, and for a method of which no point is possible.
 
     index: file of dsbd index, for drafter retrieval.
     """
@@ -157,7 +160,8 @@ def _settings(
 
 
 def _completed(method: Method, point: Mapping[str, Value], index: str | None) -> dict[str, Value]:
-    """Return a point whose missing values are as in `dsbd generate`: also transformers' beams. Raises UsageError."""
+    """Return a point with its missing values filled in as in `dsbd generate`, the beams of transformers' methods
+    included. Raises UsageError."""
     beams = point.get("num_beams", MethodConfig().num_beams)
     if method.peer is not None:
         return {"num_beams": beams} if "num_beams" in method.axes else {}

@@ -1,4 +1,4 @@
-"""Count what one setting has done on one task, window by window, and make the row that comes of it."""
+"""Counts of what one setting has done on one task, window by window, and the row of the report made of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dsbd_cli.stats import RequestStats
 
 
 class Counters:
-    """Sums of our engine's counters; nothing is kept of single requests."""
+    """Sums of our engine's counters. Nothing is kept of single requests."""
 
     def __init__(self, depth: int) -> None:
         self._requests, self._sums = 0, RequestStats()
         self._drafted, self._accepted, self._passed = ([0] * depth for _ in range(3))
 
     def add(self, stats: RequestStats) -> None:
-        """One request."""
+        """Add the counters of one request."""
         self._requests += 1
         self._sums.add(stats)
         for layer in (layer for step in stats.step_log for layer in step.layers if layer.layer <= len(self._drafted)):
@@ -30,7 +30,7 @@ class Counters:
             self._passed[layer.layer - 1] += layer.passed
 
     def fields(self) -> dict[str, object]:
-        """Fields of a BenchRow; none where another code has no such counters."""
+        """Return fields of a BenchRow; none where other code answers, which has no such counters."""
         sums = self._sums
         if not self._requests:
             return {}
@@ -55,7 +55,7 @@ class Tally:
 
     def __init__(self, task: str, setting: SweepSetting, batch_size: int) -> None:
         self.task, self.setting, self.batch_size = task, setting, batch_size
-        self.exactness: Exactness | None = None  # of the engine after its last window; None: another code answers
+        self.exactness: Exactness | None = None  # of the engine after its last window; None for other code
         self.speeds: dict[tuple[int, int], float] = {}  # (round, window) -> tokens/s
         self._tokens = 0
         self._seconds = 0.0
@@ -68,7 +68,7 @@ class Tally:
         self._records = self._failed = 0
 
     def add_time(self, place: tuple[int, int], tokens: int, window: EnergyWindow, peak: int | None) -> None:
-        """One timed window. place: round and number of the window; peak: bytes."""
+        """Add one timed window. place: its round and number. peak: bytes; None where it was not measured."""
         self.speeds[place] = tokens / window.seconds
         self._tokens += tokens
         self._seconds += window.seconds
@@ -81,8 +81,8 @@ class Tally:
     def add_answers(
         self, answers: Sequence[BestAnswer], scores: Sequence[Mapping[str, float]], logprobs: Sequence[float]
     ) -> None:
-        """Answers of the first round with their scores and log-probabilities. An answer that failed is wrong, even
-        where the reference is empty."""
+        """Add the answers of the first round with their scores and log-probabilities. An answer that failed counts as
+        wrong, even where the reference is empty."""
         for answer, found, logprob in zip(answers, scores, logprobs, strict=True):
             self._records += 1
             self._failed += answer.error is not None
@@ -98,7 +98,7 @@ class Tally:
 
     @property
     def main_scores(self) -> list[float]:
-        """The first metric's scores, record by record; empty where answers are not scored."""
+        """Scores of the first metric, record by record; empty where answers are not scored."""
         return next(iter(self._scores.values()), [])
 
     def row(
@@ -108,7 +108,7 @@ class Tally:
         memory_source: str,
         paired: Mapping[str, PairedTest] | None = None,
     ) -> BenchRow:
-        """The row of at least one window. ratios: baseline -> speed ratios of the windows that both have done."""
+        """Return the row of at least one window. ratios: baseline -> speed ratios of the windows that both have."""
         return BenchRow(
             task=self.task,
             method=self.setting.method,
@@ -143,7 +143,7 @@ class Tally:
 
 
 def ratios_of(tally: Tally, others: Sequence[Tally]) -> dict[str, list[float]]:
-    """Speed over each baseline's, of the same round and window."""
+    """Return, for each baseline, the ratios of this tally's speed to the baseline's in the same round and window."""
     found = {}
     for name in BASELINES:
         if (base := _baseline_of(tally, others, name)) is None:
@@ -155,14 +155,15 @@ def ratios_of(tally: Tally, others: Sequence[Tally]) -> dict[str, list[float]]:
 
 
 def paired_of(tallies: Sequence[Tally]) -> dict[Tally, dict[str, PairedTest]]:
-    """Main scores of every tally beside each baseline's. Holm's correction is over the methods of a task."""
+    """Return, for every tally, the paired tests of its main scores against each baseline's. Holm's correction is over
+    the methods of a task."""
     found: dict[Tally, dict[str, PairedTest]] = {tally: {} for tally in tallies}
     for task in dict.fromkeys(tally.task for tally in tallies):
         for name in BASELINES:
             compared, pairs = [], []
             for tally in (one for one in tallies if one.task == task):
                 base = _baseline_of(tally, tallies, name)
-                # of a run that was stopped one may have answered more windows; both began with the same records
+                # where a run was stopped, one may have answered more windows; both began with the same records
                 scores = list(zip(tally.main_scores, base.main_scores, strict=False)) if base is not None else []
                 if base is not None and scores:
                     compared.append(tally)
@@ -173,8 +174,8 @@ def paired_of(tallies: Sequence[Tally]) -> dict[Tally, dict[str, PairedTest]]:
 
 
 def _baseline_of(tally: Tally, others: Sequence[Tally], name: str) -> Tally | None:
-    """The baseline with as many beams, else its first one (a method with one beam has no other); None for a baseline
-    itself, and where it was not run."""
+    """Return the baseline with as many beams, or else its first setting (a method with one beam has no other). Returns
+    None for the baseline itself, and where it was not run."""
     candidates = [one for one in others if one.task == tally.task and one.setting.method == name]
     if not candidates or tally.setting.method == name:
         return None

@@ -1,6 +1,6 @@
 """Joules from the hardware's own counters: NVML on NVIDIA GPUs, RAPL (Linux powercap) on CPUs, else nothing.
 
-A counter moves in steps, so a window shorter than a few of its periods says nothing and counts as not measured.
+A counter moves in steps. So a window shorter than a few of its periods cannot be measured, and counts as not measured.
 """
 
 from __future__ import annotations
@@ -32,26 +32,25 @@ NVML: Callable[[], _Nvml] = partial(import_module, "pynvml")
 
 @dataclass(frozen=True, slots=True)
 class EnergyWindow:
-    """Use of a window: joules (None: not measured), seconds, and where the joules come from."""
+    """Energy used in a window. joules: None where not measured."""
 
     joules: float | None
     seconds: float
-    source: str
 
     @property
     def watts(self) -> float | None:
-        """Mean power of the window."""
+        """Mean power of the window; None where it was not measured."""
         return None if self.joules is None or self.seconds <= 0 else self.joules / self.seconds
 
 
 class NvmlReader:
-    """The total-energy counter (millijoules since the driver was loaded) of one GPU, Volta or newer."""
+    """A reader of the total-energy counter (millijoules since the driver was loaded) of one GPU, Volta or newer."""
 
     source = "nvml"  # for records
     min_window_s = 0.5  # the counter moves every 20 to 100 ms
 
     def __init__(self, nvml: _Nvml, uuid: str) -> None:
-        """uuid: `GPU-...` or `MIG-...` as the driver writes it; indexes of CUDA and NVML may differ.
+        """uuid: `GPU-...` or `MIG-...` as the driver writes it, because indexes of CUDA and NVML may differ.
 
         Raises whatever NVML raises where the driver or the counter is missing.
         """
@@ -60,20 +59,20 @@ class NvmlReader:
         self.joules()
 
     def joules(self) -> float:
-        """Joules since the driver was loaded."""
+        """Return the joules since the driver was loaded."""
         return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3
 
 
 class RaplReader:
-    """Package (or psys) energy counters of Linux powercap; they wrap around at max_energy_range_uj.
+    """A reader of the package (or psys) energy counters of Linux powercap, which wrap around at max_energy_range_uj.
 
-    A reader must be read more often than a counter wraps, which takes minutes at full load.
+    It must be read more often than a counter wraps, which takes minutes at full load.
     """
 
     min_window_s = 0.05  # the counters move every millisecond or so
 
     def __init__(self, root: Path = POWERCAP) -> None:
-        """Raises OSError where there is no counter, or it may not be read (root's only, since 2020)."""
+        """Find the counters. Raises OSError where there is none, or it may not be read (only root may, since 2020)."""
         self._zones = _zones(root)
         if not self._zones:
             raise FileNotFoundError(f"no RAPL counters under {root}")
@@ -83,7 +82,7 @@ class RaplReader:
         self.source = "rapl:" + "+".join((zone / "name").read_text().strip() for zone in self._zones)
 
     def joules(self) -> float:
-        """Joules since this reader was made, over all zones; wrapped counters are unwrapped."""
+        """Return the joules since this reader was made, over all zones. Wrapped counters are unwrapped."""
         now = self._read()
         self._total += sum(
             (new - old) % (size + 1) if new < old else new - old
@@ -97,7 +96,8 @@ class RaplReader:
 
 
 def _zones(root: Path) -> list[Path]:
-    """Top zones without double counting: all packages; psys (the whole board) holds them, and is left out."""
+    """Return the top-level zones without double counting: all packages. Where there are none, the first zone is taken
+    (psys, the whole board, which would include the packages)."""
     if not root.is_dir():
         return []
     found = [
@@ -111,7 +111,7 @@ def _zones(root: Path) -> list[Path]:
 
 
 class EnergyMeter:
-    """Windows over one reader; without a reader every window says `unavailable`."""
+    """A meter of windows over one reader. Without a reader its source is `unavailable`."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class EnergyMeter:
         synchronize: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """reason: why there is no reader. synchronize: waits until the device has done what was asked of it."""
+        """reason: why there is no reader. synchronize: waits until the device has finished the work queued on it."""
         self._reader, self.reason = reader, reason
         self._synchronize, self._clock = synchronize, clock
         self._began: tuple[float, float | None] = (0.0, None)
@@ -129,7 +129,7 @@ class EnergyMeter:
 
     @property
     def source(self) -> str:
-        """Return the source of the joules."""
+        """Source of the joules."""
         return UNAVAILABLE if self._reader is None else self._reader.source
 
     @property
@@ -138,22 +138,23 @@ class EnergyMeter:
         return self._reader is not None
 
     def start(self) -> None:
-        """Begin a window; work that was asked for before is waited for."""
+        """Begin a window, after waiting for the work queued before."""
         self._synchronize()
         joules = self._joules()
         self._began = self._clock(), joules
 
     def stop(self) -> EnergyWindow:
-        """End the window; work that was asked for in it is waited for."""
+        """End the window, after waiting for the work queued in it."""
         self._synchronize()
         seconds = self._clock() - self._began[0]
         before, after = self._began[1], self._joules()
         short = self._reader is None or seconds < self._reader.min_window_s
         joules = None if short or before is None or after is None else after - before
-        return EnergyWindow(joules, seconds, self.source)
+        return EnergyWindow(joules, seconds)
 
     def measure_idle(self, seconds: float = 2.0, sleep: Callable[[float], None] = time.sleep) -> float | None:
-        """Watts while nothing is asked of the machine; kept in idle_watts. None, at once, where nothing is measured."""
+        """Measure the watts while the machine is given nothing to do, and keep them in idle_watts. Return them; return
+        None at once where nothing can be measured."""
         if self._reader is not None:
             self.start()
             sleep(seconds)
@@ -161,7 +162,7 @@ class EnergyMeter:
         return self.idle_watts
 
     def _joules(self) -> float | None:
-        """A counter that fails in mid-run is given up; nothing is made up for it."""
+        """Read the counter. One that fails during the run is not used again, and no value is made up for it."""
         if self._reader is None:
             return None
         try:
@@ -172,7 +173,7 @@ class EnergyMeter:
 
 
 def _cuda_uuid(device: str) -> str | None:
-    """`GPU-...` as NVML writes it, of a torch device; None where torch does not tell."""
+    """Return the UUID of a torch device as NVML writes it (`GPU-...` or `MIG-...`), or None where torch has none."""
     import torch
 
     bare = str(getattr(torch.cuda.get_device_properties(device), "uuid", "") or "")
@@ -189,7 +190,7 @@ def find_meter(
     powercap: Path = POWERCAP,
     synchronize: Callable[[], None] = lambda: None,
 ) -> EnergyMeter:
-    """The meter for models on a torch device (`cpu`, `cuda:0`); without counters one that says why not."""
+    """Return the meter for models on a torch device (`cpu`, `cuda:0`). Without counters, its `reason` says why."""
     if device.startswith("cuda"):
         try:
             uuid = find_uuid(device)

@@ -1,4 +1,4 @@
-"""Where a number comes from: versions, device, processor, threads, commit, command line."""
+"""The origin of a measured number: versions, device, processor, threads, commit, command line."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from dsbd_cli._version import __version__
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 CPUINFO = Path("/proc/cpuinfo")
+PACKAGE = Path(__file__).parents[2]  # the folder of dsbd_cli
 
 
 def environment(command: Sequence[str], device: str) -> dict[str, object]:
-    """Return what a result needs beside it to be read later.
+    """Return what is stored with a result so that it can be interpreted later.
 
-    command: as typed, without the program; device: torch's.
+    command: the arguments as typed, without the program. device: as torch names it.
     """
     import torch
 
@@ -27,7 +28,7 @@ def environment(command: Sequence[str], device: str) -> dict[str, object]:
     return {
         "command": shlex.join(["dsbd", *command]),
         "date": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        "commit": commit_of(Path(__file__).parents[1]),
+        "commit": commit_of(),
         "versions": versions(),
         "device": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
         "device_kind": "gpu" if on_gpu else "cpu",
@@ -38,13 +39,13 @@ def environment(command: Sequence[str], device: str) -> dict[str, object]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions as installed, by package; None for what is not installed."""
+    """Return the installed version of each package; None for a package that is not installed."""
     found: dict[str, str | None] = {"dsbd": __version__, "python": platform.python_version()}
     return found | {name: installed(name) for name in PACKAGES}
 
 
 def installed(package: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """Return the version of a package; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -52,7 +53,7 @@ def installed(package: str) -> str | None:
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
-    """The processor as it names itself."""
+    """Return the processor's name as the system reports it."""
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -60,10 +61,11 @@ def cpu_name(cpuinfo: Path = CPUINFO) -> str:
     return platform.processor() or platform.machine()
 
 
-def commit_of(folder: Path) -> str | None:
-    """Short commit of the git tree this code runs from, with `+` where files differ from it; None outside one.
+def commit_of(folder: Path = PACKAGE) -> str | None:
+    """Return the short commit of the git tree this code runs from; None outside one. A `+` is added where tracked files
+    in `folder` differ from it.
 
-    An installed copy that merely lies inside somebody's tree is not that tree's commit.
+    An installed copy that merely lies inside somebody's tree does not have that tree's commit.
     """
     tracked = _git(folder, "ls-files", "--error-unmatch", "__init__.py")
     commit = _git(folder, "rev-parse", "--short", "HEAD") if tracked is not None else None

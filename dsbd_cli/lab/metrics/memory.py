@@ -1,4 +1,4 @@
-"""Peak memory, of the process on a CPU, of torch's allocator on a GPU, in bytes; and waiting for a device."""
+"""Peak memory in bytes, of the process on a CPU and of torch's allocator on a GPU, and a wait for devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROC = Path("/proc/self")
 
 
 def synchronise(*devices: torch.device) -> None:
-    """Wait until the devices have done what they were asked."""
+    """Wait until the devices have finished the work queued on them."""
     for device in devices:
         if device.type == "cuda":
             import torch
@@ -23,7 +23,8 @@ def synchronise(*devices: torch.device) -> None:
 
 
 def resident_bytes(name: str = "VmRSS", proc: Path = PROC) -> int | None:
-    """Memory of this process now, or another number of its status; None where the system does not say."""
+    """Return the resident memory of this process now, or another number of its /proc status (`name`); None where the
+    system does not report it."""
     try:
         lines = (proc / "status").read_text().splitlines()
     except OSError:
@@ -32,7 +33,7 @@ def resident_bytes(name: str = "VmRSS", proc: Path = PROC) -> int | None:
 
 
 def peak_rss_bytes(proc: Path = PROC) -> int:
-    """Most resident memory of this process since it began, or since reset_peak_rss."""
+    """Return the highest resident memory of this process since it began, or since reset_peak_rss."""
     peak = resident_bytes("VmHWM", proc)
     if peak is not None:
         return peak
@@ -41,7 +42,7 @@ def peak_rss_bytes(proc: Path = PROC) -> int:
 
 
 def reset_peak_rss(proc: Path = PROC) -> bool:
-    """Let the peak begin anew at what is resident now. False where the system cannot do that (Linux can)."""
+    """Reset the peak to what is resident now. Return False where the system cannot do that (Linux can)."""
     try:
         (proc / "clear_refs").write_text("5")
     except OSError:
@@ -50,10 +51,10 @@ def reset_peak_rss(proc: Path = PROC) -> bool:
 
 
 class PeakMemory:
-    """Peak of a window: start, work, then peak().
+    """Peak memory of a window: call start(), do the work, then call peak().
 
-    On a CPU this is all of the process's resident memory, weights and libraries included. Where the peak cannot be
-    reset, nothing can be said of one window, and peak() is None.
+    On a CPU this is the whole resident memory of the process, weights and libraries included. Where the peak cannot be
+    reset, that of a single window is unknown, and peak() returns None.
     """
 
     def __init__(self, device: torch.device, proc: Path = PROC) -> None:
@@ -62,7 +63,7 @@ class PeakMemory:
 
     @property
     def source(self) -> str:
-        """`cuda` (allocated by torch) or `rss` (resident memory of the process)."""
+        """Kind of memory: `cuda` (allocated by torch) or `rss` (resident memory of the process)."""
         return "cuda" if self._device.type == "cuda" else "rss"
 
     def start(self) -> None:
@@ -76,7 +77,7 @@ class PeakMemory:
             self._fresh = reset_peak_rss(self._proc)
 
     def peak(self) -> int | None:
-        """Bytes at the highest point since start."""
+        """Return the bytes at the highest point since start(); None where they are unknown."""
         if not self._fresh:
             return None
         if self._device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Describe what every comparator is: prompts in, delivered tokens out, and their log-probabilities under our target."""
+"""The interface of every comparator: prompts in, delivered tokens out, and their log-probabilities under our target."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Delivered:
     Attributes:
         token_ids: the new tokens up to and with the end token.
         text: as a reader gets it: special tokens left out, cut before a stop string.
-        kv_bytes: keys and values that were held for this prompt at its end, padding included; None where the other code
-            does not hand its cache out.
+        kv_bytes: this prompt's share of the keys and values that its batch held at the end, padding included; None
+            where the other code does not give access to its cache.
         ranked: token ids of all returned sequences, best first.
-        scores: what they are ranked by, where it was asked for.
+        scores: what they are ranked by; empty where the settings do not ask for it.
     """
 
     token_ids: tuple[int, ...]
@@ -40,7 +40,8 @@ class Delivered:
 
 
 class PeerSettings(Protocol):
-    """Settings that a comparator reads: see config.PeerConfig, which makes comparators and so stands above them."""
+    """Settings that a comparator reads. config.PeerConfig has them; it makes comparators, so it is in a higher
+    layer."""
 
     @property
     def kind(self) -> str: ...
@@ -67,17 +68,17 @@ class Peer:
     def __init__(
         self, config: PeerSettings, target: BaseForestModel, codec: HFCodec, sampling: SamplingConfig, batch_size: int
     ) -> None:
-        """sampling: for all prompts; search and greedy take its limits alone."""
+        """sampling: for all prompts; greedy and beam search do not read its temperature and cuts."""
         self.config, self.stopped = config, False
         self.batch_size = min(batch_size, config.max_batch or batch_size)
         self._target, self._codec, self._sampling = target, codec, sampling
 
     def stop(self) -> None:
-        """End soon; answers that are under way come out cut, or not at all."""
+        """End soon. Answers that are under way come out cut, or not at all."""
         self.stopped = True
 
     def run(self, prompts: Sequence[Asked], seed: int) -> Iterator[Delivered]:
-        """Answers to tokenised prompts, speech or pictures, in order. Raises ModelError for what cannot be answered."""
+        """Answer tokenised prompts, speech or pictures, in order. Raises ModelError for what cannot be answered."""
         for start in range(0, len(prompts), self.batch_size):
             if not self.stopped:
                 yield from self._batch(prompts[start : start + self.batch_size])
@@ -86,33 +87,37 @@ class Peer:
         raise NotImplementedError
 
     def text(self, ids: tuple[int, ...]) -> str:
-        """Return the text as a reader gets it."""
+        """Return the text as a reader gets it, without the end token and cut before a stop string."""
         body = ids[:-1] if ids and ids[-1] in self._codec.eos_ids else ids
         return text_of(list(body), self._sampling.stop, self._codec)
 
     def logprobs(self, prompts: Sequence[Asked], answers: Sequence[Delivered]) -> list[float]:
-        """Raw target log-probability (nats) of each answer after its prompt, by separate forwards; not for timing."""
+        """Return each answer's raw target log-probability (nats) after its prompt, by separate forwards; not for
+        timing."""
         return [
             sequence_logprob(self._target, encoder_input, answer.token_ids, begin)
-            for (encoder_input, begin), answer in zip(map(self._begun, prompts), answers, strict=True)
+            for (encoder_input, begin), answer in zip(map(self._encoded_prompt, prompts), answers, strict=True)
         ]
 
-    def _begun(self, prompt: Asked) -> tuple[Tensor, Sequence[int]]:
-        """A prompt [T] int64 or features, and the tokens that answers of an encoder-decoder model begin with."""
+    def _encoded_prompt(self, prompt: Asked) -> tuple[Tensor, Sequence[int]]:
+        """Return a prompt [T] int64, or features, and the first tokens of answers of an encoder-decoder model."""
         assert not isinstance(prompt, Request), "speech and pictures are refused or read by the subclass"
         return torch.tensor(prompt), ()
 
 
 def delivered(row: Sequence[int], eos: Sequence[int]) -> tuple[int, ...]:
-    """Tokens up to and with the first end token."""
+    """Return the tokens up to and with the first end token."""
     end = next((place + 1 for place, token in enumerate(row) if token in eos), len(row))
     return tuple(row[:end])
 
 
 @torch.inference_mode()
 def sequence_logprob(model: BaseForestModel, prompt: Tensor, answer: Sequence[int], begin: Sequence[int] = ()) -> float:
-    """Sum of log p(token | before) over the answer, in nats, from one plain forward. begin: the tokens that answers of
-    an encoder-decoder model begin with; the prompt [T] int64, or features, is its source."""
+    """Return the sum of log p(token | before) over the answer, in nats, from one plain forward.
+
+    prompt: [T] int64; for an encoder-decoder model the encoder input, token ids or features. begin: the tokens that
+    answers of an encoder-decoder model begin with.
+    """
     if not answer:
         return 0.0
     if isinstance(model, Seq2SeqForestModel):

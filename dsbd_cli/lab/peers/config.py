@@ -1,4 +1,5 @@
-"""Which of transformers' decoding methods a comparator runs. No torch here, so that names can be checked at once."""
+"""Settings of a comparator: which of transformers' decoding methods it runs. Made without torch, so that names can be
+checked at once."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ class PeerConfig:
     Attributes:
         kind: greedy, beam-search, beam-sampling, or assisted (speculative sampling of one sequence with the draft).
         num_beams: W of the two beam methods, 1 for the others.
-        scores: hand out what beams are ranked by; transformers then keeps the logits of all steps.
-        whose: who decodes, for messages.
-        does: the kinds that the engine has.
+        scores: return what beams are ranked by; transformers then keeps the logits of all steps.
+        whose: the engine that decodes, for messages.
+        does: the kinds that this engine has.
     """
 
     kind: PeerName
@@ -43,12 +44,12 @@ class PeerConfig:
 
     @property
     def samples(self) -> bool:
-        """Whether it draws at random."""
+        """Whether the method draws at random."""
         return self.kind in ("beam-sampling", "assisted")
 
     @property
     def max_batch(self) -> int | None:
-        """Sequences that it can decode together; None: any number."""
+        """Sequences that can be decoded together; None: any number."""
         return 1 if self.kind == "assisted" else None
 
     def peer(self, pair: Engine, sampling: SamplingConfig, batch_size: int, longest: int) -> Peer:

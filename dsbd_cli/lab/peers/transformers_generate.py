@@ -1,8 +1,9 @@
 """transformers' own `generate` on the same weights, as transformers loads them: same prompts, same limits.
 
-Prompts of one batch are padded on the left, sources of an encoder on the right. Only delivered tokens count: those of
-the returned (best) sequence up to and with its end token, never the padding behind it. A module that our engine uses
-too has transformers' stock attention meanwhile; one whose weights we have packed is loaded a second time.
+Prompts of one batch are padded on the left, encoder inputs on the right. Only delivered tokens count: those of the
+returned (best) sequence up to and with its end token, never the padding behind it. A module that our engine uses too
+has transformers' stock attention while it generates here. A module whose weights we have packed is loaded a second
+time.
 
 Shape letters: B prompts of a batch, T tokens of the longest prompt, n new tokens, V vocabulary.
 """
@@ -42,7 +43,7 @@ from dsbd_cli.requests import Request
 
 
 class _Generating(Protocol):
-    """Part of a PreTrainedModel that is used."""
+    """The part of a PreTrainedModel that is used."""
 
     stock_attention: str
     config: object
@@ -53,7 +54,7 @@ class _Generating(Protocol):
 
 
 class _Generated(Protocol):
-    """Part of what generate returns that is used."""
+    """The part of generate's result that is used."""
 
     past_key_values: object
     sequences: Tensor
@@ -64,7 +65,7 @@ Generate = Callable[..., _Generated]
 
 
 class _Halt(StoppingCriteria):
-    """Ends all sequences once a peer is stopped."""
+    """A criterion that ends all sequences once a peer is stopped."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
@@ -74,7 +75,7 @@ class _Halt(StoppingCriteria):
 
 
 class TransformersPeer(Peer):
-    """transformers' generate over loaded models."""
+    """A comparator that runs transformers' generate over loaded models."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class TransformersPeer(Peer):
         batch_size: int,
         catalogue: Catalogue | None = None,
     ) -> None:
-        """draft: needed by `assisted` only. catalogue: the only answers, held to by `prefix_allowed_tokens_fn`."""
+        """draft: needed by `assisted` only. catalogue: the allowed answers, enforced by `prefix_allowed_tokens_fn`."""
         super().__init__(config, target, codec, sampling, batch_size)
         self._module = cast("_Generating", target.stock())
         self._assistant = draft.stock() if draft is not None and config.kind == "assisted" else None
@@ -96,26 +97,26 @@ class TransformersPeer(Peer):
         self._settings = self._generation_config()
 
     def run(self, prompts: Sequence[Asked], seed: int) -> Iterator[Delivered]:
-        """Answers to tokenised prompts, speech or pictures, in order. The global random state is as before
-        afterwards."""
+        """Yield the answers to tokenised prompts, speech or pictures, in order. Torch's global random state is
+        restored."""
         with stock_attention(self._module), _seeded(seed, self._target.device):
             yield from super().run(prompts, seed)
 
     def _read(self, source: Request) -> EncoderRequest:
-        """Features of speech or a picture, and what the decoder begins with."""
+        """Return the features of speech or a picture, and the tokens that the decoder begins with."""
         assert isinstance(self._codec, Seq2SeqCodec)
         asked = self._codec.encoder_input(replace(source, sampling=self._sampling))
-        return asked if asked.listen is None else self._listened(asked, asked.listen)
+        return asked if asked.listen is None else self._in_language(asked, asked.listen)
 
-    def _listened(self, asked: EncoderRequest, listen: Callable[[Tensor], tuple[list[int], str]]) -> EncoderRequest:
-        """With the language that the model hears, as transformers' detect_language has it."""
+    def _in_language(self, asked: EncoderRequest, listen: Callable[[Tensor], tuple[list[int], str]]) -> EncoderRequest:
+        """Return the request with the language that the model detects, as transformers' detect_language does."""
         assert isinstance(self._target, Seq2SeqForestModel)
         start = torch.tensor([asked.prompt[:1]], device=self._target.device)
         logits = self._target.plain(start, asked.encoder_input)[0, -1]
         return replace(asked, prompt=listen(logits)[0], listen=None)
 
     def _token_rules(self) -> TokenRules:
-        """Those that our engine keeps."""
+        """Return the token rules that our engine would apply."""
         default = "checkpoint" if isinstance(self._codec, Seq2SeqCodec) else "none"
         rules = asked_rules(self._sampling.token_rules, self._target.token_rules, default=default)
         return rules.within(self._target.vocab_size)
@@ -151,25 +152,25 @@ class TransformersPeer(Peer):
         if not sources:
             texts = [one for one in prompts if not isinstance(one, Request)]
             yield from self._answers(len(texts), *self._padded(texts))
-        # what is padded is read otherwise, so that only those of one shape share a batch
+        # padding would change what the model reads, so only inputs of one shape share a batch
         for _, alike in itertools.groupby(sources, key=lambda one: (one.encoder_input.shape, len(one.prompt))):
             together = list(alike)
             yield from self._answers(len(together), *self._stacked(together), whole=True)
 
     def _answers(
-        self, count: int, inputs: Tensor, begin: int, options: dict[str, object], *, whole: bool = False
+        self, count: int, inputs: Tensor, first_new: int, options: dict[str, object], *, whole: bool = False
     ) -> Iterator[Delivered]:
-        """Answers to `count` inputs [B, ...], which begin at token `begin` of what comes out.
+        """Yield answers to `count` inputs [B, ...]. first_new: index of the first new token in the returned sequences.
 
-        whole: without what a model has put around transformers' generate.
+        whole: call transformers' generate without what a model class has put around it.
         """
         if self._assistant is not None:
             options["assistant_model"] = self._assistant
         if self._sampling.stop:
             options["tokenizer"] = self._codec.tokenizer
         if self._catalogue is not None:
-            options["prefix_allowed_tokens_fn"] = partial(self._allowed, self._catalogue.trie, begin)
-        # Whisper and BLIP have one of their own, which go their own ways to the decoder's first tokens
+            options["prefix_allowed_tokens_fn"] = partial(self._allowed, self._catalogue.trie, first_new)
+        # Whisper and BLIP override generate, and choose the decoder's first tokens in ways of their own
         plain = partial(cast("Generate", GenerationMixin.generate), self._module)
         generate = plain if whole else cast("Generate", self._module.generate)
         out = generate(
@@ -178,18 +179,18 @@ class TransformersPeer(Peer):
             stopping_criteria=StoppingCriteriaList([_Halt(self)]),
             **options,
         )
-        held = _cache_bytes(out.past_key_values) if self._assistant is None else None
-        rows = out.sequences[:, begin:].tolist()
+        cache_bytes = _cache_bytes(out.past_key_values) if self._assistant is None else None
+        rows = out.sequences[:, first_new:].tolist()
         scores = out.sequences_scores.tolist() if self.config.scores else []
         each = len(rows) // count
         for start in range(0, len(rows), each):
             part = slice(start, start + each)
             ranked = tuple(delivered(row, self._codec.eos_ids) for row in rows[part])
-            kv_bytes = None if held is None else held // count
+            kv_bytes = None if cache_bytes is None else cache_bytes // count
             yield Delivered(ranked[0], self.text(ranked[0]), kv_bytes, ranked, tuple(scores[part]))
 
     def _stacked(self, found: Sequence[EncoderRequest]) -> tuple[Tensor, int, dict[str, object]]:
-        """Features [B, ...] of one shape, how many tokens answers begin with, and options of generate."""
+        """Return features [B, ...] of one shape, how many tokens answers begin with, and options of generate."""
         begin = torch.tensor([one.prompt for one in found], device=self._target.device)
         options: dict[str, object] = {"decoder_input_ids": begin}
         assert isinstance(self._codec, Seq2SeqCodec)
@@ -204,23 +205,23 @@ class TransformersPeer(Peer):
         return features, begin.shape[1], options
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, int, dict[str, object]]:
-        """Tokens [B, T], where answers begin in what comes out, and options of generate."""
+        """Return tokens [B, T], the index where answers begin in the returned sequences, and options of generate."""
         width = max(map(len, prompts))
         tokens = torch.zeros((len(prompts), width), dtype=torch.int64)  # [B, T]
         mask = torch.zeros_like(tokens)
-        paired = isinstance(self._target, Seq2SeqForestModel)
+        has_encoder = isinstance(self._target, Seq2SeqForestModel)
         for row, prompt in enumerate(prompts):
-            place = slice(0, len(prompt)) if paired else slice(width - len(prompt), width)
+            place = slice(0, len(prompt)) if has_encoder else slice(width - len(prompt), width)
             tokens[row, place] = torch.tensor(prompt)
             mask[row, place] = 1
-        return tokens, 1 if paired else width, {"attention_mask": mask.to(self._target.device)}
+        return tokens, 1 if has_encoder else width, {"attention_mask": mask.to(self._target.device)}
 
     def _allowed(self, trie: Trie, width: int, row: int, ids: Tensor) -> list[int]:
-        """Tokens that may follow; the end token behind what has ended or is no answer."""
+        """Return the tokens that may follow; the end token for a sequence that has ended or is no allowed answer."""
         node = trie.find(ids[width:].tolist())
         return (trie.children(node) if node is not None else []) or [self._codec.eos_ids[0]]
 
-    def _begun(self, prompt: Asked) -> tuple[Tensor, Sequence[int]]:
+    def _encoded_prompt(self, prompt: Asked) -> tuple[Tensor, Sequence[int]]:
         if isinstance(prompt, Request):
             asked = self._read(prompt)
             return asked.encoder_input, asked.prompt
@@ -228,7 +229,7 @@ class TransformersPeer(Peer):
 
 
 def _cache_bytes(cache: object) -> int:
-    """Bytes of all keys and values in a transformers cache, those of a source too."""
+    """Return the bytes of all keys and values in a transformers cache, those of cross-attention included."""
     parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
     caches = [cache, *(part for part in parts if part is not None)]
     layers = [layer for one in caches for layer in getattr(one, "layers", ())]
@@ -238,7 +239,7 @@ def _cache_bytes(cache: object) -> int:
 
 @contextlib.contextmanager
 def stock_attention(module: _Generating) -> Iterator[None]:
-    """transformers' own attention for a module that was switched to ours; others are left alone."""
+    """Give a module that was switched to our attention transformers' own for the block. Others stay as they are."""
     ours = getattr(module.config, "_attn_implementation", None) == GROUPED
     if ours:
         module.set_attn_implementation(module.stock_attention)
@@ -251,7 +252,7 @@ def stock_attention(module: _Generating) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """transformers draws from torch's global generators: seed them, and give them back as they were."""
+    """Seed torch's global generators, which transformers draws from, and restore them after the block."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

@@ -1,4 +1,4 @@
-"""Say in sentences what the numbers tell, and which setting they recommend."""
+"""Sentences on what the numbers of a profile show, and the choice of the recommended setting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEAR = 0.95
 
 
 def warnings(machine: Machine, measured: Sequence[MeasuredSetting]) -> list[str]:
-    """Reasons to trust the timings less."""
+    """Return reasons to trust the timings less."""
     notes = []
     load = machine.load_average
     if load is not None and load > BUSY * machine.cores:
@@ -32,7 +32,8 @@ def warnings(machine: Machine, measured: Sequence[MeasuredSetting]) -> list[str]
 
 
 def drafting(run: ProfiledRun) -> list[str]:
-    """Say what the phase draft is where it is not forwards of a draft model over the forest's nodes."""
+    """Return notes on the phase `draft` where it does not consist of forwards of a draft model over the forest's
+    nodes."""
     method = run.method
     if not method.depth or drafts_nodes(method):
         return []
@@ -47,7 +48,7 @@ def drafting(run: ProfiledRun) -> list[str]:
 
 
 def missing(budget: Budget) -> list[str]:
-    """Say what was not measured, and why."""
+    """Return notes on what was not measured, and why."""
     notes = []
     if budget.left_out:
         notes.append(
@@ -60,7 +61,7 @@ def missing(budget: Budget) -> list[str]:
 
 
 def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: ForestSize) -> list[str]:
-    """Say what the runs tell of the recommended setting."""
+    """Return notes on what the runs show about the setting in use and the recommended one."""
     notes = []
     plain = next((one for one in tried if not one.setting.depth), None)
     if plain is not None and now.setting.depth:
@@ -83,10 +84,10 @@ def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: ForestSi
 
 
 def choose(found: Sequence[tuple[ForestSize, float]], num_beams: int) -> ForestSize:
-    """Choose the fastest of settings and their tokens/s.
+    """Choose the fastest of several settings, which are given with their tokens/s.
 
-    Where the width varies, it is the widest within 5 % of the fastest, because narrow beams lose text. Without a draft
-    all W beams live.
+    Where the width varies, choose the widest setting within 5 % of the fastest, because narrow beams lose text. Without
+    a draft the width is W, because all beams live.
     """
     fastest, speed = max(found, key=lambda one: one[1])
     if all(setting.min_width is None for setting, _ in found):

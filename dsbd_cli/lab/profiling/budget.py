@@ -1,4 +1,4 @@
-"""How long a profile may measure, what it leaves out for that, and how it is stopped."""
+"""The time that a profile may take, what it leaves out for that, and how it is stopped."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ ANNOUNCED_FROM_S = 1.0
 
 
 class CutOffError(Exception):
-    """A signal came: what is measured until now is the profile."""
+    """An end of the measuring by a signal. What was measured until then is the profile."""
 
 
 def _ignore(message: str) -> None:
-    """Is told and says nothing."""
+    """Do nothing with a message."""
 
 
 @dataclass(slots=True)
 class Budget:
-    """Seconds that may be spent on measuring, from `start`. Without a limit everything is measured.
+    """Seconds that may be spent on measuring, counted from `start`. Without a limit everything is measured.
 
-    announce: is called with what is being done, found with what it has come to. left_out: what there was no time for.
+    announce: called with what is being measured. found: called with each result. left_out: parts that had to be left
+    out.
     """
 
     seconds: float = float("inf")
@@ -39,41 +40,41 @@ class Budget:
     _running: Callable[[], None] | None = None
 
     def start(self) -> None:
-        """The models are loaded: time counts from here."""
+        """Start to count the time, once the models are loaded."""
         self._began = self.clock()
 
     @property
     def left(self) -> float:
-        """Seconds; less than 0 where a part took longer than expected."""
+        """Seconds that are left; less than 0 where a part took longer than expected."""
         return self.seconds - (self.clock() - self._began)
 
     def affords(self, what: str, expected_s: float, *, reserved_s: float = 0.0) -> bool:
-        """Whether there is time for a part, and for so many seconds of what is worth more and comes behind it; if not,
-        it is noted as left out."""
+        """Return whether there is time for a part, and for `reserved_s` seconds of later parts that are worth more. If
+        not, note the part as left out."""
         if expected_s + reserved_s <= self.left:
             return True
         self.left_out.append(f"{what} (about {max(1.0, expected_s):.0f} s)")
         return False
 
     def tell(self, what: str, expected_s: float = 0.0) -> None:
-        """Say what is measured next. Raises CutOffError once `stop` was called."""
+        """Announce what is measured next. Raises CutOffError once `stop` was called."""
         self.check()
         self.announce(what + (f", about {expected_s:.0f} s" if expected_s >= ANNOUNCED_FROM_S else ""))
 
     def check(self) -> None:
-        """Raises CutOffError once `stop` was called."""
+        """Raise CutOffError once `stop` was called."""
         if self.stopped:
             raise CutOffError
 
     def stop(self) -> None:
-        """End soon; what is measured stays. May be called from a signal handler."""
+        """End soon, and keep what is measured. May be called from a signal handler."""
         self.stopped = True
         if self._running is not None:
             self._running()
 
     @contextmanager
     def running(self, stop: Callable[[], None]) -> Iterator[None]:
-        """While an engine runs that `stop` would end. Raises CutOffError where it was stopped before it began."""
+        """Run the block, in which an engine runs that `stop` ends. Raises CutOffError where it was stopped before."""
         self._running = stop
         try:
             self.check()
@@ -87,13 +88,13 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Seconds of runs that were not made yet, from single forwards of one row.
+    """Expected seconds of runs that have not been made yet, estimated from single forwards of one row.
 
     Attributes:
-        target, draft: forwards by nodes; draft is None where no draft model runs the nodes. most: nodes of the widest
-            forward of the target that was timed. num_beams: W.
-        now, prefill_s, iterations, steps_per_call: of a run that was made; scale: what an iteration of it took over
-            what its forwards of one row take.
+        target, draft: seconds of a forward as a line over its nodes; draft is None where no draft model runs the nodes.
+            most: nodes of the widest forward of the target that was timed. num_beams: W.
+        now, prefill_s, iterations, steps_per_call: setting and results of a run that was made. scale: measured seconds
+            of an iteration of it over the seconds of its forwards of one row.
     """
 
     target: FittedLine
@@ -107,16 +108,18 @@ class Expected:
     scale: float = 1.0
 
     def iteration(self, setting: ForestSize) -> float:
-        """The forwards of one iteration of one row."""
+        """Return the seconds of the forwards in one iteration of one row."""
         drafting = self.draft.at(setting.drafts_per_layer) if self.draft is not None else 0.0
         return self.target.at(setting.nodes(self.num_beams)) + setting.depth * drafting
 
     def request(self, prompt_tokens: int, new_tokens: int) -> float:
-        """One request at most: a prompt costs no more per token than a forest, an iteration yields a token or more."""
+        """Return the most seconds that one request may take: a prompt costs no more per token than a forest, and an
+        iteration yields a token or more."""
         return prompt_tokens * self.target.at(self.most) / self.most + new_tokens * self.iteration(self.now)
 
     def run(self, setting: ForestSize) -> float:
-        """All requests once more with another setting; a smaller forest may yield one step an iteration."""
+        """Return the seconds of answering all requests once more with another setting. A smaller forest may yield only
+        one step per iteration."""
         now = self.now
         smaller = setting.depth < now.depth or setting.drafts_per_layer < now.drafts_per_layer
         iterations = self.iterations * (self.steps_per_call if smaller else 1.0)

@@ -1,4 +1,4 @@
-"""Find what runs how on this machine. Every part is tried: one that fails does not keep the others from being tried."""
+"""Checks of what runs on this machine, and how. Every part is tried, also where another one fails."""
 
 from __future__ import annotations
 
@@ -31,24 +31,26 @@ if TYPE_CHECKING:
 State = Literal["ok", "note", "off", "broken"]
 Facts = dict[str, object]
 
-OPTIONAL = ("triton", "ray")  # packages that parts of this one take where they are there
-NVIDIA = Path("/proc/driver/nvidia/version")  # is there where a driver is
+OPTIONAL = ("triton", "ray")  # packages that parts of this one use where they are installed
+NVIDIA = Path("/proc/driver/nvidia/version")  # this file exists where a driver is installed
 GIB = 2**30
 BEAMS, DEPTH = 4, 4
 PROMPTS = (
     "The library opens at nine and closes at six. On Sunday it",
     "To change a tyre you need a jack and a wrench. First",
 )
-TOKENS = 24  # of the texts that are compared
-MEMORY_TOKENS = 2000  # of the rows whose number is told
+TOKENS = 24  # new tokens of the texts that are compared
+MEMORY_TOKENS = 2000  # tokens of the rows whose number is reported
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One part. ok: it works; note: it works, and there is something to know; off: it is not in use here; broken.
+    """The result for one part.
 
     Attributes:
-        text: for people, in one line. facts: numbers and names of it, by name.
+        state: ok: it works. note: it works, and there is something to know. off: it is not in use here. broken: it does
+            not work.
+        text: for people, in one line. facts: numbers and names of the part, by name.
     """
 
     name: str
@@ -58,46 +60,46 @@ class Check:
 
 
 class _BrokenError(Exception):
-    """A part does not do what it should; the message is its line."""
+    """An error for a part that does not do what it should. Its message becomes the text of the check."""
 
 
 def check_up(target: ModelSpec, draft: ModelSpec | None, seconds: float) -> Iterator[Check]:
-    """Every part, in order, as soon as it is tried. seconds: for measuring the speed, in all.
+    """Yield the check of every part, in order, as soon as it is done. seconds: for measuring the speed, in all.
 
-    Nothing is fetched. Without the models on this machine, what needs them is left out.
+    Nothing is downloaded. Where the models are not on this machine, the parts that need them are left out.
     """
-    yield _tried("versions", _versions)
-    yield _tried("machine", _machine)
-    yield _tried("GPU", _gpu)
+    yield _check("versions", _versions)
+    yield _check("machine", _machine)
+    yield _check("GPU", _gpu)
     if draft is not None:
-        fits = _tried("pair", partial(_pair, target, draft))
+        fits = _check("pair", partial(_pair, target, draft))
         yield fits
         draft = None if fits.state == "broken" else draft
     loaded: list[LoadedPair] = []
-    yield _tried("models", lambda: _models(target, draft, loaded))
+    yield _check("models", lambda: _models(target, draft, loaded))
     if not loaded:
         return
     from dsbd_cli.engine.protocols import EncoderDecoderCodec
 
     pair = loaded[0]
-    yield _tried("forest", lambda: _forest(pair))
-    yield _tried("numerics", lambda: _numerics(pair, target))
-    graphs = _tried("graphs", lambda: _graphs(pair))
+    yield _check("forest", lambda: _forest(pair))
+    yield _check("numerics", lambda: _numerics(pair, target))
+    graphs = _check("graphs", lambda: _graphs(pair))
     yield graphs
     captured = None if graphs.state == "ok" else False  # as a load leaves out captures that fail
-    yield _tried("kernels", lambda: _kernels(pair))
-    yield _tried("memory", lambda: _memory(pair))
+    yield _check("kernels", lambda: _kernels(pair))
+    yield _check("memory", lambda: _memory(pair))
     prompts = _prompts(target)
     if isinstance(pair.codec, EncoderDecoderCodec) and pair.codec.reads != "text":
         yield Check("texts", "off", f"the target reads {pair.codec.reads} files: no text can be tried on it")
         return
-    yield _tried("texts", lambda: _texts(pair, prompts, captured))
+    yield _check("texts", lambda: _texts(pair, prompts, captured))
     share = seconds / (1 if pair.draft is None else 2)
-    yield _tried("speed", lambda: _speed(pair, prompts, share, captured))
+    yield _check("speed", lambda: _speed(pair, prompts, share, captured))
 
 
-def _tried(name: str, part: Callable[[], tuple[State, str, Facts]]) -> Check:
-    """The part's findings; what it raises is a finding, too."""
+def _check(name: str, part: Callable[[], tuple[State, str, Facts]]) -> Check:
+    """Try a part and return its check. An error that it raises becomes a check, too."""
     try:
         return Check(name, *part())
     except (DsbdError, _BrokenError) as error:
@@ -112,7 +114,7 @@ def _tried(name: str, part: Callable[[], tuple[State, str, Facts]]) -> Check:
 
 def _versions() -> tuple[State, str, Facts]:
     found = versions() | {name: installed(name) for name in OPTIONAL}
-    commit = commit_of(Path(__file__).parents[2])
+    commit = commit_of()
     shown = [f"{name} {version}" for name, version in found.items() if version is not None]
     shown[0] += f" ({commit})" if commit else ""
     return "ok", ", ".join(shown), {"versions": found, "commit": commit}
@@ -193,7 +195,7 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
     loaded.append(pair)
     lines: list[str] = []
     facts: Facts = {"load_s": took}
-    for spec, model, dtype in zip((target, draft), _both(pair), (pair.target_dtype, pair.draft_dtype), strict=False):
+    for spec, model, dtype in zip((target, draft), _members(pair), (pair.target_dtype, pair.draft_dtype), strict=False):
         assert spec is not None
         size = size_of(model)
         how = f" ({spec.dtype})" if spec.dtype == "auto" else ""
@@ -209,21 +211,21 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
         }
     if draft is None:
         lines.append("no draft")
-    told = [*([] if pair.draft_form is None else [f"draft: {pair.draft_form}"]), *pair.notes]
-    facts["told"] = told
-    return "ok", "; ".join([*lines, f"loaded and tested in {took:.1f} s", *told]), facts
+    notes = [*([] if pair.draft_form is None else [f"draft: {pair.draft_form}"]), *pair.notes]
+    facts["told"] = notes
+    return "ok", "; ".join([*lines, f"loaded and tested in {took:.1f} s", *notes]), facts
 
 
-def _both(pair: LoadedPair) -> list[ForestModel]:
-    """The target, and the draft where there is one."""
+def _members(pair: LoadedPair) -> list[ForestModel]:
+    """Return the target, and the draft where there is one."""
     return [pair.target] if pair.draft is None else [pair.target, pair.draft]  # type: ignore[list-item]
 
 
 def _forest(pair: LoadedPair) -> tuple[State, str, Facts]:
-    """The self-test has passed, or the models would not be loaded: how far off they were."""
+    """Report the errors that the self-test measured at load. It has passed, or the models would not be loaded."""
     lines: list[str] = []
     facts: Facts = {}
-    for role, model in zip(("target", "draft"), _both(pair), strict=False):
+    for role, model in zip(("target", "draft"), _members(pair), strict=False):
         report = getattr(model, "tested", None)
         if report is not None:
             lines.append(
@@ -260,14 +262,14 @@ def _graphs(pair: LoadedPair) -> tuple[State, str, Facts]:
 
 
 def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
-    """Tell what serves each operation of the target and of an iteration: state, sentence and facts."""
+    """Return state, sentence and facts on which backend serves each operation of the target and of an iteration."""
     from dsbd_cli.engine.iteration.devices import iteration_ops
     from dsbd_cli.ops.select import rejected_kernels
 
-    target, alike = pair.target, dict[tuple[str, str], list[str]]()
+    target, ops_by_backend = pair.target, dict[tuple[str, str], list[str]]()
     found = {one.op: one for one in (*target.ops.report, *iteration_ops(target.device, None).report)}
     for one in found.values():
-        alike.setdefault((one.backend, one.reason), []).append(one.op)
+        ops_by_backend.setdefault((one.backend, one.reason), []).append(one.op)
     products, wrong = _products(target), rejected_kernels(target.device, None)
     ours = sum(getattr(one, "compiled", False) for one in products)
     facts: Facts = {
@@ -275,7 +277,7 @@ def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
         "linear_layers": len(products),
         "linear_layers_as_kernels": ours,
     }
-    lines = [f"{backend}: {', '.join(names)} ({reason})" for (backend, reason), names in alike.items()]
+    lines = [f"{backend}: {', '.join(names)} ({reason})" for (backend, reason), names in ops_by_backend.items()]
     if target.device.type == "cpu":
         lines.append(f"{ours} of {len(products)} linear layers run as kernels of numba")
     served = any(one.backend != "torch" for one in found.values())
@@ -283,7 +285,7 @@ def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
 
 
 def _products(target: ForestModel) -> list[object]:
-    """Linear layers of a model; of our own decoder those of one input are one."""
+    """Return the linear layers of a model. Our own decoder joins those that read the same input into one."""
     from torch.nn import Linear
 
     from dsbd_cli.models.adapted.adapter import TransformersForest
@@ -302,7 +304,7 @@ def _products(target: ForestModel) -> list[object]:
 def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:
     from dsbd_cli.engine.planning.memory_limit import fitting_rows, free_bytes
 
-    models = _both(pair)
+    models = _members(pair)
     nodes = BEAMS * (1 + 2 * DEPTH)
     free, cache = free_bytes(pair.target.device), sum(model.kv_bytes_per_slot() for model in models)
     slots = MEMORY_TOKENS + 2 * nodes
@@ -325,8 +327,8 @@ def _prompts(target: ModelSpec) -> tuple[str, ...]:
 
 
 def _engine(pair: LoadedPair, *, depth: int | None, captured: bool | None = None) -> Engine:
-    """An engine over the pair: beam search, whose text does not depend on chance. depth: None for the default. Without
-    a draft model, drafts come from the prompt. captured: False for iterations without CUDA graphs."""
+    """Make an engine over the pair with beam search, whose text does not depend on chance. depth: None for the default.
+    Without a draft model, drafts come from the prompt. captured: False for iterations without CUDA graphs."""
     from dsbd_cli.engine.decoding.engine import Engine
 
     drafts = depth is None or depth > 0
@@ -376,11 +378,11 @@ def _speed(pair: LoadedPair, prompts: Sequence[str], seconds: float, captured: b
 
 
 def _steps_per_second(engine: Engine, prompts: Sequence[str], seconds: float) -> tuple[float, float]:
-    """Steps per second, each a token longer beams, and seconds per target call, of prompts in turn. The engine is
-    stopped in the end."""
+    """Return steps per second and seconds per target call, measured on the prompts in turn. A step makes all beams one
+    token longer. The engine is stopped in the end."""
     sampling = SamplingConfig(max_new_tokens=64, n_best=BEAMS)
     engine = engine.replace(batch_size=1)
-    engine.generate(Request(prompts[0], sampling=SamplingConfig(max_new_tokens=4)))  # what is set up at first use
+    engine.generate(Request(prompts[0], sampling=SamplingConfig(max_new_tokens=4)))  # set-up of the first use
     begun, first = time.monotonic(), engine.steps
     timer = threading.Timer(seconds, engine.stop)
     timer.daemon = True

@@ -1,34 +1,33 @@
-"""The machine: what it is called, what else it is doing, and what it can do at most, as measured."""
+"""The machine: its name, its load, and the highest rates that were measured on it."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, versions
 from dsbd_cli.lab.metrics.memory import synchronise
 from dsbd_cli.lab.reports.profile_data import Machine
+from dsbd_cli.threads import processors
 
 MIB = 1 << 20
 
 
 def describe_machine(device: torch.device) -> Machine:
-    """Describe the machine as it is now: call it before anything is measured."""
+    """Describe the machine as it is now. Call this before anything is measured, because it reads the load."""
     try:
         load: float | None = os.getloadavg()[0]
     except (AttributeError, OSError):
         load = None
-    cores = os.cpu_count() or 1
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return Machine(name, torch.get_num_threads(), cores, load, versions(), commit_of(Path(__file__).parents[1]))
+    return Machine(name, torch.get_num_threads(), processors(), load, versions(), commit_of())
 
 
 def _fastest(run: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Seconds of the fastest of several rounds, after one to warm up."""
+    """Return the seconds of the fastest of several rounds, after one round to warm up."""
     seconds = []
     for _ in range(rounds + 1):
         synchronise(device)
@@ -40,10 +39,10 @@ def _fastest(run: Callable[[], object], device: torch.device, rounds: int) -> fl
 
 
 def machine_rates(device: torch.device, dtype: torch.dtype, working_bytes: int) -> tuple[float, float]:
-    """Copy bandwidth at the size of the weights (caches count, as they do for the model), in bytes read + written per
-    second, and the matmul rate, in operations per second.
+    """Measure the copy bandwidth, in bytes read + written per second, and the matmul rate, in operations per second.
 
-    Sizes: 1 MiB to 1 GiB copied; square matrices of 1024 (CPU) or 4096.
+    The copy has the size of the weights, between 1 MiB and 1 GiB. Processor caches count there, as they do for the
+    model. The matrices are square, with 1024 (CPU) or 4096 rows.
     """
     size = min(max(working_bytes, MIB), 1024 * MIB)
     from_buffer = torch.ones(size, dtype=torch.uint8, device=device)

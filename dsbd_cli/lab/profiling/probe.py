@@ -1,4 +1,4 @@
-"""Memory: the caches' slots, and who holds what at the peak."""
+"""Memory: the slots of the caches, and which owner holds what at the peak."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsbd_cli.lab.reports.profile_data import MemoryOwner
 
 @dataclass(frozen=True, slots=True)
 class SlotPeak:
-    """Slots of all rows at the iteration that used most of them. path: tokens of the rows' beams, prompts included."""
+    """Slots of all rows at the iteration that used the most. path: tokens of one beam of each row, prompts included."""
 
     common_prefix: int = 0
     suffix: int = 0
@@ -32,8 +32,12 @@ def owners(
     peak: int,
     before: int | None,
 ) -> tuple[MemoryOwner, ...]:
-    """The table. slot_bytes: of one slot in the models that share slots. before: bytes that the process held before it
-    loaded a model (0 on a GPU). The cache of a bridged draft, which has tokens of its own, is in the workspace."""
+    """Return the table of owners of memory.
+
+    weights: role and bytes of each model, None where they are not known. slot_bytes: of one slot in the models that
+    share slots. reserved_bytes: of the caches. before: bytes that the process held before it loaded a model (0 on a
+    GPU). The cache of a bridged draft, which has tokens of its own, is in the workspace.
+    """
     known = sum(size or 0 for _, size in weights) + reserved_bytes + (before or 0)
     in_use = slots.total * slot_bytes
     found = [MemoryOwner(f"weights, {role}", size) for role, size in weights]

@@ -1,4 +1,4 @@
-"""A whole profile: runs with clocks, of the setting in use and of some beside it, and what follows from them."""
+"""A whole profile: timed runs of the setting in use and of some neighbours, and what follows from them."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ from dsbd_cli.requests import Request
 from dsbd_cli.stats import RequestStats
 
 SLOT_STEP = 32
-RUN_SHARE = 0.2  # of the time: one run at most, which takes a fraction of that where texts end and drafts pass
+RUN_SHARE = 0.2  # of the time, for one run at most; texts that end early and drafts that pass take a fraction of it
 FEWER_TOKENS = (16, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileSpec:
-    """Settings of a profile. resident_before: bytes of the process before models load. show: an iteration, from 1.
+    """Settings of a profile. The budget of `bench` limits its time.
 
-    render: a setting as a command line that uses it. The bench's budget says how long it may take.
+    resident_before: bytes that the process held before models were loaded. render: returns a command line that uses a
+    setting. show: number of the iteration to be shown, from 1.
     """
 
     bench: ProfiledPair
@@ -60,7 +61,8 @@ class ProfileSpec:
 
 
 def take_profile(job: ProfileSpec) -> Profile | None:
-    """Measure what there is time for, what is worth most first; None where it was stopped before there was anything.
+    """Measure what there is time for, the most valuable parts first. Return None where it was stopped before the first
+    run.
 
     Raises DsbdError where a prompt cannot be decoded, UsageError where --show asks for an iteration that there is not.
     """
@@ -72,7 +74,7 @@ def take_profile(job: ProfileSpec) -> Profile | None:
 
 
 class _Session:
-    """Measurements of a profile until now."""
+    """The measurements of a profile so far."""
 
     def __init__(self, job: ProfileSpec) -> None:
         self._job, self._budget, self._method = job, job.bench.budget, job.method
@@ -83,12 +85,12 @@ class _Session:
         self._memory: tuple[MemoryOwner, ...] = ()
         self._first: ProfiledRun | None = None
         self._roofline: Roofline | None = None
-        self._once: dict[ForestSize, ProfiledRun] = {}
+        self._single_runs: dict[ForestSize, ProfiledRun] = {}
         self._rounds: dict[ForestSize, list[ProfiledRun]] = {}
         self._repeats = 1
 
     def measure(self) -> None:
-        """Everything, in order of worth."""
+        """Measure everything, the most valuable parts first."""
         method, budget = self._method, self._budget
         expected = self._fit()
         if self._job.show is not None:
@@ -97,7 +99,7 @@ class _Session:
         budget.tell("warming up")
         began = budget.clock()
         self._memory, self._first = _memory(self._job, self._bench)
-        self._once[self._now] = self._first
+        self._single_runs[self._now] = self._first
         budget.found(f"{self._now.label}: {_speed(self._first)}, the first run")
         expected = _scaled(expected, self._first, budget.clock() - began)
         if method.depth:
@@ -109,11 +111,11 @@ class _Session:
         self._take_rounds(expected)
 
     def _run_once(self, what: str, setting: ForestSize, expected: Expected, *, reserved_s: float = 0.0) -> None:
-        """Run a setting if there is time for it, and for so many seconds behind it."""
+        """Run a setting if there is time for it, and for `reserved_s` seconds of what comes after it."""
         seconds = expected.run(setting)
         if self._budget.affords(what, seconds, reserved_s=reserved_s):
             self._budget.tell(f"timing {what}", seconds)
-            self._once[setting] = self._timed(setting)
+            self._single_runs[setting] = self._timed(setting)
 
     def _timed(self, setting: ForestSize) -> ProfiledRun:
         run = self._bench.timed(method_for(self._method, setting))
@@ -121,7 +123,8 @@ class _Session:
         return run
 
     def _fit(self) -> Expected:
-        """Time single forwards, and take as many prompts and new tokens as one run has time for."""
+        """Time single forwards, keep the prompts and new tokens that one run has time for, and return the expected
+        times."""
         method, budget, bench = self._method, self._budget, self._bench
         budget.tell("timing one forward")
         encoder = Encoder.alone(bench.target, bench.loaded.codec, method)
@@ -153,8 +156,8 @@ class _Session:
         return expected
 
     def _take_rounds(self, expected: Expected) -> None:
-        """Runs in turn of the setting in use, the fastest of those that were run, and no draft."""
-        found = [(setting, run.tokens / run.seconds) for setting, run in self._once.items()]
+        """Run in turn, in several rounds, the setting in use, the fastest one that was run, and no draft."""
+        found = [(setting, run.tokens / run.seconds) for setting, run in self._single_runs.items()]
         fastest = advice.choose(found, self._method.num_beams)
         settings = list(dict.fromkeys([self._now, fastest, NO_DRAFT]))
         seconds = sum(expected.run(setting) for setting in settings)
@@ -167,19 +170,19 @@ class _Session:
                 what = f"round {number} of {self._job.repeats}: {setting.label}"
                 self._budget.tell(what, expected.run(setting))
                 runs[setting] = self._timed(setting)
-            # a round counts as a whole, so that a drift of the machine meets all settings
+            # only whole rounds count, so that a drift of the machine affects all settings
             for setting, run in runs.items():
                 self._rounds.setdefault(setting, []).append(run)
             self._repeats = number
 
     def profile(self) -> Profile | None:
-        """From what is measured; None where no run was."""
+        """Return the profile of what is measured; None where no run was made."""
         if self._first is None:
             return None
         job, bench, method, now = self._job, self._bench, self._method, self._now
-        runs = {setting: [run] for setting, run in self._once.items()} | self._rounds
+        runs = {setting: [run] for setting, run in self._single_runs.items()} | self._rounds
         measured = {setting: _measured(setting, some, self._roofline) for setting, some in runs.items()}
-        # of runs that were repeated alone where there are some: a single run says less
+        # where some settings were run in rounds, only these are compared: single runs are less certain
         compared = self._rounds or runs
         best = advice.choose(
             [(setting, measured[setting].tokens_per_s.median) for setting in compared], method.num_beams
@@ -223,8 +226,8 @@ class _Session:
 
 
 def neighbours(method: MethodConfig) -> list[ForestSize]:
-    """Settings that are run beside the one in use: half and twice its layers, half and twice its drafts per layer, but
-    as many drafts as a layer needs to pass."""
+    """Return the settings that are run besides the one in use: half and twice its layers, half and twice its drafts per
+    layer. There are at least as many drafts as a layer needs to pass."""
     now = setting_of(method)
     if not method.depth:
         return []
@@ -243,7 +246,7 @@ def _speed(run: ProfiledRun) -> str:
 
 
 def _prompt_tokens(encoder: Encoder, request: Request) -> int:
-    """Count the tokens of a prompt; 0 of one that cannot be decoded, which the run will say."""
+    """Count the tokens of a prompt. Return 0 for one that cannot be decoded; the run will report its error."""
     try:
         job = encoder.job(0, request)
         return len(job.prompt) + (job.source_tokens or 0)
@@ -254,8 +257,8 @@ def _prompt_tokens(encoder: Encoder, request: Request) -> int:
 def _fitting(
     expected: Expected, requests: tuple[Request, ...], lengths: list[int], seconds: float
 ) -> tuple[Request, ...]:
-    """All requests where one run of them fits into so many seconds at most, else the first ones with few new tokens,
-    at least one."""
+    """Return all requests where one run of them takes at most `seconds`. Otherwise return the first ones, at least one,
+    with fewer new tokens."""
 
     def cost(place: int, most: int) -> float:
         return expected.request(lengths[place], min(most, requests[place].sampling.max_new_tokens))
@@ -277,7 +280,7 @@ def _fitting(
 
 
 def _scaled(expected: Expected, run: ProfiledRun, seconds: float) -> Expected:
-    """Held against a run that was made."""
+    """Return the expected times corrected by a run that was made and took `seconds`."""
     log = run.log
     prefill_s = log.span_s("prefill") / run.seconds * seconds
     forwards = log.iterations * expected.iteration(expected.now)
@@ -291,7 +294,7 @@ def _scaled(expected: Expected, run: ProfiledRun, seconds: float) -> Expected:
 
 
 def _forest(job: ProfileSpec, bench: ProfiledPair) -> ShownForest:
-    """The wanted iteration of the first prompt, decoded alone."""
+    """Decode the first prompt alone, and return the forest of the iteration to be shown."""
     assert job.show is not None
     request = bench.requests[0]
     engine, snapshot = bench.engine(job.method, log_steps=True), Snapshot(request.seed, job.show)
@@ -310,7 +313,7 @@ def _forest(job: ProfileSpec, bench: ProfiledPair) -> ShownForest:
 
 
 def _memory(job: ProfileSpec, bench: ProfiledPair) -> tuple[tuple[MemoryOwner, ...], ProfiledRun]:
-    """A first run, which warms everything up, with an eye on memory."""
+    """Make a first run, which warms everything up, and measure its memory. Return the owners of memory, and the run."""
     on_gpu = [device for device in bench.devices if device.type == "cuda"]
     memories = [PeakMemory(device) for device in on_gpu or bench.devices]
     for one in memories:
@@ -326,12 +329,12 @@ def _memory(job: ProfileSpec, bench: ProfiledPair) -> tuple[tuple[MemoryOwner, .
     slot_bytes = sum(model.kv_bytes_per_slot() for _, model in shared)
     before = 0 if on_gpu else job.resident_before
     reserved = run.log.most_slots * slot_bytes
-    peak = sum(peaks) if peaks else peak_rss_bytes()  # where no peak can begin anew: since the process began
+    peak = sum(peaks) if peaks else peak_rss_bytes()  # where it cannot be reset: since the process began
     return owners(sizes, run.log.peak, slot_bytes, reserved, job.method.num_beams, peak, before), run
 
 
 def _roofline(job: ProfileSpec, bench: ProfiledPair) -> Roofline | None:
-    """Measure what the target's device does at most; None where the weights cannot be seen."""
+    """Measure the highest rates of the target's device. Return None where the size of the weights is not known."""
     model = bench.target
     size = size_of(model)
     if size is None:
@@ -344,8 +347,8 @@ def _roofline(job: ProfileSpec, bench: ProfiledPair) -> Roofline | None:
 
 @torch.inference_mode()
 def _one_forward(model: ForestModel, slots: int, nodes: int, clock: Callable[[], float]) -> float:
-    """Seconds of one forward of one row with logits, after one to warm up: enough to plan by. The nodes stand at the
-    end of `slots` active ones and are siblings: each sees itself and all slots before the nodes."""
+    """Return the seconds of one forward of one row with logits, after one to warm up: enough to plan by. The nodes take
+    the last of `slots` active slots and are siblings: each sees itself and all slots before the nodes."""
     model.release()
     model.reserve(1, slots + 1)
     device = model.device
@@ -392,7 +395,7 @@ def _forward(run: ProfiledRun, roofline: Roofline | None) -> TargetForward:
 
 
 def depth_rates(stats: RequestStats, depth: int) -> tuple[DepthRate, ...]:
-    """Count by layer, from the step log, how often it was looked at and how often it passed."""
+    """Count, for each layer of the step log, how often it was verified and how often it passed."""
     reached, passed = [0] * depth, [0] * depth
     for step in stats.step_log:
         for place, layer in enumerate(step.layers):

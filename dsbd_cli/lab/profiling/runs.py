@@ -1,4 +1,4 @@
-"""Whole runs of an engine with clocks around everything: the measured side of a profile."""
+"""Timed runs of a whole engine: the measured side of a profile."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from dsbd_cli.stats import RequestStats
 
 
 def drafts_nodes(method: MethodConfig) -> bool:
-    """Whether a draft model runs the forest's nodes: not for look-ups, which have none, nor for a bridge, whose draft
-    has tokens of its own."""
+    """Return whether a draft model runs the forest's nodes. It does not for look-ups, which have no model, nor for a
+    bridge, whose draft has tokens of its own."""
     return method.needs_draft and not method.bridges
 
 
 def setting_of(method: MethodConfig) -> ForestSize:
-    """Return what a profile varies of a method."""
+    """Return the part of a method that a profile varies."""
     if not method.depth:
         return NO_DRAFT
     return ForestSize(method.depth, method.drafts_per_layer, method.value(MIN_WIDTH) if method.dynamic else None)
 
 
 def method_for(method: MethodConfig, setting: ForestSize) -> MethodConfig:
-    """The method with another setting; without a draft the width is always W."""
+    """Return the method with another setting. Without a draft the width is always W."""
     if not setting.depth:
-        # what belongs to drafting goes; rule fuzzy without a draft is plain sampling
+        # settings of drafting are dropped; rule fuzzy without a draft is plain sampling
         return MethodConfig(
             rule=MethodConfig().rule if RULES[method.rule].needs_draft else method.rule,
             num_beams=method.num_beams,
@@ -60,7 +60,8 @@ def method_for(method: MethodConfig, setting: ForestSize) -> MethodConfig:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledRun:
-    """One run of all requests. seconds: wall clock from the first request to the last record written."""
+    """One run of all requests. seconds: wall clock from the first request to the last record written. write_s: seconds
+    of making and writing the records."""
 
     method: MethodConfig
     log: RunLog
@@ -70,7 +71,7 @@ class ProfiledRun:
 
     @property
     def tokens(self) -> int:
-        """Count the tokens of the best texts."""
+        """Number of tokens of the best texts."""
         return sum(result.hypotheses[0].num_tokens for result in self.results if result.hypotheses)
 
     @property
@@ -81,8 +82,8 @@ class ProfiledRun:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledPair:
-    """Things that all runs of a profile share: a loaded engine, the requests, rows decoded together, and the time that
-    they may take."""
+    """The parts that all runs of a profile share: a loaded engine, the requests, the number of rows decoded together,
+    and the time that they may take."""
 
     loaded: Engine
     requests: tuple[Request, ...]
@@ -113,16 +114,17 @@ class ProfiledPair:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Return the devices of the models, each once."""
+        """Devices of the models, each once."""
         return tuple({model.device for model in self.models})
 
     def engine(self, method: MethodConfig, *, log_steps: bool = False) -> Engine:
-        """A new engine over the pair."""
+        """Make a new engine over the pair."""
         draft = self.loaded.draft if method.needs_draft else None
         return self.loaded.replace(draft=draft, method=method, batch_size=self.batch_size, log_steps=log_steps)
 
     def answers(self, engine: Engine, requests: Sequence[Request]) -> Iterator[RequestResult]:
-        """Results of an engine. Raises what a row failed with, CutOffError where the budget's `stop` has cut it off."""
+        """Yield the results of an engine. Raises DsbdError where a row has failed, CutOffError where the budget's
+        `stop` has cut the run off."""
         done = 0
         with self.budget.running(engine.stop):
             for result in engine.run(requests):
@@ -160,10 +162,11 @@ class ProfiledPair:
 
 
 def phases_of(run: ProfiledRun) -> tuple[Phase, ...]:
-    """Where the seconds of a run went; `other` is what is left: scheduling, the host's reads, memory for the batch.
+    """Return where the seconds of a run went. `other` is the remainder: scheduling, the host's reads, memory for the
+    batch.
 
-    `compact` is moving what is kept in both caches; within a CUDA graph it is part of `verify`. A bridge runs new texts
-    through its draft in the phase `draft`.
+    `compact` is the move of kept slots in both caches; within a CUDA graph it is part of `verify`. A bridge runs new
+    texts through its draft in the phase `draft`.
     """
     log = run.log
     seconds = {
@@ -174,7 +177,7 @@ def phases_of(run: ProfiledRun) -> tuple[Phase, ...]:
     }
     seconds["verify"] -= seconds["compact"]
     if not run.method.depth:
-        del seconds["draft"]  # nothing is drafted: making the roots is `other`
+        del seconds["draft"]  # nothing is drafted; making the roots counts as `other`
     seconds["other"] = max(0.0, run.seconds - sum(seconds.values()))
     count = max(log.iterations, 1)
     return tuple(Phase(name, value, value / count, value / run.seconds) for name, value in seconds.items())

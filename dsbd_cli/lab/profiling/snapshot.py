@@ -1,4 +1,4 @@
-"""The forest of one iteration of one prompt and the verifier's verdict on it, for people to look at."""
+"""The forest of one iteration of one prompt, with the verifier's verdict on each node, for people to look at."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Layer:
 
     live: dict[int, int]  # forest node -> beam
     distribution: dict[tuple[int, int], float]  # (forest node, token) -> P
-    taken: set[int]  # drafted nodes that were drawn
+    drawn_nodes: set[int]  # drafted nodes that were drawn
     completed: list[tuple[int, int]]  # (forest node, token) drawn and not drafted
     finished: set[tuple[int, int]]
 
@@ -37,19 +37,19 @@ class Snapshot(Observer):
     layers: list[_Layer] = field(default_factory=list)
     row: int = 0
     attached: bool = True
-    _here: bool = False
+    _is_wanted: bool = False
 
     def drafted(self, context: DraftContext, forest: Forest) -> None:
         """Keep the forest if its row and iteration are the wanted ones."""
         key = int(seed_key(torch.tensor(self.seed, dtype=torch.int64)))
         wanted = (context.row_key == key) & (context.iteration == self.number - 1) & context.beams.valid.any(1)
-        self._here = bool(wanted.any())
-        if self._here:
+        self._is_wanted = bool(wanted.any())
+        if self._is_wanted:
             self.row, self.forest = int(wanted.to(torch.int8).argmax()), forest
 
     def verified(self, view: LayerView, draws: LayerDraws) -> None:
         """Keep the layer of the wanted row."""
-        if not self._here:
+        if not self._is_wanted:
             return
         row = self.row
         nodes, valid = _numbers(view.node, row), _numbers(view.valid, row)
@@ -61,23 +61,24 @@ class Snapshot(Observer):
             (node, t): p for node, beam in live.items() for t, p in zip(tokens[beam], distribution[beam], strict=True)
         }
         index, drawn = _numbers(draws.index, row), _numbers(draws.valid, row)
-        taken, completed = set(), []
+        drawn_nodes, completed = set(), []
         for place, node in enumerate(_numbers(draws.node, row)):
             if drawn[place] and node >= 0:
-                taken.add(node)
+                drawn_nodes.add(node)
             elif drawn[place]:
                 beam, column = divmod(index[place], size)
                 completed.append((nodes[beam], tokens[beam][column]))
         ends = torch.nonzero(draws.ends[row]).flatten().tolist()
         finished = {(nodes[at // size], tokens[at // size][at % size]) for at in ends}
-        self.layers.append(_Layer(live, pairs, taken, completed, finished))
+        self.layers.append(_Layer(live, pairs, drawn_nodes, completed, finished))
 
     def shown(self, prompt_id: str, rule: str, verified: int, names: list[str], drafter: str = "") -> ShownForest:
-        """The tree. verified: layers that yielded a step; names: of the tokens by id; drafter: as in MethodConfig."""
+        """Return the tree. verified: layers that yielded a step. names: texts of the tokens, by id. drafter: as in
+        MethodConfig."""
         assert self.forest is not None
         forest, row = self.forest, self.row
         nodes: list[ShownNode] = []
-        place: dict[int, int] = {}
+        index_of: dict[int, int] = {}
         for number in range(forest.depth + 1):
             layer = forest.layers[number]
             above = self.layers[number - 1] if 0 < number <= verified else None
@@ -91,22 +92,22 @@ class Snapshot(Observer):
                 state = "root" if number == 0 else _state(above, index, pair)
                 p = above.distribution.get(pair, 0.0) if above is not None and parent in above.live else None
                 q = math.exp(log_q[at]) if at < len(log_q) else None
-                place[index] = len(nodes)
+                index_of[index] = len(nodes)
                 nodes.append(
-                    ShownNode(names[token], number, place[parent] if number else None, state, p, q, proposers[at])
+                    ShownNode(names[token], number, index_of[parent] if number else None, state, p, q, proposers[at])
                 )
             if above is not None:
-                nodes += _undrafted(above, number, place, tokens, parents, valid, names)
+                nodes += _undrafted(above, number, index_of, tokens, parents, valid, names)
         if verified > forest.depth:
-            nodes += _undrafted(self.layers[forest.depth], forest.depth + 1, place, [], [], [], names)
+            nodes += _undrafted(self.layers[forest.depth], forest.depth + 1, index_of, [], [], [], names)
         return ShownForest(prompt_id, self.number, rule, forest.num_beams, verified, forest.depth, tuple(nodes))
 
 
 def _state(above: _Layer | None, index: int, pair: tuple[int, int]) -> NodeState:
-    """Tell what became of a drafted node; `above` is None below the last layer reached."""
+    """Return what became of a drafted node. above: the verified layer that decides on it; None where none does."""
     if above is None:
         return "unreached"
-    if index in above.taken:
+    if index in above.drawn_nodes:
         return "accepted"
     if pair in above.finished:
         return "finished"
@@ -116,33 +117,32 @@ def _state(above: _Layer | None, index: int, pair: tuple[int, int]) -> NodeState
 def _undrafted(
     layer: _Layer,
     number: int,
-    place: dict[int, int],
+    index_of: dict[int, int],
     tokens: list[int],
     parents: list[int],
     valid: list[int],
     names: list[str],
 ) -> list[ShownNode]:
-    """Pairs that the exact distribution drew and nobody had drafted: live beams, and hypotheses that ended."""
+    """Return the pairs that the exact distribution drew and no drafter proposed: live beams, and ended hypotheses."""
     drafted = {pair for pair, real in zip(zip(parents, tokens, strict=True), valid, strict=True) if real}
-    found = [
-        ShownNode(names[pair[1]], number, place[pair[0]], "completed", layer.distribution[pair], None)
-        for pair in layer.completed
-    ]
     ended = sorted(layer.finished - drafted, key=lambda pair: -layer.distribution[pair])
-    return found + [
-        ShownNode(names[pair[1]], number, place[pair[0]], "finished", layer.distribution[pair], None) for pair in ended
+    drawn: list[tuple[NodeState, list[tuple[int, int]]]] = [("completed", layer.completed), ("finished", ended)]
+    return [
+        ShownNode(names[pair[1]], number, index_of[pair[0]], state, layer.distribution[pair], None)
+        for state, pairs in drawn
+        for pair in pairs
     ]
 
 
 def _drawn(forest: Forest, number: int, row: int) -> list[float]:
-    """log Q of the first nodes of a drafted layer; those past the end were not drawn from a distribution."""
+    """Return log Q of the first nodes of a drafted layer. Nodes beyond them were not drawn from a distribution."""
     distribution = forest.distributions[number - 1] if number else None
     drawn: list[float] = [] if distribution is None else distribution.log_drawn[row].tolist()
     return drawn
 
 
 def _proposers(forest: Forest, number: int, row: int, drafter: str) -> list[str | None]:
-    """Which of two drafters proposed each node of a layer; None of the roots, and where there is one drafter."""
+    """Return which of two drafters proposed each node of a layer; None for roots, and where there is one drafter."""
     layer = forest.layers[number]
     names = drafter.split("+")
     if not number or len(names) == 1:

@@ -1,4 +1,4 @@
-"""A log of one run: an observer with clocks, which counts rows, nodes and cache slots too."""
+"""A log of one run: an observer that times its parts, and counts rows, nodes and cache slots."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ class RunLog(Observer):
 
     Attributes:
         phases: seconds of draft, target and verify, summed over the iterations.
-        iterations: of the engine. rows, nodes, slots: summed over the iterations, of all rows: requests, N, and cache
-            slots that a target forward sees.
-        peak: slots at the iteration that used most of them. most_slots: most rows x slots that the caches had.
+        iterations: number of iterations of the engine. rows, nodes, slots: sums over the iterations, of all rows:
+            requests, N, and cache slots that a target forward sees.
+        peak: slots at the iteration that used the most. most_slots: the largest product of rows and slots that the
+            caches had.
     """
 
     def __init__(self, devices: Sequence[torch.device], *, captured: bool = False) -> None:
-        """captured: iterations may be CUDA graphs, so that no clock may run within one."""
+        """captured: iterations may be CUDA graphs, within which no clock may run."""
         self._devices, self._captured = devices, captured
         self._spans: dict[str, list[list[PhaseTimer]]] = {name: [] for name in (*HOST, *DEVICE)}
         self.phases = dict.fromkeys(PHASES, 0.0)
@@ -37,7 +38,7 @@ class RunLog(Observer):
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time it where it is no phase of an iteration; those come with `iterated`."""
+        """Time the block, unless it is a phase of an iteration. `iterated` is called with the seconds of those."""
         clocks = [torch.device("cpu")] if name in HOST else self._devices if name in DEVICE else []
         if name == "compact" and self._captured:
             clocks = []
@@ -53,11 +54,11 @@ class RunLog(Observer):
             self._spans[name].append([*timers.values()])
 
     def reserved(self, rows: int, slots: int) -> None:
-        """Keep the most."""
+        """Keep the largest product of rows and slots."""
         self.most_slots = max(self.most_slots, rows * slots)
 
     def iterated(self, jobs: Mapping[int, RequestState], nodes: int, seconds: Mapping[str, float]) -> None:
-        """Add an iteration up."""
+        """Add the times and counts of an iteration."""
         for name, value in seconds.items():
             self.phases[name] += value
         common_prefix = sum(job.common_prefix for job in jobs.values())
@@ -72,9 +73,5 @@ class RunLog(Observer):
             self.peak = now
 
     def span_s(self, name: str) -> float:
-        """Seconds of all spans of a name; of several devices the longest counts."""
+        """Return the seconds of all spans of a name. Where there are several devices, the longest time counts."""
         return sum(max(timer.seconds()[name] for timer in one) for one in self._spans[name])
-
-    def span_count(self, name: str) -> int:
-        """How many spans of a name were timed."""
-        return len(self._spans[name])

@@ -17,12 +17,13 @@ from dsbd_cli.lab.reports.bench_data import (
 from dsbd_cli.lab.reports.units import bytes_text, figure
 
 DASH = "–"
-MOST_COMPARED = 2  # baselines that have columns
+MOST_COMPARED = 2  # baselines that get columns
 
 
 @dataclass(frozen=True, slots=True)
 class ReportColumn:
-    """A heading and the text of a row; text columns stand on the left."""
+    """A column of a report: its heading, and the function that returns the text for a row. text: the column is
+    left-aligned."""
 
     title: str
     cell: Callable[[BenchRow], str]
@@ -30,24 +31,24 @@ class ReportColumn:
 
 
 def number(value: float | None, form: str) -> str:
-    """The number in this form, or a dash."""
+    """Return the number in this format, or a dash."""
     return DASH if value is None else format(value, form)
 
 
 def size(count: float | None) -> str:
-    """Bytes with a unit, or a dash."""
+    """Return bytes with a unit, or a dash."""
     return DASH if count is None else bytes_text(count)
 
 
 def percent(interval: Interval | None) -> str:
-    """84.5 (79–90)."""
+    """Return a share and its interval in percent, as in `84.5 (79–90)`."""
     if interval is None:
         return DASH
     return f"{100 * interval.value:.1f} ({100 * interval.low:.0f}–{100 * interval.high:.0f})"
 
 
 def ratio(interval: Interval | None) -> str:
-    """1.42x (1.38–1.47); of one window without the range, which says nothing."""
+    """Return a ratio and its range, as in `1.42x (1.38–1.47)`. One window has no range."""
     if interval is None:
         return DASH
     if interval.low == interval.high:
@@ -56,7 +57,8 @@ def ratio(interval: Interval | None) -> str:
 
 
 def paired(test: PairedTest | None) -> str:
-    """3/1 (0.62): records on which it is better, and worse, and the p value after Holm's correction."""
+    """Return a test as in `3/1 (0.62)`: number of better and of worse records, and the p value after Holm's
+    correction."""
     if test is None:
         return DASH
     p = test.p_holm
@@ -64,12 +66,12 @@ def paired(test: PairedTest | None) -> str:
 
 
 def baselines(rows: Sequence[BenchRow]) -> list[str]:
-    """Methods of these rows that others are compared with, the first one what a user has today."""
+    """Return the methods of these rows that others are compared with. The first one is what a user has today."""
     return [name for name in BASELINES if any(name in row.ratios for row in rows)][:MOST_COMPARED]
 
 
 def setting_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
-    """Name of the method, and its setting where a sweep has set something."""
+    """Return the column of the method's name, and that of its setting where a sweep has set something."""
     columns = [ReportColumn("method", lambda row: row.method, text=True)]
     if any(row.setting for row in rows):
         columns.append(ReportColumn("setting", lambda row: row.setting, text=True))
@@ -77,7 +79,7 @@ def setting_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
 
 
 def quality_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
-    """Scores and log-probability."""
+    """Return the columns of scores, of the comparison with the first baseline, and of the log-probability."""
     columns = [
         ReportColumn(f"{metric} %", lambda row, metric=metric: percent(row.scores.get(metric)))  # type: ignore[misc]
         for metric in dict.fromkeys(metric for row in rows for metric in row.scores)
@@ -90,7 +92,7 @@ def quality_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
 
 
 def speed_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
-    """Tokens per second, and how that compares."""
+    """Return the columns of tokens per second, and of the ratio to each baseline."""
     return [
         ReportColumn("tokens/s", lambda row: figure(row.tokens_per_s.value)),
         *(
@@ -101,7 +103,7 @@ def speed_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
 
 
 def work_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
-    """Return the columns of what was done for it: calls, widths, how deep drafts were right."""
+    """Return the columns of the work: calls, widths, accepted drafts, and layers passed by depth."""
     return [
         ReportColumn("steps/target call", lambda row: number(row.steps_per_call, ".2f")),
         ReportColumn("target calls", lambda row: number(row.target_calls, ".1f")),
@@ -116,7 +118,7 @@ def work_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
 
 
 def resource_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
-    """Memory and energy."""
+    """Return the columns of memory and energy."""
     return [
         ReportColumn("KV peak/request", lambda row: size(row.kv_peak_bytes)),
         ReportColumn("peak memory", lambda row: size(row.peak_memory_bytes)),
@@ -126,20 +128,21 @@ def resource_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
 
 
 def _accepted(row: BenchRow) -> str:
-    """Return the accepted share in percent of all drafts, and of each drafter's where there are two."""
-    parts = [f"{name} {number(_hundred(rate), '.0f')}" for name, rate in row.accepted_by_drafter.items()]
-    return number(_hundred(row.acceptance_rate), ".0f") + (f" ({', '.join(parts)})" if parts else "")
+    """Return the share of accepted drafts in percent, and that of each drafter where there are two."""
+    parts = [f"{name} {number(_percent(rate), '.0f')}" for name, rate in row.accepted_by_drafter.items()]
+    return number(_percent(row.acceptance_rate), ".0f") + (f" ({', '.join(parts)})" if parts else "")
 
 
 def measured(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> list[ReportColumn]:
-    """Columns in which something was measured; the notes say why others are missing."""
+    """Return the columns in which something was measured. The report's notes give reasons why others are missing."""
     return [column for column in columns if column.text or any(column.cell(row) != DASH for row in rows)]
 
 
 def choice_columns(
     report: BenchReport, choice: ChosenThreshold
 ) -> tuple[list[ReportColumn], dict[str, list[ReportColumn]]]:
-    """Columns of a curve's test rows: what names them, and by subject the numbers of dev and test side by side."""
+    """Return the columns of a curve's test rows: those that name the row, and for each subject the numbers of dev and
+    test records side by side."""
     dev = report.dev_of(choice.task)
     metric = next((row.metric for row in dev.values()), None)
     numbers: dict[str, tuple[str, Callable[[BenchRow], str]]] = {
@@ -162,14 +165,14 @@ def choice_columns(
 
 
 def choice_title(report: BenchReport, choice: ChosenThreshold) -> str:
-    """On how many records."""
+    """Return the title of a choice, with the numbers of records."""
     dev = max(row.records for row in report.dev_of(choice.task).values())
     test = max((row.records for row in report.of(choice.task)), default=0)
     return f"{choice.task}, {plural(dev, 'dev record')} and {plural(test, 'test record')}: fuzzy threshold"
 
 
 def choice_line(report: BenchReport, choice: ChosenThreshold) -> str:
-    """The chosen setting with its scores, and the rule."""
+    """Return the sentence on the chosen setting, with its scores and the rule of the choice."""
     if choice.chosen is None:
         lost = f"every threshold loses more than {100 * choice.tolerance:g} points on dev records"
         return f"{choice.task}: none is chosen: {lost}. Rule: {choice.rule}."
@@ -184,12 +187,12 @@ def choice_line(report: BenchReport, choice: ChosenThreshold) -> str:
     return f"{choice.task}: {choice.chosen} is chosen: {', '.join(scores)}. Rule: {choice.rule}.{coarse}"
 
 
-def _hundred(share: float | None) -> float | None:
+def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
 def environment_lines(report: BenchReport) -> list[str]:
-    """Tell what ran where, and how to read the numbers."""
+    """Return lines on what ran where."""
     env, run = report.environment, report.run
     versions = env.get("versions")
     named = versions if isinstance(versions, dict) else {}
@@ -204,7 +207,7 @@ def environment_lines(report: BenchReport) -> list[str]:
 
 
 def reading_lines(rows: Sequence[BenchRow]) -> list[str]:
-    """Tell what the ranges are."""
+    """Return lines that explain the numbers and ranges."""
     lines = []
     if any(row.scores for row in rows):
         lines.append("Scores: mean over the records (95 % interval: Wilson's where all are 0 or 1, else by bootstrap).")

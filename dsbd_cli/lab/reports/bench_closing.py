@@ -1,4 +1,4 @@
-"""The last line of a bench run: what it says about the methods, in one plain sentence for each task."""
+"""The last lines of a bench run: one plain sentence for each task on what the run shows about the methods."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dsbd_cli.lab.reports.bench_data import SIGNIFICANT, BenchReport, BenchRow, 
 
 
 def closing_lines(report: BenchReport) -> list[str]:
-    """A line for each task on which some method was compared with a baseline."""
+    """Return a line for each task on which some method was compared with a baseline."""
     found = {task: line for task in report.tasks if (line := _closing_line(report.of(task)))}
     return [f"{task}: {line}" if len(report.tasks) > 1 else line for task, line in found.items()]
 
 
 def _closing_line(rows: Sequence[BenchRow]) -> str | None:
-    """Say whether a method is better than what a user has today, and which one is faster."""
+    """Return a sentence on whether a method is better than what a user has today, and which one is faster."""
     if not (names := baselines(rows)):
         return None
     base = names[0]
@@ -42,7 +42,7 @@ def _closing_line(rows: Sequence[BenchRow]) -> str | None:
 
 
 def _faster(rows: Sequence[BenchRow], base: str) -> str:
-    """Say which of the rows is the fastest beside the baseline, in tokens per second."""
+    """Return a clause on which of the rows is the fastest compared with the baseline, in tokens per second."""
     first = max(rows, key=lambda row: row.ratios[base].value)
     ratio = first.ratios[base]
     if first.windows == 1:
@@ -55,7 +55,7 @@ def _faster(rows: Sequence[BenchRow], base: str) -> str:
 
 
 def _power(test: PairedTest) -> str:
-    """Say how large a difference must be to be seen on so many records."""
+    """Return a sentence on how many records must differ for a difference to show with this number of records."""
     records = plural(test.records, "record")
     if test.least > test.records:
         return f"With {records} no difference can show: it takes {test.least} that are scored differently."
@@ -63,7 +63,7 @@ def _power(test: PairedTest) -> str:
 
 
 def _speed(ratio: float) -> str:
-    """Say a ratio of speeds in words."""
+    """Return a ratio of speeds in words."""
     number = f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}"
     return "as fast" if number in ("1", "0.99", "0.98") else f"{number} times as fast"
 

@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 
 HUES = [COLOURS[name] for name in ("vermillion", "blue", "green", "purple", "orange", "sky", "black")]
 MAX_KEYS = 12
-LETTER, NEAR_Y = 0.022, 0.06  # of the panel: a letter of a label, and the height of one
+LETTER, NEAR_Y = 0.022, 0.06  # shares of the panel: the width of a label's letter, and the height of a label
 
 
 def curve_panel(axes: Axes, report: BenchReport, task: str, colours: Mapping[str, str]) -> None:
-    """Score against steps per target call, by which thresholds are chosen, of every curve of the task, from the
-    smallest threshold to the largest. colours: of the methods in the other panels; further curves take what is left."""
+    """Draw the score against steps per target call, by which thresholds are chosen, for every curve of the task, from
+    the smallest threshold to the largest.
+
+    colours: of the methods in the other panels. Further curves of a method take colours that no method has.
+    """
     choices = [choice for choice in report.choices if choice.task == task]
     rows, dev = report.of(task), report.dev_of(task)
     metric = next((row.metric for row in rows if row.metric), None)
@@ -34,7 +37,7 @@ def curve_panel(axes: Axes, report: BenchReport, task: str, colours: Mapping[str
             shown = [found[one] for one in choice.curve if one in found]
             face = colour if filled else "white"
             key = name if filled and number < MAX_KEYS else None
-            # an empty line that may reach out would leave the layout no room
+            # without clipping an empty line would leave the layout no room
             axes.plot(*_points(shown), f"o{style}", color=colour, markerfacecolor=face, label=key, clip_on=not shown)
             if choice.chosen in found:
                 ring = _points([found[choice.chosen]])
@@ -57,7 +60,7 @@ def curve_panel(axes: Axes, report: BenchReport, task: str, colours: Mapping[str
 
 
 def _hues(choices: Sequence[ChosenThreshold], colours: Mapping[str, str], rows: Sequence[BenchRow]) -> Iterator[str]:
-    """A colour for each curve: its method's; further curves of the method take one that no method has."""
+    """Yield a colour for each curve: the method's for its first curve, and for further ones a colour of no method."""
     methods = {row.name: row.method for row in rows}
     free = itertools.cycle([hue for hue in HUES if hue not in colours.values()] or HUES)
     seen: set[str] = set()
@@ -68,7 +71,7 @@ def _hues(choices: Sequence[ChosenThreshold], colours: Mapping[str, str], rows: 
 
 
 def _label(axes: Axes, rows: Sequence[BenchRow], *, below: bool) -> None:
-    """Thresholds at their points; points that lie side by side share one label."""
+    """Write the thresholds at their points. Points that lie side by side share one label."""
     left, right = axes.get_xlim()
     bottom, top = axes.get_ylim()
     groups: list[list[tuple[float, float, str]]] = []
@@ -98,10 +101,10 @@ def _label(axes: Axes, rows: Sequence[BenchRow], *, below: bool) -> None:
 
 
 def _points(rows: Sequence[BenchRow]) -> tuple[list[float], list[float]]:
-    """Steps per call and percent; both are there wherever a threshold was chosen."""
+    """Return steps per call and scores in percent. Both exist wherever a threshold was chosen."""
     return [row.steps_per_call or 0.0 for row in rows], [100 * row.quality.value for row in rows if row.quality]
 
 
 def _common_name(choice: ChosenThreshold) -> str:
-    """The settings' name without the threshold, which ends it."""
+    """Return the name of the settings without the threshold at its end."""
     return choice.curve[0].rsplit(" ", 1)[0]

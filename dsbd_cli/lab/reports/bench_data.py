@@ -1,4 +1,4 @@
-"""Hold the result of a bench run: plain numbers, from which the tables, the plots and the JSON lines are made."""
+"""The result of a bench run: plain numbers, from which the tables, the plots and the JSON lines are made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIGNIFICANT = 0.05  # a p value below it is called a difference
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A number and a range around it; which range, the owner of the field says."""
+    """A number and a range around it. The field that holds it says which range."""
 
     value: float
     low: float
@@ -23,9 +23,9 @@ class Energy:
     """Joules of one method. Nothing here is estimated.
 
     Attributes:
-        source: of the counter: nvml, rapl:package-0, ..., or `unavailable`.
+        source: the counter: nvml, rapl:package-0, ..., or `unavailable`.
         j_per_token: joules per delivered token, of windows long enough for the counter; None where there is none.
-        j_per_token_above_idle: the same less what the machine draws when idle.
+        j_per_token_above_idle: the same without what the machine draws when idle.
         idle_watts: measured before the run.
         watts: mean power while the method ran.
     """
@@ -39,15 +39,16 @@ class Energy:
 
 @dataclass(frozen=True, slots=True)
 class PairedTest:
-    """Main scores of one method beside a baseline's, record by record.
+    """A comparison of the main scores of one method and a baseline, record by record.
 
     Attributes:
-        baseline: name of the baseline's setting: with as many beams, where there is one.
-        records: that both have answered; `better`, `worse`: those on which this method scores higher, lower.
-        difference: mean of this method's scores less the baseline's.
+        baseline: name of the baseline's setting, which has as many beams, if there is such a setting.
+        records: number of records that both have answered; `better`, `worse`: number on which this method scores
+            higher, lower.
+        difference: mean of this method's scores minus that of the baseline's.
         test: mcnemar (exact) where all scores are 0 or 1, else sign-flip.
         p: two-sided; `p_holm`: after Holm's correction over all methods that were compared with this baseline.
-        least: records that must differ, all one way, for a difference to show at all.
+        least: number of records that must differ, all one way, for a difference to show at all.
     """
 
     baseline: str
@@ -73,23 +74,26 @@ class BenchRow:
     Attributes:
         method: name of the method; `setting`: what a sweep has set, as in `W=4 K=8`, empty if nothing.
         settings: every setting, by the library's names.
-        records: answered; `failed`: of these without an answer (scored as wrong, and none of their tokens count).
-        windows: stretches of records that were timed, each next to one of every other method.
+        records: number answered; `failed`: how many of these have no answer (scored as wrong, and none of their tokens
+            count).
+        windows: number of stretches of records that were timed, each next to one of every other method.
         tokens: delivered by the best beams up to and with their end tokens, in `seconds`.
-        scores: metric -> mean over the records with its 95 % interval, Wilson's of scores that are 0 or 1, else by
+        scores: metric -> mean over the records with its 95 % interval, Wilson's for scores that are 0 or 1, else by
             bootstrap; the main metric first.
         logprob_per_token: of the best beams under the raw target, nats.
         tokens_per_s: median of the windows and their middle half (quartiles).
-        ratios: baseline -> this method's speed over its, median of pairs of neighbouring windows and quartiles.
+        ratios: baseline -> this method's speed divided by the baseline's, median of pairs of neighbouring windows and
+            quartiles.
         steps_per_call: beam-sampling steps per target call; None for others' code, which does not count them.
-        accepted_by_drafter: accepted of drafted nodes of each drafter, where there are two; a node that both proposed
-            is the first one's.
-        accepted_by_depth: accepted of drafted nodes in each layer that was verified.
+        accepted_by_drafter: accepted share of each drafter's nodes, where there are two; a node that both proposed
+            counts for the first.
+        accepted_by_depth: accepted share of the drafted nodes in each layer that was verified.
         passed_by_depth: share of all target calls in which this layer passed.
         target_calls, draft_calls: per record.
-        kv_peak_bytes: most that one request held in both models' caches; for transformers the target's at the end.
+        kv_peak_bytes: most that one request held in both models' caches; for transformers that of the target at the
+            end.
         peak_memory_bytes: of the whole process or device (memory_source) while the method ran.
-        paired: baseline -> this method's main scores beside its.
+        paired: baseline -> the test of this method's main scores against the baseline's.
     """
 
     task: str
@@ -143,7 +147,7 @@ class ChosenThreshold:
 
     Attributes:
         curve: names of the settings that it was chosen from, the smallest threshold first.
-        reference: name of the setting that their scores are held against.
+        reference: name of the setting that their scores are compared with.
         tolerance: by how much a score may be below the reference's.
         chosen: name of the setting; None where every score is lower than that.
     """
@@ -156,7 +160,7 @@ class ChosenThreshold:
 
     @property
     def rule(self) -> str:
-        """How it was chosen, in one line."""
+        """The rule of the choice, in one line."""
         return (
             f"most steps per target call on dev records among the thresholds whose score there is at most "
             f"{100 * self.tolerance:g} points below that of {self.reference}; of equal ones the smallest"
@@ -165,16 +169,16 @@ class ChosenThreshold:
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """Rows with what they share.
+    """Rows of a bench run, and what they share.
 
     Attributes:
         rows: of the test records.
         environment: command, versions, device, commit (see metrics.environment).
         run: target, draft, dtype, sampling, seed, rounds, ...
-        notes: what a reader must know: records left out, settings that cannot be, energy that is not measured.
+        notes: what a reader must know: records left out, settings that are not possible, energy that is not measured.
         complete: False where the run was stopped early.
         dev_rows: of the dev records, for the settings of `choices` alone.
-        choices: of thresholds, made on `dev_rows`.
+        choices: chosen thresholds, made on `dev_rows`.
     """
 
     rows: Sequence[BenchRow]
@@ -191,21 +195,22 @@ class BenchReport:
         return list(dict.fromkeys(row.task for row in self.rows))
 
     def of(self, task: str) -> list[BenchRow]:
-        """Rows of one task."""
+        """Return the rows of one task."""
         return [row for row in self.rows if row.task == task]
 
     def dev_of(self, task: str) -> dict[str, BenchRow]:
-        """Rows of the dev records of one task, by name."""
+        """Return the rows of the dev records of one task, by name."""
         return {row.name: row for row in self.dev_rows if row.task == task}
 
     def curve(self, choice: ChosenThreshold) -> list[BenchRow]:
-        """Test rows of the reference and of the curve, the smallest threshold first; those that were measured."""
+        """Return the test rows of the reference and of the curve, the smallest threshold first. Settings that were not
+        measured are left out."""
         rows = {row.name: row for row in self.of(choice.task)}
         return [rows[name] for name in (choice.reference, *choice.curve) if name in rows]
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indexes of the points (speed, quality) that no other point beats in both, slowest first."""
+    """Return the indexes of the points (speed, quality) that no other point beats in both, slowest first."""
     best: list[int] = []
     order = sorted(range(len(points)), key=lambda i: (-points[i][0], -points[i][1]))
     highest = float("-inf")

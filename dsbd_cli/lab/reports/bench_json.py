@@ -11,7 +11,8 @@ from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
 
 
 def json_lines(report: BenchReport) -> bytes:
-    """All rows, those of dev records last. What was not measured is null, and so is a setting that does not act."""
+    """Return all rows as JSON lines, those of dev records last. What was not measured is null, and so is a setting that
+    has no effect."""
     pairs = [("test", row) for row in report.rows] + [("dev", row) for row in report.dev_rows]
     return b"".join(BENCH.line(_record(report, row, split)) + b"\n" for split, row in pairs)
 
@@ -35,7 +36,8 @@ def _record(report: BenchReport, row: BenchRow, split: str) -> dict[str, object]
 
 
 def _acting(settings: Mapping[str, object]) -> dict[str, object]:
-    """Settings of dsbd's methods: null where another one keeps them from acting. Those of others' code as they are."""
+    """Return the settings of a method of ours, null where another setting keeps them from having an effect. Settings of
+    others' code are returned as they are."""
     if "depth" not in settings:
         return dict(settings)
     of_forest = {"drafts_per_layer", "width", "adaptive_depth", "drafter"}
@@ -46,7 +48,7 @@ def _acting(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def _choice(report: BenchReport, row: BenchRow) -> dict[str, object] | None:
-    """How the threshold of this row's curve was chosen; null where the row is on none."""
+    """Return how the threshold of this row's curve was chosen; None where the row is on no curve."""
     for choice in report.choices:
         if row.task == choice.task and row.name in choice.curve:
             return {**dataclasses.asdict(choice), "rule": choice.rule, "is_chosen": row.name == choice.chosen}

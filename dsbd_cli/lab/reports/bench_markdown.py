@@ -12,7 +12,8 @@ from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
 
 
 def aligned_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[bool]) -> str:
-    """A markdown table, aligned so that it can be read as text too. left: columns that stand on the left."""
+    """Return a markdown table, aligned so that it can be read as text too. left: for each column, whether it is
+    left-aligned."""
     shown = [[cell.replace("|", "\\|") for cell in line] for line in (titles, *rows)]
     widths = [max(len(line[place]) for line in shown) for place in range(len(titles))]
     rule = ["-" * (width + 1) + ("-" if text else ":") for width, text in zip(widths, left, strict=True)]
@@ -24,13 +25,14 @@ def aligned_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Se
 
 
 def markdown_table(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> str:
-    """These columns of the rows."""
+    """Return a markdown table of the rows with these columns."""
     cells = [[column.cell(row) for column in columns] for row in rows]
     return aligned_table([column.title for column in columns], cells, [column.text for column in columns])
 
 
 def markdown_page(report: BenchReport) -> str:
-    """Heading, command, one table per task with quality, speed, memory and energy, a second one with the work."""
+    """Return the page: heading and command, and for each task one table with quality, speed, memory and energy, and one
+    with the work."""
     env = report.environment
     parts = ["# dsbd bench\n", f"`{env.get('command')}`, {env.get('date')}\n"]
     parts.append(

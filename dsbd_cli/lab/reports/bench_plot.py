@@ -1,7 +1,7 @@
-"""A bench run as a picture: per task the quality of every method against its speed, and acceptance by depth where
-something was drafted.
+"""A bench run as a picture. For each task it has the quality of every method against its speed, and acceptance by depth
+where something was drafted.
 
-Colours are those of a family of methods; names stand at what they name, so that nothing depends on the colours.
+Each family of methods has a colour. Names are joined to their points by lines, so that nothing depends on the colours.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, DEPTH_WIDTH, CURVE_WIDTH = 5.2, 3.8, 4.2  # inches of the panels, without names
-LETTER, AXES = 0.072, 0.8  # inches of a letter of a name, and of what stands beside a panel
+WIDTH, DEPTH_WIDTH, CURVE_WIDTH = 5.2, 3.8, 4.2  # inches: widths of the panels, without names
+LETTER, AXES = 0.072, 0.8  # inches: a letter of a name, and the axis labels beside a panel
 TITLE_LETTER, TITLE_POINTS = 0.098, 11.0
-ROW, MARGIN, LEAST = 0.23, 1.3, 4.0  # inches of a task's height
+ROW, MARGIN, LEAST = 0.23, 1.3, 4.0  # inches of a task's height: per row, for the margins, and at least
 MAX_ROWS = 40
 LABEL_POINTS = 8.0
 CAPTION = (
@@ -41,8 +41,8 @@ STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))
 
 
 def _colour_of(method: str) -> str:
-    """Return the colour of the family: a rule with all its widths and drafters, the methods of others, or what has no
-    beams of ours."""
+    """Return the colour of the method's family: a rule with all its widths and drafters, the methods of others, or our
+    methods without a draft."""
     if method.startswith(("hf-", "ct2-", "llama-cpp-")):
         return MUTED
     name = next((name for name in FAMILIES if method.startswith(name)), None)
@@ -50,7 +50,7 @@ def _colour_of(method: str) -> str:
 
 
 def bench_figure(report: BenchReport) -> Figure:
-    """One row of panels per task that has a row; where a threshold was chosen, with its curve."""
+    """Draw one row of panels for each task that has a row. Where a threshold was chosen, it includes the curve."""
     tasks = report.tasks
     drafted = any(row.passed_by_depth for row in report.rows)
     widths = [WIDTH, *([DEPTH_WIDTH] if drafted else []), *([CURVE_WIDTH] if report.choices else [])]
@@ -74,7 +74,7 @@ def bench_figure(report: BenchReport) -> Figure:
 
 
 def _title(report: BenchReport) -> str:
-    """File, models and machine."""
+    """Return the title: file, models and machine."""
     run, env = report.run, report.environment
     target, draft = (run.get(name) for name in ("target", "draft"))
     models = f"{_short(target)} with {_short(draft)}" if draft else _short(target)
@@ -82,14 +82,14 @@ def _title(report: BenchReport) -> str:
 
 
 def _short(source: object) -> str:
-    """Name a file or a folder without those around it; empty where there is none."""
+    """Return the name of a file or folder without its parents, or another source as it is. None gives an empty text."""
     text = "" if source is None else str(source)
     return Path(text).name if text.startswith((".", "/", "~")) else text
 
 
 def _shown(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """The fastest first. Of a large sweep the settings that no other one of the same method beats in speed and
-    quality."""
+    """Return the rows to draw, the fastest first. Of a large sweep only those settings are kept that no other setting
+    of the same method beats in speed and quality."""
     kept = list(rows)
     if len(rows) > MAX_ROWS:
         kept = []
@@ -100,27 +100,27 @@ def _shown(rows: Sequence[BenchRow]) -> list[BenchRow]:
 
 
 def _front(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """Rows that no other one beats in both speed and quality."""
-    levels = [(row, level) for row in rows if (level := _level(row)) is not None]
+    """Return the rows that no other one beats in both speed and quality."""
+    levels = [(row, level) for row in rows if (level := _quality_value(row)) is not None]
     return [levels[place][0] for place in pareto_front([(row.tokens_per_s.value, level) for row, level in levels])]
 
 
-def _level(row: BenchRow) -> float | None:
-    """The main score in percent, else the log-probability."""
+def _quality_value(row: BenchRow) -> float | None:
+    """Return the main score in percent, else the log-probability per token."""
     return 100 * row.quality.value if row.quality is not None else row.logprob_per_token
 
 
 def _quality(axes: Axes, shown: Sequence[BenchRow], rows: Sequence[BenchRow], task: str, height: float) -> None:
-    """Scores with their intervals, or log-probabilities, against speeds with their middle halves; the names of the
-    front are bold. height: of the panel, in inches."""
+    """Draw scores with their intervals, or log-probabilities, against speeds with their middle halves. Rows that no
+    other one beats in both have bold names. height: of the panel, in inches."""
     records = plural(max(row.records for row in rows), "record")
     metric = next((row.metric for row in shown if row.metric), None)
     some = f" (best {len(shown)} of {len(rows)} settings)" if len(shown) < len(rows) else ""
     quality = f"{metric} (%)" if metric else "log-probability per token"
     plain_axes(axes, f"{task}, {records}: quality against speed", f"tokens per second{some}", quality)
     front = {row.name for row in _front(rows)}
-    drawn = [(level, row.tokens_per_s.value, row) for row in shown if (level := _level(row)) is not None]
-    drawn.sort(key=lambda one: (one[0], -one[1]))  # of one level the slower has its name above, and its line
+    drawn = [(level, row.tokens_per_s.value, row) for row in shown if (level := _quality_value(row)) is not None]
+    drawn.sort(key=lambda one: (one[0], -one[1]))  # on one level the slower point has name and line above
     for level, speed, row in drawn:
         colour = _colour_of(row.method)
         axes.hlines(level, row.tokens_per_s.low, row.tokens_per_s.high, color=colour, alpha=0.35, linewidth=2)
@@ -142,22 +142,23 @@ def _quality(axes: Axes, shown: Sequence[BenchRow], rows: Sequence[BenchRow], ta
 def _name_points(
     axes: Axes,
     points: Sequence[tuple[float, float, str, str]],
-    stand: float,
+    column_x: float,
     height: float,
     bold: Container[str] = (),
 ) -> None:
-    """Names in a column beside the panel, each with a thin line from its point, and none over another.
+    """Write the names in a column beside the panel, each with a thin line from its point, so that none overlaps
+    another.
 
-    points: x, y, name and colour. stand: x of the column. height: of the panel, in inches. bold: names.
+    points: x, y, name and colour. column_x: x of the column. height: of the panel, in inches. bold: names in bold type.
     """
     low, high = axes.get_ylim()
     gap = min((high - low) * LABEL_POINTS * 1.45 / 72 / height, (high - low) / max(1, len(points)))
-    stands = spread_labels([y for _, y, _, _ in points], gap, low, high)
-    for (x, y, name, colour), place in zip(points, stands, strict=True):
+    label_ys = spread_labels([y for _, y, _, _ in points], gap, low, high)
+    for (x, y, name, colour), label_y in zip(points, label_ys, strict=True):
         axes.annotate(
             name,
             (x, y),
-            xytext=(stand, place),
+            xytext=(column_x, label_y),
             fontsize=LABEL_POINTS,
             fontweight="bold" if name in bold else "normal",
             color=colour,
@@ -168,8 +169,8 @@ def _name_points(
 
 
 def _depth(axes: Axes, rows: Sequence[BenchRow], task: str, height: float) -> None:
-    """Share of target calls in which a layer passed, for the deepest setting of each method with each drafter. height:
-    of the panel, in inches."""
+    """Draw the share of target calls in which each layer passed, for the deepest setting of each method with each
+    drafter. height: of the panel, in inches."""
     from matplotlib.ticker import MaxNLocator
 
     chosen: dict[tuple[str, object], BenchRow] = {}
@@ -183,7 +184,7 @@ def _depth(axes: Axes, rows: Sequence[BenchRow], task: str, height: float) -> No
     axes.set_ylim(0, 100)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if not chosen:
-        axes.set_visible(False)  # drafts on another task
+        axes.set_visible(False)  # something was drafted on another task only
         return
     drawn = [(row, _until_zero(row)) for row in chosen.values()]
     hues = [_colour_of(row.method) for row, _ in drawn]
@@ -198,7 +199,8 @@ def _depth(axes: Axes, rows: Sequence[BenchRow], task: str, height: float) -> No
 
 
 def _until_zero(row: BenchRow) -> list[float]:
-    """Percents of the layers, up to the first one below the last that passed in one call of a hundred."""
+    """Return the percentages of the layers. The list ends one layer below the last one that passed in at least one call
+    of a hundred."""
     shares = [100 * share for share in row.passed_by_depth]
     passed = [place for place, share in enumerate(shares) if share >= 1]
     return shares[: (passed[-1] if passed else 0) + 2]

@@ -1,4 +1,4 @@
-"""A bench run on the terminal: as many tables as it takes for none to be wider than the screen."""
+"""A bench run on the terminal, in as many tables as it takes for none to be wider than the screen."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def print_report(report: BenchReport, stream: IO[str]) -> None:
 
 
 def _print_choice(console: Screen, report: BenchReport, choice: ChosenThreshold) -> None:
-    """The curve, dev beside test, and what was chosen by which rule."""
+    """Print the curve with dev and test records side by side, and what was chosen by which rule."""
     rows = report.curve(choice)
     head, sections = cells.choice_columns(report, choice)
     for title, shown in _packed(head, sections.items(), rows, console.width):
@@ -59,7 +59,7 @@ def _print_choice(console: Screen, report: BenchReport, choice: ChosenThreshold)
 def _packed(
     head: list[ReportColumn], sections: Iterable[Section], rows: Sequence[BenchRow], width: int
 ) -> Iterator[Section]:
-    """Sections side by side as long as they fit, else one below the other, else cut between columns."""
+    """Yield sections side by side as long as they fit, else one below the other, else divided between columns."""
     room = width - 1 - _widths(head, rows)
     titles: list[str] = []
     seen: set[str] = set()
@@ -76,7 +76,7 @@ def _packed(
 
 
 def _sections(rows: Sequence[BenchRow]) -> Iterator[Section]:
-    """With the columns in which something was measured."""
+    """Yield the sections with the columns in which something was measured."""
     for title, columns in (
         ("quality", cells.quality_columns(rows)),
         ("speed", cells.speed_columns(rows)),
@@ -103,13 +103,13 @@ def _widths(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> int:
 
 
 def _width(column: ReportColumn, rows: Sequence[BenchRow]) -> int:
-    """Cells and short headings stay whole; a long heading is wrapped between words."""
+    """Return the width of a column. Cells and short headings stay whole; a long heading is wrapped between words."""
     title = max(min(len(column.title), SHORT_TITLE), *(len(word) for word in column.title.split()))
     return max([title, *(len(column.cell(row)) for row in rows)])
 
 
 def _table(title: str, columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> Table:
-    """Rows in which nothing was measured are left out."""
+    """Make a table. Rows in which nothing was measured are left out."""
     table = Table(
         title=title,
         title_justify="left",

@@ -1,6 +1,6 @@
-"""Hold the result of a profile: plain numbers, from which the tables, the plots and the JSON document are made.
+"""The result of a profile: plain numbers, from which the tables, the plots and the JSON document are made.
 
-Letters: W beams, K drafts per layer, D layers, N nodes of a target forward. Units stand in the names.
+Letters: W beams, K drafts per layer, D layers, N nodes of a target forward. Names of fields end in their units.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Spread:
 
     @property
     def relative(self) -> float:
-        """(high - low) / median; 0 of nothing."""
+        """Width of the range relative to the median; 0 where the median is 0."""
         return (self.high - self.low) / self.median if self.median else 0.0
 
 
@@ -35,19 +35,19 @@ def spread_of(values: list[float]) -> Spread:
 
 @dataclass(frozen=True, slots=True)
 class ForestSize:
-    """The part of a method that a profile compares; min_width is None with fixed width, depth 0 is no draft."""
+    """The part of a method that a profile varies. min_width: None with fixed width. depth: 0 is no draft."""
 
     depth: int
     drafts_per_layer: int
     min_width: int | None = None
 
     def nodes(self, num_beams: int) -> int:
-        """N."""
+        """Return N."""
         return num_beams + self.depth * self.drafts_per_layer
 
     @property
     def label(self) -> str:
-        """D=4 K=8, with W_min where there is one."""
+        """Name as in `D=4 K=8`, with W_min where there is one."""
         if not self.depth:
             return "no draft"
         return f"D={self.depth} K={self.drafts_per_layer}" + (f" W_min={self.min_width}" if self.min_width else "")
@@ -58,7 +58,7 @@ NO_DRAFT = ForestSize(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Measured: seconds of a whole run (median), of one iteration, and the share of the run."""
+    """Measured seconds of a phase: of a whole run (the median one), of one iteration, and as a share of the run."""
 
     name: str
     total_s: float
@@ -70,7 +70,7 @@ class Phase:
 class Roofline:
     """The least time that a target forward may take by the machine's measured rates.
 
-    weight_bytes: read by each forward; flops_per_node: 2 x parameters; kv_bytes_per_slot: keys and values of a cache
+    weight_bytes: read by each forward. flops_per_node: 2 x parameters. kv_bytes_per_slot: keys and values of a cache
     slot. copy_bytes_per_s: bytes read + written.
     """
 
@@ -81,8 +81,8 @@ class Roofline:
     matmul_flops_per_s: float
 
     def floor(self, nodes: float, slots: float) -> tuple[float, Literal["memory", "arithmetic"]]:
-        """Seconds of a forward of so many nodes over so many cache slots, of all rows, and what bounds it: the bytes of
-        weights and slots at the copy rate, or the operations of the weights at the matmul rate."""
+        """Return the seconds of a forward of `nodes` nodes over `slots` cache slots, both of all rows, and what bounds
+        it: the bytes of weights and slots at the copy rate, or the operations of the weights at the matmul rate."""
         memory = (self.weight_bytes + slots * self.kv_bytes_per_slot) / self.copy_bytes_per_s
         arithmetic = self.flops_per_node * nodes / self.matmul_flops_per_s
         return (memory, "memory") if memory >= arithmetic else (arithmetic, "arithmetic")
@@ -90,7 +90,7 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class TargetForward:
-    """Measured: the mean target forward of a run. rows, nodes and slots: means; nodes and slots of all rows together.
+    """The measured mean target forward of a run. rows, nodes, slots: means; nodes and slots are of all rows together.
     floor_s, bound: of the roofline, None where that was not measured."""
 
     rows: float
@@ -102,13 +102,13 @@ class TargetForward:
 
     @property
     def share_of_floor(self) -> float | None:
-        """floor / measured: 1 is the roofline."""
+        """Floor divided by measured seconds; 1 is the roofline."""
         return self.floor_s / self.seconds if self.floor_s is not None and self.seconds else None
 
 
 @dataclass(frozen=True, slots=True)
 class DepthRate:
-    """Measured: of `reached` times that a layer was looked at, it passed `passed` times at the setting in use."""
+    """Measured acceptance of a layer with the setting in use: how often it was verified (`reached`), and passed."""
 
     depth: int
     reached: int
@@ -117,7 +117,8 @@ class DepthRate:
 
 @dataclass(frozen=True, slots=True)
 class DrafterRate:
-    """Measured: nodes that one of two drafters proposed, and how many were accepted; a node of both is the first's."""
+    """Measured number of nodes that one of two drafters proposed, and of those accepted. A node that both proposed
+    counts for the first."""
 
     name: str
     drafted: int
@@ -126,7 +127,7 @@ class DrafterRate:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSetting:
-    """Measured: whole runs with one setting. tokens: of the best texts."""
+    """Measured whole runs with one setting. tokens: of the best texts."""
 
     setting: ForestSize
     seconds: Spread
@@ -150,7 +151,7 @@ class MemoryOwner:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where it was measured. load_average: of the minute before the first measurement, None where unknown."""
+    """The machine of the measurements. load_average: of the minute before the first measurement, None where unknown."""
 
     device: str
     threads: int
@@ -162,7 +163,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ShownNode:
-    """A node of a shown forest. p, q: None where they are not defined; parent: place in the list, None of a root;
+    """A node of a shown forest. p, q: None where they are not defined. parent: index in the list, None for a root.
     proposer: which of two drafters; None where one drafts."""
 
     token: str
@@ -176,7 +177,7 @@ class ShownNode:
 
 @dataclass(frozen=True, slots=True)
 class ShownForest:
-    """One iteration of one prompt: `verified` layers yielded a step, the last of them completed. Parents come first."""
+    """One iteration of one prompt. `verified` layers yielded a step, the last of them completed. Parents come first."""
 
     prompt_id: str
     iteration: int
@@ -189,11 +190,12 @@ class ShownForest:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Everything one `dsbd profile` found out. `now` is the setting in use; `best` the recommended one.
+    """Everything that one `dsbd profile` found out. `now` is the setting in use, `best` the recommended one.
 
-    draft: name of the draft model, None where none runs; drafter: who proposes, None where nobody does; drafters: what
-    each brought, where there are two; tree: how drafter dynamic-tree chooses, None where it does not draft.
-    seconds: that measuring might take; left_out: what there was no time for; complete: False where a signal ended it.
+    draft: name of the draft model, None where none runs. drafter: name of the drafter, None where nothing is drafted.
+    drafters: nodes of each, where there are two. tree: how drafter dynamic-tree chooses, None where it does not draft.
+    seconds: limit of the time for measuring. left_out: what there was no time for. complete: False where a signal ended
+    it.
     """
 
     command: str

@@ -19,7 +19,7 @@ MARKS = {">": "in use", "*": "recommended"}
 
 
 def _table(*columns: str) -> Table:
-    """Left-aligned first column, numbers on the right."""
+    """Make a table with the first column left-aligned, and numbers on the right."""
     # narrow gaps, so that eighty columns suffice
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True, header_style="")
     for place, column in enumerate(columns):
@@ -29,13 +29,13 @@ def _table(*columns: str) -> Table:
 
 
 def _part(title: str, table: Table, caption: str = "") -> Group:
-    """A table with a title above and a caption below, which may be wider than it."""
+    """Return a table with a title above and a caption below. The caption may be wider than the table."""
     below = [Text(caption, style="dim")] if caption else []
     return Group(Text(title, style="bold"), table, *below, Text())
 
 
 def profile_tables(profile: Profile) -> Iterator[RenderableType]:
-    """Yield what stands on the terminal, from top to bottom."""
+    """Yield what is printed on the terminal, from top to bottom."""
     yield Group(_head(profile))
     yield _phases(profile)
     if profile.acceptance:
@@ -68,7 +68,7 @@ def _head(profile: Profile) -> Text:
 
 
 def _drafting(profile: Profile) -> str:
-    """Who drafts, and how much."""
+    """Return the drafter and the size of its forest."""
     name = profile.drafter or ""
     if profile.tree is not None:
         name = name.replace("dynamic-tree", f"dynamic-tree ({profile.tree})")
@@ -113,7 +113,7 @@ def _acceptance(profile: Profile) -> RenderableType:
 
 
 def _by_drafter(profile: Profile) -> str:
-    """Tell what each of two drafters brought, in the setting in use; "" where there are not two."""
+    """Return a sentence on the accepted nodes of each of two drafters in the setting in use; empty without two."""
     if not profile.drafters:
         return ""
     rates = [
@@ -141,7 +141,7 @@ def _settings(profile: Profile) -> RenderableType:
 
 
 def _forwards(profile: Profile) -> RenderableType:
-    """The mean target forward of every setting that was run, beside the roofline where that is known."""
+    """Return the table of the mean target forward of every setting that was run, beside the roofline if known."""
     table = _table("setting", "rows", "nodes", "slots", "forward", "floor", "bound by", "roofline")
     for one in (profile.now, *profile.tried):
         forward = one.forward

@@ -1,4 +1,4 @@
-"""The forest of one iteration as a tree in the terminal. What became of a node is told by symbol and by colour."""
+"""The forest of one iteration as a tree in the terminal. Symbol and colour show what became of a node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SYMBOLS: dict[str, tuple[str, str, str]] = {
 
 
 def forest_tree(forest: ShownForest) -> RenderableType:
-    """Head, legend and one tree per live beam; children stand in draw order."""
+    """Return head, legend and one tree per live beam. Children stand in draw order."""
     counted = {state: sum(node.state == state for node in forest.nodes) for state in SYMBOLS}
     head = Text(
         f"Iteration {forest.iteration} of prompt {forest.prompt_id}: rule {forest.rule}, W={forest.num_beams}, "
@@ -60,7 +60,7 @@ def _label(node: ShownNode) -> Text:
 
 
 def _visible(token: str) -> str:
-    """The token in quotes, line ends and other unprintable characters escaped."""
+    """Return the token in quotes, with line ends and other unprintable characters escaped."""
     return "'" + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token) + "'"
 
 

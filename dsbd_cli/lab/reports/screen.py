@@ -1,4 +1,4 @@
-"""Where tables are printed: one rule for widths, and for a reader who has gone."""
+"""The console that tables are printed on: one rule for widths, and one for a reader that has closed the pipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEAST_WIDTH, WIDTH_OF_FILES, NO_LIMIT = 80, 120, 10_000
 
 
 def before_and_after() -> Table:
-    """A table of two numbers a row."""
+    """Make a table with two numbers in a row."""
     table = Table(box=None)
     for place, name in enumerate(("", "before", "after")):
         table.add_column(name, justify="right" if place else "left")
@@ -20,7 +20,7 @@ def before_and_after() -> Table:
 
 
 class Screen(Console):
-    """Console as wide as the terminal, and at least LEAST_WIDTH columns.
+    """A console as wide as the terminal, and at least LEAST_WIDTH columns.
 
     A stream that is no terminal gets plain text, WIDTH_OF_FILES columns wide.
     """
@@ -31,7 +31,7 @@ class Screen(Console):
         self.width = max(self.width, LEAST_WIDTH)
 
     def show(self, table: RenderableType) -> None:
-        """A table, wider than the screen where it does not fit: the terminal wraps its lines, but no cell is cut."""
+        """Print a table. Where it is wider than the screen, the terminal wraps its lines, but no cell is cut."""
         least = Measurement.get(self, self.options.update(width=NO_LIMIT), table).minimum
         before = self.width
         self.width = max(before, least)
@@ -41,9 +41,9 @@ class Screen(Console):
             self.width = before
 
     def say(self, text: str) -> None:
-        """A line as it is, which the terminal alone wraps."""
+        """Print a line as it is, which the terminal alone wraps."""
         self.print(text, soft_wrap=True)
 
     def on_broken_pipe(self) -> None:
-        """Nobody reads any more: no error, as for every command. Raises BrokenPipeError, which ends the command."""
+        """Raise BrokenPipeError, which ends the command. As in every command, a reader that has gone is no error."""
         raise BrokenPipeError

@@ -1,4 +1,4 @@
-"""One look for all plots: Okabe and Ito's colours (told apart with every kind of colour vision), plain axes.
+"""One style for all plots: Okabe and Ito's colours (distinguishable with every kind of colour vision), plain axes.
 
 Figures are made without pyplot, so that nothing global changes and no display is needed.
 """
@@ -34,7 +34,8 @@ LEAST_POINTS = 5.0
 
 
 def require_plots(option: str, path: Path) -> None:
-    """Before anything is measured: matplotlib is there and the name says how to draw. Raises UsageError."""
+    """Check, before anything is measured, that matplotlib is there and the name has a known ending. Raises
+    UsageError."""
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"{option} {path}: the name must end in {', '.join(FORMATS)}")
     if find_spec("matplotlib") is None:
@@ -42,7 +43,7 @@ def require_plots(option: str, path: Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of so many inches that lays itself out."""
+    """Make a figure of this size in inches that lays itself out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -53,7 +54,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def plain_axes(axes: Axes, title: str, x: str, y: str) -> None:
-    """Title, labels, a light grid; no frame above and to the right."""
+    """Give the axes a title, labels and a light grid, and no frame above and to the right."""
     axes.set_title(title, loc="left", color=INK, fontweight="bold", fontsize=11)
     axes.set_xlabel(x, color=INK, fontsize=10)
     axes.set_ylabel(y, color=INK, fontsize=10)
@@ -67,15 +68,16 @@ def plain_axes(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def score_limits(axes: Axes) -> None:
-    """After everything is drawn: percents begin at 0 or above, and equal ones do not look far apart."""
+    """Set the limits of an axis of percents once everything is drawn. They begin at 0 or above, and nearly equal values
+    do not look far apart."""
     low, high = axes.get_ylim()
     spare = max(0.0, LEAST_POINTS - (high - low)) / 2
     axes.set_ylim(max(0.0, low - spare), max(high + spare, LEAST_POINTS))
 
 
 def spread_labels(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Where labels of these places stand: in the same order, at least `gap` from each other, between low and high as
-    long as there is room."""
+    """Return places of labels near the given places: in the same order, at least `gap` from each other, and between
+    `low` and `high` as long as there is room."""
     order = sorted(range(len(places)), key=lambda place: places[place])
     found = [0.0] * len(places)
     below = low - gap
@@ -88,7 +90,7 @@ def spread_labels(places: Sequence[float], gap: float, low: float, high: float) 
 
 
 def picture_bytes(figure: Figure, suffix: str = ".png") -> bytes:
-    """The picture as a file of this kind: .png, .svg or .pdf."""
+    """Return the picture as a file of this kind: .png, .svg or .pdf."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix.lower().removeprefix("."), dpi=DPI)
     return buffer.getvalue()

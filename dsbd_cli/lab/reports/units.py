@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def figure(value: float) -> str:
-    """Three digits that count: 0.12, 1.23, 12.3, 1234."""
+    """Return a number with the digits that count: 0.12, 1.23, 12.3, 1234."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 

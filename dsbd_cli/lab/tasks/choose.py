@@ -1,4 +1,4 @@
-"""From a task's name and a path to a data set."""
+"""The data set of a task, from the task's name and a path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FROM_DISK: dict[str, Callable[[Path], Dataset]] = {
     "spider": spider_dataset,
     "mt-bench": mt_bench_dataset,
 }
-OF_LINES: dict[str, Callable[..., Dataset]] = {  # which may name files
+OF_LINES: dict[str, Callable[..., Dataset]] = {  # tasks of JSON lines, which may name files
     "jsonl": jsonl_dataset,
     "translation": translation_dataset,
     "summary": summary_dataset,
@@ -41,9 +41,11 @@ def open_dataset(
     score: str | None = None,
     rows: RowReader = PLAIN_ROWS,
 ) -> Dataset:
-    """The data set of a task. `path` is for those that lie on disk, `dev_path` for their dev records, if these lie
-    elsewhere. metric, score: of task jsonl, see jsonl_dataset. files_under: the only folder that lines may name files
-    in. rows: what lines inherit from the run. Raises UsageError.
+    """Open the data set of a task. Raises UsageError.
+
+    path: for tasks whose data lie on disk. dev_path: for their dev records, if these lie elsewhere. metric, score: of
+    task jsonl, see jsonl_dataset. files_under: the only folder in which lines may name files. rows: what lines inherit
+    from the run.
     """
     own = {option: value for option, value in (("metric", metric), ("score", score)) if value is not None}
     if own and name != "jsonl":

@@ -15,6 +15,8 @@ from dsbd_cli.pick.sandbox import StatementResult
 Score = Callable[[TaskRecord, str], Mapping[str, float]]
 Execute = Callable[[TaskRecord, str], StatementResult | None]
 
+EXECUTION = "execution accuracy"
+
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
@@ -23,14 +25,15 @@ class Dataset:
     Attributes:
         name: as the user chose it: sql, squad, ...
         metrics: names of the scores, the main one first; empty where answers cannot be scored.
-        records: of the data, in order.
+        records: returns the records, in order.
         score: record and text -> one number from 0 to 1 for each metric.
-        notes: what the user should know of the data.
-        ranks: record and all answers, best first -> the metrics; where it is given, all hypotheses are asked for, and
+        notes: what the user should know about the data.
+        ranks: record and all answers, best first -> the metrics. Where it is given, all hypotheses are requested, and
             it takes the place of `score`. An answer is its id, or its text where it has none.
         dev: other records of the same kind, to choose settings on; None where the data has no such split.
-        execute: what a text returns on a record's database, None where it fails; None for data without one.
-        asks: what some record asks for itself and not every method can do: `grammar`, `allow`, `seed`, `greedy`.
+        execute: record and text -> the result of the text on the record's database, None where it fails. The field is
+            None for data without databases.
+        asks: options that some record sets and that not every method supports: `grammar`, `allow`, `seed`, `greedy`.
     """
 
     name: str
@@ -45,13 +48,19 @@ class Dataset:
 
 
 def builtin_dataset(name: str, metrics: tuple[str, ...], score: Score, execute: Execute | None = None) -> Dataset:
-    """The test records of a built-in task, with its dev records."""
+    """Return the test records of a built-in task as a data set, with its dev records."""
     dev = Dataset(f"{name} dev", metrics, partial(shipped, name, "dev"), score, execute=execute)
     return dataclasses.replace(dev, name=name, records=partial(shipped, name, "test"), dev=dev)
 
 
+def execution_score(gold: StatementResult | None, found: StatementResult | None, *, ordered: bool) -> dict[str, float]:
+    """Return 1 where a statement returns what the gold one returns, else 0: same columns in order, same rows with
+    repeats, in the same order where the gold statement orders them (`ordered`)."""
+    return {EXECUTION: float(gold is not None and found is not None and gold.same(found, ordered=ordered))}
+
+
 def with_dev(dataset: Dataset) -> Dataset:
-    """The data set with dev records, none of which it holds itself.
+    """Return the data set with dev records, none of which is among its own records.
 
     Data without such a split is divided, and a note says how: every second record is dev, so that both halves are of
     one kind, however the file is ordered. Raises UsageError where there is only one record.
@@ -71,8 +80,11 @@ def with_dev(dataset: Dataset) -> Dataset:
 
 
 def with_shots(dataset: Dataset, count: int) -> Dataset:
-    """The data set with the first `count` dev records, solved, in front of every prompt: as turns of a conversation
-    where the target's tokenizer has a chat template, else as text. Conversations cannot be told as text.
+    """Return the data set with the first `count` dev records, solved, in front of every prompt. The other dev records
+    stay.
+
+    The solved records are turns of a conversation where the target's tokenizer has a chat template, else text.
+    Conversations cannot be given as text.
 
     Raises UsageError where there are no such records, or they have no answers.
     """
@@ -92,20 +104,19 @@ def with_shots(dataset: Dataset, count: int) -> Dataset:
     before = "".join(f"{record.prompt} {record.reference.strip()}\n\n" for record in shown)
     as_text = all(record.prompt for record in shown)
 
-    def without_shots(records: Iterator[TaskRecord]) -> Iterator[TaskRecord]:
+    def with_examples(records: Iterator[TaskRecord]) -> Iterator[TaskRecord]:
         for one in records:
             meta = {**one.meta, "messages": [*turns, *_conversation(one)]}
             yield dataclasses.replace(one, prompt=before + one.prompt if as_text and one.prompt else "", meta=meta)
 
-    test, rest = dataset.records, dataset.dev.records
-    dev = dataclasses.replace(dataset.dev, records=lambda: without_shots(itertools.islice(rest(), count, None)))
-    note = f"{dataset.name}: {count} solved dev records stand in front of every prompt"
-    return dataclasses.replace(dataset, records=lambda: without_shots(test()), dev=dev, notes=(*dataset.notes, note))
+    dev_records = dataset.dev.records
+    dev = dataclasses.replace(dataset.dev, records=lambda: with_examples(itertools.islice(dev_records(), count, None)))
+    notes = (*dataset.notes, f"{dataset.name}: {count} solved dev records stand in front of every prompt")
+    return dataclasses.replace(dataset, records=lambda: with_examples(dataset.records()), notes=notes, dev=dev)
 
 
 def _conversation(record: TaskRecord) -> list[dict[str, str]]:
-    """A record's own conversation, or its prompt as one. Raises UsageError for speech and pictures, which are
-    neither."""
+    """Return a record's conversation, or its prompt as one. Raises UsageError for speech and pictures."""
     for field, what in (("audio", "speech"), ("image", "a picture")):
         if field in record.meta:
             raise UsageError(f"--shots: record {record.id} is {what}, which takes no examples: drop --shots")

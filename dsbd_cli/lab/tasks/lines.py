@@ -23,14 +23,14 @@ from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.lab.tasks.scores import DEFAULT_SCORE, AnswerScore, read_score
 from dsbd_cli.requests import Request, derive_seed
 
-MOST_ASKED = 1 << 20  # answers: how many a line may ask for is up to the methods
+MOST_ASKED = 1 << 20  # answers that a line may ask for; the methods set the real limit
 PLAIN_ROWS = RowReader()
 
 Message = dict[str, str]
 
 
 def mt_bench_dataset(path: Path) -> Dataset:
-    """The first turn of every question, as a conversation. Nothing is scored: answers are judged by people or models.
+    """Read the first turn of every question as a conversation. Nothing is scored: people or models judge the answers.
 
     Raises UsageError naming line and field.
     """
@@ -55,11 +55,11 @@ def jsonl_dataset(
     score: str | None = None,
     rows: RowReader = PLAIN_ROWS,
 ) -> Dataset:
-    """Lines as `dsbd generate` reads them, options of their own among them, and on all lines or none a `reference`, or
-    `relevant`, the ids of the answers that a ranking should bring.
+    """Read lines as `dsbd generate` does, options of their own included. Either all lines or none have a `reference`,
+    or `relevant`: the ids of the answers that a ranking should contain.
 
     metric: of the ranking. score: kind of the score against references, see scores.read_score. files_under: the only
-    folder that lines may name files in, by default that of the data. rows: what lines inherit from the run.
+    folder in which lines may name files, by default that of the data. rows: what lines inherit from the run.
 
     Raises UsageError naming line and field.
     """
@@ -115,7 +115,7 @@ def _ranks(names: Sequence[str], record: TaskRecord, ranked: Sequence[str]) -> M
 
 
 def _asks(request: Request, seed: int) -> Iterator[str]:
-    """Yield what not every method can do. seed: of the run."""
+    """Yield the options of a line that not every method supports. seed: of the run."""
     if request.grammar is not None:
         yield "grammar"
     if request.allow is not None:
@@ -127,7 +127,7 @@ def _asks(request: Request, seed: int) -> Iterator[str]:
 
 
 def _record(row: Row, request: Request, gold: Fields, how: AnswerScore) -> TaskRecord:
-    """Raises InvalidRowError for a reference that cannot be scored against."""
+    """Make the record of a row. Raises InvalidRowError for a reference that cannot be scored against."""
     meta: dict[str, object] = {} if row.metadata is None else {"metadata": row.metadata}
     if request.messages is not None:
         meta["messages"] = list(request.messages)
@@ -140,7 +140,7 @@ def _record(row: Row, request: Request, gold: Fields, how: AnswerScore) -> TaskR
             raise InvalidRowError(f"relevant is {shorten(relevant)}, but must be a list of ids")
         meta["relevant"] = frozenset(str(one).strip() for one in relevant)
     reference = how.reference(gold["reference"]) if "reference" in gold else ""
-    # the best answer is what counts; how many are asked for is up to the method
+    # only the best answer is scored; how many are requested is up to the method
     sampling = dataclasses.replace(request.sampling, n_best=1, token_logprobs=False, top_logprobs=0)
     return TaskRecord(row.id, request.prompt or "", reference, meta, dataclasses.replace(request, sampling=sampling))
 
@@ -150,7 +150,7 @@ def _nothing(record: TaskRecord, text: str) -> Mapping[str, float]:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Fields]]:
-    """Number and object of every line that is not blank, or of every row of a table. Raises UsageError."""
+    """Yield number and object of every line that is not blank, or of every row of a table. Raises UsageError."""
     if is_table(path):
         check_table(path)
     found = False

@@ -18,7 +18,8 @@ from dsbd_cli.lab.tasks.scores import score_library
 
 
 def translation_dataset(path: Path, files_under: Path | None = None, rows: RowReader = PLAIN_ROWS) -> Dataset:
-    """Lines with `prompt` and `reference`: chrF and BLEU of each sentence, by sacrebleu, from 0 to 1."""
+    """Read lines with `prompt` and `reference`. Scores are chrF and BLEU of each sentence, by sacrebleu, from 0 to
+    1."""
     metrics = score_library("sacrebleu").metrics
     chrf, bleu = metrics.CHRF(), metrics.BLEU(effective_order=True)
 
@@ -30,7 +31,7 @@ def translation_dataset(path: Path, files_under: Path | None = None, rows: RowRe
 
 
 def summary_dataset(path: Path, files_under: Path | None = None, rows: RowReader = PLAIN_ROWS) -> Dataset:
-    """Lines with `prompt` and `reference`: ROUGE-1, -2 and -L, F measures by rouge-score."""
+    """Read lines with `prompt` and `reference`. The scores are F measures of ROUGE-1, -2 and -L, by rouge-score."""
     scorer = score_library("rouge_score.rouge_scorer").RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     names = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 
@@ -42,8 +43,8 @@ def summary_dataset(path: Path, files_under: Path | None = None, rows: RowReader
 
 
 def words_dataset(path: Path, files_under: Path | None = None, rows: RowReader = PLAIN_ROWS) -> Dataset:
-    """Lines with `prompt`, `audio` or `image`, and `reference`: 1 - WER by jiwer, 0 at least. With a token per
-    word it is the error rate of phonemes or characters."""
+    """Read lines with `prompt`, `audio` or `image`, and `reference`. The score is 1 - WER by jiwer, 0 at least. Where
+    every word is one phoneme or one character, WER is their error rate."""
     jiwer = score_library("jiwer")
 
     def score(record: TaskRecord, text: str) -> Mapping[str, float]:
@@ -55,7 +56,7 @@ def words_dataset(path: Path, files_under: Path | None = None, rows: RowReader =
 def _scored(
     name: str, path: Path, files_under: Path | None, rows: RowReader, metrics: tuple[str, ...], score: Score
 ) -> Dataset:
-    """The lines of a file under another score. Raises UsageError where they have no references."""
+    """Return the lines of a file with another score. Raises UsageError where they have no references."""
     data = jsonl_dataset(path, files_under=files_under, rows=rows)
     if not data.metrics:
         raise UsageError(f"{path}: task {name} scores against a reference: give one to every line")

@@ -11,17 +11,18 @@ from collections.abc import Mapping
 from dsbd_cli.lab.tasks.dataset import builtin_dataset
 from dsbd_cli.lab.tasks.record import TaskRecord
 
+METRICS = ("exact match", "F1")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize(text: str) -> str:
-    """Lower case without punctuation, articles and repeated spaces (SQuAD)."""
+    """Return the text in lower case, without punctuation, articles and repeated spaces (SQuAD)."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
 def f1(gold: str, found: str) -> float:
-    """The F1 of the normalised words (SQuAD)."""
+    """Return the F1 of the normalised words (SQuAD)."""
     gold_words, found_words = normalize(gold).split(), normalize(found).split()
     common = sum((Counter(gold_words) & Counter(found_words)).values())
     if not common:
@@ -31,9 +32,9 @@ def f1(gold: str, found: str) -> float:
 
 
 def _score(record: TaskRecord, text: str) -> Mapping[str, float]:
-    """Whether the answers are the same after normalisation, and the F1 of the words that they share."""
+    """Return whether the answers are the same after normalisation, and the F1 of the words that they share."""
     same = normalize(text) == normalize(record.reference)
     return {"exact match": float(same), "F1": f1(record.reference, text)}
 
 
-QA = builtin_dataset("qa", ("exact match", "F1"), _score)
+QA = builtin_dataset("qa", METRICS, _score)

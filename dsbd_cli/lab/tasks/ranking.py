@@ -1,4 +1,4 @@
-"""Scores of a ranked list of answers against the relevant ones: hit@K, ndcg@K, mrr. Relevance is yes or no."""
+"""Scores of a ranked list of answers against the relevant answers: hit@K, ndcg@K, mrr. Relevance is yes or no."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ METRIC = re.compile(r"(?:hit|ndcg)@[1-9][0-9]{0,5}|mrr")
 
 
 def read_metrics(text: str) -> tuple[str, ...]:
-    """Names of metrics with commas. Raises UsageError."""
+    """Return the metrics that a comma list names. Raises UsageError."""
     names = tuple(name.strip() for name in text.split(","))
     for place, name in enumerate(names):
         if not METRIC.fullmatch(name):
@@ -24,10 +24,12 @@ def read_metrics(text: str) -> tuple[str, ...]:
 
 
 def ranked_scores(names: Sequence[str], relevant: frozenset[str], ranked: Sequence[str]) -> Mapping[str, float]:
-    """Each metric from 0 to 1. ranked: answers, best first; one that was returned twice counts at its first place.
+    """Return each metric, from 0 to 1. ranked: answers, best first; one that was returned twice counts at its first
+    place.
 
-    hit@K: a relevant one is among the first K. ndcg@K: the sum of 1 / log2(1 + place) over the relevant ones among the
-    first K, over that of the best order. mrr: 1 / place of the first relevant one, 0 where none was returned.
+    hit@K: whether a relevant answer is among the first K. ndcg@K: the sum of 1 / log2(1 + place) over the relevant
+    answers among the first K, divided by that sum in the best order. mrr: 1 / place of the first relevant answer, 0
+    where none was returned.
     """
     order = list(dict.fromkeys(ranked))
     places = [place for place, one in enumerate(order, 1) if one in relevant]

@@ -17,8 +17,8 @@ SPLITS = ("dev", "test")
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """One prompt with its gold answer and what scoring it needs. request: the user's line as `dsbd generate` would ask
-    it, whose options take the place of the run's; None of records that bring none."""
+    """One prompt with its gold answer and what scoring it needs. request: the request that `dsbd generate` would make
+    of the user's line, whose options take the place of the run's; None for records without options."""
 
     id: str
     prompt: str

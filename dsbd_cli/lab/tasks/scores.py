@@ -14,7 +14,7 @@ from types import ModuleType
 import orjson
 
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
-from dsbd_cli.lab.tasks.dataset import Execute, Score
+from dsbd_cli.lab.tasks.dataset import EXECUTION, Execute, Score, execution_score
 from dsbd_cli.lab.tasks.qa import f1
 from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.pick.choosers import last_answer, normalised, read_regex
@@ -23,7 +23,7 @@ from dsbd_cli.pick.sandbox import StatementResult, is_ordered
 
 DEFAULT_SCORE = "exact"
 KINDS = ("exact", "prefix", "contains", "regex:PATTERN", "number", "f1", "chrf", "json", "exec:DB")
-# a number in a text: not a part of a word or of a longer one; commas only between thousands
+# a number in a text: not a part of a word or of a longer number; commas only between thousands
 NUMBER = re.compile(
     r"(?<![\w.])[-+−]?[$€£]?(?:\d{1,3}(?:,\d{3})++|\d++|(?=\.\d))(?:\.\d++)?(?:e[-+]?\d++)?(?!\d)", re.IGNORECASE
 )
@@ -40,10 +40,10 @@ class AnswerScore:
     Attributes:
         metric: its name in reports.
         score: record and text -> the metric, from 0 to 1.
-        reference: the text of a line's reference. Raises InvalidRowError for one that cannot be scored against.
-        check: of a record, before a model is loaded; `complete`: of one that is about to be answered. Both return the
-            record with what its score needs. Raise InvalidRowError.
-        execute: as of Dataset.
+        reference: returns the text of a line's reference. Raises InvalidRowError for one that cannot be scored against.
+        check: called with a record before a model is loaded; `complete`: with one that is about to be answered. Both
+            return the record with what its score needs. Raise InvalidRowError.
+        execute: as in Dataset.
     """
 
     metric: str
@@ -55,8 +55,8 @@ class AnswerScore:
 
 
 def read_score(text: str) -> AnswerScore:
-    """The score that `--score` names. Raises UsageError for what is none, a wrong pattern, a database that cannot be
-    read, or a library that is missing."""
+    """Return the score that `--score` names. Raises UsageError for an unknown kind, a wrong pattern, a database that
+    cannot be read, or a missing library."""
     if text == "chrf":
         return _chrf()
     if text in _PLAIN:
@@ -69,7 +69,7 @@ def read_score(text: str) -> AnswerScore:
 
 @cache
 def score_library(name: str) -> ModuleType:
-    """A library of the extra `scores`. Raises UsageError where it is not installed."""
+    """Import a library of the extra `scores`. Raises UsageError where it is not installed."""
     try:
         import_module(name.partition(".")[0] + (".metrics" if name == "sacrebleu" else ""))
         return import_module(name)
@@ -90,7 +90,7 @@ def _not_blank(value: object) -> str:
 
 
 def _numeric(value: object) -> str:
-    """A number, or a text that holds one."""
+    """Return a reference that is a number, or a text that holds one, as text. Raises InvalidRowError for others."""
     text = str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
     if not isinstance(text, str) or _last_number(text) is None:
         raise InvalidRowError(f"reference is {shorten(value)}, but must be a number, or a text that holds one")
@@ -98,7 +98,8 @@ def _numeric(value: object) -> str:
 
 
 def _json(value: object) -> str:
-    """A text that holds JSON, or any other JSON value itself."""
+    """Return a reference as a text that holds JSON; a value that is no text is written as JSON. Raises
+    InvalidRowError."""
     text = value if isinstance(value, str) else orjson.dumps(value).decode()
     if _canonical(text) is None:
         raise InvalidRowError(f"reference is {shorten(value)}, but must be JSON, or a text that holds it")
@@ -106,7 +107,7 @@ def _json(value: object) -> str:
 
 
 def _plain(metric: str, right: Callable[[str, str], float], reference: Callable[[object], str] = _text) -> AnswerScore:
-    """A score of reference and answer alone."""
+    """Make a score of reference and answer alone."""
 
     def score(record: TaskRecord, text: str) -> Mapping[str, float]:
         return {metric: float(right(record.reference, text))}
@@ -115,12 +116,12 @@ def _plain(metric: str, right: Callable[[str, str], float], reference: Callable[
 
 
 def _folded(text: str) -> str:
-    """Without capitals and repeated spaces."""
+    """Return the text without capitals and repeated spaces."""
     return " ".join(text.casefold().split())
 
 
 def _last_number(text: str) -> str | None:
-    """The last number in a text, as its value is written."""
+    """Return the last number in a text, in one normal form; None where there is none."""
     found = last_answer(NUMBER, text)
     return None if found is None else normalised(found.replace("−", "-"))
 
@@ -130,8 +131,7 @@ def _same_json(reference: str, text: str) -> bool:
 
 
 def _canonical(text: str) -> bytes | None:
-    """The JSON value in a text, or in its last block between ``` fences, written in one way; None where there is
-    none."""
+    """Return the JSON value in a text, or in its last block between ``` fences, in one normal form, or None."""
     try:
         value = orjson.loads(last_answer(FENCED, text) or text)
         return orjson.dumps(_same_numbers(value), option=orjson.OPT_SORT_KEYS)
@@ -140,7 +140,7 @@ def _canonical(text: str) -> bytes | None:
 
 
 def _same_numbers(value: object) -> object:
-    """1.0 is 1."""
+    """Return a JSON value in which floats that are whole numbers are integers, so that 1.0 equals 1."""
     if isinstance(value, dict):
         return {name: _same_numbers(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -164,10 +164,10 @@ def _by_regex(pattern: str) -> AnswerScore:
 
 
 def _by_execution(database: str) -> AnswerScore:
-    """SQL whose rows are those of the reference, on a database as `dsbd pick --by exec --database` names it."""
+    """Make the score that compares the rows of an SQL answer with those of the reference. The database is named as in
+    `dsbd pick --by exec --database`."""
     runner = ByExecution(database)
     runner.check("--score exec")
-    metric = "execution accuracy"
 
     def check(record: TaskRecord) -> TaskRecord:
         path = database_path(database, record.meta.get("metadata"))
@@ -189,12 +189,11 @@ def _by_execution(database: str) -> AnswerScore:
         return found if isinstance(found, StatementResult) else None
 
     def score(record: TaskRecord, text: str) -> Mapping[str, float]:
-        gold, found = record.meta["result"], execute(record, text)
+        gold = record.meta["result"]
         assert isinstance(gold, StatementResult)
-        right = found is not None and gold.same(found, ordered=is_ordered(record.reference))
-        return {metric: float(right)}
+        return execution_score(gold, execute(record, text), ordered=is_ordered(record.reference))
 
-    return AnswerScore(metric, score, _not_blank, check, complete, execute)
+    return AnswerScore(EXECUTION, score, _not_blank, check, complete, execute)
 
 
 _PLAIN = {

@@ -6,21 +6,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dsbd_cli.errors import UsageError
-from dsbd_cli.lab.tasks.dataset import Dataset
+from dsbd_cli.lab.tasks.dataset import EXECUTION, Dataset, execution_score
 from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.lab.tasks.task_files import field, items, read_json
 from dsbd_cli.pick.sandbox import SqlProcess, StatementResult, UnreadableDatabaseError, is_ordered
 
 TIMEOUT_S = 30.0
-METRIC = "execution accuracy"
 PROCESS = SqlProcess()
 
 
 def spider_dataset(folder: Path) -> Dataset:
-    """The questions of dev.json with the schemas of tables.json and database/<id>/<id>.sqlite.
+    """Read the questions of dev.json with the schemas of tables.json and database/<id>/<id>.sqlite.
 
-    A statement may run TIMEOUT_S seconds. Raises UsageError naming a missing file or a wrong field; a gold
-    statement that fails on its database is such an error too, when its record is reached.
+    A statement may run TIMEOUT_S seconds. Raises UsageError naming a missing file or a wrong field, and, when its
+    record is reached, for a gold statement that fails on its database.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder: --task spider takes the one with dev.json, tables.json and database")
@@ -33,11 +32,11 @@ def spider_dataset(folder: Path) -> Dataset:
         for number, (place, asked) in enumerate(questions):
             yield _record(folder, number, asked, place, schemas)
 
-    return Dataset("spider", (METRIC,), records, score_spider, execute=_execute)
+    return Dataset("spider", (EXECUTION,), records, score_spider, execute=_execute)
 
 
 def _schemas(path: Path) -> dict[str, str]:
-    """Database id -> its schema as the built-in SQL task shows one."""
+    """Return for each database id its schema, written as in the built-in SQL task."""
     found = {}
     for place, schema in items({"tables": read_json(path)}, "tables", str(path.parent)):
         tables = field(schema, "table_names_original", list, place)
@@ -45,7 +44,7 @@ def _schemas(path: Path) -> dict[str, str]:
         for column_place, column in items(schema, "column_names_original", place):
             match column:
                 case [int(table), str(name)] if -1 <= table < len(tables):
-                    if table >= 0:  # -1 is the star
+                    if table >= 0:  # -1 belongs to the column *
                         columns[table].append(name)
                 case _:
                     raise UsageError(f"{column_place} is {column!r}, but must be [table number, name]")
@@ -79,15 +78,14 @@ def _ran(path: Path, sql: str) -> StatementResult | None:
 
 
 def _execute(record: TaskRecord, text: str) -> StatementResult | None:
-    """Return what `text` returns on the record's database; None where it fails."""
+    """Run `text` on the record's database and return the result; None where it fails."""
     path = record.meta["database"]
     assert isinstance(path, Path)
     return _ran(path, text.strip())
 
 
 def score_spider(record: TaskRecord, text: str) -> Mapping[str, float]:
-    """1 where the statement returns what the gold one returns: same columns in order, same rows with repeats, in the
-    same order where the gold statement orders them."""
-    gold, found = record.meta["result"], _execute(record, text)
+    """Return whether the statement returns what the gold one returns."""
+    gold = record.meta["result"]
     assert isinstance(gold, StatementResult)
-    return {METRIC: float(found is not None and gold.same(found, ordered=bool(record.meta["ordered"])))}
+    return execution_score(gold, _execute(record, text), ordered=bool(record.meta["ordered"]))

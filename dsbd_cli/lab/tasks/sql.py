@@ -5,28 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from dsbd_cli.lab.tasks.dataset import builtin_dataset
+from dsbd_cli.lab.tasks.dataset import EXECUTION, builtin_dataset, execution_score
 from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.pick.sandbox import STEPS, SqlProcess, StatementResult
 from dsbd_cli.pick.sql_child import TableData
 
-TIMEOUT_S = 30.0  # STEPS are the limit; only a statement that is deaf to them runs so long
+TIMEOUT_S = 30.0  # the limit is STEPS; only a statement that it does not stop runs so long
 MAX_ROWS = 5000
 PROCESS = SqlProcess()
 
 
 def _execute(record: TaskRecord, text: str) -> StatementResult | None:
-    """Return what `text` returns on the record's database; None where it fails."""
+    """Run `text` on the record's database and return the result; None where it fails."""
     tables = cast("dict[str, TableData]", record.meta["tables"])
     found = PROCESS.run(tables, text.strip(), seconds=TIMEOUT_S, steps=STEPS, max_rows=MAX_ROWS)
     return found if isinstance(found, StatementResult) else None
 
 
 def _score(record: TaskRecord, text: str) -> Mapping[str, float]:
-    """Whether `text`, run on the record's database, returns what the gold SQL returns."""
+    """Return whether `text`, run on the record's database, returns what the gold SQL returns."""
     gold, found = _execute(record, record.reference), _execute(record, text)
-    right = gold is not None and found is not None and gold.same(found, ordered=bool(record.meta["ordered"]))
-    return {"execution accuracy": float(right)}
+    return execution_score(gold, found, ordered=bool(record.meta["ordered"]))
 
 
-SQL = builtin_dataset("sql", ("execution accuracy",), _score, _execute)
+SQL = builtin_dataset("sql", (EXECUTION,), _score, _execute)

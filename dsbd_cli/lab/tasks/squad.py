@@ -8,16 +8,15 @@ from pathlib import Path
 
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.tasks.dataset import Dataset
-from dsbd_cli.lab.tasks.qa import f1, normalize
+from dsbd_cli.lab.tasks.qa import METRICS, f1, normalize
 from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.lab.tasks.task_files import field, items, read_json
 
 NO_ANSWER = "unanswerable"
-METRICS = ("exact match", "F1")
 
 
 def squad_dataset(path: Path) -> Dataset:
-    """Every question of a SQuAD file, in its order. Raises UsageError naming what is wrong with the file.
+    """Read every question of a SQuAD file, in its order. Raises UsageError naming what is wrong with the file.
 
     In v2 files the prompt allows the answer `unanswerable`, which counts as the official empty prediction.
     """
@@ -45,7 +44,7 @@ def _record(context: str, asked: object, place: str, second: bool) -> TaskRecord
     found = [field(answer, "text", str, where) for where, answer in items(asked, "answers", place)]
     if not found and not second:
         raise UsageError(f"{place}.answers is empty, but a v1.1 question has an answer")
-    # as the v2 script: answers that normalise to nothing do not count
+    # as in the v2 script, answers that normalise to nothing do not count
     golds = tuple(text for text in found if normalize(text)) if second else tuple(found)
     question = " ".join(field(asked, "question", str, place).split())
     hint = f" ({NO_ANSWER} if the passage does not say)" if second else ""
@@ -54,7 +53,7 @@ def _record(context: str, asked: object, place: str, second: bool) -> TaskRecord
 
 
 def _score_squad(record: TaskRecord, text: str, *, second: bool) -> Mapping[str, float]:
-    """Exact match and F1, each the best over the gold answers. second: by the v2 script."""
+    """Return exact match and F1, each the best over the gold answers. second: score as the v2 script does."""
     answer = text.strip()
     if second and normalize(answer) == NO_ANSWER:
         answer = ""
@@ -65,7 +64,8 @@ def _score_squad(record: TaskRecord, text: str, *, second: bool) -> Mapping[str,
 
 
 def _f1(gold: str, answer: str, second: bool) -> float:
-    """The scripts differ where nothing is left after normalisation: v1.1 gives 0, v2 compares."""
+    """Return the F1 of the official script. The scripts differ where nothing is left after normalisation: v1.1 gives 0,
+    v2 compares."""
     if not second and not (normalize(gold) and normalize(answer)):
         return 0.0
     return f1(gold, answer)

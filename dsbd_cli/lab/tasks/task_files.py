@@ -1,4 +1,4 @@
-"""Reading data files: what is wrong is said with the file, the place in it, and what is expected there."""
+"""Readers of data files, whose errors name the file, the place in it, and what is expected there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def read_text(path: Path) -> str:
-    """The file as UTF-8. Raises UsageError."""
+    """Read a file as UTF-8. Raises UsageError."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -22,7 +22,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> object:
-    """The JSON document in a file. Raises UsageError."""
+    """Read the JSON document in a file. Raises UsageError."""
     try:
         document: object = json.loads(read_text(path))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -31,7 +31,8 @@ def read_json(path: Path) -> object:
 
 
 def field(value: object, name: str, kind: type[T], place: str) -> T:
-    """`value[name]`, which must be of this kind. place: the file and the way to `value`."""
+    """Return `value[name]`, which must be of type `kind`. place: the file and the path to `value`, for messages. Raises
+    UsageError."""
     if not isinstance(value, dict):
         raise UsageError(f"{place} is {shorten(value)}, but must be an object")
     if name not in value:
@@ -43,5 +44,5 @@ def field(value: object, name: str, kind: type[T], place: str) -> T:
 
 
 def items(value: object, name: str, place: str) -> list[tuple[str, object]]:
-    """The list `value[name]` as pairs of place and item."""
+    """Return the list `value[name]` as pairs of place and item. Raises UsageError."""
     return [(f"{place}.{name}[{number}]", item) for number, item in enumerate(field(value, name, list, place))]

@@ -1,6 +1,6 @@
-"""Models of transformers as ForestModels: whatever the own decoder does not know.
+"""Models of transformers as ForestModels: all models that our own decoder does not know.
 
-A kind of model says how one forward is called: see causal.py.
+A subclass calls one forward: see causal.py.
 
 Shape letters: R rows, n nodes of a forward, S active cache slots, V vocabulary, B sequences, T tokens of a sequence.
 """
@@ -22,21 +22,21 @@ from dsbd_cli.models.adapted.attention import use_grouped_attention
 from dsbd_cli.models.adapted.patching import Int8Linear, PackedExperts, PackedLinear
 from dsbd_cli.models.adapted.reads import HostReads
 from dsbd_cli.models.cache import ForestCache
-from dsbd_cli.models.checkpoints.generation import checkpoint_rules
-from dsbd_cli.models.forest_attention import AttentionMetadata
-from dsbd_cli.models.forest_model import CALIBRATION, BaseForestModel, ModelSize, StateTap, unsupported
+from dsbd_cli.models.checkpoints.generation import checkpoint_rules, positions_of
+from dsbd_cli.models.forest_attention import AttentionMetadata, additive_mask
+from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, calibration_tokens, unsupported
 from dsbd_cli.ops.cpu.linear import address
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import MODEL, ops_for
 
 # Layer kinds whose state is one key and one value per token, so that a tree of tokens can be held.
 _LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-LAST = -1  # in the place of a number of layers: the hidden state after the final norm
+LAST = -1  # used as a number of layers, for the hidden state after the final norm
 
 
 @dataclass(frozen=True, slots=True)
 class MaskPlan:
-    """Which masks a model wants.
+    """The masks that a model takes.
 
     Attributes:
         kinds: layer kinds of a model that takes one mask per kind; empty for a model that takes a single mask.
@@ -71,7 +71,7 @@ class MaskPlan:
         return cls(kinds, window, chunk)
 
     def seen(self, kind: str, batch: ForestInput) -> Tensor:
-        """[R, n, S] bool: what each node sees in the layers of one kind."""
+        """Return which slots each node sees in the layers of one kind, [R, n, S] bool."""
         if kind == "full_attention":
             return batch.mask
         here, there = batch.positions[:, :, None], batch.slot_positions[:, None, :]
@@ -83,8 +83,8 @@ class MaskPlan:
 class TransformersForest(BaseForestModel):
     """A loaded transformers model over a packed forest. Construction runs one token through it to learn its shapes.
 
-    A kind of model overrides `_call`, one forward. Raises UnsupportedModelError when the architecture keeps more than
-    keys and values or cannot take a forest's mask.
+    A subclass implements `_call`, one forward. Raises UnsupportedModelError when the architecture keeps more than keys
+    and values or cannot take a forest's mask.
     """
 
     _cache: ForestCache
@@ -100,11 +100,10 @@ class TransformersForest(BaseForestModel):
         super().__init__(name, device, self._new_cache(device))
         self._ops = ops_for(device, model.dtype, MODEL)
         self._plan = self._masks_wanted()
-        self._embeddings = int(model.get_input_embeddings().weight.shape[0])
         self._mask_dtype = model.dtype
         use_grouped_attention(model)
-        self._reads = False
-        self._heard: dict[int, Tensor] = {}  # hidden states of the last forward, by layers before them
+        self._waits_for_host = False
+        self._noted_states: dict[int, Tensor] = {}  # hidden states of the last forward, by layers before them
         self._hooks: list[RemovableHandle] = []
         logits = self._probe()
         if self.kv_bytes_per_slot():
@@ -125,19 +124,14 @@ class TransformersForest(BaseForestModel):
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """Return the dtype of the weights: some models give wider logits."""
+        """The dtype of the weights; some models give logits of a wider dtype."""
         dtype: torch.dtype = self._model.dtype
         return dtype
 
     @property
     def max_positions(self) -> int | None:
         """Positions the model was made for; a learned table cannot go past it, a rotary model gets worse there."""
-        limit = getattr(self._config, "max_position_embeddings", None)
-        rope = getattr(self._config, "rope_parameters", None) or {}
-        if rope.get("rope_type") == "longrope":
-            # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths
-            limit = rope.get("original_max_position_embeddings") or limit
-        return int(limit) if limit else None
+        return positions_of(self._config)
 
     @property
     def embeddings(self) -> Tensor:
@@ -154,30 +148,31 @@ class TransformersForest(BaseForestModel):
 
     @property
     def token_rules(self) -> TokenRules:
-        """Rules of tokens that the checkpoint's generation settings ask for."""
+        """Token rules that the checkpoint's generation settings ask for."""
         return checkpoint_rules(self._model)
 
     @property
     def capturable(self) -> bool:
-        """A forward may become a CUDA graph: all weights lie on one GPU, no hook moves them about, and nothing is read
-        back."""
+        """Whether a forward can be captured as a CUDA graph: all weights are on one GPU, no hook moves them, and
+        nothing is read back."""
         devices = {parameter.device for parameter in self._model.parameters()}
         hooked = any(hasattr(module, "_hf_hook") for module in self._model.modules())
-        return not self._reads and not hooked and len(devices) == 1 and next(iter(devices)).type == "cuda"
+        return not self._waits_for_host and not hooked and len(devices) == 1 and next(iter(devices)).type == "cuda"
 
     @property
     def by_parts(self) -> bool:
-        """All layers of the last forward split their keys into prompt slots and suffix."""
+        """Whether all layers of the last forward split their keys into prompt slots and suffix."""
         return self._metadata is not None and self._metadata.used == self._cache.attending
 
     @property
     def module(self) -> nn.Module:
-        """The transformers model itself, for comparators."""
+        """The transformers model itself, for comparisons."""
         module: nn.Module = self._model
         return module
 
     def stock(self) -> nn.Module:
-        """The model as transformers runs it, for comparators: loaded a second time where ours has packed weights."""
+        """Return the model as transformers runs it, for comparisons. It is loaded a second time where ours has packed
+        weights."""
         if self._load_stock is None:
             return self.module
         if self._stock is None:
@@ -192,8 +187,8 @@ class TransformersForest(BaseForestModel):
 
     @property
     def size(self) -> ModelSize:
-        """How large the model is. An embedding table that is no output head too is looked up, not read; experts of a
-        mixture all count as read."""
+        """The sizes of the model. An embedding table that is not the LM head, too, is looked up and does not count as
+        read. All experts of a mixture count as read."""
         # weights of packed layers are no parameters
         layers = [one for one in self._model.modules() if isinstance(one, PackedLinear | Int8Linear)]
         experts = [one.forward for one in self._model.modules() if isinstance(one.forward, PackedExperts)]
@@ -209,8 +204,8 @@ class TransformersForest(BaseForestModel):
         return ModelSize(held, held - table.numel() * table.element_size(), 2 * (count - table.numel()))
 
     def leave_kernels(self) -> bool:
-        """Run without the attention kernel from now on. What was found of its invariance holds no longer. False where
-        no kernel ran."""
+        """Run without the attention kernel from now on; results of the check of invariance no longer apply. Return
+        False where no kernel ran."""
         if self.attention is None:
             return False
         self.attention = None
@@ -220,16 +215,14 @@ class TransformersForest(BaseForestModel):
 
     @torch.no_grad()
     def plain(self, tokens: Tensor) -> Tensor:
-        """Logits [B, T, V] of separate sequences [B, T] by an ordinary causal forward, without our cache and masks."""
+        """Return logits [B, T, V] of separate sequences [B, T] by an ordinary causal forward, without our cache and
+        masks."""
         logits: Tensor = self._model(input_ids=tokens, use_cache=False, return_dict=True).logits
         return logits.to(self._device)
 
     def calibrate(self) -> None:
         """Run the random tokens by which `quantize` finds outliers."""
-        limit = self.max_positions or CALIBRATION[1]
-        shape = CALIBRATION[0], min(CALIBRATION[1], limit)
-        tokens = torch.randint(0, self._embeddings, shape, generator=torch.Generator().manual_seed(19))
-        self._calibrate(tokens)
+        self._calibrate(calibration_tokens(len(self.embeddings), self.max_positions))
 
     def _calibrate(self, tokens: Tensor) -> None:
         self.plain(tokens)
@@ -241,25 +234,26 @@ class TransformersForest(BaseForestModel):
         super().tap(tap)
         for hook in self._hooks:
             hook.remove()
-        self._heard.clear()
-        self._hooks = [] if tap is None else self._hear(tap.layers)
+        self._noted_states.clear()
+        self._hooks = [] if tap is None else self._hook_states(tap.layers)
 
-    def _hear(self, layers: tuple[int, ...]) -> list[RemovableHandle]:
-        """Note hidden states after so many layers in each forward; none: after the final norm."""
+    def _hook_states(self, layers: tuple[int, ...]) -> list[RemovableHandle]:
+        """Register and return hooks that note hidden states after these numbers of layers in each forward; empty: after
+        the final norm."""
 
         def note(number: int) -> Callable[[nn.Module, Any, Any], None]:
-            def noted(module: nn.Module, given: Any, said: Any) -> None:
-                keep(number, said if isinstance(said, Tensor) else said[0])
+            def noted(module: nn.Module, inputs: Any, output: Any) -> None:
+                keep(number, output if isinstance(output, Tensor) else output[0])
 
             return noted
 
-        def note_input(module: nn.Module, given: Any, named: Any) -> None:
-            keep(0, given[0] if given else named["hidden_states"])
+        def note_input(module: nn.Module, inputs: Any, named: Any) -> None:
+            keep(0, inputs[0] if inputs else named["hidden_states"])
 
         def keep(number: int, hidden: Tensor) -> None:
             if hidden.dim() != 3 or hidden.shape[-1] != self.hidden_size:
                 raise UnsupportedModelError(f"{self.architecture} has layers that give no plain hidden states")
-            self._heard[number] = hidden
+            self._noted_states[number] = hidden
 
         if not layers:
             return [self._body.register_forward_hook(note(LAST))]
@@ -272,7 +266,7 @@ class TransformersForest(BaseForestModel):
         ]
 
     def layers_replaced(self) -> None:
-        """Ask again what was settled by the kind of its linear layers, which have become others."""
+        """Derive anew what depends on the kind of the linear layers, which have been replaced."""
 
     def _new_cache(self, device: torch.device) -> ForestCache:
         """Return the cache that this kind of model needs."""
@@ -283,20 +277,16 @@ class TransformersForest(BaseForestModel):
         return MaskPlan.of(self._config)
 
     def _call(self, runner: Any, batch: ForestInput) -> Any:
-        """Return the output of `runner`, the model or its body, for the nodes of a batch; the cache holds them then."""
+        """Return the output of `runner`, the model or its body, for the nodes of a batch, and write these to the
+        cache."""
         raise NotImplementedError
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         output = self._call(self._model if logits else self._body, batch)
         if self._tap is not None:
-            self._leave_states([self._heard[number] for number in self._tap.layers or (LAST,)])
+            self._leave_states([self._noted_states[number] for number in self._tap.layers or (LAST,)])
         found: Tensor | None = output.logits if logits else None
         return found
-
-    def _inputs(self, batch: ForestInput) -> Tensor:
-        """Token ids [R, n]. A narrower draft knows no id of its target's extra ones: any legal id will do, only
-        acceptance suffers."""
-        return batch.tokens.clamp(max=self._embeddings - 1)
 
     def _masks(self, batch: ForestInput, metadata: AttentionMetadata | None) -> Tensor | dict[str, Tensor]:
         kinds = self._plan.kinds
@@ -305,23 +295,23 @@ class TransformersForest(BaseForestModel):
         return {kind: self._additive(kind, batch, metadata) for kind in {"full_attention", *kinds} & _LAYER_KINDS}
 
     def _additive(self, kind: str, batch: ForestInput, metadata: AttentionMetadata | None) -> Tensor:
-        """[R, 1, n, S], which eager and sdpa add to scores. Never -inf: an empty row would be NaN."""
+        """Return the mask [R, 1, n, S] that eager and sdpa add to scores."""
         seen = self._plan.seen(kind, batch)
-        mask = torch.zeros(seen.shape, dtype=self._mask_dtype, device=seen.device)
-        additive = mask.masked_fill_(~seen, torch.finfo(self._mask_dtype).min)[:, None]
+        additive = additive_mask(seen, self._mask_dtype)
         if metadata is not None:
             metadata.add(additive, seen, whole=seen is batch.mask)
         return additive
 
     def _probe(self) -> Tensor:
-        """Logits of one token; makes the cache learn the shapes of all layers, then gives its memory back."""
+        """Return the logits of one token. The cache learns the shapes of all layers from it, then its memory is
+        freed."""
         zero = torch.zeros((1, 1), dtype=torch.int64, device=self._device)
         mask = torch.ones((1, 1, 1), dtype=torch.bool, device=self._device)
         with unsupported(self.architecture), torch.no_grad():
             self.reserve(1, 1)
             with HostReads() as reads:
                 output = self._call(self._model, ForestInput(zero, zero, zero, mask, zero))
-            self._reads = bool(reads.counts)
+            self._waits_for_host = bool(reads.counts)
             if not self.kv_bytes_per_slot() and not self.state_bytes(0):
                 raise ValueError("it keeps neither keys and values nor a state that is known here")
         self.release()
@@ -330,7 +320,7 @@ class TransformersForest(BaseForestModel):
 
 
 def _input_device(model: Any) -> torch.device:
-    """Where token ids go; offloaded embeddings lie on no real device, and are run where accelerate says."""
+    """Return the device of token ids. Offloaded embeddings are on no real device, and are run where accelerate says."""
     device: torch.device = model.get_input_embeddings().weight.device
     if device.type != "meta":
         return device

@@ -1,7 +1,8 @@
-"""Our attention under transformers' name for it: models that look their attention function up are switched to it.
+"""Our attention as a function that transformers finds by name. Models that look their attention function up are
+switched to it.
 
-What is computed stands in forest_attention.py. transformers calls the function by name and passes nothing of ours on to
-it, so a context variable says which forward is under way.
+forest_attention.py computes it. transformers calls the function by name and passes nothing of ours on to it, so a
+context variable says which forward is under way.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, attention
+from dsbd_cli.models.verdicts import LIMITS
 
 NAME = "dsbd_grouped"
 
-_metadata: ContextVar[AttentionMetadata | Blocks | None] = ContextVar("sight", default=None)
+_metadata: ContextVar[AttentionMetadata | Blocks | None] = ContextVar("metadata", default=None)
 
 
 @contextlib.contextmanager
 def attention_over(metadata: AttentionMetadata | Blocks | None) -> Iterator[None]:
-    """Forwards inside are those of a forest whose slots `metadata` knows, or read a prompt in blocks.
+    """Enclose forwards of a forest whose slots `metadata` knows, or of a prompt that is read in blocks.
 
     transformers calls the attention function by name and passes nothing of ours on to it.
     """
@@ -50,10 +52,11 @@ def grouped_attention(
     s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """query [R, H * G, n, E], key and value [R, H, S, E], mask [R, 1, n, S] -> [R, n, H * G, E].
+    """Return attention [R, n, H * G, E] of query [R, H * G, n, E] over key and value [R, H, S, E], and no weights.
 
-    softcap: scores become softcap * tanh(score / softcap). s_aux: [H * G], a score per head that takes weight and gives
-    nothing (attention sinks). position_bias in kwargs: [R or 1, H * G, n, S], added to the scores (T5).
+    attention_mask: [R, 1, n, S]. softcap: scores become softcap * tanh(score / softcap). s_aux: [H * G], a score per
+    head that takes weight and has no value (attention sinks). position_bias in kwargs: [R or 1, H * G, n, S], added to
+    the scores (T5).
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     bias = kwargs.get("position_bias")
@@ -72,8 +75,8 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def use_grouped_attention(model: Any) -> None:
     """Switch a model that looks its attention function up by name; leave any other as it is.
 
-    One that runs on transformers' eager function, because torch's kernel has no caps and no sinks, is switched only if
-    its logits stay the same: its function might do more.
+    A model may run on transformers' eager function because torch's kernel has no caps and no sinks. It is switched only
+    if its logits stay the same, because its function might do more.
     """
     stock = getattr(model.config, "_attn_implementation", None)
     paired = bool(getattr(model.config, "is_encoder_decoder", False))
@@ -99,12 +102,12 @@ def use_grouped_attention(model: Any) -> None:
 
 
 def same_logits(before: Tensor, after: Tensor) -> bool:
-    """Whether two passes over the same tokens give the same, up to rounding."""
-    limit = 1e-4 if before.dtype == torch.float32 else 6e-2
-    return bool((after.float() - before.float()).square().mean().sqrt() <= limit * before.float().std())
+    """Return whether two passes over the same tokens give the same logits, up to rounding."""
+    error = (after.float() - before.float()).square().mean().sqrt()
+    return bool(error <= LIMITS[before.dtype] * before.float().std())
 
 
 def _looks_up(model: Any) -> bool:
-    """Whether attention goes by name though the model does not say so, as in most hybrids."""
+    """Return whether a model looks its attention function up by name though it does not say so, as most hybrids do."""
     forwards = (getattr(inspect.unwrap(type(module).forward), "__code__", None) for module in model.modules())
     return any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in forwards if code is not None)

@@ -32,26 +32,28 @@ class CausalForestModel(TransformersForest):
         return StateCache(device)
 
     def keep_states_in(self, precision: torch.dtype) -> None:
-        """Hold recurrent states, and sum over them, in this dtype; before `reserve`. In float64 the order of a sum,
-        which depends on the drafts, does not reach a float32 result."""
+        """Hold recurrent states, and sum over them, in this dtype. It is called before `reserve`. In float64 the order
+        of a sum, which depends on the drafts, does not reach a float32 result."""
         if isinstance(self._cache, StateCache):
             self._cache.keep_in(precision)
 
     @cached_property
     def _without_attention(self) -> bool:
-        """transformers calls the cache of such a model by another name, and gives it neither positions nor a mask."""
+        """Whether the model has no attention: transformers then calls its cache by another name, and gives it neither
+        positions nor a mask."""
         return "cache_params" in inspect.signature(type(self._model).forward).parameters
 
     def _masks_wanted(self) -> MaskPlan:
         return MaskPlan.of(self._config, recurrent=isinstance(self._cache, StateCache))
 
     def _call(self, runner: Any, batch: ForestInput, embedded: Tensor | None = None) -> Any:
-        """embedded: [R, n, H], in the place of the tokens."""
+        """Return the output of `runner` for the nodes of a batch. embedded: [R, n, H], takes the place of the
+        tokens."""
         metadata = self._attention_metadata(batch)
         with self._cache.running(batch), attention_over(metadata or Blocks.of(batch)):
             arguments: dict[str, Any] = {"use_cache": True, "return_dict": True}
             if embedded is None:
-                arguments["input_ids"] = self._inputs(batch)
+                arguments["input_ids"] = self._ids_in_table(batch)
             else:
                 arguments["inputs_embeds"] = embedded
             if self._without_attention:

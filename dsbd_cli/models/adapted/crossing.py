@@ -1,7 +1,7 @@
 """Keys and values of the sources: one row per request, however many nodes its forest has.
 
-An encoder-decoder model asks an `EncoderDecoderCache` for two caches: the one of its own tokens, which is the forest's,
-and the one of the source, which is here. A forward reads a row of it for all nodes of that row.
+An encoder-decoder model asks an `EncoderDecoderCache` for two caches. That of its own tokens is the forest's, and that
+of the source is here. A forward reads one row of it for all nodes of that row.
 
 Shape letters: R rows, S source places, H kv heads, E head dim, n rows that are encoded together.
 """
@@ -20,8 +20,8 @@ STEP = 32  # source places are reserved in such steps, so that shapes repeat
 
 
 class CrossLayer(CacheLayerMixin):
-    """One layer's keys and values of all sources: [R, H, S, E] each, and the rows under way as transformers reads
-    them."""
+    """One layer's keys and values of all sources, [R, H, S, E] each. `keys` and `values` are those of the current
+    forward's rows, as transformers reads them."""
 
     is_sliding = False
 
@@ -46,7 +46,7 @@ class CrossLayer(CacheLayerMixin):
 
     @keys.setter
     def keys(self, value: object) -> None:
-        """The base class sets None at first."""
+        """Ignore the None that the base class sets at first."""
 
     @property
     def values(self) -> Tensor | None:
@@ -54,10 +54,10 @@ class CrossLayer(CacheLayerMixin):
 
     @values.setter
     def values(self, value: object) -> None:
-        """The base class sets None at first."""
+        """Ignore the None that the base class sets at first."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keep the states [n, H, S, E] of the rows that are encoded; they are what this forward attends to."""
+        """Store the states [n, H, S, E] of the rows that are encoded, and return them: this forward attends to them."""
         if not self.stored:
             self.lazy_initialization(key_states, value_states)
         assert self.owner.writing is not None, "write() comes before a source's forward"
@@ -81,8 +81,11 @@ class CrossCache(Cache):
     """Keys and values of the sources of all rows, in all layers.
 
     Attributes:
-        rows: R. width: S, places per row. lengths: places of each row's source that hold anything; 1 for a row without.
-        sizes: the same on the device, [R] int64. generation: changes whenever the memory moves.
+        rows: R.
+        width: S, places per row.
+        lengths: places of each row's source that hold anything; 1 for a row without a source.
+        sizes: the same on the device, [R] int64.
+        generation: changes whenever the memory moves.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -98,7 +101,7 @@ class CrossCache(Cache):
 
     @property
     def bytes_per_place(self) -> int:
-        """Bytes that one token or frame of a source holds over all layers; 0 before the first source."""
+        """Bytes of one token or frame of a source over all layers; 0 before the first source."""
         return sum(stored[:1, :, :1].nbytes for layer in self._own for stored in layer.stored)
 
     @property
@@ -106,7 +109,8 @@ class CrossCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, CrossLayer)]
 
     def reserve(self, rows: int, width: int = 0, step: int = STEP) -> None:
-        """At least `rows` rows of `width` places, rounded up to steps; grows only, keeps contents."""
+        """Allocate at least `rows` rows of `width` places, rounded up to steps. The memory only grows and keeps its
+        contents."""
         rows, width = max(rows, self.rows), max(-(-width // step) * step, self.width)
         if (rows, width) == (self.rows, self.width):
             return
@@ -121,7 +125,7 @@ class CrossCache(Cache):
                 layer.stored[side] = fresh
 
     def release(self) -> None:
-        """Give all memory back; the layers' shapes stay known."""
+        """Free all memory; the layers' shapes stay known."""
         self.rows = self.width = 0
         self.lengths, self.sizes = [], self.sizes[:0]
         self.generation += 1
@@ -129,23 +133,23 @@ class CrossCache(Cache):
             layer.stored = [stored.new_zeros(0, stored.shape[1], 0, stored.shape[3]) for stored in layer.stored]
 
     def write(self, rows: list[int], lengths: list[int]) -> None:
-        """The next forward keeps the sources of these rows, of these lengths."""
+        """Have the next forward store the sources of these rows, which have these lengths."""
         self.writing = torch.tensor(rows, device=self.sizes.device)
         self.sizes[self.writing] = torch.tensor(lengths, device=self.sizes.device)
         for row, length in zip(rows, lengths, strict=True):
             self.lengths[row] = length
 
     def read(self, rows: Tensor | int) -> None:
-        """The next forward reads the sources of these rows [n] int64, or of so many of the first."""
+        """Have the next forward read the sources of these rows [n] int64, or of the first `rows` ones."""
         self.writing, self._reading = None, rows
 
     def view(self, stored: Tensor) -> Tensor:
-        """Return what the forward under way reads of stored [R, H, S, E]: [n, H, S, E] of its n rows."""
+        """Return the part of stored [R, H, S, E] that the current forward reads: [n, H, S, E] of its n rows."""
         rows = self._reading
         return stored[:rows] if isinstance(rows, int) else stored.index_select(0, rows.to(stored.device))
 
     def select_rows(self, rows: Tensor) -> None:
-        """Put these rows [n] int64 first, in this order."""
+        """Move these rows [n] int64 to the front, in this order."""
         for layer in self._own:
             for stored in layer.stored:
                 index = rows.to(stored.device)
@@ -178,7 +182,7 @@ class ForestPairCache(EncoderDecoderCache):
     """The forest's own cache and that of the sources, as one decoder reads them."""
 
     def __init__(self, own: ForestCache, cross: CrossCache) -> None:
-        # not the base class's: it asks the caches how long they are
+        # the base class's constructor is not called, because it asks the caches how long they are
         self.self_attention_cache: Any = own
         self.cross_attention_cache: Any = cross
         self.is_updated: dict[int, bool] = {}
@@ -189,5 +193,5 @@ class ForestPairCache(EncoderDecoderCache):
         return 1  # some models take an empty cache for none
 
     def kept(self, layers: int, whether: bool) -> None:
-        """Whether the layers find their source's keys and values in the cache, or have to project them."""
+        """Set whether the layers find their source's keys and values in the cache, or have to project them."""
         self.is_updated = dict.fromkeys(range(layers), whether)

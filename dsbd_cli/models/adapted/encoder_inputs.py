@@ -1,7 +1,7 @@
 """Requests to an encoder-decoder model: a source for the encoder, and the tokens that its decoder begins with.
 
-Tokenizers name languages in several ways. Which one a checkpoint has is asked of the tokenizer, not looked up by the
-name of its architecture.
+Tokenizers name languages in several ways. The tokenizer itself shows which one a checkpoint has; the name of its
+architecture is not used.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dsbd_cli.errors import InvalidRowError, shorten
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.requests import Request, Segment, Source
 
-MARKS = (">>{}<<", "<2{}>")  # how a language stands before a source's text: Marian, MADLAD
+MARKS = (">>{}<<", "<2{}>")  # how a language is marked before a source's text: Marian, MADLAD
 MULTILINGUAL = ("m2m_100", "mbart")  # architectures that cannot do without a target language
 
 
 class Seq2SeqCodec(HFCodec):
-    """Text to sources and answers back, through one tokenizer."""
+    """A codec that turns text into sources and answers into text, through one tokenizer."""
 
     reads: Source = "text"
     timestamps: Timestamps | None = None
@@ -42,7 +42,7 @@ class Seq2SeqCodec(HFCodec):
         self._no_text: Container[int] = frozenset(self._codes.values())  # tokens that are no text
 
     def encoder_input(self, request: Request) -> EncoderRequest:
-        """Source, decoder prompt and forced token of a request. Raises InvalidRowError."""
+        """Return source, decoder prompt and forced token of a request. Raises InvalidRowError."""
         asked = request.sampling
         request.check_source(self.reads)
         forced, start = self.begin(asked)
@@ -50,15 +50,16 @@ class Seq2SeqCodec(HFCodec):
         return self._joined(torch.tensor(ids, dtype=torch.int64), [start], forced, asked)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of generated ids, without special tokens, languages and times."""
+        """Return the text of generated ids, without special tokens, languages and times."""
         return super().decode([token for token in ids if token not in self._no_text])
 
     def segments(self, ids: Sequence[int]) -> tuple[Segment, ...]:
-        """None: text has no times."""
+        """Return no segment, because text has no times."""
         return ()
 
     def cut(self, encoder_input: Tensor, room: int) -> Tensor | None:
-        """The last tokens of a source that fit, after those that every source begins with; None where none do."""
+        """Return the last tokens of a source that fit into `room`, after those that every source begins with; None
+        where none do."""
         empty = self.encode("")
         begin = 0
         while begin < min(len(empty), len(encoder_input)) and empty[begin] == int(encoder_input[begin]):
@@ -72,7 +73,8 @@ class Seq2SeqCodec(HFCodec):
     def _joined(
         self, encoder_input: Tensor, begin: list[int], forced: int | None, asked: SamplingConfig
     ) -> EncoderRequest:
-        """With the prefix behind the decoder's first tokens. What is forced after them is known then."""
+        """Return the request with the prefix behind the decoder's first tokens. The forced token, if any, comes before
+        the prefix."""
         if asked.prefix is None:
             return EncoderRequest(encoder_input, begin, 0, forced)
         prefix = self.encode_pieces([asked.prefix])[0]
@@ -101,7 +103,7 @@ class Seq2SeqCodec(HFCodec):
         return next((mark.format(language) for mark in MARKS if mark.format(language) in vocabulary), None)
 
     def begin(self, asked: SamplingConfig) -> tuple[int | None, int]:
-        """The token forced behind the first one, None for that of the checkpoint, and the first one. Raises
+        """Return the token forced behind the first one, None for that of the checkpoint, and the first one. Raises
         InvalidRowError."""
         language = asked.target_lang
         if language is None:
@@ -125,7 +127,7 @@ class Seq2SeqCodec(HFCodec):
         return added is not None and added.content in {str(word) for word in special}
 
     def _language(self, field: str, name: str) -> int:
-        """The token of a language. Raises InvalidRowError."""
+        """Return the token of a language. Raises InvalidRowError."""
         vocabulary, added = self._tokenizer.get_vocab(), self._tokenizer.added_tokens_decoder
         if name in self._codes:
             return self._codes[name]
@@ -139,7 +141,7 @@ class Seq2SeqCodec(HFCodec):
 
     @contextmanager
     def _speaking(self, language: str | None) -> Iterator[None]:
-        """Sources are encoded as of this language."""
+        """Let the tokenizer encode sources as texts of this language."""
         if language is None or not self._speaks:
             yield
             return

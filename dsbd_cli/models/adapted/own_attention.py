@@ -1,4 +1,5 @@
-"""Attention of TrOCR and BLIP through our function: transformers computes it in their layers, and looks no function up.
+"""Attention of TrOCR and BLIP through our function. In transformers their layers compute attention themselves and look
+no function up.
 
 Shape letters: B sequences, T tokens, S places, H heads, E head dim, d width.
 """
@@ -18,8 +19,8 @@ from dsbd_cli.models.adapted.attention import grouped_attention, same_logits
 
 @dataclass(frozen=True, slots=True)
 class LayerNames:
-    """Names of a layer's products, of its number of heads and of the argument with what it crosses to. out: None where
-    another module projects what comes out."""
+    """Names of a layer's products, of its number of heads and of the argument that holds the source. out: None where
+    another module projects the output."""
 
     query: str
     key: str
@@ -36,7 +37,7 @@ LAYERS = {
 
 
 def attend_by_function(model: nn.Module, logits: Callable[[], Tensor]) -> None:
-    """Have the layers named in LAYERS attend by our function, unless their model's logits become others by it."""
+    """Have the layers named in LAYERS attend by our function, unless this changes their model's logits."""
     layers = [module for module in model.modules() if type(module).__name__ in LAYERS]
     before = logits() if layers else None
     for layer in layers:
@@ -54,8 +55,11 @@ def _forward(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """hidden_states [B, T, d] -> [B, T, d], and no weights of the attention. Attends to the source [B, S, d] where one
-    is given: its mask, [B, 1, T, S] as that of the layer's own tokens, is then `attention_mask`."""
+    """Return the layer's output [B, T, d] for hidden_states [B, T, d], and no weights of the attention.
+
+    It attends to the source [B, S, d] where one is given. Then `attention_mask` is the mask of the source, [B, 1, T,
+    S]; otherwise it is that of the layer's own tokens.
+    """
     source = kwargs.get(names.source)
     heads = getattr(layer, names.heads)
 

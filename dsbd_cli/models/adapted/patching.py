@@ -23,7 +23,7 @@ MULTIPLIED = ("dt_proj",)  # layers whose weights Mamba and Jamba multiply by th
 
 
 class PackedLinear(nn.Module):
-    """x W^T + b with a packed W. Inference only: the weight is no parameter and has no gradient.
+    """A layer x W^T + b with a packed W. Inference only: the weight is no parameter and has no gradient.
 
     `weight` tells shape and dtype to models that look at it (T5, Mamba) and holds no numbers: it lies on `meta`.
     """
@@ -37,7 +37,7 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear | Conv1D) -> PackedLinear | None:
-        """Pack a layer; None where nothing packs such weights."""
+        """Pack a layer; return None where nothing packs such weights."""
         product = packed_linear([weight_of(linear).detach()], [None if linear.bias is None else linear.bias.detach()])
         return None if product is None else cls(linear, product)
 
@@ -52,11 +52,12 @@ class PackedLinear(nn.Module):
         return self.product.compiled
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features]."""
+        """Return x W^T + b [..., out_features] of x [..., in_features]."""
         return self.product.compute(x)
 
     def with_bias(self, bias: Tensor) -> PackedLinear:
-        """Return the same weights with this bias [out_features], which costs nothing on top of the product."""
+        """Return a layer of the same weights with this bias [out_features], which costs nothing in addition to the
+        product."""
         other = copy.copy(self)
         other.bias, other.product = bias, copy.copy(self.product)
         other.product.set_bias(bias)
@@ -64,14 +65,14 @@ class PackedLinear(nn.Module):
 
 
 class PackedExperts:
-    """Forward of the experts of a mixture with packed weights. Inference only.
+    """The forward of a mixture's experts with packed weights. Inference only.
 
-    Their gate, activation and norm serve as they are; their weights lie on `meta`.
+    It uses the module's own gate, activation and norm. The module's weights are then on `meta`.
     """
 
-    def __init__(self, experts: Any, rise: list[PackedProduct], fall: list[PackedProduct]) -> None:
-        """rise, fall: products before and after the activation, one for each expert."""
-        self._experts, self._rise, self._fall = experts, rise, fall
+    def __init__(self, experts: Any, first: list[PackedProduct], second: list[PackedProduct]) -> None:
+        """first, second: products before and after the activation, one for each expert."""
+        self._experts, self._first, self._second = experts, first, second
         for name in _weights_of_experts(experts):
             held = getattr(experts, name)
             delattr(experts, name)
@@ -79,41 +80,42 @@ class PackedExperts:
 
     @classmethod
     def of(cls, experts: Any) -> PackedExperts | None:
-        """Pack the experts of a module and free their weights; None where nothing packs such weights."""
-        rise, fall = (_expert_products(experts, name) for name in _weights_of_experts(experts))
-        return None if rise is None or fall is None else cls(experts, rise, fall)
+        """Pack the experts of a module and free their weights; return None where nothing packs such weights."""
+        first, second = (_expert_products(experts, name) for name in _weights_of_experts(experts))
+        return None if first is None or second is None else cls(experts, first, second)
 
     @property
     def packed(self) -> list[Tensor]:
         """The weights as they are stored, of each product of each expert."""
-        return [weight for product in (*self._rise, *self._fall) for weight in product.weights]
+        return [weight for product in (*self._first, *self._second) for weight in product.weights]
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Tokens [t, i], their experts [t, k] int64 and the weights of these [t, k] -> [t, i], of the same dtype."""
+        """Return the weighted sum of the experts' outputs [t, i], in the dtype of the tokens [t, i]. top_k_index: [t,
+        k] int64, the experts of each token. top_k_weights: [t, k], the weights of these."""
         chosen, order = top_k_index.flatten().sort(stable=True)
-        counts = torch.bincount(chosen, minlength=len(self._rise))[: len(self._rise)].tolist()
+        counts = torch.bincount(chosen, minlength=len(self._first))[: len(self._first)].tolist()
         given = hidden_states[order // top_k_index.shape[1]].split([*counts, len(order) - sum(counts)])
         made = [self._expert(expert, x) for expert, x in enumerate(given[:-1]) if len(x)]
-        said = hidden_states.new_zeros(len(order), hidden_states.shape[1])  # ids past the last expert stand for none
+        outputs = hidden_states.new_zeros(len(order), hidden_states.shape[1])  # ids past the last expert stand for none
         if made:
-            said[order[: sum(counts)]] = torch.cat(made)
-        parts = (said.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(2)).float().unbind(1)
+            outputs[order[: sum(counts)]] = torch.cat(made)
+        parts = (outputs.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(2)).float().unbind(1)
         total = parts[0]
-        for part in parts[1:]:  # one after another: a sum of torch's chooses an order by shape
+        for part in parts[1:]:  # one after another, because torch's sum chooses an order by shape
             total = total + part
         return total.to(hidden_states.dtype)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
-        """[s, i] of tokens [s, i] through one expert."""
+        """Return the output [s, i] of one expert for tokens [s, i]."""
         experts = self._experts
-        risen = self._rise[number].compute(x)
-        risen = experts._apply_gate(risen) if experts.has_gate else experts.act_fn(risen)
-        fallen = self._fall[number].compute(risen)
-        return experts.post_expert_norm(fallen) if experts.has_post_expert_norm else fallen
+        inner = self._first[number].compute(x)
+        inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+        output = self._second[number].compute(inner)
+        return experts.post_expert_norm(output) if experts.has_post_expert_norm else output
 
 
 class PackedRouter(TorchFunctionMode):
-    """Forward of a router of experts, in which a product with its weight is a packed one."""
+    """The forward of a router of experts, in which a product with its weight is a packed one."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
@@ -145,16 +147,16 @@ def pack(model: nn.Module) -> int:
     Each original weight is freed as soon as it is packed, unless something else shares it (tied embeddings) or the
     packed layer reads it where it lies.
     """
-    # small ones too: rows of torch's own products depend on each other
+    # small ones too, because the bits of a row in torch's own products depend on the other rows
     made, found = 0, [(parent, name) for parent, name, _ in plain_linears(model, 1, 1)]
     for parent, name in found:
         if (packed := PackedLinear.of(getattr(parent, name))) is not None:
             setattr(parent, name, packed)
             made += 1
     for module in model.modules():
-        if _routes(module):
+        if _is_router(module):
             module.forward = PackedRouter(module)
-        elif _mixes(module) and (experts := PackedExperts.of(module)) is not None:
+        elif _has_experts(module) and (experts := PackedExperts.of(module)) is not None:
             module.forward = experts
             made += 1
     return made
@@ -163,8 +165,8 @@ def pack(model: nn.Module) -> int:
 def plain_linears(
     model: nn.Module, least: int = MIN_FEATURES, inputs: int = MIN_FEATURES
 ) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
-    """The linear layers on the CPU that do nothing but x W^T + b, with their parents and names. least, inputs: fewest
-    outputs and inputs."""
+    """Yield the linear layers on the CPU that do nothing but x W^T + b, with their parents and names. least, inputs:
+    fewest outputs and inputs."""
     for parent in model.modules():
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear | Conv1D) and name not in MULTIPLIED and _suits(child, least, inputs):
@@ -172,7 +174,7 @@ def plain_linears(
 
 
 def weight_of(linear: nn.Linear | Conv1D) -> Tensor:
-    """[out, in]; GPT-2's layers hold theirs the other way round."""
+    """Return the weight of a layer [out, in]; GPT-2's layers hold theirs the other way round."""
     weight: Tensor = linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
     return weight
 
@@ -180,7 +182,7 @@ def weight_of(linear: nn.Linear | Conv1D) -> Tensor:
 def _suits(linear: nn.Linear | Conv1D, least: int, fewest: int) -> bool:
     weight, bias = linear.weight, linear.bias
     hooked = bool(linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
-    # one with a forward of its own, or with weights that quantised checkpoints keep in a form of theirs
+    # a layer with a forward of its own, or with weights in the form of a quantised checkpoint
     hooked |= type(linear) not in (nn.Linear, Conv1D) or "forward" in vars(linear)
     hooked |= type(weight.data) is not Tensor
     plain = weight.device.type == "cpu" and not hooked and (bias is None or bias.dtype == weight.dtype)
@@ -188,21 +190,22 @@ def _suits(linear: nn.Linear | Conv1D, least: int, fewest: int) -> bool:
     return plain and weight.is_floating_point() and inputs >= fewest and outputs >= least
 
 
-def _mixes(module: nn.Module) -> bool:
-    """Whether a module has the experts of a mixture in the form that transformers' own kernels of them take, so that
-    what they compute is known."""
+def _has_experts(module: nn.Module) -> bool:
+    """Return whether a module has the experts of a mixture in the form that transformers' own kernels take, so that it
+    is known what they compute."""
     if "forward" in vars(module) or getattr(module, "_is_expert_parallel", True) or not hasattr(module, "_apply_gate"):
         return False
     return all(_plain(getattr(module, name, None), 3) for name in _weights_of_experts(module))
 
 
 def _weights_of_experts(experts: Any) -> tuple[str, str]:
-    """Names of the weights that come before and after the activation."""
+    """Return the names of the weights that come before and after the activation."""
     return ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
 
 
 def _expert_products(experts: Any, name: str) -> list[PackedProduct] | None:
-    """Products with the weights of this name, [experts, o, i] or the other way round; None where nothing packs them."""
+    """Return products with the weights of this name, [experts, o, i] or the other way round; None where nothing packs
+    them."""
     weights = getattr(experts, name).detach()
     weights = weights.transpose(1, 2) if experts.is_transposed else weights
     biases = getattr(experts, f"{name}_bias").detach() if experts.has_bias else [None] * len(weights)
@@ -211,20 +214,22 @@ def _expert_products(experts: Any, name: str) -> list[PackedProduct] | None:
     return found if len(found) == len(made) else None
 
 
-def _routes(module: nn.Module) -> bool:
-    """Whether a module is a router with a weight of its own: not with a linear layer, which is packed by itself."""
+def _is_router(module: nn.Module) -> bool:
+    """Return whether a module is a router with a weight of its own. A linear layer inside a router is packed by
+    itself."""
     named = type(module).__name__.endswith("Router") and "forward" not in vars(module)
     return named and _plain(getattr(module, "weight", None), 2)
 
 
 def _plain(weight: Any, dims: int) -> bool:
-    """Whether it is a plain weight on the CPU, [o, i] or one for each expert."""
+    """Return whether a weight is a plain parameter on the CPU, [o, i] or one for each expert."""
     plain = isinstance(weight, nn.Parameter) and type(weight.data) is Tensor and weight.dim() == dims
     return plain and weight.device.type == "cpu"
 
 
 class Int8Linear(nn.Module):
-    """x W^T + b with W in int8, but for its columns of outliers: a part of a product. Inference only.
+    """A layer x W^T + b with W in int8, except for its columns of outliers. Layers with one input are parts of one
+    product. Inference only.
 
     `weight` tells shape and dtype to models that look at it and holds no numbers: it lies on `meta`.
     """
@@ -237,7 +242,7 @@ class Int8Linear(nn.Module):
         self.weight = torch.empty_like(linear.weight, device="meta", requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features], of the same dtype."""
+        """Return x W^T + b [..., out_features] of x [..., in_features], in the same dtype."""
         return self.product.of(x).narrow(-1, self._first, self.out_features).contiguous()
 
     @property
@@ -257,7 +262,7 @@ class _Seen:
 
     Attributes:
         largest: [i] float32, the largest magnitude in each input channel.
-        first: the layer that was handed the same tensor before it, or itself.
+        first: the first layer of the same parent that was handed the same tensor, or the layer itself.
     """
 
     largest: Tensor
@@ -266,7 +271,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Watch:
-    """Hooks on layers while `calibrate` runs the model."""
+    """A hook that observes the inputs of layers while `calibrate` runs the model."""
 
     seen: dict[nn.Module, _Seen] = field(default_factory=dict)
     last: dict[nn.Module, tuple[Tensor, Tensor, nn.Module]] = field(default_factory=dict)  # of each parent
@@ -286,10 +291,10 @@ class _Watch:
 
 
 def quantize(model: nn.Module, calibrate: Callable[[], object], least: int = LEAST_WEIGHTS) -> int:
-    """Replace the plain linear layers of a model on the CPU by int8 ones, in place; returns how many.
+    """Replace the plain linear layers of a model on the CPU by int8 ones, in place; return how many.
 
     calibrate: runs tokens through the model. Layers that it does not reach stay as they are. So do products of fewer
-    than `least` weights, for which int8 is no gain: the work beside the product takes longer than the product.
+    than `least` weights, for which int8 is no gain: the work around the product takes longer than the product.
     """
     found = list(plain_linears(model))
     watch = _Watch()

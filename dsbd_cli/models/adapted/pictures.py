@@ -1,5 +1,5 @@
-"""Pictures for encoder-decoder models: a file or base64 data to pixels, and what the decoder begins with. Needs the
-extra `image`."""
+"""A codec of pictures for encoder-decoder models: a file or base64 data becomes pixels, and a prompt the tokens that
+the decoder begins with. Needs the extra `image`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ MOST_HEAD = 200  # characters of a data URI before its data
 
 
 def read_picture(image: str) -> Image:
-    """A picture in RGB, upright, from a path or `data:image/png;base64,...`, as transformers' load_image has it.
+    """Return a picture in RGB, upright, from a path or `data:image/png;base64,...`, as transformers' load_image does.
 
-    Raises InvalidRowError for what is none, is too large or has several pages.
+    Raises InvalidRowError for what is no picture, is too large or has several pages.
     """
     if not image.startswith(DATA):
         with open_file("image", image) as file:
@@ -41,7 +41,7 @@ def read_picture(image: str) -> Image:
 
 
 def _contents(image: str) -> bytes:
-    """Bytes of a data URI. Raises InvalidRowError."""
+    """Return the bytes of a data URI. Raises InvalidRowError."""
     head = image[:MOST_HEAD].partition(BASE64)
     if not head[1]:
         raise InvalidRowError(f"image is {shown(image)}, but data must be written as data:image/png;base64,...")
@@ -52,7 +52,7 @@ def _contents(image: str) -> bytes:
 
 
 def _decoded(name: str, file: Any) -> Image:
-    """The picture in an open file."""
+    """Return the picture in an open file."""
     from PIL import Image, ImageOps
 
     with warnings.catch_warnings():
@@ -72,7 +72,8 @@ def _decoded(name: str, file: Any) -> Image:
 
 
 class PictureCodec(Seq2SeqCodec):
-    """Pictures to what their encoder reads, and prompts to what the decoder begins with."""
+    """A codec that turns pictures into the encoder's input, and prompts into the tokens that the decoder begins
+    with."""
 
     reads = "image"
 
@@ -91,7 +92,7 @@ class PictureCodec(Seq2SeqCodec):
         self._silent = {*tokenizer.all_special_ids, *special, *eos_ids} - self._tags.keys()
 
     def encoder_input(self, request: Request) -> EncoderRequest:
-        """Pixels of the picture, or its patches, and the decoder's prompt. Raises RowError."""
+        """Return the pixels of the picture, or its patches, and the decoder's prompt. Raises RowError."""
         request.check_source(self.reads)
         assert request.image is not None
         asked = request.sampling
@@ -109,7 +110,7 @@ class PictureCodec(Seq2SeqCodec):
         return self._joined(pixels, begin, None, asked)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of generated ids, with tags, without other special tokens."""
+        """Return the text of generated ids, with tags, without other special tokens."""
         kept = [token for token in ids if token not in self._silent and token not in self._no_text]
         return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
@@ -122,20 +123,20 @@ class PictureCodec(Seq2SeqCodec):
         return super().token_bytes()
 
     def _begin(self, prompt: str) -> list[int]:
-        """Tokens that the decoder begins with."""
+        """Return the tokens that the decoder begins with."""
         ids = self.encode_pieces([prompt])[0] if prompt else []
         return ids if ids and (self._prompt_starts or ids[0] == self._start) else [self._start, *ids]
 
     def _pixels(self, picture: Image) -> Tensor:
-        """[C, H, W], or patches [Z, d] without padding: float32."""
+        """Return the pixels of a picture [C, H, W], or its patches [Z, d] without padding: float32."""
         made = self._processor(picture, return_tensors="pt")
         found: Tensor = made[self._input_name][0]
         return found if self._input_name == "pixel_values" else found[made["attention_mask"][0].bool()]
 
 
 def _bounded(resize: Callable[..., Any]) -> Callable[..., Any]:
-    """An image processor's resize that refuses to make a picture of more than MOST_PIXELS: a thin one is scaled by its
-    short side. Raises InvalidRowError."""
+    """Return an image processor's resize that refuses to make a picture of more than MOST_PIXELS, because a thin one is
+    scaled by its short side. It raises InvalidRowError."""
 
     def bounded(image: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
         height, width = image.shape[-2:]

@@ -1,6 +1,6 @@
 """Positions of a forest's nodes in a decoder that would count them from its cache.
 
-Three ways are known, and the loaded decoder is asked which one it has: the forward takes positions as an argument; a
+Three ways are known, and the loaded decoder shows which ones it has: the forward takes positions as an argument; a
 child module adds a table's rows; relative biases are computed from distances. A decoder with none of them is refused.
 
 Shape letters: R rows, n nodes, S slots, P positions, d width of the model, H heads.
@@ -25,20 +25,20 @@ ARGUMENT = "decoder_position_ids"
 
 @dataclass(frozen=True, slots=True)
 class NodePositions:
-    """Positions [R, n] of the nodes of the forward under way, of what its slots hold, [R, S], and the nodes' tokens
-    [R, n], where they matter."""
+    """Positions [R, n] of the current forward's nodes, positions [R, S] of the tokens in its slots, and the nodes'
+    tokens [R, n], where they matter."""
 
     positions: Tensor
     slot_positions: Tensor
     tokens: Tensor | None
 
 
-class _HeardError(Exception):
-    """The child has been heard; the rest of the forward is not needed."""
+class _NotedError(Exception):
+    """Signal that the child's output has been noted, so that the rest of the forward is not needed."""
 
 
 class DecoderPositions:
-    """Tells a decoder where the nodes of a forest stand.
+    """The positions of a forest's nodes, passed to a decoder in the ways that it has.
 
     Attributes:
         argument: name of the argument that takes the positions, None where there is none.
@@ -46,8 +46,8 @@ class DecoderPositions:
     """
 
     def __init__(self, model: Any, limit: int) -> None:
-        """limit: P, positions of a table. Raises UnsupportedModelError where no way is found."""
-        self._now: NodePositions | None = None
+        """limit: P, positions of a table. Raises UnsupportedModelError where the decoder has no known way."""
+        self._current: NodePositions | None = None
         decoder = decoder_of(model)
         # a model that wraps a whole language model hands on what begins with decoder_
         taking = {"position_ids": model.get_decoder()} if model.get_decoder() is not decoder else {ARGUMENT: model}
@@ -72,21 +72,21 @@ class DecoderPositions:
 
     @contextlib.contextmanager
     def at(self, positions: Tensor, slot_positions: Tensor, tokens: Tensor | None = None) -> Iterator[None]:
-        """Forwards inside are those of a forest: positions [R, n], slot_positions [R, S], tokens [R, n] int64."""
-        self._now = NodePositions(positions, slot_positions, tokens)
+        """Enclose forwards of a forest: positions [R, n], slot_positions [R, S], tokens [R, n] int64."""
+        self._current = NodePositions(positions, slot_positions, tokens)
         try:
             yield
         finally:
-            self._now = None
+            self._current = None
 
     def _from_table(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The child's forward; a forest may have more nodes than the table has positions, so the stock one cannot run
-        first."""
+        """Return a forward for the child that reads the table. A forest may have more nodes than the table has
+        positions, so the stock forward cannot run first."""
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
-            if self._now is None:
+            if self._current is None:
                 return stock(*args, **kwargs)
-            positions, tokens = self._now.positions, self._now.tokens
+            positions, tokens = self._current.positions, self._current.tokens
             found = self._table.to(positions.device)[positions]
             if self._padding is None or tokens is None:
                 return found
@@ -96,7 +96,7 @@ class DecoderPositions:
         return forward
 
     def _bias(self, module: Any) -> Callable[..., Tensor]:
-        """compute_bias of one attention layer, by distances of positions."""
+        """Return compute_bias of one attention layer, by distances of positions."""
         stock = type(module).compute_bias
         settings = {}
         if "bidirectional" in inspect.signature(type(module)._relative_position_bucket).parameters:
@@ -107,7 +107,7 @@ class DecoderPositions:
             }
 
         def compute_bias(layer: Any, *args: Any, **kwargs: Any) -> Tensor:
-            now = self._now
+            now = self._current
             if now is None:
                 bias: Tensor = stock(layer, *args, **kwargs)
                 return bias
@@ -126,8 +126,8 @@ def decoder_of(model: Any) -> Any:
 
 
 def _padding(model: Any, decoder: Any, child: nn.Module, table: Tensor) -> tuple[int, Tensor] | None:
-    """The token that stands nowhere and what the child gives it, [d]: M2M100's padding, which some checkpoints begin
-    answers with. None where every token has a position."""
+    """Return the token that has no position and the row [d] that the child gives it: M2M100's padding, which some
+    checkpoints begin answers with. None where every token has a position."""
     token = getattr(child, "padding_idx", None)
     if token is None or not 0 <= token < decoder.get_input_embeddings().weight.shape[0]:
         return None
@@ -136,38 +136,38 @@ def _padding(model: Any, decoder: Any, child: nn.Module, table: Tensor) -> tuple
 
 
 def _table(model: Any, decoder: Any, child: nn.Module, limit: int) -> Tensor:
-    """[P, d]: what the child gives a plain chain of P tokens."""
+    """Return the rows [P, d] that the child gives a plain chain of P tokens."""
     padding = getattr(child, "padding_idx", None)
     token = next(index for index in range(5, 8) if index != padding)
     return _output_of_child(model, decoder, child, torch.full((1, limit), token))[-limit:].clone()
 
 
 def _output_of_child(model: Any, decoder: Any, child: nn.Module, ids: Tensor) -> Tensor:
-    """[P, d]: what the child gives tokens [1, P] int64, heard in an ordinary forward of the decoder.
+    """Return the rows [P, d] that the child gives tokens [1, P] int64, noted in an ordinary forward of the decoder.
 
-    Calling the child oneself would need to know its arguments, which differ from model to model.
+    To call the child directly, its arguments would have to be known, and they differ from model to model.
     """
-    heard: list[Tensor] = []
+    noted: list[Tensor] = []
 
-    def hear(module: nn.Module, args: object, out: Tensor) -> NoReturn:
-        heard.append(out)
-        raise _HeardError
+    def note(module: nn.Module, args: object, out: Tensor) -> NoReturn:
+        noted.append(out)
+        raise _NotedError
 
     width = getattr(decoder, "config", model.config).hidden_size
     encoded = torch.zeros(1, 1, width, dtype=model.dtype, device=model.device)
-    hook = child.register_forward_hook(hear)
+    hook = child.register_forward_hook(note)
     why = "it has none"
     try:
         with torch.no_grad():
             decoder(input_ids=ids.to(model.device), encoder_hidden_states=encoded, use_cache=False)
-    except _HeardError:
+    except _NotedError:
         pass
     except Exception as error:  # a decoder that takes other arguments raises what it likes
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     finally:
         hook.remove()
-    if not heard:
+    if not noted:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not tell its decoder's positions ({why}); use another model"
         )
-    return heard[0].reshape(-1, heard[0].shape[-1])
+    return noted[0].reshape(-1, noted[0].shape[-1])

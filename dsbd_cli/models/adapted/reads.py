@@ -1,4 +1,4 @@
-"""Whether operations wait for the device, which a CUDA graph cannot hold (rotary embeddings that change with the
+"""Count operations that wait for the device, which a CUDA graph cannot hold (rotary embeddings that change with the
 length, experts picked on the host)."""
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ COPIES = ("_to_copy", "copy_")
 
 
 class HostReads(TorchDispatchMode):
-    """Counts operations that give a number to the host, or whose shape depends on data.
+    """A mode that counts operations that give a number to the host, or whose shape depends on data.
 
     Attributes:
-        counts: by operation; a boolean mask as an index counts too. operations: all that ran.
+        counts: by operation; a boolean mask as an index counts too. operations: number of all operations that ran.
     """
 
     def __init__(self) -> None:
@@ -41,6 +41,6 @@ class HostReads(TorchDispatchMode):
 
 
 def _to_host(args: Any, out: Any) -> bool:
-    """A tensor of another device came to the CPU."""
+    """Return whether an operation has copied a tensor from another device to the CPU."""
     tensors = [item for item in args if isinstance(item, torch.Tensor)]
     return out.device.type == "cpu" and any(item.device.type != "cpu" for item in tensors)

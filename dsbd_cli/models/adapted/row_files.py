@@ -1,4 +1,4 @@
-"""Files that requests name: sound and pictures. Whatever lies there, opening it does not wait and reading it ends."""
+"""Files that requests name: sound and pictures. Whatever is at a path, opening it does not wait and reading it ends."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MOST_BYTES = 1 << 28  # of a file: 256 MiB
 
 @contextmanager
 def open_file(field: str, path: str) -> Iterator[BinaryIO]:
-    """Open an ordinary file of at most MOST_BYTES. field: of the request, for messages.
+    """Open an ordinary file of at most MOST_BYTES. field: name of the request's field, for messages.
 
-    Raises InvalidRowError for any other, and in place of what libraries raise inside.
+    Raises InvalidRowError for any other file, and in place of what libraries raise inside.
     """
     with readable(field, path):
         _ordinary_size(field, path, os.stat(path))  # opening a device may do something
@@ -32,7 +32,8 @@ def open_file(field: str, path: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def readable(field: str, given: str) -> Iterator[None]:
-    """Make InvalidRowErrors of what libraries raise inside, where they raise what they like."""
+    """Turn every exception that is raised inside into an InvalidRowError, because libraries raise many kinds. Our own
+    errors pass."""
     try:
         yield
     except DsbdError:
@@ -43,8 +44,8 @@ def readable(field: str, given: str) -> Iterator[None]:
 
 
 def shown(given: str) -> str:
-    """A path as it stands in an error message: from the working folder where that is shorter, its end where it is long.
-    Other values by their beginning."""
+    """Return a value as it appears in an error message. A path begins at the working folder where that is shorter, and
+    is cut to its end where it is long. Other values are cut to their beginning."""
     if not os.path.isabs(given):
         return shorten(given)
     path = min(given, os.path.relpath(given), key=len)
@@ -52,7 +53,7 @@ def shown(given: str) -> str:
 
 
 def _ordinary_size(field: str, path: str, found: os.stat_result) -> int:
-    """Bytes of a file. Raises InvalidRowError for pipes, devices and folders."""
+    """Return the bytes of a file. Raises InvalidRowError for pipes, devices and folders."""
     if not stat.S_ISREG(found.st_mode):
         raise InvalidRowError(f"{field} is {shown(path)}, which is no file")
     return found.st_size

@@ -1,5 +1,5 @@
-"""A transformers encoder-decoder model as a ForestModel: its source is read once per request, its answers are the
-forest.
+"""A transformers encoder-decoder model as a ForestModel: its source is read once per request, and the forest holds its
+answers.
 
 Shape letters: R rows, n nodes of a forward, S cache slots, Z source places, V vocabulary, B sequences, T tokens.
 """
@@ -25,17 +25,17 @@ from dsbd_cli.models.adapted.crossing import STEP, CrossCache, ForestPairCache
 from dsbd_cli.models.adapted.own_attention import attend_by_function
 from dsbd_cli.models.adapted.patching import PackedLinear
 from dsbd_cli.models.adapted.positions import DecoderPositions, decoder_of
-from dsbd_cli.models.forest_attention import AttentionMetadata
+from dsbd_cli.models.forest_attention import AttentionMetadata, additive_mask
 
 TABLE_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
 ENCODER_LIMITS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
-MASK = "encoder_attention_mask"  # of a decoder; the whole model's mask of the source goes other ways with audio
+MASK = "encoder_attention_mask"  # argument of a decoder; with audio the whole model's mask of the source is another
 PADDED_TO = 128  # tokens: a longer source fills the processor by itself
 UNLIMITED = 512  # positions of a table whose size the config does not tell
 
 
 class Seq2SeqForestModel(TransformersForest):
-    """An encoder and a decoder. `encode` comes before the first forward of a row."""
+    """A model with an encoder and a decoder. `encode` comes before the first forward of a row."""
 
     encoder_digest: str | None = None  # see encoder_digest
 
@@ -50,14 +50,14 @@ class Seq2SeqForestModel(TransformersForest):
         self._shared = False
         self._picture_places = 1  # of the pictures that the encoder takes, where these are of one size
         decoder = decoder_of(model)
-        self._masked = MASK in inspect.signature(type(decoder).forward).parameters
+        self._takes_source_mask = MASK in inspect.signature(type(decoder).forward).parameters
         self._mask: Tensor | None = None  # of the forward under way: which source places its nodes see
-        if self._masked:
+        if self._takes_source_mask:
             decoder.register_forward_pre_hook(self._give_mask, with_kwargs=True)
         super().__init__(model, name, stock)
         tokens = torch.arange(5, 13, device=self._device).unsqueeze(0)
         attend_by_function(model, lambda: self.plain(tokens, sample_encoder_input(self, 8, 0)))
-        self.copies_prefixes = False  # what the decoder keeps of its first tokens goes by the source
+        self.copies_prefixes = False  # what the decoder keeps of its first tokens depends on the source
 
     @property
     def paired(self) -> bool:
@@ -65,12 +65,12 @@ class Seq2SeqForestModel(TransformersForest):
 
     @property
     def max_positions(self) -> int | None:
-        """Positions of the decoder; None where it goes by distances."""
+        """Number of positions of the decoder; None where it uses distances instead."""
         return _limit(self._config, TABLE_LIMITS) if "bias" not in self._places.kinds else None
 
     @property
     def max_encoder_input(self) -> int | None:
-        """Tokens of a source at most; None where the encoder goes by distances, or reads audio."""
+        """Largest number of tokens of a source; None where the encoder uses distances instead, or reads no tokens."""
         if self.encoder_input_name != "input_ids" or "bias" in self._places.kinds:
             return None
         encoder = getattr(self._model.config, "encoder", None)
@@ -78,15 +78,14 @@ class Seq2SeqForestModel(TransformersForest):
 
     @property
     def encoder_input_name(self) -> str:
-        """Return the name of the encoder's input: input_ids, input_features, input_values, pixel_values or
-        flattened_patches."""
+        """Name of the encoder's input: input_ids, input_features, input_values, pixel_values or flattened_patches."""
         name: str = self._model.main_input_name
         return name
 
     @property
     def encoder_input_shape(self) -> tuple[int, ...] | None:
-        """Return the part of a source's shape that the encoder insists on: bins of features, [C, H, W] of a picture,
-        numbers of a patch. None where it reads something else."""
+        """The part of a source's shape that the encoder insists on: bins of features, [C, H, W] of a picture, numbers
+        of a patch. None where it insists on none."""
         config = self._model.config
         if self.encoder_input_name == "pixel_values":
             return picture_shape(self._encoder.config)
@@ -94,11 +93,6 @@ class Seq2SeqForestModel(TransformersForest):
             return (config.vision_config.patch_embed_hidden_size,)
         bins = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None)
         return None if self.encoder_input_name == "input_ids" or bins is None else (int(bins),)
-
-    @property
-    def encoder_config(self) -> Any:
-        """The encoder's config."""
-        return self._encoder.config
 
     @property
     def encoder_vocab_size(self) -> int:
@@ -117,7 +111,8 @@ class Seq2SeqForestModel(TransformersForest):
         return self._metadata is not None and self._metadata.used == layers
 
     def lead(self, follower: Seq2SeqForestModel) -> None:
-        """From now on the follower, whose encoder is the same, is given what this model's encoder makes of a source."""
+        """Give the follower, whose encoder is the same, the output of this model's encoder for each source from now
+        on."""
         self._follower, follower._shared = follower, True
 
     def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
@@ -139,12 +134,12 @@ class Seq2SeqForestModel(TransformersForest):
         self._cross.clear(row)
 
     def encoder_bytes(self, encoder_input: Tensor) -> int:
-        """Bytes of keys and values of a source [Z] int64, or [bins, frames], [samples], [C, H, W] or [patches, d]
-        float."""
+        """Return the bytes of keys and values of a source [Z] int64, or [bins, frames], [samples], [C, H, W] or
+        [patches, d] float."""
         return self._cross.bytes_per_place * self.encoder_places(encoder_input)
 
     def encoder_places(self, encoder_input: Tensor) -> int:
-        """Places of a source in the encoder, or more."""
+        """Return the number of places of a source in the encoder, or an upper bound."""
         if self.encoder_input_name in ("input_ids", "flattened_patches"):
             return len(encoder_input)
         if self.encoder_input_name == "pixel_values":
@@ -157,15 +152,15 @@ class Seq2SeqForestModel(TransformersForest):
         """Read the sources of these cache rows: token ids [Z] int64, features [bins, frames], a wave [samples], a
         picture [C, H, W] or its patches [Z, d].
 
-        What is kept of a source does not depend on others: see `_together`. A model whose encoder another one shares
-        reads nothing here: it has been given its sources already.
+        The result for a source does not depend on other sources: see `_batch_key`. A model that shares the encoder of
+        another one reads nothing here, because that one has given it the sources already.
         """
         if self._shared:
             return
         groups = defaultdict[tuple[int, ...], list[int]](list)
         for place, encoder_input in enumerate(encoder_inputs):
-            groups[self._together(place, encoder_input)].append(place)
-        read = [(places, *self._read([encoder_inputs[place] for place in places])) for places in groups.values()]
+            groups[self._batch_key(place, encoder_input)].append(place)
+        read = [(places, *self._encoded([encoder_inputs[place] for place in places])) for places in groups.values()]
         apart = defaultdict[int, list[tuple[list[int], Tensor, Any]]](list)
         for number, group in enumerate(read):
             apart[0 if self._rows_alike else number].append(group)
@@ -174,20 +169,20 @@ class Seq2SeqForestModel(TransformersForest):
             hidden = torch.cat([nn.functional.pad(one, (0, 0, 0, width - one.shape[1])) for _, one, _ in parts])
             places = [place for some, _, _ in parts for place in some]
             together = [rows[place] for place in places]
-            # the decoder looks at all places of speech
+            # the decoder attends to all places of speech
             heard = encoder_inputs[0].is_floating_point()
             lengths = [hidden.shape[1] if heard else len(encoder_inputs[place]) for place in places]
-            self._keep(together, hidden, lengths, parts[0][2])
+            self._project(together, hidden, lengths, parts[0][2])
             follower = self._follower
             if follower is not None and follower._cache.rows > max(together):  # else nobody drafts with it
-                follower._keep(together, hidden.to(follower.device), lengths, parts[0][2])
+                follower._project(together, hidden.to(follower.device), lengths, parts[0][2])
 
-    def _together(self, place: int, encoder_input: Tensor) -> tuple[int, ...]:
-        """Sources of which this is equal share a forward of the encoder.
+    def _batch_key(self, place: int, encoder_input: Tensor) -> tuple[int, ...]:
+        """Return a key. Sources with equal keys share a forward of the encoder.
 
-        On the CPU those of up to PADDED_TO tokens share one where products do not depend on the number of rows. They
-        are padded to whole steps, with one place of padding at least, so that the same kernels run for a source that
-        stands alone. Any other source has a forward of its own there; elsewhere those of one shape share one.
+        On the CPU sources of up to PADDED_TO tokens share one where products do not depend on the number of rows. They
+        are padded to whole steps, with one place of padding at least, so that the same kernels run for a source that is
+        alone. Any other source has a forward of its own there. On other devices sources of one shape share one.
         """
         if encoder_input.ndim == 1 and self._rows_alike and len(encoder_input) <= PADDED_TO:
             width = (len(encoder_input) // STEP + 1) * STEP
@@ -202,26 +197,26 @@ class Seq2SeqForestModel(TransformersForest):
 
     @functools.cached_property
     def _head(self) -> PackedLinear | None:
-        """The head with the bias of the logits; None where the model adds it by itself."""
+        """The LM head with the bias of the logits in its product; None where the model adds the bias itself."""
         return _biased_head(self._model)
 
     @functools.cached_property
     def _rows_alike(self) -> bool:
-        """On the CPU, what the encoder makes of a source does not depend on the sources beside it, and the decoder
-        takes a mask of the padding."""
-        if self._device.type != "cpu" or self.encoder_input_name != "input_ids" or not self._masked:
+        """Whether on the CPU the encoder's output for a source does not depend on the other sources in the forward, and
+        the decoder takes a mask of the padding."""
+        if self._device.type != "cpu" or self.encoder_input_name != "input_ids" or not self._takes_source_mask:
             return False
         plain = any(type(module) is nn.Linear for module in self._model.modules())
-        # experts drop tokens where there are many; encoders that look at blocks look at padding too
+        # experts drop tokens where there are many; encoders with attention by blocks attend to padding, too
         config = self._model.config
         crowded = any(getattr(config, name, None) is not None for name in ("expert_capacity", "encoder_attention_type"))
         named = getattr(self._encoder.config, "_attn_implementation", None) == NAME
         return named and not plain and not crowded
 
-    def _read(self, encoder_inputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
-        """Hidden states [n, Z, d] of sources that share a forward, and the class of the encoder's output."""
+    def _encoded(self, encoder_inputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        """Return the hidden states [n, Z, d] of sources that share a forward, and the class of the encoder's output."""
         first = encoder_inputs[0].to(self._device)
-        group = self._together(0, first)
+        group = self._batch_key(0, first)
         options: dict[str, Tensor] = {}
         if group[0] == -1:
             padding = getattr(self._model.config, "pad_token_id", None) or 0
@@ -238,14 +233,16 @@ class Seq2SeqForestModel(TransformersForest):
         output = self._encoder(**{self.encoder_input_name: batch}, **options, return_dict=True)
         return output[0], type(output)
 
-    def _keep(self, rows: list[int], hidden: Tensor, lengths: list[int], kind: Any) -> None:
-        """Project hidden states [n, Z, d] to the decoder's keys and values: one forward of a token in the trash slot.
+    def _project(self, rows: list[int], hidden: Tensor, lengths: list[int], kind: Any) -> None:
+        """Project hidden states [n, Z, d] to the decoder's keys and values, by one forward of a token in the trash
+        slot.
 
-        lengths: places of each that hold anything. kind: class of the encoder's output.
+        rows: the sources' cache rows. lengths: places of each source that hold anything. kind: class of the encoder's
+        output.
         """
         self._output, self._encoder_width = kind, hidden.shape[-1]
         # a decoder that takes no mask of the source reads all places: there are as many as the source has
-        self._cross.reserve(self._cache.rows, hidden.shape[1], step=STEP if self._masked else 1)
+        self._cross.reserve(self._cache.rows, hidden.shape[1], step=STEP if self._takes_source_mask else 1)
         self._cross.write(rows, lengths)
         zero = torch.zeros(len(rows), 1, dtype=torch.int64, device=self._device)
         alone = torch.ones(len(rows), 1, 1, dtype=torch.bool, device=self._device)
@@ -258,10 +255,11 @@ class Seq2SeqForestModel(TransformersForest):
 
     @torch.no_grad()
     def plain(self, tokens: Tensor, encoder_input: Tensor | None = None) -> Tensor:
-        """Logits [B, T, V] of answers [B, T] to one source, by an ordinary forward without our cache and masks."""
+        """Return logits [B, T, V] of answers [B, T] to one source, by an ordinary forward without our cache and
+        masks."""
         assert encoder_input is not None, "an answer has a source"
         if encoder_input.is_floating_point():  # sound and pictures are large: each is read once for all answers
-            hidden, kind = self._read([encoder_input])
+            hidden, kind = self._encoded([encoder_input])
             source: dict[str, Any] = {"encoder_outputs": kind(last_hidden_state=hidden.expand(len(tokens), -1, -1))}
         else:
             source = {self.encoder_input_name: encoder_input.to(self._device).expand(len(tokens), -1)}
@@ -275,7 +273,7 @@ class Seq2SeqForestModel(TransformersForest):
             self.plain(answer.unsqueeze(0), sample_encoder_input(self, size, seed))
 
     def _runner(self) -> Any:
-        """The model without its head, where it has such a part."""
+        """Return the model without its head, where it has such a part."""
         return self._body if self._model.base_model is not self._model else self._model
 
     def _call(self, runner: Any, batch: ForestInput) -> Any:
@@ -289,19 +287,19 @@ class Seq2SeqForestModel(TransformersForest):
         metadata = self._attention_metadata(batch)
         if hidden is None:
             self._cross.read(rows if batch.rows is None else batch.rows)
-            # only its shape is looked at: the keys and values are there
+            # only its shape is used, because the keys and values are in the cache
             hidden = torch.zeros(1, 1, 1, dtype=self._model.dtype, device=self._device)
             hidden = hidden.expand(rows, self._cross.width, self._encoder_width)
         masks = self._masks(batch, metadata)
         inputs: dict[str, Any] = {
-            "decoder_input_ids": self._inputs(batch),
+            "decoder_input_ids": self._ids_in_table(batch),
             "decoder_attention_mask": masks,
             "encoder_outputs": self._output(last_hidden_state=hidden),
             "past_key_values": pair,
         }
         if self._places.argument:
             inputs[self._places.argument] = batch.positions
-        self._mask = self._across(batch, hidden.shape[1], metadata)
+        self._mask = self._source_mask(batch, hidden.shape[1], metadata)
         head = self._head if runner is self._model else None
         try:
             with (
@@ -314,22 +312,21 @@ class Seq2SeqForestModel(TransformersForest):
         return output if head is None else Seq2SeqLMOutput(logits=head(output[0]))
 
     def _give_mask(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Puts our mask of the source in place of the one that the model has made, in a forest's forward."""
+        """Put our mask of the source in place of the model's own mask, in a forest's forward."""
         return (args, {**kwargs, MASK: self._mask}) if self._mask is not None else None
 
-    def _across(self, batch: ForestInput, width: int, metadata: AttentionMetadata | None) -> Tensor:
-        """[R, 1, n, Z], added to the scores of the sources' places."""
+    def _source_mask(self, batch: ForestInput, width: int, metadata: AttentionMetadata | None) -> Tensor:
+        """Return the mask [R, 1, n, Z] that is added to the scores of the sources' places."""
         rows, count = batch.tokens.shape
         sizes = self._cross.sizes[:rows] if batch.rows is None else self._cross.sizes[batch.rows]
         seen = torch.arange(width, device=self._device) < sizes.unsqueeze(1)  # [R, Z]
         seen = seen.unsqueeze(1).expand(-1, count, -1)
-        mask = torch.zeros(seen.shape, dtype=self._mask_dtype, device=self._device)
-        additive = mask.masked_fill_(~seen, torch.finfo(self._mask_dtype).min)[:, None]
+        additive = additive_mask(seen, self._mask_dtype)
         if metadata is not None:
             by_row = self._device.type == "cpu"
             read = range(rows) if batch.rows is None or not by_row else batch.rows.tolist()
             prompt_slots = tuple(self._cross.lengths[row] if by_row else 0 for row in read)
-            masked = by_row and self._masked  # else there are as many places as the source has
+            masked = by_row and self._takes_source_mask  # else there are as many places as the source has
             metadata.across = AttentionMetadata(
                 prompt_slots, 1 if by_row else width, masked=masked, path_attention=metadata.path_attention
             )
@@ -359,14 +356,14 @@ class Seq2SeqForestModel(TransformersForest):
 
 
 def sample_encoder_input(model: Seq2SeqForestModel, size: int, seed: int) -> Tensor:
-    """A random source for tests at load: `size` token ids, or features, or a wave of about that many frames, or a
-    picture or `size` patches of one."""
+    """Return a random source for checks at load: `size` token ids, or features, or a wave of about that many frames, or
+    a picture or `size` patches of one."""
     generator = torch.Generator().manual_seed(seed)
     config: Any = model.module.config
     if model.encoder_input_name == "input_ids":
         return torch.randint(5, model.encoder_vocab_size, (size,), generator=generator)
     if model.encoder_input_name == "pixel_values":
-        return torch.randn(sample_shape(model.encoder_config), generator=generator)
+        return torch.randn(sample_shape(model._encoder.config), generator=generator)
     if model.encoder_input_name == "flattened_patches":
         vision = config.vision_config
         places = torch.randint(1, vision.seq_len, (size, 2), generator=generator)
@@ -379,7 +376,7 @@ def sample_encoder_input(model: Seq2SeqForestModel, size: int, seed: int) -> Ten
 
 
 def picture_shape(config: Any) -> tuple[int, ...]:
-    """[C, H, W] that an encoder of pictures takes; C alone where it takes any size."""
+    """Return the shape [C, H, W] that an encoder of pictures takes; C alone where it takes any size."""
     size, channels = config.image_size, _channels(config)
     if _any_size(config):
         return (channels,)
@@ -387,7 +384,7 @@ def picture_shape(config: Any) -> tuple[int, ...]:
 
 
 def sample_shape(config: Any) -> tuple[int, ...]:
-    """[C, H, W] of a picture that an encoder takes: a small one where it takes any size."""
+    """Return the shape [C, H, W] of a picture that an encoder takes: a small one where it takes any size."""
     if not _any_size(config):
         return picture_shape(config)
     patch = config.patch_size if isinstance(config.patch_size, int) else max(config.patch_size)
@@ -396,7 +393,7 @@ def sample_shape(config: Any) -> tuple[int, ...]:
 
 
 def picture_fault(config: Any, picture: Tensor) -> str | None:
-    """Say what an encoder of pictures takes, where it does not take this one."""
+    """Return in words what an encoder of pictures takes, where it does not take this one; None where it does."""
     wanted = picture_shape(config)
     if picture.ndim != 3 or tuple(picture.shape[: len(wanted)]) != wanted:
         return " x ".join(map(str, wanted)) + (" x any size" if len(wanted) == 1 else "")
@@ -406,13 +403,13 @@ def picture_fault(config: Any, picture: Tensor) -> str | None:
 
 
 def swin_places(config: Any, picture: Tensor) -> int:
-    """Places that Swin makes of a picture [C, H, W]."""
+    """Return the number of places that Swin makes of a picture [C, H, W]."""
     height, width = _swin_sides(config, picture)
     return height * width
 
 
 def _swin_sides(config: Any, picture: Tensor) -> list[int]:
-    """Height and width in places: patches, merged by four behind every stage but the last."""
+    """Return height and width in places: patches, which every stage but the last merges by four."""
     patches = (config.patch_size,) * 2 if isinstance(config.patch_size, int) else config.patch_size
     sides = [-(-side // patch) for side, patch in zip(picture.shape[1:], patches, strict=True)]
     for _ in config.depths[1:]:
@@ -421,17 +418,19 @@ def _swin_sides(config: Any, picture: Tensor) -> list[int]:
 
 
 def _channels(config: Any) -> int:
-    """BLIP's config does not say that it takes three."""
+    """Return the number of channels, which is three where the config does not name it (BLIP)."""
     return int(getattr(config, "num_channels", 3))
 
 
 def _any_size(config: Any) -> bool:
-    """Swin pads a picture to whole windows, and knows no table of positions unless it is told to."""
+    """Return whether an encoder takes pictures of any size. Swin does: it pads a picture to whole windows, and has no
+    table of positions unless its config asks for one."""
     return bool(getattr(config, "depths", None)) and not getattr(config, "use_absolute_embeddings", False)
 
 
 def encoder_digest(model: Any) -> str:
-    """A hash of the encoder's weights, their names and dtypes. To be taken before the weights are packed."""
+    """Return a hash of the encoder's weights, their names and dtypes. It has to be taken before the weights are
+    packed."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(model.get_encoder().state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
@@ -440,8 +439,8 @@ def encoder_digest(model: Any) -> str:
 
 
 def _biased_head(model: Any) -> PackedLinear | None:
-    """The head of BART and its kin with the bias in the product; they add it to the logits, which copies all of them.
-    None where the model has another head."""
+    """Return the head of BART and similar models with the bias in its product. These models add the bias to the logits,
+    which copies all of them. None where the model has another head."""
     head, bias = model.get_output_embeddings(), getattr(model, "final_logits_bias", None)
     if not isinstance(head, PackedLinear) or head.bias is not None or not isinstance(bias, Tensor):
         return None
@@ -449,7 +448,7 @@ def _biased_head(model: Any) -> PackedLinear | None:
 
 
 def _limit(config: Any, names: Sequence[str]) -> int | None:
-    """The first of these that the config has."""
+    """Return the first of these settings that the config has; None where it has none."""
     config = getattr(config, "decoder", None) or config if names is TABLE_LIMITS else config
     for name in names:
         if isinstance(value := getattr(config, name, None), int):

@@ -1,4 +1,5 @@
-"""Speech for Whisper: a file to features, and the tokens that say language and task. Needs the extra `audio`."""
+"""A codec of speech for Whisper: a file becomes features, and language and task become tokens. Needs the extra
+`audio`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ LOUDEST = 2.0**31  # 1 is full scale; the power of what is larger would overflow
 
 
 def read_audio(path: str, rate: int, seconds: float) -> Tensor:
-    """A sound file as one channel at `rate` samples per second: [samples] float32.
+    """Return a sound file as one channel at `rate` samples per second: [samples] float32.
 
     Raises PromptTooLongError for one longer than `seconds`, InvalidRowError for one that cannot be read and UsageError
     where the extra is not installed.
@@ -44,7 +45,7 @@ def read_audio(path: str, rate: int, seconds: float) -> Tensor:
         if samples > MOST_SAMPLES:
             raise InvalidRowError(f"audio is {name}, which has {samples} samples, but must have at most {MOST_SAMPLES}")
         wave = file.read(dtype="float32", always_2d=True).mean(1)
-    if not (abs(wave) <= LOUDEST).all():  # nor is NaN
+    if not (abs(wave) <= LOUDEST).all():  # true for NaN, too
         raise InvalidRowError(f"audio is {name}, whose samples are not all finite numbers")
     wave = soxr.resample(wave, own, rate) if len(wave) else wave
     if not len(wave):
@@ -53,7 +54,8 @@ def read_audio(path: str, rate: int, seconds: float) -> Tensor:
 
 
 class WhisperCodec(Seq2SeqCodec):
-    """Sound files to features, and what the decoder begins with: start, language, task, and whether times follow."""
+    """A codec that turns sound files into features, and gives the tokens that the decoder begins with: start, language,
+    task, and whether times follow."""
 
     reads = "audio"
 
@@ -73,7 +75,7 @@ class WhisperCodec(Seq2SeqCodec):
             self._no_text = range(self.timestamps.first, model.config.vocab_size)
 
     def encoder_input(self, request: Request) -> EncoderRequest:
-        """Features of the file and the decoder's prompt. Raises RowError."""
+        """Return the features of the file and the decoder's prompt. Raises RowError."""
         request.check_source(self.reads)
         assert request.audio is not None
         asked, extractor = request.sampling, self._extractor
@@ -102,7 +104,8 @@ class WhisperCodec(Seq2SeqCodec):
         return replace(made, listen=listen)
 
     def begin(self, asked: SamplingConfig) -> tuple[int | None, int]:
-        """Nothing is forced behind the first token: `encoder_input` gives all that an answer begins with."""
+        """Return no forced token and the first token, because `encoder_input` gives all tokens that an answer begins
+        with."""
         return None, self._start
 
     def token_bytes(self) -> list[bytes]:
@@ -113,7 +116,7 @@ class WhisperCodec(Seq2SeqCodec):
         return super().token_bytes()
 
     def segments(self, ids: Sequence[int]) -> tuple[Segment, ...]:
-        """Text between two times. The last part has no end where the answer was cut before it."""
+        """Return the text between each two times. The last part has no end where the answer was cut before it."""
         times = self.timestamps
         assert times is not None, "checked when the request was read"
         found: list[Segment] = []
@@ -130,7 +133,8 @@ class WhisperCodec(Seq2SeqCodec):
         return (*found, Segment(start, None, self.decode(text))) if text else tuple(found)
 
     def _times(self, settings: Any) -> Timestamps | None:
-        """Tokens of times, as the checkpoint's generation settings say, or its vocabulary."""
+        """Return the tokens of times that the checkpoint's generation settings or its vocabulary name; None where they
+        name none."""
         no_times = getattr(settings, "no_timestamps_token_id", None) or self._marks["notimestamps"]
         if no_times is None or no_times + 1 >= self._model.config.vocab_size:
             return None
@@ -140,15 +144,15 @@ class WhisperCodec(Seq2SeqCodec):
         )
 
     def _heard(self, logits: Tensor) -> str:
-        """The likeliest language of speech, as transformers' detect_language has it. logits: [V], behind the first
+        """Return the likeliest language of speech, as transformers' detect_language does. logits: [V], behind the first
         token."""
         names = sorted(self._languages, key=self._languages.__getitem__)
         found = names[int(logits[[self._languages[name] for name in names]].argmax())]
         return found.strip("<|>")
 
     def _prompt(self, spoken: str | None, wanted: str | None, *, timed: bool) -> list[int]:
-        """Tokens before the text: the language spoken, whether it is to be translated into English, and whether times
-        come with it."""
+        """Return the tokens before the text: the language spoken, whether it is to be translated into English, and
+        whether times come with it."""
         begin = [self._start]
         if not self._multilingual:
             for name, value in (("source_lang", spoken), ("target_lang", wanted)):
@@ -177,7 +181,7 @@ class WhisperCodec(Seq2SeqCodec):
 
 
 def _code(language: str) -> str:
-    """en for English, english or en."""
+    """Return a language's code: en for English, english or en."""
     from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
     return TO_LANGUAGE_CODE.get(language.lower(), language.lower())

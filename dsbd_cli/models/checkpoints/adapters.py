@@ -39,7 +39,7 @@ def _merged(model: Any, folder: Path, name: str) -> Any:
     if config.is_prompt_learning:
         raise UnsupportedModelError(f"{name} is {kind}, which is no change of weights and cannot be merged")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what they would say is checked here
+        warnings.simplefilter("ignore")  # the faults that they warn of are checked here
         adapted = PeftModel.from_pretrained(model, str(folder), config=config, torch_device=str(model.device))
         with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
             given = {_plain(key) for key in file.keys()}  # noqa: SIM118
@@ -53,7 +53,7 @@ def _merged(model: Any, folder: Path, name: str) -> Any:
 
 
 def _plain(key: str) -> str:
-    """Return the name of an adapter's weight without what stands before all of them."""
+    """Return the name of an adapter's weight without the prefix that all of them have."""
     return key.removeprefix("base_model.model.")
 
 

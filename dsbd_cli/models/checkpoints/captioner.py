@@ -1,4 +1,4 @@
-"""BLIP's captioner as an encoder-decoder model: transformers gives it a `generate` of its own, and no seam."""
+"""BLIP's captioner as an encoder-decoder model. In transformers it only has a `generate` of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BlipCaptioner(BlipForConditionalGeneration):
         return found
 
     def begin_as_blip(self) -> None:
-        """Name the first and the last token as BLIP's own `generate` does, whatever the generation settings say."""
+        """Set the first and the last token to those of BLIP's own `generate`, whatever the generation settings are."""
         text: Any = self.config.text_config
         settings = self.generation_config
         settings.decoder_start_token_id, settings.eos_token_id = text.bos_token_id, text.sep_token_id
@@ -36,7 +36,7 @@ class BlipCaptioner(BlipForConditionalGeneration):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
-        """Logits of answers [B, T] to pictures [B, C, H, W], or to what the vision model made of them."""
+        """Return the logits of answers [B, T] to pictures [B, C, H, W], or to the output of the vision model."""
         if encoder_outputs is None:
             encoder_outputs = self.vision_model(pixel_values=pixel_values)
         output = self.text_decoder(

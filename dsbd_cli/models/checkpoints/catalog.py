@@ -41,7 +41,8 @@ class CatalogEntry:
 
 
 def listed() -> list[CatalogEntry]:
-    """The built-in pair, the user's names, ours, and what else is in the hub cache. Nothing is loaded or fetched."""
+    """Return the built-in pair, the user's names, ours, and what else is in the hub cache. Nothing is loaded or
+    fetched."""
     own = user_aliases()
     entries = [CatalogEntry(name, "shipped with dsbd", _state(name), "built-in") for name in BUILTIN]
     entries += [CatalogEntry(name, source, _state(source), "yours") for name, source in sorted(own.items())]
@@ -72,7 +73,7 @@ def _state(source: str) -> State:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Tokens that two models both name alike, and positions that both have (None: no limit)."""
+    """The fit of two models: number of tokens that both name alike, and positions that both have (None: no limit)."""
 
     tokens: int
     positions: int | None
@@ -80,7 +81,8 @@ class Fit:
 
 
 def fit(large: ModelSpec, small: ModelSpec) -> Fit:
-    """Whether a small model can draft for a large one, as far as tokenizers and configs tell; no weights are loaded.
+    """Check whether a small model can draft for a large one, as far as tokenizers and configs tell; no weights are
+    loaded.
 
     Raises PairError where they do not fit, UnsupportedModelError for a trimmed target, ModelNotFoundError or ModelError
     where their files are not here.
@@ -103,12 +105,12 @@ def fit(large: ModelSpec, small: ModelSpec) -> Fit:
 
 
 def end_tokens(spec: ModelSpec) -> tuple[int, ...]:
-    """End tokens of a checkpoint, from its small files alone."""
+    """Return the end tokens of a checkpoint, from its small files alone."""
     return _described(spec)[0].eos_ids
 
 
 def tokenizer_of(spec: ModelSpec) -> HFCodec:
-    """The codec of a checkpoint, from its small files alone, for texts of any length."""
+    """Return the codec of a checkpoint for texts of any length, from its small files alone."""
     codec = _described(spec)[0]
     tokenizer: Any = codec.tokenizer
     tokenizer.model_max_length = NO_LIMIT  # no model runs these texts, so none can be too long for one
@@ -116,7 +118,7 @@ def tokenizer_of(spec: ModelSpec) -> HFCodec:
 
 
 def _described(spec: ModelSpec) -> tuple[HFCodec, int, int | None]:
-    """Codec, width of the logits and positions of a checkpoint."""
+    """Return codec, width of the logits and number of positions of a checkpoint."""
     from dsbd_cli.models.checkpoints.generation import read_generation
     from dsbd_cli.models.checkpoints.loader import eos_ids, load_config, load_tokenizer
     from dsbd_cli.models.tokenizer import HFCodec
@@ -131,7 +133,8 @@ def _described(spec: ModelSpec) -> tuple[HFCodec, int, int | None]:
 
 
 def local_folder(spec: ModelSpec) -> Path:
-    """The folder, or the GGUF file, of a model whose small files at least are here. Nothing is fetched.
+    """Return the folder, or the GGUF file, of a model that is on this machine at least with its small files. Nothing is
+    fetched.
 
     Raises ModelNotFoundError.
     """

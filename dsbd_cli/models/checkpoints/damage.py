@@ -1,7 +1,7 @@
-"""Faults of a checkpoint that are told before its weights are loaded, or before they are used: from config.json, the
-index and the headers of its safetensors files. Only `check_numbers` looks at weights.
+"""Checks of a checkpoint before its weights are loaded or used: of config.json, the index and the headers of its
+safetensors files. Only `check_numbers` looks at weights.
 
-Everything raises ModelError; `name` stands first in its message, as in "target model 'x'".
+All checks raise ModelError. Its message begins with `name`, as in "target model 'x'".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTHS = ("hidden_size", "d_model", "n_embd", "vocab_size")
 
 
 def stored_bytes(place: Path) -> int:
-    """Bytes of the weights in a checkpoint folder or a GGUF file."""
+    """Return the bytes of the weights in a checkpoint folder or a GGUF file."""
     if place.is_file():
         return place.stat().st_size
     for pattern in ("*.safetensors", "*.bin"):
@@ -33,8 +33,9 @@ def stored_bytes(place: Path) -> int:
 
 
 def check_checkpoint(folder: Path, name: str) -> None:
-    """The indices of a checkpoint folder stay inside it, its safetensors files are whole, and its config fits their
-    tensors: a config of 10^8 layers would be built first, and be missed by its weights minutes later."""
+    """Check that the indices of a checkpoint folder stay inside it, that its safetensors files are whole, and that its
+    config fits their tensors. Without this a model of 10^8 layers would be built first, and its weights found missing
+    minutes later."""
     for index in sorted(folder.glob("*.index.json")):
         _check_index(index, name)
     files = _weight_files(folder)
@@ -43,16 +44,16 @@ def check_checkpoint(folder: Path, name: str) -> None:
 
 
 def read_headers(files: Iterable[Path], name: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of safetensors files, by name."""
+    """Return the shapes of the tensors of safetensors files, by name."""
     return {tensor: shape for file in files for tensor, shape in _header(file, name)}
 
 
 def check_numbers(tensors: Iterable[tuple[str, Tensor]], name: str) -> None:
-    """No tensor holds NaN."""
+    """Check that no tensor holds NaN."""
     for tensor, values in tensors:
         if not values.is_floating_point() or values.dtype.itemsize == 1 or values.is_meta or not values.numel():
             continue
-        # the sum is NaN where one of them is; and where infinities cancel, so that it is looked at once more
+        # the sum is NaN where a number is NaN, but also where infinities cancel, so that the numbers are then counted
         if bool(torch.isnan(values.detach().sum())) and (count := int(values.detach().isnan().sum())):
             raise ModelError(f"{name}: {count} of {values.numel()} numbers in {tensor} are NaN: get the files again")
 
@@ -72,7 +73,7 @@ def unsafe_pickle(folder: Path, error: BaseException, name: str) -> ModelError |
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers reads: one, or those that the index names."""
+    """Return the safetensors files that transformers reads: one, or those that the index names."""
     if (one := folder / "model.safetensors").is_file():
         return [one]
     index = folder / "model.safetensors.index.json"
@@ -97,7 +98,7 @@ def _check_index(index: Path, name: str) -> None:
 
 
 def _header(file: Path, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors in a file, which holds all of their bytes."""
+    """Yield the names and shapes of the tensors in a file, and check that it holds all of their bytes."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -122,11 +123,12 @@ def _header(file: Path, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _check_config(folder: Path, tensors: dict[str, tuple[int, ...]], name: str) -> None:
-    """Every layer has a tensor, and every width is one of a tensor. Config classes are not asked: they list layers."""
+    """Check that a config has no more layers than there are tensors, and no width that is wider than every tensor.
+    Config classes are not used for this, because they list all layers."""
     try:
         given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return  # told when the config is read
+        return  # the error is raised when the config is read
     if not isinstance(given, dict):
         return
     widest = max((length for shape in tensors.values() for length in shape), default=0)
@@ -135,7 +137,7 @@ def _check_config(folder: Path, tensors: dict[str, tuple[int, ...]], name: str) 
         if not isinstance(config, dict):
             continue
         limits = [(field, len(tensors), f"the weights are {len(tensors)} tensors") for field in LAYERS]
-        if "quantization_config" not in given:  # several numbers in one
+        if "quantization_config" not in given:  # whose tensors may hold several numbers in one
             limits += [(field, widest, f"no tensor of the weights is wider than {widest}") for field in WIDTHS]
         for field, most, reason in limits:
             value = config.get(field)

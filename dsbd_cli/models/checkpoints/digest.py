@@ -19,11 +19,12 @@ TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_toke
 
 
 def checkpoint_digest(spec: ModelSpec) -> dict[str, str]:
-    """Return digests of 16 hex digits of a model's `config`, `tokenizer` and `weights`, its adapters' among the last.
+    """Return digests of 16 hex digits of a model's `config`, `tokenizer` and `weights`. Those of adapters are in the
+    last.
 
-    They are of the content: a copy in another folder has the same. Of weights the size, the header and a block of each
-    tensor are read, or 512 blocks of a file with more; a model that was trained further has changed in all of them.
-    Raises ModelNotFoundError and ModelError.
+    They depend on the content alone, so a copy in another folder has the same digests. Of weights the size, the header
+    and a block of each tensor are read, or 512 blocks of a file with more tensors. A model that was trained further has
+    changed in all of them. Raises ModelNotFoundError and ModelError.
     """
     digests = {part: blake2b(digest_size=8) for part in ("config", "tokenizer", "weights")}
     for number, place in enumerate((locate(spec), *locate_adapters(spec))):
@@ -39,13 +40,13 @@ def checkpoint_digest(spec: ModelSpec) -> dict[str, str]:
 
 
 def commit_of(spec: ModelSpec) -> str | None:
-    """Return the commit of a model of the hub, as its cache says; None of a folder of one's own."""
+    """Return the commit of a model of the hub, which its cache names; None for any other folder."""
     place = locate(spec)
     return place.name if place.parent.name == "snapshots" else None
 
 
 def _part(path: Path) -> str | None:
-    """Return what a file is of; None: nothing that a run reads."""
+    """Return the part of a checkpoint that a file belongs to; None for a file that no run reads."""
     if path.suffix.lower() in WEIGHTS or path.name.endswith(".index.json"):
         return "weights"
     if path.suffix in TOKENIZERS or (path.suffix == ".json" and path.name.startswith(TOKENIZER_FILES)):
@@ -54,7 +55,7 @@ def _part(path: Path) -> str | None:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """Read a small file, or parts of a file of weights."""
+    """Yield the bytes of a small file, or blocks of a file of weights."""
     if path.suffix.lower() not in WEIGHTS:
         yield path.read_bytes()
         return
@@ -72,7 +73,8 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _middles(header: bytes, start: int) -> list[int]:
-    """Return where the middle of each tensor is; nothing where there are too many, or the header is damaged."""
+    """Return where the middle of each tensor is, in bytes of the file. The list is empty where there are too many
+    tensors, or the header is damaged."""
     try:
         tensors = [one["data_offsets"] for name, one in json.loads(header).items() if name != "__metadata__"]
         middles = sorted(start + (int(first) + int(last)) // 2 for first, last in tensors)

@@ -12,7 +12,7 @@ from typing import Any
 from dsbd_cli.config.token_rules import LISTS, TokenRules
 from dsbd_cli.errors import ModelError
 
-# Settings that transformers' beam search would act on and that are not built, with the values that do nothing.
+# Settings that transformers' beam search acts on and that are not supported here, with the values that do nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "guidance_scale": (None, 1, 1.0),
     "sequence_bias": (None,),
@@ -27,13 +27,13 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "force_words_ids": (None,),
     "stop_strings": (None,),
 }
-# Settings that options of a run say here.
+# Settings that options of a run replace here, with transformers' usual values.
 SEARCH = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSettings:
-    """Settings of a decoder's checkpoint beside its weights.
+    """Settings of a decoder's checkpoint, without its weights.
 
     Attributes:
         architecture: name of the model's class. eos: the config's end tokens. generation: its generation settings.
@@ -51,12 +51,12 @@ class CheckpointSettings:
 
     @property
     def generation_config(self) -> Any:
-        """The generation settings by attribute."""
+        """The generation settings as attributes of an object."""
         return SimpleNamespace(**self.generation)
 
     @property
     def config(self) -> Any:
-        """Return a stand-in for the config, with the fields that are asked for beside a DecoderSpec."""
+        """A stand-in for the config, with the fields that are read in addition to a DecoderSpec."""
         found = SimpleNamespace(eos_token_id=self.eos, is_encoder_decoder=False)
         found.get_text_config = lambda decoder: found
         return found
@@ -79,8 +79,18 @@ def read_settings(place: Path) -> dict[str, Any]:
     return found
 
 
+def positions_of(config: Any) -> int | None:
+    """Return the number of positions that a (text) config allows; None where it is unbounded."""
+    limit = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths
+        limit = rope.get("original_max_position_embeddings") or limit
+    return int(limit) if limit else None
+
+
 def checkpoint_rules(model: Any) -> TokenRules:
-    """The token rules of a transformers model's generation settings."""
+    """Return the token rules of a transformers model's generation settings."""
     config = getattr(model, "generation_config", None)
     found: dict[str, Any] = {}
     for item in fields(TokenRules):
@@ -99,7 +109,7 @@ def checkpoint_rules(model: Any) -> TokenRules:
 
 
 def unsupported_settings(model: Any) -> tuple[str, ...]:
-    """`name value` of each setting that would change a text under transformers and does nothing here."""
+    """Return `name value` of each setting that changes a text under transformers and has no effect here."""
     config = getattr(model, "generation_config", None)
     unsupported = [
         f"{name} {value}"
@@ -133,7 +143,8 @@ def settings_notes(model: Any) -> tuple[str, ...]:
 
 
 def checkpoint_search(model: Any) -> dict[str, object]:
-    """Number of beams, length penalty and early stopping that the checkpoint asks for, where they are not usual."""
+    """Return the number of beams, length penalty and early stopping that the checkpoint asks for, where they are not
+    usual."""
     config = getattr(model, "generation_config", None)
     found = {name: getattr(config, name, None) for name in SEARCH}
     return {name: value for name, value in found.items() if value is not None and value != SEARCH[name]}

@@ -1,7 +1,7 @@
-"""A draft's smaller LM head: the file beside its weights that holds the rows and the ids they stand for.
+"""A draft's trimmed LM head: a file next to its weights that holds the rows that are left and their token ids.
 
-`dsbd trim-draft` writes it (see trim.py), the loader puts it in place of the checkpoint's head. Only ids of the map get
-a logit; the others are -inf, so the draft never proposes them. Input ids are the full vocabulary's throughout.
+`dsbd trim-draft` writes it (see trim.py), the loader puts it in place of the checkpoint's head. Only ids in the file
+get a logit; the others are -inf, so the draft never proposes them. Input ids are those of the full vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMAT = "dsbd.head/1"
 
 @dataclass(frozen=True, slots=True)
 class TrimmedHead:
-    """n rows of an LM head.
+    """The n rows that are left of an LM head.
 
     Attributes:
         ids: [n] int64, ascending, the token id of each row. weight: [n, H]. bias: [n] or None.
@@ -39,7 +39,7 @@ class TrimmedHead:
 
 
 def output_head(model: Any) -> nn.Linear:
-    """The LM head of a transformers model. Raises UnsupportedModelError where it is no plain linear layer."""
+    """Return the LM head of a transformers model. Raises UnsupportedModelError where it is no plain linear layer."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise UnsupportedModelError(
@@ -49,7 +49,7 @@ def output_head(model: Any) -> nn.Linear:
 
 
 def head_keys(model: Any) -> set[str]:
-    """Names of the head's weights in the model's state."""
+    """Return the names of the head's weights in the model's state."""
     head = model.get_output_embeddings()
     names = [name for name, module in model.named_modules(remove_duplicate=False) if module is head]
     return {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
@@ -66,7 +66,8 @@ def write_head(folder: Path, head: TrimmedHead) -> None:
 
 
 def read_head(folder: Path) -> TrimmedHead | None:
-    """The head of a trimmed draft; None for an ordinary checkpoint. Raises ModelError where the file is damaged."""
+    """Return the head of a trimmed draft; None for an ordinary checkpoint. Raises ModelError where the file is
+    damaged."""
     path = folder / HEAD_FILE
     if not path.is_file():
         return None
@@ -94,7 +95,8 @@ def read_head(folder: Path) -> TrimmedHead | None:
 
 
 def head_rows(folder: Path) -> int | None:
-    """Rows of a trimmed draft's head, from the file's header alone; None for an ordinary checkpoint."""
+    """Return the number of rows of a trimmed draft's head, from the file's header alone; None for an ordinary
+    checkpoint."""
     path = folder / HEAD_FILE
     if not path.is_file():
         return None
@@ -122,7 +124,7 @@ def install(model: Any, head: TrimmedHead, name: str) -> None:
     rows = nn.Linear(old.in_features, len(head.ids), bias=head.bias is not None, device=device, dtype=dtype)
     rows.load_state_dict({"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias}))
     model.set_output_embeddings(rows)
-    added = getattr(model, "final_logits_bias", None)  # of BART and its kin, beside the head
+    added = getattr(model, "final_logits_bias", None)  # of BART and similar models, apart from the head
     if added is not None and added.shape[-1] == head.vocab_size:
         model.final_logits_bias = added[..., head.ids.to(added.device)]
     model.config.get_text_config(decoder=True).tie_word_embeddings = False
@@ -130,7 +132,7 @@ def install(model: Any, head: TrimmedHead, name: str) -> None:
 
 
 def installed(model: Any) -> tuple[Tensor, int] | None:
-    """Ids [n] of the head's rows and V, where `install` has put them."""
+    """Return the ids [n] of the head's rows and V, as `install` has recorded them; None for an ordinary model."""
     found: tuple[Tensor, int] | None = getattr(model, "dsbd_head", None)
     return found
 
@@ -148,5 +150,5 @@ def _damaged(path: Path, why: str) -> ModelError:
 
 
 def trimmed_target(spec: ModelSpec) -> UnsupportedModelError:
-    """Return the refusal of a target whose head lacks tokens."""
+    """Return the error that refuses a target whose head lacks tokens."""
     return UnsupportedModelError(f"target model {spec.source!r} is a trimmed draft: only a draft may lack tokens")

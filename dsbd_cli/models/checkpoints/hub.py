@@ -1,4 +1,4 @@
-"""Names -> a folder on disk: for hub ids the local cache first, the network only when files are missing.
+"""Find the folder of a named model: for hub ids in the local cache first, by the network only when files are missing.
 
 The hub's library, which takes a while to import, is imported for hub ids only.
 """
@@ -27,8 +27,11 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 
 def locate(spec: ModelSpec) -> Path:
-    """Folder with the checkpoint's files, fetched from the hub if they are not here yet, or a GGUF file; its adapters
-    are looked for, too. Imports no tensor library, so that a wrong name is told at once."""
+    """Return the folder with the checkpoint's files, or its GGUF file. Files of the hub are fetched if they are not
+    here yet.
+
+    Its adapters are looked for, too. No tensor library is imported, so that a wrong name fails at once.
+    """
     location = resolve(spec.source, spec.role)
     locate_adapters(spec)
     if location.kind == "hub":
@@ -51,7 +54,7 @@ def locate(spec: ModelSpec) -> Path:
 
 
 def locate_adapters(spec: ModelSpec) -> list[Path]:
-    """Folders of a model's adapters, fetched from the hub if they are not here yet.
+    """Return the folders of a model's adapters, which are fetched from the hub if they are not here yet.
 
     Raises ModelNotFoundError, ModelError for a folder that holds none, UsageError where adapters cannot be merged.
     """
@@ -83,7 +86,7 @@ def _adapter_folder(source: str, name: str) -> Path:
 
 
 def folder_of(location: Location, role: str) -> Path:
-    """Folder with the files of a hub repository, downloaded if they are not all cached.
+    """Return the folder with the files of a hub repository, which are downloaded if they are not all cached.
 
     Raises ModelNotFoundError within seconds when they are not cached and the hub cannot be reached.
     """
@@ -97,13 +100,13 @@ def folder_of(location: Location, role: str) -> Path:
 
 
 def shown(location: Location) -> str:
-    """A hub id with its revision."""
+    """Return a hub id with its revision, if it has one."""
     return location.path if location.revision is None else f"{location.path}@{location.revision}"
 
 
 def _hub_folder(location: Location, name: str, config: str, patterns: list[list[str]]) -> Path:
-    """Folder of a repository, of the cache where its files are there. patterns: of the files to fetch; further ones
-    where the first brought no weights."""
+    """Return the folder of a repository, from the cache where its files are there. patterns: those of the files to
+    fetch, and further ones for where the first bring no weights."""
     from huggingface_hub import constants
 
     cached = cached_folder(location, config)
@@ -123,13 +126,13 @@ def _hub_folder(location: Location, name: str, config: str, patterns: list[list[
 
 
 def gguf_files(folder: Path) -> list[Path]:
-    """The GGUF files of a folder without other weights."""
+    """Return the GGUF files of a folder without other weights."""
     others = (path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
     return [] if any(others) else sorted(folder.glob("*.gguf"))
 
 
 def cached_folder(location: Location, config: str = "config.json") -> Path | None:
-    """Snapshot folder of a repository whose config is in the local hub cache."""
+    """Return the snapshot folder of a repository whose config is in the local hub cache; None where it is not."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -142,19 +145,20 @@ def cached_folder(location: Location, config: str = "config.json") -> Path | Non
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether weights (of either format) are here with all their shards."""
+    """Return whether weights (of either format) are here with all their shards."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         if (folder / f"{stem}.{suffix}").is_file():
             return True
         index = folder / f"{stem}.{suffix}.index.json"
         if index.is_file():
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            return all((folder / shard).is_file() for shard in shards)
+            if all((folder / shard).is_file() for shard in shards):
+                return True
     return False
 
 
 def reachable(endpoint: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
-    """Whether a connection to the endpoint (or to the proxy that serves it) opens in time, name look-up included."""
+    """Return whether a connection to the endpoint (or to its proxy) opens in time, name look-up included."""
     url = urlsplit(endpoint)
     host, scheme = url.hostname or "", url.scheme or "https"
     port = url.port or (80 if scheme == "http" else 443)

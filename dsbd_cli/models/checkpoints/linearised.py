@@ -4,11 +4,11 @@
 Queries and keys are unit vectors after their rotation. A token reads those of its own group of G = 64 positions with
 the weight relu(q . k)^2, and all earlier groups with q . k, which is a state. A depthwise convolution over the last
 values, one kernel per head, is added. Its published kernel is centred, and the half that would see later tokens is
-masked: here it is not there at all.
+masked. Here that half is left out.
 
-Such a checkpoint says "llama" in its config.json; the names of its weights tell it. Other sizes than the published ones
-stand there as `linear_group_size` and `linear_kernel_size`, which also declare a model that has none of these weights.
-The model itself stands in linearised_model.py.
+The config.json of such a checkpoint says "llama". The names of its weights tell that it is linearised. Where its sizes
+are not the published ones, its config names them as `linear_group_size` and `linear_kernel_size`, which also declare a
+model that has none of these weights. linearised_model.py has the model itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ PARTS = ("dwconv", "global_factor", "local_factor")
 
 
 def mark(folder: Path, config: Any) -> None:
-    """Write into a config that its checkpoint's attention is linear, and which parts it has."""
+    """Record in a config that its checkpoint's attention is linear, and which parts it has. Leave any other config as
+    it is."""
     if config.model_type != "llama":
         return
     names = _weight_names(folder)
@@ -38,7 +39,7 @@ def mark(folder: Path, config: Any) -> None:
 
 
 def unread(config: Any, names: Iterable[str]) -> list[str]:
-    """Those of these weights, which a model of this config has not taken, that are linear attention's."""
+    """Return which weights of linear attention are among these names, which a model of this config has not read."""
     known = getattr(config, "linear_parts", ())
     return sorted(name for name in names if any(f"self_attn.{part}" in name for part in PARTS if part not in known))
 

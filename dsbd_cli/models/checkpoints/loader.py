@@ -1,4 +1,5 @@
-"""ModelSpec -> a transformers model and tokenizer, ready for inference. The network is asked only when it must be."""
+"""Load a transformers model and tokenizer from a ModelSpec, ready for inference. The network is used only where
+needed."""
 
 from __future__ import annotations
 
@@ -17,16 +18,17 @@ import torch
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError, one_line
 from dsbd_cli.models.checkpoints.adapters import merge_adapters
-from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, unsafe_pickle
+from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, stored_bytes, unsafe_pickle
 from dsbd_cli.models.checkpoints.head import head_keys, install, read_head
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.linearised import mark, unread
 from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING, byte_tokenizer, read_config
+from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
 from dsbd_cli.ops.select import int8_missing, packing_works
 
 Checkpoint = tuple[Any, Any]
 
-SMALL_BYTES = 64 << 20  # weights of this size are no burden in float32 either
+SMALL_BYTES = 64 << 20  # with dtype auto, weights of up to this size are float32 on a CPU
 
 COMPRESSED = "compressed-tensors"
 
@@ -37,8 +39,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def load(spec: ModelSpec, config: Any = None, **more: Any) -> Checkpoint:
-    """(model, tokenizer) of a spec, weights frozen, in evaluation mode, nothing printed. config: in place of the
-    checkpoint's own, for a part of its layers. more: for transformers.
+    """Return model and tokenizer of a spec, weights frozen, in evaluation mode, nothing printed. config: takes the
+    place of the checkpoint's own, for a part of its layers. more: arguments for transformers.
 
     dtype auto is the checkpoint's own on CUDA. On the CPU it is float32, which rounds no weight, except for a large
     bfloat16 checkpoint where the processor multiplies bfloat16 itself: there half the bytes are half the time. Raises
@@ -51,16 +53,16 @@ def load(spec: ModelSpec, config: Any = None, **more: Any) -> Checkpoint:
 
 
 def load_network(spec: ModelSpec, config: Any = None, **more: Any) -> Any:
-    """The model of `load` without its tokenizer."""
+    """Return the model of `load` without its tokenizer."""
     placement = more or _placement(spec)
     with quiet():
         folder = locate(spec)
         config = config or load_config(folder, spec)
         check_quantize(spec, config)
         check_pictures(spec, config)
-        # bars are drawn while these are unpacked, and nobody is asked
-        barred = is_gguf(folder) or _method_of(config) == COMPRESSED
-        with contextlib.redirect_stderr(io.StringIO()) if barred else contextlib.nullcontext():
+        # transformers draws progress bars while it unpacks these, whatever its settings are
+        draws_bars = is_gguf(folder) or _method_of(config) == COMPRESSED
+        with contextlib.redirect_stderr(io.StringIO()) if draws_bars else contextlib.nullcontext():
             model = merge_adapters(_model(folder, spec, config, placement), spec)
     model.eval()
     model.requires_grad_(False)
@@ -68,16 +70,16 @@ def load_network(spec: ModelSpec, config: Any = None, **more: Any) -> Any:
 
 
 def import_decoder_code(config: Any) -> None:
-    """Import the module of transformers that `load_network` will need for a decoder: that takes a second or two."""
+    """Import the module of transformers that `load_network` will need for a decoder. This takes a second or two."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    with contextlib.suppress(Exception):  # `load_network` says what is wrong
+    with contextlib.suppress(Exception):  # `load_network` raises the error
         MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a text: the generation settings' if they name any, else the config's, else the tokenizer's. The
-    tokenizer's own stands first, if it is one of them."""
+    """Return the tokens that end a text: the generation settings' if they name any, else the config's, else the
+    tokenizer's. The tokenizer's own comes first, if it is one of them."""
     for source in (getattr(model, "generation_config", None), model.config.get_text_config(decoder=True), tokenizer):
         found = getattr(source, "eos_token_id", None)
         if found is not None and found != []:
@@ -101,7 +103,7 @@ def load_tokenizer(folder: Path, spec: ModelSpec) -> Any:
 
 
 def _placement(spec: ModelSpec) -> dict[str, Any]:
-    """Keyword arguments that put the weights where the spec wants them."""
+    """Return the keyword arguments that put the weights where the spec wants them."""
     if spec.device_map is not None:
         return {"device_map": _device_map(spec)}
     device = device_of(spec)
@@ -133,7 +135,7 @@ def _device_map(spec: ModelSpec) -> Any:
 
 
 def load_config(folder: Path, spec: ModelSpec) -> Any:
-    """The config in a checkpoint folder or a GGUF file."""
+    """Return the config in a checkpoint folder or a GGUF file."""
     from transformers import AutoConfig
 
     if is_gguf(folder) and importlib.util.find_spec("gguf") is None:
@@ -182,7 +184,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
         if "Unrecognized configuration class" in str(error):
             raise UnsupportedModelError(
                 f"{_name(spec)} is a {config.model_type}, which is neither a causal language model nor an "
-                f"encoder-decoder one{_of_pictures(config)}"
+                f"encoder-decoder one{_picture_hint(config)}"
             ) from None
         raise ModelError(f"{_name(spec)} cannot be loaded: {one_line(error)}") from error
     model, report = loaded
@@ -201,7 +203,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
 
 
 def _class(config: Any) -> Any:
-    """The transformers class that loads the checkpoint."""
+    """Return the transformers class that loads the checkpoint."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
 
@@ -222,8 +224,8 @@ def _class(config: Any) -> Any:
     return transformers.AutoModelForSeq2SeqLM
 
 
-def _of_pictures(config: Any) -> str:
-    """Return what is to be said of a model that looks at pictures."""
+def _picture_hint(config: Any) -> str:
+    """Return what a refusal adds for a model that looks at pictures; nothing for any other model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     known = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -244,7 +246,7 @@ def check_pictures(spec: ModelSpec, config: Any) -> None:
 
 
 def load_preprocessor(folder: Path, spec: ModelSpec, *, pictures: bool) -> Any:
-    """Load the part of a checkpoint that makes an encoder's input of files: its feature extractor, for audio, or its
+    """Load the part of a checkpoint that turns files into an encoder's input: its feature extractor, for audio, or its
     image processor.
 
     Raises ModelError where it cannot be loaded, UsageError where pillow is not installed.
@@ -263,19 +265,19 @@ def load_preprocessor(folder: Path, spec: ModelSpec, *, pictures: bool) -> Any:
 
 
 def is_gguf(place: Path) -> bool:
-    """A checkpoint in the form of llama.cpp: one file with config, tokenizer and weights."""
+    """Return whether a checkpoint is in the form of llama.cpp: one file with config, tokenizer and weights."""
     return place.suffix.lower() == ".gguf"
 
 
 def _source(place: Path) -> dict[str, Any]:
-    """Where transformers' from_pretrained reads."""
+    """Return the arguments that tell transformers' from_pretrained where to read."""
     if not is_gguf(place):
         return {"pretrained_model_name_or_path": place}
     return {"pretrained_model_name_or_path": place.parent, "gguf_file": place.name}
 
 
 def check_quantize(spec: ModelSpec, config: Any) -> None:
-    """Raise UsageError where int8 is asked for and cannot be had: it is of plain weights on the CPU."""
+    """Raise UsageError where int8 is asked for and not possible: it needs plain weights on the CPU."""
     if spec.quantize is None:
         return
     if spec.device_map is not None or device_of(spec).type != "cpu":
@@ -285,11 +287,20 @@ def check_quantize(spec: ModelSpec, config: Any) -> None:
     else:
         reason = int8_missing()  # last: it may have to compile kernels
     if reason is not None:
-        raise UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
+        raise _unquantizable(spec, reason)
+
+
+def too_small(spec: ModelSpec, name: str) -> UsageError:
+    """Return the error of a model whose products are all too small for int8."""
+    return _unquantizable(spec, f"{name} has no linear layer of {LEAST_WEIGHTS} weights or more: drop it")
+
+
+def _unquantizable(spec: ModelSpec, reason: str) -> UsageError:
+    return UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
 
 
 def is_plain(place: Path, config: Any) -> bool:
-    """Whether the weights are safetensors files that hold what a forward computes with."""
+    """Return whether the weights are safetensors files that hold what a forward computes with."""
     return (
         place.is_dir()
         and any(place.glob("model*.safetensors"))
@@ -303,8 +314,8 @@ def _local(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _dequantised(place: Path, config: Any) -> dict[str, Any]:
-    """The blocks of GGUF and compressed-tensors become plain weights: the packed layers and the check of invariance are
-    made for these."""
+    """Return the arguments that make plain weights of the blocks of GGUF and compressed-tensors, because the packed
+    layers and the check of invariance need plain weights."""
     if is_gguf(place):
         from transformers import GgufConfig
 
@@ -317,13 +328,14 @@ def _dequantised(place: Path, config: Any) -> dict[str, Any]:
 
 
 def _method_of(config: Any) -> str | None:
-    """How a checkpoint says that it was quantised."""
+    """Return the method by which a checkpoint was quantised; None where it was not."""
     found = getattr(config, "quantization_config", None)
     return found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
 
 
 def _renamed(folder: Path) -> dict[str, Any]:
-    """Names of weights that other packages write."""
+    """Return the argument that maps weight names of mamba_ssm to those of transformers; nothing for other
+    checkpoints."""
     return {} if read_config(folder) is None else {"key_mapping": KEY_MAPPING}
 
 
@@ -335,7 +347,8 @@ def _check_weights(folder: Path, spec: ModelSpec) -> None:
 
 
 def _check_report(report: dict[str, Any], spec: ModelSpec, elsewhere: set[str]) -> None:
-    """Weights that are absent would be drawn at random, and the text would be noise without a word.
+    """Raise ModelError for weights that are missing or have another shape. transformers would draw them at random, and
+    the text would be noise without any warning.
 
     elsewhere: names of weights that come from another file.
     """
@@ -358,16 +371,17 @@ def dtype_of(spec: ModelSpec, config: Any, folder: Path) -> Any:
     if not named <= {"cpu", "disk"} and torch.cuda.is_available():
         return "auto"
     stored = getattr(config.get_text_config(decoder=True), "dtype", None)
-    if is_gguf(folder):  # its blocks of four to eight bits say nothing of what lies between two bfloat16 numbers
+    if is_gguf(folder):  # its blocks of four to eight bits are no finer than bfloat16
         large, stored = folder.stat().st_size > SMALL_BYTES // 4, torch.bfloat16
     else:
-        large = sum(file.stat().st_size for file in folder.glob("*.safetensors")) > SMALL_BYTES
+        large = stored_bytes(folder) > SMALL_BYTES
     halves = large and stored in (torch.bfloat16, "bfloat16") and packing_works(torch.bfloat16)
     return torch.bfloat16 if halves else torch.float32
 
 
 def _attention(config: Any) -> str | None:
-    """eager where scores are capped, which sdpa would leave out; else None: sdpa where the architecture has it."""
+    """Return the attention implementation: eager where scores are capped, because sdpa would leave the cap out.
+    Otherwise None, with which transformers takes sdpa where the architecture has it."""
     text = config.get_text_config(decoder=True)
     return "eager" if getattr(text, "attn_logit_softcapping", None) is not None else None
 
@@ -378,7 +392,7 @@ def _name(spec: ModelSpec) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps the libraries' progress bars and warnings off stderr, which is for our own messages.
+    """Keep the libraries' progress bars and warnings off stderr, which is for our own messages.
 
     transformers stays quiet afterwards, because it also warns while it tokenizes and runs.
     """

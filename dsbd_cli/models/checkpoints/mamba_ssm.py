@@ -16,7 +16,7 @@ from dsbd_cli.models.tokenizer import byte_alphabet
 KEY_MAPPING = {r"^backbone\.embedding\.": "backbone.embeddings."}  # of the weights, for from_pretrained
 BYTES = 256
 
-# settings of a layer, by their names there and in transformers
+# settings of a layer: name in mamba_ssm -> name in transformers
 _MAMBA = {"d_state": "state_size", "d_conv": "conv_kernel", "expand": "expand", "dt_rank": "time_step_rank"}
 _MAMBA2 = {
     "d_state": "state_size",
@@ -32,7 +32,7 @@ _IDLE = {"layer", "dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "A
 
 
 def read_config(folder: Path) -> Any:
-    """transformers' config of a checkpoint of mamba_ssm; None of any other folder.
+    """Return transformers' config for a checkpoint of mamba_ssm; None for any other folder.
 
     Raises UnsupportedModelError for what transformers' two models lack, ModelError for settings that make no sense.
     """
@@ -96,7 +96,7 @@ def read_config(folder: Path) -> Any:
 
 
 def _check(folder: Path, key: str, value: object, kind: type) -> None:
-    """Raises ModelError for a setting that is not true or false, or not a whole number from 1 on."""
+    """Raise ModelError for a setting that is not true or false, or not a whole number from 1 on."""
     if type(value) is not kind or (kind is int and value < 1):  # type: ignore[operator]
         raise _wrong(folder, key, value, "true or false" if kind is bool else "a whole number from 1 on")
 
@@ -106,8 +106,8 @@ def _wrong(folder: Path, key: str, value: object, expected: str) -> ModelError:
 
 
 def byte_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model over bytes, whose tokens are the bytes themselves (MambaByte). None of any other folder,
-    and of one that brings a tokenizer."""
+    """Return the tokenizer of a model over bytes, whose tokens are the bytes themselves (MambaByte). None for any other
+    folder, and for one that brings a tokenizer."""
     stored = _stored(folder)
     if stored is None or stored["vocab_size"] != BYTES or any(folder.glob("tokenizer*")):
         return None
@@ -121,7 +121,7 @@ def byte_tokenizer(folder: Path) -> Any:
 
 
 def _stored(folder: Path) -> dict[str, Any] | None:
-    """config.json of a checkpoint of mamba_ssm."""
+    """Return the config.json of a checkpoint of mamba_ssm; None for any other folder."""
     try:
         stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Names of models -> where their files are. No torch, no network: a wrong name is told before anything is loaded."""
+"""Names of models and where their files are. No torch, no network: a wrong name fails before anything is loaded."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w][\w./-]*))?")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a model is: `path` is a folder or a GGUF file that exists, or an id on the hub.
+    """The place of a model: `path` is a folder or a GGUF file that exists, or an id on the hub.
 
     Attributes:
         revision: a branch, tag or commit on the hub; None: its main branch.
@@ -71,7 +71,7 @@ class Location:
 
 
 def user_file() -> Path:
-    """The TOML file with the user's own names; need not exist unless $DSBD_MODELS_FILE names it."""
+    """Return the TOML file with the user's own names; it need not exist unless $DSBD_MODELS_FILE names it."""
     if named := os.environ.get("DSBD_MODELS_FILE"):
         return Path(named).expanduser()
     home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
@@ -79,7 +79,7 @@ def user_file() -> Path:
 
 
 def user_aliases() -> dict[str, str]:
-    """The table [models] of the user's file: name = "org/name" or a folder (./ and ../ count from the file).
+    """Return the table [models] of the user's file: name = "org/name" or a folder (./ and ../ count from the file).
 
     Raises UsageError when the file is not TOML, or the table is not one of strings.
     """
@@ -102,12 +102,12 @@ def _from_file(source: str, folder: Path) -> str:
 
 
 def known_names() -> list[str]:
-    """Every name that resolves without being a folder or a hub id, sorted."""
+    """Return every name that resolves without being a folder or a hub id, sorted."""
     return sorted({*BUILTIN, *ALIASES, *user_aliases()})
 
 
 def parts_of(source: str) -> tuple[str, tuple[str, ...]]:
-    """Split `model+adapter+adapter` into the model and its adapters. A name or a path that is there as it is written is
+    """Split `model+adapter+adapter` into the model and its adapters. A known name or an existing path that holds a + is
     not split."""
     if "+" not in source or source in ALIASES or source in user_aliases() or Path(source).expanduser().exists():
         return source, ()
@@ -116,10 +116,10 @@ def parts_of(source: str) -> tuple[str, tuple[str, ...]]:
 
 
 def resolve(source: str, role: str = "target") -> Location:
-    """Where the model of `source` is: the shipped pair, then the user's names, our names, an existing folder, a hub id
-    with `@revision` or without.
+    """Return where the model of `source` is. In this order it may be one of the shipped pair, one of the user's names,
+    one of our names, an existing folder or GGUF file, or a hub id with `@revision` or without.
 
-    Raises ModelNotFoundError (naming the role) for a folder that is missing and for a name that nobody knows.
+    Raises ModelNotFoundError (naming the role) for a folder that is missing and for a name that is not known.
     """
     source, adapters = parts_of(source)
     if not all((source, *adapters)):
@@ -147,7 +147,7 @@ def resolve(source: str, role: str = "target") -> Location:
 
 
 def hub_location(source: str) -> Location | None:
-    """Return the place of a hub id with its revision; None for what is none."""
+    """Return the place of a hub id with its revision; None for a source that is no hub id."""
     if _looks_like_path(source.partition("@")[0]) or not (found := _HUB_ID.fullmatch(source)):
         return None
     return None if source.lower().endswith(".gguf") else Location("hub", found[1], found[2])

@@ -1,4 +1,4 @@
-"""Whether the tokenizers of two models have one vocabulary."""
+"""Check that the tokenizers of two models have one vocabulary."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_pair(target: HFCodec, draft: HFCodec, target_width: int, draft_width: 
 
 
 def markers(target: HFCodec, draft: HFCodec) -> dict[int, int]:
-    """Special tokens that both tokenizers have, by name: the target's id -> the draft's."""
+    """Return the special tokens that both tokenizers have by the same name: the target's id -> the draft's."""
     theirs = {token.content: index for index, token in draft.added_tokens.items() if token.special}
     ours = target.added_tokens.items()
     return {index: theirs[token.content] for index, token in ours if token.special and token.content in theirs}
@@ -57,7 +57,8 @@ def _differing(wrong: list[int], ours: dict[int, str], theirs: dict[int, str]) -
 
 
 def _width_notes(named: dict[int, str], spare: set[int], target_width: int, draft_width: int) -> tuple[str, ...]:
-    """Raises PairError when ordinary tokens of the target lie beyond one model's logits."""
+    """Return a note where the widths of the logits differ. Raises PairError when ordinary tokens of the target lie
+    beyond one model's logits."""
     needed = max((i for i in named if i not in spare), default=-1) + 1
     for role, width in (("target", target_width), ("draft", draft_width)):
         if width < needed:

@@ -1,1 +1,1 @@
-"""Checks of a loaded model: a forest beside its paths, and bits in any company."""
+"""Checks of a loaded model: a forest against its separate paths, and bits against those in other company."""

@@ -1,7 +1,8 @@
 """Check, on the model just loaded and on this machine, that a node's logits do not depend on its company.
 
 Libraries choose kernels by shape, and kernels sum in different orders. Which ones do so differs from processor to
-processor, so the loaded model is asked: one short text is run in several companies, and the bits are compared.
+processor, so the loaded model itself is tested: one short text is run in several companies (other rows and other
+nodes), and the bits are compared.
 
 Letters: R rows, n nodes of a forward, S slots, V vocabulary, A tokens of the answer.
 """
@@ -22,11 +23,11 @@ from dsbd_cli.models.checks.selftest import CheckableModel
 from dsbd_cli.models.verdicts import Verdict
 
 PROMPT = 161  # tokens: five steps of prompt slots and one that is left over
-WIDTH_STEP = 32  # of a prompt's forward
+WIDTH_STEP = 32  # the width of a prompt's forward is a multiple of this
 LONGER = 480  # tokens of the prompt that the beginning is copied from
 # tokens of the source of the text, where it has one, and of the rows before and after it
 ENCODER_LENGTHS = (77, 150, 90)
-ANSWER = 40  # tokens after the prompt; all are looked at, because rounding hides most of what moves in bfloat16
+ANSWER = 40  # tokens after the prompt; all are compared, because in bfloat16 rounding hides most differences
 SLOTS = 512
 PRODUCTS = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_grouped_mm")  # torch's own
 
@@ -36,12 +37,12 @@ class Surroundings:
     """Surroundings of the text when it is run: other rows and other nodes.
 
     Attributes:
-        rows: R. row: which of them holds the text; the others hold other tokens and have other lengths.
-        others: further nodes in each forward. ahead: so many of them stand before the text's own.
-        spread: the answer's tokens stand anywhere in so many times as many slots as they need, in order.
+        rows: R. row: the row that holds the text; the others hold other tokens and have other lengths.
+        others: number of further nodes in each forward. ahead: how many of them come before the text's own nodes.
+        spread: the answer's tokens lie in order anywhere in `spread` times as many slots as they need.
         at_once: how many of the answer's tokens share the last forward.
-        joined: before it, so many of them join the common prefix, which recurrent layers take into their states.
-        copied: so many tokens of the prompt are read in the last row, before others than the text's, and copied.
+        joined: how many of them join the common prefix before that, which recurrent layers take into their states.
+        copied: how many of the prompt's tokens are copied from the last row, where other tokens than the text's follow.
         slots: S.
     """
 
@@ -71,11 +72,14 @@ COMPANIES = (
 
 
 class HalfProducts(TorchDispatchMode):
-    """Notices products in half precision by torch's own operators, which choose a kernel by the number of rows. In
-    float32 a few companies show that. Here rounding hides it nearly always, so that no comparison would.
+    """A mode that notices products in half precision by torch's own operators, which choose a kernel by the number of
+    rows.
+
+    In float32 a comparison of a few companies shows that choice. In half precision rounding nearly always hides it, so
+    that no comparison would.
 
     Attributes:
-        found: whether there was one.
+        found: whether there was such a product.
     """
 
     def __init__(self) -> None:
@@ -89,17 +93,13 @@ class HalfProducts(TorchDispatchMode):
         return out
 
 
-def is_invariant(model: CheckableModel) -> bool:
-    """Whether a node's logits have the same bits in any company."""
-    return check(model).varies is None
-
-
 @torch.inference_mode()
 def check(model: CheckableModel) -> Verdict:
-    """Whether all layers attend by parts and the text's logits have the same bits alone and in all COMPANIES.
+    """Check whether all layers attend by our function and the text's logits have the same bits alone and in all
+    COMPANIES.
 
-    Bits alone would not do: a sum that takes another order changes a short text now and then only. Leaves the cache
-    released.
+    A comparison of bits alone is not enough, because a sum in another order changes a short text only now and then. The
+    cache's memory is freed.
     """
     if _size(model) < 1:
         return Verdict(f"it has positions for {model.max_positions} tokens only, too few for the check")
@@ -111,7 +111,8 @@ def check(model: CheckableModel) -> Verdict:
         if products.found and model.device.type == "cpu":
             return Verdict("some of its half-precision products are torch's own, which go by the number of rows")
         for company in COMPANIES:
-            # one row's prompt is read in the same forward each time; states of recurrent layers have gone on
+            # a prompt alone is read by the same forward each time, so that once is enough, but for recurrent layers,
+            # whose states have moved on
             logits = _logits(model, company, read=company.rows > 1 or model.state_bytes(0) > 0)
             if not torch.equal(logits, alone):
                 moved = (logits.double() - alone.double()).abs().max().item()
@@ -122,15 +123,16 @@ def check(model: CheckableModel) -> Verdict:
 
 
 def _copies(model: CheckableModel, alone: Tensor) -> bool | None:
-    """The text's logits [A, V] stay the same with a beginning of its prompt copied; None where it is too short."""
+    """Return whether the text's logits [A, V] stay the same with a beginning of its prompt copied; None where it is too
+    short."""
     count = _size(model) // PREFIX_STEP * PREFIX_STEP
     return torch.equal(_logits(model, Surroundings(rows=2, copied=count)), alone) if count else None
 
 
 @torch.inference_mode()
 def shift_by_splitting(model: CheckableModel) -> float:
-    """How far the logits of the text's last token move where layers split their keys: root mean square, relative to the
-    spread. Leaves the cache released."""
+    """Return how far the logits of the text's last token move where layers split their keys: root mean square, relative
+    to the spread. The cache's memory is freed."""
     try:
         plain, parted = (_logits(model, Surroundings(), by_parts=by_parts)[-1].double() for by_parts in (False, True))
     finally:
@@ -139,9 +141,10 @@ def shift_by_splitting(model: CheckableModel) -> float:
 
 
 def _logits(model: CheckableModel, company: Surroundings, *, by_parts: bool = True, read: bool = True) -> Tensor:
-    """[A, V] logits of the tokens of the answer.
+    """Return the logits [A, V] of the tokens of the answer in one company.
 
-    by_parts: forwards with `prompt_slots`. read: the prompt; else it is in its slots since the last company of one row.
+    by_parts: run forwards with `prompt_slots`. read: read the prompt; otherwise it is still in its slots from the last
+    company of one row.
     """
     if read:
         model.release()
@@ -171,13 +174,13 @@ def _logits(model: CheckableModel, company: Surroundings, *, by_parts: bool = Tr
 
 
 def _size(model: CheckableModel) -> int:
-    """Tokens of the prompt, fewer where the model has no room for them."""
+    """Return the number of tokens of the prompt, fewer where the model has no room for them."""
     limit = model.max_positions
     return PROMPT if limit is None else min(PROMPT, limit - ANSWER)
 
 
 def _encode(model: Seq2SeqForestModel, company: Surroundings) -> None:
-    """The text's own source, and sources of other lengths for its neighbours; all in one call."""
+    """Encode the text's own source, and sources of other lengths for its neighbours, all in one call."""
     limit = model.max_encoder_input or max(ENCODER_LENGTHS)
     place = [(row - company.row) % len(ENCODER_LENGTHS) for row in range(company.rows)]  # 0 of the text
     encoder_inputs = [sample_encoder_input(model, min(ENCODER_LENGTHS[-seed], limit), seed) for seed in place]
@@ -185,8 +188,8 @@ def _encode(model: Seq2SeqForestModel, company: Surroundings) -> None:
 
 
 def _copied_prompt(model: CheckableModel, text: Tensor, copied: int) -> None:
-    """Two prompts that begin alike, the second as long as the model takes: it is read whole, and the first from where
-    they part."""
+    """Read two prompts that begin alike. The second, as long as the model takes, is read whole. Its beginning is copied
+    to the first, which is read from there on."""
     limit = min(LONGER, model.max_positions or LONGER)
     lengths = torch.tensor([_size(model), limit])
     other = text[1].repeat(3)[: limit - copied]
@@ -200,7 +203,7 @@ def _copied_prompt(model: CheckableModel, text: Tensor, copied: int) -> None:
 def _prompt(
     model: CheckableModel, text: Tensor, lengths: Tensor, *, rows: Tensor | None = None, first: int = 0
 ) -> None:
-    """Tokens first .. lengths [R] of texts [R, n] are read in one forward, as wide as it takes in steps of 32."""
+    """Read the tokens first .. lengths [R] of texts [R, n] in one forward, whose width is a multiple of WIDTH_STEP."""
     width = -(-(int(lengths.max()) - first) // WIDTH_STEP) * WIDTH_STEP
     steps = torch.arange(first, first + width)
     index = torch.arange(first + width)
@@ -232,7 +235,8 @@ def _answer(
     last: int,
     by_parts: bool,
 ) -> Tensor:
-    """[last - first, V] logits of the answer's tokens first .. last, which see the prompt and the answer so far."""
+    """Return the logits [last - first, V] of the answer's tokens first .. last, which see the prompt and the answer so
+    far."""
     rows, before = company.rows, company.ahead
     own = torch.arange(first, last).expand(rows, -1)
     depth = lengths.unsqueeze(1) + own

@@ -23,17 +23,17 @@ from dsbd_cli.models.recurrent.states import StateCache
 from dsbd_cli.models.verdicts import LIMITS, PADDING, TIMES_ROUNDING, limit_for
 
 PROMPT = 7
-# Where recurrent layers run as kernels of a CPU, whose states lie 16 to 23 tokens back: long enough that tokens go into
-# them, and with one more token others do. Tensor code needs no such length, and `solve` loses digits over a path of so
-# many nodes in one forward.
+# Used where recurrent layers run as CPU kernels, whose states lie 16 to 23 tokens back. It is long enough that tokens
+# go into the states, and that other tokens do when there is one more. Tensor code needs no such length, and `solve`
+# loses digits over a path of so many nodes in one forward.
 LONG_PROMPT = 31
-# Three roots, four levels: parent of every node, in node order; -1 hangs on the prompt.
+# Three roots, four levels: parent of every node, in node order; -1 for a child of the prompt.
 PARENTS = (-1, -1, -1, 0, 0, 1, 3, 4, 5, 7, 8)
 # Wider than the windows by slot that are in use (256), so that such a window cuts something off.
 SLOTS = 400
-# Tokens of two sources, apart from those that fill whole steps of the cache
+# Tokens of two sources, neither of which fills whole steps of the cache.
 ENCODER_LENGTHS = (13, 40)
-# How many limits the worst node may be off.
+# The worst node may be off by so many times the limit.
 OUTLIER = 3
 
 
@@ -50,32 +50,33 @@ class CheckableModel(ForestModel, Protocol):
     def by_parts(self) -> bool: ...
 
     def plain(self, tokens: Tensor) -> Tensor:
-        """Logits [B, T, V] of sequences [B, T]."""
+        """Return logits [B, T, V] of sequences [B, T]."""
         ...
 
     def release(self) -> None: ...
 
 
 def _path(node: int) -> list[int]:
-    """Nodes from the root to `node`."""
+    """Return the nodes from the root to `node`."""
     parent = PARENTS[node]
     return [*([] if parent < 0 else _path(parent)), node]
 
 
 def _depth(node: int) -> int:
-    """Below the prompt."""
+    """Return a node's depth below the prompt; 0 for a root."""
     return len(_path(node)) - 1
 
 
 def _prompt_of(tokens: Tensor) -> int:
-    """How many of the tokens come before the nodes."""
+    """Return how many of the tokens come before the nodes."""
     return len(tokens) - len(PARENTS)
 
 
 def self_test(model: CheckableModel) -> SelfTestReport:
-    """Forwards of a packed forest, before and after a move, and of its paths; leaves the cache released.
+    """Compare the logits of a packed forest, before and after a move of its slots, with those of its separate paths.
+    Return the errors; the cache's memory is freed.
 
-    Raises UnsupportedModelError in one sentence when they disagree or the model refuses.
+    Raises UnsupportedModelError in one sentence where they disagree or the model refuses.
     """
     by_kernel = model.state_bytes(0) and StateCache.has_kernel(model.device)
     total = (LONG_PROMPT if by_kernel else PROMPT) + len(PARENTS)
@@ -123,7 +124,8 @@ def _checked(
     errors = _errors(logits, expected, dtype)
     median, largest = errors.median().item(), errors.max().item()
     if dtype != torch.float32 and largest > OUTLIER * LIMITS[dtype]:
-        # attention between two equals falls either way by rounding; in the ordinary forward, too, where it is padded
+        # rounding decides attention between two equal scores: nodes that move in the ordinary forward, too, when it is
+        # padded are left out
         sure = errors > TIMES_ROUNDING * _errors(padded(), expected, dtype)
         largest = errors[sure].max().item() if bool(sure.any()) else 0.0
     limit = limit_for(dtype, max(median, largest / OUTLIER), lambda: _errors(padded(), expected, dtype).median().item())
@@ -137,8 +139,8 @@ def _checked(
 
 
 def _separate(plain: Callable[[Tensor], Tensor], tokens: Tensor, padding: int = 0) -> Tensor:
-    """[N, V] logits of every node by running its path alone. Padding on the right changes nothing before it, but
-    rounding: by so many more tokens."""
+    """Return the logits [N, V] of every node by running its path alone. padding: tokens added on the right, which
+    change nothing before them except by rounding."""
     leaves, prompt = [node for node in range(len(PARENTS)) if node not in PARENTS], _prompt_of(tokens)
     paths = [list(range(prompt)) + [prompt + node for node in _path(leaf)] for leaf in leaves]
     longest = max(map(len, paths)) + padding
@@ -152,8 +154,8 @@ def _separate(plain: Callable[[Tensor], Tensor], tokens: Tensor, padding: int = 
 def _packed(
     model: CheckableModel, tokens: Tensor, slots: Tensor, encoder_inputs: Sequence[Tensor | None] = (None,)
 ) -> Tensor:
-    """[R * N, V] logits of the nodes, in one row per source: the first six with the prompt, the rest after the slots
-    have moved and the rows have changed places."""
+    """Return the logits [R * N, V] of the nodes, in one row per source. The first six nodes run with the prompt, the
+    others after the slots have moved and the rows have changed places."""
     total, prompt = len(tokens), _prompt_of(tokens)
     split, rows = prompt + 6, len(encoder_inputs)
     device = tokens.device
@@ -200,10 +202,10 @@ def _packed(
 
 
 def _in_production_order(model: CheckableModel, tokens: Tensor) -> tuple[Tensor, list[int]]:
-    """Logits [m, V] of nodes in the order of production, and which nodes they are of.
+    """Return the logits [m, V] of nodes in the order of production, and the numbers of these nodes.
 
-    A prompt is read as a chain, six nodes follow, then the subtree of node 0 alone lives on: the common prefix takes
-    node 0. Then another request takes the row, whose prompt joins the common prefix by a move.
+    A prompt is read as a chain, and six nodes follow. Then the subtree of node 0 alone lives on, and node 0 joins the
+    common prefix. Finally another request takes the row, whose prompt joins the common prefix by a move.
     """
     prompt_size = _prompt_of(tokens)
     device, trash, window = tokens.device, prompt_size + 32, prompt_size + 17
@@ -211,7 +213,7 @@ def _in_production_order(model: CheckableModel, tokens: Tensor) -> tuple[Tensor,
     below = [node for node in range(6, len(PARENTS)) if _path(node)[0] == 0]
 
     def run(nodes: list[int], slot_of: dict[int, int], *, chain: bool = False) -> Tensor:
-        """nodes: of the forest, or -prompt_size .. -1 for the prompt. slot_of: of every node that is stored."""
+        """Run nodes of the forest, or -prompt_size .. -1 for the prompt. slot_of: slot of every node that is stored."""
         mask = torch.zeros((1, len(nodes), trash + 1), dtype=torch.bool)
         positions = torch.zeros((1, trash + 1), dtype=torch.int64)
         for node, slot in slot_of.items():
@@ -259,7 +261,7 @@ def _in_production_order(model: CheckableModel, tokens: Tensor) -> tuple[Tensor,
 
 
 def _errors(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N] float64, of the spread of a node's logits."""
+    """Return the error of each node's logits relative to their spread, [N] float64."""
     resolution = 2 * torch.finfo(logits.dtype).eps / LIMITS[dtype]  # logits far from zero are stored coarsely
     logits, expected = logits.double(), expected.double()
     scale = expected.std(dim=-1) + resolution * expected.square().mean(dim=-1).sqrt()

@@ -1,6 +1,7 @@
 """Our own decoder over a packed forest.
 
-On a CPU a forward of few nodes is a program, built when its shape comes first. On a GPU it is captured by the engine.
+On a CPU a forward of few nodes runs as a program, which is built when its shape first occurs. On a GPU the engine
+captures it.
 
 Letters: R rows, n nodes, S active slots, T suffix slots, H hidden width, E head dim, V vocabulary.
 """
@@ -8,7 +9,7 @@ Letters: R rows, n nodes, S active slots, T suffix slots, H hidden width, E head
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs, MaskView, PathView, View
 from dsbd_cli.models.decoder.weights import PlainLinear
-from dsbd_cli.models.forest_attention import LEAST_DIM, AttentionMetadata, Blocks, filled_queries
+from dsbd_cli.models.forest_attention import LEAST_DIM, AttentionMetadata, Blocks, additive_mask, filled_queries
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops.cpu.attention import SlotPaths
@@ -30,15 +31,15 @@ from dsbd_cli.ops.cpu.runtime import EAGER
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import LAYERS
 
-MOST_NODES = 256  # with more, Python's part is small beside the products
+MOST_NODES = 256  # of a program: with more nodes Python takes a small part of the time
 MOST_PROGRAMS = 64
-LEAST_PADDED = 64  # slots of a path, and between its ends; more in powers of two
-POSITION_STEP = 1024  # rotary tables grow in such steps
+LEAST_PADDED = 64  # slots that a program has room for in a path, and between its ends; more are a power of two
+POSITION_STEP = 1024  # rotary tables grow in steps of this size
 
 
 @dataclass(slots=True)
 class _LayerProgram:
-    """The layers of forwards of one shape: inputs to be written, what runs, and where its results lie."""
+    """The program that runs the layers in all forwards of one shape, with the memory of its inputs and results."""
 
     program: Program
     hidden: Tensor
@@ -46,7 +47,7 @@ class _LayerProgram:
     results: tuple[Tensor, Tensor, dict[int, Tensor]]
 
     def load(self, hidden: Tensor, inputs: LayerInputs) -> None:
-        """Write what a forward is given to the program's places."""
+        """Copy the inputs of a forward into those of the program."""
         self.hidden.copy_(hidden)
         self.inputs.slots.copy_(inputs.slots)
         for home, given in zip(self.inputs.angles, inputs.angles, strict=True):
@@ -57,11 +58,7 @@ class _LayerProgram:
 
 
 class DecoderForestModel(BaseForestModel):
-    """A decoder over a packed forest.
-
-    hidden: numbers of layers after which hidden states are wanted (0: the embeddings). They are in `hidden_states`
-    after each forward, [R, n, H] each, until the next one.
-    """
+    """A decoder over a packed forest."""
 
     def __init__(
         self,
@@ -69,8 +66,6 @@ class DecoderForestModel(BaseForestModel):
         name: str,
         settings: CheckpointSettings,
         stock: Callable[[], Any] | None = None,
-        *,
-        hidden: Iterable[int] = (),
     ) -> None:
         """stock: loads the model as transformers runs it."""
         spec, weights = decoder.spec, decoder.weights
@@ -79,15 +74,14 @@ class DecoderForestModel(BaseForestModel):
         self.decoder, self._settings = decoder, settings
         self._load_stock = stock
         self._stock: Any = None
-        self._watched = self._hidden = frozenset(hidden)
-        self.hidden_states: dict[int, Tensor] = {}
+        self._watched: frozenset[int] = frozenset()  # numbers of layers after which hidden states are taken
         plane = PlaneSpec(spec.kv_heads, spec.head_dim, weights.dtype, device)
         self._cache.learn_all([(plane, plane)] * spec.layers)
-        self._fills = decoder.ops.program is None  # kernels of the CPU compute each row by itself
+        self._pads_forwards = decoder.ops.program is None  # kernels of the CPU compute each row by itself
         self._dtype, self._width = weights.dtype, sum(weights.head.parts)
         self._angles: list[tuple[Tensor, Tensor]] = []
         self._built_programs = 0
-        self._split = False  # the last forward went by parts
+        self._last_was_split = False  # whether the last forward split its keys into prompt slots and suffix
         self._programs: dict[Hashable, _LayerProgram] = {}
         self._programs_of = self.generation
         self._arena = Arena()
@@ -138,17 +132,13 @@ class DecoderForestModel(BaseForestModel):
 
     @property
     def by_parts(self) -> bool:
-        return self._split
+        return self._last_was_split
 
     @property
     def slower_forwards(self) -> int:
-        """Forwards so far that built a program: their time says nothing of the next one of their shape."""
+        """Number of forwards so far that built a program. Their time does not predict that of the next one of their
+        shape."""
         return self._built_programs
-
-    @property
-    def programs(self) -> int:
-        """How many shapes of forwards are programs now."""
-        return len(self._programs)
 
     @property
     def size(self) -> ModelSize:
@@ -169,7 +159,7 @@ class DecoderForestModel(BaseForestModel):
         return module
 
     def shallow(self, each: int) -> DecoderForestModel:
-        """Return a forest of the same weights with the first `each` layers of every kind, and a cache of its own."""
+        """Return a model of the same weights with the first `each` layers of every kind, and a cache of its own."""
         spec, weights, kinds = self.decoder.spec, self.decoder.weights, Counter[Hashable]()
         chosen = []
         for number, kind in enumerate(zip(spec.windows, spec.rotary, strict=True)):
@@ -188,8 +178,8 @@ class DecoderForestModel(BaseForestModel):
         return forest
 
     def tap(self, tap: StateTap | None) -> None:
-        super().tap(tap)  # which ends all programs
-        self._watched = self._hidden if tap is None else self._hidden | frozenset(tap.layers)
+        super().tap(tap)  # a new tap moves the cache's memory, which ends all programs
+        self._watched = frozenset() if tap is None else frozenset(tap.layers)
 
     def leave_kernels(self) -> bool:
         plain = self.ops.without(*LAYERS, reason="a kernel failed")
@@ -205,7 +195,7 @@ class DecoderForestModel(BaseForestModel):
         self.forget_programs()
 
     def forget_programs(self) -> None:
-        """Drop all programs: the cache's memory or the weights have changed."""
+        """Drop all programs, because the cache's memory or the weights have changed."""
         self._programs, self._arena, self._programs_of = {}, Arena(), self.generation
 
     @torch.no_grad()
@@ -220,7 +210,7 @@ class DecoderForestModel(BaseForestModel):
         views = []
         for window in spec.kinds:
             seen = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
-            views.append(MaskView(_additive(seen.expand(count, -1, -1), self._dtype)))
+            views.append(MaskView(additive_mask(seen.expand(count, -1, -1), self._dtype)))
         angles = self._rotated(places.expand(count, -1))
         slots = torch.arange(count * length, device=self._device)
         inputs = LayerInputs(slots, angles, views, lambda _: (planes[0], planes[1]))
@@ -230,22 +220,17 @@ class DecoderForestModel(BaseForestModel):
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         decoder = self.decoder
         self._cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
-        hidden = decoder.embed(self._known(batch.tokens))
+        hidden = decoder.embed(self._ids_in_table(batch))
         write = self._cache.under_way
         assert write is not None
         inputs = LayerInputs(write.flat, self._rotated(batch.positions), self._views(batch), self._cache.planes)
-        residual, branch, self.hidden_states = self._layers(batch, hidden, inputs)
+        residual, branch, hidden_states = self._layers(batch, hidden, inputs)
         if self._tap is None and not logits:
             return None
         last = decoder.finish(residual, branch)
         if self._tap is not None:
-            self._leave_states([self.hidden_states[number] for number in self._tap.layers] or [last])
+            self._leave_states([hidden_states[number] for number in self._tap.layers] or [last])
         return decoder.logits(last, batch.own_ids) if logits else None
-
-    def _known(self, tokens: Tensor) -> Tensor:
-        """Token ids [R, n]. A narrower draft knows no id of its target's extra ones: any legal id will do, only
-        acceptance suffers."""
-        return tokens.clamp(max=len(self.decoder.weights.table) - 1)
 
     def _layers(
         self, batch: ForestInput, hidden: Tensor, inputs: LayerInputs
@@ -269,15 +254,15 @@ class DecoderForestModel(BaseForestModel):
         return made.results
 
     def _built(self, hidden: Tensor, inputs: LayerInputs) -> _LayerProgram:
-        """Build the program of a shape. Its places hold the inputs of this forward."""
-        # it runs in and outside of inference mode, so its memory must not belong to one
+        """Build the program for the shape of this forward, with copies of its inputs."""
+        # the program runs in inference mode and outside of it, so its memory must not be that of inference tensors
         with torch.inference_mode(False), torch.no_grad():
             assert self.ops.program is not None
             program = self.ops.program(self._arena)
             places = LayerInputs(
                 inputs.slots.clone(),
                 [(cos.clone(), sin.clone()) for cos, sin in inputs.angles],
-                [_place_of(view) for view in inputs.views],
+                [_program_view(view) for view in inputs.views],
                 inputs.planes,
             )
             first = hidden.clone()
@@ -304,7 +289,7 @@ class DecoderForestModel(BaseForestModel):
     def _views(self, batch: ForestInput) -> list[View]:
         """Return what the nodes see, one view for each kind of window."""
         metadata, spec = self._attention_metadata(batch), self.decoder.spec
-        self._split = metadata is not None
+        self._last_was_split = metadata is not None
         by_paths = (
             metadata is not None
             and metadata.kernel is None
@@ -312,9 +297,9 @@ class DecoderForestModel(BaseForestModel):
             and self.ops.path_attention is not None
         )
         seen = [_seen(batch, window) for window in spec.kinds]
-        # where all nodes see all prompt slots no mask is added to scores: what is seen is its own name then
+        # where all nodes see all prompt slots no mask is added to scores, and `seen` is registered in its place
         plain = [by_paths and window is None for window in spec.kinds]
-        masks = [one if bare else _additive(one, self._dtype) for one, bare in zip(seen, plain, strict=True)]
+        masks = [one if bare else additive_mask(one, self._dtype) for one, bare in zip(seen, plain, strict=True)]
         if metadata is None:
             blocks = Blocks.of(batch)
             return [MaskView(mask, batch.rows, blocks) for mask in masks]
@@ -322,8 +307,8 @@ class DecoderForestModel(BaseForestModel):
             metadata.add(mask, one, whole=window is None)
         if not by_paths:
             return [MaskView(mask, batch.rows, metadata) for mask in masks]
-        odd = spec.softcap is not None or spec.head_dim < LEAST_DIM
-        return [self._path_view(metadata.all_suffix() if odd else metadata, mask, batch) for mask in masks]
+        unsplit = spec.softcap is not None or spec.head_dim < LEAST_DIM
+        return [self._path_view(metadata.all_suffix() if unsplit else metadata, mask, batch) for mask in masks]
 
     def _path_view(self, metadata: AttentionMetadata, mask: Tensor, batch: ForestInput) -> PathView:
         spec, most = self.decoder.spec, max(metadata.prompt_slots)
@@ -335,20 +320,14 @@ class DecoderForestModel(BaseForestModel):
 
 
 def _seen(batch: ForestInput, window: int | None) -> Tensor:
-    """[R, n, S] bool: which slots the nodes see in layers with such a window."""
+    """Return which slots the nodes see in layers with this window, [R, n, S] bool."""
     if window is None:
         return batch.mask
     return batch.mask & (batch.positions[:, :, None] - batch.slot_positions[:, None, :] < window)
 
 
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """[R, 1, n, S], which is added to scores. Never -inf: an empty row would be NaN."""
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
-
-
 def _key_of(view: View) -> Hashable:
-    """Return what of a view a program is bound to."""
+    """Return the properties of a view that a program depends on."""
     if isinstance(view, PathView):
         return view.prompt_slots, _padded(view.paths.slots.shape[2]), _padded(view.paths.span)
     assert isinstance(view, MaskView)
@@ -356,12 +335,12 @@ def _key_of(view: View) -> Hashable:
 
 
 def _padded(size: int) -> int:
-    """Slots that a program has room for where a forward has so many."""
+    """Return how many slots a program has room for, where a forward has `size` of them."""
     return max(LEAST_PADDED, 1 << (size - 1).bit_length())
 
 
-def _place_of(view: View) -> View:
-    """Return the place of such views in a program, with room for longer paths."""
+def _program_view(view: View) -> View:
+    """Return a copy of a view for a program, with room for longer paths."""
     if isinstance(view, MaskView):
         return replace(view, mask=view.mask.clone(memory_format=torch.contiguous_format), metadata=None)
     assert isinstance(view, PathView)
@@ -388,7 +367,7 @@ def _load_view(place: View, view: View) -> None:
 
 
 def stored(linear: object) -> Sequence[Tensor]:
-    """Return the memory that a product's weights take."""
+    """Return the tensors in which a product's weights are stored."""
     if isinstance(linear, (PlainLinear, PackedProduct)):
         return linear.weights
     found: Any = linear
@@ -396,6 +375,6 @@ def stored(linear: object) -> Sequence[Tensor]:
 
 
 def _widths(linears: Sequence[Any], spec: Any) -> list[tuple[Any, int]]:
-    """Products and their numbers of inputs."""
+    """Return each product with its number of inputs."""
     inputs = (spec.hidden, spec.heads * spec.head_dim, spec.hidden, spec.inner)
     return [(linear, inputs[number % 4]) for number, linear in enumerate(linears)]

@@ -1,7 +1,7 @@
 """The forward of the standard decoder, as its formula reads.
 
-Each operation takes `run`: `EAGER` runs kernels at once, a `Program` keeps them, to be run again. What the layers
-of one forward share is in `LayerInputs`.
+Each operation takes `run`: `EAGER` runs kernels at once, a `Program` keeps them, to be run again. `LayerInputs` holds
+the inputs that all layers of one forward share.
 
 Letters: R rows, n nodes, m = R * n, H hidden width, Q query heads, K kv heads, E head dim, V vocabulary, S slots.
 """
@@ -25,7 +25,7 @@ from dsbd_cli.ops.interface import Ops
 
 
 class View(Protocol):
-    """How the nodes of one forward attend to cached keys, in all layers with the same window."""
+    """The way in which the nodes of one forward attend to cached keys, in all layers with the same window."""
 
     def attend(
         self,
@@ -36,15 +36,15 @@ class View(Protocol):
         softcap: float | None,
         run: Eager,
     ) -> Tensor:
-        """query [R, Q, n, E] over planes [R', S', K, E] -> [R, n, Q, E]."""
+        """Return attention [R, n, Q, E] of query [R, Q, n, E] over planes [R', S', K, E]."""
 
 
 @dataclass(slots=True)
 class PathView:
-    """Slots that each node sees, listed: for a kernel of the CPU, which joins them with the prompt slots.
+    """A view that lists the slots which each node sees, for a CPU kernel that joins them with the prompt slots.
 
-    prompt_slots: leading slots of each row that torch's attention serves, none or one number per row. paths: the
-    others. head: [R, 1, m, S or fewer], added to the scores of prompt slots; None where all nodes see all of them.
+    prompt_slots: leading slots of each row that torch's attention serves, none or one number per row. paths: the other
+    slots. head: [R, 1, m, S or fewer], added to the scores of prompt slots; None where all nodes see all of them.
     kernel: Ops.path_attention.
     """
 
@@ -65,9 +65,10 @@ class PathView:
 
 @dataclass(slots=True)
 class MaskView:
-    """Slots by a mask [R, 1, n, S] that is added to the scores. rows: [R] of the planes; None for the first ones.
+    """A view by a mask [R, 1, n, S] that is added to the scores. rows: [R], rows of the planes; None for the first
+    ones.
 
-    metadata: how the slots are split, or the blocks in which a prompt is read; None: torch's attention takes all.
+    metadata: how the slots are split, or the blocks in which a prompt is read; None: torch's attention takes all slots.
     """
 
     mask: Tensor
@@ -94,10 +95,9 @@ class MaskView:
 class LayerInputs:
     """Inputs that the layers of one forward share.
 
-    slots: [m] int64 flat indices, row * S + slot, of the planes: where keys and values are written.
-    angles: cosines and sines [R, n, E], by kind of rotary positions.
-    views: by kind of window.
-    planes: keys and values [R', S', K, E] of a layer.
+    slots: [m] int64 flat indices, row * S + slot, of the planes: where keys and values are written. angles: cosines and
+    sines [R, n, E], for each kind of rotary positions. views: one for each kind of window. planes: returns keys and
+    values [R', S', K, E] of a layer.
     """
 
     slots: Tensor
@@ -107,16 +107,17 @@ class LayerInputs:
 
 
 class Decoder:
-    """A decoder with its weights. `embed`, `layers`, `finish` and `logits` are its forward."""
+    """A decoder with its weights. `embed`, `layers`, `finish` and `logits`, in this order, are its forward."""
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops) -> None:
         self.spec, self.weights, self.ops = spec, weights, ops
-        self.own_rows: OwnRows | None = None  # where the head lacks tokens, but others of its rows are at hand
+        self.own_rows: OwnRows | None = None  # where the head lacks tokens, but the whole table is at hand
         # rounded to the dtype, as the families that scale their embeddings do
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype, device=weights.table.device)
 
     def plain_products(self) -> list[tuple[str, Any, str]]:
-        """Return the products that still have the checkpoint's weights: name, object that holds it, and its field."""
+        """Return the products that still have the checkpoint's weights: name, object that holds the product, and its
+        field."""
         weights = self.weights
         found: list[tuple[str, Any, str]] = [
             (f"{number}.{name}", layer, name)
@@ -157,12 +158,12 @@ class Decoder:
         return residual, branch, copies
 
     def finish(self, residual: Tensor, branch: Tensor) -> Tensor:
-        """Return the last norm of the sum [R, n, H] of both."""
+        """Return the final norm [R, n, H] of the sum of both."""
         return self.ops.norm(branch, residual, self.weights.norm, self.spec.eps, self.spec.unit_offset, EAGER)[0]
 
     def logits(self, hidden: Tensor, own_ids: Tensor | None = None) -> Tensor:
-        """Return logits [R, n, V], or of as many tokens as the head has, of what `finish` gave; behind them those of
-        own_ids [R, o]."""
+        """Return the logits [R, n, V] of hidden states after `finish`, or of as many tokens as the head has. Logits of
+        own_ids [R, o] follow them."""
         found, cap = self.weights.head.compute(hidden), self.spec.logit_softcap
         if own_ids is not None:
             assert self.own_rows is not None
@@ -177,7 +178,7 @@ class Decoder:
         return found
 
     def _attention(self, number: int, layer: LayerWeights, x: Tensor, inputs: LayerInputs, run: Eager) -> Tensor:
-        """Return the output [R, n, H] of a layer's attention; its keys and values are in the planes then."""
+        """Run a layer's attention: write keys and values to the planes and return the output [R, n, H]."""
         spec = self.spec
         keys, values = inputs.planes(number)
         qkv = layer.qkv.compute(x, run)
@@ -191,7 +192,8 @@ class Decoder:
         return layer.out.compute(attended.flatten(2), run)
 
     def _enter(self, norm: Tensor | None, residual: Tensor, branch: Tensor | None, run: Eager) -> tuple[Tensor, Tensor]:
-        """Return what a branch is given, [R, n, H], and the residual stream with the branch before it."""
+        """Add the previous branch, where there is one, to the residual stream. Return the input of the next branch,
+        normalised where the layer has a norm, and the residual stream, [R, n, H] each."""
         if norm is None:
             if branch is not None:
                 before, more = residual, branch
@@ -202,7 +204,7 @@ class Decoder:
         return self.ops.norm(branch, residual, norm, self.spec.eps, self.spec.unit_offset, run)
 
     def _leave(self, norm: Tensor | None, branch: Tensor, run: Eager) -> Tensor:
-        """Return what a branch adds to the residual stream."""
+        """Return a branch's output as it is added to the residual stream."""
         if norm is not None:
             branch = self.ops.norm(branch, None, norm, self.spec.eps, self.spec.unit_offset, run)[0]
         if self.spec.residual_scale == 1:

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError, UsageError, one_line
+from dsbd_cli.errors import ModelError, one_line
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checkpoints.head import TrimmedHead
+from dsbd_cli.models.checkpoints.loader import too_small
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.forward import Decoder
 from dsbd_cli.models.decoder.own_rows import OwnRows
 from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_decoder
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.decoder.weights import Tensors, read_tensors, read_weights
-from dsbd_cli.models.forest_model import CALIBRATION
-from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
+from dsbd_cli.models.forest_model import calibration_tokens
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import DECODER, GPU_LAYERS, ops_for
 
@@ -35,7 +35,8 @@ SEED = 20  # of its random tokens
 
 @dataclass(frozen=True, slots=True)
 class DecoderCheckpoint:
-    """A checkpoint that our own decoder can run: what it is, its tensors, and what it computes in."""
+    """A checkpoint that our own decoder can run: its spec, its tensors, and the dtype and device that it computes
+    in."""
 
     spec: DecoderSpec
     tensors: Tensors
@@ -44,7 +45,7 @@ class DecoderCheckpoint:
 
 
 def spec_or_reason(spec: ModelSpec, config: Any) -> DecoderSpec | str:
-    """Return the spec of a checkpoint, or why transformers runs it."""
+    """Return the spec of a checkpoint, or the reason why transformers runs it."""
     if spec.tensor_parallel > 1:
         return "it is split over several processes"
     if spec.device_map is not None:
@@ -64,8 +65,9 @@ def build_decoder(
 ) -> DecoderForestModel:
     """Return a model whose products still have the checkpoint's plain weights.
 
-    head: rows in the place of the checkpoint's head. stock: loads the model as transformers runs it. kernels: names of
-    those that a GPU may run. Raises KeyError and ValueError for tensors that are missing or have other shapes.
+    head: rows that take the place of the checkpoint's head. stock: loads the model as transformers runs it. kernels:
+    names of the kernels that a GPU may run. Raises KeyError and ValueError for tensors that are missing or have other
+    shapes.
     """
     decoder_spec = checkpoint.spec
     weights = read_weights(decoder_spec, checkpoint.tensors, checkpoint.dtype, head)
@@ -87,16 +89,16 @@ def tensors_of(folder: Path, spec: ModelSpec) -> Tensors:
     try:
         return read_tensors(folder)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        reason = one_line(error)
-        raise ModelError(f"{_name(spec)} cannot be loaded: {reason}") from error
+        raise ModelError(f"{spec.role} model {spec.source!r} cannot be loaded: {one_line(error)}") from error
 
 
 @torch.inference_mode()
 def differs(model: DecoderForestModel, theirs: Any) -> str | None:
-    """Compare the logits of a short text with those of transformers' model. Return what differs; None: nothing.
+    """Compare the logits of a short text with those of transformers' model. Return the difference in words; None: they
+    agree.
 
-    The tokens are random, as rounding grows beyond all limits on some texts in half precision: the first 24 tokens of
-    SmolLM2's vocabulary, which are marks, move by 0.7 of the spread.
+    The tokens are random, because rounding grows beyond all limits on some texts in half precision: the first 24 tokens
+    of SmolLM2's vocabulary, which are marks, move by 0.7 of the spread.
     """
     from dsbd_cli.models.verdicts import PADDING, limit_for
 
@@ -123,7 +125,8 @@ def differs(model: DecoderForestModel, theirs: Any) -> str | None:
 def pack(
     model: DecoderForestModel, spec: ModelSpec, outliers: dict[str, list[int]] | None
 ) -> dict[str, list[int]] | None:
-    """Pack the weights, or make them int8. outliers: channels by product, of an earlier load; None: they are found.
+    """Pack the weights, or quantize them to int8. outliers: channels that an earlier load has found, by product; None:
+    find them.
 
     Returns the outliers of int8. Raises UsageError where no product is large enough for int8.
     """
@@ -133,34 +136,23 @@ def pack(
         model.forget_programs()
         return None
     if outliers is None:
-        found = find_outliers(decoder, lambda: _calibrate(model))
+        tokens = calibration_tokens(len(model.embeddings), model.max_positions)
+        found = find_outliers(decoder, lambda: model.plain(tokens))
     else:
         found = {name: torch.tensor(channels) for name, channels in outliers.items()}
     if not quantize_decoder(decoder, found):
-        reason = f"the {spec.role} model {spec.source!r} has no linear layer of {LEAST_WEIGHTS} weights or more"
-        raise UsageError(f"quantize is {spec.quantize}, but {reason}: drop it", field="quantize", value=spec.quantize)
+        raise too_small(spec, f"the {spec.role} model {spec.source!r}")
     model.quantized = spec.quantize
     model.forget_programs()
     return {name: channels.tolist() for name, channels in found.items()}
 
 
-def _calibrate(model: DecoderForestModel) -> None:
-    """Run random tokens, by which outliers are found; more of them find no better ones."""
-    shape = CALIBRATION[0], min(CALIBRATION[1], model.max_positions or CALIBRATION[1])
-    rows = len(model.decoder.weights.table)
-    model.plain(torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(19)))
-
-
 def decoder_ops(
     decoder_spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kernels: frozenset[str] = frozenset()
 ) -> Ops:
-    """Return the operations of a decoder. kernels: names of those that a GPU may run."""
+    """Return the operations of a decoder. kernels: names of the kernels that a GPU may run."""
     widths = {decoder_spec.hidden, decoder_spec.inner, decoder_spec.head_dim // 2}
     if decoder_spec.norms_over_all_heads:
         widths |= {decoder_spec.heads * decoder_spec.head_dim, decoder_spec.kv_heads * decoder_spec.head_dim}
     ops = ops_for(device, dtype, DECODER, widths=frozenset(widths), kernels=None if kernels else False)
     return ops if device.type == "cpu" else ops.without(*(set(GPU_LAYERS) - kernels))
-
-
-def _name(spec: ModelSpec) -> str:
-    return f"{spec.role} model {spec.source!r}"

@@ -1,4 +1,4 @@
-"""Rows of an LM head for tokens that a trimmed one lacks: the request's own ids.
+"""Rows of an LM head for tokens that a trimmed head lacks: the request's own ids.
 
 Letters: R batch rows, n nodes, H hidden width, o own ids, m tokens of the trimmed head, V rows of the whole one.
 """
@@ -14,16 +14,18 @@ from dsbd_cli.ops.interface import RowsLinear
 from dsbd_cli.ops.select import ops_for
 
 OWN_IDS = "each request adds ids of its own"
-COMPARED = 1024  # rows by which a trimmed head is told to be part of a table
-ROUNDED = 1e-2  # of a number: bfloat16 rounds to 0.4 %
+COMPARED = 1024  # rows of a trimmed head that are compared with a table, to tell whether the head is a part of it
+ROUNDED = 1e-2  # largest relative difference between equal numbers: bfloat16 rounds to 0.4 %
 
 
 @dataclass(slots=True)
 class OwnRows:
-    """The whole table that the rows of a trimmed head are from.
+    """The whole table that the rows of a trimmed head come from.
 
     Attributes:
-        table: [V, H], in any dtype. scale: logits are divided by it. rows: those that each batch row has picked.
+        table: [V, H], in any dtype.
+        scale: logits are divided by it.
+        rows: products with the rows that each batch row has picked.
     """
 
     table: Tensor
@@ -33,8 +35,11 @@ class OwnRows:
 
     @classmethod
     def of(cls, rows: Tensor, ids: Tensor, table: Tensor, dtype: torch.dtype, scale: float = 1.0) -> OwnRows | None:
-        """Return a table [V, H] where rows [m, H], of the tokens ids [m] int64, are its own over `scale`, but for
-        rounding; else None. Of many rows every so many-th is compared. dtype: what is computed in."""
+        """Return the whole table if rows [m, H] of a trimmed head, for the tokens ids [m] int64, are rows of `table`
+        [V, H] over `scale`, except for rounding. Otherwise return None.
+
+        At most COMPARED rows, evenly spaced, are compared. dtype: the dtype that products are computed in.
+        """
         if rows.shape[1:] != table.shape[1:] or int(ids[-1]) >= len(table):
             return None
         some = slice(None, None, -(-len(ids) // COMPARED))
@@ -44,8 +49,8 @@ class OwnRows:
         return cls(table, scale, ops_for(table.device, dtype, ("pick",)).pick(table, dtype))
 
     def compute(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Return the products [R, n, o] of what the last norm gave, [R, n, H], with the rows ids [R, o] int64; those
-        past the table mean nothing. Rows are picked once for the same tensor of ids."""
+        """Return the products [R, n, o] of hidden states [R, n, H] after the final norm with the rows ids [R, o] int64.
+        Those of ids past the table mean nothing. Rows are picked once for the same tensor of ids."""
         if ids is not self._ids:
             self.rows.take(ids.clamp(max=len(self.table) - 1))
             self._ids = ids

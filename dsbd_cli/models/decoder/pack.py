@@ -28,7 +28,8 @@ def pack_decoder(decoder: Decoder, device: torch.device) -> None:
 
 
 def quantize_decoder(decoder: Decoder, outliers: Outliers, least: int = LEAST_WEIGHTS) -> int:
-    """Make the products of `least` weights or more int8, in place; return how many. Others are packed."""
+    """Quantize the products of `least` weights or more to int8, in place, and pack the others. Return how many are
+    int8."""
     made = 0
     for full, owner, name in decoder.plain_products():
         linear = getattr(owner, name)
@@ -40,8 +41,8 @@ def quantize_decoder(decoder: Decoder, outliers: Outliers, least: int = LEAST_WE
 
 
 def find_outliers(decoder: Decoder, calibrate: Callable[[], object]) -> dict[str, Tensor]:
-    """Return the input channels with the largest values that `calibrate`, which runs tokens through the decoder, shows
-    to each product."""
+    """Return the input channels of each product that have the largest values while `calibrate` runs tokens through the
+    decoder."""
     found = decoder.plain_products()
     before = [getattr(owner, name) for _, owner, name in found]
     watched = {full: _Watched(linear) for (full, *_), linear in zip(found, before, strict=True)}
@@ -56,14 +57,14 @@ def find_outliers(decoder: Decoder, calibrate: Callable[[], object]) -> dict[str
 
 
 class _Watched:
-    """A product that notes the largest magnitude of each of its inputs."""
+    """A product that records the largest magnitude in each of its input channels."""
 
     def __init__(self, inner: Linear) -> None:
         self._inner, self.parts = inner, inner.parts
         self.largest: Tensor | None = None
 
     def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        """x [..., i] -> [..., o]."""
+        """Return the product [..., o] of x [..., i] and record the magnitudes of x."""
         seen = x.detach().reshape(-1, x.shape[-1]).abs().amax(0).float()
         self.largest = seen if self.largest is None else torch.maximum(self.largest, seen)
         return self._inner.compute(x, run)
@@ -74,7 +75,7 @@ def _count(linear: PlainLinear) -> int:
 
 
 def packed(linear: PlainLinear, dtype: torch.dtype, device: torch.device, ops: Ops) -> Linear:
-    """Return a product packed for a device; plain where nothing else serves."""
+    """Return a product packed for a device, or the plain product where nothing packs it."""
     weights = [weight.to(device, dtype) for weight in linear.weights]
     biases = [None if bias is None else bias.to(device, dtype) for bias in linear.biases]
     return ops.linear(weights, biases) or linear

@@ -1,4 +1,5 @@
-"""Read a config: which decoder a checkpoint is, in numbers. What is not known here is left to transformers.
+"""Read a config into a DecoderSpec: a standard decoder in numbers. Configs that are not known here are left to
+transformers.
 
 The standard decoder: RMS norms, rotary positions, grouped attention, a gated MLP. Families differ in the numbers and
 switches of a `DecoderSpec`, and in the names of their tensors (weights.py).
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # whether it is gelu in its form with tanh
+from dsbd_cli.models.checkpoints.generation import positions_of
+
+ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # activation -> whether it is gelu (in its form with tanh)
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 # Keys that a config declares and that do not change what a forward computes, or that are read below.
 KNOWN = frozenset(
@@ -41,8 +44,8 @@ class Rotary:
 
     Attributes:
         frequencies: [rotated / 2] float32, angles per position. None: the layer does not rotate.
-        scale: of sines and cosines.
-        rotated: leading numbers of a head that are rotated.
+        scale: factor of sines and cosines.
+        rotated: how many leading numbers of a head are rotated.
     """
 
     frequencies: tuple[float, ...] | None
@@ -51,7 +54,8 @@ class Rotary:
 
     def table(self, positions: int, dim: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [positions, dim] float32 of both halves of a head. Numbers that are not rotated have
-        the angle 0. The angle is rounded to float32, as in transformers; its sine is not, before the end."""
+        the angle 0. The angle is rounded to float32, as in transformers. Its sine and cosine are computed in float64
+        and rounded at the end."""
         angles = torch.zeros(positions, dim // 2, dtype=torch.float32)
         if self.frequencies is not None:
             places = torch.arange(positions, dtype=torch.float32)
@@ -70,18 +74,18 @@ class DecoderSpec:
     Attributes:
         family: model_type of the checkpoint, which names its tensors.
         hidden, inner, layers, heads, kv_heads, head_dim, vocabulary: sizes.
-        eps: of the norms. unit_offset: their weights are 1 + weight.
+        eps: of the norms. unit_offset: the norms multiply by 1 + weight.
         gelu: the gate goes through gelu (tanh) in place of silu.
-        qkv_bias, out_bias, mlp_bias: which products have one.
+        qkv_bias, out_bias, mlp_bias: which products have a bias.
         head_norms: queries and keys are normalised head by head. norms_over_all_heads: over all heads together.
         pre_norms, post_norms: norms before and after attention and MLP.
         tied: the head is the embedding table.
         windows: per layer, the width of its sliding window in positions; None without one.
-        rotaries: kinds of rotary positions. rotary: per layer, which of them.
-        scale: of attention scores. softcap, logit_softcap: of attention scores and of logits; None without.
-        embedding_scale, residual_scale, logit_scale: factors; 1 without. logits are divided by the last one.
-        positions: that the model was made for.
-        wide_rotary: in bfloat16, angles and norms stay float32, which our kernels do not do.
+        rotaries: kinds of rotary positions. rotary: per layer, the index of its kind.
+        scale: factor of attention scores. softcap, logit_softcap: caps of attention scores and of logits; None without.
+        embedding_scale, residual_scale, logit_scale: factors; 1 without. Logits are divided by the last one.
+        positions: number of positions that the model was made for; None where it is unbounded.
+        wide_rotary: angles and norms stay float32 where the rest is bfloat16, which our kernels do not do.
     """
 
     family: str
@@ -127,7 +131,7 @@ class DecoderSpec:
 
     @property
     def kinds(self) -> tuple[int | None, ...]:
-        """The different windows, in the order in which layers have them first."""
+        """The different windows, in the order of the first layers that have them."""
         return tuple(dict.fromkeys(self.windows))
 
 
@@ -136,7 +140,7 @@ class _UnknownError(Exception):
 
 
 def spec_of(config: Any) -> DecoderSpec | str:
-    """Return the spec of a transformers (text) config, or why there is none."""
+    """Return the spec of a transformers (text) config, or the reason why there is none."""
     family = config.model_type
     if family not in FAMILIES:
         return f"{family} is no standard decoder that is known here"
@@ -153,12 +157,12 @@ def spec_of(config: Any) -> DecoderSpec | str:
 
 
 def _idle(value: object) -> bool:
-    """Whether a setting says nothing."""
+    """Return whether a setting is off or empty."""
     return value is None or value is False or value in ("", [], {}, ())
 
 
 def _common(config: Any) -> dict[str, Any]:
-    """Settings that all families share."""
+    """Return the settings that all families share."""
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
@@ -191,22 +195,14 @@ def _common(config: Any) -> dict[str, Any]:
         "rotaries": rotaries,
         "rotary": rotary,
         "scale": dim**-0.5,
-        "positions": _positions(config, rope),
+        "positions": positions_of(config),
         "gelu": ACTIVATIONS[activation],
         "tied": bool(config.tie_word_embeddings),
     }
 
 
-def _positions(config: Any, rope: Mapping[str, Any]) -> int | None:
-    limit = getattr(config, "max_position_embeddings", None)
-    if rope.get("rope_type") == "longrope":
-        # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths
-        limit = rope.get("original_max_position_embeddings") or limit
-    return int(limit) if limit else None
-
-
 def _rotary(config: Any, parameters: Mapping[str, Any], dim: int, kind: str | None) -> Rotary:
-    """Read the rotary parameters of a kind of layers; None for all layers alike."""
+    """Read the rotary parameters of one kind of layer. kind: its name; None where all layers are alike."""
     way = parameters.get("rope_type", "default")
     if way not in ROTARY_TYPES:
         raise _UnknownError(f"its rotary positions are {way}, which is not known here")
@@ -226,7 +222,7 @@ def _rotary(config: Any, parameters: Mapping[str, Any], dim: int, kind: str | No
     return Rotary(tuple(frequencies.tolist()), float(scale), 2 * len(frequencies))
 
 
-# Families: what each has beside the common settings.
+# Families: the settings in which each differs from the common ones.
 
 
 def _llama(config: Any) -> dict[str, Any]:
@@ -253,7 +249,7 @@ def _qwen3(config: Any) -> dict[str, Any]:
 
 
 def _smollm3(config: Any) -> dict[str, Any]:
-    """Some layers do not rotate: their angles are 0."""
+    """Return the settings of SmolLM3, some of whose layers do not rotate: their angles are 0."""
     common = _common(config)
     bias = bool(getattr(config, "attention_bias", False))
     return {

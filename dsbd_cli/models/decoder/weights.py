@@ -20,13 +20,14 @@ from dsbd_cli.ops.cpu.runtime import EAGER, Eager
 from dsbd_cli.ops.interface import Linear
 
 NORMS = ("input_norm", "attention_norm", "mlp_norm", "output_norm", "query_norm", "key_norm")
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Tensors = Mapping[str, Callable[[], Tensor]]
-"""Names of a checkpoint's tensors, and how to get at each."""
+"""For the name of each tensor of a checkpoint, a function that reads the tensor."""
 
 
 class PlainLinear:
-    """A product by torch, of weights as they lie in the checkpoint: several of one input are computed side by side.
+    """A product that torch computes with weights as the checkpoint stores them. It joins the products of several layers
+    that have one input.
 
     A weight of another dtype than the inputs is converted at each call, so that none is held twice.
     """
@@ -42,7 +43,7 @@ class PlainLinear:
         self.biases = [None if bias is None else bias.to(device) for bias in self.biases]
 
     def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        """x [..., i] -> [..., o]."""
+        """Return the products [..., o] of x [..., i], side by side."""
         return run.compute(lambda: self._computed(x))
 
     def _computed(self, x: Tensor) -> Tensor:
@@ -55,8 +56,8 @@ class PlainLinear:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer. Norms are [hidden], of queries and keys [head_dim] or as wide as all heads; None where there is no
-    such norm."""
+    """Weights of one layer. Norms are [hidden], but norms of queries and keys are [head_dim] or as wide as all heads.
+    None: the layer lacks the norm."""
 
     qkv: Linear
     out: Linear
@@ -71,7 +72,7 @@ class LayerWeights:
 
     @property
     def linears(self) -> Iterator[tuple[str, PlainLinear]]:
-        """Products that still have the checkpoint's weights, by name."""
+        """Products that still have the checkpoint's plain weights, by name."""
         for name in ("qkv", "out", "gate_up", "down"):
             linear = getattr(self, name)
             if isinstance(linear, PlainLinear):
@@ -80,9 +81,9 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """All of a decoder's weights.
+    """All weights of a decoder.
 
-    table: [V, hidden], in the checkpoint's dtype. norm: [hidden]. dtype: what is computed in.
+    table: [V, hidden], in the checkpoint's dtype. norm: [hidden]. dtype: the dtype that is computed in.
     """
 
     table: Tensor
@@ -92,7 +93,7 @@ class DecoderWeights:
     dtype: torch.dtype
 
     def to(self, device: torch.device) -> None:
-        """Move what is still plain to a device, in place."""
+        """Move the weights that are still plain to a device, in place."""
         self.table, self.norm = self.table.to(device), self.norm.to(device)
         for layer in self.layers:
             for name in NORMS:
@@ -112,7 +113,7 @@ def read_tensors(folder: Path) -> Tensors:
     from safetensors import safe_open
 
     index = folder / INDEX
-    if index.is_file():
+    if index.is_file() and not (folder / WHOLE).is_file():  # transformers prefers the whole file, too
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         files = [folder / name for name in names]
     else:
@@ -131,19 +132,17 @@ def read_tensors(folder: Path) -> Tensors:
 def read_weights(
     spec: DecoderSpec, tensors: Tensors, dtype: torch.dtype, head: TrimmedHead | None = None
 ) -> DecoderWeights:
-    """Give a checkpoint's tensors their places.
+    """Read a checkpoint's tensors into the weights of a decoder.
 
-    head: rows in the place of the checkpoint's head. Raises KeyError for a tensor that is missing, ValueError for one
-    of another shape.
+    head: rows that take the place of the checkpoint's head. Raises KeyError for a tensor that is missing, ValueError
+    for one of another shape.
     """
     reader = WeightReader(spec, tensors, dtype)
     layers = [reader.layer(number) for number in range(spec.layers)]
     table = reader.tensor("embed_tokens.weight", spec.vocabulary, spec.hidden)
     if head is not None:
         last: Linear = PlainLinear([head.weight], [head.bias])
-    elif spec.tied or "lm_head.weight" not in tensors:
-        if not spec.tied:
-            raise KeyError("lm_head.weight")
+    elif spec.tied:
         last = PlainLinear([table], [None])
     else:
         weight = tensors["lm_head.weight"]()
@@ -154,7 +153,7 @@ def read_weights(
 
 @dataclass(slots=True)
 class WeightReader:
-    """Reads the tensors of a decoder; raises what `read_weights` raises."""
+    """Reader of a decoder's tensors. It raises what `read_weights` raises."""
 
     spec: DecoderSpec
     tensors: Tensors
@@ -170,11 +169,11 @@ class WeightReader:
         raise KeyError(f"model.{name}")
 
     def norm(self, name: str, width: int) -> Tensor:
-        """Return weights of a norm, in the dtype that is computed in."""
+        """Return the weights of a norm, in the dtype that is computed in."""
         return self.tensor(name, width).to(self.dtype)
 
     def layer(self, number: int, inputs: int | None = None) -> LayerWeights:
-        """Return a layer. inputs: of queries, keys and values; None: hidden."""
+        """Return the weights of a layer. inputs: width of the input of queries, keys and values; None: hidden."""
         spec, at = self.spec, f"layers.{number}."
         inputs = inputs or spec.hidden
         query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -183,24 +182,24 @@ class WeightReader:
             norms[place] = self.norm(f"{at}{name}.weight", spec.hidden)
         if spec.head_norms or spec.norms_over_all_heads:
             wide = (query, key) if spec.norms_over_all_heads else (spec.head_dim, spec.head_dim)
-            norms["query_norm"] = self._turned(self.norm(f"{at}self_attn.q_norm.weight", wide[0]))
-            norms["key_norm"] = self._turned(self.norm(f"{at}self_attn.k_norm.weight", wide[1]))
+            norms["query_norm"] = self._rotated_first(self.norm(f"{at}self_attn.q_norm.weight", wide[0]))
+            norms["key_norm"] = self._rotated_first(self.norm(f"{at}self_attn.k_norm.weight", wide[1]))
         if spec.family == "phi3":
-            qkv = self._parts(f"{at}self_attn.qkv_proj", (query, key, key), inputs, bias=False)
-            gate_up = self._parts(f"{at}mlp.gate_up_proj", (2 * spec.inner,), spec.hidden, bias=False)
+            qkv = self._parts(f"{at}self_attn.qkv_proj", (query, key, key), inputs)
+            gate_up = self._parts(f"{at}mlp.gate_up_proj", (2 * spec.inner,), spec.hidden)
         else:
             heads = [(f"{at}self_attn.{name}_proj", size) for name, size in (("q", query), ("k", key), ("v", key))]
             qkv = self._joined(heads, inputs, bias=spec.qkv_bias)
             sides = [(f"{at}mlp.{name}_proj", spec.inner) for name in ("gate", "up")]
             gate_up = self._joined(sides, spec.hidden, bias=spec.mlp_bias)
-        qkv.weights = [*map(self._turned, qkv.weights[:2]), qkv.weights[2]]
-        qkv.biases = [*(None if bias is None else self._turned(bias) for bias in qkv.biases[:2]), qkv.biases[2]]
+        qkv.weights = [*map(self._rotated_first, qkv.weights[:2]), qkv.weights[2]]
+        qkv.biases = [*(None if bias is None else self._rotated_first(bias) for bias in qkv.biases[:2]), qkv.biases[2]]
         out = self._joined([(f"{at}self_attn.o_proj", spec.hidden)], query, bias=spec.out_bias)
         down = self._joined([(f"{at}mlp.down_proj", spec.hidden)], spec.inner, bias=spec.mlp_bias)
         return LayerWeights(qkv, out, gate_up, down, **norms)
 
     def _norm_names(self) -> list[tuple[str, str]]:
-        """Places of norms of hidden states, and their names in checkpoints."""
+        """Return the norms of hidden states: their fields in LayerWeights and their names in checkpoints."""
         if not self.spec.post_norms:
             return [("input_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")]
         after = [("attention_norm", "post_attention_layernorm"), ("output_norm", "post_feedforward_layernorm")]
@@ -209,18 +208,19 @@ class WeightReader:
         return [("input_norm", "input_layernorm"), ("mlp_norm", "pre_feedforward_layernorm"), *after]
 
     def _joined(self, named: Sequence[tuple[str, int]], inputs: int, *, bias: bool) -> PlainLinear:
-        """Return products of one input."""
+        """Return the products with these weights, which have one input."""
         weights = [self.tensor(f"{name}.weight", outputs, inputs) for name, outputs in named]
         biases = [self.tensor(f"{name}.bias", outputs) if bias else None for name, outputs in named]
         return PlainLinear(weights, biases)
 
-    def _parts(self, name: str, sizes: tuple[int, ...], inputs: int, *, bias: bool) -> PlainLinear:
-        """Return products that lie in one tensor."""
+    def _parts(self, name: str, sizes: tuple[int, ...], inputs: int) -> PlainLinear:
+        """Return the products whose weights lie in one tensor, one below the other."""
         whole = self.tensor(f"{name}.weight", sum(sizes), inputs)
         return PlainLinear([*whole.split(sizes)], [None] * len(sizes))
 
-    def _turned(self, rows: Tensor) -> Tensor:
-        """Put the numbers of each head that are rotated first in both halves of the head, where not all are.
+    def _rotated_first(self, rows: Tensor) -> Tensor:
+        """Reorder the numbers of each head, where not all are rotated, so that rotated ones come first in both halves
+        of the head.
 
         Our rotation pairs number k with k + head_dim / 2. Scores do not change when queries and keys are put into
         another order alike. rows: [heads * head_dim, ...] or [head_dim].

@@ -1,7 +1,7 @@
 """MTP layers of targets that transformers runs: a model of the target's own class that has this layer alone.
 
-So gated attention, latent attention and mixtures of experts are what they are in the target, and the layer is packed,
-masked and cached as every adapted model. It is given token and state joined in the place of embeddings.
+So gated attention, latent attention and mixtures of experts are computed as in the target, and the layer is packed,
+masked and cached as every adapted model is. In place of embeddings it is given token and state joined.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from dsbd_cli.models.adapted.patching import pack, quantize
 from dsbd_cli.models.checkpoints.loader import quiet
 from dsbd_cli.models.decoder.weights import Tensors
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap
-from dsbd_cli.models.heads.formats import HeadTensors, MtpNames, find_mtp
+from dsbd_cli.models.heads.formats import MTP_HEAD, HeadTensors, MtpNames, find_mtp
 from dsbd_cli.models.heads.head_model import AFTER_NORM, TargetHead, without_first
 from dsbd_cli.ops.cpu.linear import address
 
-HEAD = "shared_head.head.weight"
-# settings of MTP layers, and what is known of each; others must be idle
+# settings of MTP layers, each with the only value that is known here; all others must be off
 KNOWN_MTP = {"num_mtp_layers": 1, "mtp_num_hidden_layers": 1, "mtp_layer_types": ["full_attention"]}
-TABLES = ("model.embed_tokens.weight", "lm_head.weight")  # which are the target's
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")  # the target's own are used
 
 
 class MtpForestModel(TargetHead, CausalForestModel):
     """An MTP layer and the adapted target whose states it reads and guesses. States are those after the final norm.
 
-    model: of the target's class, with that layer alone, and beside it `mtp_fc`, `mtp_token_norm` and `mtp_state_norm`,
-    which join token and state.
+    model: of the target's class, with that layer alone, and with `mtp_fc`, `mtp_token_norm` and `mtp_state_norm`, which
+    join token and state.
     """
 
     def __init__(self, target: BaseForestModel, model: Any, name: str, form: str) -> None:
@@ -43,7 +42,7 @@ class MtpForestModel(TargetHead, CausalForestModel):
         target.tap(StateTap((), target.hidden_size, lambda taken: taken[0]))
         super().__init__(model, name)
         target.release()
-        self._hear(())
+        self._hook_states(())
 
     @property
     def architecture(self) -> str:
@@ -68,14 +67,14 @@ class MtpForestModel(TargetHead, CausalForestModel):
 
     def _call(self, runner: Any, batch: ForestInput, embedded: Tensor | None = None) -> Any:
         """Run the layer over nodes joined with the states of their parents."""
-        one, states = self._model, self._parents(batch)
-        token, state = one.mtp_token_norm(one.get_input_embeddings()(self._inputs(batch))), one.mtp_state_norm(states)
+        one, ids = self._model, self._ids_in_table(batch)
+        token, state = one.mtp_token_norm(one.get_input_embeddings()(ids)), one.mtp_state_norm(self._parents(batch))
         return super()._call(runner, without_first(batch), one.mtp_fc(torch.cat((token, state), -1)))
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         found = super()._run(batch, logits=logits)
         if found is not None:
-            self._guess(batch, self._heard[LAST])
+            self._guess(batch, self._noted_states[LAST])
         return found
 
 
@@ -87,14 +86,14 @@ def _tables(model: Any) -> list[Tensor]:
 
 
 def read_adapted_mtp(tensors: Tensors, target: BaseForestModel, name: str) -> MtpForestModel:
-    """Read the MTP layer of an adapted target's own checkpoint. Raises ModelError where there is none, or one that is
+    """Read the MTP layer of an adapted target's own checkpoint. Raises ModelError where there is none, or where it is
     not understood."""
     names, found = find_mtp(tensors, target.layer_count)
     theirs = target.settings
     model = _one_layer(found, names, theirs, target)
-    own_head = HEAD in found
+    own_head = MTP_HEAD in found
     model.set_input_embeddings(theirs.get_input_embeddings())
-    model.set_output_embeddings(_linear(found, HEAD, target) if own_head else theirs.get_output_embeddings())
+    model.set_output_embeddings(_linear(found, MTP_HEAD, target) if own_head else theirs.get_output_embeddings())
     found.refuse_rest(frozenset(("embed_tokens.weight",)))
     model.eval().requires_grad_(False).to(target.device)
     head = MtpForestModel(target, model, name, names.form)
@@ -142,7 +141,7 @@ def _one_layer(found: HeadTensors, names: MtpNames, theirs: Any, target: BaseFor
 
 
 def _config(config: Any, *, sparse: bool) -> Any:
-    """Return the settings of such a model. sparse: the layer has a mixture of experts."""
+    """Return the config of a model with the MTP layer alone. sparse: the layer has a mixture of experts."""
     one = copy.deepcopy(config)
     changes = {
         "num_hidden_layers": 1,
@@ -162,7 +161,7 @@ def _config(config: Any, *, sparse: bool) -> Any:
 
 
 def _linear(found: HeadTensors, name: str, target: BaseForestModel, inputs: int | None = None) -> nn.Linear:
-    """Return a product of a head; without `inputs` an LM head."""
+    """Return a linear layer of the head; without `inputs` it is an LM head."""
     hidden = target.hidden_size
     shape = (target.vocab_size, hidden) if inputs is None else (hidden, inputs)
     made = nn.Linear(1, 1, bias=False, device="meta")

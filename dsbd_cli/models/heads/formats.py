@@ -1,6 +1,7 @@
 """Readers of draft heads: EAGLE-3 as `speculators` writes it, EAGLE-3 in its raw form, MTP layers inside a checkpoint.
 
-What is not understood is refused by name: a wrong head never shows in a text, only in its speed.
+Settings and tensors that are not understood are refused by name, because a wrong head never shows in a text, only in
+its speed.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from dsbd_cli.ops.interface import Linear
 
 SPECULATORS = "speculators_model_type"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+MTP_HEAD = "shared_head.head.weight"
 PICKLE = "pytorch_model.bin"
-# settings of a head itself, beside those of its layer
+# settings of a head itself, in addition to those of its layer
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 OWN = frozenset((*FLAGS, LAYER_IDS, "draft_vocab_size", "target_hidden_size", "use_aux_hidden_state"))
 # settings that do not change what a head computes
@@ -49,10 +51,10 @@ class FoundHead:
     """A head that was read and fits its target.
 
     Attributes:
-        decoder: where the target is, with plain weights. ids: [m] int64, ascending, tokens of the columns of its
-        logits; None: all.
+        decoder: on the target's device, with plain weights.
+        ids: [m] int64, ascending, tokens of the columns of its logits; None: all tokens.
         layers: choices of layers of the target after which hidden states are taken, the documented one first.
-        form: what was read, in words.
+        form: a description of the head, for messages.
     """
 
     decoder: HeadDecoder
@@ -63,7 +65,8 @@ class FoundHead:
 
 @dataclass(frozen=True, slots=True)
 class MtpNames:
-    """Names of what an MTP layer has beside an ordinary layer, without `.weight`. form: what was read, in words."""
+    """Names of the tensors that an MTP layer has and an ordinary layer lacks, without `.weight`. form: a description of
+    the layer, for messages."""
 
     form: str
     fc: str
@@ -73,7 +76,8 @@ class MtpNames:
 
 
 class HeadTensors(Mapping[str, Callable[[], Tensor]]):
-    """Tensors by the names of a decoder's first layer, which notes what was taken."""
+    """A checkpoint's tensors under the names of a decoder's first layer. It records which tensors were read, so that
+    the rest can be refused."""
 
     def __init__(self, tensors: Tensors, name: Callable[[str], str]) -> None:
         self._tensors, self.taken = {name(full): get for full, get in tensors.items()}, set[str]()
@@ -92,14 +96,14 @@ class HeadTensors(Mapping[str, Callable[[], Tensor]]):
         return len(self._tensors)
 
     def refuse_rest(self, known: frozenset[str] = frozenset()) -> None:
-        """Raises ModelError for a tensor that nothing has asked for."""
+        """Raise ModelError for a tensor that was not read. known: names that may be left."""
         rest = sorted(name for name in self._tensors.keys() - self.taken - known if "rotary_emb" not in name)
         if rest:
             raise ModelError(f"the tensor {rest[0]} is not known here")
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a folder holds a draft head rather than a model, by its config and the names of its tensors."""
+    """Return whether a folder holds a draft head rather than a model, by its config and the names of its tensors."""
     config = read_settings(folder / "config.json") if (folder / "config.json").is_file() else {}
     named = config.get("architectures") or ()
     if SPECULATORS in config or any("Eagle3" in str(one) for one in named):
@@ -151,18 +155,18 @@ def read_mtp(tensors: Tensors, target: DecoderForestModel) -> FoundHead:
         _product(reader, names.fc, 2 * spec.hidden),
         *(_on(reader.norm(f"{name}.weight", spec.hidden), target) for name in (names.token_norm, names.state_norm)),
     )
-    if "shared_head.head.weight" in found:
-        head = reader.tensor("shared_head.head.weight", spec.vocabulary, spec.hidden)
+    if MTP_HEAD in found:
+        head = reader.tensor(MTP_HEAD, spec.vocabulary, spec.hidden)
         weights.head = PlainLinear([head], [None])
     found.refuse_rest(frozenset(("embed_tokens.weight",)))
     decoder = MtpDecoder(one, weights, _ops(one, target), parts)
-    _placed(decoder, target)
+    _move_to_target(decoder, target)
     return FoundHead(decoder, None, ((),), names.form)
 
 
 def find_mtp(tensors: Tensors, layers: int) -> tuple[MtpNames, HeadTensors]:
-    """Return the MTP layer behind so many layers of a checkpoint: names, and tensors by the names of a decoder's first
-    layer. Raises ModelError where there is none, or several."""
+    """Return the MTP layer that follows the `layers` layers of a checkpoint: the names of its parts, and its tensors
+    under the names of a decoder's first layer. Raises ModelError where there is none, or several."""
     deep, second = f"model.layers.{layers}.", f"model.layers.{layers + 1}."
     if "mtp.fc.weight" in tensors:
         prefix, inner = "mtp.", ""
@@ -181,7 +185,7 @@ def find_mtp(tensors: Tensors, layers: int) -> tuple[MtpNames, HeadTensors]:
 def _eagle3(
     tensors: HeadTensors, spec: DecoderSpec, target: BaseForestModel, taps: int, flags: Mapping[str, bool], rows: Any
 ) -> tuple[Eagle3Decoder, Tensor | None]:
-    """Return the head and the tokens of its columns."""
+    """Return the decoder of a head and the tokens of its columns (None: all tokens)."""
     theirs, vocabulary = target.hidden_size, target.vocab_size
     reader = WeightReader(spec, tensors, target.weights_dtype)
     table, width = target.embeddings, spec.hidden
@@ -189,7 +193,7 @@ def _eagle3(
         table = _on(reader.tensor("embed_tokens.weight", spec.vocabulary, width), target)
     elif width != theirs:
         raise PairError(f"it has no embeddings and is {width} wide, and the target's are {theirs} wide")
-    ids, order = _kept(tensors, vocabulary, rows)
+    ids, order = _head_tokens(tensors, vocabulary, rows)
     if "lm_head.weight" in tensors:
         head = reader.tensor("lm_head.weight", vocabulary if ids is None else len(ids), width)
         last: Linear = PlainLinear([head if order is None else head[order]], [None])
@@ -211,12 +215,13 @@ def _eagle3(
         table, [reader.layer(0, 2 * width)], reader.norm("norm.weight", width), last, target.weights_dtype
     )
     decoder = Eagle3Decoder(spec, weights, _ops(spec, target), parts)
-    _placed(decoder, target)
+    _move_to_target(decoder, target)
     return decoder, ids
 
 
-def _kept(tensors: HeadTensors, vocabulary: int, rows: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return tokens [m] of the head's columns, ascending, and the order [m] of its rows that gives them."""
+def _head_tokens(tensors: HeadTensors, vocabulary: int, rows: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return the tokens [m] of the head's columns, ascending, and the order [m] of its rows that gives them; None for
+    both where the head has all tokens."""
     if "d2t" not in tensors:
         if rows not in (None, vocabulary):
             raise ModelError(f"it has {rows} of {vocabulary} tokens, but no d2t, which would say which")
@@ -257,7 +262,7 @@ def _layer_ids(given: Any, layers: int, *, speculators: bool) -> tuple[tuple[int
 
 
 def layer_spec(settings: Mapping[str, Any]) -> DecoderSpec:
-    """Return the one layer of a head in numbers. Raises ModelError."""
+    """Return the spec of a head's single layer. Raises ModelError."""
     from transformers import AutoConfig
 
     kind = settings.get("model_type", "llama")
@@ -288,8 +293,8 @@ def _product(reader: WeightReader, name: str, inputs: int) -> Linear:
     return PlainLinear([reader.tensor(f"{name}.weight", reader.spec.hidden, inputs)], [None])
 
 
-def _placed(decoder: HeadDecoder, target: BaseForestModel) -> None:
-    """Move a head's weights to where the target is."""
+def _move_to_target(decoder: HeadDecoder, target: BaseForestModel) -> None:
+    """Move a head's weights to the target's device."""
     if target.device.type != "cpu":
         decoder.weights.to(target.device)
         decoder.parts.fc.to(target.device)  # type: ignore[attr-defined]  # a plain one

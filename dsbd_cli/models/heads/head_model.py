@@ -1,7 +1,7 @@
-"""A draft head over a packed forest: one layer that reads, of each node, its token and the state of its parent.
+"""A draft head over a packed forest: one layer that reads, for each node, its token and the state of its parent.
 
-A state is a vector in a slot of the target's cache. Of a node that the target has run it is made of the target's
-hidden states; of a drafted node it is the head's own guess, which the target's next forward writes over.
+A state is a vector in a slot of the target's cache. For a node that the target has run it is made of the target's
+hidden states. For a drafted node it is the head's own guess, which the target's next forward overwrites.
 
 Letters: R rows, n nodes, S slots, H width of a state and of the head, T hidden width of the target.
 """
@@ -23,7 +23,7 @@ from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
 from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_decoder
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import DecoderWeights, PlainLinear
-from dsbd_cli.models.forest_model import CALIBRATION, BaseForestModel, ModelSize, StateTap
+from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, calibration_tokens
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu.linear import address
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
@@ -33,7 +33,7 @@ AFTER_NORM = "it reads the states after the final norm"
 
 
 class HeadDecoder(Decoder):
-    """A decoder of one layer that begins with a token and a state, and ends with logits and a state."""
+    """A decoder of one layer whose inputs are a token and a state, and whose outputs are logits and a state."""
 
     parts: Eagle3Parts | MtpParts
 
@@ -42,15 +42,16 @@ class HeadDecoder(Decoder):
         return [*found, ("fc", self.parts, "fc")] if isinstance(self.parts.fc, PlainLinear) else found
 
     def fuse(self, taken: list[Tensor]) -> Tensor:
-        """Return states [R, n, H] of nodes of which the target has said these hidden states [R, n, T]."""
+        """Return the states [R, n, H] of nodes for which the target has computed these hidden states [R, n, T]."""
         raise NotImplementedError
 
     def start(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """Return what the layer is given, [R, n, H or 2H], of embeddings and states [R, n, H]."""
+        """Return the layer's input [R, n, H or 2H] from embeddings and states [R, n, H]."""
         raise NotImplementedError
 
     def guess(self, summed: Tensor, last: Tensor) -> Tensor:
-        """Return states [R, n, H] of the head's own nodes. summed, last: before and after its final norm."""
+        """Return the head's guess at the states [R, n, H] of its own nodes. summed, last: hidden states before and
+        after its final norm."""
         raise NotImplementedError
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -59,11 +60,13 @@ class HeadDecoder(Decoder):
 
 @dataclass(slots=True)
 class Eagle3Parts:
-    """Parts that an EAGLE-3 head has beside a layer.
+    """The parts of an EAGLE-3 head other than its layer.
 
     Attributes:
-        fc: [T * taps -> H], joins hidden states of the target. hidden_norm: [H], of states.
-        joined_norm: [T * taps], of all hidden states together (norm_before_fc). tap_norms: [T] of each (fc_norm).
+        fc: [T * taps -> H], joins hidden states of the target.
+        hidden_norm: [H], norm of states.
+        joined_norm: [T * taps], norm of all hidden states together (norm_before_fc).
+        tap_norms: [T], norm of each hidden state (fc_norm).
         norm_before_residual: the residual stream begins with the normalised state.
         norm_output: guesses are normalised.
     """
@@ -77,8 +80,8 @@ class Eagle3Parts:
 
 
 class Eagle3Decoder(HeadDecoder):
-    """EAGLE-3: queries, keys and values of token and state side by side [2H]; the residual stream begins with the
-    state."""
+    """The decoder of an EAGLE-3 head. Queries, keys and values are computed from token and state side by side [2H], and
+    the residual stream begins with the state."""
 
     parts: Eagle3Parts
 
@@ -118,7 +121,8 @@ class Eagle3Decoder(HeadDecoder):
 
 @dataclass(slots=True)
 class MtpParts:
-    """Parts that an MTP layer has beside a layer. fc: [2H -> H], joins token and state; token_norm, state_norm: [H]."""
+    """The parts of an MTP layer other than a decoder layer. fc: [2H -> H], joins token and state. token_norm,
+    state_norm: [H]."""
 
     fc: Linear
     token_norm: Tensor
@@ -126,8 +130,8 @@ class MtpParts:
 
 
 class MtpDecoder(HeadDecoder):
-    """Multi-token prediction: token and state are joined before an ordinary layer of the target's kind. States are
-    those after the final norm."""
+    """The decoder of an MTP layer (multi-token prediction). Token and state are joined before an ordinary layer of the
+    target's kind. States are those after the final norm."""
 
     parts: MtpParts
 
@@ -147,9 +151,10 @@ class MtpDecoder(HeadDecoder):
 
 
 class TargetHead(BaseForestModel):
-    """A head and the target whose states it reads and guesses: what heads share, whatever runs their layer.
+    """The base class of draft heads, whatever runs their layer: a head and the target whose states it reads and
+    guesses.
 
-    form: what was read, for messages.
+    form: a description of the head, for messages.
     """
 
     _target: BaseForestModel
@@ -157,7 +162,7 @@ class TargetHead(BaseForestModel):
 
     @property
     def target(self) -> BaseForestModel:
-        """Return the target whose states it reads."""
+        """The target whose states the head reads."""
         return self._target
 
     @property
@@ -169,7 +174,8 @@ class TargetHead(BaseForestModel):
         return False
 
     def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
-        """Own cache memory as every model does. The target gets as much, because states stand in its slots."""
+        """Allocate cache memory as every model does. The target allocates as much, because the states are in its
+        slots."""
         self._target.reserve(rows, slots, window)
         super().reserve(rows, slots, window)
 
@@ -177,22 +183,21 @@ class TargetHead(BaseForestModel):
         raise ModelError(f"{self.name!r} is a draft head, which transformers cannot run: compare without it")
 
     def pack(self) -> None:
-        """Pack what still has plain weights."""
+        """Pack the products that still have plain weights."""
         raise NotImplementedError
 
     def quantize(self) -> int:
-        """Make large products int8 and pack the others; return how many are int8."""
+        """Quantize large products to int8 and pack the others; return how many are int8."""
         raise NotImplementedError
 
     def _read_random(self) -> None:
         """Run the random tokens by which outliers are found."""
-        shape = CALIBRATION[0], min(CALIBRATION[1], self.max_positions or CALIBRATION[1])
-        rows = len(self._target.embeddings)
-        self.read(torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(19)))
+        self.read(calibration_tokens(len(self._target.embeddings), self.max_positions))
 
     @torch.inference_mode()
     def read(self, tokens: Tensor) -> Tensor:
-        """Return logits [B, T, m] of sequences [B, T] that the target has read before; gives both caches back."""
+        """Return logits [B, T, m] of sequences [B, T], which the target reads first. The memory of both caches is
+        freed."""
         count, length = tokens.shape
         places = torch.arange(length, device=self.device)
         batch = ForestInput(
@@ -213,7 +218,7 @@ class TargetHead(BaseForestModel):
         return found
 
     def _guess(self, batch: ForestInput, guesses: Tensor) -> None:
-        """Put guesses [R, n, H] of nodes into their slots, but of those that the target has run."""
+        """Write the guesses [R, n, H] of nodes to their slots, except for nodes that the target has run."""
         known = batch.late
         self._target.states[_rows(batch), batch.slots[:, known:]] = guesses[:, known:]
 
@@ -228,7 +233,8 @@ class TargetHead(BaseForestModel):
 class HeadForestModel(TargetHead, DecoderForestModel):
     """A head whose layer our own decoder runs.
 
-    layers: after so many layers of the target hidden states are taken; none: after its final norm.
+    layers: numbers of layers of the target after which hidden states are taken; empty: they are taken after its final
+    norm.
     """
 
     def __init__(
@@ -258,7 +264,7 @@ class HeadForestModel(TargetHead, DecoderForestModel):
         return made
 
     def read_from(self, layers: Sequence[int]) -> None:
-        """Have the target's states made of its hidden states after so many layers from now on."""
+        """Make the target's states of its hidden states after these numbers of layers from now on."""
         self._target.tap(None)
         self._target.tap(self._tap_after(layers))
 
@@ -272,7 +278,7 @@ class HeadForestModel(TargetHead, DecoderForestModel):
         cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
         write = cache.under_way
         assert write is not None
-        hidden = head.start(head.embed(self._known(batch.tokens)), states)
+        hidden = head.start(head.embed(self._ids_in_table(batch)), states)
         inputs = LayerInputs(write.flat, self._rotated(batch.positions), self._views(batch), cache.planes)
         residual, branch, _ = self._layers(batch, hidden, inputs)
         if not logits:
@@ -290,7 +296,7 @@ def _rows(batch: ForestInput) -> Tensor:
 
 
 def without_first(batch: ForestInput) -> ForestInput:
-    """Return the same without slot 0 where a node sees anything else: no state stands before the first token, so no
+    """Return the batch without slot 0 for nodes that see any other slot. No state comes before the first token, so no
     head was trained to see it."""
     first, others = batch.mask[..., :1], batch.mask[..., 1:]
     mask = torch.cat((first & ~others.any(-1, keepdim=True), others), -1)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError, PairError, UsageError
+from dsbd_cli.errors import ModelError, PairError
 from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
-from dsbd_cli.models.checkpoints.loader import check_quantize, device_of
+from dsbd_cli.models.checkpoints.loader import check_quantize, device_of, too_small
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import tensors_of
 from dsbd_cli.models.decoder.own_rows import OWN_IDS, OwnRows
@@ -18,14 +18,13 @@ from dsbd_cli.models.decoder.weights import PlainLinear
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.heads.formats import FoundHead, is_head, read_eagle3, read_mtp
 from dsbd_cli.models.heads.head_model import AFTER_NORM, HeadForestModel, TargetHead
-from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
 from dsbd_cli.ops.reference import DeviceLinear
 
 TRIAL = 24  # tokens of the text by which the convention of layer numbers is found
 
 
 def names_head(spec: ModelSpec) -> bool:
-    """Whether a draft is a head: the target's own, or a folder that holds one."""
+    """Return whether a draft is a head: the target's own, or a folder that holds one."""
     if spec.in_target:
         return True
     place = locate(spec)
@@ -34,7 +33,7 @@ def names_head(spec: ModelSpec) -> bool:
 
 def load_head(spec: ModelSpec, target_spec: ModelSpec, target: BaseForestModel) -> TargetHead:
     """Return a head that drafts for a target. Raises PairError and ModelError, each in one line that names the head."""
-    if (unfit := _unfit(target, target_spec)) is not None:
+    if (unfit := _why_unfit(target, target_spec)) is not None:
         raise PairError(f"{_name(spec)} reads hidden states of the target, but {unfit}")
     if locate_adapters(spec):
         raise PairError(f"{_name(spec)} has an adapter, which a head does not take: drop it")
@@ -43,7 +42,7 @@ def load_head(spec: ModelSpec, target_spec: ModelSpec, target: BaseForestModel) 
     try:
         model = _loaded(spec, target_spec, target)
         _pack(model, spec)
-        model.read(torch.zeros(1, 3, dtype=torch.int64))  # what cannot run is told now
+        model.read(torch.zeros(1, 3, dtype=torch.int64))  # a head that cannot run fails now
     except PairError as error:
         raise PairError(f"{_name(spec)} does not fit: {error}") from None
     except KeyError as error:
@@ -77,7 +76,7 @@ def _loaded(spec: ModelSpec, target_spec: ModelSpec, target: BaseForestModel) ->
 
 
 def _share_rows(model: HeadForestModel, ids: Tensor, target_spec: ModelSpec) -> None:
-    """Give a head whose LM head is part of the target's the rows of the other tokens."""
+    """Let a head whose LM head is a part of the target's take the rows of other tokens from the target's."""
     target, head = model.target, model.decoder.weights.head
     assert isinstance(head, PlainLinear)
     tables: list[Callable[[], Tensor]] = [lambda: target.embeddings]
@@ -87,7 +86,7 @@ def _share_rows(model: HeadForestModel, ids: Tensor, target_spec: ModelSpec) -> 
         if isinstance(theirs, DeviceLinear):
             tables.append(lambda: theirs.weight)
         elif (place := locate(target_spec)).is_dir():
-            # what is packed for the target is no table any more, but its file is
+            # the target's packed head is no table any more, but its file still holds one
             tables += [get for name, get in tensors_of(place, target_spec).items() if name == "lm_head.weight"]
     for table in tables:
         model.decoder.own_rows = OwnRows.of(head.weights[0], ids, table(), target.weights_dtype, scale)
@@ -96,23 +95,23 @@ def _share_rows(model: HeadForestModel, ids: Tensor, target_spec: ModelSpec) -> 
 
 
 def _pack(model: TargetHead, spec: ModelSpec) -> None:
-    """Pack a head's weights, or make them int8. Raises UsageError where int8 cannot be had."""
+    """Pack a head's weights, or quantize them to int8. Raises UsageError where int8 is not possible."""
     check_quantize(spec, None)
     if spec.quantize is None:
         model.pack()
         return
     if not model.quantize():
-        reason = f"{_name(spec)} has no linear layer of {LEAST_WEIGHTS} weights or more: drop it"
-        raise UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
+        raise too_small(spec, _name(spec))
     model.quantized = spec.quantize
 
 
 def _choose_layers(model: HeadForestModel, found: FoundHead) -> str:
-    """Read from the layers by which the head predicts the target's own text best; say which."""
+    """Choose the layers whose hidden states let the head predict the target's own text best. Return the choice in
+    words."""
     if not found.layers[0]:
         return AFTER_NORM
     if len(found.layers) > 1:
-        text = _greedy(model.target)
+        text = _greedy_text(model.target)
         losses = []
         for layers in found.layers:
             model.read_from(layers)
@@ -126,8 +125,8 @@ def _choose_layers(model: HeadForestModel, found: FoundHead) -> str:
 
 
 @torch.inference_mode()
-def _greedy(target: BaseForestModel) -> list[int]:
-    """Return a short text of the target, behind its first token."""
+def _greedy_text(target: BaseForestModel) -> list[int]:
+    """Return a short greedy text of the target, with the token that it begins from."""
     eos = target.settings.config.get_text_config(decoder=True).eos_token_id
     text = [eos if isinstance(eos, int) else 0]
     for _ in range(min(TRIAL, target.max_positions or TRIAL) - 1):
@@ -154,8 +153,8 @@ def _numbers(layers: Sequence[int]) -> str:
     return ", ".join(map(str, layers))
 
 
-def _unfit(target: BaseForestModel, spec: ModelSpec) -> str | None:
-    """Return why no head reads such a target; None: one may."""
+def _why_unfit(target: BaseForestModel, spec: ModelSpec) -> str | None:
+    """Return why no head can read this target; None where one can."""
     if target.paired:
         return "a model with an encoder has none that a head was made for"
     if not target.kv_bytes_per_slot():

@@ -1,4 +1,4 @@
-"""The model of linearised.py.
+"""The model of checkpoints that checkpoints/linearised.py describes: a LLaMA with linear attention.
 
 Shape letters: B sequences, n tokens, H heads, P numbers of a head, C = H * P channels, J taps.
 """
@@ -16,7 +16,8 @@ from dsbd_cli.models.recurrent.states import StateCache
 
 
 class LinearAttention(LlamaAttention):
-    """One layer. A forest's scans take the place of the two functions that its forward calls by name: mixers.py."""
+    """One attention layer. In a forest our scans take the place of the two functions that its forward calls by name
+    (mixers.py)."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -59,8 +60,8 @@ class LinearAttention(LlamaAttention):
 
 
 class LinearisedLlama(LlamaForCausalLM):
-    """A LLaMA whose layers all are linear. Its plain forward reads whole texts: it takes neither a cache nor padding,
-    which the published code does not treat either."""
+    """A LLaMA with linear attention in all layers. Its plain forward reads whole texts. Like the published code it
+    handles neither a cache nor padding."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -81,7 +82,8 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def causal_conv1d_fn(x: Tensor, weight: Tensor) -> Tensor:
-    """Depthwise, over this token and those before: x [B, C, n], weight [C, J], the last tap the token's own."""
+    """Return the depthwise convolution over each token and those before it: x [B, C, n], weight [C, J], whose last tap
+    is the token's own."""
     padded = nn.functional.pad(x, (weight.shape[1] - 1, 0))
     return nn.functional.conv1d(padded, weight.unsqueeze(1), groups=x.shape[1])
 
@@ -89,7 +91,8 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor) -> Tensor:
 def grouped_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, group: int, near: Tensor | None, far: Tensor | None
 ) -> Tensor:
-    """[B, n, H, P] for q, k, v [B, n, H, P]. near, far: factors [1] of the two parts, 1 where None."""
+    """Return attention [B, n, H, P] of q, k, v [B, n, H, P]. near, far: factors [1] of the parts within a token's group
+    and before it, 1 where None."""
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     scores = q @ k.transpose(2, 3)
     place = torch.arange(q.shape[2], device=q.device)

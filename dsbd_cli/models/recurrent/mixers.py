@@ -37,12 +37,12 @@ REFUSED = {
 
 
 def has_mixers(model: nn.Module) -> bool:
-    """Whether a model has recurrent layers that `bind` knows how to run."""
+    """Return whether a model has recurrent layers that `bind` can run."""
     return any(_code(module) is not None for module in model.modules())
 
 
 def bind(model: nn.Module) -> int:
-    """Make the recurrent layers of a model use the cache of the forest forward that is under way; returns how many."""
+    """Make the recurrent layers of a model use the cache of the forest forward that is under way; return how many."""
     count = 0
     for module in model.modules():
         forward = _code(module)
@@ -64,7 +64,7 @@ def bind(model: nn.Module) -> int:
 
 
 def _code(module: nn.Module) -> Any:
-    """The forward of a recurrent mixer as transformers wrote it; None of any other module."""
+    """Return the forward of a recurrent mixer as transformers wrote it; None for any other module."""
     forward: Any = inspect.unwrap(type(module).forward)
     return forward if CONVOLUTION in getattr(getattr(forward, "__code__", None), "co_names", ()) else None
 
@@ -175,8 +175,8 @@ def _grouped(
 
 
 def _steps(cache: StateCache, dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
-    """Step sizes [..., channels]. softplus in the states' precision: in float32 the last few numbers of a tensor take
-    another exp than the others."""
+    """Return step sizes [..., channels]. softplus is computed in the states' precision, because in float32 torch
+    computes the last few numbers of a tensor with another exp."""
     dt = dt if bias is None else dt + bias.to(dt.dtype)
     return _softplus(dt, cache.precision) if softplus else dt
 
@@ -186,7 +186,8 @@ def _softplus(x: Tensor, precision: torch.dtype) -> Tensor:
 
 
 class _Functions:
-    """torch.nn.functional as a mixer of the gated delta rule sees it: `_steps` says why its softplus is another."""
+    """torch.nn.functional for mixers of the gated delta rule, with another softplus, for the reason that `_steps`
+    gives."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(nn.functional, name)

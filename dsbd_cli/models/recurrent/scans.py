@@ -1,7 +1,7 @@
 """Recurrent layers over a packed forest: tensor functions of one layer, no model and no cache.
 
 A recurrent layer carries a state from token to token. In a forest each node has a state of its own, so a state per node
-would be as many states as nodes. Instead one state per row is kept, S at the end of the common prefix, and beside it
+would be as many states as nodes. Instead one state per row is kept, S at the end of the common prefix, together with
 the inputs of the suffix's tokens: a node reads S through the decay of its path and its ancestors one by one, as
 attention does. With log-decays g_a, c_t their sum over the suffix's part of t's path (t included), and s over t and its
 ancestors:
@@ -33,11 +33,11 @@ BLOCK = 1 << 22  # numbers of a product over nodes, places and channels that are
 
 
 def convolve(taps: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Each node's causal convolution. taps: J times [R, n, C], inputs of its last J ancestors, the oldest first and its
-    own last. weight: [C, J]. bias: [C] or None. Returns [R, n, C], in float32 at least.
+    """Return each node's causal convolution [R, n, C], in float32 at least. taps: J times [R, n, C], inputs of its last
+    J ancestors, the oldest first and its own last. weight: [C, J]. bias: [C] or None.
 
     Taps are added one after another, each product and each sum rounded by itself. So the bits of a number do not depend
-    on where it stands.
+    on its place in the tensor.
     """
     dtype = torch.promote_types(taps[0].dtype, torch.float32)
     kernel = weight.to(dtype).t().contiguous()
@@ -50,11 +50,11 @@ def convolve(taps: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Ten
 def weights(
     queries: Sequence[Tensor], k: Tensor, c_q: Tensor, c_k: Tensor, seen: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
-    """exp(c_t - c_s) (q_t . k_s) where t sees s, else 0, for each q of the queries: [R, H, n, T].
+    """Return exp(c_t - c_s) (q_t . k_s) where t sees s, else 0, for each q of the queries: [R, H, n, T].
 
     q: [R, n, G, N]. k: [R, T, G, N]. c_q, c_k: [R, n, H] and [R, T, H], or with a dim N where each key channel has a
-    decay of its own (then G = H). seen: [R, n, T] bool. Decays only fall along a path, so that a larger c_t is that of
-    a place which t does not see.
+    decay of its own (then G = H). seen: [R, n, T] bool. Sums of log-decays only fall along a path, so c_t is larger
+    than c_s only where t does not see s.
     """
     k = k.to(dtype).transpose(1, 2)
     wanted = [q.to(dtype).transpose(1, 2) for q in queries]
@@ -79,8 +79,8 @@ def weights(
 
 
 def carried(q: Tensor, c: Tensor, state: Tensor) -> Tensor:
-    """exp(c_t) q_t S: what the nodes read of the common prefix's state. q [R, n, G, N], c [R, n, H] or [R, n, H, N],
-    state [R, G, N, E] -> [R, n, H, P]."""
+    """Return exp(c_t) q_t S [R, n, H, P], which the nodes read from the common prefix's state. q [R, n, G, N], c [R, n,
+    H] or [R, n, H, N], state [R, G, N, E]."""
     q, decay = q.to(state.dtype), c.to(state.dtype).exp()
     if c.dim() == 4:
         return ((q * decay).transpose(1, 2) @ state).transpose(1, 2)
@@ -92,7 +92,7 @@ def carried(q: Tensor, c: Tensor, state: Tensor) -> Tensor:
 
 
 def solve(a: Tensor, r: Tensor) -> Tensor:
-    """(I + a)^-1 r for strictly lower triangular a [R, H, n, n], r [R, H, n, P].
+    """Return (I + a)^-1 r for strictly lower triangular a [R, H, n, n], r [R, H, n, P].
 
     a^n = 0, so the inverse is (I - a)(I + a^2)(I + a^4) ..., log2 n products and no triangular solver.
     """
@@ -105,7 +105,7 @@ def solve(a: Tensor, r: Tensor) -> Tensor:
 
 
 def fold(state: Tensor, k: Tensor, u: Tensor, c: Tensor, count: Tensor) -> Tensor:
-    """The state [R, G, N, E] after the first `count` [R] places, which follow one another; in place.
+    """Advance the state [R, G, N, E] over the first `count` [R] places, which follow one another, in place; return it.
 
     k: [R, T, G, N]. u: [R, T, H, P]. c: [R, T, H] or [R, T, H, N], sums of log-decays from the state on.
     """
@@ -127,13 +127,14 @@ def fold(state: Tensor, k: Tensor, u: Tensor, c: Tensor, count: Tensor) -> Tenso
 
 
 def last_sums(c: Tensor, count: Tensor) -> Tensor:
-    """The sums of log-decays [R, T, H(, N)] at the last of the first `count` [R] places, 0 where there is none."""
+    """Return the sums of log-decays [R, T, H(, N)] at the last of the first `count` [R] places, 0 where there is
+    none."""
     index = (count - 1).clamp(min=0).view(-1, *[1] * (c.dim() - 1)).expand(-1, 1, *c.shape[2:])
     return c.gather(1, index).squeeze(1) * (count > 0).view(-1, *[1] * (c.dim() - 2))
 
 
 def chain(q: Tensor, k: Tensor, u: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens that follow one another, from a state on: y [R, n, H, P] and the state after the last.
+    """Run tokens that follow one another, from a state on. Return y [R, n, H, P] and the state after the last token.
 
     Shapes as in `weights`; u [R, n, H, P], g [R, n, H] or [R, n, H, N]. Padding at the end has u = g = 0.
     """
@@ -149,7 +150,7 @@ def chain(q: Tensor, k: Tensor, u: Tensor, g: Tensor, state: Tensor) -> tuple[Te
 
 
 def delta_chain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for the gated delta rule: v [R, n, H, P], beta [R, n, H]. Padding has beta = g = 0."""
+    """Run `chain` by the gated delta rule: v [R, n, H, P], beta [R, n, H]. Padding has beta = g = 0."""
     outs, state = [], state.clone()
     for first in range(0, g.shape[1], PART):
         part = slice(first, first + PART)
@@ -164,17 +165,17 @@ def delta_chain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state:
 
 
 def _all(c: Tensor) -> Tensor:
-    """[R] int64, the number of places of c [R, T, ...]."""
+    """Return for each row the number of places of c [R, T, ...]: [R] int64."""
     return torch.full((c.shape[0],), c.shape[1], device=c.device)
 
 
 def _grouped(values: Tensor, groups: int) -> Tensor:
-    """[R, H, ...] -> [R, G, H / G, ...]."""
+    """Reshape [R, H, ...] to [R, G, H / G, ...]."""
     return values.reshape(values.shape[0], groups, -1, *values.shape[2:])
 
 
 def _causal(c: Tensor) -> Tensor:
-    """[R, n, n] bool: each token sees those before it and itself."""
+    """Return which tokens each token sees, [R, n, n] bool: those before it and itself."""
     rows, count = c.shape[:2]
     return torch.ones(count, count, dtype=torch.bool, device=c.device).tril().expand(rows, -1, -1)
 
@@ -182,8 +183,10 @@ def _causal(c: Tensor) -> Tensor:
 def selective_read(
     dt: Tensor, u: Tensor, b: Tensor, a: Tensor, parent: Tensor, order: Tensor, state: Tensor, at: Tensor, out: Tensor
 ) -> Tensor:
-    """A Mamba-1 layer, whose decays differ by channel and state and so do not factor: h_t = exp(dt_t a) h_parent + u_t
-    b_t, place by place. Returns sum over N of h and `out` at the nodes: [R, n, I].
+    """Run a Mamba-1 layer over the suffix. Return the sum over N of h times `out` at the nodes: [R, n, I].
+
+    Its decays differ by channel and state and so do not factor: h_t = exp(dt_t a) h_parent + u_t b_t is computed place
+    by place.
 
     dt, u: [R, T, I]. b: [R, T, N]. a: [I, N]. parent: [R, T] int64, place of each place's parent; T for the common
     prefix's state [R, I, N]. order: [R, m] int64, places with parents first, all that a node sees. at: [R, n] places of
@@ -204,7 +207,7 @@ def selective_read(
 
 
 def selective_fold(state: Tensor, dt: Tensor, u: Tensor, b: Tensor, a: Tensor, count: Tensor) -> Tensor:
-    """The state [R, I, N] after the first `count` [R] places, which follow one another."""
+    """Return the state [R, I, N] after the first `count` [R] places, which follow one another."""
     inside = (torch.arange(dt.shape[1], device=dt.device) < count.unsqueeze(1)).unsqueeze(2)
     dt, u = (torch.where(inside, part.to(state.dtype), 0.0) for part in (dt, u))
     b, a = b.to(state.dtype), a.to(state.dtype)
@@ -218,7 +221,8 @@ def selective_fold(state: Tensor, dt: Tensor, u: Tensor, b: Tensor, a: Tensor, c
 
 
 def selective_chain(dt: Tensor, u: Tensor, b: Tensor, a: Tensor, state: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens that follow one another: y [R, n, I] and the state after the last. Padding at the end has dt = u = 0."""
+    """Run tokens that follow one another. Return y [R, n, I] and the state after the last. Padding at the end has dt =
+    u = 0."""
     dt, u, b, a, out = (part.to(state.dtype) for part in (dt, u, b, a, out))
     read = []
     for step in range(dt.shape[1]):
@@ -228,10 +232,10 @@ def selective_chain(dt: Tensor, u: Tensor, b: Tensor, a: Tensor, state: Tensor, 
 
 
 def _selective_step(state: Tensor, dt: Tensor, u: Tensor, b: Tensor, a: Tensor) -> Tensor:
-    """state [R, I, N], dt and u [R, I], b [R, N], a [I, N]."""
+    """Return the next state [R, I, N] from state [R, I, N], dt and u [R, I], b [R, N] and a [I, N]."""
     return (dt.unsqueeze(2) * a).exp_().mul_(state).addcmul_(u.unsqueeze(2), b.unsqueeze(1))
 
 
 def _ordered(states: Tensor, order: Tensor) -> Tensor:
-    """[R, T, I] by [R, m] places -> [R, m, I]."""
+    """Return the places [R, m] of states [R, T, I]: [R, m, I]."""
     return states.gather(1, order.unsqueeze(2).expand(-1, -1, states.shape[2]))

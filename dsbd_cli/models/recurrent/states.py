@@ -1,17 +1,17 @@
 """States of recurrent layers over a packed forest: one state per row, of the common prefix, and inputs of the suffix by
 slot.
 
-A layer that carries a state would need one state per beam and per drafted node. Instead each row keeps one, of the last
-token that all its live beams share, and the inputs of the tokens after it, one *place* per slot of the tail: place =
-slot % T, so that a token stays where it is when the common prefix grows. `move` takes the tokens that joined the common
-prefix into the state. So memory does not grow with W or with the text. models/recurrent/scans.py has the sums.
+A layer that carries a state would need one state per beam and per drafted node. Instead each row keeps one state, after
+the last token that all its live beams share, and the inputs of the tokens after it. They have one *place* per slot of
+the tail: place = slot % T, so that a token stays where it is when the common prefix grows. `advance` takes the tokens
+that joined the common prefix into the state. So memory does not grow with W or with the text. models/recurrent/scans.py
+has the sums.
 
-Kernels of a CPU (kernels/scan.py) read states at multiples of 8 tokens. With them the kept state lies 16 to 23 tokens
-before the token that follows the common prefix, and the inputs of the last 23 tokens of the common prefix are kept,
-too.
+CPU kernels (kernels/scan.py) read states at multiples of 8 tokens. With them the kept state lies 16 to 23 tokens before
+the token that follows the common prefix, and the inputs of the last 23 tokens of the common prefix are kept, too.
 
-Letters: R rows, n nodes of a forward, S active slots, T places, G key heads, H value heads, N key dim, P value dim,
-C channels, J taps of a convolution, I channels of a Mamba-1 layer.
+Letters: R rows, n nodes of a forward, S active slots, T places, G key heads, H value heads, N key dim, P value dim, C
+channels, J taps of a convolution, I channels of a Mamba-1 layer.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ SILU = ("silu", "swish")
 
 
 class TailBuffer:
-    """Where the nodes of the forward that is under way stand in the suffix, and what they see of it. Made once, used by
-    every recurrent layer.
+    """Places in the suffix of the current forward's nodes, and the places that each node sees. Made once per forward
+    and used by every recurrent layer.
 
-    rows: [R] int64 cache rows, None for all in order. width: T. at: [R, n] int64 place of each node, T where it has
-    none (absent nodes, and tokens that the state holds already). chain: the nodes follow one another and go into the
-    state at once; `real` [R, n] bool says which are no padding.
+    rows: [R] int64 cache rows, None for all in order. base: [R] int64, slots of the common prefix. width: T. at: [R, n]
+    int64 place of each node, T where it has none (absent nodes, and tokens that the state holds already). chain: the
+    nodes follow one another and go into the state at once; `real` [R, n] bool is False for padding.
     """
 
     def __init__(self, batch: ForestInput, base: Tensor, width: int, trash: int) -> None:
@@ -78,7 +78,7 @@ class TailBuffer:
         self._taps: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def on(self, device: torch.device) -> TailBuffer:
-        """The same for a layer on another device."""
+        """Return the same for a layer on another device."""
         if device == self.base.device:
             return self
         if device not in self._moved:
@@ -96,11 +96,12 @@ class TailBuffer:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """[R] int64, real nodes of a chain."""
+        """Number of real nodes of each row's chain, [R] int64."""
         return self.real.sum(1)
 
     def flat_in(self, lead: int) -> Tensor:
-        """[R * n] int64 index into planes [rows, lead + T + 1, ...] laid flat."""
+        """Return the indices [R * n] int64 of the nodes in planes [rows, lead + T + 1, ...] whose rows and places are
+        flattened."""
         if lead not in self._flat:
             self._flat[lead] = (self._row_starts(lead) + lead + self.at).flatten()
         return self._flat[lead]
@@ -110,12 +111,12 @@ class TailBuffer:
 
     @cached_property
     def numbers(self) -> Tensor:
-        """[R] int64, the same as `rows`, never None."""
+        """Cache rows [R] int64, the same as `rows`, never None."""
         return torch.arange(self.count, device=self.base.device) if self.rows is None else self.rows
 
     @cached_property
     def _slots(self) -> tuple[Tensor, Tensor]:
-        """Slot of each place [R, T], and whether it is one that a node may see."""
+        """Slot of each place [R, T], and whether it is a slot that a node may see."""
         base = self.base.unsqueeze(1)
         at = base + (torch.arange(self.width, device=self.base.device) - base) % self.width
         active = self.batch.mask.shape[-1]
@@ -123,31 +124,32 @@ class TailBuffer:
 
     @cached_property
     def seen(self) -> Tensor:
-        """[R, n, T] bool: the node's ancestors in the suffix, and itself."""
+        """The places that each node sees, [R, n, T] bool: its ancestors in the suffix, and itself."""
         slots, held = self._slots
         index = slots.unsqueeze(1).expand(-1, self.at.shape[1], -1)
         return self.batch.mask.gather(2, index) & held.unsqueeze(1)
 
     @cached_property
     def seen_sum(self) -> Tensor:
-        """`seen` as float64, to sum over a node's ancestors."""
+        """`seen` as float64, for sums over a node's ancestors."""
         return self.seen.to(torch.float64)
 
     @cached_property
     def depths(self) -> Tensor:
-        """[R, T] int64 depth of the token in each place."""
+        """Depth of the token in each place, [R, T] int64."""
         return self.batch.slot_positions.gather(1, self._slots[0])
 
     def back(self, taps: int) -> Tensor:
-        """[taps - 1, R, n] int64 place of each node's last ancestors, the oldest first; negative: so many before the
-        suffix."""
+        """Return the places [taps - 1, R, n] int64 of each node's last ancestors, the oldest first. A negative number
+        counts back from the beginning of the suffix."""
         before = torch.arange(1 - taps, 0, device=self.at.device)
         wanted = self.batch.positions + before.view(-1, 1, 1)
         hit = self.seen & (self.depths.unsqueeze(1) == wanted.unsqueeze(3))
         return torch.where(hit.any(3), hit.to(torch.int8).argmax(3), wanted - self.base.unsqueeze(1))
 
     def flat_back(self, taps: int) -> Tensor:
-        """[taps - 1, R * n] int64: the same, as indices into planes whose `lead` is taps - 1 (see `flat_in`)."""
+        """Return the places of `back` as indices [taps - 1, R * n] int64 into flattened planes whose `lead` is taps - 1
+        (see `flat_in`)."""
         if taps not in self._back:
             places = (self.back(taps) + taps - 1).clamp(min=0)
             self._back[taps] = (self._row_starts(taps - 1) + places).flatten(1)
@@ -155,18 +157,18 @@ class TailBuffer:
 
     @cached_property
     def scan_mask(self) -> ScanMask:
-        """The same for kernels."""
+        """`seen`, `at` and `depths` as kernels take them."""
         batch = self.batch
         parts = (_array(part) for part in (batch.mask, batch.slots, batch.slot_positions, self.base))
         return _kernels().scan_mask(*parts, self.width, self.trash)
 
     @cached_property
     def rows_of_planes(self) -> NDArray[np.int64]:
-        """`numbers` for kernels."""
+        """`numbers` as an array for kernels."""
         return _array(self.numbers)
 
     def taps(self, lead: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """`flat_in` and `flat_back` for kernels."""
+        """Return `flat_in` and `flat_back` as arrays for kernels."""
         if lead not in self._taps:
             own = self.scan_mask
             positions, base = _array(self.batch.positions), _array(self.base)
@@ -174,7 +176,8 @@ class TailBuffer:
         return self._taps[lead]
 
     def plan(self, lead: int) -> ScanSchedule:
-        """See `has_kernel`: of planes [rows, lead + T + 1, ...], or of a chain in planes [R, lead + n, ...]."""
+        """Return the schedule of a kernel over planes [rows, lead + T + 1, ...], or for a chain over planes [R, lead +
+        n, ...]."""
         if lead not in self._plans:
             base = _array(self.base)
             if self.chain:
@@ -186,22 +189,23 @@ class TailBuffer:
 
     @cached_property
     def kin(self) -> Tensor:
-        """[R, n, n] bool: the second node is an ancestor of the first, and not the same token."""
+        """Whether the second node is an ancestor of the first, and not the same token: [R, n, n] bool."""
         index = self.at.clamp(max=self.width - 1).unsqueeze(1).expand(-1, self.at.shape[1], -1)
         there = (self.at < self.width).unsqueeze(1) & (self.at.unsqueeze(2) != self.at.unsqueeze(1))
         return self.seen.gather(2, index) & there
 
     @cached_property
     def parent(self) -> Tensor:
-        """[R, T] int64 place of the parent of each place that a node sees, T where it is the common prefix's end."""
+        """Place of the parent of each place that a node sees, [R, T] int64; T where the parent is the end of the common
+        prefix."""
         together = torch.matmul(self.seen.transpose(1, 2).float(), self.seen.float()) > 0  # [R, T, T]
         above = together & (self.depths.unsqueeze(1) == self.depths.unsqueeze(2) - 1)
         return torch.where(above.any(2), above.to(torch.int8).argmax(2), self.width)
 
     @cached_property
     def order(self) -> Tensor:
-        """[R, m] int64 places, parents first: all that a node sees, and others where rows differ. All T on a GPU, which
-        would have to stop to count them."""
+        """Places with parents first, [R, m] int64: all places that a node sees, filled up with others where rows have
+        different numbers of them. On a GPU these are all T places, because counting them would make the host wait."""
         used = self.seen.any(1)
         found = torch.argsort(torch.where(used, self.depths, self.depths.max() + 1), dim=1, stable=True)
         return found[:, : int(used.sum(1).max())] if found.device.type == "cpu" else found
@@ -209,10 +213,11 @@ class TailBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """A move of the suffix, in places. Then the common prefix takes the first `count` [R] tokens of it.
+    """A move of the suffix, in places, after which the first `count` [R] tokens of the suffix join the common prefix.
 
-    src_slots, dst_slots: [m] int64 in rows of T + 1 places laid flat. base, common_prefix: [R] int64, slots of the
-    common prefix before and after. most: an upper bound of `count`. found: what was made of these, once for all layers.
+    src_slots, dst_slots: [m] int64, indices into rows of T + 1 places that are flattened. base, common_prefix: [R]
+    int64, slots of the common prefix before and after. width: T. most: an upper bound of `count`. found, plans: results
+    that are computed from these once for all layers.
     """
 
     src_slots: Tensor
@@ -226,17 +231,17 @@ class Shift:
 
     @classmethod
     def of(cls, src_slots: Tensor, dst_slots: Tensor, base: Tensor, common_prefix: Tensor, width: int) -> Shift:
-        """src_slots, dst_slots: [R, m] slots; base, common_prefix: [R]."""
+        """Return the move of slots src_slots to slots dst_slots, [R, m] each. base, common_prefix: [R]. width: T."""
         start = base.unsqueeze(1)
         starts = torch.arange(len(src_slots), device=base.device).unsqueeze(1) * (width + 1)
         inside = [(slots >= start) & (slots < start + width) for slots in (src_slots, dst_slots)]
-        # what comes from outside, or goes there, is nobody's: the last place
+        # a source or a target outside the suffix becomes the last place, which nobody reads
         here, there = (
             (starts + torch.where(own, slots % width, width)).flatten()
             for own, slots in zip(inside, (src_slots, dst_slots), strict=True)
         )
         most = width
-        if base.device.type == "cpu":  # whose host may look at a number; a GPU would have to stop for it
+        if base.device.type == "cpu":  # the host may read a number here; a GPU would have to wait for it
             most = int((common_prefix - base).max().clamp(0, width))
             moved = ((src_slots != dst_slots) & inside[1]).flatten().nonzero().squeeze(1)
             here, there = here.index_select(0, moved), there.index_select(0, moved)
@@ -244,28 +249,29 @@ class Shift:
 
     @property
     def count(self) -> Tensor:
-        """[R] int64, tokens that join the common prefix."""
+        """Number of tokens that join the common prefix, [R] int64."""
         if "count" not in self.found:
             self.found["count"] = (self.common_prefix - self.base).clamp(0, self.width)
         return self.found["count"]
 
     @property
     def joined(self) -> Tensor:
-        """[R, most] int64 places of what joins the common prefix, in order, and of what follows it."""
+        """Places of the tokens that join the common prefix, in order, and of those that follow them: [R, most]
+        int64."""
         if "joined" not in self.found:
             ahead = torch.arange(self.most, device=self.base.device)
             self.found["joined"] = (self.base.unsqueeze(1) + ahead) % self.width
         return self.found["joined"]
 
     def plan(self, lead: int) -> ScanSchedule:
-        """See `has_kernel`: what joins the common prefix goes into states."""
+        """Return the schedule by which a kernel takes the tokens that join the common prefix into states."""
         if lead not in self.plans:
             parts = (_array(part) for part in (self.base, self.count, self.joined))
             self.plans[lead] = _kernels().fold(*parts, lead)
         return self.plans[lead]
 
     def first(self, plane: Tensor, lead: int = 0) -> Tensor:
-        """[R, most, ...] of a plane [rows, lead + T + 1, ...]: what `joined` says."""
+        """Return the places `joined` of a plane [rows, lead + T + 1, ...]: [R, most, ...]."""
         rows, places = len(self.base), plane.shape[1]
         flat = torch.arange(rows, device=plane.device).unsqueeze(1) * places + lead + self.joined
         return plane.flatten(0, 1).index_select(0, flat.flatten()).view(rows, self.most, *plane.shape[2:])
@@ -278,13 +284,13 @@ class Shift:
             flat.index_copy_(0, dst_slots, flat.index_select(0, src_slots))
 
     def join(self, plane: Tensor, lead: int) -> None:
-        """Take the last `lead` tokens of the grown common prefix up front."""
+        """Copy the last `lead` tokens of the grown common prefix to the first places of a plane."""
         if lead and self.most:
-            last_sums = plane.flatten(0, 1).index_select(0, self._last(lead))
-            plane[: len(self.base), :lead] = last_sums.view(len(self.base), lead, *plane.shape[2:])
+            last = plane.flatten(0, 1).index_select(0, self._last(lead))
+            plane[: len(self.base), :lead] = last.view(len(self.base), lead, *plane.shape[2:])
 
     def _in(self, name: str, lead: int) -> Tensor:
-        """Source or target in planes with `lead` places before the suffix."""
+        """Return src_slots or dst_slots as indices into planes with `lead` places before the suffix."""
         flat: Tensor = getattr(self, name)
         key = f"{name} {lead}"
         if key not in self.found:
@@ -292,7 +298,8 @@ class Shift:
         return self.found[key]
 
     def _last(self, lead: int) -> Tensor:
-        """[R * lead] int64 into such a plane: the last tokens of the common prefix, before it takes them up front."""
+        """Return the indices [R * lead] int64, in such a plane, of the last tokens of the grown common prefix, as they
+        are before `join` copies them."""
         if (key := f"last {lead}") not in self.found:
             device = self.base.device
             ahead = self.count.unsqueeze(1) + torch.arange(-lead, 0, device=device)  # from the old common prefix's end
@@ -302,7 +309,7 @@ class Shift:
         return self.found[key]
 
     def on(self, device: torch.device) -> Shift:
-        """The same for a layer on another device."""
+        """Return the same for a layer on another device."""
         if device == self.base.device:
             return self
         src_slots, dst_slots, base, common_prefix = (
@@ -314,7 +321,8 @@ class Shift:
 class LayerMemory:
     """Memory of one recurrent layer: planes [R, lead + T + 1, ...] of the suffix, and tensors [R, ...] of the state.
 
-    The last place of a plane is for what nobody reads. Shapes are learnt from the first forward.
+    The first `lead` places of a plane hold the last tokens of the common prefix. Nodes without a place are written to
+    the last one, which nobody reads. Shapes are learnt from the first forward.
     """
 
     lead = 0
@@ -328,18 +336,18 @@ class LayerMemory:
         self.states: dict[str, Tensor] = {}
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything, rows first."""
+        """Yield all planes and states, whose first dimension is the row."""
         yield from self.planes.values()
         yield from self.states.values()
 
     def bytes_of_row(self, window: int) -> int:
-        """Return the bytes of a row with so many places."""
+        """Return the bytes of a row with `window` places."""
         place = sum(math.prod(one.shape[2:]) * one.element_size() for one in self.planes.values())
         state = sum(math.prod(one.shape[1:]) * one.element_size() for one in self.states.values())
         return (self.lead + window + 1) * place + state
 
     def plane(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A plane, made where there is none."""
+        """Return a plane, which is made where there is none."""
         if name not in self.planes:
             cache = self.cache
             places = self.lead + cache.window + 1
@@ -348,7 +356,7 @@ class LayerMemory:
         return self.planes[name]
 
     def state(self, shape: tuple[int, ...], name: str = "state") -> Tensor:
-        """A state, made where there is none."""
+        """Return a state, which is made where there is none."""
         if name not in self.states:
             precision = torch.float32 if self.by_kernel else self.cache.precision
             self.states[name] = torch.zeros((self.cache.rows, *shape), dtype=precision, device=self.device)
@@ -356,15 +364,16 @@ class LayerMemory:
         return self.states[name]
 
     def keep_in(self, precision: torch.dtype) -> None:
-        """Hold states, and planes whose numbers come of them, in this dtype; those of kernels stay in float32."""
+        """Hold states, and planes that are computed from states, in this dtype. Where kernels run, all stay in
+        float32."""
         if self.by_kernel:
             return
         self.states = {name: held.to(precision) for name, held in self.states.items()}
         self.planes |= {name: self.planes[name].to(precision) for name in self.wide}
 
     def resize(self, rows: int, window: int, base: Tensor) -> None:
-        """Cover so many rows and places; what is there stays, less the old last place. base: [rows] slots of the common
-        prefix. 0 rows: give all back."""
+        """Cover `rows` rows and `window` places, and keep the contents, except for the old last place. base: [rows],
+        slots of the common prefix. With 0 rows all memory is freed."""
         base, lead = base.to(self.device).unsqueeze(1), self.lead
         for name, old in self.planes.items():
             new = old.new_zeros((rows, lead + window + 1, *old.shape[2:]))
@@ -381,17 +390,17 @@ class LayerMemory:
             self.states[name] = wide
 
     def write(self, name: str, values: Tensor, dtype: torch.dtype) -> None:
-        """Put values [R, n, ...] into the nodes' places."""
+        """Write values [R, n, ...] to the nodes' places of a plane."""
         plane = self.plane(name, tuple(values.shape[2:]), dtype)
         plane.flatten(0, 1).index_copy_(0, self.places.flat_in(self.lead), values.flatten(0, 1).to(dtype))
 
     def rows_of(self, tensor: Tensor) -> Tensor:
-        """The forward's rows of a plane or state, a view where they are the first ones."""
+        """Return the forward's rows of a plane or state, a view where they are the first ones."""
         places = self.places
         return tensor[: places.count] if places.rows is None else tensor.index_select(0, places.rows)
 
     def suffix(self, name: str) -> Tensor:
-        """[R, T, ...] of a plane."""
+        """Return the suffix [R, T, ...] of a plane."""
         return self.rows_of(self.planes[name])[:, self.lead : self.lead + self.cache.window]
 
     def store(self, tensor: Tensor, values: Tensor) -> None:
@@ -402,14 +411,21 @@ class LayerMemory:
         else:
             tensor.index_copy_(0, places.rows, values)
 
+    def _keep_last(self, read: dict[str, Tensor]) -> None:
+        """Keep the last tokens of a chain [R, lead + n, ...], which are now the last of the common prefix."""
+        kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=self.device)
+        for name, new in read.items():
+            index = kept.view(*kept.shape, *[1] * (new.dim() - 2)).expand(-1, -1, *new.shape[2:])
+            self.planes[name][self.places.numbers, : self.lead] = new.gather(1, index)
+
     @property
     def places(self) -> TailBuffer:
-        """Return the places of the forward under way, on this layer's device."""
+        """The places of the current forward's nodes, on this layer's device."""
         assert self.cache.places is not None
         return self.cache.places.on(self.device)
 
     def advance(self, shift: Shift) -> None:
-        """Move the suffix, and take what joined the common prefix into the state."""
+        """Move the suffix, and take the tokens that joined the common prefix into the state."""
         for plane in self.planes.values():
             shift.move(plane, self.lead)
         if shift.most:
@@ -421,7 +437,7 @@ class LayerMemory:
                 shift.join(plane, self.lead)
 
     def fold(self, shift: Shift) -> None:
-        """Take what joined the common prefix into the state."""
+        """Take the tokens that joined the common prefix into the state."""
 
 
 class Convolution(LayerMemory):
@@ -434,11 +450,12 @@ class Convolution(LayerMemory):
         self.taps, self.lead = taps, taps - 1
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
-        """x [R, n, C], weight [C, J], bias [C] or None -> [R, n, C] in float32 at least."""
+        """Return the convolution [R, n, C], in float32 at least, of x [R, n, C] with weight [C, J] and bias [C] or
+        None, followed by the activation."""
         if self.by_kernel and activation in SILU:
             return self._by_kernel(x, weight, bias, smooth=True)
         out = self._by_kernel(x, weight, bias, smooth=False) if self.by_kernel else self._sum(x, weight, bias)
-        # in the states' precision: in float32 the last few numbers of a tensor take another exp than the others
+        # in the states' precision: in float32 torch computes the last few numbers of a tensor with another exp
         return out if activation is None else ACT2FN[activation](out.to(self.cache.precision))
 
     def _sum(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -446,7 +463,7 @@ class Convolution(LayerMemory):
         plane = self.plane("inputs", (x.shape[2],), x.dtype)
         if places.chain:
             full = torch.cat((self.rows_of(plane)[:, : self.lead], x), 1)
-            self._keep(plane, full)
+            self._keep_last({"inputs": full})
             return convolve([full[:, tap : tap + count] for tap in range(self.taps)], weight, bias)
         self.write("inputs", x, x.dtype)
         flat = plane.flatten(0, 1)
@@ -454,7 +471,7 @@ class Convolution(LayerMemory):
         return convolve([*taps, x], weight, bias)
 
     def _by_kernel(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, smooth: bool) -> Tensor:
-        """By a kernel."""
+        """Compute the convolution by a kernel. smooth: followed by silu."""
         places, (rows, count, channels) = self.places, x.shape
         plane = self.plane("inputs", (channels,), torch.float32)
         out, added = torch.empty(x.shape, dtype=torch.float32), weight.new_zeros(0) if bias is None else bias
@@ -468,25 +485,19 @@ class Convolution(LayerMemory):
             at, back = places.taps(self.lead)
         parts = (_array(part.float()) for part in (weight, added))
         _kernels().convolve(
-            *_lines(x), _array(read.flatten(0, 1)), at, back, *parts, smooth, _array(out.flatten(0, 1))
+            *_flat_tokens(x), _array(read.flatten(0, 1)), at, back, *parts, smooth, _array(out.flatten(0, 1))
         )  # fmt: skip
         if places.chain:
-            self._keep(plane, read)
+            self._keep_last({"inputs": read})
         return out
-
-    def _keep(self, plane: Tensor, full: Tensor) -> None:
-        """After a chain: the last of its inputs [R, lead + n, C] are the last of the common prefix."""
-        kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=full.device)
-        last_sums = full.gather(1, kept.unsqueeze(2).expand(-1, -1, full.shape[2]))
-        plane[self.places.numbers, : self.lead] = last_sums
 
 
 class LinearState(LayerMemory):
     """A layer whose state is a sum of products k u^T with a decay per head or per key channel.
 
-    On a CPU a kernel takes the state (kernels/scan.py): [R, H, N, P] in float32, planes k, u and the decays e.
-    Elsewhere it is summed (models/recurrent/scans.py): [R, G, N, E] in the cache's precision, planes k, u, g and the
-    sums of g.
+    On a CPU a kernel computes it (kernels/scan.py): the state is [R, H, N, P] in float32, and the planes are k, u and
+    the decays e. Elsewhere tensor code does (models/recurrent/scans.py): the state is [R, G, N, E] in the cache's
+    precision, and the planes are k, u, g and the sums c of g.
     """
 
     has_kernel = True
@@ -499,7 +510,8 @@ class LinearState(LayerMemory):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, scales: Tensor | None = None, skip: Tensor | None = None
     ) -> Tensor:
-        """y [R, n, H, P] of nodes with q, k [R, n, G, N], v [R, n, H, P] and log-decays g [R, n, H] or [R, n, H, N].
+        """Return y [R, n, H, P] of nodes with q, k [R, n, G, N], v [R, n, H, P] and log-decays g [R, n, H] or [R, n, H,
+        N].
 
         G = H where decays are per channel. u is v times scales [R, n, H], and skip [H] times v is added to y.
         """
@@ -509,7 +521,7 @@ class LinearState(LayerMemory):
         return y if skip is None else y.to(v.dtype).add_(skip.unsqueeze(1) * v)
 
     def _attend(self, q: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
-        """By sums."""
+        """Compute `attend` by tensor code."""
         places = self.places
         state = self._state_of(k, u)
         held = self.rows_of(state)
@@ -517,13 +529,13 @@ class LinearState(LayerMemory):
             y, after = chain(q, k, _masked(u, places.real), _masked(g, places.real), held)
             self.store(state, after)
             return y
-        keys, c, ends = self._window(k, g)
+        keys, c, ends = self._write_keys(k, g)
         self.write("u", u, torch.float32)
         (weight,) = weights((q,), keys, c, ends, places.seen, held.dtype)
         return self._read(weight, q, c, held)
 
     def correct(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """The same by the gated delta rule: v [R, n, H, P], beta [R, n, H]."""
+        """Return y as `attend` does, but by the gated delta rule: v [R, n, H, P], beta [R, n, H]."""
         if self.by_kernel:
             return self._by_kernel(q, k, v, g, beta=beta)
         places = self.places
@@ -533,8 +545,8 @@ class LinearState(LayerMemory):
             y, after = delta_chain(q, k, v, _masked(g, places.real), _masked(beta, places.real), held)
             self.store(state, after)
             return y
-        keys, c, ends = self._window(k, g)
-        # in the states' precision: a node uses those of its forward as they are, and they must not differ afterwards
+        keys, c, ends = self._write_keys(k, g)
+        # in the states' precision: nodes of this forward use u before it is stored, and it must be the same afterwards
         self.wide = frozenset({"u"})
         self.write("u", torch.zeros_like(v), held.dtype)  # not known yet
         alike, weight = weights((k, q), keys, c, ends, places.seen, held.dtype)  # [R, H, n, T]
@@ -549,7 +561,7 @@ class LinearState(LayerMemory):
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor | None = None, scales: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Either, by a kernel, in float32 whose order is that of the path. beta: None where v is u."""
+        """Compute `attend`, or with beta `correct`, by a kernel. It sums in float32 and in the order of the path."""
         kernels, places, (rows, count, heads, width) = _kernels(), self.places, v.shape
         groups, dim = k.shape[2:]
         decays = g.shape[3] if g.dim() == 4 else 1
@@ -558,7 +570,7 @@ class LinearState(LayerMemory):
         queries, keys, logs = (_array(part.float()) for part in (q, k, g.reshape(rows, count, heads, decays)))
         betas, factors = (none if part is None else _array(part.float()) for part in (beta, scales))
         skips = none.ravel() if skip is None else _array(skip.float())
-        values, step = _lines(v)
+        values, step = _flat_tokens(v)
         shapes = {"k": (groups, dim), "u": (heads, width), "e": (heads, decays)}
         planes = {name: self.plane(name, shape, torch.float32) for name, shape in shapes.items()}
         numbers, plan, read = places.rows_of_planes, places.plan(self.lead), planes
@@ -584,24 +596,18 @@ class LinearState(LayerMemory):
             values, step, betas, asked, alike, *arrays, *plan, _array(y),
         )  # fmt: skip
         if places.chain:
-            self._keep(read)
+            self._keep_last(read)
         elif not places.scan_mask.alone:
             y = y[np.arange(rows)[:, None], places.scan_mask.first]
         return y
-
-    def _keep(self, read: dict[str, Tensor]) -> None:
-        """After a chain: its last tokens [R, lead + n, ...] are the last of the common prefix."""
-        kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=self.device)
-        for name, new in read.items():
-            index = kept.view(*kept.shape, *[1] * (new.dim() - 2)).expand(-1, -1, *new.shape[2:])
-            self.planes[name][self.places.numbers, : self.lead] = new.gather(1, index)
 
     def _state_of(self, k: Tensor, u: Tensor) -> Tensor:
         groups, heads = k.shape[2], u.shape[2]
         return self.state((groups, k.shape[3], heads // groups * u.shape[3]))
 
-    def _window(self, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Store keys and decays; keys of the suffix [R, T, G, N], sums of log-decays of nodes and of places."""
+    def _write_keys(self, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Write keys and decays of the nodes. Return the keys of the suffix [R, T, G, N] and the sums of log-decays of
+        the nodes and of the places."""
         self.write("k", k, torch.float32)
         self.write("g", g, torch.float32)
         suffix = self.suffix("g").to(torch.float64)
@@ -616,19 +622,19 @@ class LinearState(LayerMemory):
         return carried(q, c, held).add_((weight @ u).transpose(1, 2))
 
     def fold(self, shift: Shift) -> None:
-        """Take what joined the common prefix into the state; sums of decays begin anew after it."""
+        """Take the tokens that joined the common prefix into the state. Sums of decays begin anew after them."""
         rows = len(shift.base)
         if self.by_kernel:
-            self._grow(shift)
+            self._fold_by_kernel(shift)
             return
         k, u, c = (shift.first(self.planes[name], self.lead) for name in ("k", "u", "c"))
         fold(self.states["state"][:rows], k, u, c, shift.count)
         self.planes["c"][:rows] -= last_sums(c, shift.count).unsqueeze(1)
 
-    def _grow(self, shift: Shift) -> None:
-        """By a kernel."""
+    def _fold_by_kernel(self, shift: Shift) -> None:
+        """Take the tokens that joined the common prefix into the state by a kernel."""
         state, rows, kernels, plan = self.states["state"], len(shift.base), _kernels(), shift.plan(self.lead)
-        if plan.sizes.max() < 2:  # no state further on
+        if plan.sizes.max() < 2:  # no state moves on
             return
         keys, inputs, decays = (_array(self.planes[name]) for name in ("k", "u", "e"))
         index, none = np.arange(rows), np.zeros((1, 0, 0, 0), np.float32)
@@ -641,8 +647,8 @@ class LinearState(LayerMemory):
 class GroupedState(LinearState):
     """Linear attention to earlier groups of tokens, and another weight, relu(q . k)^2, within a group.
 
-    The state holds all tokens of the common prefix. What a node's own group has too much there is taken off: the inputs
-    of the last `lead` = group - 1 tokens of the common prefix stay.
+    The state holds all tokens of the common prefix. The linear part of those in a node's own group is subtracted again,
+    so the inputs of the last `lead` tokens of the common prefix, at least group - 1, are kept.
     """
 
     def __init__(self, cache: StateCache, device: torch.device, group: int) -> None:
@@ -650,7 +656,10 @@ class GroupedState(LinearState):
         self.group, self.lead = group, max(group - 1, self.lead)
 
     def grouped(self, q: Tensor, k: Tensor, v: Tensor, near: float | Tensor, far: float | Tensor) -> Tensor:
-        """y [R, n, H, P] of nodes with q, k [R, n, H, N], v [R, n, H, P]; near and far: factors of the two parts."""
+        """Return y [R, n, H, P] of nodes with q, k [R, n, H, N], v [R, n, H, P].
+
+        near, far: factors of the part within a node's own group and of the linear part.
+        """
         places = self.places
         for name, values in (("k", k), ("u", v)):
             self.plane(name, tuple(values.shape[2:]), torch.float32)
@@ -666,7 +675,7 @@ class GroupedState(LinearState):
             )
         keys, values = torch.cat((lead["k"], k), 1), torch.cat((lead["u"], v), 1)
         if not self.by_kernel:
-            self._keep({"k": keys, "u": values})
+            self._keep_last({"k": keys, "u": values})
         before = positions[:, :1] - self.lead + torch.arange(keys.shape[1], device=q.device)  # [R, lead + n]
         parts = []
         for first in range(0, q.shape[1], PART):
@@ -681,7 +690,7 @@ class GroupedState(LinearState):
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, here: Tensor, there: Tensor, near: float | Tensor,
         far: float | Tensor,
     ) -> Tensor:  # fmt: skip
-        """Return what the tokens of a node's own group give beyond the linear part, [R, n, H, .].
+        """Return what the tokens of a node's own group add to the linear part, [R, n, H, .].
 
         q: [R, n, H, .]. k, v: [R, S, H, .]. seen: [R, n, S]. here [R, n] and there [R, S]: positions.
         """
@@ -694,12 +703,12 @@ class GroupedState(LinearState):
 
 
 class SelectiveState(LayerMemory):
-    """A Mamba-1 layer: decays per channel and state."""
+    """A Mamba-1 layer, whose decays differ by channel and state."""
 
     a: Tensor
 
     def run(self, dt: Tensor, u: Tensor, b: Tensor, a: Tensor, out: Tensor) -> Tensor:
-        """y [R, n, I] of nodes with dt, u [R, n, I], b, out [R, n, N] and a [I, N]."""
+        """Return y [R, n, I] of nodes with dt, u [R, n, I], b, out [R, n, N] and a [I, N]."""
         places, self.a = self.places, a
         state = self.state(tuple(a.shape))
         held = self.rows_of(state)
@@ -713,7 +722,7 @@ class SelectiveState(LayerMemory):
         return selective_read(steps, inputs, keys, a, places.parent, places.order, held, places.at, out)
 
     def fold(self, shift: Shift) -> None:
-        """Take what joined the common prefix into the state."""
+        """Take the tokens that joined the common prefix into the state."""
         state = self.states["state"][: len(shift.base)]
         dt, u, b = (shift.first(self.planes[name]) for name in ("dt", "u", "b"))
         state[:] = selective_fold(state, dt, u, b, self.a, shift.count)
@@ -724,14 +733,14 @@ def _masked(values: Tensor, real: Tensor) -> Tensor:
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:
-    """The same numbers for a kernel, side by side."""
+    """Return a tensor as a contiguous array for a kernel."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor.contiguous().numpy()
 
 
-def _lines(x: Tensor) -> tuple[NDArray[Any], int]:
-    """x [R, n, ...] in float32 as one flat array for a kernel, and how far apart its tokens lie there."""
+def _flat_tokens(x: Tensor) -> tuple[NDArray[Any], int]:
+    """Return x [R, n, ...] in float32 as one flat array for a kernel, and the distance between its tokens there."""
     x = x.detach().float()
     size, apart = 1, True
     for dim in range(x.dim() - 1, 1, -1):
@@ -750,11 +759,13 @@ _current: ContextVar[StateCache | None] = ContextVar("current", default=None)
 
 
 class StateCache(ForestCache):
-    """A ForestCache with the memory of recurrent layers, in the form that transformers' mixers ask for.
+    """A ForestCache with the memory of recurrent layers, behind the interface that transformers' mixers expect.
 
     Attributes:
-        window: T. base: [R] int64, leading slots whose tokens the states hold. precision: of the states and of all
-        sums over them. places: of the forward under way, None outside.
+        window: T.
+        base: [R] int64, leading slots whose tokens the states hold.
+        precision: dtype of the states and of all sums over them.
+        places: places of the current forward's nodes, None outside a forward.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -769,15 +780,16 @@ class StateCache(ForestCache):
 
     @staticmethod
     def has_kernel(device: torch.device) -> bool:
-        """Whether layers on this device run as kernels of kernels/scan.py."""
+        """Return whether layers on this device run as kernels of kernels/scan.py."""
         return ops_for(device, torch.float32, ("scan",)).scan is not None
 
     @staticmethod
     def current() -> StateCache | None:
-        """The cache whose forward is under way; None outside, when mixers run as transformers wrote them."""
+        """Return the cache whose forward is under way; None outside one, where mixers run as transformers wrote
+        them."""
         return _current.get()
 
-    # what transformers' mixers ask: no earlier state, so that they take the way of many tokens
+    # answers to transformers' mixers: there is no earlier state, so that they run their code for many tokens
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         return None
@@ -792,7 +804,7 @@ class StateCache(ForestCache):
         return False
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Tells which layer comes; the convolution itself stores its inputs."""
+        """Note which layer runs next. The convolution stores its inputs itself."""
         self._layer, self._calls = (layer_idx, state_idx), 0
         return conv_states
 
@@ -801,7 +813,7 @@ class StateCache(ForestCache):
     ) -> Tensor:
         return recurrent_states
 
-    # what the scans ask
+    # memory of layers, for the scans
 
     def convolution(self, device: torch.device, taps: int) -> Convolution:
         """Return the memory of the convolution in the layer under way."""
@@ -821,7 +833,7 @@ class StateCache(ForestCache):
         return self._memory(SelectiveState, lambda: SelectiveState(self, device), self._calls)
 
     def _memory(self, kind: type[Memory], make: Callable[[], Memory], call: int = 0) -> Memory:
-        """The memory of this kind of the layer under way, made where there is none."""
+        """Return the memory of this kind in the layer under way, which is made where there is none."""
         key = (*self._layer, kind, call)
         if key not in self.memories:
             self.memories[key] = make()
@@ -829,21 +841,21 @@ class StateCache(ForestCache):
         assert isinstance(found, kind)
         return found
 
-    # the cache's life
+    # the cache as a whole
 
     def keep_in(self, precision: torch.dtype) -> None:
-        """Hold states, and sum over them, in this dtype. Before `reserve`."""
+        """Hold states, and sum over them, in this dtype. It is called before `reserve`."""
         self.precision = precision
         for memory in self.memories.values():
             memory.keep_in(precision)
 
     def bytes_of_states(self, window: int) -> int:
-        """Bytes of a row beside keys and values, with so many places: they do not grow with the text."""
+        """Return the bytes of a row, without keys and values, with `window` places. They do not grow with the text."""
         return sum(memory.bytes_of_row(window) for memory in self.memories.values())
 
     @contextlib.contextmanager
     def running(self, batch: ForestInput) -> Iterator[None]:
-        """A forward is under way. After it the tokens of a chain are part of the states."""
+        """Enclose a forward over a batch. After it the tokens of a chain are part of the states."""
         count = batch.tokens.shape[0]
         base = self.base[:count] if batch.rows is None else self.base[batch.rows]
         if not batch.chain:
@@ -888,8 +900,8 @@ class StateCache(ForestCache):
             memory.resize(0, 0, self.base)
 
     def advance(self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor) -> None:
-        """Move keys, values and the suffix's inputs, [R, m] slots each; take what joined the common prefix into the
-        states."""
+        """Move keys, values and the suffix's inputs, [R, m] slots each. Take the tokens that joined the common prefix
+        into the states."""
         self.move(src_slots, dst_slots)
         rows = len(src_slots)
         base = self.base[:rows]

@@ -1,72 +1,64 @@
-"""Attention over the suffix by a kernel for the CPU: each node visits the slots that it sees, in order of depth.
+"""A CPU kernel for attention over the suffix: each node visits the slots that it sees, in order of depth.
 
-What stands beside a node, and where its ancestors' slots lie, then changes nothing: float32 is enough. The torch code
-of attention.py is the specification, and serves what does not fit here. The kernel itself is kernels/attention.py;
-numba, which compiles it, is imported when it is first called.
+So neither the other nodes nor the places of the ancestors' slots change a result, and sums in float32 suffice. The
+torch code of models/forest_attention.py is the specification, and serves what the kernel does not support. The kernel
+itself is in kernels/attention.py; numba, which compiles it, is imported at its first call.
 
-Letters as in attention.py: R rows, H kv heads, G query heads per kv head, n nodes, S slots, T suffix slots, E head dim.
+Letters: R rows, H kv heads, G query heads per kv head, n nodes, S slots, T suffix slots, E head dim.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import zlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import EAGER, SMALL, CpuKernel, Eager, kernels, offsets
+from dsbd_cli.ops.cpu.runtime import EAGER, FLOATS, SMALL, CpuKernel, Eager, fields, kernels, layout, offsets
 
 LANES = 16
-DTYPES = (torch.float32, torch.bfloat16)
-FEW = 32  # queries of a kv head: fewer are not shared out, because each thread reads all keys
+FEW = 32  # fewer queries of a kv head are not divided among threads, because each thread would read all keys
 
 
 class AttentionArguments(ctypes.Structure):
-    """Arguments of the kernel: sizes, addresses and strides in bytes."""
+    """Arguments of the kernel `attend`: sizes, addresses and strides in bytes."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in (
+        *fields(
             "taken", "threads", "items", "heads", "groups", "nodes", "dim", "out_dim", "blocks", "block",
             "query", "query_row", "query_head", "query_node", "key", "key_row", "key_head", "key_slot",
             "value", "value_row", "value_head", "value_slot", "out", "slots", "counts", "bounds", "list_width",
             "prompt_part", "prompt_part_row", "prompt_part_head", "prompt_part_query",
             "sums", "sums_row", "sums_head", "sums_query",
             "sinks", "bias", "bias_row", "bias_head", "bias_node", "scratch", "scratch_bytes", "narrow",
-        )),
+        ),
         ("scale", ctypes.c_float),
         ("cap", ctypes.c_float),
     )  # fmt: skip
 
 
 class SlotListArguments(ctypes.Structure):
-    """Arguments of the kernel that lists slots."""
+    """Arguments of the kernel `list_slots`."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in (
-            "taken", "threads", "rows", "nodes", "width", "total", "seen", "seen_row", "seen_node", "starts", "order",
-            "slots", "counts", "bounds",
-        )
+    _fields_ = fields(
+        "taken", "threads", "rows", "nodes", "width", "total", "seen", "seen_row", "seen_node", "starts", "order",
+        "slots", "counts", "bounds",
     )  # fmt: skip
 
 
 ATTEND, LIST = offsets(AttentionArguments), offsets(SlotListArguments)
-LAYOUT = zlib.crc32(
-    repr(
-        [(ATTEND, LIST), [field[0] for kind in (AttentionArguments, SlotListArguments) for field in kind._fields_]]
-    ).encode()
-)
+LAYOUT = layout(AttentionArguments, SlotListArguments)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotPaths:
-    """The suffix slots that each node sees, by depth.
+    """The suffix slots that each node sees, in order of depth.
 
-    slots [R, n, T] int32, counted from the row's lowest; counts [R, n] int32; bounds [R, 2] int32: the lowest slot that
-    a node of the row sees, and one past the highest. span: the largest difference of the two. total: S.
+    slots [R, n, T] int32, relative to the row's lowest; counts [R, n] int32, how many of them are used; bounds [R, 2]
+    int32: the lowest slot that a node of the row sees, and one past the highest. span: the largest difference of these
+    two. total: S.
     """
 
     slots: Tensor
@@ -77,8 +69,8 @@ class SlotPaths:
 
     @staticmethod
     def of(seen: Tensor, starts: Tensor, order: Tensor) -> SlotPaths:
-        """seen [R, n, S] bool; starts [R] int64, where the suffixes begin; order [R, T] int64, places from there on by
-        depth."""
+        """List the slots. seen [R, n, S] bool; starts [R] int64, the slot where each suffix begins; order [R, T] int64,
+        the places of the suffix, relative to its start, sorted by depth."""
         rows, nodes, total = seen.shape
         width = order.shape[1]
         assert (seen.dtype, starts.dtype, order.dtype) == (torch.bool, torch.int64, torch.int64)
@@ -98,9 +90,9 @@ class SlotPaths:
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel takes such tensors. It goes by dtype and layout, never by a number of nodes, rows or slots:
-    that would change bits in the middle of a text."""
-    same = query.dtype in DTYPES and query.dtype == key.dtype == value.dtype
+    """Return whether the kernel supports these tensors. Only dtype and layout decide it, never the number of nodes,
+    rows or slots, which would change bits in the middle of a text."""
+    same = query.dtype in FLOATS and query.dtype == key.dtype == value.dtype
     return same and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
 
 
@@ -117,15 +109,15 @@ def attend(
     bias: Tensor | None = None,
     run: Eager = EAGER,
 ) -> Tensor:
-    """Attention of query [R, H * G, n, E] over the listed slots of key and value [R, H, S, E]: [R, n, H * G, E].
+    """Attend with query [R, H * G, n, E] to the listed slots of key and value [R, H, S, E]. Return [R, n, H * G, E].
 
-    prompt_part: what attention over other slots gave, [R, H, m, E] with m at least G * n, and its natural log-sums
+    prompt_part: the result of attention over other slots, [R, H, m, E] with m at least G * n, and its natural log-sums
     [R, H, m] float32. sinks: [H * G]. bias: [R or 1, H * G, n, S].
     """
     rows, query_heads, nodes, dim = query.shape
     heads, out_dim, unit = key.shape[1], value.shape[3], query.element_size()
     groups = query_heads // heads
-    # the kernel believes what it is told
+    # the kernel checks none of this
     assert (len(key), len(value), value.shape[1], key.shape[3]) == (rows, rows, heads, dim)
     assert paths.slots.shape[:2] == (rows, nodes)
     assert paths.total <= min(key.shape[2], value.shape[2])

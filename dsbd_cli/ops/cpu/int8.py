@@ -5,9 +5,9 @@ rows beside it. The few input channels whose values are far larger than the othe
 are multiplied as they are, in the checkpoint's dtype (LLM.int8(), Dettmers et al. 2022). Which channels these are is
 found once, at load, on random tokens; choosing them anew for every batch would make rows depend on each other.
 
-Two ways give the same integers. Where the processor has AVX-512 VNNI, a kernel of our own makes a row integers in one
-pass and streams the weights once for the integers and the outliers (kernels/int8.py). Elsewhere operators of torch
-serve, which are not documented. ops/select.py tries the one that serves against integers.
+Two ways give the same integers. Where the processor has AVX-512 VNNI or matrix units, our own kernels quantize a row in
+one pass and read the weights once for the integers and the outliers (kernels/int8.py). Elsewhere operators of torch
+serve, which are not documented. ops/select.py compares the way that serves with products of integers.
 
 Letters: r rows (tokens), i input channels, o output channels, k outlier channels.
 """
@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dsbd_cli.ops.cpu.linear import COLUMNS, Parts, Product, lines, row_addresses
+from dsbd_cli.ops.cpu.linear import COLUMNS, Parts, Product, joined_bias, lines, row_addresses
 from dsbd_cli.ops.cpu.runtime import (
     EAGER,
     PRODUCT,
@@ -33,27 +32,29 @@ from dsbd_cli.ops.cpu.runtime import (
     features,
     fields,
     kernels,
+    layout,
     matrix_units,
     may_use_matrix_units,
     offsets,
     scratch,
+    shares,
     team,
 )
 
-OUTLIERS = 32  # channels kept as they are; measured: docs/hardware.md
-# Of a product. Measured: 896 x 896 takes 1.5 times as long as in bfloat16, 1536 x 1536 as long.
+OUTLIERS = 32  # channels that are not quantized; measured: docs/hardware.md
+# A smaller product is not quantized. Measured: 896 x 896 takes 1.5 times as long as in bfloat16, 1536 x 1536 as long.
 LEAST_WEIGHTS = 2_000_000
 LEVELS = 127
-ZERO = 128  # unsigned inputs, whose kernel is fast; with signed ones torch takes a kernel a thousand times slower
-# Rows at a time, so that what is between stays in the caches: made integers, and multiplied. Measured on one core: 512
-# rows of 8960 are integers after 5 ms, all at a time after 27 ms (and with vector_norm for the largest after 45 ms).
+ZERO = 128  # offset of inputs, which are unsigned: for signed ones torch takes a kernel a thousand times slower
+# Rows that are quantized, and multiplied, at a time, so that intermediate results stay in the caches. Measured on one
+# core: 512 rows of 8960 are quantized after 5 ms, all at once after 27 ms (with vector_norm for the largest 45 ms).
 LEVEL_ROWS, PRODUCT_ROWS = 32, 128
-INPUTS = 16  # our kernels work on multiples of so many
+INPUTS = 16  # our kernels need a multiple of this many
 SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class QuantizeRowArguments(ctypes.Structure):
-    """Arguments of the kernel that makes rows integers: sizes, addresses, and strides in bytes."""
+    """Arguments of the kernel that quantizes rows: sizes, addresses, and strides in bytes."""
 
     _fields_ = fields(
         "taken", "threads", "items", "rows", "share", "x", "x_row", "narrow", "inputs", "kept", "levels", "levels_row",
@@ -71,8 +72,8 @@ class Int8Arguments(ctypes.Structure):
 
 
 class QuantizeWeightArguments(ctypes.Structure):
-    """Arguments of the kernel that makes weights integers: sizes and addresses. rows: addresses of rows, 0 for rows of
-    zeros. spare: [threads, COLUMNS, inputs] bytes."""
+    """Arguments of the kernel that quantizes weights: sizes and addresses. rows: the address of an array of row
+    addresses, 0 for rows of zeros. spare: [threads, COLUMNS, inputs] bytes."""
 
     _fields_ = fields(
         "taken", "threads", "items", "rows", "inputs", "narrow", "kept", "scales", "sums", "out", "spare",
@@ -80,58 +81,33 @@ class QuantizeWeightArguments(ctypes.Structure):
     )  # fmt: skip
 
 
-LEVELIZE, MULTIPLY, CONVERT = offsets(QuantizeRowArguments), offsets(Int8Arguments), offsets(QuantizeWeightArguments)
-LAYOUT = zlib.crc32(
-    repr([
-        LEVELS, ZERO, LEVELIZE, MULTIPLY, CONVERT,
-        *(f[0] for kind in (QuantizeRowArguments, Int8Arguments, QuantizeWeightArguments) for f in kind._fields_),
-    ]).encode()
-)  # fmt: skip
-
-
+_ARGUMENTS = QuantizeRowArguments, Int8Arguments, QuantizeWeightArguments
+QUANTIZE_ROWS, MULTIPLY, QUANTIZE_WEIGHTS = map(offsets, _ARGUMENTS)
+LAYOUT = layout(*_ARGUMENTS, constants=(LEVELS, ZERO))
 Linear = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Product | None]
 
 
-class _Int8Backend(Protocol):
-    """How a product of int8 layers is computed. weights: as they are stored."""
-
-    weights: Tensor
-
-    def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        """x [r, i] -> [r, o]."""
-
-    scales: Tensor
-
-    def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor, linear: Linear) -> None:
-        """weights: [o, i] each, one below the other; outliers [k]; bias [o]. linear: packs the columns of outliers.
-        scales: [o] float32, what an integer of a weight is worth."""
-
-    def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [r, i] -> integers [r, i] in 1 .. 255, what one of them is worth [r, 1], outliers [r, k]."""
-
-    def multiply(self, levels: Tensor, steps: Tensor, few: Tensor) -> Tensor:
-        """Multiply what `levels` gave by the weights: levels [r, i], steps [r, 1], few [r, k] -> [r, o]."""
-
-
 class Torch:
-    """By torch's operators."""
+    """Weights and products by torch's operators. weights: as they are stored. scales: [o] float32, the weight that the
+    integer 1 stands for."""
 
     def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor, linear: Linear) -> None:
+        """weights: [o, i] each, one below the other; outliers [k]; bias [o]. linear: packs the columns of outliers."""
         weight = torch.cat([*weights])
-        few, kept = weight[:, outliers], _kept(weight.shape[1], outliers)
+        outlier_weights, kept = weight[:, outliers], _ordinary_mask(weight.shape[1], outliers)
         ordinary = weight.float().mul_(kept)
         del weight
         scales = (ordinary.abs().amax(1) / LEVELS).clamp_min(SMALLEST)
         integers = ordinary.div_(scales.unsqueeze(1)).round_().to(torch.int8)
         del ordinary
-        packed = linear([few], [bias])
-        self._few = partial(_linear, few, bias) if packed is None else packed.compute
-        self.scales, self._outliers, self._kept = scales, outliers, kept.to(few.dtype)
+        packed = linear([outlier_weights], [bias])
+        self._outlier_product = partial(_linear, outlier_weights, bias) if packed is None else packed.compute
+        self.scales, self._outliers, self._ordinary_mask = scales, outliers, kept.to(outlier_weights.dtype)
         self.weights: Tensor = torch.ops.onednn.qlinear_prepack(integers, None)
         self._zeros = torch.zeros(len(integers), dtype=torch.int32)
 
     def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        """x [r, i] -> [r, o]."""
+        """Compute the product: x [r, i] -> [r, o]."""
         return run.compute(lambda: self._in_parts(x))
 
     def _in_parts(self, x: Tensor) -> Tensor:
@@ -139,30 +115,33 @@ class Torch:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize x [r, i]. Return integers [r, i] in 1 .. 255, the scale of each row [r, 1], and outliers [r, k]."""
         levels = torch.empty_like(x, dtype=torch.uint8)
         steps = self.scales.new_empty(len(x), 1)
         for rows, found, step in zip(
             x.split(LEVEL_ROWS), levels.split(LEVEL_ROWS), steps.split(LEVEL_ROWS), strict=True
         ):
-            # products, quotients and sums that IEEE rounds exactly, one by one: fused ones would go by place
-            ordinary = rows * self._kept
+            # each product, quotient and sum is rounded by itself: where torch fuses some, bits depend on the place
+            ordinary = rows * self._ordinary_mask
             step.copy_(ordinary.abs().amax(1, keepdim=True)).div_(LEVELS).clamp_min_(SMALLEST)
             found.copy_(ordinary.float().div_(step).add_(ZERO + 0.5).to(torch.int32))
         return levels, steps, x.index_select(1, self._outliers)
 
-    def multiply(self, levels: Tensor, steps: Tensor, few: Tensor) -> Tensor:
+    def multiply(self, levels: Tensor, steps: Tensor, outlier_x: Tensor) -> Tensor:
+        """Multiply the results of `levels` by the weights: levels [r, i], steps [r, 1], outlier_x [r, k] -> [r, o]."""
         sums: Tensor = torch.ops.onednn.qlinear_pointwise(
             levels, 1.0, ZERO, self.weights, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
-        return sums.mul_(steps).add_(self._few(few)).to(few.dtype)
+        return sums.mul_(steps).add_(self._outlier_product(outlier_x)).to(outlier_x.dtype)
 
 
 class Compiled:
-    """By the kernels of kernels/int8.py. Outputs are filled up to a multiple of COLUMNS, inputs to one of INPUTS."""
+    """Weights and products by kernels/int8.py, with the methods of Torch. Outputs, and their scales, fill up a multiple
+    of COLUMNS, inputs a multiple of INPUTS."""
 
     @staticmethod
     def able() -> bool:
-        """Whether the kernels are fast here."""
+        """Return whether the kernels are fast here, and torch's threads can run them."""
         able = may_use_matrix_units() if matrix_units() else {"avx512f", "avx512vnni"} <= features()
         return able and team() is not None
 
@@ -171,19 +150,18 @@ class Compiled:
         self._dtype, pad = weights[0].dtype, nn.functional.pad
         wider = -self._given % INPUTS
         self._inputs, more = self._given + wider, -self._outputs % COLUMNS
-        few = torch.cat([weight[:, outliers] for weight in weights])
+        outlier_weights = torch.cat([weight[:, outliers] for weight in weights])
         if wider:
             weights = [pad(weight, (0, wider)) for weight in weights]
-        self._kept = pad(_kept(self._given, outliers), (0, wider))
-        self.weights, scales, sums = _converted(weights, self._kept)
+        self._ordinary_mask = pad(_ordinary_mask(self._given, outliers), (0, wider))
+        self.weights, self.scales, sums = _quantized_weights(weights, self._ordinary_mask)
         self._blocks = len(self.weights)
         self._offsets = sums.mul_(-ZERO)
-        self._padded_scales, self.scales = scales, scales[: self._outputs]
-        self._bias, self._few = pad(bias.float(), (0, more)), lines([few.float()])
+        self._bias, self._outlier_lines = pad(bias.float(), (0, more)), lines([outlier_weights.float()])
         self._outliers = outliers.contiguous()
 
     def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        """x [r, i] -> [r, o]."""
+        """Compute the product: x [r, i] -> [r, o]."""
         return self.multiply(*self.levels(x, run), run)
 
     def levels(self, x: Tensor, run: Eager = EAGER) -> tuple[Tensor, Tensor, Tensor]:
@@ -196,28 +174,27 @@ class Compiled:
         rows = x.shape[0]
         levels = run.empty(rows, self._inputs, dtype=torch.uint8)
         steps = run.empty(rows, 1, dtype=torch.float32)
-        few = run.empty(rows, len(self._outliers), dtype=torch.float32)
-        share = max(1, -(-rows // (4 * torch.get_num_threads())))
-        items = -(-rows // share)
+        outlier_x = run.empty(rows, len(self._outliers), dtype=torch.float32)
+        items, share = shares(rows, torch.get_num_threads())
         arguments = QuantizeRowArguments(
             0, 0, items, rows, share, x.data_ptr(), x.stride(0) * x.element_size(), x.element_size() == 2,
-            self._inputs, self._kept.data_ptr(), levels.data_ptr(), self._inputs, steps.data_ptr(),
-            self._outliers.data_ptr(), few.data_ptr(), few.shape[1],
+            self._inputs, self._ordinary_mask.data_ptr(), levels.data_ptr(), self._inputs, steps.data_ptr(),
+            self._outliers.data_ptr(), outlier_x.data_ptr(), outlier_x.shape[1],
         )  # fmt: skip
         run.launch(compiled()[0], arguments, rows * self._inputs, items)
-        return levels, steps, few
+        return levels, steps, outlier_x
 
-    def multiply(self, levels: Tensor, steps: Tensor, few: Tensor, run: Eager = EAGER) -> Tensor:
-        rows, columns = levels.shape[0], self._padded_scales.shape[0]
+    def multiply(self, levels: Tensor, steps: Tensor, outlier_x: Tensor, run: Eager = EAGER) -> Tensor:
+        rows, columns = levels.shape[0], self.scales.shape[0]
         out = run.empty(rows, columns, dtype=self._dtype)
         quads = self._inputs // 4
         parts = Parts.of(rows, self._blocks, quads, kinds=2)
         sums = parts.scratch(run)
         arguments = Int8Arguments(
             *parts.arguments(sums), levels.data_ptr(), levels.stride(0), self.weights.data_ptr(), quads, parts.piece,
-            self._offsets.data_ptr(), self._padded_scales.data_ptr(), steps.data_ptr(), few.data_ptr(),
-            self._few.data_ptr(), few.shape[1], self._bias.data_ptr(), out.data_ptr(), columns * out.element_size(),
-            out.element_size() == 2,
+            self._offsets.data_ptr(), self.scales.data_ptr(), steps.data_ptr(), outlier_x.data_ptr(),
+            self._outlier_lines.data_ptr(), outlier_x.shape[1], self._bias.data_ptr(), out.data_ptr(),
+            columns * out.element_size(), out.element_size() == 2,
         )  # fmt: skip
         run.launch(compiled()[1], arguments, rows * columns * self._inputs, parts.items)
         return out if columns == self._outputs else out[:, : self._outputs]
@@ -227,17 +204,17 @@ def _linear(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
     return nn.functional.linear(x, weight, bias)
 
 
-def _kept(inputs: int, outliers: Tensor) -> Tensor:
-    """[i] float32: 0 for outliers and 1 for others."""
+def _ordinary_mask(inputs: int, outliers: Tensor) -> Tensor:
+    """Return [i] float32, 0 for outliers and 1 for other channels."""
     kept = torch.ones(inputs)
     kept[outliers] = 0
     return kept
 
 
-def _converted(weights: Sequence[Tensor], kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make weights [o, i] integers, as lines; return these, their scales [o] and sums [o] int32, filled up with zeros
-    (scales: with SMALLEST) to a multiple of COLUMNS. Each weight is read twice, row by row."""
-    rows, held = row_addresses(weights)
+def _quantized_weights(weights: Sequence[Tensor], kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize weights [o, i]. Return the integers as lines, their scales [o] and their sums [o] int32, filled up with
+    zeros (scales: with SMALLEST) to a multiple of COLUMNS. Each weight is read twice, row by row."""
+    rows, owners = row_addresses(weights)
     inputs, count, threads = weights[0].shape[1], len(rows), torch.get_num_threads()
     made = scratch(count * inputs).view(torch.int32).view(-1, inputs // 4, COLUMNS)
     scales, sums = torch.empty(count), torch.empty(count, dtype=torch.int32)
@@ -247,17 +224,15 @@ def _converted(weights: Sequence[Tensor], kept: Tensor) -> tuple[Tensor, Tensor,
         sums.data_ptr(), made.data_ptr(), spare.data_ptr(), spare.stride(0),
     )  # fmt: skip
     compiled()[2](arguments, made.numel() * 8, len(made))
-    del held
+    del owners
     return made, scales, sums
 
 
 class Int8Product(Product):
-    """Product of integers; the tensor is made integers once.
+    """A product in int8, of layers with the same input, which is quantized once.
 
     Attributes:
-        outliers: [k] input channels that are multiplied as they are.
-        scales: [o] float32, what an integer of a weight is worth.
-        parts: outputs of each layer.
+        parts: number of outputs of each layer.
         backend: computes the product.
     """
 
@@ -269,14 +244,10 @@ class Int8Product(Product):
         backend: type[Compiled] | type[Torch],
         linear: Linear,
     ) -> None:
-        """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. outliers: [k], ascending. way:
-        computes the product. linear: packs weights that stay as they are; None for those that it does not take."""
+        """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. outliers: [k], ascending.
+        backend: computes the product. linear: packs weights that are not quantized, or returns None."""
         self.parts = [len(one) for one in weights]
-        missing = (weights[0].new_zeros(part) for part in self.parts)
-        bias = torch.cat([gap if one is None else one for one, gap in zip(biases, missing, strict=True)])
-        self.outliers = outliers
-        self.backend = backend(weights, outliers, bias, linear)
-        self.scales = self.backend.scales
+        self.backend = backend(weights, outliers, joined_bias(weights, biases), linear)
         self.compiled = backend is Compiled
 
     def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
@@ -284,23 +255,23 @@ class Int8Product(Product):
 
 
 def outlier_channels(largest: Tensor) -> Tensor:
-    """Return the input channels [k], ascending, of the largest magnitudes [i]."""
+    """Return the k input channels with the largest magnitudes, ascending. largest: [i], a magnitude of each channel."""
     return largest.topk(min(OUTLIERS, len(largest) // 2)).indices.sort().values
 
 
 @functools.cache
 def compiled() -> list[CpuKernel]:
     """Return the kernels, made at the first call."""
-    return kernels("int8", "levelize", "multiply", "convert")
+    return kernels("int8", "quantize_rows", "multiply", "quantize_weights")
 
 
 def fault(backend: type[Torch] | type[Compiled], linear: Linear) -> str | None:
-    """Return what is wrong with the sums of integers of a way; None where they are exact."""
+    """Return what is wrong with the sums of integers of a backend; None where they are exact."""
     operators: Any = torch.ops.onednn
     if backend is Torch and not (hasattr(operators, "qlinear_prepack") and hasattr(operators, "qlinear_pointwise")):
         return "this build of torch has no int8 linear layers (oneDNN)"
     generator = torch.Generator().manual_seed(0)
-    # largest values beside each other: processors without exact 8-bit products saturate there
+    # the largest values next to each other: processors without exact 8-bit products saturate there
     weight = LEVELS * (2 * torch.randint(0, 2, (96, 128), generator=generator) - 1)
     levels = 1 + 254 * torch.randint(0, 2, (5, 128), generator=generator)
     weight[:, :32], levels[:, :32] = LEVELS, 255
@@ -311,6 +282,6 @@ def fault(backend: type[Torch] | type[Compiled], linear: Linear) -> str | None:
             made = backend([weight.float()], last, torch.zeros(96), linear)
             ours = made.multiply(levels.to(torch.uint8), torch.ones(5, 1), torch.zeros(5, 1))
     except (RuntimeError, NotImplementedError) as error:
-        return f"torch's int8 linear layers fail on this processor: {' '.join(str(error).split())[:100]}"
+        return f"int8 linear layers fail on this processor: {' '.join(str(error).split())[:100]}"
     exact = (levels - ZERO) @ weight.t()
     return None if torch.equal(ours.long(), exact) else "this processor's int8 products are not exact"

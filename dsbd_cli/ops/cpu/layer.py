@@ -1,9 +1,8 @@
-"""Norms, gated activation and rotation, which stand between the products of a decoder layer, by kernels for the CPU.
+"""CPU kernels for what comes between the products of a decoder layer: norms, gated activation and rotation.
 
-Each kernel does in one pass what takes five to twenty operations of torch. What they compute is said by
-ops/reference.py. A row is computed by itself, in an order that its width fixes, so its bits do not depend on how many
-rows or threads there are. The kernels are kernels/layer.py; numba, which compiles them, is imported when they are first
-called.
+Each kernel does in one pass what takes five to twenty operations of torch. ops/reference.py specifies what they
+compute. A row is computed by itself, in an order that its width fixes, so its bits do not depend on how many rows or
+threads there are. The kernels are in kernels/layer.py; numba, which compiles them, is imported at their first call.
 
 Letters: m rows (nodes of all requests), H hidden width, I inner width, Q query heads, K kv heads, E head dim.
 """
@@ -12,17 +11,26 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import zlib
 
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import EAGER, CpuKernel, Eager, fields, kernels, offsets
+from dsbd_cli.ops.cpu.runtime import (
+    EAGER,
+    FLOATS,
+    CpuKernel,
+    Eager,
+    fields,
+    flattened,
+    kernels,
+    layout,
+    offsets,
+    shares,
+)
 
-DTYPES = (torch.float32, torch.bfloat16)
-STEP = 16  # widths of rows, of gates and of half heads are multiples of it
-NOTHING = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in DTYPES}
-COSTS = 8  # multiplications that a number takes, about
+STEP = 16  # widths of rows, of gates and of half heads must be multiples of it
+NOTHING = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in FLOATS}
+COSTS = 8  # multiplications per number, about
 
 
 class NormArguments(ctypes.Structure):
@@ -55,23 +63,14 @@ class RotateArguments(ctypes.Structure):
 
 
 NORM, GATED, ROTATE = offsets(NormArguments), offsets(GatedArguments), offsets(RotateArguments)
-LAYOUT = zlib.crc32(
-    repr(
-        [
-            NORM,
-            GATED,
-            ROTATE,
-            *(one[0] for kind in (NormArguments, GatedArguments, RotateArguments) for one in kind._fields_),
-        ]
-    ).encode()
-)
+LAYOUT = layout(NormArguments, GatedArguments, RotateArguments)
 
 
 def norm(
     x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset: bool, run: Eager = EAGER
 ) -> tuple[Tensor, Tensor]:
     """Do what `reference.norm` does."""
-    flat, rows, row = _flat(x)
+    flat, rows, row = flattened(x)
     width, unit = x.shape[-1], x.element_size()
     out = run.empty(*x.shape, dtype=x.dtype)
     assert x.dtype == weight.dtype
@@ -79,9 +78,9 @@ def norm(
     if more is not None:
         assert more.shape == x.shape
         assert more.dtype == x.dtype
-        given, _, given_row = _flat(more)
+        given, _, given_row = flattened(more)
         summed = run.empty(*x.shape, dtype=x.dtype)
-    items, share = _shares(rows, torch.get_num_threads())
+    items, share = shares(rows, torch.get_num_threads())
     arguments = NormArguments(
         0, 0, items, rows, share, width, flat.data_ptr(), row * unit, 0 if given is None else given.data_ptr(),
         given_row * unit, weight.data_ptr(), out.data_ptr(), summed.data_ptr(), unit_offset, unit == 2, eps,
@@ -92,10 +91,10 @@ def norm(
 
 def gated(both: Tensor, gelu: bool, run: Eager = EAGER) -> Tensor:
     """Do what `reference.gated` does."""
-    flat, rows, row = _flat(both)
+    flat, rows, row = flattened(both)
     width, unit = both.shape[-1] // 2, both.element_size()
     out = run.empty(*both.shape[:-1], width, dtype=both.dtype)
-    items, share = _shares(rows, torch.get_num_threads())
+    items, share = shares(rows, torch.get_num_threads())
     arguments = GatedArguments(
         0, 0, items, rows, share, width, flat.data_ptr(), row * unit, out.data_ptr(), gelu, unit == 2
     )
@@ -117,7 +116,7 @@ def rotate(
     run: Eager = EAGER,
 ) -> Tensor:
     """Do what `reference.rotate` does."""
-    flat, count, row = _flat(both)
+    flat, count, row = flattened(both)
     rows, nodes, width = both.shape
     kv_heads, dim = keys.shape[-2:]
     heads, unit = width // dim - 2 * kv_heads, both.element_size()
@@ -129,7 +128,7 @@ def rotate(
     assert cos.shape == sin.shape == (angles, nodes, dim)
     assert angles in (1, rows)
     out = run.empty(rows, heads, nodes, dim, dtype=both.dtype)
-    items, share = _shares(count, torch.get_num_threads())
+    items, share = shares(count, torch.get_num_threads())
     arguments = RotateArguments(
         0, 0, items, count, share, nodes, heads, kv_heads, dim, flat.data_ptr(), row * unit, cos.data_ptr(),
         sin.data_ptr(), 0 if angles == 1 else nodes * dim * unit, slots.data_ptr(), out.data_ptr(), keys.data_ptr(),
@@ -138,24 +137,6 @@ def rotate(
     )  # fmt: skip
     run.launch(compiled()[2], arguments, count * width * COSTS, items)
     return out
-
-
-def _flat(x: Tensor) -> tuple[Tensor, int, int]:
-    """[m, width] whose rows have no gaps inside, m, and from one row to the next."""
-    assert x.is_cpu
-    width = x.shape[-1]
-    flat = x.reshape(-1, width)
-    row, step = flat.stride()
-    if step != 1:
-        flat, row = flat.contiguous(), width
-    return flat, flat.shape[0], row
-
-
-@functools.lru_cache(1024)
-def _shares(rows: int, threads: int) -> tuple[int, int]:
-    """Parts that threads take, and the rows of each."""
-    share = max(1, -(-rows // (4 * threads)))
-    return -(-rows // share), share
 
 
 @functools.cache

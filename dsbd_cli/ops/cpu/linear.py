@@ -1,19 +1,19 @@
-"""Linear layers that read their weights from memory once at each call, and reorder none of them first.
+"""Linear layers that read their weights from memory once per call and do not reorder them first.
 
 torch hands a plain weight matrix to oneDNN, which copies it into blocks at every call; for a few tokens that copy costs
 as much as the product (benchmarks/LOG.md).
 
-Two ways. Where the processor has AVX-512, a kernel of our own serves (kernels/linear.py): weights are packed as lines,
-in the order in which it reads them, once. Matrix units need no such copy: they read rows of bfloat16 as a checkpoint
-has them, from its memory-mapped file. Elsewhere operators of torch serve, which pack, too, and are not documented.
-ops/select.py tries them against a plain product; where neither serves, the layers stay as they are.
+There are two ways. Where the processor has AVX-512, our own kernel serves (kernels/linear.py). Weights are packed once,
+as *lines* (kernels/simd.py), in the order in which the kernel reads them. Matrix units need no such copy: they read
+rows of bfloat16 as a checkpoint has them, from its memory-mapped file. Elsewhere operators of torch serve, which pack,
+too, and are not documented. ops/select.py compares both ways with a plain product. Where neither serves, the layers
+stay as they are.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +27,9 @@ from dsbd_cli.ops.cpu.runtime import (
     Eager,
     features,
     fields,
+    flattened,
     kernels,
+    layout,
     matrix_units,
     may_use_matrix_units,
     offsets,
@@ -36,21 +38,22 @@ from dsbd_cli.ops.cpu.runtime import (
     team,
 )
 
-ROWS_HINT = 32  # blocks are chosen for about so many tokens; measured: any hint from 8 to 512 gives the same blocks
-LEAST_ROWS = 4  # fewer rows take a slower kernel; measured: 1 row 0.65 ms, 4 rows 0.51 ms for 5632 x 2048 in bfloat16
+ROWS_HINT = 32  # tokens for which torch chooses its blocks; measured: any hint from 8 to 512 gives the same blocks
+LEAST_ROWS = 4  # fewer rows take torch longer; measured: 1 row 0.65 ms, 4 rows 0.51 ms for 5632 x 2048 in bfloat16
 MIN_FEATURES = 64
 COLUMNS = 64  # outputs that our kernels compute at once
-# Of matrix units: rows, or words of a row, that they multiply at once. Up to ROWS_AT_ONCE rows of x take weights that
-# lie in rows from memory once; more take them from the cache, a piece at a time, as lines. A thread has up to BESIDE
-# lines between its sums and its room.
-SIDES, ROWS_AT_ONCE, BESIDE = 16, 64, 32
-# Of our kernels. For more than FEW_ROWS rows a thread works on PIECE lines of weights at a time, which its cache holds.
+# For matrix units. They multiply SIDES rows, of SIDES words each, at once. For up to ROWS_AT_ONCE rows of x, weights
+# that are stored in rows are read from memory once. For more, a thread turns a piece of them into lines, which its
+# cache holds. SPARE_LINES: lines between the sums of a thread and its room (see `Parts.of`).
+SIDES, ROWS_AT_ONCE, SPARE_LINES = 16, 64, 32
+# For our kernels. A thread works on up to CHUNK_ROWS rows of x at once. For more than FEW_ROWS rows it works on PIECE
+# lines of weights at a time, which its cache holds.
 CHUNK_ROWS, FEW_ROWS, PIECE = 96, 5, 1024
-MATRIX_CHUNK_ROWS = 512  # in the place of CHUNK_ROWS with matrix units; measured: 256 rows take 4 to 8 % longer
+MATRIX_CHUNK_ROWS = 512  # in place of CHUNK_ROWS with matrix units; measured: 256 rows take 4 to 8 % longer
 
 
 class LinearArguments(ctypes.Structure):
-    """Arguments of the kernel."""
+    """Arguments of the kernel `multiply`."""
 
     _fields_ = fields(
         *PRODUCT, "x", "x_row", "weights", "steps", "piece", "in_rows", "room", "bias", "out", "out_row", "narrow",
@@ -58,25 +61,21 @@ class LinearArguments(ctypes.Structure):
 
 
 class PackArguments(ctypes.Structure):
-    """Arguments of the kernel that packs. rows: addresses of rows."""
+    """Arguments of the kernel `pack_rows`. rows: the address of an array of row addresses."""
 
     _fields_ = fields("taken", "threads", "items", "rows", "steps", "out")
 
 
 MULTIPLY, PACK = offsets(LinearArguments), offsets(PackArguments)
-LAYOUT = zlib.crc32(
-    repr(
-        [COLUMNS, MULTIPLY, PACK, [field[0] for kind in (LinearArguments, PackArguments) for field in kind._fields_]]
-    ).encode()
-)
+LAYOUT = layout(LinearArguments, PackArguments, constants=(COLUMNS,))
 
 
 @functools.cache
 def bfloat16_tile() -> str | None:
-    """The tile that multiplies bfloat16 here. None: torch does.
+    """Return the kind of tile that multiplies bfloat16 here; None where torch does it.
 
     Matrix units are fastest. AVX-512 BF16 multiplies pairs; an Emerald Rapids does that at half its rate of float32. So
-    on other processors than AMD's, and where the instruction is missing, each number is made float32 first.
+    on other processors than AMD's, and where the instruction is missing, each number is widened to float32 first.
     """
     if matrix_units():
         return "amx"
@@ -92,10 +91,10 @@ def compiled() -> list[CpuKernel]:
 
 
 class Parts(NamedTuple):
-    """How a product of so many rows and blocks of outputs is shared out.
+    """The division of a product of `rows` rows of x and `blocks` blocks of outputs among threads.
 
-    chunk: rows that a thread works on at once; share: blocks; items: parts that threads take; piece: lines of weights
-    between two stores of the sums; sums: numbers that the threads need room for, [threads, lines, COLUMNS] float32.
+    items: parts that threads take, of up to `chunk` rows and `share` blocks each. piece: lines of weights between two
+    stores of the sums. sums: the shape of the memory for the sums of all threads, [threads, lines, COLUMNS] float32.
     """
 
     rows: int
@@ -108,7 +107,7 @@ class Parts(NamedTuple):
 
     @staticmethod
     def of(rows: int, blocks: int, lines: int, kinds: int = 1, room: int = 0) -> Parts:
-        """kinds: of sums. room: lines that a thread needs beside them."""
+        """Divide a product. lines: of weights per block. kinds: sums per output. room: more lines for each thread."""
         return _parts(rows, blocks, lines, kinds, room, torch.get_num_threads())
 
     def scratch(self, run: Eager) -> Tensor:
@@ -116,7 +115,7 @@ class Parts(NamedTuple):
         return run.empty(*self.sums, dtype=torch.float32)
 
     def arguments(self, scratch: Tensor) -> tuple[int, ...]:
-        """PRODUCT."""
+        """Return the values of the fields PRODUCT. scratch: memory for the sums."""
         sums = scratch.data_ptr(), self.sums[1] * COLUMNS * 4
         return 0, 0, self.items, self.rows, self.chunk, self.blocks, self.share, *sums
 
@@ -130,94 +129,95 @@ def _parts(rows: int, blocks: int, lines: int, kinds: int, room: int, threads: i
 
 
 def lines(weights: Sequence[Tensor]) -> Tensor:
-    """Return weights [o, i] each, of one dtype and width, one below the other, as the kernels read them.
+    """Return weights, one below the other, as the lines that the kernels read: [blocks, i / u, COLUMNS] int32, which
+    hold u numbers each.
 
-    [blocks, i / u, COLUMNS] of int32, which hold u numbers each. Outputs are filled up to a multiple of COLUMNS with
-    zeros. Each weight is read once, from wherever it lies.
+    weights: [o, i] each, of one dtype and width. Outputs are filled up with zeros to a multiple of COLUMNS. Each weight
+    is read once, from wherever it is stored.
     """
-    rows, held = row_addresses(weights)
+    rows, owners = row_addresses(weights)
     made = _lines(rows, sum(map(len, weights)), weights[0])
-    del held
+    del owners
     return made
 
 
-def picked_lines(table: Tensor, ids: Tensor, home: Tensor | None = None) -> Tensor:
-    """Return the rows ids [o] int64 of a table [V, i] as lines. home: lines of as many rows, whose memory they take."""
+def picked_lines(table: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the rows ids [o] int64 of a table [V, i] as lines. out: lines of as many rows, which are overwritten."""
     rows = ids * (table.stride(0) * table.element_size()) + table.data_ptr()
-    return _lines(_filled(rows, COLUMNS), len(ids), table, home)
+    return _lines(_filled(rows, COLUMNS), len(ids), table, out)
 
 
-def _lines(rows: Tensor, count: int, like: Tensor, home: Tensor | None = None) -> Tensor:
-    """Return the rows at addresses [o] int64 as lines. count: of real ones, behind which rows of zeros stand. like: [.,
-    i], a tensor of such rows."""
+def _lines(rows: Tensor, count: int, like: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the rows at the addresses `rows` [o] int64 as lines. Only the first `count` are real; rows of zeros take
+    the place of the others. like: [., i], a tensor of the same dtype and width. out: as in `picked_lines`."""
     steps, zeros = like.shape[1] * like.element_size() // 4, torch.zeros_like(like[0]).contiguous()
     rows[count:] = zeros.data_ptr()
-    made = scratch(len(rows) * steps * 4).view(torch.int32).view(-1, steps, COLUMNS) if home is None else home
+    made = scratch(len(rows) * steps * 4).view(torch.int32).view(-1, steps, COLUMNS) if out is None else out
     compiled()[1](PackArguments(0, 0, len(made), rows.data_ptr(), steps, made.data_ptr()), made.numel(), len(made))
     return made
 
 
-def lie_in_groups(weights: Sequence[Tensor]) -> bool:
-    """Return whether SIDES rows of weights [o, i] each, which follow each other, are equally far apart, and hold whole
-    SIDES words."""
+def readable_in_groups(weights: Sequence[Tensor]) -> bool:
+    """Return whether weights [o, i] can be read in groups of SIDES rows: all rows of a group belong to one weight and
+    are equally far apart, and a row consists of whole groups of SIDES words."""
     wide = weights[0].shape[1] * weights[0].element_size() % (4 * SIDES) == 0
     return wide and all(len(weight) % SIDES == 0 and weight.stride(1) == 1 for weight in weights)
 
 
 def row_groups(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return where each SIDES rows of weights [o, i] begin and how many bytes they are apart, [groups, 2] int64, and
-    the tensors that these point into. Rows of zeros fill up a multiple of COLUMNS."""
+    """Return the address of each group of SIDES rows of weights [o, i] and the bytes between its rows, [groups, 2]
+    int64, and the tensors that the addresses point into. Rows of zeros fill up the last COLUMNS rows."""
     assert all(weight.is_cpu for weight in weights)
-    found, held = list[Tensor](), [*weights]
+    found, owners = list[Tensor](), [*weights]
     for weight in weights:
         row = weight.stride(0) * weight.element_size()
         begin = torch.arange(0, len(weight), SIDES) * row + weight.data_ptr()
         found.append(torch.stack([begin, torch.full_like(begin, row)], 1))
     if missing := -sum(map(len, found)) % (COLUMNS // SIDES):
-        held.append(torch.zeros_like(weights[0][0]))
-        found.append(torch.tensor([[held[-1].data_ptr(), 0]]).expand(missing, 2))
-    return torch.cat(found), held
+        owners.append(torch.zeros_like(weights[0][0]))
+        found.append(torch.tensor([[owners[-1].data_ptr(), 0]]).expand(missing, 2))
+    return torch.cat(found), owners
 
 
 def row_addresses(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return the addresses [o] int64 of the rows of all weights, filled up to a multiple of COLUMNS with 0, and the
+    """Return the addresses [o] int64 of the rows of all weights, filled up with 0 to a multiple of COLUMNS, and the
     tensors that they point into."""
-    held = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
-    assert all(weight.is_cpu for weight in held)
+    owners = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
+    assert all(weight.is_cpu for weight in owners)
     found = [
-        torch.arange(len(weight)) * (weight.stride(0) * weight.element_size()) + weight.data_ptr() for weight in held
+        torch.arange(len(weight)) * (weight.stride(0) * weight.element_size()) + weight.data_ptr() for weight in owners
     ]
-    return _filled(torch.cat(found), COLUMNS), held
+    return _filled(torch.cat(found), COLUMNS), owners
 
 
 def address(tensor: Tensor) -> int:
-    """Return what tells the memory of a tensor from others'; torch's own packed weights do not say where they lie."""
+    """Return a number that identifies the memory of a tensor. Weights that torch has packed have no address."""
     return id(tensor) if tensor.is_mkldnn else tensor.data_ptr()
 
 
 class Compiled:
-    """Weights for our kernel: rows of the tensors that it is given, which must not change, or lines."""
+    """Weights for our kernel: lines, or the rows of the given tensors, which must not change."""
 
     @staticmethod
     def able(dtype: torch.dtype) -> bool:
-        """Whether the processor has the instructions that the kernel is fast with."""
+        """Return whether the processor has the instructions for a fast kernel, and torch's threads can run it."""
         tile = bfloat16_tile() if dtype == torch.bfloat16 else None
         known = may_use_matrix_units() if tile == "amx" else "avx512f" in features()
         return known and team() is not None
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Whether a row of weights [o, i] fills whole words."""
+        """Return whether a row of the weights [o, i] fills whole words of four bytes."""
         return weight.shape[1] * weight.element_size() % 4 == 0
 
     def __init__(self, weights: Sequence[Tensor], picked: Tensor | None = None) -> None:
-        """picked: [o] int64, rows of the only one of the weights; None: all rows of all."""
+        """weights: [o, i] of each layer. picked: [o] int64, rows of the only weight; None: all rows of all weights."""
         like, self.dtype = weights[0], weights[0].dtype
         self.outputs = sum(map(len, weights)) if picked is None else len(picked)
         self._unit = like.element_size()
         self._steps = like.shape[1] * self._unit // 4
         in_groups = picked is None and self._unit == 2 and bfloat16_tile() == "amx"
-        self._in_rows = in_groups and lie_in_groups(weights)
+        self._in_rows = in_groups and readable_in_groups(weights)
         if self._in_rows:
             self._places, self.weights = row_groups(weights)
         else:
@@ -228,45 +228,40 @@ class Compiled:
     def bias(self, bias: Tensor) -> Tensor:
         return _filled(bias.float(), COLUMNS)
 
-    def _room(self, rows: int) -> int:
-        """Return lines that a thread needs beside its sums: for rows of x, turned, or for a piece of the weights."""
+    def _room_lines(self, rows: int) -> int:
+        """Return how many lines a thread needs beside its sums: for transposed rows of x, or a piece of the weights."""
         if not self._in_rows:
             return 0
-        return BESIDE + (-(-rows // SIDES) * -(-self._steps * SIDES // COLUMNS) if rows <= ROWS_AT_ONCE else PIECE)
+        return SPARE_LINES + (-(-rows // SIDES) * -(-self._steps * SIDES // COLUMNS) if rows <= ROWS_AT_ONCE else PIECE)
 
     def __call__(self, x: Tensor, bias: Tensor | None, run: Eager = EAGER) -> Tensor:
-        """x [..., i], bias as `bias` gave it -> [..., o]."""
-        unit, inputs, blocks, steps = self._unit, x.shape[-1], self._blocks, self._steps
+        """Compute the product: x [..., i] -> [..., o]. bias: as `bias` returned it."""
+        unit, blocks, steps = self._unit, self._blocks, self._steps
         columns = blocks * COLUMNS
         assert x.dtype == self.dtype
-        assert x.is_cpu
-        assert inputs * unit == 4 * steps
-        flat = x.reshape(-1, inputs)
-        row, step = flat.stride()
-        if step != 1:
-            flat, row = flat.contiguous(), inputs
-        rows = flat.shape[0]
+        assert x.shape[-1] * unit == 4 * steps
+        flat, rows, row = flattened(x)
         out = run.empty(*x.shape[:-1], columns, dtype=x.dtype)
-        room = self._room(rows)
+        room = self._room_lines(rows)
         parts = Parts.of(rows, blocks, steps, room=room)
         sums = parts.scratch(run)
         arguments = LinearArguments(
             *parts.arguments(sums), flat.data_ptr(), row * unit, self._places.data_ptr(), steps, parts.piece,
-            self._in_rows, (parts.sums[1] - room + BESIDE) * COLUMNS * 4, 0 if bias is None else bias.data_ptr(),
+            self._in_rows, (parts.sums[1] - room + SPARE_LINES) * COLUMNS * 4, 0 if bias is None else bias.data_ptr(),
             out.data_ptr(), columns * unit, unit == 2,
         )  # fmt: skip
         run.launch(compiled()[0], arguments, rows * columns * steps, parts.items)
-        # rows stay as far apart as they are: torch's functions give numbers by place (vector or rest) other bits
+        # gaps between rows stay: torch's functions give a number other bits behind the last whole vector of a tensor
         return out if columns == self.outputs else out[..., : self.outputs]
 
 
 class Torch:
     """Weights for torch's operators. Fewer outputs than MIN_FEATURES are filled up with zeros, which the result leaves
-    out: in a product of few columns the bits of a row depend on the other rows."""
+    out, because in a narrower product the bits of a row depend on the other rows."""
 
     @staticmethod
     def able(dtype: torch.dtype) -> bool:
-        """Whether torch has such products, and the processor multiplies bfloat16 itself where they are of that."""
+        """Return whether torch has packed products, and for bfloat16 whether the processor multiplies it itself."""
         if not torch.backends.mkldnn.is_available():
             return False
         check: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
@@ -274,7 +269,7 @@ class Torch:
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Whether weights [o, i] can be packed: all can."""
+        """Return True: all weights [o, i] can be packed."""
         return True
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -287,7 +282,7 @@ class Torch:
         return _filled(bias, MIN_FEATURES) if len(bias) < MIN_FEATURES else bias
 
     def __call__(self, x: Tensor, bias: Tensor | None, run: Eager = EAGER) -> Tensor:
-        """x [..., i], bias as `bias` gave it -> [..., o]."""
+        """Compute the product: x [..., i] -> [..., o]. bias: as `bias` returned it."""
         return run.compute(lambda: self._padded(x, bias))
 
     def _padded(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -304,21 +299,21 @@ class Torch:
 
 
 class Product:
-    """Layers that are handed the same tensor (query, key and value), as one product.
+    """Layers that have the same input (query, key and value), as one product.
 
     Attributes:
-        parts: outputs of each layer.
+        parts: number of outputs of each layer.
     """
 
     parts: list[int]
-    _kept: tuple[Tensor, Tensor, int] | None = None  # input, result, and how many layers have not asked for it
+    _kept: tuple[Tensor, Tensor, int] | None = None  # input, result, and how many layers have yet to ask for it
 
     def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        """x [..., i] -> [..., o], the outputs of all layers side by side."""
+        """Compute the product: x [..., i] -> [..., o], with the outputs of all layers side by side."""
         raise NotImplementedError
 
     def of(self, x: Tensor) -> Tensor:
-        """Return `compute` of x, computed once for one tensor: it is kept until each layer has asked."""
+        """Return `compute(x)`. It is computed once per tensor and kept until each layer has asked for it."""
         if len(self.parts) == 1:
             return self.compute(x)
         kept = self._kept  # read once: another thread may change it
@@ -327,8 +322,14 @@ class Product:
         return result
 
 
+def joined_bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """Return the biases of layers with weights [o, i] as one. Zeros take the place of those that are None."""
+    pairs = zip(weights, biases, strict=True)
+    return torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in pairs])
+
+
 class PackedProduct(Product):
-    """Product of packed weights."""
+    """A product with packed weights."""
 
     def __init__(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], backend: type[Compiled] | type[Torch]
@@ -339,16 +340,15 @@ class PackedProduct(Product):
         self.compiled = backend is Compiled
         self._bias: Tensor | None = None
         if any(bias is not None for bias in biases):
-            missing = (weights[0].new_zeros(part) for part in self.parts)
-            self.set_bias(torch.cat([gap if bias is None else bias for bias, gap in zip(biases, missing, strict=True)]))
+            self.set_bias(joined_bias(weights, biases))
 
     @property
     def weights(self) -> list[Tensor]:
-        """Return the weights as they are stored."""
+        """The weights as they are stored."""
         return self._backend.weights
 
     def set_bias(self, bias: Tensor) -> None:
-        """bias [o]."""
+        """Set the bias [o]."""
         self._bias = self._backend.bias(bias)
 
     def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
@@ -356,14 +356,14 @@ class PackedProduct(Product):
 
 
 class PickedRows:
-    """Products of each row of a batch with rows of its own of a table [V, i]."""
+    """Products of each row of a batch with its own rows of a table [V, i]."""
 
     def __init__(self, table: Tensor) -> None:
         self._table = table
         self._products: list[Compiled] = []
 
     def take(self, ids: Tensor) -> None:
-        """Multiply with the rows ids [R, o] int64 from now on."""
+        """Use the rows ids [R, o] int64 of the table as weights from now on."""
         if [one.outputs for one in self._products] != [ids.shape[1]] * len(ids):
             self._products = [Compiled([self._table], some) for some in ids]
             return
@@ -371,12 +371,12 @@ class PickedRows:
             picked_lines(self._table, some, product.weights[0])
 
     def compute(self, x: Tensor) -> Tensor:
-        """x [R, n, i] -> [R, n, o]."""
+        """Compute the products: x [R, n, i] -> [R, n, o]."""
         found = [product(part, None) for product, part in zip(self._products, x.split(1), strict=True)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _filled(weight: Tensor, multiple: int) -> Tensor:
-    """Zeros after the last output, up to a multiple of so many."""
+    """Append zeros after the last output, up to a multiple of `multiple`."""
     missing = -weight.shape[0] % multiple
     return nn.functional.pad(weight, (*[0] * (2 * weight.dim() - 1), missing)) if missing else weight

@@ -1,21 +1,20 @@
-"""Sums over a vocabulary by a kernel for the CPU: the log of the sum of exp of each row of logits, which is read once.
-torch's exp takes most of the time of a log-softmax (benchmarks/LOG.md).
+"""A CPU kernel for sums over the vocabulary: the log of the sum of exp of each row of logits, which is read once.
+Without it torch's exp takes most of the time of a log-softmax (benchmarks/LOG.md).
 
-The kernel itself is kernels/logsumexp.py; numba, which compiles it, is imported when it is first asked for.
+The kernel itself is in kernels/logsumexp.py; numba, which compiles it, is imported when the kernel is first needed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import zlib
 
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import CpuKernel, fields, kernels, offsets
+from dsbd_cli.ops.cpu.runtime import FLOATS, CpuKernel, fields, kernels, layout, offsets
 
-WORK = 4  # multiplications or so of each number
+WORK = 4  # multiplications per number, about
 
 
 class LogsumexpArguments(ctypes.Structure):
@@ -25,24 +24,23 @@ class LogsumexpArguments(ctypes.Structure):
 
 
 TOTAL = offsets(LogsumexpArguments)
-LAYOUT = zlib.crc32(repr([TOTAL, [field[0] for field in LogsumexpArguments._fields_]]).encode())
+LAYOUT = layout(LogsumexpArguments)
 
 
 def log_total(values: Tensor, highest: Tensor) -> Tensor | None:
-    """Do what `reference.log_total` does, of float32 and bfloat16 whose rows have no gaps; None for others. A row's
-    bits are its own."""
-    narrow = values.dtype == torch.bfloat16
-    if not (narrow or values.dtype == torch.float32) or values.device.type != "cpu" or values.stride(1) != 1:
+    """Do what `reference.log_total` does, for float32 and bfloat16 values whose rows have no gaps; return None for
+    others. The bits of a row do not depend on the other rows."""
+    if values.dtype not in FLOATS or values.device.type != "cpu" or values.stride(1) != 1:
         return None
     rows, count = values.shape
     highest, out = highest.contiguous(), torch.empty(rows, 1, dtype=torch.float32, device="cpu")
     assert (highest.shape, highest.dtype) == (out.shape, out.dtype)
     arguments = LogsumexpArguments(
         0, 0, rows, values.data_ptr(), values.stride(0) * values.element_size(), count, highest.data_ptr(),
-        out.data_ptr(), narrow,
+        out.data_ptr(), values.dtype == torch.bfloat16,
     )  # fmt: skip
     compiled()(arguments, WORK * rows * count, rows)
-    # in float64: in float32 the last few numbers of a tensor may take another log than the others
+    # in float64, because in float32 torch may compute the log of the last few numbers of a tensor in another way
     return out.to(torch.float64).log_().to(torch.float32)
 
 

@@ -1,8 +1,9 @@
 """Programs: the kernels of one forward's layers as a table of addresses, run by one compiled loop.
 
 With few nodes a kernel between two products takes some microseconds, and Python takes several times as long to call it.
-A `Program` is handed to the operations of a forward in the place of `runtime.EAGER`. It keeps what they would have run,
-with fixed memory, and runs it again and again: whoever runs it writes the inputs to the same places before.
+A `Program` is passed to the operations of a forward in place of `runtime.EAGER`. It records the kernels that they would
+have run, with fixed memory, and runs them again and again. Before each run the caller writes the inputs to the same
+memory.
 """
 
 from __future__ import annotations
@@ -10,31 +11,30 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import CpuKernel, Eager, Results, fields, kernels, offsets, team_address
+from dsbd_cli.ops.cpu.runtime import CpuKernel, Eager, Results, fields, kernels, layout, offsets, team_address
 
 Step = Callable[[], object]
 
 
 class ProgramArguments(ctypes.Structure):
-    """Arguments of the loop: `calls` is [count, 3] int64: address, arguments and threads of each kernel."""
+    """Arguments of the loop. calls: [count, 3] int64, each kernel's address, that of its arguments, and its threads."""
 
     _fields_ = fields("count", "calls", "team")
 
 
 RUN = offsets(ProgramArguments)
-LAYOUT = zlib.crc32(repr([RUN, *(one[0] for one in ProgramArguments._fields_)]).encode())
+LAYOUT = layout(ProgramArguments)
 
 
 class Arena:
-    """Memory for the results of layers. Each layer uses that of the layer before the last again: a layer reads what the
-    one before it left. All programs of a model share one arena, because no two run at a time."""
+    """Memory for the results of layers. A layer reads the results of the layer before it, and reuses the memory of the
+    layer before that. All programs of a model share one arena, because no two run at a time."""
 
     def __init__(self) -> None:
         self._parts: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -43,7 +43,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds. A block that was too small for a later program is held by the earlier ones alone."""
+        """The bytes of its blocks, without blocks that a larger one has replaced, which only earlier programs keep."""
         return sum(block.nbytes for part in self._parts for block in part)
 
     def begin(self, layer: int) -> None:
@@ -51,7 +51,7 @@ class Arena:
         self._part, self._next = self._parts[layer % 2], 0
 
     def block(self, nbytes: int) -> Tensor:
-        """Return [nbytes] uint8 or more, the layer's own."""
+        """Return at least [nbytes] uint8 that no other result of this layer uses."""
         if self._next == len(self._part):
             self._part.append(torch.empty(0, dtype=torch.uint8))
         if self._part[self._next].nbytes < nbytes:
@@ -61,16 +61,16 @@ class Arena:
 
 
 class Program(Eager):
-    """Calls that operations made, kept instead of run.
+    """A `run` that records the kernels that operations call, to be run again and again.
 
-    Operations of torch (`compute`) run once while the program is built, on whatever its memory holds, and write their
-    results to the program's memory at each run.
+    Operations of torch (`compute`) also run once while the program is built, on whatever its memory contains, which
+    shows the shapes of their results. At each run they write their results to the program's memory.
     """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._calls: list[tuple[int, int, int]] = []
-        self._kept: list[object] = []  # what addresses in the calls point to
+        self._kept: list[object] = []  # objects that addresses in the calls point to
         self._steps: list[Step] = []
 
     def begin(self, layer: int) -> None:
@@ -105,7 +105,7 @@ class Program(Eager):
         return buffer
 
     def close(self) -> None:
-        """End a run of kernels: they become one step."""
+        """End a sequence of kernels: they become one step."""
         if self._calls:
             calls = torch.tensor(self._calls)
             self._kept.append(calls)
@@ -115,7 +115,7 @@ class Program(Eager):
             self._calls = []
 
     def run(self) -> None:
-        """Run all calls in order. Results lie in the memory that the operations were given while it was built."""
+        """Run all calls in order. The results are in the memory that the operations were given while it was built."""
         for step in self._steps:
             step()
 

@@ -12,6 +12,7 @@ import importlib
 import logging
 import mmap
 import platform
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,12 +20,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-SMALL = 2**18  # multiplications that are not worth waking another thread for
+SMALL = 2**18  # a call of fewer multiplications runs on one thread: waking another would take longer
 HUGE = 2**21  # bytes of a huge page
-# a system call of Linux on x86, what it is asked, and for which registers (kernel documentation, x86/xstate)
+# system call arch_prctl of Linux on x86, its request for the permission to use registers, and the number of the tile
+# registers (kernel documentation, x86/xstate)
 ARCH_PRCTL, REQUEST_REGISTERS, TILE_REGISTERS = 158, 0x1023, 18
 
-# what the arguments of a product begin with (see `product` of simd.py and `Parts` of linear.py)
+FLOATS = (torch.float32, torch.bfloat16)  # that our kernels compute with
+# first fields of the arguments of a product (see `product` of simd.py and `Parts` of linear.py)
 PRODUCT = ("taken", "threads", "items", "rows", "chunk", "blocks", "share", "sums", "sums_bytes")
 
 _logger = logging.getLogger(__name__)
@@ -32,7 +35,7 @@ Results = TypeVar("Results", bound=Tensor | tuple[Tensor, ...])
 
 
 def fields(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
-    """Return the fields of a structure of sizes, addresses and strides in bytes, each an int64."""
+    """Return int64 fields of these names, for a structure of sizes, addresses and strides in bytes."""
     return tuple((name, ctypes.c_int64) for name in names)
 
 
@@ -40,16 +43,39 @@ def offsets(kind: type[ctypes.Structure]) -> tuple[int, ...]:
     return tuple(getattr(kind, field[0]).offset for field in kind._fields_)
 
 
+def layout(*kinds: type[ctypes.Structure], constants: tuple[int, ...] = ()) -> int:
+    """Return a number that changes with the fields of structures, and with constants that kernels compute with."""
+    return zlib.crc32(repr([constants, *((kind._fields_, offsets(kind)) for kind in kinds)]).encode())
+
+
+def flattened(x: Tensor) -> tuple[Tensor, int, int]:
+    """Return x as [m, width] without gaps inside its rows, m, and the distance from one row to the next in numbers."""
+    assert x.is_cpu
+    width = x.shape[-1]
+    flat = x.reshape(-1, width)
+    row, step = flat.stride()
+    if step != 1:
+        flat, row = flat.contiguous(), width
+    return flat, flat.shape[0], row
+
+
+@functools.lru_cache(1024)
+def shares(rows: int, threads: int) -> tuple[int, int]:
+    """Return the number of parts that threads take, and the rows of each part."""
+    share = max(1, -(-rows // (4 * threads)))
+    return -(-rows // share), share
+
+
 class CpuKernel:
-    """A compiled kernel, and the threads of torch that run it. Its arguments begin with two counters, items taken and
-    threads that have come, both 0."""
+    """A compiled kernel that runs on torch's threads. Its arguments begin with two counters, which must be 0 at the
+    start: the items that threads have taken, and the threads that have begun."""
 
     def __init__(self, address: int) -> None:
         self.address, self._team = address, team()
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def __call__(self, arguments: ctypes.Structure, work: int, items: int) -> None:
-        """work: multiplications or so. items: parts that threads can take."""
+        """Run the kernel. work: multiplications, about. items: parts that threads can take."""
         threads = self.threads(work, items)
         if threads == 1 or self._team is None:
             self.run_here(arguments)
@@ -57,33 +83,33 @@ class CpuKernel:
             self._team(self.address, ctypes.addressof(arguments), threads, 0)
 
     def threads(self, work: int, items: int) -> int:
-        """How many threads a call takes."""
+        """Return how many threads a call uses."""
         return 1 if work < SMALL or self._team is None else min(torch.get_num_threads(), items)
 
     def run_here(self, arguments: ctypes.Structure) -> None:
-        """On this thread."""
+        """Run the kernel on this thread alone."""
         self._call(ctypes.addressof(arguments))
 
 
 class Eager:
-    """Runs each kernel when an operation calls it, and gives each operation fresh memory.
+    """A `run` that executes each kernel when an operation calls it, and gives each operation fresh memory.
 
-    `program.Program` has the same methods: it keeps the calls, to be run again and again.
+    `program.Program` has the same methods, but records the calls, to be run again and again.
     """
 
     def begin(self, layer: int) -> None:
-        """Begin layer number `layer`: the memory of the layer before the last may be used again."""
+        """Begin layer number `layer`. From now on the memory of the layer before the last may be reused."""
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return memory for a result of this shape."""
         return torch.empty(shape, dtype=dtype, device="cpu")
 
     def launch(self, kernel: CpuKernel, arguments: ctypes.Structure, work: int, items: int, *kept: Tensor) -> None:
-        """Run a kernel. work, items: as `CpuKernel.__call__`; kept: tensors that only `arguments` points to."""
+        """Run a kernel. work, items: as in `CpuKernel.__call__`. kept: tensors to which only `arguments` points."""
         kernel(arguments, work, items)
 
     def compute(self, function: Callable[[], Results]) -> Results:
-        """Return what a function of torch returns: a tensor or a tuple of tensors."""
+        """Call a function of torch operations and return its result, a tensor or a tuple of tensors."""
         return function()
 
     def copy(self, value: Tensor) -> Tensor:
@@ -95,15 +121,15 @@ EAGER = Eager()
 
 
 def kernels(module: str, *names: str) -> list[CpuKernel]:
-    """Kernels of a module of `kernels`, which makes them when it is first imported (kernels/compiler.py)."""
+    """Return kernels of a module of `kernels`, which compiles them at its first import (kernels/compiler.py)."""
     found = importlib.import_module(f"{__package__}.kernels.{module}")
     return [CpuKernel(getattr(found, name).address) for name in names]
 
 
 @functools.cache
 def team() -> Callable[..., object] | None:
-    """GOMP_parallel of the OpenMP library that torch itself runs on, so that one team of threads serves both; None
-    where it has none (macOS)."""
+    """Return GOMP_parallel of the OpenMP library that torch itself runs on, so that one team of threads serves both;
+    None where that library has no such function (macOS)."""
     for library in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
         try:
             found = ctypes.CDLL(str(library)).GOMP_parallel  # looked up in what the library depends on, too
@@ -117,14 +143,17 @@ def team() -> Callable[..., object] | None:
 
 @functools.cache
 def team_address() -> int:
-    """Where `team` lies; 0 for none."""
+    """Return the address of `team`; 0 where there is none."""
     found: Any = team()
     return 0 if found is None else ctypes.cast(found, ctypes.c_void_p).value or 0
 
 
 @functools.cache
 def processor() -> tuple[str, frozenset[str]]:
-    """The processor that numba compiles for and its instructions, by LLVM's names; none where it cannot be loaded."""
+    """Return the processor that numba compiles for and its instruction sets, by LLVM's names.
+
+    The names are empty where numba cannot be loaded.
+    """
     try:
         from numba.core.registry import cpu_target
 
@@ -135,31 +164,31 @@ def processor() -> tuple[str, frozenset[str]]:
 
 
 def features() -> frozenset[str]:
-    """Instructions of `processor`."""
+    """Return the instruction sets of `processor`."""
     return processor()[1]
 
 
 def on_amd() -> bool:
-    """Whether the processor is one of AMD's with AVX-512 (Zen 4 and later) or an older Zen."""
+    """Return whether the processor is a Zen of AMD, with AVX-512 (Zen 4 and later) or older."""
     return processor()[0].startswith("znver")
 
 
 @functools.cache
 def matrix_units() -> bool:
-    """Whether the processor has matrix units for bfloat16 and int8 (Intel's AMX)."""
+    """Return whether the processor has matrix units for bfloat16 and int8 (Intel's AMX)."""
     return {"amx-tile", "amx-bf16", "amx-int8"} <= features()
 
 
 @functools.cache
 def may_use_matrix_units() -> bool:
-    """Ask Linux to keep the registers of matrix units for this process. False where it does not."""
+    """Ask Linux to save the registers of matrix units for this process, and return whether it does."""
     if not matrix_units() or platform.system() != "Linux":
         return False
     return int(ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_REGISTERS, TILE_REGISTERS)) == 0
 
 
 def scratch(size: int) -> Tensor:
-    """[size] uint8 in pages of 2 MiB where the system gives them: reading memory in small pages takes longer."""
+    """Return [size] uint8, in pages of 2 MiB where the system has them: reading memory in small pages takes longer."""
     if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             taken = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -171,10 +200,10 @@ def scratch(size: int) -> Tensor:
 
 
 def unloadable(load: Callable[[], object], instead: str) -> str | None:
-    """Return why kernels of numba do not serve here; None where the processor can run them fast and they are loaded.
+    """Return why kernels of numba cannot serve here; None where the processor can run them fast and they are loaded.
 
-    A line says what happens `instead` where they cannot be loaded: numba refuses to be imported beside a numpy that is
-    newer than it knows.
+    A warning says what happens `instead` where they cannot be loaded. One cause: numba refuses to be imported together
+    with a numpy that is newer than it supports.
     """
     if not _fused_multiply():
         return "the processor does not multiply and add in one step"
@@ -189,7 +218,7 @@ def unloadable(load: Callable[[], object], instead: str) -> str | None:
 
 @functools.cache
 def _fused_multiply() -> bool:
-    """Whether the processor multiplies and adds in one step; else a call of the C library would, number by number."""
+    """Return whether the processor multiplies and adds in one step. If not, the C library is called for each number."""
     if platform.machine().lower() in ("arm64", "aarch64"):
         return True
     return torch.backends.cpu.get_cpu_capability().startswith("AVX")

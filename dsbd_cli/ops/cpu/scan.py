@@ -1,4 +1,4 @@
-"""Recurrent layers by kernels for the CPU. numba, which compiles kernels/scan.py, is imported when they are needed."""
+"""CPU kernels for recurrent layers. numba, which compiles kernels/scan.py, is imported when they are needed."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Triton kernels that stand in for tensor functions, and the list of them.
+"""Triton kernels that take the place of tensor functions, and their comparison with these functions.
 
-The tensor function, the reference, stays the specification: it says what a kernel computes, and it runs on other
-devices and for settings that a kernel does not fit. This package knows torch and triton only; a kernel is called where
-its reference stands, behind an operator of torch.library, so that engines run on fake tensors too. triton launches on
-the current device, so each operator makes that of its tensors the current one.
+The tensor function, the *reference*, stays the specification: it defines what a kernel computes, and it runs on other
+devices and for settings that the kernel does not support. This package depends on torch and triton only. A kernel is
+called in place of its reference through an operator of torch.library, so that engines also run on fake tensors. triton
+launches on the current device, so each operator makes the device of its tensors the current one.
 
-Importing this module needs no triton; the modules with kernels do.
+Importing this module needs no triton; importing the modules with kernels does.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import torch
 from torch import Tensor
 
 Arguments = tuple[object, ...]
-# Largest difference, absolute and relative: of sums in another order; for half types one rounding of bfloat16, because
-# what follows such a sum may round the other way.
+# Largest absolute and relative difference that is allowed, because sums are in another order. For half types it is one
+# rounding of bfloat16, because a number that is computed from such a sum may be rounded the other way.
 CLOSE = {torch.float64: 2e-5, torch.float32: 2e-5, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-7}
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCheck:
-    """A kernel and the tensor function it stands in for.
+    """A kernel and the tensor function whose place it takes.
 
     Attributes:
-        name: what users read in lines, in `dsbd doctor` and in the summary.
-        op, reference: take the same arguments and give the same tensors, or a tuple of them. Neither changes an
+        name: the name that users read in messages, in `dsbd doctor` and in the summary.
+        op, reference: take the same arguments and return the same tensor, or tuple of tensors. Neither changes an
             argument: where the kernel works in place, `op` is a function that copies first and returns what was
                 changed.
-        cases: arguments of a few random calls, made with a generator of the CPU and moved to the device. What they
-            hold is small; the first one is the smallest.
+        cases: yields the arguments of a few random calls, made with a generator of the CPU and moved to the device.
+            The tensors are small; those of the first call are the smallest.
     """
 
     name: str
@@ -43,12 +43,17 @@ class KernelCheck:
 
 
 def available() -> bool:
-    """triton can be imported. torch's builds for CUDA bring it."""
+    """Return whether triton can be imported. torch's builds for CUDA bring it."""
     return importlib.util.find_spec("triton") is not None
 
 
+def tried_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that are tried: triton's interpreter truncates to bfloat16 where everything else rounds."""
+    return torch.float32, torch.bfloat16 if device.type == "cuda" else torch.float16
+
+
 def differences(kernel: KernelCheck, device: torch.device, seed: int = 0) -> Iterator[str]:
-    """Yield what a kernel gives otherwise than its reference, one text per case that differs; nothing where they agree.
+    """Compare a kernel with its reference, and yield a text per case in which their results differ.
 
     Floats may differ by CLOSE; all other numbers must be equal.
 
@@ -68,7 +73,7 @@ def _tuple(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _difference(found: Tensor, wanted: Tensor) -> str:
-    """How two tensors differ, "" where they do not. NaN equals NaN."""
+    """Return how two tensors differ; "" where they do not. NaN equals NaN."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return f"{found.dtype} {list(found.shape)} in place of {wanted.dtype} {list(wanted.shape)}"
     if found.is_floating_point():

@@ -1,10 +1,11 @@
-"""Attention of a packed forest over a long prompt: split over its slots, with the suffix by mask, two launches.
+"""Attention of a packed forest over a long prompt, in two launches: one over parts of the prompt, one over the suffix.
 
-The first slots of a row hold its prompt, which every node sees: no mask is read there. They are cut into parts of SPLIT
-slots, by place and not by the number of nodes, so that each part gives a node the same bits in any company; the parts
-are joined in their order. All slots behind the prompt are the suffix, whose order goes by the drafts. Its sums are in
-float64, so that the order does not reach the result, as in models/adapted/attention.py, whose reference this is. Where
-no bits are promised they are in float32, and all slots that every node sees may stand for the prompt.
+The first slots of a row hold its prompt, which every node sees, so no mask is read there. They are cut into parts of
+SPLIT slots, by place and not by the number of nodes, so that the bits that a part gives a node do not depend on other
+nodes. The parts are joined in their order. All slots behind the prompt are the suffix, which a mask selects from. The
+order of its slots depends on the drafts. Its sums are in float64, so that this order does not change the result, as in
+models/forest_attention.py. Where no bits are promised they are in float32, and all slots that every node sees may count
+as the prompt.
 
 Letters: R rows, Q query heads, H kv heads, G = Q / H, n nodes, m = G n queries of a kv head, S slots, E head dim,
 P parts.
@@ -19,15 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.ops.triton import Arguments, KernelCheck
+from dsbd_cli.ops.triton import Arguments, KernelCheck, tried_dtypes
 from dsbd_cli.ops.triton.distribution import NEG_INF
 
 SPLIT = 512  # slots of a part
-TILE = 64  # queries of a tile over the prompt, and slots that it takes at a time
-BLOCK = 32
-SUFFIX_TILE = 16
+TILE = 64  # queries of a tile over the prompt
+BLOCK = 32  # slots that a tile takes at a time
+SUFFIX_TILE = 16  # queries of a tile over the suffix
 COLUMNS = 16  # of the values that one program of the suffix adds up
-# of a head: wider ones do not fit the registers
+# head dims: wider heads do not fit into the registers
 WIDEST = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
 
 
@@ -36,13 +37,13 @@ def prompt_kernel(
     q, k, v, prompt, o_sums, o_best, o_mass, scale, heads, queries, slots, dim, parts, k_row, k_head, k_slot, v_row,
     v_head, v_slot, SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """One part of a row's prompt, for a tile of the queries of one kv head: weighted values, their largest score and
-    the sum of the weights."""
+    """Compute one part of a row's prompt for a tile of the queries of one kv head: the sum of the weighted values, the
+    largest score and the sum of the weights."""
     program = tl.program_id(0).to(tl.int64)
     row, head = program // heads, program % heads
     part = tl.program_id(2)
     first = part * SPLIT
-    last = tl.minimum(first + SPLIT, tl.minimum(tl.load(prompt + row), slots))  # of a free row, any number stands there
+    last = tl.minimum(first + SPLIT, tl.minimum(tl.load(prompt + row), slots))  # a free row may have any number
     if first < last:
         i = tl.program_id(1) * TILE + tl.arange(0, TILE)
         e = tl.arange(0, E)
@@ -78,8 +79,8 @@ def suffix_kernel(
     k_slot, v_row, v_head, v_slot, SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
     COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The parts of the prompt, in their order, and then the suffix, for a tile of the queries of one kv head and some
-    columns of the values. WIDE: type of the sums."""
+    """Add up the parts of the prompt, in their order, and then the suffix, for a tile of the queries of one kv head and
+    some columns of the values. WIDE: type of the sums."""
     program = tl.program_id(0).to(tl.int64)
     row, head = program // heads, program % heads
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -129,10 +130,10 @@ def suffix_kernel(
 def attention(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prompt: Tensor, scale: float, exact: bool
 ) -> Tensor:
-    """[R, Q, n, E] of query [R, Q, n, E], key and value [R, H, S, E], whose last dimension has no gaps.
+    """Attend with query [R, Q, n, E] to key and value [R, H, S, E], whose last dimension has no gaps: [R, Q, n, E].
 
-    prompt [R] int64: so many leading slots are seen by all nodes. seen [R, n, S] bool: of the slots behind them, what
-    each node sees. A node that sees nothing gets zeros. exact: sums over the suffix are in float64.
+    prompt [R] int64: the number of leading slots, which all nodes see. seen [R, n, S] bool: which of the slots behind
+    them each node sees. A node that sees nothing gets zeros. exact: sums over the suffix are in float64.
     """
     rows, query_heads, nodes, dim = query.shape
     heads, slots = key.shape[1:3]
@@ -175,7 +176,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prompt: Tensor, s
 def attention_reference(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prompt: Tensor, scale: float, exact: bool
 ) -> Tensor:
-    """The specification of `attention`, whose sums are exact in both cases."""
+    """Compute `attention` in plain torch: the specification. Its sums are in float64 even where not `exact`."""
     groups = query.shape[1] // key.shape[1]
     keys, values = (one.repeat_interleave(groups, 1).to(torch.float64) for one in (key, value))
     scores = query.to(torch.float64) @ keys.transpose(2, 3) * scale  # [R, Q, n, S]
@@ -185,7 +186,7 @@ def attention_reference(
 
 
 def attention_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel takes these tensors: one dtype, heads alike and not too wide."""
+    """Return whether the kernel supports these tensors: one dtype, keys and values of one shape, heads not too wide."""
     same = query.dtype == key.dtype == value.dtype and query.dtype in WIDEST
     return (
         same
@@ -197,8 +198,7 @@ def attention_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
-    half = torch.bfloat16 if device.type == "cuda" else torch.float16  # as layers._dtypes
-    for dtype in (torch.float32, half):
+    for dtype in tried_dtypes(device):
         for rows, nodes, heads, kv_heads, dim, slots in (
             (1, 3, 2, 1, 16, 40),
             (2, 5, 4, 2, 48, 600),

@@ -1,4 +1,5 @@
-"""The best tokens of every node: one program per node, radix selection and the sum of the distribution in one reading.
+"""A kernel for the best tokens of every node, with one program per node. It selects by radix, and sums up the
+distribution in the first reading of the logits.
 
 Letters: R requests, n nodes, C candidates per node, V vocabulary.
 """
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from dsbd_cli.ops.triton.distribution import NEG_INF, REGISTERS, is_finite, ordered
 
-MOST = 4096  # candidates per node
+MOST = 4096  # candidates per node at most
 BLOCK = 2048
-ROUNDS = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 4}  # of 8 bits: what a number widened to float32 fills
+ROUNDS = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 4}  # of 8 bits: what a number fills in float32
 
 
 @triton.jit(do_not_specialize=["row_stride", "node_stride", "nodes", "vocabulary", "count"])
@@ -30,8 +31,8 @@ def candidates_kernel(
     BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """The `count` largest of a node's logits, of equal ones the lower tokens, in order of token, and their
-    log-probabilities."""
+    """Select the `count` largest logits of a node, sorted by token id, with their log-probabilities. Of equal logits
+    the lower token id is taken."""
     node = tl.program_id(0).to(tl.int64)
     base = logits + (node // nodes) * row_stride + (node % nodes) * node_stride
     here = tl.arange(0, BLOCK)
@@ -62,7 +63,7 @@ def candidates_kernel(
         chosen = tl.sum((reaching >= count - above).to(tl.int32), 0) - 1
         above += tl.sum(tl.where(bins == chosen, reaching - counted, 0), 0)
         prefix = (prefix << 8) | chosen.to(tl.uint32)
-    ties = count - above  # of those that equal the last one taken
+    ties = count - above  # how many of those that equal the last one taken are taken
     shift: tl.constexpr = 32 - 8 * ROUNDS
     taken = tl.full((), 0, tl.int32)
     equal = tl.full((), 0, tl.int32)
@@ -84,14 +85,14 @@ def candidates_kernel(
 
 
 def fits(logits: Tensor, count: int) -> bool:
-    """Whether the kernel takes these logits [R, n, V]."""
+    """Return whether the kernel supports these logits [R, n, V] and this number of candidates."""
     return count <= MOST and logits.dtype in ROUNDS and logits.stride(-1) == 1 and logits.dim() == 3
 
 
 @torch.library.custom_op("dsbd::candidates", mutates_args=())
 def candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Tokens [R, n, C] int64 ascending and log-probabilities [R, n, C] float32 of the C = `count` best tokens of every
-    node: probs.top_candidates. logits [R, n, V]."""
+    """Return the tokens [R, n, C] int64, ascending, and log-probabilities [R, n, C] float32 of the C = `count` best
+    tokens of every node, as `top_candidates` of engine/core/candidates.py does. logits [R, n, V]."""
     rows, nodes, vocabulary = logits.shape
     tokens = torch.empty(rows, nodes, count, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, nodes, count, dtype=torch.float32, device=logits.device)

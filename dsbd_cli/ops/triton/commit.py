@@ -1,4 +1,4 @@
-"""Kernels of what survives an iteration.
+"""Kernels that keep what survives an iteration.
 
 `commit` makes the final beams the live ones and orders their slots, one program per request. `move` copies the cache
 slots that change place.
@@ -19,7 +19,7 @@ from torch import Tensor
 from dsbd_cli.ops.triton.distribution import child_path
 from dsbd_cli.ops.triton.verify import COLUMNS, FIRST
 
-MOST_BITS = 16384  # of the ancestors of a request, padded
+MOST_BITS = 16384  # of the ancestors of a request at most, padding included
 TILE = 32  # tokens of a history that are written at a time
 CHUNK = 8  # slots that are moved at a time
 COLUMNS_MOVED = 512
@@ -30,8 +30,8 @@ HEAD, WIDE = tl.constexpr(FIRST), tl.constexpr(COLUMNS)
 def texts(
     old_tokens, old_of, source, row_history, roots, length, paths, row_nodes, node, token, steps, depth, history, column
 ):
-    """Tokens of sequences at the places `column`, [A, B]: of an older one (source >= 0), or a root's history, the path
-    to a node, and a last token."""
+    """Return the tokens [A, B] of sequences at the places `column`. A sequence is an older one (source >= 0), or a
+    root's history, followed by the path to a node and a last token."""
     older = tl.load(
         old_tokens + old_of[:, None] * history + column[None, :],
         mask=(source >= 0)[:, None] & (column < history)[None, :],
@@ -108,7 +108,8 @@ def commit_kernel(
     TILE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """One request. Every value is read before its place is written; a barrier stands between where warps differ."""
+    """Commit one request. Every value is read before its place is written. A barrier separates the two where different
+    warps do them."""
     row = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, WP)
     t = tl.arange(0, TP)
@@ -240,7 +241,8 @@ def move_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Slots of one row of one plane, in order: no target lies behind its source, so what is written has been read."""
+    """Move slots of one row of one plane, in order. No target is behind its source, so each slot is read before it is
+    written."""
     program = tl.program_id(0).to(tl.int64)
     row = program % moving
     plane_row = program // moving * rows + row
@@ -261,7 +263,7 @@ def move_kernel(
 
 
 def fits(beams: int, window: int) -> bool:
-    """Whether `commit` takes so many beams and slots of the suffix."""
+    """Return whether `commit` supports these numbers of beams and of slots of the suffix."""
     return triton.next_power_of_2(beams) * triton.next_power_of_2(window) <= MOST_BITS
 
 
@@ -285,10 +287,10 @@ def commit(
 
     live: parent, token, valid, weight, logprob [R, W]. nodes: path, stop_state, root [R, N], path_tokens [R, N, D],
     ancestors [R, N, T]. table: used, common_prefix, drafted, positions, tokens, which change. beams: history [R, W0,
-    L], and length, depth, iteration [R], which change. finished: length, and source, node, token, tokens, which change.
+    L], and length, depth, iteration [R], which change. finished: length, and origin, node, token, tokens, which change.
     out: valid, token, weight, logprob, path, stop_state, ancestors, history [R, W, ..]; the history may be that of
-    `beams`. moved: source, target [R, T]. report: of `verify`; 4 to 6 become used, common_prefix and drafted. stopping:
-    stop strings.
+    `beams`. moved: source and destination slots [R, T], to be written. report: of `verify`; 4 to 6 become used,
+    common_prefix and drafted. stopping: there are stop strings.
     """
     rows, width = live[0].shape
     count, window = nodes[4].shape[1:]
@@ -308,8 +310,11 @@ def commit(
 
 @torch.library.custom_op("dsbd::move", mutates_args="unknown")
 def move(slab: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy slots within each row of each plane of a slab [P, R', S, width], in place: source, target [R, T] int64,
-    R <= R', of which no target is larger than its source, and both ascend among the pairs that differ."""
+    """Copy slots within each row of each plane of a slab [P, R', S, width], in place.
+
+    source, target: [R, T] int64, R <= R'. No target is larger than its source, and both ascend among the pairs that
+    differ.
+    """
     planes, rows, slots, width = slab.shape
     moving, pairs = source.shape
     block = min(COLUMNS_MOVED, triton.next_power_of_2(width))

@@ -1,8 +1,8 @@
 """Device functions that several kernels share: noise, the order of numbers, the pool distribution.
 
-They compute what core/noise.py and engine/core/distribution.py compute, number by number. Two things differ in their
-making. log(1 - u) stands for log1p(-u): u has 52 bits and a half, so 1 - u is exact and the two are equal to the last
-bit. The k-th largest number, and the one at which the mass reaches top_p, are found bit by bit, without a sort.
+They compute the same numbers as engine/core/noise.py and engine/core/distribution.py, two of them in another way.
+log(1 - u) replaces log1p(-u): u has 52 bits and a half, so 1 - u is exact and the two are equal to the last bit. The
+k-th largest number, and the one at which the mass reaches top_p, are found bit by bit, without a sort.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ MIX_A = tl.constexpr(0xBF58476D1CE4E5B9)
 MIX_B = tl.constexpr(0x94D049BB133111EB)
 TOKEN = tl.constexpr(0xD1342543DE82EF95)
 NEG_INF = tl.constexpr(float("-inf"))
-SHARE_UNITS = tl.constexpr(2.0**36)  # as in engine/core/distribution.py, which this package does not know
+SHARE_UNITS = tl.constexpr(2.0**36)  # as in engine/core/distribution.py, which this package must not import
 LOG_UNITS = tl.constexpr(math.log(2.0**36))
 NO_SHARE = tl.constexpr(-26.0)
-REGISTERS = 255  # of a thread at most; left alone, ptxas stops at 128 and spills
+REGISTERS = 255  # of a thread at most; without this limit ptxas stops at 128 and spills
 RULES = {"coupled": 0, "search": 1, "rejection": 2}
 
 
 def pool_constants(rule: str, flags: Sequence[bool], pairs: int) -> dict[str, int | bool]:
-    """How a kernel is launched that holds a pool of so many pairs, padded. flags: stop strings, top-k, top-p, min-p,
-    greedy rows, warp of each beam."""
+    """Return the launch options of a kernel with a pool of `pairs` pairs, padding included. flags: whether there are
+    stop strings, top-k, top-p, min-p, greedy rows, and a warp of each beam."""
     names = ("STOPS", "TOP_K", "TOP_P", "MIN_P", "GREEDY", "BEAM")
     warps = 4 if pairs <= 1024 else 8
     return {
@@ -41,7 +41,7 @@ def pool_constants(rule: str, flags: Sequence[bool], pairs: int) -> dict[str, in
 
 @triton.jit
 def mix(x):
-    """The finaliser of SplitMix64 on uint64."""
+    """Apply the finaliser of SplitMix64 to uint64."""
     x = (x ^ (x >> 30)) * tl.full((), MIX_A, tl.uint64)
     x = (x ^ (x >> 27)) * tl.full((), MIX_B, tl.uint64)
     return x ^ (x >> 31)
@@ -49,7 +49,7 @@ def mix(x):
 
 @triton.jit
 def child_path(path, token):
-    """noise.extend_path: int64 keys."""
+    """Return int64 keys of paths with one more token, as `extend_path` of engine/core/noise.py does."""
     golden = tl.full((), GOLDEN, tl.uint64)
     x = path.to(tl.uint64) * tl.full((), TOKEN, tl.uint64) + token.to(tl.uint64) + golden
     return mix(x).to(tl.int64)
@@ -57,41 +57,41 @@ def child_path(path, token):
 
 @triton.jit
 def stream_key(row_key, iteration, number):
-    """noise.stream_keys: int64 keys of the streams `number`, layer * STREAMS + stream."""
+    """Return int64 keys of the streams with numbers layer * STREAMS + stream: `stream_keys` of engine/core/noise.py."""
     base = mix(row_key.to(tl.uint64) + iteration.to(tl.uint64) * tl.full((), TOKEN, tl.uint64))
     return mix(base + number.to(tl.uint64) * tl.full((), GOLDEN, tl.uint64)).to(tl.int64)
 
 
 @triton.jit
 def uniform(key, index):
-    """noise.uniform: float64 from int64."""
+    """Return float64 from int64, as `uniform` of engine/core/noise.py does."""
     bits = mix(key.to(tl.uint64) + index.to(tl.uint64) * tl.full((), GOLDEN, tl.uint64)) >> 12
     return (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
 
 
 @triton.jit
 def gumbel(key, index):
-    """noise.gumbel: float64 from int64."""
+    """Return float64 from int64, as `gumbel` of engine/core/noise.py does."""
     return -tl.log(-tl.log(1.0 - uniform(key, index)))
 
 
 @triton.jit
 def perturbed(logs, key, index):
-    """logs + noise.gumbel: the largest ones are draws without replacement from the distribution that `logs` are of."""
+    """Return logs plus Gumbel noise. The largest ones are draws without replacement from the distribution exp(logs)."""
     return logs + gumbel(key, index).to(logs.dtype)
 
 
 @triton.jit
 def passes(bound, level):
-    """The test of a draft. bound: a uniform number times what its distribution gives it, level: what the target's gives
-    it."""
+    """Test a draft. bound: a uniform number times the probability of the draft under its own distribution. level: its
+    probability under the target's."""
     return bound < level
 
 
 @triton.jit
 def ending_of(eos, stops, stop_state, token, mine, real, vocabulary, STOPS: tl.constexpr):
-    """Which children `token` [A, B] of nodes end: end tokens, and with STOPS those that complete a stop string.
-    stop_state: where the states of the nodes stand [A], for those in `mine`."""
+    """Return which children `token` [A, B] of nodes end: end tokens, and with STOPS tokens that complete a stop string.
+    stop_state: pointers [A] to the nodes' stop states, which are read where `mine`."""
     ends = tl.load(eos + token, mask=real, other=0) != 0
     if STOPS:
         state = tl.load(stop_state, mask=mine, other=1)
@@ -101,7 +101,7 @@ def ending_of(eos, stops, stop_state, token, mine, real, vocabulary, STOPS: tl.c
 
 @triton.jit
 def child_state(eos, stops, state, token, mine, vocabulary, STOPS: tl.constexpr):
-    """Stop states of children `token` [A] of nodes in these states, and which of them end."""
+    """Return the stop states of children `token` [A] of nodes in stop states `state`, and which of them end."""
     ends = tl.load(eos + token, mask=mine, other=0) != 0
     if STOPS:
         after = tl.load(stops + state * vocabulary + token, mask=mine, other=1).to(tl.int64)
@@ -113,7 +113,7 @@ def child_state(eos, stops, state, token, mine, vocabulary, STOPS: tl.constexpr)
 
 @triton.jit
 def value_at(x, chosen, k, flat, count):
-    """x[chosen] of a pool x at the places `flat`, for the first `count` of the numbers `k`; -inf for the others."""
+    """Return x[chosen] for the first `count` of the numbers `k`, else -inf. x: a pool at the places `flat`."""
     found = tl.full(k.shape, NEG_INF, tl.float32)
     for i in range(count):
         here = tl.sum(tl.where(k == i, chosen, 0), 0)
@@ -123,8 +123,8 @@ def value_at(x, chosen, k, flat, count):
 
 @triton.jit
 def largest(pool, count, k, flat):
-    """The places of the `count` largest numbers of a pool at the places `flat`, for the numbers `k`; which of them
-    there are, their values, and the last one's."""
+    """Select the `count` largest numbers of a pool at the places `flat`, in descending order, at the numbers `k`.
+    Return their places, which of them exist, their values, and the value of the last one."""
     chosen = k * 0
     found = k < 0
     values = tl.full(k.shape, NEG_INF, pool.dtype)
@@ -142,47 +142,48 @@ def largest(pool, count, k, flat):
 
 @triton.jit
 def ordered(x):
-    """float32 as uint32 in the same order; the two zeros are one number."""
+    """Map float32 to uint32 in the same order. Both zeros become one number."""
     bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) == 0, bits ^ 0x80000000, bits ^ 0xFFFFFFFF)
 
 
 @triton.jit
 def unordered(x):
-    """The float32 that `ordered` made this of."""
+    """Map the uint32 of `ordered` back to float32."""
     bits = tl.where((x >> 31) == 1, x ^ 0x80000000, x ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def is_finite(x):
-    """Neither infinite nor NaN."""
+    """Return whether numbers are neither infinite nor NaN."""
     return (x == x) & (x > NEG_INF) & (x < float("inf"))
 
 
 @triton.jit
 def is_some(x):
-    """A number above -inf, as an integer's truth: triton's interpreter cannot spread that of a float."""
+    """Return whether a number is above -inf. An integer comes between, because triton's interpreter cannot broadcast
+    the comparison of a float."""
     return (x > NEG_INF).to(tl.int32) != 0
 
 
 @triton.jit
 def shares(x):
-    """probs._shares: int64."""
+    """Compute `_shares` of engine/core/distribution.py, int64."""
     units = tl.full((), SHARE_UNITS, tl.float64)
     return tl.floor(tl.exp(tl.maximum(x, NO_SHARE)).to(tl.float64) * units + 0.5).to(tl.int64)
 
 
 @triton.jit
 def log_mass(x):
-    """probs._log_mass of [A, B] over B: [A, 1]."""
+    """Compute `_log_mass` of engine/core/distribution.py for [A, B] over B: [A, 1]."""
     units = tl.maximum(tl.sum(shares(x), 1), 1)[:, None].to(tl.float64)
     return (tl.log(units) - tl.full((), LOG_UNITS, tl.float64)).to(tl.float32)
 
 
 @triton.jit
 def kth(keys, k):
-    """The k-th largest of ordered numbers [A, B] over B: [A]. 0 where there are fewer. k [A] or a number."""
+    """Return the k-th largest of ordered numbers [A, B] over B: [A]. 0 where there are fewer. k: [A] or a number."""
     bound = tl.max(keys, 1) * 0
     for bit in range(32):
         trial = bound | (tl.full((), 0x80000000, tl.uint32) >> bit)
@@ -193,7 +194,10 @@ def kth(keys, k):
 
 @triton.jit
 def cut(x, top_k, top_p, min_p, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr):
-    """probs._cut of [A, B] over B, whose largest number is 0. top_k, top_p, min_p: of the request."""
+    """Compute `_cut` of engine/core/distribution.py for [A, B] over B, whose largest number is 0.
+
+    top_k, top_p, min_p: of the request.
+    """
     if TOP_K:
         if top_k > 0:
             lowest = kth(ordered(x), top_k)
@@ -216,7 +220,7 @@ def cut(x, top_k, top_p, min_p, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P:
 
 @triton.jit
 def from_best(x):
-    """probs._from_best of [A, B] over B."""
+    """Compute `_from_best` of engine/core/distribution.py for [A, B] over B."""
     best = tl.max(x, 1)[:, None]
     return tl.where(is_finite(best), x - best, x)
 
@@ -238,8 +242,11 @@ def pool_distribution(
     NP: tl.constexpr,
     CP: tl.constexpr,
 ):
-    """probs.pool_distribution of one request: log_p and weight [NP, CP]. logprobs: [NP, CP], -inf in the padding;
-    weight: [NP], -inf for dead beams. BEAM: each beam's row is warped."""
+    """Compute `pool_distribution` of engine/core/distribution.py for one request: log_p and weight [NP, CP].
+
+    logprobs: [NP, CP], -inf in the padding. weight: [NP], -inf for dead beams. BEAM: each beam's row is warped by
+    itself.
+    """
     if BEAM:
         best = from_best(logprobs)
         distribution = cut(tl.div_rn(best, temperature), top_k, top_p, min_p, TOP_K, TOP_P, MIN_P)

@@ -1,5 +1,5 @@
-"""The nodes of an iteration in one piece of memory: `begin` writes the roots, `extend` a drafted layer. Both write the
-input of the forwards that come next at the same time.
+"""Kernels that write the nodes of an iteration into one piece of memory: `begin` writes the roots, `extend` a drafted
+layer. Both also write the input of the forwards that come next.
 
 Letters: R requests, W0 roots, W beams, K drafts per layer, D layers, N = W0 + D*K nodes, C candidates per node, T
 suffix window, S slots.
@@ -29,17 +29,17 @@ from dsbd_cli.ops.triton.distribution import (
     value_at,
 )
 
-FIELDS = ("token", "parent", "root", "path", "stop_state", "source", "slot", "position")
+FIELDS = ("token", "parent", "root", "path", "stop_state", "drafter_id", "slot", "position")
 FLAGS = ("valid", "ends", "sampled")
 TOKEN, PARENT, ROOT, PATH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-STOP, SOURCE, SLOT, POSITION = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+STOP, DRAFTER_ID, SLOT, POSITION = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 VALID, ENDS, SAMPLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 STREAMS = tl.constexpr(8)
-MOST_PAIRS = 4096  # of a pool, padded
+MOST_PAIRS = 4096  # of a pool at most, padding included
 TILE = 256  # slots of a mask that are written at a time
 
 
-@triton.jit(do_not_specialize=["rows", "nodes", "roots", "depth", "window", "slots", "table_slots", "late"])
+@triton.jit(do_not_specialize=["rows", "nodes", "roots", "depth", "window", "slots", "table_slots", "draft_backlog"])
 def begin_kernel(
     token,
     path,
@@ -78,8 +78,8 @@ def begin_kernel(
     LP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Roots, their forward's input, and the keys of the streams. With `draft_backlog` tokens that the draft has not
-    run, the input of a forward that runs them first is written too."""
+    """Write the roots, the input of their forward, and the keys of the streams. If there are `draft_backlog` tokens
+    that the draft has not run, also write the input of a forward that runs them first."""
     row = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, WP)
     real = w < roots
@@ -97,7 +97,7 @@ def begin_kernel(
     tl.store(o_ints + ROOT * plane + at, w.to(tl.int64), mask=real)
     tl.store(o_ints + PATH * plane + at, tl.load(path + mine, mask=real, other=0), mask=real)
     tl.store(o_ints + STOP * plane + at, tl.load(stop_state + mine, mask=real, other=1), mask=real)
-    tl.store(o_ints + SOURCE * plane + at, zero, mask=real)
+    tl.store(o_ints + DRAFTER_ID * plane + at, zero, mask=real)
     tl.store(o_ints + SLOT * plane + at, places, mask=real)
     tl.store(o_ints + POSITION * plane + at, positions, mask=real)
     tl.store(o_flags + VALID * plane + at, tl.load(valid + mine, mask=real, other=0) != 0, mask=real)
@@ -162,7 +162,7 @@ def record_distribution(
     o_q_tokens, o_log_q, o_distribution, token, log_q, chosen, found, real, row, rows, nodes, first, layer, depth,
     candidates, count, n, c, k, flat, NP: tl.constexpr, CP: tl.constexpr,
 ):  # fmt: skip
-    """The distribution that the drafts come from, and what is left of it before each draw."""
+    """Record the distribution that the drafts are drawn from, and what is left of it before each draw."""
     known = (row * nodes + first + n)[:, None] * candidates + c[None, :]
     tl.store(o_log_q + known, log_q, mask=real)
     tl.store(o_q_tokens + known, token, mask=real)
@@ -241,7 +241,7 @@ def extend_kernel(
     BEAM: tl.constexpr,
     DISTRIBUTION: tl.constexpr,
 ):
-    """`count` drafts below the `above` nodes from `first` on, which become the nodes behind them."""
+    """Draw `count` drafts below the `above` nodes from `first` on, and write them as the nodes behind those."""
     row = tl.program_id(0).to(tl.int64)
     plane = rows.to(tl.int64) * nodes
     n = tl.arange(0, NP)
@@ -256,7 +256,7 @@ def extend_kernel(
     at = (row * above + n)[:, None] * candidates + c[None, :]
     token = tl.load(c_tokens + at, mask=real, other=0)
     logprob = tl.load(c_logprobs + at, mask=real, other=NEG_INF)
-    logprob = tl.where(logprob == logprob, logprob, NEG_INF)  # a draft that is broken proposes nothing
+    logprob = tl.where(logprob == logprob, logprob, NEG_INF)  # where the draft gives NaN it proposes nothing
     if RULE == 1:  # search
         log_q = weight[:, None] + logprob
     else:
@@ -277,7 +277,7 @@ def extend_kernel(
             CP,
         )
     allowed = tl.where(real, log_q, NEG_INF)
-    if RULE != 2:  # drafts of ends are of no use
+    if RULE != 2:  # only rejection uses drafts that end
         ends = ending_of(eos, stops, ints + STOP * plane + upper, token, there, real, vocabulary, STOPS)
         allowed = tl.where(ends, NEG_INF, allowed)
     if RULE == 0:  # coupled: the target's own noise
@@ -320,7 +320,7 @@ def extend_kernel(
     tl.store(ints + ROOT * plane + to, tl.load(ints + ROOT * plane + parent, mask=mine, other=0), mask=mine)
     tl.store(ints + PATH * plane + to, path, mask=mine)
     tl.store(ints + STOP * plane + to, state, mask=mine)
-    tl.store(ints + SOURCE * plane + to, state * 0, mask=mine)
+    tl.store(ints + DRAFTER_ID * plane + to, state * 0, mask=mine)
     tl.store(ints + SLOT * plane + to, place, mask=mine)
     tl.store(ints + POSITION * plane + to, depths, mask=mine)
     tl.store(flags + VALID * plane + to, found, mask=mine)
@@ -354,7 +354,7 @@ def extend_kernel(
 
 
 def fits(nodes: int, count: int, candidates: int) -> bool:
-    """Whether `extend` takes so many nodes, drafts and candidates."""
+    """Return whether the kernel `extend` supports these numbers of nodes, drafts and candidates."""
     padded = triton.next_power_of_2(nodes) * triton.next_power_of_2(candidates)
     return padded <= MOST_PAIRS and count <= 64
 
@@ -370,11 +370,12 @@ def begin(
     trash: int,
     last_position: int,
 ) -> None:
-    """Write the roots: drafting.base.roots, their slots, positions and mask, and the keys of the streams.
+    """Write the roots, their slots, positions and mask, and the keys of the streams, as `ForestBuffer.begin` does.
 
     beams: token, path, stop_state, valid, weight, ancestors, depth. table: used, common_prefix, positions, tokens.
-    noise: row_key, iteration. buffer: a ForestBuffer. keys [R, D + 1, STREAMS]. joined: tokens, positions and slots
-    [3, R, L + W0] and mask [R, L + W0, S] of the forward that runs L tokens of the backlog first; L may be 0.
+    noise: row_key, iteration. buffer: the tensors of a ForestBuffer. keys [R, D + 1, STREAMS]. joined: tokens,
+    positions and slots [3, R, L + W0] and mask [R, L + W0, S] of the forward that runs L tokens of the backlog first; L
+    may be 0. trash: a slot for tokens of the backlog that do not exist.
     """
     ints, _, _, _, ancestors, mask = buffer
     token, window = beams[0], ancestors.shape[2]
@@ -398,7 +399,7 @@ def begin(
             ),
             *(mask.shape[2], table[2].shape[1], last_position, trash, joined[0].shape[2] - roots),
             WP=triton.next_power_of_2(roots),
-            LP=triton.next_power_of_2((depth + 1) * 8),
+            LP=triton.next_power_of_2((depth + 1) * STREAMS.value),
             TILE=TILE if roots < 8 else 64,
             num_warps=4,
             enable_fp_fusion=False,
@@ -422,15 +423,16 @@ def extend(
     flags: Sequence[bool],
     last_position: int,
 ) -> None:
-    """Draft one layer: BeamDrafter.drafts and drafting.base.children, and the new nodes' slots, positions and mask.
+    """Draft one layer as `BeamDrafter.drafts` and drafting.base.children do, and write the slots, positions and mask of
+    the new nodes.
 
     tokens, logprobs [R, n, C]. endings: eos [V], table of the stop automaton. warp: temperature, top_k, top_p, min_p,
-    cold. distribution: tokens and log_q [R, N, C] of the nodes that were drafted from, log_drawn and log_rest
-    [2, R, D, K] float64, to be written; or nothing. shape: first
-    node and number n of those above, layer, K. flags: of distribution.pool_constants.
+    greedy. distribution: tokens and log_q [R, N, C] of the nodes that were drafted from, log_drawn and log_rest
+    [2, R, D, K] float64, to be written; or nothing. shape: the first of the nodes above, layer, K.
+    flags: of distribution.pool_constants.
     """
     rows, above, candidates = tokens.shape
-    first, _, layer, count = shape
+    first, layer, count = shape
     ints, _, weights, _, ancestors, mask = buffer
     used, common_prefix, positions, held = table
     eos, automaton = endings

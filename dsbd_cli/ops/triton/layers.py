@@ -1,10 +1,11 @@
-"""Norms, rotation with the cache's write, and gated activation, which stand between the products of a decoder layer.
+"""Kernels for what comes between the products of a decoder layer: norms, rotation with the write to the cache, and
+gated activation. ops/reference.py specifies what they compute.
 
 Every program computes one row, or one head of one row, in an order that is fixed by the width of the row. So its bits
-do not depend on how many rows there are. They compute what their references do (ops/reference.py).
+do not depend on how many rows there are.
 
-Letters: m rows (nodes of all requests), H hidden width, I inner width, Q query heads, K kv heads, E head dim, P planes'
-rows times slots.
+Letters: m rows (nodes of all requests), H hidden width, I inner width, Q query heads, K kv heads, E head dim, P width
+of a row or of half a head, padded to a power of two.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dsbd_cli.ops import reference
-from dsbd_cli.ops.triton import Arguments, KernelCheck
+from dsbd_cli.ops.triton import Arguments, KernelCheck, tried_dtypes
 
-WIDEST = 16384  # of a row that one program normalises
+WIDEST = 16384  # numbers of a row, which one program normalises
 GATE_BLOCK = 1024
-MOST_POWER = tl.constexpr(80.0)  # of e: what is divided by a larger one is zero
+MOST_POWER = tl.constexpr(80.0)  # of e: a number divided by a larger power is practically zero
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -30,8 +31,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
-def norm_kernel(x, more, weight, out, summed, width, eps, ADDS: tl.constexpr, ONE_MORE: tl.constexpr, P: tl.constexpr):
-    """A row of x (+ more): divided by its root mean square, times weight. ONE_MORE: times (1 + weight), in float32."""
+def norm_kernel(
+    x, more, weight, out, summed, width, eps, ADDS: tl.constexpr, UNIT_OFFSET: tl.constexpr, P: tl.constexpr
+):
+    """Divide a row of x (+ more) by its root mean square, multiply by weight. UNIT_OFFSET: by 1 + weight in float32."""
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, P)
     inside = at < width
@@ -43,7 +46,7 @@ def norm_kernel(x, more, weight, out, summed, width, eps, ADDS: tl.constexpr, ON
     mean = tl.div_rn(tl.sum(wide * wide, 0), width.to(tl.float32))
     wide = wide * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     scale = tl.load(weight + at, mask=inside, other=0.0)
-    if ONE_MORE:
+    if UNIT_OFFSET:
         result = (wide * (1.0 + scale.to(tl.float32))).to(value.dtype)
     else:
         result = (scale.to(tl.float32) * wide.to(value.dtype).to(tl.float32)).to(value.dtype)
@@ -62,7 +65,7 @@ def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset
         norm_kernel[(x.numel() // width,)](
             *(x, x if more is None else more, weight, out, summed, width, eps),
             ADDS=more is not None,
-            ONE_MORE=unit_offset,
+            UNIT_OFFSET=unit_offset,
             P=padded,
             num_warps=min(16, max(4, padded // 512)),
             enable_fp_fusion=False,
@@ -80,7 +83,7 @@ def _(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset: b
 
 @triton.jit
 def gated_kernel(both, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """silu of the first half of a row, times the second half. GELU: in place of silu, with tanh as a logistic."""
+    """Multiply silu of the first half of a row by the second half. GELU: gelu, whose tanh is computed as a logistic."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -117,10 +120,10 @@ def _(both: Tensor, gelu: bool) -> Tensor:
 @triton.jit
 def rotate_kernel(
     both, cos, sin, slots, out, keys, values, query_norm, key_norm, nodes, angle_row, eps, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr, ONE_MORE: tl.constexpr, P: tl.constexpr,
+    KEYS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr, UNIT_OFFSET: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: a query is rotated, a key rotated and written to its slot, a value written. NORMS: queries
-    and keys are normalised first, as by norm_kernel."""
+    """Process one head of one row: rotate a query, rotate a key and write it to its slot, or write a value. NORMS:
+    queries and keys are normalised first, as by norm_kernel."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim: tl.constexpr = 2 * HALF
@@ -146,7 +149,7 @@ def rotate_kernel(
             else:
                 w1 = tl.load(key_norm + at, mask=inside, other=0.0).to(tl.float32)
                 w2 = tl.load(key_norm + HALF + at, mask=inside, other=0.0).to(tl.float32)
-            if ONE_MORE:
+            if UNIT_OFFSET:
                 one = (one * scale * (1.0 + w1)).to(kind).to(tl.float32)
                 two = (two * scale * (1.0 + w2)).to(kind).to(tl.float32)
             else:
@@ -195,7 +198,7 @@ def rotate(
             KEYS=kv_heads,
             HALF=dim // 2,
             NORMS=query_norm is not None,
-            ONE_MORE=unit_offset,
+            UNIT_OFFSET=unit_offset,
             P=triton.next_power_of_2(dim // 2),
             num_warps=1,
             enable_fp_fusion=False,
@@ -214,17 +217,12 @@ def _(
 # Random calls
 
 
-def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """Those that are tried: triton's interpreter cuts bfloat16 off where everything else rounds."""
-    return torch.float32, torch.bfloat16 if device.type == "cuda" else torch.float16
-
-
 def _real(generator: torch.Generator, device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator).to(dtype).to(device)
 
 
 def _norm_cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
-    for dtype in _dtypes(device):
+    for dtype in tried_dtypes(device):
         for rows, width, adds, unit_offset in ((3, 64, True, False), (1, 96, False, False), (5, 640, True, True)):
             x = _real(generator, device, dtype, rows, width) * 3
             more = _real(generator, device, dtype, rows, width) if adds else None
@@ -232,14 +230,14 @@ def _norm_cases(generator: torch.Generator, device: torch.device) -> Iterator[Ar
 
 
 def _gated_cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
-    for dtype in _dtypes(device):
+    for dtype in tried_dtypes(device):
         for rows, width in ((2, 48), (4, 1400)):
             for gelu in (False, True):
                 yield _real(generator, device, dtype, rows, 2 * width) * 4, gelu
 
 
 def _rotate_cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
-    for dtype in _dtypes(device):
+    for dtype in tried_dtypes(device):
         for rows, nodes, heads, kv_heads, dim in ((1, 3, 2, 1, 16), (2, 5, 4, 2, 80), (3, 1, 4, 4, 64)):
             both = _real(generator, device, dtype, rows, nodes, (heads + 2 * kv_heads) * dim)
             angles = torch.randn(1 if rows == 2 else rows, nodes, dim, generator=generator)

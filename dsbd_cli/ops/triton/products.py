@@ -1,8 +1,8 @@
 """Products x W^T whose rows do not depend on each other: the tiles and the order of every sum are fixed by the weight.
 
-A library chooses tiles, and in how many parts a sum over K is split, by the number of rows as well; so the last bits of
-a row change with its company. Here a tile always has ROWS rows, of which some may be missing, and the parts are counted
-from N and K alone; they are summed in their order.
+A library chooses tiles, and the number of parts that a sum over K is split into, by the number of rows as well. So the
+last bits of a row change with the other rows. Here a tile always has ROWS rows, of which some may be missing. The
+number of parts depends on the weight alone, and the parts are summed in their order.
 
 Letters: M rows (nodes of all requests), K inner width, N outer width, P parts of a sum.
 """
@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.ops.triton import Arguments, KernelCheck
+from dsbd_cli.ops.triton import Arguments, KernelCheck, tried_dtypes
 
-ROWS = 64  # of a tile, however many rows there are: nodes of a usual forest read the weights once
+ROWS = 64  # of a tile, however many rows there are: a usual forest fits into one tile, which reads the weights once
 COLUMNS = 64
 INNER = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
-PROGRAMS = 256  # wanted for one tile of rows: the largest GPUs run some 130 blocks at a time
-LEAST_STEPS = 8  # of a part
-MOST_ROWS = 2048  # at a time: parts of sums of a long prompt would fill the memory
+PROGRAMS = 256  # wanted per tile of rows: the largest GPUs run some 130 blocks at a time
+LEAST_STEPS = 8  # of INNER numbers in a part
+MOST_ROWS = 2048  # at a time, because the partial sums of a long prompt would fill the memory
 SUMMED = 1024  # numbers that one program adds up
 
 
@@ -32,7 +32,7 @@ def linear_kernel(
     x, weight, bias, out, rows, outer, inner, steps, BIASED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one part of the product. WHOLE: there is one part; the bias is added and the result rounded."""
+    """Compute a tile of one part of the product. WHOLE: it is the only part, so add the bias and round the result."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(2)
@@ -57,7 +57,7 @@ def linear_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def summed_kernel(parts, bias, out, count, outer, PARTS: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr):
-    """The parts of `count` numbers added up, the first one first, and the bias."""
+    """Add up the parts of `count` numbers, the first part first, and the bias."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     total = tl.load(parts + at, mask=inside, other=0.0)
@@ -69,7 +69,7 @@ def summed_kernel(parts, bias, out, count, outer, PARTS: tl.constexpr, BIASED: t
 
 
 def parts(outer: int, inner: int, dtype: torch.dtype) -> int:
-    """P of a weight [N, K]: so many that a tile of rows keeps a GPU busy."""
+    """Return the number of parts P for a weight [N, K], with which one tile of rows keeps a GPU busy."""
     steps = triton.cdiv(inner, INNER[dtype])
     wanted = triton.cdiv(PROGRAMS, triton.cdiv(outer, COLUMNS))
     return max(1, min(wanted, steps // LEAST_STEPS))
@@ -77,7 +77,7 @@ def parts(outer: int, inner: int, dtype: torch.dtype) -> int:
 
 @torch.library.custom_op("dsbd::linear", mutates_args=())
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., K] times weight [N, K], plus bias [N]: [..., N]."""
+    """Compute x W^T + bias: x [..., K], weight [N, K], bias [N] -> [..., N]."""
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
     flat, result = x.reshape(-1, weight.shape[1]).contiguous(), out.view(-1, weight.shape[0])
     with torch.cuda.device_of(x):
@@ -87,7 +87,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """`linear` of x [M, K] into out [M, N]."""
+    """Compute `linear` of x [M, K] into out [M, N]."""
     (rows, inner), outer = x.shape, len(weight)
     count, step = parts(outer, inner, x.dtype), INNER[x.dtype]
     partial = out if count == 1 else x.new_empty((count, rows, outer), dtype=torch.float32)
@@ -120,20 +120,20 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The specification of `linear`."""
+    """Compute `linear` in plain torch: the specification."""
     return torch.nn.functional.linear(x, weight, bias)
 
 
 def linear_fits(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel takes this weight [N, K] and bias [N]: rows are read in steps of 16 bytes."""
+    """Return whether the kernel supports this weight [N, K] and bias [N]. K must be a multiple of 16, so that rows
+    are read in steps of 16 bytes."""
     same = bias is None or (bias.dtype == weight.dtype and bias.is_contiguous())
     whole = weight.ndim == 2 and weight.is_contiguous() and weight.shape[1] % 16 == 0
     return whole and weight.dtype in INNER and same
 
 
 def _cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
-    half = torch.bfloat16 if device.type == "cuda" else torch.float16  # as layers._dtypes
-    for dtype in (torch.float32, half):
+    for dtype in tried_dtypes(device):
         for rows, inner, outer, biased in ((3, 64, 48, False), (70, 608, 130, True), (5, 1104, 40, True)):
             x = torch.randn(rows, inner, generator=generator)
             weight = torch.randn(outer, inner, generator=generator) / inner**0.5

@@ -1,10 +1,10 @@
-"""Whether the kernels give on this device what their references give: tried once per machine, before anything relies on
-it.
+"""A trial of the kernels on this device, once per machine and before anything relies on them: each is compared with its
+reference.
 
-A kernel that reads or writes where it must not ends every later call of its process, on a GPU. So the trial is a
-process of its own, which says a line per kernel; where it dies, the kernel that it was at is to blame and the others
-are tried by another one. What was found is kept for the versions and the device it was found with, unless it may come
-from the state that the machine was in.
+On a GPU a kernel that reads or writes out of bounds makes every later call of its process fail. So the trial is a
+process of its own, which prints a line per kernel. Where it dies, the kernel that it was trying is to blame, and
+another process tries the others. The results are kept for the versions and the device that they were found with, unless
+they may come from a passing state of the machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO
@@ -30,8 +30,8 @@ import torch
 
 from dsbd_cli.ops.triton import KernelCheck, available, differences
 
-# Each has a tuple KERNELS. Those of an iteration have their references above this package, so they are found by name
-# alone.
+# Each module has a tuple KERNELS. The last one is in a higher package, where the references of an iteration's kernels
+# are, so it is imported by name alone.
 MODULES = (
     "dsbd_cli.ops.triton.layers",
     "dsbd_cli.ops.triton.products",
@@ -40,12 +40,12 @@ MODULES = (
 )
 LIMIT_S = 120.0  # for one kernel, which compiles in seconds, and for the start of the process
 TOTAL_S = 300.0  # for all of them: half a minute of compiling, on a processor core of today
-CAPABILITY = (8, 0)  # of the GPUs that triton is made for
-PROGRESS = 160  # characters of an error
-HANGS = "does not end within"  # in the fault of what ran past its time
-SLOW_START = "does not start within"  # in that of a process which said nothing until then: the machine was busy
-# in a fault that may be gone the next time: memory that was short, a device in use by others, a process not started, a
-# compiler that was missing
+CAPABILITY = (8, 0)  # of a GPU at least: triton is made for these
+MAX_ERROR_CHARS = 160  # characters of an error that are kept
+HANGS = "does not end within"  # in the fault of a kernel that ran past its time
+SLOW_START = "does not start within"  # in that of a process which printed nothing in time: the machine was busy
+# parts of faults that may be gone the next time: memory was short, the device was in use by others, the process did not
+# start, a compiler was missing
 PASSING = (
     "out of memory",
     "busy or unavailable",
@@ -57,66 +57,66 @@ PASSING = (
 
 
 def kernels() -> dict[str, KernelCheck]:
-    """All kernels by name. Imports triton."""
+    """Return all kernels by name. Imports triton."""
     modules = (importlib.import_module(name) for name in MODULES)
     return {kernel.name: kernel for module in modules for kernel in module.KERNELS}
 
 
 def tried(kernel: KernelCheck, device: torch.device) -> str | None:
-    """Try a kernel on a device. Return what is wrong with it, in one line; None where it gives what its reference
-    gives."""
+    """Try a kernel on a device. Return what is wrong with it, in one line; None where its results are those of
+    its reference."""
     try:
         with torch.inference_mode():
-            for results in differences(kernel, device):
-                return f"differs from the tensor code: {results}"
+            for difference in differences(kernel, device):
+                return f"differs from the tensor code: {difference}"
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
     except Exception as error:
-        results = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"fails: {results[:PROGRESS]}"
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"fails: {text[:MAX_ERROR_CHARS]}"
     return None
 
 
 @functools.cache
 def faults(device: torch.device, command: tuple[str, ...] | None = None) -> dict[str, str]:
-    """Kernels that must not run on a device, and why; nothing where all may.
+    """Return the kernels that must not run on a device, each with the reason; nothing where all may run.
 
-    command: what tries them in another process; that of this module where None.
+    command: runs the trial in another process; None: that of this module.
     """
     if not available():
         return {}  # none runs
     if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < CAPABILITY:
         needed, own = (".".join(map(str, pair)) for pair in (CAPABILITY, has))
         return dict.fromkeys(kernels(), f"needs a GPU of compute capability {needed}, and this one has {own}")
-    place = _place(device)
+    file = _results_file(device)
     try:
-        found: dict[str, str] = json.loads(place.read_text(encoding="utf-8"))
+        found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         kept = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
         logging.getLogger("dsbd_cli").warning(
             "compiling %d GPU kernels (once, %.0f minutes at most; kept in %s)", len(kernels()), TOTAL_S / 60, kept
         )
-        found = _asked(device, command or (sys.executable, "-P", "-m", __name__, str(device)))
+        found = _try_all(device, command or (sys.executable, "-P", "-m", __name__, str(device)))
         passing = any(word in fault for fault in found.values() for word in PASSING)
         if not passing or any(HANGS in fault for fault in found.values()):  # else every load would wait again
-            _keep(place, found)
+            _write_results(file, found)
     return found
 
 
-def _asked(device: torch.device, command: Sequence[str]) -> dict[str, str]:
-    left, found, last = list(kernels()), dict[str, str](), time.monotonic() + TOTAL_S
+def _try_all(device: torch.device, command: Sequence[str]) -> dict[str, str]:
+    left, found, deadline = list(kernels()), dict[str, str](), time.monotonic() + TOTAL_S
     while left:
-        results, end = _run([*command, *left], last)
+        results, end = _run([*command, *left], deadline)
         for line in results:
             name, fault = line
             if name in left:
                 left.remove(name)
                 if fault is not None:
                     found[name] = fault
-        if left and time.monotonic() >= last:
+        if left and time.monotonic() >= deadline:
             found |= dict.fromkeys(left, f"was not tried: all of them together took {TOTAL_S:.0f} s")
             break
-        if left and end is not None and not results:  # the process did not even start: what all need is missing
+        if left and end is not None and not results:  # the process did not start: what all kernels need is missing
             found |= dict.fromkeys(left, f"cannot be tried, its process {end}")
             break
         if left and end is not None:
@@ -127,12 +127,12 @@ def _asked(device: torch.device, command: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _run(command: Sequence[str], last: float) -> tuple[list[tuple[str, str | None]], str | None]:
-    """Run another process until the moment `last` of time.monotonic, in seconds. Return what it says of each kernel,
-    and how it ended if not well."""
+def _run(command: Sequence[str], deadline: float) -> tuple[list[tuple[str, str | None]], str | None]:
+    """Run another process until `deadline`, a moment of time.monotonic, in seconds. Return the names and faults that it
+    prints, and how it ended if it failed."""
     results: list[tuple[str, str | None]] = []
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        # the same packages as here: some may be known to this process alone, and in another order
+        # the same packages as here: this process may have other folders to import from, in another order
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path if isinstance(path, str))
         environment = os.environ | {"PYTHONPATH": paths}
         try:
@@ -144,31 +144,31 @@ def _run(command: Sequence[str], last: float) -> tuple[list[tuple[str, str | Non
         lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
         reader.start()
-        deadline = min(last, time.monotonic() + LIMIT_S)
+        line_deadline = min(deadline, time.monotonic() + LIMIT_S)
         try:
             while True:
                 try:
-                    line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
+                    line = lines.get(timeout=max(0.0, line_deadline - time.monotonic()))
                 except queue.Empty:
                     return results, f"{HANGS if results else SLOW_START} {LIMIT_S:.0f} s"
                 if line is None:
                     break
                 try:
                     name, fault = json.loads(line)
-                except (TypeError, ValueError):  # what a library prints
+                except (TypeError, ValueError):  # a line that a library printed
                     continue
                 results.append((str(name), None if fault is None else str(fault)))
-                deadline = min(last, time.monotonic() + LIMIT_S)
+                line_deadline = min(deadline, time.monotonic() + LIMIT_S)
             code = process.wait()
         finally:  # where it hangs, or this process is interrupted
             process.kill()
             process.wait()
         errors.seek(0)
-        return results, None if code == 0 else _last(errors.read(), code)
+        return results, None if code == 0 else _exit_fault(errors.read(), code)
 
 
 def _read(stream: IO[str] | None, lines: queue.SimpleQueue[str | None]) -> None:
-    """All lines of a stream, then None."""
+    """Put all lines of a stream into a queue, then None."""
     assert stream is not None
     with stream:
         for line in stream:
@@ -176,13 +176,13 @@ def _read(stream: IO[str] | None, lines: queue.SimpleQueue[str | None]) -> None:
     lines.put(None)
 
 
-def _last(text: str, code: int) -> str:
+def _exit_fault(text: str, code: int) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"ends its process (exit {code}): {lines[-1][:PROGRESS] if lines else 'nothing was said'}"
+    return f"ends its process (exit {code}): {lines[-1][:MAX_ERROR_CHARS] if lines else 'nothing was said'}"
 
 
-def _place(device: torch.device) -> Path:
-    """The file that holds what was found with these versions, kernels and this device."""
+def _results_file(device: torch.device) -> Path:
+    """Return the file that keeps the results for these versions and kernels and this device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     parts = [name, str(torch.__version__), _version("triton"), *(_text(path) for path in _modules())]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -190,8 +190,10 @@ def _place(device: torch.device) -> Path:
     return Path(cache or Path.home() / ".cache") / "dsbd" / f"kernels-{key}.json"
 
 
-def _modules() -> Iterable[Path]:
-    return sorted(Path(__file__).parent.glob("*.py"))
+def _modules() -> list[Path]:
+    """Return the files that kernels, their cases and their references are made from."""
+    package = Path(__file__).parents[2]
+    return sorted(path for folder in ("engine", "ops") for path in (package / folder).rglob("*.py"))
 
 
 def _text(path: Path) -> str:
@@ -205,20 +207,20 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _keep(place: Path, found: dict[str, str]) -> None:
-    """For the next run; where nothing can be written it is tried again."""
+def _write_results(file: Path, found: dict[str, str]) -> None:
+    """Write the results for the next run. Where nothing can be written, that run tries the kernels again."""
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = place.with_name(f"{place.name}.{os.getpid()}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f"{file.name}.{os.getpid()}")
         temporary.write_text(json.dumps(found), encoding="utf-8")
-        temporary.replace(place)
+        temporary.replace(file)
     except OSError:
         return
 
 
 def _main(arguments: Sequence[str]) -> None:
-    """DEVICE NAME...: a line of JSON per kernel, [name, fault or null], as soon as it is tried; before them one of no
-    name, where kernels and device are there."""
+    """Try the kernels of the arguments DEVICE NAME... and print a line of JSON for each, [name, fault or null], as soon
+    as it is tried. A first line without a name says that kernels and device are available."""
     device, every = torch.device(arguments[0]), kernels()
     torch.zeros(1, device=device)
     sys.stdout.write(json.dumps(["", None]) + "\n")

@@ -1,4 +1,4 @@
-"""Verification of a forest: one program per request, one layer after another, until one does not pass.
+"""A kernel that verifies a forest. One program per request verifies layer after layer, until one does not pass.
 
 Letters: R requests, W0 roots, W beams, K drafts per layer, D layers, N = W0 + D*K nodes, C candidates per node, F = W
 finished hypotheses kept.
@@ -43,20 +43,20 @@ TINY = tl.constexpr(1e-300)
 
 
 @triton.jit
-def one(x, place, where):
-    """x[where] of a vector x at the numbers `place`: a number."""
+def scalar_at(x, place, where):
+    """Return the number x[where] of a vector x whose indices are `place`."""
     return tl.sum(tl.where(place == where, x, 0), 0)
 
 
 @triton.jit
-def several(x, place, where):
-    """x[where] of a vector x at the numbers `place`: a vector."""
+def vector_at(x, place, where):
+    """Return the vector x[where] of a vector x whose indices are `place`."""
     return tl.sum(tl.where(place[None, :] == where[:, None], x[None, :], 0), 1)
 
 
 @triton.jit
 def find(tokens, start, count, wanted, STEPS: tl.constexpr):
-    """Where `wanted` stands among the ascending tokens [start, start + count), or the place of the next larger one."""
+    """Return the place of `wanted` among the ascending tokens [start, start + count), or of the next larger one."""
     low = start * 0 + wanted * 0
     high = low + count
     for _ in tl.static_range(STEPS):
@@ -69,11 +69,12 @@ def find(tokens, start, count, wanted, STEPS: tl.constexpr):
 
 @triton.jit
 def tested(left, log_q, index_of, sampled, ends, bound, log_rest, count, beams, w, k, flat):
-    """The tests of `count` drafts in turn. left: log P of the pool, float64; log_q: of the distribution that the drafts
-    come from. index_of, sampled, ends, bound, log_rest: of each draft its place in the pool and what is known of it.
+    """Test `count` drafts in turn. left: log P of the pool, float64. log_q: log Q, the distribution that the drafts are
+    drawn from. index_of, sampled, ends, bound, log_rest: of each draft, its place in the pool (-1: none), whether it
+    was sampled, whether it ends, the bound of its test, and the log of what is left of Q when it is drawn.
 
-    Returns what is left of P, the distribution of the next draw, what ended, and the live draws: their places, which
-    there are, their drafts, how many drafts were taken and how many of these live.
+    Return log P of what is left, the distribution of the next draw, which pairs ended, and the live draws: their
+    places, which exist, and their drafts. Then how many drafts were accepted, and how many of these are live.
     """
     share = tl.exp(left)
     residual = share
@@ -85,17 +86,17 @@ def tested(left, log_q, index_of, sampled, ends, bound, log_rest, count, beams, 
     accepted = tl.full((), 0, tl.int32)
     live = tl.full((), 0, tl.int32)
     for j in range(count):
-        index = one(index_of, k, j)
+        index = scalar_at(index_of, k, j)
         this_pair = flat == index
-        if (one(sampled.to(tl.int32), k, j) > 0) & (live < beams):
+        if (scalar_at(sampled.to(tl.int32), k, j) > 0) & (live < beams):
             level = tl.sum(tl.where(this_pair, residual, 0.0), 0)
-            if (index >= 0) & passes(one(bound, k, j), level):
+            if (index >= 0) & passes(scalar_at(bound, k, j), level):
                 left = tl.where(this_pair, NEG_INF, left)
                 shares = tl.exp(left - tl.max(left, 0))
                 share = shares / tl.sum(shares, 0)
                 residual = share
                 accepted += 1
-                if one(ends.to(tl.int32), k, j) > 0:
+                if scalar_at(ends.to(tl.int32), k, j) > 0:
                     ended = ended | this_pair
                 else:
                     chosen = tl.where(w == live, index, chosen)
@@ -103,7 +104,7 @@ def tested(left, log_q, index_of, sampled, ends, bound, log_rest, count, beams, 
                     drafted_as = tl.where(w == live, j, drafted_as)
                     live += 1
             else:
-                rest_of_q = one(log_rest, k, j)
+                rest_of_q = scalar_at(log_rest, k, j)
                 q = tl.exp(log_q - rest_of_q)
                 q = tl.where(gone | (q != q), 0.0, q)
                 over_q = tl.maximum(residual - q, 0.0)
@@ -117,14 +118,14 @@ def tested(left, log_q, index_of, sampled, ends, bound, log_rest, count, beams, 
 def completed(
     left, residual, ending, entry, residual_key, completion_key, live, beams, chosen, drawn, ended, w, flat
 ):  # fmt: skip
-    """The draws that drafts did not give: the first one from `residual`, the others from what is left of P.
+    """Make the draws that the drafts did not give: the first one from `residual`, the others from what is left of P.
 
-    Returns the places of the live draws, which there are, and what ended.
+    Return the places of the live draws, which of them exist, and which pairs ended.
     """
-    open_ = (live < beams) & ((live == 0) | (tl.max(left, 0) > NEG_INF))
+    may_draw = (live < beams) & ((live == 0) | (tl.max(left, 0) > NEG_INF))
     level_of = tl.log(tl.where(residual == residual, residual, 0.0))
     highest, first = tl.max(perturbed(level_of, residual_key, entry), 0, return_indices=True)
-    first_real = is_some(highest) & open_
+    first_real = is_some(highest) & may_draw
     this_pair = (flat == first) & first_real
     first_ends = tl.max((this_pair & ending).to(tl.int32), 0) > 0
     left = tl.where(this_pair, NEG_INF, left)
@@ -133,7 +134,7 @@ def completed(
     chosen = tl.where((w == live) & first_live, first, chosen)
     drawn = drawn | ((w == live) & first_live)
     placed = live + first_live.to(tl.int32)
-    missing = tl.where(open_, beams - placed, 0)
+    missing = tl.where(may_draw, beams - placed, 0)
     pool = perturbed(left, completion_key, entry)
     free = tl.where(ending, NEG_INF, pool)
     last_key = tl.full((), float("inf"), tl.float64)
@@ -153,8 +154,8 @@ def best_finished(
     score, h_logprob, h_length, h_by_length, h_origin, h_node, h_token, e_score, e_logprob, e_node, e_token,
     cut_score, n_logprob, n_parent, n_token, reached, beams, w,
 ):  # fmt: skip
-    """The best of three lists of hypotheses: the finished ones (h_) and those that end here (e_), both in order, and
-    the live draws that the length limit ends (cut_score, n_). Of equal ones, in this order."""
+    """Return the best of three lists of hypotheses: the finished ones (h_) and those that end here (e_), both sorted,
+    and the live draws that the length limit ends (cut_score, n_). Of equal scores the earlier list comes first."""
     m_score, m_logprob, m_length = score, h_logprob, h_length
     m_by_length, m_origin, m_node, m_token = h_by_length, h_origin, h_node, h_token
     old = tl.full((), 0, tl.int32)
@@ -193,7 +194,7 @@ def best_finished(
 
 @triton.jit
 def is_broken(logprobs, valid, base, nodes, candidates):
-    """Whether a node of the request has a logit that is NaN."""
+    """Return whether a node of the request has a logit that is NaN."""
     found = tl.full((), 0, tl.int32)
     pairs = nodes * candidates
     for start in tl.range(0, pairs, BLOCK):
@@ -206,13 +207,13 @@ def is_broken(logprobs, valid, base, nodes, candidates):
 
 
 @triton.jit
-def first_counters(report, valid, source, base, roots, drafted, depth, beams, k):
-    """Counters of all layers, reached or not: what was drafted, and 0 elsewhere."""
+def first_counters(report, valid, drafter_id, base, roots, drafted, depth, beams, k):
+    """Write the first counters of all layers, reached or not: their valid nodes, their width, and 0 elsewhere."""
     for layer in range(depth):
         below = base + roots + layer * drafted + k
         there = k < drafted
         real = tl.load(valid + below, mask=there, other=0) != 0
-        second = tl.load(source + below, mask=there, other=0)
+        second = tl.load(drafter_id + below, mask=there, other=0)
         column = report + HEAD + layer * WIDE
         for place in tl.static_range(WIDE):
             if place != 1 and place != 3 and place != 7:  # noqa: PLR1714  # triton has no sets
@@ -224,10 +225,10 @@ def first_counters(report, valid, source, base, roots, drafted, depth, beams, k)
 
 @triton.jit
 def ranked(log_p, path, token, greedy, ending, pairs, beams, w, flat, RULE: tl.constexpr, GREEDY: tl.constexpr):
-    """The live draws of the rules that draw all at once: the largest of log P and the noise, or of the scores alone.
-    pairs: of the pool, at most.
+    """Make the live draws of the rules that draw all at once: the largest of log P plus noise, or of the scores alone.
+    pairs: number of pairs in the pool, at most.
 
-    Returns their places, which there are, which of them count, and what ended.
+    Return their places, which of them exist, which count as hypotheses at the length limit, and which pairs ended.
     """
     pool = tl.reshape(log_p, flat.shape)
     if RULE == 0:
@@ -256,7 +257,7 @@ def verify_kernel(
     parent,
     token,
     valid,
-    source,
+    drafter_id,
     sampled,
     root_valid,
     root_weight,
@@ -315,7 +316,7 @@ def verify_kernel(
     STEPS: tl.constexpr,
     Q_STEPS: tl.constexpr,
 ):
-    """All layers of one request: its draws, what ended, the counters."""
+    """Verify all layers of one request: write its final beams, its finished hypotheses and the counters."""
     row = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, WP)
     c = tl.arange(0, CP)
@@ -329,7 +330,7 @@ def verify_kernel(
     broken = running & is_broken(logprobs, valid, base, nodes, candidates)
     going = running & (broken == 0)
     tl.store(report + 1, broken.to(tl.int64))
-    first_counters(report, valid, source, base, roots, drafted, depth, beams, k)
+    first_counters(report, valid, drafter_id, base, roots, drafted, depth, beams, k)
     node = tl.where(w < roots, w, -1)
     alive = tl.load(root_valid + row * beam_stride + w, mask=w < roots, other=0) != 0
     weight = tl.load(root_weight + row * beam_stride + w, mask=w < roots, other=0.0)
@@ -455,17 +456,17 @@ def verify_kernel(
             )
         beam = chosen // CP
         column = chosen % CP
-        n_parent = several(known, w, beam)
+        n_parent = vector_at(known, w, beam)
         spot = (base + n_parent) * candidates + column
         n_token = tl.load(tokens + spot, mask=kept, other=0)
         lp_of = tl.load(logprobs + spot, mask=kept, other=0.0)
-        n_logprob = several(tl.where(alive, logprob, NEG_INF), w, beam) + lp_of
+        n_logprob = vector_at(tl.where(alive, logprob, NEG_INF), w, beam) + lp_of
         if RULE == 1:
             n_weight = n_logprob
         elif BEAM:
             n_weight = value_at(tl.reshape(joint, (WP * CP,)), chosen, w, flat, beams)
         else:
-            n_weight = several(tl.where(alive, weight, NEG_INF), w, beam) + lp_of
+            n_weight = vector_at(tl.where(alive, weight, NEG_INF), w, beam) + lp_of
         # which draws are drafted nodes
         same = (d_parent[None, :] == n_parent[:, None]) & (d_token[None, :] == n_token[:, None]) & d_valid[None, :]
         found = tl.min(tl.where(same, k[None, :], KP), 1)
@@ -474,19 +475,19 @@ def verify_kernel(
             is_node = drawn & ((found < KP) | (w < live))
             found = tl.where((w < live) & drawn, drafted_as, found)
         n_node = tl.where(is_node, below + found, -1)
-        held = tl.sum(is_node.to(tl.int32), 0)
+        num_nodes = tl.sum(is_node.to(tl.int32), 0)
         count = tl.sum(drawn.to(tl.int32), 0)
-        passed = (held == count) & (count > 0) & (layer < depth)
+        passed = (num_nodes == count) & (count > 0) & (layer < depth)
         if RULE == 2:
             accepted += tl.sum((is_node & (w >= live)).to(tl.int32), 0)
         else:
-            accepted = held
+            accepted = num_nodes
         # counters
         if layer < depth:
             column_of = report + HEAD + layer * WIDE
             parents = (d_parent[:, None] == node[None, :]) & (alive & ((w < roots) | (layer > 0)))[None, :]
             living = (tl.max(parents.to(tl.int32), 1) > 0) & d_valid
-            n_drafter_id = tl.load(source + base + n_node, mask=is_node, other=0)
+            n_drafter_id = tl.load(drafter_id + base + n_node, mask=is_node, other=0)
             needed = tl.max(tl.where(is_node & (n_drafter_id != 1), found + 1, 0), 0)
             tl.store(column_of + 0, tl.full((), 1, tl.int64))
             tl.store(column_of + 2, tl.sum(living.to(tl.int64), 0))
@@ -508,7 +509,7 @@ def verify_kernel(
         cut_score = tl.where(countable & over, tl.div_rn(n_logprob, scale + w * 0.0), NEG_INF)
         e_score = tl.div_rn(e_logprob, scale + w * 0.0)
         if tl.maximum(tl.max(e_score, 0), tl.max(cut_score, 0)) > NEG_INF:
-            e_node = several(known, w, e_index // CP)
+            e_node = vector_at(known, w, e_index // CP)
             e_token = tl.load(tokens + (base + e_node) * candidates + e_index % CP, mask=kept, other=0)
             score, h_logprob, h_length, h_by_length, h_origin, h_node, h_token = best_finished(
                 score,
@@ -564,7 +565,8 @@ def verify_kernel(
 
 
 def fits(beams: int, roots: int, candidates: int, drafts: int, rule: str) -> bool:
-    """Whether the kernel takes so many beams, roots, candidates per node and drafts per layer, and the rule."""
+    """Return whether the kernel supports these numbers of beams, roots, candidates per node and drafts per layer, and
+    the rule."""
     padded = triton.next_power_of_2(max(beams, roots)) * triton.next_power_of_2(candidates)
     return rule in RULES and beams <= MOST_BEAMS and roots <= beams and padded <= MOST_PAIRS and drafts <= 64
 
@@ -585,15 +587,15 @@ def verify(
     rule: str,
     flags: Sequence[bool],
 ) -> None:
-    """verify_forest.verify_forest. Finished hypotheses change in place; the rest is written to `out`.
+    """Do what `verify_forest` does. Finished hypotheses change in place; the rest is written to `out`.
 
-    candidates: tokens, logprobs [R, N, C]. nodes: path, stop_state, parent, token, valid, source, sampled [R, N].
-    beams: valid, weight, logprob [R, W0], length [R]. finished: score, logprob, length, by_length, source, node, token
-    [R, F]. endings: eos [V], table of the stop automaton. warp: temperature, top_k, top_p, min_p, cold. limits: active,
-    max_new, length_penalty, early [R]. keys [R, D + 1, STREAMS]. distribution: tokens, log_q [R, N, Cq], log_drawn and
-    log_rest [2, R, D, K]; or nothing. out: parent, token, node, valid, weight, logprob [R, W]; before [R, D + 1, W];
-    report [R, FIRST + D * COLUMNS] int64, of which 0 to 3 are done, invalid, steps and the sum of widths. flags: of
-    distribution.pool_constants.
+    candidates: tokens, logprobs [R, N, C]. nodes: path, stop_state, parent, token, valid, drafter_id, sampled [R, N].
+    beams: valid, weight, logprob [R, W0], length [R]. finished: score, logprob, length, by_length, origin, node, token
+    [R, F]. endings: eos [V], table of the stop automaton. warp: temperature, top_k, top_p, min_p, greedy. limits:
+    active, max_new, length_penalty, early [R]. keys [R, D + 1, STREAMS]. distribution: tokens, log_q [R, N, Cq],
+    log_drawn and log_rest [2, R, D, K]; or nothing. out: parent, token, node, valid, weight, logprob [R, W]; before
+    [R, D + 1, W]; report [R, FIRST + D * COLUMNS] int64, of which 0 to 3 are done, invalid, steps and the sum of
+    widths. flags: of distribution.pool_constants.
     """
     rows, count, own = candidates[0].shape
     width, roots = out[0].shape[1], beams[0].shape[1]

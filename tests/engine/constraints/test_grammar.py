@@ -244,9 +244,9 @@ def test_what_follows_does_not_depend_on_what_was_asked_before() -> None:
 
 
 def test_of_many_tokens_the_likeliest_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsbd_cli.engine.constraints.grammar.CHECKED", 2)
+    monkeypatch.setattr("dsbd_cli.engine.constraints.grammar.MOST_CHECKED", 2)
     state = compiler().start(Grammar.regex("[abc]c{0,3}0"), 3)
-    assert state.narrow is None
+    assert state.mask_within_limit is None
     tokens = {text: LETTERS.index(text) for text in (b"a", b"b", b"c", b"ab")}
     logprobs = np.full(len(LETTERS), -np.inf, dtype=np.float32)
     logprobs[[tokens[b"a"], tokens[b"b"], tokens[b"c"]]] = (-3.0, -1.0, -2.0)

@@ -145,9 +145,9 @@ def test_a_row_without_rules_keeps_none_of_the_one_before() -> None:
 
 
 def ignores_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    spoken = device._spoken
+    time_facts = device._time_facts
     monkeypatch.setattr(
-        device, "_spoken", lambda text, length, first: spoken(text, length, first) * torch.tensor([1, 0, 1])
+        device, "_time_facts", lambda text, length, first: time_facts(text, length, first) * torch.tensor([1, 0, 1])
     )
 
 

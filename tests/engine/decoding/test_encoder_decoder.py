@@ -18,6 +18,7 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.text import PromptTable
+from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.adapted import positions
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
@@ -251,6 +252,30 @@ def test_a_prefix_begins_the_answer() -> None:
         assert result.text.startswith("50 60 ")
         assert result.hypotheses[0].num_tokens == len(own)
         assert (result.source_tokens, result.prompt_tokens) == (len(ids), len(ids) + 3)
+
+
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError()])
+def test_a_row_that_fails_counts_its_source(error: Exception | None) -> None:
+    """Guards records of failed rows whose counts are of other tokens than those of good rows."""
+
+    class Broken(Seq2SeqForestModel):
+        def forward(self, batch: ForestInput, *, logits: bool = True) -> torch.Tensor | None:
+            if error is not None:
+                raise error
+            found = super().forward(batch, logits=logits)
+            return found if found is None else torch.full_like(found, torch.nan)
+
+    target = Broken(models("bart")[1].module, "bart")
+    codec = pair_codec(target.module, ENDS)
+    one = Engine(
+        *(target, None, codec, MethodConfig(rule="search", depth=0)), batch_size=1, on_too_long="truncate-left"
+    )
+    rules = "no_repeat_ngram_size=3"
+    sampling = SamplingConfig(max_new_tokens=4, token_rules=rules)
+    (result,) = one.run([Request(prompt_ids=tuple(range(6, 80)), sampling=sampling)])
+    assert result.error is not None
+    assert (result.source_tokens, result.prompt_tokens, result.truncated_tokens) == (64, 65, 10)
+    assert result.token_rules["no_repeat_ngram_size"] == 3
 
 
 def failure(request: Request, **settings: Any) -> str:

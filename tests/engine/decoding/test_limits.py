@@ -10,7 +10,7 @@ from torch import Tensor
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.planning.planner import SHALLOW, Shape
+from dsbd_cli.engine.planning.planner import LEAST_DEPTH, Shape
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import OutOfMemoryRowError, UsageError
 from dsbd_cli.requests import Request
@@ -40,7 +40,7 @@ def texts(decoder: Engine, rows: list[Request]) -> list[object]:
 def test_depths_are_few_and_cover_what_is_left() -> None:
     depths = [Shape(1000, 8).within(left).depth for left in range(1, 3000)]
     assert all(depth >= min(left, 1000) for left, depth in enumerate(depths, 1))
-    assert all(depth <= max(SHALLOW, 2 * left) for left, depth in enumerate(depths, 1))
+    assert all(depth <= max(LEAST_DEPTH, 2 * left) for left, depth in enumerate(depths, 1))
     assert set(depths) == {8, 16, 32, 64, 128, 256, 512, 1000}
     assert {Shape(5, 8).within(left).depth for left in range(1, 99)} == {5}
 
@@ -48,8 +48,8 @@ def test_depths_are_few_and_cover_what_is_left() -> None:
 def test_no_layers_are_drafted_that_nothing_can_take() -> None:
     deep = engine(1000)
     results = list(deep.run(requests(6, 5)))
-    assert max(result.stats.kv_peak_slots for result in results) < 5 + 3 + 2 * SHALLOW * 4
-    assert all(result.stats.draft_calls <= SHALLOW * result.stats.target_calls for result in results)
+    assert max(result.stats.kv_peak_slots for result in results) < 5 + 3 + 2 * LEAST_DEPTH * 4
+    assert all(result.stats.draft_calls <= LEAST_DEPTH * result.stats.target_calls for result in results)
     assert texts(engine(1000), requests(6, 5)) == texts(engine(5), requests(6, 5))
 
 

@@ -49,7 +49,6 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert index.tokens.tolist() == [1, 2, 3, -1, -1, 2, 3, -1]
     assert index.tokens.dtype == index.suffixes.dtype == np.int32
     assert index.suffixes.tolist() == sort_suffixes(np.array(index.tokens)).tolist()
-    assert index.documents == 3
     assert isinstance(index.tokens, np.memmap)
     assert [path.name for path in tmp_path.iterdir()] == ["i"]
 

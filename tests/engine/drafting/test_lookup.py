@@ -19,7 +19,7 @@ from dsbd_cli.engine.core.forest_buffer import ForestBuffer, ForestSizes
 from dsbd_cli.engine.core.slots import SlotTable
 from dsbd_cli.engine.drafting.base import DraftContext, Endings
 from dsbd_cli.engine.drafting.index import CorpusIndex, CorpusTokens, sort_suffixes
-from dsbd_cli.engine.drafting.ngram import FOUND, OTHER, PLACES, NgramDrafter
+from dsbd_cli.engine.drafting.ngram import BEST_LOGPROB, LOGPROB_STEP, PLACES, NgramDrafter
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths
 from dsbd_cli.engine.drafting.retrieval import HITS, LONGEST, RetrievalDrafter
 from dsbd_cli.engine.drafting.text import PromptTable, contexts, suffix
@@ -53,7 +53,6 @@ def make_context(texts: Sequence[Sequence[Sequence[int]]], prompt: int, count: i
     noise = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
     return DraftContext(
         beams=beams,
-        table=table,
         sampler=Coupled.sampler,
         drafts_end=Coupled.drafts_end,
         warp=warp_of(rows, (1.0, 0, 1.0, 0.0), "pool"),
@@ -161,7 +160,7 @@ def guessed_tree(beams: list[list[int]], longest: int, depth: int, count: int) -
                 if text[place] not in taken:
                     taken.add(text[place])
                     after = place + 1 if place + 1 < len(text) else place + 1 - period
-                    below.append(((*path, text[place]), weight + FOUND - OTHER * rank, [(after, period)]))
+                    below.append(((*path, text[place]), weight + BEST_LOGPROB - LOGPROB_STEP * rank, [(after, period)]))
         layer = sorted(below, key=lambda node: -node[1])[:count]
         layers.append([path for path, _, _ in layer])
     return layers
@@ -243,7 +242,7 @@ def make_corpus(seed: int) -> CorpusTokens:
 
 def source_of(corpus: CorpusTokens) -> RetrievalDrafter:
     tokens = torch.tensor(corpus.ids, dtype=torch.int32).numpy()
-    return RetrievalDrafter(CorpusIndex(tokens, sort_suffixes(tokens), corpus.documents), CPU)
+    return RetrievalDrafter(CorpusIndex(tokens, sort_suffixes(tokens)), CPU)
 
 
 def hits(corpus: list[int], text: list[int], depth: int) -> list[tuple[int, ...]]:

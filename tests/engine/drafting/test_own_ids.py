@@ -191,7 +191,7 @@ class Book(Observer):
         keys, rows = context.row_key.tolist(), context.beams.valid.any(1).nonzero().flatten().tolist()
         random = context.sampler.random
         self.settle((context.warp.max_top_k + 8 or V) if random else V)
-        table = context.table
+        table = context.buffer.table
         for row in rows:
             if int(context.iteration[row]) == 0:
                 self.own[keys[row]] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -163,6 +164,27 @@ def test_a_shape_runs_plainly_first_and_is_captured_once() -> None:
     assert recorder.recorded == 1
 
 
+def test_forgotten_captures_leave_no_memory_behind() -> None:
+    """Guards buffers of earlier batches, which would stay for the engine's life."""
+
+    @dataclass
+    class State:
+        x: Tensor
+
+    graphs, state = IterationGraphs(FakeRecorder()), State(torch.zeros(1))
+
+    def phase() -> None:
+        state.x = state.x + 1
+
+    for _ in range(4):
+        graphs.run("shape", state, None, (phase,), lambda number: None)
+    buffer = weakref.ref(state.x)
+    graphs.forget()
+    graphs.run("shape", state, None, (phase,), lambda number: None)
+    assert state.x.item() == 5
+    assert buffer() is None
+
+
 def test_a_plain_run_before_a_capture_has_the_tensors_of_the_capture() -> None:
     """Guards kernels that are compiled inside a capture, for other strides or alignments than the plain runs had."""
 
@@ -285,6 +307,14 @@ def test_asking_for_graphs_without_a_gpu_is_refused() -> None:
     target, draft = table_pair(1, VOCABULARY, 0.4)
     with pytest.raises(UsageError, match="cuda_graphs cannot be had: they need both models"):
         Engine(target, draft, NumberCodec(VOCABULARY), MethodConfig(num_beams=2, depth=2), cuda_graphs=True)
+
+
+@pytest.mark.parametrize("drafter", ["beam+grammar", "ngram+grammar", "grammar+ngram"])
+def test_graphs_are_refused_where_one_of_two_drafters_works_on_the_host(drafter: str) -> None:
+    target, draft = table_pair(1, VOCABULARY, 0.4)
+    method = MethodConfig(num_beams=2, depth=2, drafter=drafter)
+    with pytest.raises(UsageError, match="cuda_graphs cannot be had: the drafter works on the host"):
+        Engine(target, draft if method.needs_draft else None, NumberCodec(VOCABULARY), method, cuda_graphs=True)
 
 
 @pytest.mark.gpu

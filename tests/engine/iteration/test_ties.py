@@ -113,7 +113,7 @@ def test_a_large_vocabulary_gives_a_row_the_same_bits_in_parts_of_any_size(
     alone = [top_candidates(row.view(1, 1, -1), CandidateCount(9)) for row in logits]
     wanted = torch.log_softmax(logits.to(torch.float64), -1)
     for swept in (1, 3 * vocabulary, 1 << 20):  # two rows, three rows or more, and all
-        monkeypatch.setattr(candidates, "SWEPT", swept)
+        monkeypatch.setattr(candidates, "SWEEP_LOGITS_PER_THREAD", swept)
         found = top_candidates(logits.view(1, 7, -1), CandidateCount(9))
         assert torch.equal(found.tokens[0], torch.cat([one.tokens[0] for one in alone]))
         assert torch.equal(found.logprobs[0], torch.cat([one.logprobs[0] for one in alone]))

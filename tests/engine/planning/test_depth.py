@@ -181,7 +181,7 @@ def test_a_batch_takes_the_shape_of_the_largest_sum() -> None:
         world.rate, world.request = rate, request
         for _ in range(60):
             planner.observe(*world.at(Shape(4, 8)))
-    planner._saved = 0.0  # no probe
+    planner._probe_budget_s = 0.0  # no probe
     assert planner.choose([good]).depth > 2
     planner._now = Shape(0, 8)
     assert planner.choose([bad]).depth == planner.choose([good, *[bad] * 7]).depth == 0
@@ -344,14 +344,14 @@ def test_an_iteration_informs_on_all_larger_least_confidences() -> None:
     for _ in range(200):
         rates.count([request], [[passing, passing]], 8, 0.0, [0.7, 0.6])
         rates.count([request], [[failing, nothing]], 8, 0.0, [0.3, 0.7])
-    assert rates.given()[:, 0] == pytest.approx([1, 0.5, 0], abs=0.08)
-    assert rates.given()[:, 1] == pytest.approx([1, 0.5, 0], abs=0.08)
+    assert rates.reach_target()[:, 0] == pytest.approx([1, 0.5, 0], abs=0.08)
+    assert rates.reach_target()[:, 1] == pytest.approx([1, 0.5, 0], abs=0.08)
     steps = rates.steps([request])
     assert steps[:, 0, 0] == pytest.approx([1.5, 1.5, 1], abs=0.1)
     assert steps[:, 0, 1] == pytest.approx([2, 2, 1], abs=0.1)
     for _ in range(200):  # now none is sure, and the target sees none
         rates.count([request], [[]], 8, 0.5, [0.3])
-    assert rates.given()[:, 0] == pytest.approx([1, 0, 0], abs=0.08)
+    assert rates.reach_target()[:, 0] == pytest.approx([1, 0, 0], abs=0.08)
     assert rates.steps([request])[:, 0, 0] == pytest.approx([1.5, 1, 1], abs=0.1)
 
 
@@ -364,9 +364,9 @@ def test_seconds_are_of_what_is_drafted_and_of_what_goes_to_the_target() -> None
         seconds = {"draft": 2 * 0.003, "target": 0.05 + 0.001 * shape.nodes(4), "verify": 0.0}
         planner.observe(shape, [request], layers, seconds, gate=Gate(0.0, [0], [0.6, 0.6] if turn % 2 else [0.3, 0.3]))
     found = planner._seconds(1)
-    assert found[planner._at[Shape(2, 8)]] == pytest.approx(0.05 + 0.001 * 20 + 0.003 * 2, rel=0.02)
-    assert found[planner._at[Shape(2, 8, 0.5)]] == pytest.approx(0.05 + 0.001 * 12 + 0.003 * 1.5, rel=0.02)
-    assert found[planner._at[Shape(2, 8, 0.7)]] == pytest.approx(0.05 + 0.001 * 4 + 0.003, rel=0.02)
+    assert found[planner._index[Shape(2, 8)]] == pytest.approx(0.05 + 0.001 * 20 + 0.003 * 2, rel=0.02)
+    assert found[planner._index[Shape(2, 8, 0.5)]] == pytest.approx(0.05 + 0.001 * 12 + 0.003 * 1.5, rel=0.02)
+    assert found[planner._index[Shape(2, 8, 0.7)]] == pytest.approx(0.05 + 0.001 * 4 + 0.003, rel=0.02)
 
 
 def test_a_gate_goes_by_the_rows_that_run() -> None:

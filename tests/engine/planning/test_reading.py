@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from dsbd_cli.engine.planning.acceptance import Acceptance, Lives
+from dsbd_cli.engine.planning.acceptance import Acceptance, RequestLengths
 from dsbd_cli.engine.planning.planner import AdaptivePlanner, DraftWork
 from tests.helpers.worlds import World, method
 
 
 def test_lives_are_those_of_the_requests_that_ended() -> None:
-    lives, long = Lives(32.0), Acceptance()
+    lives, long = RequestLengths(32.0), Acceptance()
     for number in range(400):
         short = Acceptance()
         for _ in range(4):
@@ -64,7 +64,7 @@ def test_the_first_reading_says_nothing_about_the_next() -> None:
 
 
 def test_requests_that_start_over_have_not_ended() -> None:
-    lives, running = Lives(32.0), [Acceptance() for _ in range(8)]
+    lives, running = RequestLengths(32.0), [Acceptance() for _ in range(8)]
     for _ in range(3):
         lives.see(running)
     lives.restart()

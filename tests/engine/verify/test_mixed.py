@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.core.distribution import row_distribution
-from dsbd_cli.engine.core.noise import DRAFT, gumbel, stream_key
+from dsbd_cli.engine.core.noise import DRAFT, gumbel
 from dsbd_cli.engine.core.sampler import entry_index
 from dsbd_cli.engine.drafting.base import LayerDrafts, merge_nodes, record_distribution
 from dsbd_cli.engine.verify.base import DraftedLayer
@@ -27,7 +27,7 @@ def redraft(layer: Layer, scope: str, settings: tuple[float, int, float, float],
     candidates, view = layer.draft_candidates, layer.view
     rows, nodes, wide = candidates.tokens.shape
     log_q = row_distribution(candidates, warp_of(rows, settings, "beam")) if scope == "parent" else layer.draft.log_p
-    stream = stream_key(view.row_key, view.iteration, 1, DRAFT).view(-1, 1, 1)
+    stream = view.key(DRAFT).view(-1, 1, 1)
     keys = (log_q + gumbel(stream, entry_index(candidates.tokens))).flatten(1)
     value, index = torch.topk(keys, 3, dim=1)
     valid = value > -torch.inf

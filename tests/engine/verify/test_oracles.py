@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from dsbd_cli.config.method import MethodConfig
-from dsbd_cli.engine.core.noise import ACCEPT, COMPLETION, RESIDUAL, gumbel, path_gumbel, stream_key, uniform
+from dsbd_cli.engine.core.noise import ACCEPT, COMPLETION, RESIDUAL, gumbel, path_gumbel, uniform
 from dsbd_cli.engine.core.sampler import entry_index
 from dsbd_cli.engine.verify.base import LayerDraws
-from dsbd_cli.engine.verify.rejection import draft_probs_at
+from dsbd_cli.engine.verify.rejection import draft_log_probs_at
 from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.engine.verify.width import expected_width as expected_width_tensor
 from tests.helpers.layers import WARPED, Layer, random_layer
@@ -43,8 +43,7 @@ class LayerNoise:
         self.completions = 0
 
     def _key(self, stream: int) -> torch.Tensor:
-        view, row = self.view, slice(self.row, self.row + 1)
-        return stream_key(view.row_key[row], view.iteration[row], view.layer, stream)
+        return self.view.key(stream)[self.row : self.row + 1]
 
     def accept(self, probability: float, index: int) -> bool:
         return float(uniform(self._key(ACCEPT), torch.tensor([index]))) < probability
@@ -146,7 +145,7 @@ def test_coupled_equals_its_oracle(settings: tuple[float, int, float, float], se
     view = layer.view
     draws = make_rule(MethodConfig(rule="coupled")).verify(view)
     shared = path_gumbel(view.path, view.tokens)
-    key = stream_key(view.row_key, view.iteration, view.layer, COMPLETION).view(-1, 1, 1)
+    key = view.key(COMPLETION).view(-1, 1, 1)
     fresh = gumbel(key, entry_index(view.tokens))
     for row in range(ROWS):
         noise, other = _named(layer, row, shared[row]), _named(layer, row, fresh[row])
@@ -179,7 +178,7 @@ def test_width_equals_its_oracle(threshold: float, closeness: float) -> None:
     layer = random_layer(make_rule(MethodConfig(rule="rejection")), ROWS, 11, (1.0, 5, 1.0, 0.0), closeness)
     view = layer.view
     assert view.drafts is not None
-    q = draft_probs_at(view, view.drafts).exp()
+    q = draft_log_probs_at(view, view.drafts).exp()
     width = expected_width_tensor(view.log_p.flatten(1).double().exp(), q, 5, threshold, 1, 3)
     for row in range(ROWS):
         assert int(width[row]) == expected_width(

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from dsbd_cli.engine.core.noise import seed_key
+from dsbd_cli.engine.core.noise import seed_key, stream_keys
 from dsbd_cli.engine.verify.base import LayerView
 from dsbd_cli.engine.verify.rejection import WithReplacement
 
@@ -31,13 +31,12 @@ def bonus_layer() -> LayerView:
         node=torch.arange(BEAMS).expand(ROWS, BEAMS),
         valid=torch.ones(ROWS, BEAMS, dtype=torch.bool),
         path=key.unsqueeze(1).expand(-1, BEAMS),
-        row_key=key,
-        iteration=torch.zeros(ROWS, dtype=torch.int64),
-        layer=0,
         full=True,
         drafts=None,
         width=torch.full((ROWS,), BEAMS),
         dynamic=False,
+        keys=stream_keys(key, torch.zeros_like(key), 1)[:, 0],
+        num_beams=BEAMS,
     )
 
 

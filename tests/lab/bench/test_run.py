@@ -207,11 +207,11 @@ def test_a_line_that_asks_for_much_leaves_less_room_for_its_prompt(pair: Engine,
 def test_records_that_do_not_fit_are_left_out_and_told(pair: Engine, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "%s"}\n{"prompt": "question: who"}\n' % ("word " * 900))
-    found = prepare(jsonl_dataset(path), pair.codec, 5, 8, 100)
+    found = prepare(jsonl_dataset(path), pair.codec, 5, 8, 100, SamplingConfig())
     assert [len(window) for window in found.windows] == [1]
     assert "1 records longer than 100 tokens" in found.notes[0]
     with pytest.raises(UsageError, match="no record of jsonl fits"):
-        prepare(jsonl_dataset(path), pair.codec, 5, 8, 1)
+        prepare(jsonl_dataset(path), pair.codec, 5, 8, 1, SamplingConfig())
 
 
 def test_conversations_need_a_template_unless_they_can_be_plain(pair: Engine, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_conversations_need_a_template_unless_they_can_be_plain(pair: Engine, tm
     path = tmp_path / "x.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "hello"}]}\n')
     with pytest.raises(UsageError, match=r"record 0: .* chat template"):
-        prepare(jsonl_dataset(path), pair.codec, 5, 8, None)
+        prepare(jsonl_dataset(path), pair.codec, 5, 8, None, SamplingConfig())
     data = Path(__file__).parents[2] / "lab" / "tasks" / "data" / "question.jsonl"
-    found = prepare(open_dataset("mt-bench", data), pair.codec, 2, 8, None)
+    found = prepare(open_dataset("mt-bench", data), pair.codec, 2, 8, None, SamplingConfig())
     assert "given as plain text" in found.notes[-1]

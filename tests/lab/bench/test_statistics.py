@@ -136,7 +136,7 @@ def settings(*names: str, **sweep: list[int]) -> list[SweepSetting]:
 def tally(setting: SweepSetting, speeds: dict[tuple[int, int], float], task: str = "sql") -> Tally:
     made = Tally(task, setting, 8)
     for place, speed in speeds.items():
-        made.add_time(place, round(100 * speed), EnergyWindow(None, 100.0, "unavailable"), None)
+        made.add_time(place, round(100 * speed), EnergyWindow(None, 100.0), None)
     return made
 
 
@@ -182,8 +182,8 @@ def test_counters_of_requests_are_summed_by_depth() -> None:
 def test_energy_counts_only_windows_that_were_measured() -> None:
     (setting,) = settings("greedy")
     made = Tally("sql", setting, 8)
-    made.add_time((0, 0), 100, EnergyWindow(50.0, 2.0, "nvml"), 7)
-    made.add_time((0, 1), 900, EnergyWindow(None, 0.1, "nvml"), 9)
+    made.add_time((0, 0), 100, EnergyWindow(50.0, 2.0), 7)
+    made.add_time((0, 1), 900, EnergyWindow(None, 0.1), 9)
     made.add_answers([BestAnswer("", 0, None, None, None, "too long")], [{"exact match": 0.0}], [0.0])
     meter = EnergyMeter(None)
     meter.idle_watts = 10.0

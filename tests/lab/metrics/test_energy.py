@@ -55,7 +55,7 @@ def test_nvml_reads_the_gpu_of_this_uuid_in_joules() -> None:
     nvml.millijoules["GPU-a"] += 999_999
     clock.now += 2.5
     window = meter.stop()
-    assert (window.joules, window.seconds, window.watts, window.source) == (12.5, 2.5, 5.0, "nvml")
+    assert (window.joules, window.seconds, window.watts, meter.source) == (12.5, 2.5, 5.0, "nvml")
 
 
 def test_a_window_shorter_than_the_counters_steps_is_not_measured() -> None:
@@ -121,7 +121,7 @@ def test_without_a_counter_nothing_is_made_up(meter: object, reason: str, tmp_pa
     found = meter(tmp_path)
     found.start()
     window = found.stop()
-    assert (window.joules, window.watts, window.source) == (None, None, "unavailable")
+    assert (window.joules, window.watts, found.source) == (None, None, "unavailable")
     assert found.measure_idle() is None
     assert reason in found.reason
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, environment
+import dsbd_cli
+from dsbd_cli.lab.metrics.environment import PACKAGE, commit_of, cpu_name, environment
 from dsbd_cli.lab.metrics.memory import PeakMemory, peak_rss_bytes
 
 MIB = 2**20
@@ -66,3 +67,4 @@ def test_the_commit_is_that_of_a_tracked_folder(tmp_path: Path) -> None:
     assert not clean.endswith("+")
     (tmp_path / "__init__.py").write_text("x = 1\n")
     assert commit_of(tmp_path) == f"{clean}+"
+    assert Path(dsbd_cli.__file__).parent == PACKAGE  # a change anywhere in the package counts

@@ -95,16 +95,16 @@ def test_a_run_is_split_into_phases_without_remainder() -> None:
     assert phases["target"] == pytest.approx(sum(one.target_s for one in stats))
     assert phases["verify"] + phases["compact"] == pytest.approx(sum(one.verify_s for one in stats))
     assert phases["compact"] > 0
-    assert run.log.span_count("compact") == run.log.iterations
+    assert len(run.log._spans["compact"]) == run.log.iterations
 
 
 def test_everything_is_logged_once() -> None:
     run = bench().timed(METHOD)
     log, stats = run.log, run.stats
     assert log.rows == stats.target_calls
-    assert log.span_count("tokenise") == len(run.results)
-    assert log.span_count("detokenise") <= len(run.results)
-    assert log.span_count("prefill") == 2 * 2  # of both models: a batch of two, then one that joins
+    assert len(log._spans["tokenise"]) == len(run.results)
+    assert len(log._spans["detokenise"]) <= len(run.results)
+    assert len(log._spans["prefill"]) == 2 * 2  # of both models: a batch of two, then one that joins
     assert log.nodes <= log.rows * (2 + 2 * 4)
     assert log.most_slots >= 2 * run.results[0].stats.kv_peak_slots
 
@@ -115,7 +115,7 @@ def test_no_clock_runs_within_a_captured_iteration() -> None:
     for name in ("tokenise", "prefill", "compact"):
         with log.span(name):
             pass
-    assert [log.span_count(name) for name in ("tokenise", "prefill", "compact")] == [1, 1, 0]
+    assert [len(log._spans[name]) for name in ("tokenise", "prefill", "compact")] == [1, 1, 0]
 
 
 def test_clocks_change_no_text() -> None:
@@ -151,9 +151,10 @@ def test_settings_and_methods_go_back_and_forth() -> None:
     assert (plain.depth, plain.width, setting_of(plain)) == (0, "fixed", NO_DRAFT)
 
 
-def test_the_machine_is_described() -> None:
+def test_the_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0}, raising=False)
     machine = describe_machine(CPU)
     assert machine.device
     assert machine.threads == torch.get_num_threads()
-    assert machine.cores >= 1
+    assert machine.cores == 1  # of many, that this process may use
     assert str(machine.versions["torch"]).split("+")[0] == torch.__version__.split("+")[0]

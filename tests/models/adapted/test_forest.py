@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
-from dsbd_cli.models.adapted.attention import NAME
+from dsbd_cli.models.adapted.attention import NAME, same_logits
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from tests.helpers.tiny import FIT, Row, build, forest_input, plain_logits, worst
 
@@ -126,6 +126,13 @@ def test_grouped_attention_is_used_and_equal() -> None:
     torch.testing.assert_close(fast, slow, atol=1e-6, rtol=1e-5)
 
 
+def test_float16_logits_are_held_to_the_limit_of_float16() -> None:
+    before = torch.randn(64, generator=torch.Generator().manual_seed(0)).half()
+    assert same_logits(before, before * 1.01)
+    assert not same_logits(before, before * 1.04)
+    assert same_logits(before.bfloat16(), before.bfloat16() * 1.04)
+
+
 def test_no_logits_writes_the_same_cache() -> None:
     """Guards logits=False: the head must not run, and the keys must be the same."""
     rng = random.Random(5)
@@ -216,5 +223,5 @@ def on_cuda(batch: ForestInput) -> ForestInput:
 def test_a_forward_that_reads_the_host_is_seen() -> None:
     """Guards a CUDA graph of rotary embeddings that look at the largest position."""
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    assert CausalForestModel(build("llama", rope_parameters=dynamic), "x")._reads
-    assert not CausalForestModel(build("llama"), "x")._reads
+    assert CausalForestModel(build("llama", rope_parameters=dynamic), "x")._waits_for_host
+    assert not CausalForestModel(build("llama"), "x")._waits_for_host

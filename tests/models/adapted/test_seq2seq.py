@@ -12,7 +12,7 @@ from dsbd_cli.models.adapted import positions
 from dsbd_cli.models.adapted.crossing import CrossCache
 from dsbd_cli.models.adapted.patching import pack
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, encoder_digest, sample_encoder_input
-from dsbd_cli.models.checks.invariance import COMPANIES, Surroundings, _logits, is_invariant
+from dsbd_cli.models.checks.invariance import COMPANIES, Surroundings, _logits, check
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.ops.cpu.runtime import on_amd
 from tests.helpers.pairs import FIT, UNFIT, build_pair, perturbed
@@ -63,7 +63,7 @@ def mask_missing(model: Seq2SeqForestModel, monkeypatch: pytest.MonkeyPatch) -> 
     def across(self: Any, batch: Any, width: int, metadata: Any) -> torch.Tensor:
         return torch.zeros(len(batch.tokens), 1, batch.tokens.shape[1], width)
 
-    monkeypatch.setattr(Seq2SeqForestModel, "_across", across)
+    monkeypatch.setattr(Seq2SeqForestModel, "_source_mask", across)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_logits_do_not_depend_on_their_company(name: str, dtype: torch.dtype, pa
         alone = _logits(forest, Surroundings())
         assert all(torch.equal(_logits(forest, one), alone) for one in COMPANIES)
     # torch's own products in half precision are not trusted, though these companies move no bit
-    assert is_invariant(forest) == (packed or dtype == torch.float32)
+    assert (check(forest).varies is None) == (packed or dtype == torch.float32)
 
 
 @pytest.mark.parametrize("name", ["t5", "marian"])
@@ -162,7 +162,7 @@ def test_a_source_does_not_depend_on_those_that_are_read_with_it(name: str, dtyp
     assert len(runs) == len(encoder_inputs)
     assert all(map(torch.equal, apart, kept([3, 1, 5, 0, 4, 2], together=True)))
     assert len(runs) == len(encoder_inputs) + 4  # of 32, 64 and 128 places, and one that stands alone
-    assert is_invariant(model)
+    assert check(model).varies is None
 
 
 def test_a_bias_of_the_logits_goes_with_the_product() -> None:
@@ -184,7 +184,7 @@ def test_eager_families_with_a_function_by_name_are_switched(name: str) -> None:
     model = Seq2SeqForestModel(module, name)
     assert not model._rows_alike
     assert self_test(model).median_error < 1e-4
-    assert is_invariant(model)
+    assert check(model).varies is None
 
 
 @pytest.mark.parametrize("name", ["t5", "marian"])

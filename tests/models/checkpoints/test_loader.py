@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -87,6 +88,9 @@ def test_dtype_auto_on_the_cpu_rounds_nothing(
         kept = stored == torch.bfloat16 and packing_works(torch.bfloat16)
         loaded, _ = load(ModelSpec(str(folder), device="cpu"))
         assert loaded.dtype == (torch.bfloat16 if kept else torch.float32)
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+        assert load(ModelSpec(str(folder), device="cpu"))[0].dtype == loaded.dtype, "a pickle's bytes count"
 
 
 @pytest.mark.parametrize("device_map", ["cpu", '{"": "cpu"}', "auto"])
@@ -133,6 +137,15 @@ def test_incomplete_cache_is_not_taken(checkpoint: Path, hub_cache: Path) -> Non
     (cache_as(hub_cache, "me/part", checkpoint) / "model.safetensors").unlink()
     with pytest.raises(ModelNotFoundError, match="not in the hub cache"):
         load(ModelSpec("me/part", device="cpu"))
+
+
+def test_weights_are_here_in_one_format_or_the_other(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
+    (tmp_path / "model-1.safetensors").touch()
+    assert not hub.has_weights(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    assert hub.has_weights(tmp_path), "shards are missing, but the other format is whole"
 
 
 @pytest.mark.parametrize("offline", [True, False])

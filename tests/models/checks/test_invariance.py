@@ -20,7 +20,7 @@ from dsbd_cli.models import forest_attention
 from dsbd_cli.models.adapted import attention, patching
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.patching import pack
-from dsbd_cli.models.checks.invariance import Surroundings, _logits, check, is_invariant
+from dsbd_cli.models.checks.invariance import Surroundings, _logits, check
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import LoadedPair, load_pair
 from dsbd_cli.models.recurrent import mixers
@@ -63,7 +63,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_bits_do_not_depend_on_the_company(name: str, dtype: torch.dtype) -> None:
     """Guards each kind of attention against sums whose order goes by slot, by row or by the number of nodes."""
-    assert is_invariant(wide(name, dtype))
+    assert check(wide(name, dtype)).varies is None
 
 
 WIDE = {"hidden_size": 128, "vocab_size": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32}
@@ -98,7 +98,7 @@ def test_recurrent_layers_keep_their_bits(name: str, by_kernel: bool, monkeypatc
     pack(model)
     forest = CausalForestModel(model, name)
     forest.keep_states_in(torch.float64)
-    assert is_invariant(forest)
+    assert check(forest).varies is None
 
 
 def corrections_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_mutants_of_recurrent_layers_are_found(break_it: Any, monkeypatch: pytes
     pack(model)
     forest = CausalForestModel(model, "qwen3.5")
     forest.keep_states_in(torch.float64)
-    assert not is_invariant(forest)
+    assert check(forest).varies is not None
 
 
 @pytest.mark.usefixtures("code")
@@ -152,19 +152,19 @@ def test_bits_do_not_depend_on_any_company(name: str) -> None:
 @pytest.mark.parametrize("name", ["falcon rotary", "gptj"])
 def test_a_model_with_attention_of_its_own_is_not_trusted(name: str) -> None:
     """Guards against luck: such a model's bits may stay in this one text."""
-    assert not is_invariant(wide(name, torch.float32))
+    assert check(wide(name, torch.float32)).varies is not None
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_experts_of_the_library_are_not_trusted(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against luck in bfloat16: rounding hides what moves, from the companies of the check but not from all."""
     if not packed:
-        monkeypatch.setattr(patching, "_mixes", lambda _: False)
+        monkeypatch.setattr(patching, "_has_experts", lambda _: False)
     model = build("qwen3-next").to(torch.bfloat16)
     pack(model)
     forest = CausalForestModel(model, "qwen3-next")
     forest.keep_states_in(torch.float64)
-    assert is_invariant(forest) == packed
+    assert (check(forest).varies is None) == packed
 
 
 def all_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +194,9 @@ def odd_remainders(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mutants_are_found(break_it: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the check itself: each way to sum that was found to move bits must fail it."""
     model = wide("opt", torch.float32)
-    assert is_invariant(model)
+    assert check(model).varies is None
     break_it(monkeypatch)
-    assert not is_invariant(model)
+    assert check(model).varies is not None
 
 
 def attended(suffix: int) -> torch.Tensor:

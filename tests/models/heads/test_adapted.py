@@ -270,6 +270,6 @@ def test_a_head_of_its_own(tmp_path: Path) -> None:
     for head in (tensors["lm_head.weight"].clone(), own):
         save_file({**tensors, name: head}, folder / "model.safetensors")
         draft: Any = load_pair(spec_for(folder), spec_for("mtp", "draft")).draft
-        said.append((draft.read(tokens)[0, -1], draft._heard[LAST][0, -1]))
+        said.append((draft.read(tokens)[0, -1], draft._noted_states[LAST][0, -1]))
     assert apart(said[0][0], said[0][1] @ tensors["lm_head.weight"].T) <= 1e-5
     assert apart(said[1][0], said[1][1] @ own.T) <= 1e-5

@@ -122,7 +122,7 @@ class Watch(Observer):
     attached: bool = True
 
     def drafted(self, context: DraftContext, forest: Forest) -> None:
-        table, beams = context.table, context.beams
+        table, beams = context.buffer.table, context.beams
         states = self.head.target.states
         texts: dict[tuple[int, int], list[int]] = {}
         for row, root in beams.valid.nonzero().tolist():
@@ -297,6 +297,11 @@ def test_no_text_depends_on_the_taps(loaded: Loads) -> None:
     untapped.tap(StateTap((2,), 64, lambda taken: taken[0]))  # programs that were built without it are dropped
     assert answers(engine_of(untapped, None, "search", 4)) == plain
     assert untapped.states.any()
+    untapped.tap(None)
+    untapped.tap(StateTap((2,), 32, lambda taken: taken[0][..., :32]))
+    cache = untapped._cache
+    held = sum(slab.nbytes for slab in cache._slabs.values())
+    assert held == untapped.kv_bytes_per_slot() * cache.rows * cache.slots, "the former states are freed"
 
 
 @needs_int8

@@ -55,7 +55,7 @@ class Laws(Observer):
         monkeypatch.setattr(head, "forward", kept)
 
     def drafted(self, context: DraftContext, forest: Forest) -> None:
-        table, beams, own = context.table, context.beams, context.own_ids
+        table, beams, own = context.buffer.table, context.beams, context.own_ids
         assert own is not None
         for depth, law in enumerate(self.logits):
             nodes = forest.layers[depth]

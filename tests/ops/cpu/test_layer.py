@@ -20,6 +20,7 @@ from dsbd_cli.models.load_model import load_model
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu import layer as layer_ops
 from dsbd_cli.ops.cpu import program
+from dsbd_cli.ops.cpu.runtime import FLOATS
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import LAYERS, ops_for
 from tests.helpers.kernels import replaced, serves
@@ -29,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not serves("norm"), reason="kernels of numba do not run here"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="models of these tests are on the CPU"),
 ]
-DTYPES = pytest.mark.parametrize("dtype", layer_ops.DTYPES, ids=["float32", "bfloat16"])
+DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=["float32", "bfloat16"])
 # of float32: sums in another order, and exp2 of our own; of bfloat16: a rounding that falls the other way
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2.0**-7, "atol": 2.0**-7}}
 

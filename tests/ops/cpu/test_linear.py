@@ -110,7 +110,7 @@ def test_parts_of_rows_inputs_and_outputs_change_no_bits(backend: str, dtype: to
 def test_groups_of_rows_point_to_the_rows() -> None:
     wide = torch.arange(96 * 40, dtype=torch.int16).view(96, 40)
     weights = [wide[:32, 8:40], wide[32:48, :32], wide[48:80].contiguous()[:, :32]]
-    assert packing.lie_in_groups(weights)
+    assert packing.readable_in_groups(weights)
     groups, held = packing.row_groups(weights)
     assert len(groups) * packing.SIDES == 2 * packing.COLUMNS
     found = [
@@ -123,10 +123,10 @@ def test_groups_of_rows_point_to_the_rows() -> None:
 
 def test_rows_that_fill_no_group_are_packed() -> None:
     even, odd = torch.zeros(32, 64, dtype=torch.bfloat16), torch.zeros(30, 64, dtype=torch.bfloat16)
-    assert packing.lie_in_groups([even, even])
-    assert not packing.lie_in_groups([odd, even])
-    assert not packing.lie_in_groups([even[:, :48]])
-    assert not packing.lie_in_groups([torch.zeros(64, 32, dtype=torch.bfloat16).t()])
+    assert packing.readable_in_groups([even, even])
+    assert not packing.readable_in_groups([odd, even])
+    assert not packing.readable_in_groups([even[:, :48]])
+    assert not packing.readable_in_groups([torch.zeros(64, 32, dtype=torch.bfloat16).t()])
 
 
 @pytest.mark.skipif(packing.bfloat16_tile() != "amx", reason="this processor has no matrix units")
@@ -145,7 +145,7 @@ def test_matrix_units_read_rows_as_lines(
         with torch.inference_mode():
             rows = packing.Compiled(weights)
             assert [one.data_ptr() for one in rows.weights[: len(weights)]] == [one.data_ptr() for one in weights]
-            monkeypatch.setattr(packing, "lie_in_groups", lambda weights: False)
+            monkeypatch.setattr(packing, "readable_in_groups", lambda weights: False)
             lines = packing.Compiled(weights)
             for threads in (1, 3):
                 torch.set_num_threads(threads)

@@ -1,13 +1,17 @@
-"""The interpreter's own product: the sums are right, and a row of it has the same bits in any company."""
+"""The interpreter's own product: the sums are right, and a row of it has the same bits in any company. And what it does
+not notice."""
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import triton.language as tl
 
+from dsbd_cli.ops import triton as kernels
 from tests.helpers.interpreter import dot
 
 
@@ -27,3 +31,17 @@ def test_a_row_of_a_product_does_not_go_by_the_number_of_rows(lead: tuple[int, .
     for count in (1, 2, 7, 64):
         few = [SimpleNamespace(data=one.data[..., :count, :], dtype=one.dtype) for one in (a, d)]
         assert np.array_equal(dot(None, few[0], b, few[1], None, None).data, found[..., :count, :])
+
+
+def test_what_is_not_specialized_is_an_argument() -> None:
+    """Guards a kernel that is compiled anew for each kind of number, because triton ignores a name it does not know."""
+    texts = [file.read_text(encoding="utf-8") for file in Path(kernels.__file__).parent.glob("*.py")]
+    functions = [one for text in texts for one in ast.walk(ast.parse(text)) if isinstance(one, ast.FunctionDef)]
+    named = 0
+    for function in functions:
+        arguments = {one.arg for one in function.args.args}
+        for option in (one for made in function.decorator_list if isinstance(made, ast.Call) for one in made.keywords):
+            if option.arg == "do_not_specialize":
+                named += 1
+                assert set(ast.literal_eval(option.value)) <= arguments, function.name
+    assert named >= 8

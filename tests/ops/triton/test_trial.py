@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from dsbd_cli.cli.run import messages
+from dsbd_cli.engine.checks import kernels
+from dsbd_cli.engine.core import distribution
 from dsbd_cli.engine.iteration import devices
-from dsbd_cli.ops import select
+from dsbd_cli.ops import reference, select
 from dsbd_cli.ops.select import ITERATION_KERNELS as NAMES
 from dsbd_cli.ops.triton import KernelCheck, attention, layers, products, trial
 from tests.ops.triton import DEVICE
@@ -73,6 +75,11 @@ def test_all_are_tried_and_the_result_is_kept(empty_cache: Path) -> None:
     assert faults() == {}
     assert [json.loads(file.read_text()) for file in empty_cache.glob("kernels-*.json")] == [{}]
     assert faults("gated", "sys.exit(1)") == {}, "tried again though it was kept"
+
+
+def test_another_reference_is_tried_anew() -> None:
+    """Guards a verdict that outlives what a kernel was compared with: references and cases are in other folders."""
+    assert {Path(file.__file__) for file in (reference, kernels, distribution, layers)} <= set(trial._modules())
 
 
 def test_a_line_tells_of_the_first_compilation_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +173,7 @@ def test_all_together_have_a_limit_of_time(hangs: bool, monkeypatch: pytest.Monk
 def test_a_gpu_that_triton_is_not_made_for_runs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards ten processes that crash one after another in the compiler."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(trial, "_asked", lambda *arguments: pytest.fail("tried"))
+    monkeypatch.setattr(trial, "_try_all", lambda *arguments: pytest.fail("tried"))
     found = trial.faults.__wrapped__(GPU)
     assert found.keys() == set(TRIED)
     assert set(found.values()) == {"needs a GPU of compute capability 8.0, and this one has 7.5"}

@@ -1,4 +1,4 @@
-"""A draft model with a vocabulary of its own, and what is asked of both tokenizers."""
+"""A draft model with a vocabulary of its own, and the tokenizers of draft and target."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ AnyDraft: TypeAlias = "ForestModel | BridgedDraft"  # a draft with the target's 
 
 @dataclass(frozen=True, slots=True)
 class BridgedDraft:
-    """A draft model with a vocabulary of its own: what an engine with drafter `bridge` is given as its draft.
+    """A draft model with a vocabulary of its own. An engine with drafter `bridge` is given it as its draft.
 
     codec, target: the tokenizers of the draft and of the target. markers: special tokens of the target and their ids in
-    the draft's vocabulary; other special tokens, such as padding, say nothing to the draft.
+    the draft's vocabulary. Other special tokens, such as padding, are left out of what the draft reads.
     """
 
     model: ForestModel
@@ -28,5 +28,5 @@ class BridgedDraft:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the draft model."""
+        """Device of the draft model."""
         return self.model.device

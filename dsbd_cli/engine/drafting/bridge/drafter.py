@@ -1,11 +1,12 @@
-"""A draft with a tokenizer of its own: it writes on in its own tokens, and the text is spelled in the target's.
+"""A draft with a tokenizer of its own. It continues the text in its own tokens, and the new text is then spelled in the
+target's.
 
 Timor et al. 2025 (arXiv 2502.05202) verify re-encoded text as plain tokens; MambaByte (arXiv 2401.13660) drafts bytes
-with subwords. Here the draft beam-searches below every live beam, on the beam's text up to its last word; the word is
-what its first tokens must agree with, so a beam that ends inside a word, or inside a character, is gone on with
-properly. The nodes are deterministic.
+with subwords. Here the draft runs a beam search below every live beam, on the beam's text up to its last word. The
+first tokens of the draft must agree with this word. So a beam that ends inside a word, or inside a character, is
+continued properly. The nodes are deterministic.
 
-Text lives on the host: an iteration reads the beams once, and the draft's best tokens once per draft forward.
+Text is handled on the host: an iteration reads the beams once, and the draft's best tokens once per draft forward.
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ from dsbd_cli.engine.drafting.bridge.token_bytes import Spelling, split_word, st
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 from dsbd_cli.errors import UsageError
 
-MOST_PER_LAYER, SPARE = 2, 4
-UNSURE = 1e3  # a token that further text may make a longer one stands behind all others
+MOST_PER_LAYER, SPARE = 2, 4  # an iteration takes MOST_PER_LAYER * D + SPARE draft forwards at most
+UNSURE = 1e3  # taken off the score of a token that further text may make longer, so that it ranks behind all others
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """The text of one row: draft tokens up to its last special token, the bytes behind it, and draft tokens of texts
-    that were looked at in the last iteration."""
+    """Text of one row's prompt.
+
+    Attributes:
+        base: draft tokens up to its last special token. text: the bytes after that.
+        known: draft tokens of the texts that were encoded in the last iteration, by text.
+    """
 
     base: list[int] = field(default_factory=list)
     text: bytes = b""
@@ -43,11 +48,13 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _Draft:
-    """A text that the draft writes on below a beam.
+    """A text that the draft continues below a beam.
 
     Attributes:
-        ids: draft tokens from the start of the text. pending: bytes it must say first. new_bytes: new bytes.
-        suffix: end of the beam's text. tokens: target tokens that spell `new_bytes`. score: log-probability of it all.
+        ids: draft tokens from the start of the text. pending: bytes that its next tokens must spell first.
+        suffix: end of the beam's text. new_bytes: bytes that follow it.
+        tokens: target tokens that spell `new_bytes`.
+        score: running weight of the beam plus the log-probability of the draft's tokens.
     """
 
     beam: int
@@ -64,7 +71,8 @@ _Found = dict[tuple[int, ...], float]
 
 
 class BridgeDrafter(Drafter):
-    """Drafts through text. Rows are told apart by their place; iteration 0 says that a new request stands there."""
+    """A drafter that drafts through text. It tells rows apart by their place; iteration 0 means that a place has a new
+    request."""
 
     on_host = True
     needs_text = True
@@ -73,38 +81,38 @@ class BridgeDrafter(Drafter):
         """vocab_size: V of the target."""
         self._model = draft.model
         self._target, self._draft = draft.target, draft.codec
-        self._ours = Spelling(draft.target.token_bytes()[:vocab_size])
-        self._theirs = Spelling(draft.codec.token_bytes())
+        self._target_spelling = Spelling(draft.target.token_bytes()[:vocab_size])
+        self._draft_spelling = Spelling(draft.codec.token_bytes())
         self._markers = draft.markers
         self._ends = frozenset(draft.codec.eos_ids)
-        self._begin = [token for token in draft.codec.encode("") if token not in self._ends]
+        self._first_tokens = [token for token in draft.codec.encode("") if token not in self._ends]
         self._cache = PrefixCache(draft.model)
         self._prompts: list[_Prompt] = []
 
     def release(self) -> None:
-        """Forget all rows and give their memory back."""
+        """Forget all rows and free their memory."""
         self._prompts = []
         self._cache.release()
 
     def propose(self, context: DraftContext) -> Forest:
-        """Roots and D layers of the K nodes that the draft holds likeliest. A row is done when K / 2 of its texts are
-        more than D target tokens long."""
+        """Draft D layers of the K nodes that the draft finds likeliest. The search in a row ends when K / 2 of its
+        texts have more than D target tokens."""
         before = self._cache.forwards
         live = self._texts(context)
         found: list[_Found] = [{} for _ in live]
         width, depth = context.drafts_per_layer, context.depth
-        deep = [0] * len(live)
+        finished = [0] * len(live)
         for _ in range(MOST_PER_LAYER * depth + SPARE):
-            live = [drafts if 2 * count < width else [] for drafts, count in zip(live, deep, strict=True)]
+            live = [drafts if 2 * count < width else [] for drafts, count in zip(live, finished, strict=True)]
             if not any(live):
                 break
-            live = self._grow(live, found, deep, width, depth)
+            live = self._grow(live, found, finished, width, depth)
         self.calls = self._cache.forwards - before
         return _forest(context, found)
 
     def _admit(self, context: DraftContext, iterations: Sequence[int]) -> set[int]:
-        """Take the prompts of new rows, and say which they are. Rows that were dropped from the batch moved the others:
-        all begin again."""
+        """Take the prompts of new rows, and return which rows are new. Where rows were dropped from the batch the
+        others have moved, so all of them begin again."""
         if len(iterations) != len(self._prompts):
             self.release()
             self._prompts = [_Prompt() for _ in iterations]
@@ -120,18 +128,19 @@ class BridgeDrafter(Drafter):
         return set(new)
 
     def _prompt(self, prompt: Sequence[int]) -> _Prompt:
-        base, piece = list(self._begin), b""
+        base, piece = list(self._first_tokens), b""
         for token in prompt:
-            data = self._ours.spell((token,))
+            data = self._target_spelling.spell((token,))
             if data:
                 piece += data
-            elif (marker := self._markers.get(token)) is not None and (piece or marker not in self._begin):
+            elif (marker := self._markers.get(token)) is not None and (piece or marker not in self._first_tokens):
                 base += [*self._encode(piece), marker]
                 piece = b""
         return _Prompt(base, piece)
 
     def _texts(self, context: DraftContext) -> list[list[_Draft]]:
-        """Return what the draft goes on with below each live beam, by rows. It is the iteration's first host read."""
+        """Return the texts that the draft continues below each live beam, by rows. This is the iteration's first host
+        read."""
         beams = context.beams
         wide = [number.unsqueeze(1).expand_as(beams.token) for number in (context.iteration, beams.length)]
         parts = (wide[0], beams.valid, beams.weight, wide[1])
@@ -144,9 +153,9 @@ class BridgeDrafter(Drafter):
             for beam, (_, valid, weight, length, *history) in enumerate(row):
                 if not valid or weight == NEG_INF:
                     continue
-                text = prompt.text + self._ours.spell([int(token) for token in history[: int(length)]])
+                text = prompt.text + self._target_spelling.spell([int(token) for token in history[: int(length)]])
                 before, pending = split_word(text)
-                if not before and not prompt.base:  # a draft must begin with something
+                if not before and not prompt.base:  # a draft needs one token to begin with
                     cut = valid_prefix(text)
                     before, pending = text[:cut], text[cut:]
                 used[before] = self._ids(prompt, before)
@@ -155,12 +164,12 @@ class BridgeDrafter(Drafter):
                     drafts.append(_Draft(beam, ids, pending, standing_suffix(text), weight))
             prompt.known = used
             texts.append(drafts)
-            if number in new:  # a prompt that begins like the last one of the row is read from where they part
+            if number in new:  # what a prompt has in common with the row's last one is not read again
                 self._cache.reset(number, drafts[0].ids if drafts else ())
         return texts
 
     def _ids(self, prompt: _Prompt, text: bytes) -> list[int]:
-        """Draft tokens of a text that ends with a word, from those of its longest known beginning."""
+        """Return the draft tokens of a text that ends with a word. Those of its longest known beginning are reused."""
         start = max((known for known in prompt.known if text.startswith(known)), key=len, default=b"")
         return prompt.known.get(start, []) + self._encode(text[len(start) :])
 
@@ -169,39 +178,40 @@ class BridgeDrafter(Drafter):
             return []
         text = data.decode(errors="ignore")
         [ids] = self._draft.encode_pieces([text])
-        if text.startswith(" ") and self._theirs.spell(ids) != data:
+        if text.startswith(" ") and self._draft_spelling.spell(ids) != data:
             [other] = self._draft.encode_pieces([text[1:]])  # tokenizers that begin every text with a space
-            ids = other if self._theirs.spell(other) == data else ids
+            ids = other if self._draft_spelling.spell(other) == data else ids
         return ids
 
     def _grow(
-        self, live: list[list[_Draft]], found: list[_Found], deep: list[int], width: int, depth: int
+        self, live: list[list[_Draft]], found: list[_Found], finished: list[int], width: int, depth: int
     ) -> list[list[_Draft]]:
-        """One draft token more for every text; the best `width` of a row go on, those with more than D target tokens
-        excepted, which are counted in `deep`."""
+        """Extend every text by one draft token, and return the best `width` of each row. Texts of more than D target
+        tokens are left out, and are counted in `finished`."""
         choices = self._choices(live, width)
         grown = [self._best(*row, width, depth) for row in zip(live, choices, found, strict=True)]
         self._spell([draft for row in grown for draft, _ in row])
         for row, known in zip(grown, found, strict=True):
             for draft, parent in row:
-                sure = len(draft.tokens) - bool(draft.tokens and self._ours.may_grow(draft.tokens[-1]))
+                sure = len(draft.tokens) - bool(draft.tokens and self._target_spelling.may_grow(draft.tokens[-1]))
                 _keep_best(known, draft, _common(parent.tokens, draft.tokens), parent.score, depth)
                 _keep_best(known, draft, draft.tokens[:sure], draft.score, depth)
                 _keep_best(known, draft, draft.tokens, draft.score - UNSURE, depth)
         going = [[draft for draft, _ in row if len(draft.tokens) <= depth] for row in grown]
         for number, (row, left) in enumerate(zip(grown, going, strict=True)):
-            deep[number] += len(row) - len(left)
+            finished[number] += len(row) - len(left)
         return going
 
     def _best(
         self, drafts: list[_Draft], choices: list[list[tuple[int, float]]], known: _Found, width: int, depth: int
     ) -> list[tuple[_Draft, _Draft]]:
-        """The likeliest `width` texts of one draft token more, each with the one it grew from. Of those that say the
-        same, the likeliest; where the draft ends, its text is settled."""
+        """Return the likeliest `width` texts of one draft token more, each with the text that it grew from. Of those
+        with the same bytes the likeliest is kept. Where the draft ends a text, its target tokens are taken as they
+        are."""
         pool: dict[tuple[int, bytes, bytes], tuple[float, _Draft, int]] = {}
         for draft, options in zip(drafts, choices, strict=True):
             for token, logprob in options:
-                score, data = draft.score + logprob, self._theirs.spell((token,))
+                score, data = draft.score + logprob, self._draft_spelling.spell((token,))
                 if token in self._ends and not draft.pending:
                     _keep_best(known, draft, draft.tokens, score, depth)
                 if token in self._ends or not data:
@@ -216,10 +226,10 @@ class BridgeDrafter(Drafter):
         ]
 
     def _choices(self, live: list[list[_Draft]], width: int) -> list[list[list[tuple[int, float]]]]:
-        """The draft's likeliest tokens after each text that agree with what is pending, with log-probabilities given
-        that they agree. One host read."""
+        """Return the draft's likeliest tokens after each text that agree with its pending bytes, and their
+        log-probabilities given that they agree. It takes one host read."""
         for draft in (draft for drafts in live for draft in drafts):
-            self._say_what_is_sure(draft)
+            self._extend_while_certain(draft)
         logits = self._cache.run([[draft.ids for draft in drafts] for drafts in live])
         size = self._model.vocab_size
         logits = DraftLogits.of(logits, head_ids(self._model, size), size).wide().to(torch.float32)
@@ -232,29 +242,30 @@ class BridgeDrafter(Drafter):
             for row, drafts in zip(table, live, strict=True)
         ]
 
-    def _say_what_is_sure(self, draft: _Draft) -> None:
-        """Go on with the one token that agrees with what is pending; a draft of bytes would spend a forward on each."""
-        while draft.pending and len(found := self._theirs.continuing(draft.pending)) == 1:
+    def _extend_while_certain(self, draft: _Draft) -> None:
+        """Extend a text while only one token agrees with its pending bytes. A draft of bytes would spend a forward on
+        each of them."""
+        while draft.pending and len(found := self._draft_spelling.continuing(draft.pending)) == 1:
             token = int(found[0])
-            data = self._theirs.table[token]
+            data = self._draft_spelling.table[token]
             draft.ids.append(token)
             draft.pending, draft.new_bytes = draft.pending[len(data) :], draft.new_bytes + data[len(draft.pending) :]
 
     def _agreeing(self, logits: Tensor, live: list[list[_Draft]]) -> Tensor:
-        """Logits [R, m, V] of the draft with -inf where a token contradicts what is pending."""
+        """Return the draft's logits [R, m, V] with -inf where a token contradicts the pending bytes."""
         if not any(draft.pending for drafts in live for draft in drafts):
             return logits
         allowed = np.ones(logits.shape, dtype=bool)
         for r, drafts in enumerate(live):
             for i, draft in enumerate(drafts):
                 if draft.pending:
-                    tokens = self._theirs.continuing(draft.pending)
+                    tokens = self._draft_spelling.continuing(draft.pending)
                     allowed[r, i] = False
                     allowed[r, i, tokens[tokens < logits.shape[-1]]] = True
         return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), NEG_INF)
 
     def _spell(self, drafts: list[_Draft]) -> None:
-        """Target tokens of every text."""
+        """Set the target tokens of every text."""
         drafts = [draft for draft in drafts if draft.new_bytes]
         if not drafts:
             return
@@ -265,9 +276,9 @@ class BridgeDrafter(Drafter):
         ]
         encoded = self._target.encode_pieces(texts)
         for draft, new_bytes, ids in zip(drafts, new, encoded, strict=True):
-            # the beginning of a character is no text, but a target of bytes takes it
-            rest = self._ours.segment(draft.new_bytes[len(new_bytes) :])
-            draft.tokens = self._ours.align(draft.suffix, new_bytes, ids) + rest
+            # the beginning of a character is no text, but a target with byte tokens takes it
+            rest = self._target_spelling.segment(draft.new_bytes[len(new_bytes) :])
+            draft.tokens = self._target_spelling.align(draft.suffix, new_bytes, ids) + rest
 
 
 def _common(first: list[int], second: list[int]) -> list[int]:
@@ -280,14 +291,14 @@ def _common(first: list[int], second: list[int]) -> list[int]:
 
 
 def _keep_best(found: _Found, draft: _Draft, tokens: list[int], score: float, depth: int) -> None:
-    """Take tokens below a beam into the tree, each with the best score it has had."""
+    """Add tokens below a beam, `depth` at most, each with the best score it has had."""
     for length in range(1, min(len(tokens), depth) + 1):
         key = (draft.beam, *tokens[:length])
         found[key] = max(score, found.get(key, NEG_INF))
 
 
 def _fitted(ids: list[int], room: int) -> list[int]:
-    """The last ids that fit, cut in large steps so that the cache stays of use."""
+    """Return the last ids that fit. They are cut in large steps, so that what the cache holds stays of use."""
     if len(ids) <= room:
         return ids
     step = max(1, room // 4)
@@ -295,7 +306,7 @@ def _fitted(ids: list[int], room: int) -> list[int]:
 
 
 def _forest(context: DraftContext, found: list[_Found]) -> Forest:
-    """The K best nodes of every layer whose parents are nodes."""
+    """Return a forest of the K best nodes of every layer whose parents are nodes."""
     beams, count, depth = context.beams, context.drafts_per_layer, context.depth
     shape = (depth, len(found), count)
     above, token = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
@@ -323,8 +334,8 @@ def _forest(context: DraftContext, found: list[_Found]) -> Forest:
     return forest
 
 
-def make(of: DrafterInputs) -> BridgeDrafter:
-    """Drafter `bridge`. Raises UsageError for a draft that is none with tokens of its own."""
-    if not isinstance(of.model, BridgedDraft):
-        raise UsageError(f"drafter {of.method.drafter} takes a BridgedDraft")
-    return BridgeDrafter(of.model, of.vocab_size)
+def make(inputs: DrafterInputs) -> BridgeDrafter:
+    """Make drafter `bridge`. Raises UsageError where the draft is not one with tokens of its own."""
+    if not isinstance(inputs.model, BridgedDraft):
+        raise UsageError(f"drafter {inputs.method.drafter} takes a BridgedDraft")
+    return BridgeDrafter(inputs.model, inputs.vocab_size)

@@ -1,8 +1,8 @@
-"""Token sequences in a model's packed cache, shared beginnings stored once. Bookkeeping on the host.
+"""Token sequences in a model's packed cache, with shared beginnings stored once. The bookkeeping is on the host.
 
-For a draft that reads its own tokenization of the beams: its sequences have nothing to do with the target's slots.
-Nodes of a row form a tree; a node keeps its slot as long as it lives, and sees its ancestors by mask, so nothing is
-ever moved.
+It serves a draft that reads its own tokenization of the beams, whose sequences have nothing to do with the target's
+slots. The nodes of a row form a tree. A node keeps its slot as long as it lives, and sees its ancestors by mask, so
+nothing is ever moved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ CHUNK = 512
 
 @dataclass(slots=True, eq=False)
 class _TokenNode:
-    """A token in a slot. seen: bits of the slots it sees, its own among them; depth: its position."""
+    """A token in a slot. slot: -1 for the root, -2 for a removed node. depth: its position. seen: bit mask of the slots
+    that it sees, its own included."""
 
     token: int
     slot: int
@@ -32,7 +33,7 @@ class _TokenNode:
 
 
 class _RowTree:
-    """The tree of one row."""
+    """Tree of the tokens of one row, and its free slots."""
 
     def __init__(self, slots: int) -> None:
         self.root = _TokenNode(-1, -1, -1, 0)
@@ -40,13 +41,13 @@ class _RowTree:
         self.positions = np.zeros(slots, dtype=np.int64)
 
     def grow(self, slots: int) -> None:
-        """More slots; the old trash slot becomes an ordinary one."""
+        """Add slots. The old trash slot becomes an ordinary one."""
         before = len(self.positions)
         self.free[:0] = range(slots - 2, before - 2, -1)
         self.positions = np.pad(self.positions, (0, slots - before))
 
     def missing(self, path: Sequence[int]) -> int:
-        """How many tokens of a path are not stored."""
+        """Return how many tokens of a path are not stored."""
         node = self.root
         for known, token in enumerate(path):
             found = node.children.get(token)
@@ -56,7 +57,8 @@ class _RowTree:
         return 0
 
     def leading(self, path: Sequence[int]) -> int:
-        """How many tokens of a path stand in the first slots, in order; an empty row gives them out in this way."""
+        """Return how many tokens of a path are in the first slots, in order. An empty row gives out its slots in this
+        order."""
         node = self.root
         for place, token in enumerate(path):
             found = node.children.get(token)
@@ -66,7 +68,7 @@ class _RowTree:
         return len(path)
 
     def insert(self, path: Sequence[int]) -> tuple[_TokenNode, list[_TokenNode]]:
-        """The last node of a path, and the nodes that had to be made for it."""
+        """Store a path. Return its last node, and the nodes that had to be made for it."""
         node, made = self.root, []
         for token in path:
             found = node.children.get(token)
@@ -80,7 +82,7 @@ class _RowTree:
         return node, made
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Forget every node that is on none of these paths."""
+        """Remove every node that is on none of these paths."""
         kept: dict[_TokenNode, set[int]] = {}
         for path in paths:
             node = self.root
@@ -103,34 +105,34 @@ class _RowTree:
 
 
 class PrefixCache:
-    """Runs sequences of tokens through a ForestModel, each token once as long as it is kept."""
+    """A cache that runs sequences of tokens through a ForestModel, each token once as long as it is kept."""
 
     def __init__(self, model: ForestModel) -> None:
         self.model = model
         self.forwards = 0
         self._rows: list[_RowTree] = []
         self._slots = 0
-        self._kept = model.copies_prefixes  # whether leading slots are all that is left of a text
+        self._copies_prefixes = model.copies_prefixes  # leading slots hold all that the model keeps of a text
 
     def reset(self, row: int, path: Sequence[int] = ()) -> None:
-        """Forget a row, which may be a new one, but what stands in its leading slots of a path."""
+        """Forget a row, except for the beginning of `path` that its leading slots hold. The row may be a new one."""
         while len(self._rows) <= row:
             self._rows.append(_RowTree(max(self._slots, STEP)))
         self._slots = max(self._slots, STEP)
-        kept = self._rows[row].leading(path) if self._kept else 0
+        kept = self._rows[row].leading(path) if self._copies_prefixes else 0
         self._rows[row] = _RowTree(self._slots)
         self._rows[row].insert(path[:kept])
         self.model.reserve(len(self._rows), self._slots)
         self.model.clear(row, kept)
 
     def release(self) -> None:
-        """Forget everything and give the memory back."""
+        """Forget everything and free the memory."""
         self._rows, self._slots = [], 0
         self.model.release()
 
     def run(self, paths: Sequence[Sequence[Sequence[int]]]) -> Tensor:
-        """Logits [R, m, V] after each path: paths[row] holds up to m non-empty token sequences. What is stored of them
-        is not run again, but for their last tokens. Logits of absent paths are meaningless."""
+        """Return the logits [R, m, V] after each path. paths[row] holds up to m non-empty token sequences. Tokens that
+        are stored are not run again, except for the last of each path. Logits of absent paths are meaningless."""
         self._make_room(paths)
         lasts: list[list[_TokenNode]] = []
         fresh: list[list[_TokenNode]] = []
@@ -143,20 +145,20 @@ class PrefixCache:
         longest = max((len(nodes) for nodes in fresh), default=0)
         for start in range(0, longest, CHUNK):
             if longest <= STEP:
-                break  # few enough to be run together with the last ones
+                break  # few enough to run together with the last ones
             self._forward([nodes[start : start + CHUNK] for nodes in fresh], logits=False)
         if longest > STEP:
             fresh = [[] for _ in fresh]
-        # a last node that is new stands twice in this forward, with the same key and value
-        early = [[node for node in new if node not in last] for new, last in zip(fresh, lasts, strict=True)]
-        pad = max((len(nodes) for nodes in early), default=0)
-        together = [[*[None] * (pad - len(new)), *new, *last] for new, last in zip(early, lasts, strict=True)]
-        logits = self._forward(together, logits=True)
+        # a new node that is the last of a path runs among the last ones alone
+        not_last = [[node for node in new if node not in last] for new, last in zip(fresh, lasts, strict=True)]
+        pad = max((len(nodes) for nodes in not_last), default=0)
+        nodes = [[*[None] * (pad - len(new)), *new, *last] for new, last in zip(not_last, lasts, strict=True)]
+        logits = self._forward(nodes, logits=True)
         assert logits is not None
         return logits[:, pad : pad + width]
 
     def _make_room(self, paths: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Slots for everything that is new: first what is on no path goes, then the cache grows."""
+        """Make room for everything that is new. First remove what is on no path, then grow the cache."""
         most = 0
         for row, wanted in zip(self._rows, paths, strict=True):
             need = sum(row.missing(path) for path in wanted)
@@ -171,7 +173,7 @@ class PrefixCache:
                 row.grow(self._slots)
 
     def _forward(self, nodes: Sequence[Sequence[_TokenNode | None]], *, logits: bool) -> Tensor | None:
-        """Run nodes of each row; None, and what fills up shorter rows, goes to the trash slot and sees slot 0."""
+        """Run nodes of each row. None, and what pads shorter rows, is written to the trash slot and sees slot 0."""
         count, width = len(nodes), max(map(len, nodes))
         active = self._slots
         tokens = np.zeros((count, width), dtype=np.int64)

@@ -1,4 +1,5 @@
-"""Bytes between two vocabularies: which tokens spell a piece of text, and where a text may be cut. No tensors."""
+"""Conversion between two vocabularies by bytes: which tokens spell a piece of text, and where a text may be cut. No
+tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ SUFFIX_BYTES = 32
 
 
 class Spelling:
-    """The bytes that each token of a vocabulary adds to a text; tokens without bytes (special ones) spell nothing."""
+    """The bytes that each token of a vocabulary adds to a text. Tokens without bytes (special ones) spell nothing."""
 
     def __init__(self, table: Sequence[bytes]) -> None:
         self.table = table
-        # of two tokens with the same bytes the later one: byte tokens stand first where there is a token for the text
+        # of two tokens with the same bytes the later one: a byte token comes before a token of text with its bytes
         self._ids = {piece: token for token, piece in enumerate(table) if piece}
         ordered = sorted((piece, token) for token, piece in enumerate(table) if piece)
         self._pieces = [piece for piece, _ in ordered]
@@ -27,28 +28,30 @@ class Spelling:
         self._growing = {piece for piece, after in pairs if after != piece and after.startswith(piece)}
 
     def may_grow(self, token: int) -> bool:
-        """Some longer token begins with the bytes of this one."""
+        """Return whether some longer token begins with the bytes of this one."""
         return self.table[token] in self._growing
 
     def spell(self, tokens: Sequence[int]) -> bytes:
-        """Bytes of tokens; ids past the table (padding) have none."""
+        """Return the bytes of tokens. Ids past the table (padding) have none."""
         table = self.table
         return b"".join([table[token] for token in tokens if token < len(table)])
 
     def continuing(self, pending: bytes) -> np.ndarray:
-        """Tokens that agree with the bytes that must come next: they begin with them, or are a beginning of them."""
+        """Return the tokens that agree with the bytes that must come next: they begin with them, or are a beginning of
+        them."""
         found = [self._between(pending, _after(pending))]
         found += [self._between(pending[:length], pending[:length] + b"\0") for length in range(1, len(pending))]
         return np.concatenate(found)
 
     def _between(self, first: bytes, end: bytes | None) -> np.ndarray:
-        """Tokens whose bytes sort from `first` on and before `end` (None: up to the last)."""
+        """Return the tokens whose bytes sort from `first` on and before `end` (None: up to the last)."""
         last = len(self._pieces) if end is None else bisect_left(self._pieces, end)
         return self._tokens[bisect_left(self._pieces, first) : last]
 
     def segment(self, data: bytes) -> list[int]:
-        """The fewest tokens that spell the data; where nothing does, those of its longest part that can be spelled."""
-        best: list[tuple[int, int] | None] = [(0, -1)] + [None] * len(data)  # tokens up to here, the last one
+        """Return the fewest tokens that spell the data. Where no tokens do, return those of its longest beginning that
+        can be spelled."""
+        best: list[tuple[int, int] | None] = [(0, -1)] + [None] * len(data)  # how many tokens up to here, and the last
         for end in range(1, len(data) + 1):
             for begin in range(max(0, end - self._longest), end):
                 before = best[begin]
@@ -68,11 +71,12 @@ class Spelling:
         return tokens[::-1]
 
     def align(self, suffix: bytes, new: bytes, encoded: Sequence[int]) -> list[int]:
-        """Tokens that spell `new` after a text that ends in `suffix`, from `encoded`: what the tokenizer makes of
-        suffix and new together.
+        """Return tokens that spell `new` after a text that ends in `suffix`. encoded: the tokens that the tokenizer
+        makes of suffix and new together.
 
-        From the first place on where a token of `encoded` begins at or after the end of the suffix, its tokens are
-        taken; up to there, and where it spells something else, the fewest tokens that spell the bytes.
+        From the first token of `encoded` on that begins at or after the end of the suffix, its tokens are taken. The
+        bytes before that token become the fewest tokens that spell them. So do all bytes of `new` where `encoded`
+        spells something else.
         """
         tokens = [token for token in encoded if token < len(self.table) and self.table[token]]
         spelled = self.spell(tokens)
@@ -90,14 +94,14 @@ class Spelling:
 
 
 def _after(prefix: bytes) -> bytes | None:
-    """The first bytes that sort behind everything that begins with the prefix."""
+    """Return the first bytes that sort after everything that begins with the prefix; None where nothing does."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
 
 
 def valid_prefix(data: bytes) -> int:
-    """Length of the longest beginning that is whole UTF-8 characters, invalid bytes before it passed over: only an
-    unfinished character at the very end is cut."""
+    """Return the length of the longest beginning that is whole UTF-8 characters. Only an unfinished character at the
+    very end is cut off; invalid bytes before it are passed over."""
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]
         if 0xC2 <= byte <= 0xF4:  # first byte of a character of several
@@ -109,7 +113,8 @@ def valid_prefix(data: bytes) -> int:
 
 
 def standing_suffix(data: bytes) -> bytes:
-    """The last bytes of a text, from the beginning of a character on, with nothing invalid but an unfinished end."""
+    """Return the last bytes of a text. They begin at the beginning of a character, and hold nothing invalid but an
+    unfinished end."""
     suffix = data[-SUFFIX_BYTES:]
     while suffix and 0x80 <= suffix[0] < 0xC0:
         suffix = suffix[1:]
@@ -122,10 +127,11 @@ def standing_suffix(data: bytes) -> bytes:
 
 
 def split_word(text: bytes) -> tuple[bytes, bytes]:
-    """A text before its last word, and this word with the white space before it, which may not be finished.
+    """Split a text into what comes before its last word, and this word with the white space before it. The word may be
+    unfinished.
 
-    A tokenizer cuts at white space, so what stands before stays the same tokens whatever follows. A word of more than
-    24 bytes is cut, at the beginning of a character.
+    A tokenizer cuts at white space, so the first part has the same tokens whatever follows. A word of more than 24
+    bytes is cut, at the beginning of a character.
     """
     place = len(text)
     while place and not text[place - 1 : place].isspace():

@@ -2,10 +2,10 @@
 
 A tile register holds up to SIDES rows of 64 bytes. One instruction adds to [rows, LANES] sums the product of [rows,
 SIDES words] of x with [SIDES, LANES words] of weights; a word is two bfloat16 or four integers. The lines that simd.py
-describes are such weights as they lie. The processor sums each row by itself, from the first word to the last, so a
-row's bits are its own, whatever rows there are beside it (Intel SDM, TDPBF16PS and TDPBUSD).
+describes have just this layout. The processor sums each row by itself, from the first word to the last, so the bits of
+a row do not depend on the other rows (Intel SDM, TDPBF16PS and TDPBUSD).
 
-The tile registers belong to a thread. A product shapes them, and gives them back when it is done. Registers 0 to 3 hold
+Each thread has its own tile registers. A product shapes them, and releases them when it is done. Registers 0 to 3 hold
 sums, 4 and 5 x, 6 and 7 weights.
 """
 
@@ -24,18 +24,18 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     I64,
     LANES,
     LINE,
-    SIDE,
+    LINE_VECTORS,
     WORD,
-    ask_for,
     get_i64,
     operation,
     pointer,
-    turn_f32,
-    turn_some,
+    prefetch,
+    transpose_f32,
+    transpose_some,
 )
+from dsbd_cli.ops.cpu.linear import SIDES
 from dsbd_cli.ops.cpu.runtime import matrix_units
 
-SIDES = 16  # rows of a tile register, and words of one row
 ROW = SIDES * WORD  # bytes
 REGISTERS = 8
 INSTRUCTIONS = {"bfloat16": "llvm.x86.tdpbf16ps", "int8": "llvm.x86.tdpbusd"}
@@ -43,9 +43,11 @@ VOID, ADDRESS = ir.VoidType(), I8.as_pointer()
 
 
 def _intrinsic(builder: Any, name: str, *arguments: Any) -> None:
-    """Call an instruction. Code that names it is compiled everywhere, but a processor without matrix units never runs
-    it, and LLVM ends the process where it shall compile an instruction that the processor lacks. So nothing is called
-    there."""
+    """Emit a call of an instruction, but nothing for a processor without matrix units.
+
+    Such a processor compiles this code, too, though it never runs it, and LLVM ends the process when it has to compile
+    an instruction that the processor lacks.
+    """
     if not matrix_units():
         return
     kind = ir.FunctionType(VOID, [value.type for value in arguments])
@@ -80,7 +82,7 @@ def _multiply(name: str, sums: int, x: int, weights: int) -> Any:
 
 
 def _configure(builder: Any, rows: list[Any], widths: list[Any]) -> None:
-    """Give each register its rows and its bytes of a row, and clear it."""
+    """Set the number of rows and the bytes of a row of each register, and clear all registers."""
     config = cgutils.alloca_once(builder, ir.ArrayType(I64, 8))
     start = builder.ptrtoint(config, I64)
     for place in range(0, 64, 8):
@@ -96,10 +98,10 @@ def _configure(builder: Any, rows: list[Any], widths: list[Any]) -> None:
 
 @operation(types.void, types.int64, types.int64, types.int64)
 def shape(builder: Any, upper: Any, lower: Any, words: Any) -> None:
-    """Shape the registers: x has `upper` rows in register 4, `lower` in 5 (0: not used), sums in 0 and 1 and in 2 and 3
-    alike, and each row of x `words` words.
+    """Shape the registers. x has `upper` rows in register 4 and `lower` in register 5 (0: not used), of `words` words.
 
-    lower 0: registers 2 and 3 belong to the upper rows, too.
+    Registers 0 and 1 hold the sums of the upper rows, 2 and 3 those of the lower rows. With lower 0, registers 2 and 3
+    hold sums of the upper rows, too.
     """
     none = builder.icmp_signed("==", lower, ir.Constant(I64, 0))
     other = builder.select(none, upper, lower)
@@ -113,29 +115,29 @@ def shape(builder: Any, upper: Any, lower: Any, words: Any) -> None:
 
 @operation(types.void, types.int64)
 def shape_of_rows(builder: Any, width: Any) -> None:
-    """Shape the registers: sums, and x in register 5, have `width` bytes in a row."""
+    """Shape the registers for weights in rows: sums, and x in register 5, have `width` bytes in a row."""
     whole = ir.Constant(I64, ROW)
     _configure(builder, [ir.Constant(I64, SIDES)] * REGISTERS, [*[width] * 4, whole, width, whole, whole])
 
 
 @operation(types.void)
 def release(builder: Any) -> None:
-    """Give the registers back, which a switch of threads need not keep then."""
+    """Release the registers, so that a switch of threads need not save them."""
     _intrinsic(builder, "llvm.x86.tilerelease")
 
 
 @operation(types.void, types.int64)
-def ask_for_lines(builder: Any, line: Any) -> None:
-    """Bring the SIDES lines behind these into the cache."""
+def prefetch_lines(builder: Any, line: Any) -> None:
+    """Prefetch the SIDES lines behind the SIDES lines at `line`."""
     for place in range(0, SIDES * LINE, ROW):
-        ask_for(builder, builder.add(line, ir.Constant(I64, SIDES * LINE + place)))
+        prefetch(builder, builder.add(line, ir.Constant(I64, SIDES * LINE + place)))
 
 
 @operation(types.void, types.int64, types.int64)
-def ask_for_rows(builder: Any, place: Any, row: Any) -> None:
-    """Bring ROW bytes of each of SIDES rows into the cache."""
+def prefetch_rows(builder: Any, place: Any, row: Any) -> None:
+    """Prefetch ROW bytes of each of SIDES rows, which are `row` bytes apart."""
     for _ in range(SIDES):
-        ask_for(builder, place)
+        prefetch(builder, place)
         place = builder.add(place, row)
 
 
@@ -152,8 +154,8 @@ store_0, store_1, store_2, store_3 = map(_store, range(4))
 
 
 def matrix_tile(kind: str) -> Callable[..., Any]:
-    """A function of numba as `simd.tile` makes: sums [count, COLUMNS] += x [count, ..] times steps lines of weights.
-    kind: bfloat16 or int8."""
+    """Return a function of numba, as `simd.tile` does: sums [count, COLUMNS] += x [count, ..] times `steps` lines of
+    weights. kind: bfloat16 or int8."""
     name = INSTRUCTIONS[kind]
     add_0, add_1, add_2, add_3 = (_multiply(name, sums, 4, 6 + sums % 2) for sums in range(4))
     lower_2, lower_3 = _multiply(name, 2, 5, 6), _multiply(name, 3, 5, 7)
@@ -161,8 +163,8 @@ def matrix_tile(kind: str) -> Callable[..., Any]:
     line_bytes, chunk = types.int64(LINE), types.int64(SIDES * LINE)
 
     @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-    def few(x: Any, x_row: Any, weights: Any, steps: Any, sums: Any) -> None:
-        """Up to SIDES rows: the whole block at once, so that the weights are read once."""
+    def up_to_one_tile(x: Any, x_row: Any, weights: Any, steps: Any, sums: Any) -> None:
+        """Multiply up to SIDES rows by the whole block at once, so that the weights are read once."""
         load_0(sums, line_bytes)
         load_1(sums + side, line_bytes)
         load_2(sums + 2 * side, line_bytes)
@@ -170,7 +172,7 @@ def matrix_tile(kind: str) -> Callable[..., Any]:
         step = types.int64(0)
         while step < steps:
             line = weights + step * LINE
-            ask_for_lines(line)
+            prefetch_lines(line)
             load_4(x + step * WORD, x_row)
             load_6(line, line_bytes)
             add_0()
@@ -187,8 +189,8 @@ def matrix_tile(kind: str) -> Callable[..., Any]:
         store_3(sums + 3 * side, line_bytes)
 
     @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-    def more(x: Any, x_row: Any, weights: Any, steps: Any, sums: Any, fresh: Any) -> None:
-        """Up to 2 * SIDES rows, half of the block at a time: a tile of weights is multiplied twice. fresh: the weights
+    def up_to_two_tiles(x: Any, x_row: Any, weights: Any, steps: Any, sums: Any, fresh: Any) -> None:
+        """Multiply up to 2 * SIDES rows by half of the block at a time, each tile of weights twice. fresh: the weights
         come from memory, and not from the cache."""
         below = SIDES * x_row
         for half in range(2):
@@ -202,7 +204,7 @@ def matrix_tile(kind: str) -> Callable[..., Any]:
             while step < steps:
                 line = weights + step * LINE + half * 2 * side
                 if fresh and half == 0:
-                    ask_for_lines(line)
+                    prefetch_lines(line)
                 load_4(x + step * WORD, x_row)
                 load_5(x + step * WORD + below, x_row)
                 load_6(line, line_bytes)
@@ -230,9 +232,9 @@ def matrix_tile(kind: str) -> Callable[..., Any]:
                 at, line, to = x + low * x_row + first * WORD, weights + first * LINE, sums + low * LINE
                 shape(upper, lower, words)
                 if lower > 0:
-                    more(at, x_row, line, length, to, low == 0)
+                    up_to_two_tiles(at, x_row, line, length, to, low == 0)
                 else:
-                    few(at, x_row, line, length, to)
+                    up_to_one_tile(at, x_row, line, length, to)
                 low += upper + lower
         release()
 
@@ -240,69 +242,72 @@ def matrix_tile(kind: str) -> Callable[..., Any]:
     return made
 
 
-# Weights as a checkpoint has them, row after row. Of a product SIDES rows of weights are the left side then, and words
-# of x, turned, the right one. Two int64 say for SIDES rows where they begin and how many bytes they are apart.
+# Weights in rows, as a checkpoint has them. Here SIDES rows of weights are the left factor of a product, and transposed
+# words of x the right one. Two int64 describe a group of SIDES rows: where it begins, and how many bytes its rows are
+# apart.
 
 GROUP = 16  # bytes of these two
-BEGIN = 256  # bytes
+BEGIN = 256  # bytes of a row that are prefetched
 _name = INSTRUCTIONS["bfloat16"]
 upper_0, lower_1 = _multiply(_name, 0, 4, 5), _multiply(_name, 1, 6, 5)
 rows_0, rows_1, rows_2, rows_3 = (_multiply(_name, sums, 4, x) for sums, x in enumerate((5, 6, 7, 5)))
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def turn_rows(x: Any, x_row: Any, count: Any, steps: Any, turned: Any) -> None:
-    """Write `count` rows of x as [count / SIDES, steps, SIDES] words, or as [steps, count] where there are fewer. The
-    last row fills up the last SIDES. Up to ROW bytes behind the last word are written to."""
+def transpose_rows(x: Any, x_row: Any, count: Any, steps: Any, transposed: Any) -> None:
+    """Transpose `count` rows of x into [count / SIDES, steps, SIDES] words, or into [steps, count] where count is less
+    than SIDES. The last row is repeated to fill up the last SIDES. Up to ROW bytes behind the last word are written."""
     line = min(count, SIDES) * WORD
     for low in range(0, count, SIDES):
         for step in range(0, steps, SIDES):
-            turn_some(x + low * x_row + step * WORD, x_row, turned, line, count - low - 1)
-            turned += SIDES * line
+            transpose_some(x + low * x_row + step * WORD, x_row, transposed, line, count - low - 1)
+            transposed += SIDES * line
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def pack_groups(groups: Any, first: Any, steps: Any, lines: Any) -> None:
-    """Write words first .. first + steps of COLUMNS rows as lines."""
-    for v in range(SIDE):
+    """Write words first .. first + steps of COLUMNS rows, which `groups` describes, as lines."""
+    for v in range(LINE_VECTORS):
         source, row = get_i64(groups + v * GROUP) + first * WORD, get_i64(groups + v * GROUP + 8)
         for step in range(0, steps, SIDES):
-            ask_for_rows(source + SIDES * row + step * WORD, row)
-            turn_f32(source + step * WORD, row, lines + step * LINE + v * ROW, types.int64(LINE))
+            prefetch_rows(source + SIDES * row + step * WORD, row)
+            transpose_f32(source + step * WORD, row, lines + step * LINE + v * ROW, types.int64(LINE))
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _few_rows(line: Any, turned: Any, groups: Any, steps: Any, spare: Any, sums: Any) -> None:
-    """Up to SIDES rows of x, of `line` bytes when turned, times twice SIDES rows of weights at once. Only the
-    beginnings of the next rows are asked for ahead: asking for all of them took up to a fifth longer."""
+def _up_to_one_tile(line: Any, transposed: Any, groups: Any, steps: Any, spare: Any, sums: Any) -> None:
+    """Multiply up to SIDES rows of x by 2 * SIDES rows of weights at a time. line: bytes of a line of the transposed x.
+
+    Only the beginnings of the next rows are prefetched, because prefetching all of them took up to a fifth longer.
+    """
     side = types.int64(ROW)
-    for v in range(0, SIDE, 2):
+    for v in range(0, LINE_VECTORS, 2):
         upper, upper_row = get_i64(groups + v * GROUP), get_i64(groups + v * GROUP + 8)
         lower, lower_row = get_i64(groups + (v + 1) * GROUP), get_i64(groups + (v + 1) * GROUP + 8)
         clear_0()
         clear_1()
         step = types.int64(0)
         while step < steps:
-            load_5(turned + step * line, line)
+            load_5(transposed + step * line, line)
             load_4(upper + step * WORD, upper_row)
             upper_0()
             load_6(lower + step * WORD, lower_row)
             lower_1()
             step += SIDES
         for further in range(0, BEGIN, ROW):
-            ask_for_rows(upper + 2 * SIDES * upper_row + further, upper_row)
-            ask_for_rows(lower + 2 * SIDES * lower_row + further, lower_row)
+            prefetch_rows(upper + 2 * SIDES * upper_row + further, upper_row)
+            prefetch_rows(lower + 2 * SIDES * lower_row + further, lower_row)
         store_0(spare, side)
-        turn_f32(spare, side, sums + v * ROW, types.int64(LINE))
+        transpose_f32(spare, side, sums + v * ROW, types.int64(LINE))
         store_1(spare, side)
-        turn_f32(spare, side, sums + (v + 1) * ROW, types.int64(LINE))
+        transpose_f32(spare, side, sums + (v + 1) * ROW, types.int64(LINE))
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _more_rows(count: Any, turned: Any, groups: Any, steps: Any, spare: Any, sums: Any) -> None:
-    """More than SIDES rows of x, and up to four times as many."""
+def _up_to_four_tiles(count: Any, transposed: Any, groups: Any, steps: Any, spare: Any, sums: Any) -> None:
+    """Multiply more than SIDES rows of x, up to 4 * SIDES, by SIDES rows of weights at a time."""
     side, part, chunk = types.int64(ROW), steps * ROW, types.int64(SIDES * LINE)
-    for v in range(SIDE):
+    for v in range(LINE_VECTORS):
         weights, row = get_i64(groups + v * GROUP), get_i64(groups + v * GROUP + 8)
         clear_0()
         clear_1()
@@ -310,8 +315,8 @@ def _more_rows(count: Any, turned: Any, groups: Any, steps: Any, spare: Any, sum
         clear_3()
         step = types.int64(0)
         while step < steps:
-            ask_for_rows(weights + SIDES * row + step * WORD, row)
-            x = turned + step * ROW
+            prefetch_rows(weights + SIDES * row + step * WORD, row)
+            x = transposed + step * ROW
             load_4(weights + step * WORD, row)
             load_5(x, side)
             rows_0()
@@ -326,25 +331,28 @@ def _more_rows(count: Any, turned: Any, groups: Any, steps: Any, spare: Any, sum
             step += SIDES
         to = sums + v * ROW
         store_0(spare, side)
-        turn_f32(spare, side, to, types.int64(LINE))
+        transpose_f32(spare, side, to, types.int64(LINE))
         store_1(spare, side)
-        turn_f32(spare, side, to + chunk, types.int64(LINE))
+        transpose_f32(spare, side, to + chunk, types.int64(LINE))
         if count > 2 * SIDES:
             store_2(spare, side)
-            turn_f32(spare, side, to + 2 * chunk, types.int64(LINE))
+            transpose_f32(spare, side, to + 2 * chunk, types.int64(LINE))
         if count > 3 * SIDES:
             store_3(spare, side)
-            turn_f32(spare, side, to + 3 * chunk, types.int64(LINE))
+            transpose_f32(spare, side, to + 3 * chunk, types.int64(LINE))
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def multiply_rows(count: Any, turned: Any, groups: Any, steps: Any, spare: Any, sums: Any) -> None:
-    """Write sums [count, COLUMNS], filled up to a multiple of SIDES rows: up to 4 * SIDES rows of x, as `turn_rows`
-    wrote them, times COLUMNS rows of weights, which are read once. spare: room for SIDES rows of sums."""
+def multiply_rows(count: Any, transposed: Any, groups: Any, steps: Any, spare: Any, sums: Any) -> None:
+    """Multiply up to 4 * SIDES rows of x, as `transpose_rows` wrote them, by COLUMNS rows of weights, which are read
+    once.
+
+    sums: [count, COLUMNS], filled up to a multiple of SIDES rows. spare: room for SIDES rows of sums.
+    """
     line = min(count, SIDES) * WORD
     shape_of_rows(line)
     if count <= SIDES:
-        _few_rows(line, turned, groups, steps, spare, sums)
+        _up_to_one_tile(line, transposed, groups, steps, spare, sums)
     else:
-        _more_rows(count, turned, groups, steps, spare, sums)
+        _up_to_four_tiles(count, transposed, groups, steps, spare, sums)
     release()

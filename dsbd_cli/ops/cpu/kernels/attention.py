@@ -1,9 +1,9 @@
-"""The kernel of attention.py in numba: attention over the listed slots of a forest, joined with the settled part.
+"""The kernels of attention.py in numba: they list the slots of a forest, attend to them, and join the prompt's part.
 
-A sum over the head goes from its first number to its last; a sum over slots goes by depth, for values one by one, for
-weights in LANES partial sums that are added in a fixed order.
+A sum over the head goes from its first number to its last. A sum over slots goes in order of depth: values are added
+one by one, weights in LANES partial sums that are added in a fixed order.
 
-Addresses are int64, and nothing checks them; attention.py does.
+Addresses are int64. Nothing checks them here; attention.py does.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     sub,
     take,
     total,
-    turn_bf16,
-    turn_f32,
+    transpose_bf16,
+    transpose_f32,
 )
 
 compiled = KernelCompiler("attention", seconds=3, layout=LAYOUT)
 
-# The kernel. `at` is the address of a attention.AttentionArguments, whose fields have these offsets.
+# `at` is the address of an attention.AttentionArguments, whose fields have these offsets.
 
 (
     TAKEN, THREADS, ITEMS, HEADS, GROUPS, NODES, DIM, OUT_DIM, BLOCKS, BLOCK, QUERY, QUERY_ROW, QUERY_HEAD, QUERY_NODE,
@@ -57,12 +57,12 @@ LOG2_E = 1.4426950408889634
 LEAST = -3.0e38  # a score below all others
 WORD = 4  # bytes of a float32 and of an int32
 ROW = LANES * WORD  # bytes of a vector
-FOUR = 4 * LANES  # numbers that are worked on at once, so that they stay in registers
+FOUR = 4 * LANES  # numbers that are worked on at once: their sums stay in registers
 
 
 @njit(error_model="numpy")
 def multiply(queries, keys, stride, width, dim, scores):
-    """Scores [2, stride] of queries [2, dim] and keys [dim, stride], of which width count."""
+    """Compute scores [2, stride] of queries [2, dim] and keys [dim, stride], of which the first `width` count."""
     line, other = stride * WORD, dim * WORD
     t = 0
     while t < width:
@@ -96,7 +96,7 @@ def multiply(queries, keys, stride, width, dim, scores):
 
 @njit(error_model="numpy")
 def add_up(weights, line, slots, count, values, wide, sums):
-    """Sums [2, wide] of values [.., wide] at the listed slots [count], by weights [2, line bytes]."""
+    """Compute sums [2, wide] of values [.., wide] at the listed slots [count]. weights: 2 rows, `line` bytes apart."""
     e = 0
     while e < wide:
         value = values + e * WORD
@@ -134,8 +134,8 @@ def store_four(out, a, b, c, d):
 
 
 @njit(error_model="numpy")
-def widen(source, dim, narrow, target):
-    """dim numbers as float32."""
+def to_float32(source, dim, narrow, target):
+    """Write `dim` numbers as float32."""
     e = 0
     while e + LANES <= dim:
         store_f32(target + e * WORD, load_bf16(source + e * 2) if narrow else load_f32(source + e * WORD))
@@ -147,7 +147,7 @@ def widen(source, dim, narrow, target):
 
 @njit(error_model="numpy")
 def transpose_keys(source, step, count, dim, narrow, target, stride):
-    """Keys of count slots, step bytes apart, as float32 [dim, stride]; zeros up to a multiple of LANES slots."""
+    """Write the keys of `count` slots, `step` bytes apart, as float32 [dim, stride]; zeros fill up LANES slots."""
     line, unit = stride * WORD, 2 if narrow else WORD
     t = 0
     while t < count:
@@ -155,9 +155,9 @@ def transpose_keys(source, step, count, dim, narrow, target, stride):
         if t + LANES <= count:
             while e + LANES <= dim:
                 if narrow:
-                    turn_bf16(source + e * unit, step, target + e * line + t * WORD, line)
+                    transpose_bf16(source + e * unit, step, target + e * line + t * WORD, line)
                 else:
-                    turn_f32(source + e * unit, step, target + e * line + t * WORD, line)
+                    transpose_f32(source + e * unit, step, target + e * line + t * WORD, line)
                 e += LANES
         while e < dim:
             for i in range(LANES):
@@ -173,7 +173,7 @@ def transpose_keys(source, step, count, dim, narrow, target, stride):
 
 @njit(error_model="numpy")
 def cap_scores(scores, width, factor):
-    """tanh(score * factor), as 1 - 2 / (1 + e^(2 score factor))."""
+    """Replace scores by tanh(score * factor), computed as 1 - 2 / (1 + e^(2 score factor))."""
     one, two = splat(types.float32(1)), splat(types.float32(2))
     inner = splat(factor * types.float32(2 * LOG2_E))
     most = splat(types.float32(126))
@@ -185,9 +185,12 @@ def cap_scores(scores, width, factor):
 
 
 @njit(error_model="numpy")
-def weigh(scores, slots, count, factor, bias, mass, weights):
-    """Weights [count] of the listed slots to base 2, zeros up to a multiple of LANES, and the largest exponent, which
-    they lack. mass: an exponent that takes part in it."""
+def softmax_weights(scores, slots, count, factor, bias, other_exponent, weights):
+    """Write the weights [count] of the listed slots, which are powers of 2; zeros fill up a multiple of LANES.
+
+    Return the largest exponent, which is subtracted from all of them. other_exponent: that of what else takes part in
+    the softmax.
+    """
     full = (count + LANES - 1) // LANES * LANES
     base = types.float32(LOG2_E)
     for j in range(count):
@@ -203,7 +206,7 @@ def weigh(scores, slots, count, factor, bias, mass, weights):
     while t < full:
         best = larger(load_f32(weights + t * WORD), best)
         t += LANES
-    top = max(largest(best), mass)
+    top = max(largest(best), other_exponent)
     t = 0
     while t < full:
         store_f32(weights + t * WORD, exp2(sub(load_f32(weights + t * WORD), splat(top))))
@@ -224,8 +227,8 @@ def add_weights(weights, count):
 
 
 @njit(error_model="numpy")
-def write_out(sums, dim, narrow, prompt_part, share, whole, out):
-    """(sums + settled * share) / whole; no settled part where its address is 0."""
+def write_out(sums, dim, narrow, prompt_part, share, total_weight, out):
+    """Write (sums + prompt_part * share) / total_weight. There is no prompt part where its address is 0."""
     e = 0
     unit = 2 if narrow else WORD
     while e < dim:
@@ -234,11 +237,11 @@ def write_out(sums, dim, narrow, prompt_part, share, whole, out):
         if prompt_part != 0:
             part = prompt_part + e * unit
             if vector:
-                old = load_bf16(part) if narrow else load_f32(part)
+                value = load_bf16(part) if narrow else load_f32(part)
             else:
-                old = splat(get_bf16(part) if narrow else get_f32(part))
-            x = fma(old, splat(share), x)
-        x = divide(x, splat(whole))
+                value = splat(get_bf16(part) if narrow else get_f32(part))
+            x = fma(value, splat(share), x)
+        x = divide(x, splat(total_weight))
         if vector:
             if narrow:
                 store_bf16(out + e * unit, x)
@@ -255,7 +258,7 @@ def write_out(sums, dim, narrow, prompt_part, share, whole, out):
 
 @compiled.addressed
 def attend(at):
-    """Compute `attend` of ops/cpu/attention.py, for as many (row, kv head, block of nodes) as no other thread has
+    """Compute `attend` of ops/cpu/attention.py, for each (row, kv head, block of nodes) that no other thread has
     taken."""
     heads, groups, nodes = get_i64(at + HEADS), get_i64(at + GROUPS), get_i64(at + NODES)
     dim, out_dim = get_i64(at + DIM), get_i64(at + OUT_DIM)
@@ -278,7 +281,7 @@ def attend(at):
         low = get_i32(get_i64(at + BOUNDS) + row * 2 * WORD)
         used = get_i32(get_i64(at + BOUNDS) + row * 2 * WORD + WORD) - low
         width = (used + LANES - 1) // LANES * LANES
-        stride = width | LANES  # no power of two: columns would share a set of the cache
+        stride = width | LANES  # not a power of two, for which columns would share a set of the cache
         line = stride * WORD
         values = keys + dim * line
         query = values + width * wide * WORD
@@ -293,7 +296,7 @@ def attend(at):
             step = get_i64(at + VALUE_SLOT)
             source = get_i64(at + VALUE) + row * get_i64(at + VALUE_ROW) + head * get_i64(at + VALUE_HEAD) + low * step
             for t in range(used):
-                widen(source + t * step, out_dim, narrow, values + t * wide * WORD)
+                to_float32(source + t * step, out_dim, narrow, values + t * wide * WORD)
                 for e in range(out_dim, wide):
                     put_f32(values + (t * wide + e) * WORD, types.float32(0))
         start = (item - pair * blocks) * block
@@ -302,10 +305,10 @@ def attend(at):
             slots = get_i64(at + SLOTS) + (row * nodes + node) * get_i64(at + LIST_WIDTH) * WORD
             for group in range(0, groups, 2):
                 pairs = min(groups - group, 2)
-                for i in range(2):  # the last of an odd number stands twice
+                for i in range(2):  # the last of an odd number is computed twice
                     of = head * groups + group + min(i, pairs - 1)
                     source = get_i64(at + QUERY) + row * get_i64(at + QUERY_ROW) + of * get_i64(at + QUERY_HEAD)
-                    widen(source + node * get_i64(at + QUERY_NODE), dim, narrow, query + i * dim * WORD)
+                    to_float32(source + node * get_i64(at + QUERY_NODE), dim, narrow, query + i * dim * WORD)
                 multiply(query, keys, stride, width, dim, scores)
                 for i in range(pairs):
                     mine = scores + i * line
@@ -316,34 +319,34 @@ def attend(at):
                     if bias != 0:
                         biased = bias + row * get_i64(at + BIAS_ROW) + of * get_i64(at + BIAS_HEAD) + low * WORD
                         biased += node * get_i64(at + BIAS_NODE)
-                    mass = types.float32(LEAST)
+                    prompt_log = types.float32(LEAST)
                     if prompt_part != 0:
                         source = get_i64(at + SUMS) + row * get_i64(at + SUMS_ROW) + head * get_i64(at + SUMS_HEAD)
-                        mass = get_f32(source + ((group + i) * nodes + node) * get_i64(at + SUMS_QUERY)) * base
+                        prompt_log = get_f32(source + ((group + i) * nodes + node) * get_i64(at + SUMS_QUERY)) * base
                     sink = types.float32(LEAST)
                     if sinks != 0:
                         sink = get_f32(sinks + of * WORD) * base
-                    top = weigh(mine, slots, count, factor, biased, max(mass, sink), weights + i * line)
-                    whole, share = add_weights(weights + i * line, count), types.float32(0)
+                    top = softmax_weights(mine, slots, count, factor, biased, max(prompt_log, sink), weights + i * line)
+                    total_weight, share = add_weights(weights + i * line, count), types.float32(0)
                     if prompt_part != 0:
-                        share = first(exp2(splat(mass - top)))
-                        whole += share
+                        share = first(exp2(splat(prompt_log - top)))
+                        total_weight += share
                     if sinks != 0:
-                        whole += first(exp2(splat(sink - top)))
-                    if whole == 0:  # a node that is not real may see nothing
-                        whole = types.float32(1)
-                    put_f32(mine, whole)
+                        total_weight += first(exp2(splat(sink - top)))
+                    if total_weight == 0:  # an absent node may see nothing
+                        total_weight = types.float32(1)
+                    put_f32(mine, total_weight)
                     put_f32(mine + WORD, share)
                 add_up(weights, line, slots, count, values, wide, sums)
                 for i in range(pairs):
                     mine, of = scores + i * line, head * groups + group + i
-                    old = prompt_part
+                    part = prompt_part
                     if prompt_part != 0:
-                        old += row * get_i64(at + PROMPT_PART_ROW) + head * get_i64(at + PROMPT_PART_HEAD)
-                        old += ((group + i) * nodes + node) * get_i64(at + PROMPT_PART_QUERY)
+                        part += row * get_i64(at + PROMPT_PART_ROW) + head * get_i64(at + PROMPT_PART_HEAD)
+                        part += ((group + i) * nodes + node) * get_i64(at + PROMPT_PART_QUERY)
                     out = get_i64(at + OUT) + ((row * nodes + node) * heads * groups + of) * out_dim * unit
-                    whole, share = get_f32(mine), get_f32(mine + WORD)
-                    write_out(sums + i * wide * WORD, out_dim, narrow, old, share, whole, out)
+                    total_weight, share = get_f32(mine), get_f32(mine + WORD)
+                    write_out(sums + i * wide * WORD, out_dim, narrow, part, share, total_weight, out)
 
 
 (
@@ -354,7 +357,7 @@ def attend(at):
 
 @compiled.addressed
 def list_slots(at):
-    """List the slots of `Paths` of ops/cpu/attention.py, for as many rows as no other thread has taken."""
+    """List the slots of `SlotPaths` of ops/cpu/attention.py, for each row that no other thread has taken."""
     nodes, width = get_i64(at + L_NODES), get_i64(at + L_WIDTH)
     while True:
         row = take(at + L_TAKEN)

@@ -1,4 +1,4 @@
-"""Kernels of numba that are compiled when their file is imported, and kept on disk where there is room."""
+"""Kernels of numba that are compiled when their file is imported, and kept on disk where that is possible."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from numba.core.runtime import _nrt_python
 LOCK = "dsbd.lock"  # held while kernels are looked up, compiled and kept
 
 _logger = logging.getLogger(__name__)
-_reasons: set[str] = set()  # told, why kernels cannot be kept
+_reasons: set[str] = set()  # why kernels cannot be kept, as far as a warning has said so
 
 
 class KernelCompiler:
-    """Makes kernels of the functions of one file. A line says when the first of them is not found on disk and has to be
-    compiled, and one when they cannot be kept.
+    """A maker of kernels from the functions of one file. It warns when the first of them is not found on disk and has
+    to be compiled, and when they cannot be kept.
 
-    what: that they compute, for these lines. seconds: that compiling them takes, about. layout: changes with the fields
-    of the kernels' arguments.
+    what: what the kernels compute, for these warnings. seconds: about how long it takes to compile them. layout: a
+    number that changes with the fields of the kernels' arguments.
     """
 
     def __init__(self, what: str, seconds: int, layout: int = 0) -> None:
@@ -41,11 +41,11 @@ class KernelCompiler:
         self._kept, self._listener = True, _CompileListener(what, seconds)
 
     def __call__(self, signature: Any) -> Callable[[Any], Any]:
-        """Make a kernel with this signature, for Python. Other threads of Python run beside it."""
+        """Return a decorator that makes a kernel with this signature, to be called from Python. It releases the GIL."""
         return lambda function: self._made(njit, signature, function, nogil=True)
 
     def addressed(self, function: Any) -> Any:
-        """Make a kernel for `runtime.CpuKernel`, which takes the address of its arguments."""
+        """Make a kernel for `runtime.CpuKernel`: a function of the address of its arguments."""
         return self._made(_callback, types.void(types.int64), function)
 
     def _made(self, decorator: Any, signature: Any, function: Any, **options: Any) -> Any:
@@ -64,7 +64,7 @@ class KernelCompiler:
                 except (OSError, RuntimeError) as error:  # a full folder; no folder that numba may write to
                     self._kept, self._listener.folder = False, None
                     reason = " ".join(str(error).split())[:300]
-                    if reason not in _reasons:  # a folder that is not trusted is told once, not for every file
+                    if reason not in _reasons:  # one warning for a folder that is not trusted, not one per file
                         _reasons.add(reason)
                         _logger.warning(
                             "every run compiles the kernels of %s: they cannot be kept (%s)", self.what, reason
@@ -73,16 +73,17 @@ class KernelCompiler:
 
 
 def _names_of(function: Any) -> Iterator[int]:
-    """Return numbers for the names of the functions that a kernel is compiled of.
+    """Return the numbers that numba puts into the names of the functions of a kernel, beginning at one of its own.
 
-    The names are weak symbols, of which a process takes the first for all of its kernels. numba numbers them from 1 in
-    each process, so kernels that were compiled by two processes would share names, and one would run the other's parts.
+    The names are weak symbols: a process uses the first function of a name for all of its kernels. numba counts from 1
+    in each process, so kernels that two processes compiled would share names, and one would run parts of the other.
     """
     return itertools.count(zlib.crc32(f"{function.__module__}.{function.__qualname__}".encode()) << 20)
 
 
 def _callback(signature: Any, *, cache: bool = False, **options: Any) -> Callable[[Any], Any]:
-    """Make a callback as numba.cfunc does, but load it from disk without what numba needs to compile: half a second."""
+    """Return a decorator that does what numba.cfunc does. It loads kernels from disk without the registries of numba's
+    compiler, which saves half a second."""
 
     def make(function: Any) -> Any:
         made: Any = CFunc(function, (signature.args, signature.return_type), locals={}, options=options)
@@ -95,19 +96,19 @@ def _callback(signature: Any, *, cache: bool = False, **options: Any) -> Callabl
 
 
 class _QuickCache(FunctionCache):  # type: ignore[misc]
-    """Kernels on disk, loaded without the registries of numba's compiler."""
+    """A cache of kernels on disk that loads them without the registries of numba's compiler."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the kernel of a signature, None where there is none."""
-        for name, address in _nrt_python.c_helpers.items():  # functions that an object file names; none is called
+        for name, address in _nrt_python.c_helpers.items():  # an object file names these functions but calls none
             binding.add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
         with self._guard_against_spurious_io_errors():
             return self._load_overload(sig, target_context)
 
 
 class _Stamped:
-    """Where numba keeps a kernel of `KernelCompiler`: as elsewhere, but what lies there serves only while no file of
-    this folder and no field of the kernel's arguments has changed."""
+    """A locator of numba for kernels of `KernelCompiler`. A kept kernel is used only while no file of this folder and
+    no field of the kernel's arguments has changed."""
 
     def __init__(self, function: Any, file: str) -> None:
         super().__init__(function, file)  # type: ignore[call-arg]
@@ -119,14 +120,14 @@ class _Stamped:
 
     @classmethod
     def from_function(cls, function: Any, file: str) -> Any:
-        """None for functions of others."""
+        """Return the locator of a function of `KernelCompiler`; None for other functions."""
         found: Any = super()
         return found.from_function(function, file) if hasattr(function, "stamp") else None
 
 
 @functools.cache
 def folder_stamp() -> int:
-    """A checksum of the kernels' sources, whatever their ends of lines are."""
+    """Return a checksum of the files of this folder, which is the same for all line endings."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return zlib.crc32("".join(f"{file.name}\n{file.read_text(encoding='utf-8')}" for file in files).encode())
 
@@ -141,7 +142,10 @@ caching.CacheImpl._locator_classes[:0] = map(
 
 
 class _CompileListener(Listener):  # type: ignore[misc]
-    """Hears numba compile, which it does not for what it finds on disk. folder: where the kernels will be kept."""
+    """A listener that warns when numba compiles, which it does not do if the kernel is on disk.
+
+    folder: where the kernels will be kept.
+    """
 
     def __init__(self, what: str, seconds: int) -> None:
         self._what, self._seconds, self._announced = what, seconds, False
@@ -158,11 +162,10 @@ class _CompileListener(Listener):  # type: ignore[misc]
 
 
 def distrust(folder: Path, source: Path) -> str | None:
-    """Why compiled kernels of this folder cannot be trusted; None where they can. numba reads them as pickles, which
-    run what they hold: who may write to the folder may run code here.
+    """Return why the compiled kernels of this folder cannot be trusted; None where they can.
 
-    source: the file of the kernels. Its owner and, where it has a group that may write to it, that group could run code
-    here anyway.
+    numba reads them as pickles, which can run any code, so whoever may write to the folder may run code here. source:
+    the file of the kernels. Its owner, and its group if that may write to it, could run code here anyway.
     """
     if not hasattr(os, "getuid"):  # a system without owners
         return None
@@ -181,7 +184,7 @@ def distrust(folder: Path, source: Path) -> str | None:
 
 
 def _private(group: int) -> bool:
-    """Whether it is this user's own group, which has the user's name where each user gets one."""
+    """Return whether a group is this user's own. It has the user's name where each user gets a group."""
     import grp
     import pwd
 
@@ -193,9 +196,11 @@ def _private(group: int) -> bool:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """No other process looks into the folder or writes to it. numba names a kernel's file by counting those that it has
-    found, so of two processes that begin at once one would overwrite what the other's index names; they may run on
-    different processors, in a folder of both."""
+    """Keep other processes from reading or writing the folder.
+
+    numba names a kernel's file by counting those that it has found. So of two processes that begin at once, one would
+    overwrite a file that the other's index names, perhaps with a kernel for another processor that shares the folder.
+    """
     try:
         import fcntl
     except ImportError:  # Windows

@@ -1,9 +1,10 @@
-"""The kernels of int8.py in numba: inputs made integers, and the product of integers with the outliers beside it.
+"""The kernels of int8.py in numba: they quantize inputs and weights, and multiply integers and outliers.
 
-A product streams the weights once for up to SIX rows, in the tiles of simd.py: of four integers, and of the outliers
-in float32 beside them. Sums of integers are exact. So a row's bits are its own, whatever rows and threads there are.
+A product reads the weights once for up to MOST_ROWS rows, in the tiles of simd.py: lines of four integers per word, and
+lines of the outliers in float32. With matrix units amx.py has the tiles of integers. Sums of integers are exact. So the
+bits of a row do not depend on the other rows or on the threads.
 
-Addresses are int64, and nothing checks them; int8.py does.
+Addresses are int64. Nothing checks them here; int8.py does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 
-from dsbd_cli.ops.cpu.int8 import CONVERT, LAYOUT, LEVELIZE, MULTIPLY, SMALLEST, ZERO
+from dsbd_cli.ops.cpu.int8 import LAYOUT, MULTIPLY, QUANTIZE_ROWS, QUANTIZE_WEIGHTS, SMALLEST, ZERO
 from dsbd_cli.ops.cpu.int8 import LEVELS as MOST
 from dsbd_cli.ops.cpu.kernels.amx import matrix_tile
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
@@ -23,8 +24,8 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     LANES,
     LANES_TYPE,
     LINE,
+    LINE_VECTORS,
     ROUND,
-    SIDE,
     VECTOR,
     WHOLES,
     WORD,
@@ -61,19 +62,20 @@ from dsbd_cli.ops.cpu.runtime import PRODUCT, matrix_units
 
 compiled = KernelCompiler("int8 layers", seconds=3, layout=LAYOUT)
 
-# `at` is the address of a int8.QuantizeRowArguments or Int8Arguments, whose fields have these offsets.
-(L_TAKEN, _, L_ITEMS, L_ROWS, L_SHARE, L_X, L_X_ROW, L_NARROW, L_INPUTS, L_KEPT, L_LEVELS, L_LEVELS_ROW, L_STEPS,
- L_OUTLIERS, L_FEW, L_FEW_INPUTS) = LEVELIZE  # fmt: skip
-(LEVELS, LEVELS_ROW, WEIGHTS, QUADS, PIECE, OFFSETS, SCALES, STEPS, FEW, FEW_WEIGHTS, FEW_INPUTS, BIAS, OUT, OUT_ROW,
- NARROW) = MULTIPLY[len(PRODUCT) :]  # fmt: skip
-(C_TAKEN, C_THREADS, C_ITEMS, C_ROWS, C_INPUTS, C_NARROW, C_KEPT, C_SCALES, C_SUMS, C_OUT, C_SPARE,
- C_SPARE_BYTES) = CONVERT  # fmt: skip
+# `at` is the address of an int8.QuantizeRowArguments, Int8Arguments or QuantizeWeightArguments, whose fields have these
+# offsets.
+(R_TAKEN, _, R_ITEMS, R_ROWS, R_SHARE, R_X, R_X_ROW, R_NARROW, R_INPUTS, R_KEPT, R_LEVELS, R_LEVELS_ROW, R_STEPS,
+ R_OUTLIERS, R_OUTLIER_X, R_OUTLIER_COUNT) = QUANTIZE_ROWS  # fmt: skip
+(LEVELS, LEVELS_ROW, WEIGHTS, QUADS, PIECE, OFFSETS, SCALES, STEPS, OUTLIER_X, OUTLIER_WEIGHTS, OUTLIER_COUNT, BIAS,
+ OUT, OUT_ROW, NARROW) = MULTIPLY[len(PRODUCT) :]  # fmt: skip
+(W_TAKEN, W_THREADS, W_ITEMS, W_ROWS, W_INPUTS, W_NARROW, W_KEPT, W_SCALES, W_SUMS, W_OUT, W_SPARE,
+ W_SPARE_BYTES) = QUANTIZE_WEIGHTS  # fmt: skip
 whole_tile, float_tile = matrix_tile("int8") if matrix_units() else tile("int8"), tile("float32")
 
 
 @operation(LANES_TYPE, types.int64)
 def load_whole(builder: Any, address: Any) -> Any:
-    """int32 as float32."""
+    """Load int32 numbers as float32."""
     return builder.sitofp(loaded(builder, address, WHOLES, WORD), VECTOR)
 
 
@@ -85,53 +87,53 @@ def magnitude(builder: Any, value: Any) -> Any:
 
 @operation(types.void, types.int64, LANES_TYPE)
 def store_bytes(builder: Any, address: Any, value: Any) -> Any:
-    """The whole part of numbers in 0 .. 255."""
+    """Store the whole parts of numbers in 0 .. 255, or whole numbers in -127 .. 127, as bytes."""
     kind = ir.VectorType(ir.IntType(8), LANES)
     builder.store(builder.trunc(builder.fptosi(value, WHOLES), kind), pointer(builder, address, kind), align=1)
 
 
 @compiled.addressed
-def levelize(at):
-    """Rows made integers, and their outliers as float32. Inputs are filled up to a multiple of LANES with zeros."""
-    inputs, narrow = get_i64(at + L_INPUTS), get_i64(at + L_NARROW)
-    kept, unit = get_i64(at + L_KEPT), types.int64(2) if narrow else types.int64(WORD)
+def quantize_rows(at):
+    """Quantize rows, and write their outliers as float32. Zeros must fill up the inputs to a multiple of LANES."""
+    inputs, narrow = get_i64(at + R_INPUTS), get_i64(at + R_NARROW)
+    kept, unit = get_i64(at + R_KEPT), types.int64(2) if narrow else types.int64(WORD)
     half = splat(types.float32(ZERO + 0.5))
     while True:
-        item = take(at + L_TAKEN)
-        if item >= get_i64(at + L_ITEMS):
+        item = take(at + R_TAKEN)
+        if item >= get_i64(at + R_ITEMS):
             return
-        share = get_i64(at + L_SHARE)
-        for row in range(item * share, min((item + 1) * share, get_i64(at + L_ROWS))):
-            x = get_i64(at + L_X) + row * get_i64(at + L_X_ROW)
-            best = strange = splat(types.float32(0))
+        share = get_i64(at + R_SHARE)
+        for row in range(item * share, min((item + 1) * share, get_i64(at + R_ROWS))):
+            x = get_i64(at + R_X) + row * get_i64(at + R_X_ROW)
+            largest_magnitude = nan_sum = splat(types.float32(0))
             i = types.int64(0)
             while i < inputs:
                 value = load_bf16(x + i * unit) if narrow else load_f32(x + i * unit)
-                # of what is no number, or endless, the product is no number, and so is the whole row then
-                strange = fma(value, splat(types.float32(0)), strange)
-                best = larger(magnitude(mul(value, load_f32(kept + i * WORD))), best)
+                # NaN and infinity times 0 are NaN, which makes the whole row NaN
+                nan_sum = fma(value, splat(types.float32(0)), nan_sum)
+                largest_magnitude = larger(magnitude(mul(value, load_f32(kept + i * WORD))), largest_magnitude)
                 i += LANES
-            step = max(largest(best) / types.float32(MOST), types.float32(SMALLEST))
-            step += total(strange)
-            put_f32(get_i64(at + L_STEPS) + row * WORD, step)
-            levels, wide = get_i64(at + L_LEVELS) + row * get_i64(at + L_LEVELS_ROW), splat(step)
+            step = max(largest(largest_magnitude) / types.float32(MOST), types.float32(SMALLEST))
+            step += total(nan_sum)
+            put_f32(get_i64(at + R_STEPS) + row * WORD, step)
+            levels, wide = get_i64(at + R_LEVELS) + row * get_i64(at + R_LEVELS_ROW), splat(step)
             i = types.int64(0)
             while i < inputs:
                 value = load_bf16(x + i * unit) if narrow else load_f32(x + i * unit)
                 store_bytes(levels + i, add(divide(mul(value, load_f32(kept + i * WORD)), wide), half))
                 i += LANES
-            few = get_i64(at + L_FEW) + row * get_i64(at + L_FEW_INPUTS) * WORD
-            for j in range(get_i64(at + L_FEW_INPUTS)):
-                place = x + get_i64(get_i64(at + L_OUTLIERS) + j * 8) * unit
-                put_f32(few + j * WORD, get_bf16(place) if narrow else get_f32(place))
+            outlier_x = get_i64(at + R_OUTLIER_X) + row * get_i64(at + R_OUTLIER_COUNT) * WORD
+            for j in range(get_i64(at + R_OUTLIER_COUNT)):
+                place = x + get_i64(get_i64(at + R_OUTLIERS) + j * 8) * unit
+                put_f32(outlier_x + j * WORD, get_bf16(place) if narrow else get_f32(place))
 
 
 @njit(error_model="numpy")
-def add_up(at, block, first, count, quads, few_inputs, sums, few):
-    """Sums [count, COLUMNS] of integers and, in few, of outliers."""
+def add_up(at, block, first, count, quads, outlier_count, sums, outlier_sums):
+    """Compute the sums [count, COLUMNS] of integers, and in `outlier_sums` those of outliers."""
     for r in range(count):
         copy_line(get_i64(at + OFFSETS) + block * LINE, sums + r * LINE)
-        clear_line(few + r * LINE)
+        clear_line(outlier_sums + r * LINE)
     x, x_row = get_i64(at + LEVELS) + first * get_i64(at + LEVELS_ROW), get_i64(at + LEVELS_ROW)
     weights = get_i64(at + WEIGHTS) + block * quads * LINE
     done = types.int64(0)
@@ -139,22 +141,22 @@ def add_up(at, block, first, count, quads, few_inputs, sums, few):
         steps = min(get_i64(at + PIECE), quads - done)
         whole_tile(count, x + done * WORD, x_row, weights + done * LINE, steps, sums)
         done += steps
-    x, x_row = get_i64(at + FEW) + first * few_inputs * WORD, few_inputs * WORD
-    weights = get_i64(at + FEW_WEIGHTS) + block * few_inputs * LINE
-    float_tile(count, x, x_row, weights, few_inputs, few)
+    x, x_row = get_i64(at + OUTLIER_X) + first * outlier_count * WORD, outlier_count * WORD
+    weights = get_i64(at + OUTLIER_WEIGHTS) + block * outlier_count * LINE
+    float_tile(count, x, x_row, weights, outlier_count, outlier_sums)
 
 
 @njit(error_model="numpy")
-def finish(at, block, first, count, sums, few):
+def finish(at, block, first, count, sums, outlier_sums):
     narrow = get_i64(at + NARROW)
     scales, bias = get_i64(at + SCALES) + block * LINE, get_i64(at + BIAS) + block * LINE
     for r in range(count):
         step = splat(get_f32(get_i64(at + STEPS) + (first + r) * WORD))
         out = get_i64(at + OUT) + (first + r) * get_i64(at + OUT_ROW) + block * COLUMNS * (2 if narrow else WORD)
-        for v in range(SIDE):
+        for v in range(LINE_VECTORS):
             place = v * LANES * WORD
             whole = mul(mul(load_whole(sums + r * LINE + place), load_f32(scales + place)), step)
-            value = add(whole, add(load_f32(few + r * LINE + place), load_f32(bias + place)))
+            value = add(whole, add(load_f32(outlier_sums + r * LINE + place), load_f32(bias + place)))
             if narrow:
                 store_bf16(out + v * LANES * 2, value)
             else:
@@ -163,9 +165,9 @@ def finish(at, block, first, count, sums, few):
 
 @njit(error_model="numpy")
 def add_up_and_finish(at, block, first, count, sums):
-    few = sums + get_i64(at + CHUNK) * LINE
-    add_up(at, block, first, count, get_i64(at + QUADS), get_i64(at + FEW_INPUTS), sums, few)
-    finish(at, block, first, count, sums, few)
+    outlier_sums = sums + get_i64(at + CHUNK) * LINE
+    add_up(at, block, first, count, get_i64(at + QUADS), get_i64(at + OUTLIER_COUNT), sums, outlier_sums)
+    finish(at, block, first, count, sums, outlier_sums)
 
 
 share_out = product(add_up_and_finish)
@@ -173,21 +175,21 @@ share_out = product(add_up_and_finish)
 
 @compiled.addressed
 def multiply(at):
-    """[rows, outputs]: integers times scale and step, plus outliers, plus bias, for the shares of outputs that no
-    other thread has taken."""
+    """Compute [rows, outputs], the sums of integers times scale and step, plus outliers, plus bias, for the items that
+    no other thread has taken."""
     share_out(at)
 
 
 @njit(error_model="numpy")
-def convert_row(row, inputs, narrow, kept, target, scale_at, sum_at):
-    """A row of weights made integers in -127 .. 127, rounded half to even; what one is worth, and their sum."""
+def quantize_weight_row(row, inputs, narrow, kept, target, scale_at, sum_at):
+    """Quantize a row of weights to integers in -127 .. 127, rounded half to even. Write its scale and their sum."""
     unit = types.int64(2) if narrow else types.int64(WORD)
-    best, i = splat(types.float32(0)), types.int64(0)
+    largest_magnitude, i = splat(types.float32(0)), types.int64(0)
     while row != 0 and i < inputs:
         value = load_bf16(row + i * unit) if narrow else load_f32(row + i * unit)
-        best = larger(magnitude(mul(value, load_f32(kept + i * WORD))), best)
+        largest_magnitude = larger(magnitude(mul(value, load_f32(kept + i * WORD))), largest_magnitude)
         i += LANES
-    scale = max(largest(best) / types.float32(MOST), types.float32(SMALLEST))
+    scale = max(largest(largest_magnitude) / types.float32(MOST), types.float32(SMALLEST))
     put_f32(scale_at, scale)
     wide, nearest = splat(scale), splat(types.float32(ROUND))
     summed, i = splat(types.float32(0)), types.int64(0)
@@ -203,21 +205,21 @@ def convert_row(row, inputs, narrow, kept, target, scale_at, sum_at):
 
 
 @compiled.addressed
-def convert(at):
-    """Weights made integers, a block of COLUMNS rows at a time, and packed as lines."""
-    inputs, narrow, kept = get_i64(at + C_INPUTS), get_i64(at + C_NARROW), get_i64(at + C_KEPT)
-    spare = get_i64(at + C_SPARE) + take(at + C_THREADS) * get_i64(at + C_SPARE_BYTES)
+def quantize_weights(at):
+    """Quantize weights, a block of COLUMNS rows at a time, and pack them as lines."""
+    inputs, narrow, kept = get_i64(at + W_INPUTS), get_i64(at + W_NARROW), get_i64(at + W_KEPT)
+    spare = get_i64(at + W_SPARE) + take(at + W_THREADS) * get_i64(at + W_SPARE_BYTES)
     while True:
-        block = take(at + C_TAKEN)
-        if block >= get_i64(at + C_ITEMS):
+        block = take(at + W_TAKEN)
+        if block >= get_i64(at + W_ITEMS):
             return
         for column in range(COLUMNS):
             place = block * COLUMNS + column
-            row, target = get_i64(get_i64(at + C_ROWS) + place * 8), spare + column * inputs
-            convert_row(
-                row, inputs, narrow, kept, target, get_i64(at + C_SCALES) + place * WORD,
-                get_i64(at + C_SUMS) + place * WORD,
+            row, target = get_i64(get_i64(at + W_ROWS) + place * 8), spare + column * inputs
+            quantize_weight_row(
+                row, inputs, narrow, kept, target, get_i64(at + W_SCALES) + place * WORD,
+                get_i64(at + W_SUMS) + place * WORD,
             )  # fmt: skip
-            put_i64(get_i64(at + C_ROWS) + place * 8, target)
+            put_i64(get_i64(at + W_ROWS) + place * 8, target)
         steps = inputs // 4
-        pack_lines(get_i64(at + C_ROWS) + block * COLUMNS * 8, steps, get_i64(at + C_OUT) + block * steps * LINE)
+        pack_lines(get_i64(at + W_ROWS) + block * COLUMNS * 8, steps, get_i64(at + W_OUT) + block * steps * LINE)

@@ -1,7 +1,7 @@
 """The kernels of layer.py in numba: one row at a time, in vectors of LANES numbers, computed in float32.
 
-A number is rounded to the dtype of the model where transformers' modules round it. Addresses are int64, and nothing
-checks them; layer.py does.
+A number is rounded to the dtype of the model where transformers' modules round it. Addresses are int64. Nothing checks
+them here; layer.py does.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from dsbd_cli.ops.cpu.layer import GATED, LAYOUT, NORM, ROTATE
 
 compiled = KernelCompiler("norms, rotations and activations", seconds=2, layout=LAYOUT)
 
-# `at` is the address of a Norm, Gated or Rotate of layer.py, whose fields have these offsets.
+# `at` is the address of a layer.NormArguments, GatedArguments or RotateArguments, whose fields have these offsets.
 assert layer_ops.STEP == LANES
-(N_TAKEN, _, N_ITEMS, N_ROWS, N_SHARE, N_WIDTH, N_X, N_X_ROW, N_MORE, N_MORE_ROW, N_WEIGHT, N_OUT, N_SUMMED, N_ONE_MORE,
- N_NARROW, N_EPS) = NORM  # fmt: skip
+(N_TAKEN, _, N_ITEMS, N_ROWS, N_SHARE, N_WIDTH, N_X, N_X_ROW, N_MORE, N_MORE_ROW, N_WEIGHT, N_OUT, N_SUMMED,
+ N_UNIT_OFFSET, N_NARROW, N_EPS) = NORM  # fmt: skip
 (G_TAKEN, _, G_ITEMS, G_ROWS, G_SHARE, G_WIDTH, G_BOTH, G_BOTH_ROW, G_OUT, G_GELU, G_NARROW) = GATED
 (R_TAKEN, _, R_ITEMS, R_ROWS, R_SHARE, R_NODES, R_HEADS, R_KV_HEADS, R_DIM, R_BOTH, R_BOTH_ROW, R_COS, R_SIN,
- R_ANGLE_ROW, R_SLOTS, R_OUT, R_KEYS, R_VALUES, R_QUERY_NORM, R_KEY_NORM, R_ONE_MORE, R_NARROW,
+ R_ANGLE_ROW, R_SLOTS, R_OUT, R_KEYS, R_VALUES, R_QUERY_NORM, R_KEY_NORM, R_UNIT_OFFSET, R_NARROW,
  R_EPS) = ROTATE  # fmt: skip
 
 TO_BASE_2 = -math.log2(math.e)
-MOST_POWER = 120.0  # of two: what is divided by a larger one is zero
+MOST_POWER = 120.0  # of two: a number divided by a larger power is practically zero
 CUBIC, TWICE_ROOT = 0.044715, 2 * math.sqrt(2 / math.pi)
 
 
@@ -76,7 +76,7 @@ def scale_of(squares, width, eps):
 
 @njit(error_model="numpy")
 def scaled(value, scale, weight, unit_offset, narrow):
-    """A number of a norm: to be stored, or rounded."""
+    """Return normalised numbers times their weights, which the caller stores or rounds."""
     if unit_offset:
         return mul(mul(value, scale), add(splat(types.float32(1)), weight))
     return mul(weight, near(mul(value, scale), narrow))
@@ -84,8 +84,8 @@ def scaled(value, scale, weight, unit_offset, narrow):
 
 @compiled.addressed
 def norm(at):
-    """Rows (and what is added to them) over their root mean squares, times weights."""
-    width, narrow, unit_offset = get_i64(at + N_WIDTH), get_i64(at + N_NARROW), get_i64(at + N_ONE_MORE)
+    """Divide rows (plus what is added to them) by their root mean squares and multiply them by weights."""
+    width, narrow, unit_offset = get_i64(at + N_WIDTH), get_i64(at + N_NARROW), get_i64(at + N_UNIT_OFFSET)
     unit = types.int64(2) if narrow else types.int64(4)
     weight, eps = get_i64(at + N_WEIGHT), get_f32(at + N_EPS)
     while True:
@@ -122,7 +122,7 @@ def norm(at):
 
 @compiled.addressed
 def gated(at):
-    """The first half of a row through silu, or gelu, times the second half."""
+    """Multiply silu, or gelu, of the first half of each row by the second half."""
     width, narrow, gelu = get_i64(at + G_WIDTH), get_i64(at + G_NARROW), get_i64(at + G_GELU)
     unit = types.int64(2) if narrow else types.int64(4)
     one, most = splat(types.float32(1)), splat(types.float32(MOST_POWER))
@@ -149,7 +149,7 @@ def gated(at):
 
 @njit(error_model="numpy")
 def rotate_head(source, target, cos, sin, dim, unit, weight, eps, unit_offset, narrow):
-    """A head is rotated: its halves are the two coordinates. weight: of a norm before; 0 for none."""
+    """Rotate a head, whose halves are the two coordinates. weight: of a norm that comes first; 0 for none."""
     half = dim // 2 * unit
     scale = splat(types.float32(1))
     if weight != 0:
@@ -176,12 +176,12 @@ def rotate_head(source, target, cos, sin, dim, unit, weight, eps, unit_offset, n
 
 @compiled.addressed
 def rotate(at):
-    """Queries are rotated, keys rotated and written to their slots, values written."""
+    """Rotate queries and keys, and write keys and values to their slots."""
     narrow, dim, nodes = get_i64(at + R_NARROW), get_i64(at + R_DIM), get_i64(at + R_NODES)
     unit = types.int64(2) if narrow else types.int64(4)
     heads, kv_heads, size = get_i64(at + R_HEADS), get_i64(at + R_KV_HEADS), dim * unit
     query_norm, key_norm = get_i64(at + R_QUERY_NORM), get_i64(at + R_KEY_NORM)
-    eps, unit_offset = get_f32(at + R_EPS), get_i64(at + R_ONE_MORE)
+    eps, unit_offset = get_f32(at + R_EPS), get_i64(at + R_UNIT_OFFSET)
     while True:
         item = take(at + R_TAKEN)
         if item >= get_i64(at + R_ITEMS):

@@ -1,11 +1,12 @@
-"""The kernel of linear.py in numba: a product of float32 or bfloat16 with weights that are streamed once.
+"""The kernel of linear.py in numba: a product of float32 or bfloat16 with weights that are read from memory once.
 
-A few rows take the weights from memory once, in the tiles of simd.py; more take them from the cache, a piece of the
-inputs at a time, with their sums kept in float32 between. Weights in rows are made lines a piece at a time for many
-rows of x, and for a few it is these that are turned. Each sum goes from the first input to the last (bfloat16 on
-AMD: pair by pair). So a row's bits are its own, whatever rows and threads there are.
+For a few rows of x the tiles of simd.py read the weights directly from memory. For more rows they read a piece of the
+weights at a time, which stays in the cache, and the sums are kept in float32 from piece to piece. Where the weights are
+stored in rows, they are turned into lines piece by piece for many rows of x; a few rows of x are transposed instead.
+Each sum goes from the first input to the last (bfloat16 on AMD: pair by pair). So the bits of a row do not depend on
+the other rows or on the threads.
 
-Addresses are int64, and nothing checks them; linear.py does.
+Addresses are int64. Nothing checks them here; linear.py does.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from __future__ import annotations
 from numba import njit, types
 
 from dsbd_cli.ops.cpu import linear as packing
-from dsbd_cli.ops.cpu.kernels.amx import GROUP, ROW, SIDES, matrix_tile, multiply_rows, pack_groups, turn_rows
+from dsbd_cli.ops.cpu.kernels.amx import GROUP, ROW, matrix_tile, multiply_rows, pack_groups, transpose_rows
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
     COLUMNS,
     LANES,
     LINE,
+    LINE_VECTORS,
     ROWS,
-    SIDE,
     WORD,
     add,
     clear_line,
@@ -33,7 +34,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     take,
     tile,
 )
-from dsbd_cli.ops.cpu.linear import LAYOUT, MULTIPLY, PACK, ROWS_AT_ONCE, bfloat16_tile
+from dsbd_cli.ops.cpu.linear import LAYOUT, MULTIPLY, PACK, ROWS_AT_ONCE, SIDES, bfloat16_tile
 from dsbd_cli.ops.cpu.runtime import PRODUCT
 
 compiled = KernelCompiler("linear layers", seconds=3, layout=LAYOUT)
@@ -44,21 +45,21 @@ assert packing.COLUMNS == COLUMNS
 X, X_ROW, WEIGHTS, STEPS, PIECE, IN_ROWS, ROOM, BIAS, OUT, OUT_ROW, NARROW = MULTIPLY[len(PRODUCT) :]
 
 float_tile = tile("float32")
-# where torch multiplies bfloat16 the code is compiled for float32 twice, and never run for bfloat16
+# where torch multiplies bfloat16, a second float32 tile is compiled in its place and never runs
 pair_tile = matrix_tile("bfloat16") if bfloat16_tile() == "amx" else tile(bfloat16_tile() or "float32")
 
 
 @njit(error_model="numpy")
 def prepare(at, sums):
-    """Turn rows of x, where the weights are rows and read once."""
+    """Transpose the rows of x if the weights are stored in rows and read once."""
     count = get_i64(at + ROWS)
     if get_i64(at + IN_ROWS) and count <= ROWS_AT_ONCE:
-        turn_rows(get_i64(at + X), get_i64(at + X_ROW), count, get_i64(at + STEPS), sums + get_i64(at + ROOM))
+        transpose_rows(get_i64(at + X), get_i64(at + X_ROW), count, get_i64(at + STEPS), sums + get_i64(at + ROOM))
 
 
 @njit(error_model="numpy")
 def add_up(at, block, first, count, sums):
-    """Sums [count, COLUMNS] of a block of outputs."""
+    """Compute the sums [count, COLUMNS] of a block of outputs."""
     steps, x_row, narrow, in_rows = (
         get_i64(at + STEPS),
         get_i64(at + X_ROW),
@@ -67,7 +68,7 @@ def add_up(at, block, first, count, sums):
     )
     room = sums + get_i64(at + ROOM)
     if in_rows:
-        weights = get_i64(at + WEIGHTS) + block * SIDE * GROUP
+        weights = get_i64(at + WEIGHTS) + block * LINE_VECTORS * GROUP
         if get_i64(at + ROWS) <= ROWS_AT_ONCE:
             multiply_rows(count, room, weights, steps, room - SIDES * ROW, sums)
             return
@@ -96,7 +97,7 @@ def finish(at, block, first, count, sums):
     unit = types.int64(2) if narrow else types.int64(WORD)
     out = get_i64(at + OUT) + first * get_i64(at + OUT_ROW) + block * COLUMNS * unit
     for r in range(count):
-        for v in range(SIDE):
+        for v in range(LINE_VECTORS):
             value = load_f32(sums + r * LINE + v * LANES * WORD)
             if bias != 0:
                 value = add(value, load_f32(bias + block * LINE + v * LANES * WORD))
@@ -118,13 +119,13 @@ share_out = product(add_up_and_finish, prepare)
 
 @compiled.addressed
 def multiply(at):
-    """[rows, outputs], for the shares of outputs that no other thread has taken."""
+    """Compute [rows, outputs], for the items that no other thread has taken."""
     share_out(at)
 
 
 @compiled.addressed
 def pack_rows(at):
-    """Blocks of rows, whose addresses are given, as lines of words."""
+    """Write blocks of rows, whose addresses are given, as lines of words."""
     while True:
         block = take(at + P_TAKEN)
         if block >= get_i64(at + P_ITEMS):

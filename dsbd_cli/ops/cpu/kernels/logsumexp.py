@@ -1,8 +1,8 @@
 """The kernel of logsumexp.py in numba: the sum of exp over a row of logits.
 
-Lanes are added up over PIECE numbers in float32, and the pieces in float64, always in the same order.
+Each lane sums up over PIECE numbers in float32, and the pieces are summed in float64, always in the same order.
 
-Addresses are int64, and nothing checks them; logsumexp.py does.
+Addresses are int64. Nothing checks them here; logsumexp.py does.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ compiled = KernelCompiler("sums over the vocabulary", seconds=1, layout=LAYOUT)
 (TAKEN, THREADS, ITEMS, VALUES, VALUES_ROW, COUNT, HIGHEST, OUT, NARROW) = TOTAL
 LOG2_E = 1.4426950408889634
 WORD = 4  # bytes of a float32
-FOUR = 4 * LANES  # numbers that are worked on at once, so that they stay in registers
+FOUR = 4 * LANES  # numbers that are worked on at once: their sums stay in registers
 PIECE = 64 * FOUR
 
 
 @njit(error_model="numpy")
 def shares(values, narrow, place, highest):
-    """exp of LANES numbers less the highest."""
+    """Return exp(x - highest) of the LANES numbers x from `place` on."""
     found = load_bf16(values + place * 2) if narrow else load_f32(values + place * WORD)
     return exp2(mul(sub(found, highest), splat(types.float32(LOG2_E))))
 
 
 @njit(error_model="numpy")
 def row_total(values, narrow, count, highest):
-    """Sum of exp of all numbers of a row less the highest."""
+    """Return the sum of exp(x - highest) over all numbers x of a row."""
     found, place = types.float64(0), types.int64(0)
     most = splat(highest)
     whole = count - count % FOUR
@@ -72,7 +72,7 @@ def row_total(values, narrow, count, highest):
 
 @compiled.addressed
 def totals(at):
-    """One number for each row that no other thread has taken."""
+    """Write the sum of each row that no other thread has taken."""
     take(at + THREADS)
     while True:
         row = take(at + TAKEN)

@@ -1,6 +1,6 @@
-"""The loop of program.py in numba: it runs kernels, one after another, each on its threads.
+"""The loop of program.py in numba: it runs kernels, one after another, each on its number of threads.
 
-Addresses are int64, and nothing checks them; program.py does.
+Addresses are int64. Nothing checks them here; program.py makes sure that they are right.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def call(builder: Any, kernel: Any, arguments: Any) -> Any:
 
 @operation(types.void, types.int64, types.int64, types.int64, types.int64)
 def call_together(builder: Any, team: Any, kernel: Any, arguments: Any, threads: Any) -> Any:
-    """team: the address of GOMP_parallel."""
+    """Call a kernel on several threads. team: the address of GOMP_parallel."""
     kind = ir.FunctionType(ir.VoidType(), [I64, I64, I32, I32])
     given = [kernel, arguments, builder.trunc(threads, I32), ir.Constant(I32, 0)]
     builder.call(pointer(builder, team, kind), given)
@@ -37,7 +37,7 @@ def call_together(builder: Any, team: Any, kernel: Any, arguments: Any, threads:
 
 @compiled.addressed
 def run(at):
-    """Arguments of kernels begin with two counters, which are 0 when a kernel begins."""
+    """Run the kernels of the table. The two counters that begin a kernel's arguments are set to 0 before it runs."""
     place = get_i64(at + CALLS)
     for _ in range(get_i64(at + COUNT)):
         kernel, arguments, threads = get_i64(place), get_i64(place + WORD), get_i64(place + 2 * WORD)

@@ -1,24 +1,24 @@
 """Recurrent layers over a packed forest on a CPU, in float32, with the same bits wherever the common prefix ends.
 
-A token reads a state that lies some tokens back, and the tokens since then one by one, as in `scans`:
+A token reads a state some tokens back, and the tokens since then one by one, as in models/recurrent/scans.py:
 
     y_t = f_t q_t S_a + sum_s f_ts (q_t . k_s) u_s,      s on the path from a to t, t included
     gated delta rule:  u_t = beta_t (v_t - f_t k_t S_a - sum_{s != t} f_ts (k_t . k_s) u_s)
     next state:        S_{a + BLOCK} = f S_a + sum_s f_s k_s u_s^T
 
 where f are products of the decays in between. The *anchor* a depends on the position p of a token alone: the last
-multiple of BLOCK that lies at least LEAST_ONE_BY_ONE tokens before it, or 0. So a number takes the same operations in
-the same order wherever the common prefix ends and whatever else is in the forward.
+multiple of BLOCK that is at least LEAST_ONE_BY_ONE tokens before it, or 0. So a number is computed by the same
+operations in the same order wherever the common prefix ends and whatever else is in the forward.
 
-A row keeps the state at the anchor of the token that would follow its common prefix, and the inputs of the last LEAD
-tokens of the common prefix before those of the suffix. Where branches leave the common prefix, their anchors are still
-in it: up to LEAST_ONE_BY_ONE tokens on, nodes at the same distance read the same state, all of them in one product.
+A row keeps the state at the anchor of the token that would follow its common prefix. It also keeps the inputs of the
+last LEAD tokens of the common prefix, in front of those of the suffix. The anchors of a branch's first LEAST_ONE_BY_ONE
+tokens are still in the common prefix: nodes at the same distance read the same state, all of them in one product.
 Longer branches get states of their own, which are overwritten when their nodes are done.
 
 One kernel, `recurrent_scan`, serves the nodes of a forest, a prompt, and a common prefix that grows. They differ in
 their ScanSchedule.
 
-Letters as in `scans`, but a state is [R, H, N, P]. All arrays lie side by side, and are float32 or int64.
+Letters as in models/recurrent/scans.py, but a state is [R, H, N, P]. All arrays are contiguous, and float32 or int64.
 `recurrent_scan` works on the pairs first .. last of (row, value head), so that threads can share them.
 """
 
@@ -50,13 +50,13 @@ LEAD = LEAST_ONE_BY_ONE + BLOCK - 1  # tokens of the common prefix whose inputs 
 LANES = 16 if get_host_cpu_features().get("avx512f") else 8  # numbers of a vector
 SIDE = 4  # vectors of a tile
 TILE = LANES * SIDE  # columns of a state that are worked on together
-MANY, SOME = (6, 3) if LANES == 16 else (3, 2)  # rows of a product whose sums fit into the registers
-AHEAD = 512  # numbers
+MOST_ROWS, LESS_ROWS = (6, 3) if LANES == 16 else (3, 2)  # rows of a product whose sums fit into the registers
+AHEAD = 512  # numbers ahead of those in use at which a state is prefetched
 compiled = KernelCompiler("recurrent layers", seconds=15)
 
 _LOG2E, _LOG2E_REST, _LN2 = np.float32(1.44269502), np.float32(1.92596299e-8), np.float32(0.693147181)
 _SIDE = 4 * lanes.LANES  # channels of a convolution at a time
-_NEAR = 16 * _SIDE  # of which the factors stay close by
+_NEAR = 16 * _SIDE  # channels whose weights stay in the cache
 
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
@@ -64,7 +64,7 @@ _ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
 
 
 def shared(kernel: Any, count: int, *arguments: Any) -> None:
-    """Run a kernel over so many pairs of row and head, with as many threads as torch has."""
+    """Run a kernel over `count` pairs of row and head, with as many threads as torch has."""
     threads = min(torch.get_num_threads(), count)
     if threads < 2:
         kernel(*arguments, 0, count)
@@ -82,7 +82,7 @@ def _threads(count: int) -> ThreadPoolExecutor:
 
 @intrinsic
 def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:
-    """a b + c, rounded once."""
+    """Return a b + c, rounded once."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)
@@ -91,7 +91,7 @@ def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 class _Vectors:
-    """LLVM code over vectors of LANES numbers, which numba lacks."""
+    """A builder of LLVM code over vectors of LANES numbers, which numba lacks."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
@@ -109,7 +109,7 @@ class _Vectors:
         return self.builder.load(self.place(base, at, lane), align=4)
 
     def ahead(self, base: Any, at: Any, lane: int, distance: int) -> None:
-        """The vector so many numbers after another will be read: a row's state comes from main memory."""
+        """Prefetch the vector `distance` numbers further on, because a row's state comes from main memory."""
         kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(ir.IntType(8)), _INT, _INT, _INT])
         prefetch = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
         where = self.builder.gep(base, [self.builder.add(at, at.type(lane * LANES + distance))])
@@ -117,14 +117,14 @@ class _Vectors:
         self.builder.call(prefetch, [where, _INT(0), _INT(3), _INT(1)])
 
     def wide(self, base: Any, at: Any) -> Any:
-        """One number in all lanes."""
+        """Load one number into all lanes."""
         number = self.builder.load(self.builder.gep(base, [at]))
         one = self.builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, _INT(0))
         zeros = ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES)
         return self.builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), zeros)
 
     def total(self, value: Any) -> Any:
-        """Sum of the lanes: first and last half, and so on."""
+        """Return the sum of the lanes: add both halves, then the halves of that, and so on."""
         count = LANES
         while count > 1:
             count //= 2
@@ -138,8 +138,8 @@ class _Vectors:
 
     @contextmanager
     def loop(self, count: Any, sums: list[Any]) -> Iterator[Any]:
-        """The code inside runs for each number below `count`, which is 1 at least. It replaces the items of `sums`;
-        afterwards they are the last ones."""
+        """Build a loop of the code inside, which runs for each number below `count`, at least once. The code replaces
+        the items of `sums`; after the loop they are those of the last round."""
         builder, before = self.builder, self.builder.block
         body, after = builder.append_basic_block(), builder.append_basic_block()
         builder.branch(body)
@@ -160,7 +160,7 @@ class _Vectors:
 
 
 def _values(context: Any, builder: Any, signature: Any, arguments: Any) -> list[Any]:
-    """Numbers as they are, arrays as pointers."""
+    """Return the values of the arguments: numbers as they are, arrays as pointers."""
     return [
         value if kind == types.intp else context.make_array(kind)(context, builder, value).data
         for kind, value in zip(signature.args, arguments, strict=True)
@@ -173,7 +173,7 @@ def _given(kinds: tuple[Any, ...]) -> list[Any]:
 
 @intrinsic
 def _dot_vectors(context: Any, a: Any, a_at: Any, b: Any, b_at: Any, count: Any) -> Any:
-    """The product of so many vectors, in LANES sums that are added at the end."""
+    """Return the dot product over `count` vectors, in LANES sums that are added at the end."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         a, a_at, b, b_at, count = _values(context, builder, signature, arguments)
@@ -188,10 +188,10 @@ def _dot_vectors(context: Any, a: Any, a_at: Any, b: Any, b_at: Any, count: Any)
 
 
 def _product(rows: int) -> Any:
-    """out[m] = sum_j a[m, j] b[j] for so many rows m of TILE columns, j from 0 up. Rows of a are `a_step` numbers
-    apart, rows of b `b_step`, and rows of out TILE. Offsets count numbers of the flat arrays.
+    """Return an intrinsic that computes out[m] = sum_j a[m, j] b[j] for `rows` rows m of TILE columns, j from 0 up.
 
-    Written in vectors by hand: left to itself, the compiler reads and writes `out` at every j.
+    Rows of a are `a_step` numbers apart, rows of b `b_step`, and rows of out TILE. Offsets count numbers of the flat
+    arrays. The code is written in vectors by hand, because otherwise the compiler reads and writes `out` at every j.
     """
 
     @intrinsic
@@ -220,12 +220,12 @@ def _product(rows: int) -> Any:
     return product
 
 
-_product_of_many, _product_of_some, _product_of_one = _product(MANY), _product(SOME), _product(1)
+_product_of_many, _product_of_some, _product_of_one = _product(MOST_ROWS), _product(LESS_ROWS), _product(1)
 
 
 def _addition(rows: int) -> Any:
-    """out[m] = e[m] source[m] + sum_j a[j, m] b[listed[j]] for so many rows m of TILE columns, j from 0 up. Rows of a
-    are `a_step` numbers apart, and so on."""
+    """Return an intrinsic that computes out[m] = e[m] source[m] + sum_j a[j, m] b[listed[j]] for `rows` rows m of TILE
+    columns, j from 0 up. Offsets (`_at`) and steps between rows (`_step`) are as in `_product`."""
 
     @intrinsic
     def addition(context: Any, e: Any, source: Any, source_at: Any, source_step: Any, a: Any, a_at: Any, a_step: Any,
@@ -266,12 +266,12 @@ def _addition(rows: int) -> Any:
     return addition
 
 
-_addition_of_many, _addition_of_one = _addition(MANY), _addition(1)
+_addition_of_many, _addition_of_one = _addition(MOST_ROWS), _addition(1)
 
 
 @njit(error_model="numpy", nogil=True)
 def _dot(a, a_at, b, b_at, count):
-    """a . b over so many numbers, always in the same order."""
+    """Return a . b over `count` numbers, always summed in the same order."""
     whole = count // LANES
     total = np.float32(0)
     if whole:
@@ -283,14 +283,14 @@ def _dot(a, a_at, b, b_at, count):
 
 @njit(error_model="numpy", nogil=True)
 def _read(a, rows, b, b_at, b_step, count, out):
-    """out [rows, TILE] = a [rows, count] b."""
+    """Compute out [rows, TILE] = a [rows, count] b."""
     first = 0
-    while rows - first >= MANY:
+    while rows - first >= MOST_ROWS:
         _product_of_many(a, count, b, b_at, b_step, count, out, first)
-        first += MANY
-    while rows - first >= SOME:
+        first += MOST_ROWS
+    while rows - first >= LESS_ROWS:
         _product_of_some(a, count, b, b_at, b_step, count, out, first)
-        first += SOME
+        first += LESS_ROWS
     while first < rows:
         _product_of_one(a, count, b, b_at, b_step, count, out, first)
         first += 1
@@ -298,12 +298,12 @@ def _read(a, rows, b, b_at, b_step, count, out):
 
 @njit(error_model="numpy", nogil=True)
 def _advance(e, source, source_at, source_step, keys, u, u_at, u_step, listed, listed_at, out, out_at, out_step):
-    """out = e source + sum of keys [BLOCK, N] and the listed u, in TILE columns. out may be the source."""
+    """Compute out = e source + the sum of keys [BLOCK, N] times the listed u, in TILE columns. out may be source."""
     dim, n = len(e), 0
-    while dim - n >= MANY:
+    while dim - n >= MOST_ROWS:
         _addition_of_many(e, source, source_at, source_step, keys, 0, dim, u, u_at, u_step, listed, listed_at, BLOCK,
                           out, out_at, out_step, n)  # fmt: skip
-        n += MANY
+        n += MOST_ROWS
     while n < dim:
         _addition_of_one(e, source, source_at, source_step, keys, 0, dim, u, u_at, u_step, listed, listed_at, BLOCK,
                          out, out_at, out_step, n)  # fmt: skip
@@ -312,15 +312,15 @@ def _advance(e, source, source_at, source_step, keys, u, u_at, u_step, listed, l
 
 _I1, _I2, _I3 = types.int64[::1], types.int64[:, ::1], types.int64[:, :, ::1]
 _F1, _F2, _F3, _F4 = types.float32[::1], types.float32[:, ::1], types.float32[:, :, ::1], types.float32[:, :, :, ::1]
-_B1, _B3 = types.boolean[::1], types.boolean[:, :, ::1]
+_B3 = types.boolean[:, :, ::1]
 
 
 class ScanMask(NamedTuple):
-    """Where the nodes of a forward stand in the suffix and what they see of it.
+    """The places of a forward's nodes in the suffix, and what they see of it.
 
-    seen: [R, n, T] bool, ancestors and the node itself. at: [R, n] place, T where a node is absent. depths: [R, T] of
-    the token in each place. first: [R, n] the first node in each node's place, the node itself where it has none.
-    alone: no place has two.
+    seen: [R, n, T] bool, ancestors and the node itself. at: [R, n] place of each node, T where it has none. depths:
+    [R, T] of the token in each place. first: [R, n] the first node with the same place as each node, the node itself
+    where it has no place. alone: no two nodes have the same place.
     """
 
     seen: NDArray[np.bool_]
@@ -366,8 +366,9 @@ def scan_mask(
 
 @compiled(types.Tuple((_I1, _I2))(_B3, _I2, _I2, _I2, _I1, _I1, types.int64))
 def taps(seen, at, depths, positions, base, numbers, lead):
-    """Places of the nodes [R * n], and of the last `lead` tokens before each [lead, R * n], the oldest first, in planes
-    [rows, lead + T + 1, ...] laid flat; numbers: [R] rows of the planes."""
+    """Return the places of the nodes [R * n], and of the last `lead` tokens before each node [lead, R * n], the oldest
+    first. Places count through planes [rows, lead + T + 1, ...] with flattened rows. numbers: [R] rows of the planes.
+    """
     rows, nodes, width = seen.shape
     own, back = np.empty(rows * nodes, np.int64), np.empty((lead, rows * nodes), np.int64)
     for r in range(rows):
@@ -386,14 +387,15 @@ def taps(seen, at, depths, positions, base, numbers, lead):
 
 
 class ScanSchedule(NamedTuple):
-    """Which nodes of each row read which state, and which tokens one by one. Places count from the start of a row of
-    the planes.
+    """The plan of a scan: which nodes of each row read which state, and which tokens they read one by one. Places count
+    from the start of a row of the planes.
 
-    lines: [R, n, LEAD + 1] places of the tokens that a node reads, the oldest first and its own last. counts: [R, n]
-    how many, 0 where a node is not answered. groups: [R, g, 3]: the buffer of the state, -1 for the row's own, and
-    which nodes of `order` [R, n] read it. sources: [R, g] the buffer that it is made from, where it is made. blocks:
-    [R, g, BLOCK] tokens that go into it then. sizes: [R] groups of each row. used: [R, places] places that are needed,
-    and uses: [R] how many. buffers: states at a time. keep: each state of a row replaces its own, whatever the buffers.
+    lines: [R, n, LEAD + 1] places of the tokens that a node reads one by one, the oldest first and its own last.
+    counts: [R, n] how many, 0 for a node that is not computed. groups: [R, g, 3], a group per state: its buffer, -1 for
+    the row's own state, and the first and one past the last of `order` [R, n] whose nodes read it. sources: [R, g] the
+    buffer that the state is made from, -1 for the row's own, if it is made. blocks: [R, g, BLOCK] places of the tokens
+    that go into it then. sizes: [R] groups of each row. used: [R, places] places that are needed, and uses: [R] how
+    many. buffers: states held at a time. keep: each new state of a row replaces the row's own, whatever its buffer.
     """
 
     lines: NDArray[np.int64]
@@ -411,7 +413,7 @@ class ScanSchedule(NamedTuple):
 
 @njit(error_model="numpy", nogil=True)
 def _anchor(position):
-    """Where the state lies that the token of a position reads."""
+    """Return the position of the state that the token of a position reads."""
     return max(0, (position - LEAST_ONE_BY_ONE) // BLOCK * BLOCK)
 
 
@@ -430,7 +432,7 @@ def _forest(seen, at, depths, base, lead):
     path = np.empty(lead + places + 1, np.int64)
     for r in range(rows):
         start = _anchor(base[r])
-        # states that are needed, each known by the place of its last token; 0 is the row's own
+        # numbers of the states that are needed, by the place of their last token; state 0 is the row's own
         known = np.full(size, -1, np.int64)
         parent, level, last = np.full(most, -1, np.int64), np.zeros(most, np.int64), np.zeros((most, BLOCK), np.int64)
         made = 1
@@ -445,7 +447,7 @@ def _forest(seen, at, depths, base, lead):
                 path[past] = lead - before + past
             length = before
             taken[lead + own] = True
-            # depths of what it sees are those of its path
+            # the tokens that it sees are its path, one per depth
             path[before : before + places] = -1
             for place in range(places):
                 if seen[r, i, place]:
@@ -472,7 +474,7 @@ def _forest(seen, at, depths, base, lead):
             for past in range(counts[r, i]):
                 lines[r, i, past] = path[anchor - start + past]
                 needed[lines[r, i, past]] = True
-        # a state's nodes, then the states that are made from it, one after the other
+        # depth first: the nodes that read a state, then the states that are made from it
         stack, high = np.zeros(most, np.int64), 1
         done = 0
         while high:
@@ -508,23 +510,20 @@ def _forest(seen, at, depths, base, lead):
 def forest(
     seen: NDArray[np.bool_], at: NDArray[np.int64], depths: NDArray[np.int64], base: NDArray[np.int64], lead: int
 ) -> ScanSchedule:
-    """Plan nodes in planes [rows, lead + T + 1, ...]. seen, at, depths: as in ScanMask. base [R]: tokens of common
-    prefixes."""
+    """Plan the scan of a forest's nodes, in planes [rows, lead + T + 1, ...]. seen, at, depths: as in ScanMask.
+    base: [R] tokens of the common prefixes."""
     return ScanSchedule._make((*_forest(seen, at, depths, base, lead), False))
 
 
 def chain(base: NDArray[np.int64], lengths: NDArray[np.int64], count: int, lead: int) -> ScanSchedule:
-    """Plan tokens that follow the common prefix, `lengths` [R] of `count` in each row, in planes [R, lead + count,
-    ...].
-
-    They become part of the common prefix.
-    """
+    """Plan the scan of tokens that follow the common prefix and become part of it: `lengths` [R] of `count` in each
+    row, in planes [R, lead + count + 1, ...]."""
     return _joined(base, lengths, count, np.tile(lead + np.arange(count), (len(base), 1)), lead)
 
 
 def fold(base: NDArray[np.int64], counts: NDArray[np.int64], joined: NDArray[np.int64], lead: int) -> ScanSchedule:
-    """ScanSchedule a common prefix that takes the first `counts` [R] of the places joined [R, m] of the suffix, and no
-    node."""
+    """Plan the scan of a common prefix that takes in the first `counts` [R] of the places `joined` [R, m] of the
+    suffix. No node is computed."""
     return _joined(base, counts, 0, lead + joined, lead)
 
 
@@ -581,7 +580,10 @@ def _line(base, lengths, nodes, joined, lead, size):
 
 @compiled(_F4(_F4, _F4, _I1, _I3, _I2))
 def pairs(q, keys, rows, lines, counts):
-    """q . k of each node and the tokens of its line, [R, n, G, LEAD + 1], from planes [rows, places, G, N]."""
+    """Return q . k of each node with the tokens that it reads one by one, [R, n, G, LEAD + 1].
+
+    q: [R, n, G, N]. keys: planes [rows, places, G, N]. rows: [R] of the planes. lines, counts: of a ScanSchedule.
+    """
     nodes, groups, dim = q.shape[1:]
     found = np.zeros((len(rows), nodes, groups, LEAD + 1), np.float32)
     flat, held = q.ravel(), keys.ravel()
@@ -597,10 +599,12 @@ def pairs(q, keys, rows, lines, counts):
 
 @compiled(types.void(_I1, _I2, types.int64, _F4, _F1, types.int64, _F3, _F4, _F1, _F4, _F4, _F4, _F4))
 def put(rows, at, lead, k, v, step, scales, g, skip, keys, inputs, decays, y):
-    """Store k [R, n, G, N], u [R, n, H, P] and exp of g [R, n, H, 1 or N] in planes [rows, lead + T + 1, ...], the
-    last place of which is nobody's. u is v times scales [R, n, H], or v where scales are [R, n, 0]. v: each token's
-    [H, P] is `step` numbers after that of the token before it. y [R, n, H, P] becomes skip [H] times v, or 0 where skip
-    is [0]."""
+    """Store k [R, n, G, N], u [R, n, H, P] and exp of g [R, n, H, 1 or N] in planes [rows, lead + T + 1, ...], whose
+    last place belongs to no token.
+
+    u is v times scales [R, n, H], or v where scales are [R, n, 0]. v: the [H, P] of a token begin `step` numbers after
+    those of the token before it. y [R, n, H, P] becomes skip [H] times v, or 0 where skip is [0].
+    """
     places = keys.shape[1] - lead - 1
     heads, width = inputs.shape[2:]
     for r in range(len(rows)):
@@ -625,8 +629,8 @@ def put(rows, at, lead, k, v, step, scales, g, skip, keys, inputs, decays, y):
 
 @compiled(types.void(_F3, types.int64, _I1, _I1))
 def join(plane, lead, base, counts):
-    """Take the last `lead` tokens of a common prefix that grew by `counts` [R] up front, in a plane [rows, lead + T +
-    1, size]. base: [R] tokens that it had before."""
+    """Copy the last `lead` tokens of a common prefix that grew by `counts` [R] to the front of a plane
+    [rows, lead + T + 1, size]. base: [R] tokens that the common prefix had before."""
     places, size = plane.shape[1:]
     width, area = places - lead - 1, lanes.LANES * lanes.WORD
     for r in range(len(base)):
@@ -643,7 +647,10 @@ def join(plane, lead, base, counts):
 
 @njit(error_model="numpy", nogil=True)
 def _decay_products(decays, plane, h, line, factors):
-    """The product of the decays after each token of a line, where a decay is one number; returns that of all."""
+    """Write to `factors` the product of the decays after each token of a line, and return the product of all decays.
+
+    A decay is one number here.
+    """
     factor = np.float32(1)
     for past in range(len(line) - 1, -1, -1):
         factors[past] = factor
@@ -652,8 +659,9 @@ def _decay_products(decays, plane, h, line, factors):
 
 
 @njit(error_model="numpy", nogil=True)
-def _faded(keys, group, decays, plane, h, places, block, e):
-    """block [BLOCK, N] becomes the keys of these tokens, each times the decays after it, e [N] the decays of all."""
+def _decayed_keys(keys, group, decays, plane, h, places, block, e):
+    """Write the keys of the tokens at `places`, each times the decays after it, to block [BLOCK, N], and the product of
+    all decays to e [N]."""
     e[:] = 1
     for past in range(BLOCK - 1, -1, -1):
         place = places[past]
@@ -669,8 +677,9 @@ def _faded(keys, group, decays, plane, h, places, block, e):
 
 
 @njit(error_model="numpy", nogil=True)
-def _weigh(x, keys, group, decays, plane, h, line, weights):
-    """Weights of the tokens of a line where decays are per channel; x becomes what reads the state."""
+def _line_weights(x, keys, group, decays, plane, h, line, weights):
+    """Write the weights of the tokens of a line where decays are per channel. x [N], a query or key, is multiplied by
+    all decays, so that it can read the state."""
     places, groups, dim = keys.shape[1:]
     flat = keys.ravel()
     for past in range(len(line) - 1, -1, -1):
@@ -682,15 +691,14 @@ def _weigh(x, keys, group, decays, plane, h, line, weights):
 
 @compiled(types.void(_F4, _I1, _I1, _F4, _F1, types.int64, _F3, _F4, _F4, _F4, _F4, _F4, _I3, _I2, _I2, _I3,
                      _I2, _I3, _I1, _I2, _I1, types.int64, types.boolean, _F4, types.int64, types.int64))  # fmt: skip
-def recurrent_scan(state, rows, planes, q, v, step, beta, asked, alike, keys, inputs, decays, lines, counts, order,
-         groups, sources, blocks, sizes, used, uses, buffers, keep, y, first, last):  # fmt: skip
-    """y [R, n, H, P] of the nodes of a ScanSchedule, from states [., H, N, P] and planes [., places, ...] as `put`
-    leaves them.
+def recurrent_scan(state, rows, planes, q, v, step, beta, query_keys, key_keys, keys, inputs, decays, lines, counts,
+         order, groups, sources, blocks, sizes, used, uses, buffers, keep, y, first, last):  # fmt: skip
+    """Add the results of the nodes of a ScanSchedule to y [R, n, H, P], and write the states that it keeps.
 
-    rows, planes: [R] which of them. v, step: as in `put`. beta: [R, n, H], or [R, n, 0] where u is given as it is;
-    else u is made of v and stored. asked, alike:
-    `pairs` of q, and of each node's own key where there are betas; not read where decays are per channel. What is
-    found is added to y.
+    state: [., H, N, P]. keys, inputs, decays: planes [., places, ...] as `put` leaves them. rows, planes: [R] rows of
+    the states and of the planes. v, step: as in `put`. beta: [R, n, H], by which u is computed from v and stored; or
+    [R, n, 0] where the planes have u already. query_keys, key_keys: `pairs` of q, and of each node's own key where
+    there are betas; not read where decays are per channel.
     """
     heads, dim, width = state.shape[1:]
     places, key_heads = keys.shape[1:3]
@@ -698,16 +706,16 @@ def recurrent_scan(state, rows, planes, q, v, step, beta, asked, alike, keys, in
     corrects, single = beta.shape[2] > 0, decays.shape[3] == 1
     wide = (width + TILE - 1) // TILE * TILE
     area = dim * wide
-    # of one row and head: states, inputs of the tokens that are read, what goes into a state
+    # of one row and head: states, u of the tokens that are read, and what makes a state
     held, u = np.zeros((buffers, dim, wide), np.float32), np.zeros((places, wide), np.float32)
     common_prefix = np.zeros((dim, wide if wide != width else 0), np.float32)
     e, block = np.empty(dim, np.float32), np.empty((BLOCK, dim), np.float32)
-    # of some nodes: what reads the state, what it says, and weights of the tokens since then
-    x, x_key = np.empty((MANY, dim), np.float32), np.empty((MANY, dim), np.float32)
-    found, found_key = np.empty((MANY, TILE), np.float32), np.empty((MANY, TILE), np.float32)
-    weights, weights_key = np.zeros((MANY, LEAD + 1), np.float32), np.zeros((MANY, LEAD + 1), np.float32)
+    # of up to MOST_ROWS nodes: queries and keys that read the state, the results, and weights of the tokens since then
+    x, x_key = np.empty((MOST_ROWS, dim), np.float32), np.empty((MOST_ROWS, dim), np.float32)
+    found, found_key = np.empty((MOST_ROWS, TILE), np.float32), np.empty((MOST_ROWS, TILE), np.float32)
+    weights, weights_key = np.zeros((MOST_ROWS, LEAD + 1), np.float32), np.zeros((MOST_ROWS, LEAD + 1), np.float32)
     factors, one = np.empty(LEAD + 1, np.float32), np.ones(1, np.float32)
-    # the same for products, which are told where to begin
+    # the same arrays, flat, for products, which take offsets
     flat_state, flat_held, flat_common_prefix, flat_u = state.ravel(), held.ravel(), common_prefix.ravel(), u.ravel()
     flat_x, flat_x_key, flat_block = x.ravel(), x_key.ravel(), block.ravel()
     flat_found, flat_found_key = found.ravel(), found_key.ravel()
@@ -732,7 +740,7 @@ def recurrent_scan(state, rows, planes, q, v, step, beta, asked, alike, keys, in
             target, source = groups[r, number, 0], sources[r, number]
             read, read_at, read_step = own, own_at, own_step
             if target >= 0:
-                _faded(keys, group, decays, plane, h, blocks[r, number], block, e)
+                _decayed_keys(keys, group, decays, plane, h, blocks[r, number], block, e)
                 made, made_at, made_step = own, own_at, own_step
                 if not keep:
                     made, made_at, made_step = flat_held, target * area, wide
@@ -742,8 +750,8 @@ def recurrent_scan(state, rows, planes, q, v, step, beta, asked, alike, keys, in
                     _advance(e, read, read_at + tile, read_step, flat_block, flat_u, tile, wide, flat_blocks,
                              (r * most + number) * BLOCK, made, made_at + tile, made_step)  # fmt: skip
                 read, read_at, read_step = made, made_at, made_step
-            for begin in range(groups[r, number, 1], groups[r, number, 2], MANY):
-                count = min(MANY, groups[r, number, 2] - begin)
+            for begin in range(groups[r, number, 1], groups[r, number, 2], MOST_ROWS):
+                count = min(MOST_ROWS, groups[r, number, 2] - begin)
                 for m in range(count):
                     i = order[r, begin + m]
                     line = lines[r, i, : counts[r, i]]
@@ -751,11 +759,11 @@ def recurrent_scan(state, rows, planes, q, v, step, beta, asked, alike, keys, in
                     if single:
                         factor = _decay_products(decays, plane, h, line, factors)
                         for past in range(len(line)):
-                            weights[m, past] = factors[past] * asked[r, i, group, past]
+                            weights[m, past] = factors[past] * query_keys[r, i, group, past]
                     for n in range(dim):
                         x[m, n] = q[r, i, group, n] * factor
                     if not single:
-                        _weigh(x[m], keys, group, decays, plane, h, line, weights[m])
+                        _line_weights(x[m], keys, group, decays, plane, h, line, weights[m])
                     if not corrects:
                         continue
                     place = line[-1]
@@ -763,9 +771,9 @@ def recurrent_scan(state, rows, planes, q, v, step, beta, asked, alike, keys, in
                         x_key[m, n] = keys[plane, place, group, n] * factor
                     if single:
                         for past in range(len(line)):
-                            weights_key[m, past] = factors[past] * alike[r, i, group, past]
+                            weights_key[m, past] = factors[past] * key_keys[r, i, group, past]
                     else:
-                        _weigh(x_key[m], keys, group, decays, plane, h, line, weights_key[m])
+                        _line_weights(x_key[m], keys, group, decays, plane, h, line, weights_key[m])
                 for tile in range(0, wide, TILE):
                     _read(flat_x, count, read, read_at + tile, read_step, dim, flat_found)
                     if corrects:
@@ -797,10 +805,10 @@ def recurrent_scan(state, rows, planes, q, v, step, beta, asked, alike, keys, in
 
 @njit(error_model="numpy", nogil=True)
 def _silu(x):
-    """x / (1 + exp(-x)), within a few units in the last place."""
+    """Return x / (1 + exp(-x)), within a few units in the last place."""
     least = lanes.larger(lanes.splat(-87), lanes.smaller(lanes.sub(lanes.splat(0), x), lanes.splat(87)))
     power = lanes.mul(least, lanes.splat(_LOG2E))
-    rest = lanes.fma(least, lanes.splat(_LOG2E), lanes.sub(lanes.splat(0), power))  # what that product has lost
+    rest = lanes.fma(least, lanes.splat(_LOG2E), lanes.sub(lanes.splat(0), power))  # the rounding error of that product
     rest = lanes.fma(least, lanes.splat(_LOG2E_REST), rest)
     grown = lanes.exp2(power)
     grown = lanes.fma(grown, lanes.mul(rest, lanes.splat(_LN2)), grown)
@@ -809,10 +817,11 @@ def _silu(x):
 
 @compiled(types.void(_F1, types.int64, _F2, _I1, _I2, _F2, _F1, types.boolean, _F2))
 def convolve(x, step, plane, at, back, weight, bias, smooth, out):
-    """Convolve as `scans.convolve` does, and take silu of it where asked.
+    """Convolve as `scans.convolve` does, and apply silu if `smooth` is set.
 
-    x: of n nodes, `step` numbers apart. They are stored in a plane [places, C] at [n]. back [J - 1, n] says where what
-    came before them lies there. weight: [C, J]. bias: [C], or [0]. out: [n, C].
+    x: inputs of n nodes, `step` numbers apart, which are stored in plane [places, C] at the places `at` [n]. back:
+    [J - 1, n] places of the tokens before each node, the oldest first. weight: [C, J]. bias: [C], or [0] for none.
+    out: [n, C].
     """
     channels, taps = weight.shape
     turned, starts = np.empty((taps, channels), np.float32), np.empty(taps, np.int64)

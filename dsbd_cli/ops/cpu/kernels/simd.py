@@ -1,8 +1,8 @@
-"""Vectors of LANES float32 numbers, and tiles of products, which kernels of numba lack.
+"""Vectors of LANES float32 numbers, and tiles of products, for kernels of numba, which lacks both.
 
 Each operation is one of IEEE 754 or a fixed sequence of them, and nothing here may be reordered (no fastmath). So the
 bits are the same whatever the width of the machine's vectors is. A tile sums from the first input to the last, one sum
-for each row and output, so a row's bits are its own. Addresses are int64, and nothing checks them.
+for each row and output, so the bits of a row do not depend on other rows. Addresses are int64, and nothing checks them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VECTOR, WHOLES, HALVES = (ir.VectorType(kind, LANES) for kind in (F32, I32, I16)
 EXP2 = (1.0, 0.6931472067028327, 0.2402265092228862, 0.05550327226670292, 0.009618056678548023, 0.0013400428177566112,
         0.00015461444691139306)  # fmt: skip
 ROUND = 12582912.0  # 1.5 * 2^23: a number added to it loses its fraction
-LEAST_POWER = -126.0  # smaller results would be subnormal, and slow
+LEAST_POWER = -126.0  # 2 to a smaller power is subnormal, and slow
 
 
 class _Lanes(types.Type):  # type: ignore[misc]
@@ -44,7 +44,10 @@ class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 def operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make an intrinsic of what builds its LLVM code from (builder, *values)."""
+    """Return a decorator that makes an intrinsic of a function which builds its LLVM code from (builder, *values).
+
+    result, arguments: their types in numba.
+    """
 
     def made(build: Callable[..., Any]) -> Any:
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -130,7 +133,7 @@ def put_i64(builder: Any, address: Any, value: Any) -> Any:
 
 @operation(types.int64, types.int64)
 def take(builder: Any, address: Any) -> Any:
-    """Add one to the int64 there, at once for all threads; what it was before."""
+    """Add one to the int64 at an address, atomically, and return what it was before."""
     return builder.atomic_rmw("add", pointer(builder, address, I64), ir.Constant(I64, 1), "monotonic")
 
 
@@ -159,7 +162,7 @@ def store_f32(builder: Any, address: Any, value: Any) -> Any:
 
 
 def _rounded(builder: Any, value: Any, whole: Any, narrow: Any, floats: Any, const: Callable[[int], Any]) -> Any:
-    """float32 to the nearest bfloat16, ties to even; NaN stays NaN."""
+    """Round float32 to the nearest bfloat16, ties to even; NaN stays NaN."""
     bits = builder.bitcast(value, whole)
     odd = builder.and_(builder.lshr(bits, const(16)), const(1))
     near = builder.lshr(builder.add(builder.add(bits, const(0x7FFF)), odd), const(16))
@@ -174,7 +177,7 @@ def store_bf16(builder: Any, address: Any, value: Any) -> Any:
 
 @operation(LANES_TYPE, LANES_TYPE)
 def nearest_bf16(builder: Any, value: Any) -> Any:
-    """Rounded to bfloat16."""
+    """Round to bfloat16, and return that as float32."""
     return _widened(builder, _rounded(builder, value, WHOLES, HALVES, VECTOR, _whole))
 
 
@@ -186,7 +189,7 @@ def put_bf16(builder: Any, address: Any, value: Any) -> Any:
 
 @operation(LANES_TYPE, LANES_TYPE, LANES_TYPE, LANES_TYPE)
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once."""
+    """Return a * b + c, rounded once."""
     return _fma(builder, a, b, c)
 
 
@@ -198,7 +201,7 @@ add, sub, mul, divide = (
 
 @operation(types.float32, types.float32)
 def root(builder: Any, value: Any) -> Any:
-    """Rounded once, as IEEE 754 says."""
+    """Return the square root, rounded once, as IEEE 754 says."""
     kind = ir.FunctionType(F32, [F32])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.sqrt.f32"), (value,))
 
@@ -209,7 +212,7 @@ def _larger(builder: Any, a: Any, b: Any) -> Any:
 
 @operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
 def smaller(builder: Any, a: Any, b: Any) -> Any:
-    """NaN in a gives NaN."""
+    """Return the smaller number of each lane; NaN in `a` gives NaN."""
     return builder.select(builder.fcmp_ordered(">", a, b), b, a)
 
 
@@ -231,7 +234,7 @@ def _halved(builder: Any, value: Any, join: Callable[[Any, Any, Any], Any]) -> A
 
 @operation(types.float32, LANES_TYPE)
 def total(builder: Any, value: Any) -> Any:
-    """Sum of the lanes, always in the same order: first and last half, and so on."""
+    """Return the sum of the lanes, always in the same order: add both halves, then the halves of that, and so on."""
     return _halved(builder, value, lambda builder, a, b: builder.fadd(a, b))
 
 
@@ -246,7 +249,7 @@ def first(builder: Any, value: Any) -> Any:
 
 
 def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
-    """LANES vectors of LANES numbers: blocks of half the size change places, and so on."""
+    """Transpose LANES vectors of LANES numbers: two blocks of half the size change places, then smaller ones."""
     step = LANES // 2
     while step:
         for place in range(LANES):
@@ -262,7 +265,7 @@ def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
-def _turned(narrow: bool) -> Callable[..., Any]:
+def _transposed(narrow: bool) -> Callable[..., Any]:
     def build(builder: Any, source: Any, step: Any, target: Any, line: Any, last: Any = None) -> None:
         rows = []
         for lane in range(LANES):
@@ -279,15 +282,15 @@ def _turned(narrow: bool) -> Callable[..., Any]:
     return build
 
 
-turn_f32 = operation(types.void, *(types.int64,) * 4)(_turned(False))
-turn_bf16 = operation(types.void, *(types.int64,) * 4)(_turned(True))
-# as turn_f32 of rows 0 .. last: the last one stands for those that are missing
-turn_some = operation(types.void, *(types.int64,) * 5)(_turned(False))
+transpose_f32 = operation(types.void, *(types.int64,) * 4)(_transposed(False))
+transpose_bf16 = operation(types.void, *(types.int64,) * 4)(_transposed(True))
+# like transpose_f32, but only rows 0 .. last are read, and the last one is repeated in place of the others
+transpose_some = operation(types.void, *(types.int64,) * 5)(_transposed(False))
 
 
 @operation(LANES_TYPE, LANES_TYPE)
 def exp2(builder: Any, x: Any) -> Any:
-    """2^x of numbers up to 126; those below -126 give 2^-126, NaN gives NaN."""
+    """Return 2^x for numbers up to 126. Numbers below -126 give 2^-126, and NaN gives NaN."""
     least = _number(LEAST_POWER)
     x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
     shifted = builder.fadd(x, _number(ROUND))
@@ -299,35 +302,37 @@ def exp2(builder: Any, x: Any) -> Any:
     return builder.fmul(power, builder.bitcast(builder.shl(whole, _whole(23)), VECTOR))
 
 
-# Tiles: x [rows, inputs] times weights [inputs, COLUMNS], COLUMNS outputs at once. Weights lie in lines, of as many
-# inputs as fit into four bytes: [inputs / u, COLUMNS, u]. So they are read from the first to the last byte.
-COLUMNS, SIX = 64, 6  # outputs, and rows: their sums fit into the registers of AVX-512
+# A tile multiplies x [rows, inputs] by weights [inputs, COLUMNS], COLUMNS outputs at once. Weights are stored in lines.
+# A line has a word of four bytes per output, with u inputs: [inputs / u, COLUMNS, u]. So weights are read from the
+# first to the last byte.
+COLUMNS, MOST_ROWS = 64, 6  # outputs, and rows: their sums fit into the registers of AVX-512
 WORD = 4  # bytes of a float32 and of an int32
 LINE = COLUMNS * WORD
 TAKEN, THREADS, ITEMS, ROWS, CHUNK, BLOCKS, SHARE, SUMS, SUMS_BYTES = range(0, 8 * len(PRODUCT), 8)
-SIDE = COLUMNS // LANES
-# Bytes of weights that are asked for ahead of those in use. Without it an Emerald Rapids computes four rows slower than
-# it reads the weights for one (benchmarks/LOG.md). On AMD's processors it brought no steady gain.
+LINE_VECTORS = COLUMNS // LANES
+# Bytes ahead of those in use at which weights are prefetched. Without it an Emerald Rapids computes four rows slower
+# than it reads the weights for one (benchmarks/LOG.md). On AMD's processors it brought no steady gain.
 AHEAD = 0 if on_amd() else 3072
 CACHE_LINE = 64
-# what multiplies a line with four bytes of x: (sums, x, weights) for all but the first
+# instruction that multiplies a line by a word of x: fma takes (x, weights, sums), the others take (sums, x, weights)
 INSTRUCTIONS = {
     "float32": f"llvm.fma.v{LANES}f32",
     "bfloat16": f"llvm.x86.avx512bf16.dpbf16ps.{LANES * 32}",  # pairs; needs AVX-512 BF16
-    "widened": f"llvm.fma.v{LANES}f32",  # pairs of bfloat16, each made float32 first
+    "widened": f"llvm.fma.v{LANES}f32",  # pairs of bfloat16, each widened first
     "int8": f"llvm.x86.avx512.vpdpbusd.{LANES * 32}",  # four unsigned ones with four signed ones; needs AVX-512 VNNI
 }
-ROWS_AT_ONCE = {kind: 5 if kind == "widened" else SIX for kind in INSTRUCTIONS}  # with weights apart fewer sums fit
+TILE_ROWS = {kind: 5 if kind == "widened" else MOST_ROWS for kind in INSTRUCTIONS}  # widened ones take more registers
 
 
 def _tile(kind: str, rows: int) -> Any:
-    """Adds to sums [rows, COLUMNS], float32 or int32, the products of x, x_row bytes apart, with steps lines."""
-    floats = kind in ("float32", "widened")  # that are multiplied
+    """Return an operation that adds the products of rows of x, `x_row` bytes apart, with `steps` lines of weights to
+    sums [rows, COLUMNS], float32 or int32."""
+    floats = kind in ("float32", "widened")  # the factors are float32
     sum_kind, factor = WHOLES if kind == "int8" else VECTOR, VECTOR if floats else WHOLES
     read_kind, single = (VECTOR, F32) if kind == "float32" else (WHOLES, I32)
 
-    def apart(builder: Any, read: Any) -> list[Any]:
-        """Return what is multiplied of four bytes in each lane, one after another."""
+    def split(builder: Any, read: Any) -> list[Any]:
+        """Return the factors in a word of each lane, which are multiplied one after another."""
         if kind != "widened":
             return [read]
         halves = builder.shl(read, _whole(16)), builder.and_(read, _whole(-65536))
@@ -336,7 +341,7 @@ def _tile(kind: str, rows: int) -> Any:
     def build(builder: Any, x: Any, x_row: Any, weights: Any, steps: Any, sums: Any) -> None:
         asked = [factor, factor, sum_kind] if floats else [sum_kind, factor, factor]
         multiply = cgutils.get_or_insert_function(builder.module, ir.FunctionType(sum_kind, asked), INSTRUCTIONS[kind])
-        places = [[_further(builder, sums, r * LINE + v * LANES * WORD) for v in range(SIDE)] for r in range(rows)]
+        places = [[_plus(builder, sums, r * LINE + v * LANES * WORD) for v in range(LINE_VECTORS)] for r in range(rows)]
         starts = [builder.add(x, builder.mul(x_row, ir.Constant(I64, r))) for r in range(rows)]
         before = [[loaded(builder, place, sum_kind, WORD) for place in row] for row in places]
         entry, loop = builder.basic_block, builder.append_basic_block("step")
@@ -347,15 +352,15 @@ def _tile(kind: str, rows: int) -> Any:
         found = [[builder.phi(sum_kind) for _ in row] for row in places]
         line = builder.add(weights, builder.mul(step, ir.Constant(I64, LINE)))
         for distance in range(AHEAD, AHEAD + LINE, CACHE_LINE) if AHEAD else ():
-            ask_for(builder, _further(builder, line, distance))
+            prefetch(builder, _plus(builder, line, distance))
         side = [
-            apart(builder, loaded(builder, _further(builder, line, v * LANES * WORD), read_kind, LANES * WORD))
-            for v in range(SIDE)
+            split(builder, loaded(builder, _plus(builder, line, v * LANES * WORD), read_kind, LANES * WORD))
+            for v in range(LINE_VECTORS)
         ]
         place = builder.mul(step, ir.Constant(I64, WORD))
         after = []
         for start, row in zip(starts, found, strict=True):
-            ones = apart(builder, splatted(builder, loaded(builder, builder.add(start, place), single, 1), read_kind))
+            ones = split(builder, splatted(builder, loaded(builder, builder.add(start, place), single, 1), read_kind))
             row_sums: list[Any] = list(row)
             for half, one in enumerate(ones):
                 for v, parts in enumerate(side):
@@ -363,13 +368,13 @@ def _tile(kind: str, rows: int) -> Any:
                     triple = (one, part, row_sums[v]) if floats else (row_sums[v], one, part)
                     row_sums[v] = builder.call(multiply, triple)
             after.append(row_sums)
-        following = _further(builder, step, 1)
+        following = _plus(builder, step, 1)
         builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
         step.add_incoming(ir.Constant(I64, 0), entry)
         step.add_incoming(following, loop)
         builder.position_at_end(done)
         for r in range(rows):
-            for v in range(SIDE):
+            for v in range(LINE_VECTORS):
                 found[r][v].add_incoming(before[r][v], entry)
                 found[r][v].add_incoming(after[r][v], loop)
                 builder.store(after[r][v], pointer(builder, places[r][v], sum_kind), align=WORD)
@@ -377,22 +382,22 @@ def _tile(kind: str, rows: int) -> Any:
     return operation(types.void, *(types.int64,) * 5)(build)
 
 
-def ask_for(builder: Any, address: Any) -> None:
-    """Bring the line of the cache there, if there is one, for reading."""
+def prefetch(builder: Any, address: Any) -> None:
+    """Prefetch the cache line at an address for reading. The address need not be valid."""
     kind = I8.as_pointer()
     asked = ir.FunctionType(ir.VoidType(), [kind, I32, I32, I32])
-    prefetch = cgutils.get_or_insert_function(builder.module, asked, "llvm.prefetch.p0i8")
-    builder.call(prefetch, (builder.inttoptr(address, kind), *(ir.Constant(I32, what) for what in (0, 3, 1))))
+    instruction = cgutils.get_or_insert_function(builder.module, asked, "llvm.prefetch.p0i8")
+    builder.call(instruction, (builder.inttoptr(address, kind), *(ir.Constant(I32, what) for what in (0, 3, 1))))
 
 
-def _further(builder: Any, address: Any, distance: int) -> Any:
+def _plus(builder: Any, address: Any, distance: int) -> Any:
     return builder.add(address, ir.Constant(I64, distance))
 
 
 def tile(kind: str) -> Callable[..., Any]:
-    """A function of numba: sums [count, COLUMNS] += x [count, ..] times steps lines of weights."""
-    one, two, three, four, five, six = (_tile(kind, rows) for rows in range(1, SIX + 1))
-    most = ROWS_AT_ONCE[kind]
+    """Return a function of numba: sums [count, COLUMNS] += x [count, ..] times `steps` lines of weights."""
+    one, two, three, four, five, six = (_tile(kind, rows) for rows in range(1, MOST_ROWS + 1))
+    most = TILE_ROWS[kind]
 
     def add_up(count, x, x_row, weights, steps, sums):  # type: ignore[no-untyped-def]
         groups = (count + most - 1) // most
@@ -417,26 +422,26 @@ def tile(kind: str) -> Callable[..., Any]:
 
 
 @operation(types.void, *(types.int64,) * 3)
-def _turn_rows(builder: Any, rows: Any, place: Any, target: Any) -> None:
-    """Write LANES words of LANES rows, whose addresses are at `rows`, from `place` bytes on: a word of each side by
-    side in LANES lines."""
+def _transpose_rows(builder: Any, rows: Any, place: Any, target: Any) -> None:
+    """Transpose LANES words of LANES rows, from `place` bytes on, into LANES lines: a line has a word of each row, side
+    by side. rows: where the addresses of the rows are stored."""
     words = []
     for lane in range(LANES):
-        row = loaded(builder, _further(builder, rows, 8 * lane), I64, 8)
+        row = loaded(builder, _plus(builder, rows, 8 * lane), I64, 8)
         words.append(loaded(builder, builder.add(row, place), WHOLES, 1))
     for line in _transpose(builder, words):
         builder.store(line, pointer(builder, target, WHOLES), align=WORD)
-        target = _further(builder, target, LINE)
+        target = _plus(builder, target, LINE)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def pack_lines(rows: Any, steps: Any, out: Any) -> None:
-    """Write COLUMNS rows of `steps` words, whose addresses are at `rows`, as `steps` lines: a word of each row side by
-    side."""
+    """Write COLUMNS rows of `steps` words as `steps` lines: a line has a word of each row, side by side. rows: where
+    the addresses of the rows are stored."""
     done = types.int64(0)
-    while done + LANES <= steps:  # a line of the cache of each row
-        for v in range(SIDE):
-            _turn_rows(rows + v * LANES * 8, done * WORD, out + done * LINE + v * LANES * WORD)
+    while done + LANES <= steps:  # a cache line of each row
+        for v in range(LINE_VECTORS):
+            _transpose_rows(rows + v * LANES * 8, done * WORD, out + done * LINE + v * LANES * WORD)
         done += LANES
     while done < steps:
         for column in range(COLUMNS):
@@ -450,9 +455,12 @@ def _nothing(at: Any, sums: Any) -> None:
 
 
 def product(block: Callable[..., None], prepare: Callable[..., None] = _nothing) -> Callable[..., Any]:
-    """A function of numba: block(at, number, first, count, sums) for each block of COLUMNS outputs and chunk of rows
-    first .. first + count in the shares that no other thread has taken, and prepare(at, sums) before. sums: room of the
-    thread's own. at: arguments that begin with native.PRODUCT."""
+    """Return a function of numba that computes the items of a product that no other thread has taken.
+
+    It calls prepare(at, sums) once, then block(at, number, first, count, sums) for each block of COLUMNS outputs and
+    each chunk of rows first .. first + count. sums: memory of this thread alone. at: arguments that begin with
+    runtime.PRODUCT.
+    """
 
     def multiply(at):  # type: ignore[no-untyped-def]
         sums = get_i64(at + SUMS) + take(at + THREADS) * get_i64(at + SUMS_BYTES)
@@ -475,13 +483,13 @@ def product(block: Callable[..., None], prepare: Callable[..., None] = _nothing)
 
 @operation(types.void, types.int64, types.int64)
 def copy_line(builder: Any, source: Any, target: Any) -> Any:
-    for v in range(SIDE):
-        value = loaded(builder, _further(builder, source, v * LANES * WORD), WHOLES, WORD)
-        builder.store(value, pointer(builder, _further(builder, target, v * LANES * WORD), WHOLES), align=WORD)
+    for v in range(LINE_VECTORS):
+        value = loaded(builder, _plus(builder, source, v * LANES * WORD), WHOLES, WORD)
+        builder.store(value, pointer(builder, _plus(builder, target, v * LANES * WORD), WHOLES), align=WORD)
 
 
 @operation(types.void, types.int64)
 def clear_line(builder: Any, target: Any) -> Any:
-    for v in range(SIDE):
-        place = pointer(builder, _further(builder, target, v * LANES * WORD), WHOLES)
+    for v in range(LINE_VECTORS):
+        place = pointer(builder, _plus(builder, target, v * LANES * WORD), WHOLES)
         builder.store(ir.Constant(WHOLES, [0] * LANES), place, align=WORD)

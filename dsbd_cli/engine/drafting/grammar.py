@@ -1,9 +1,9 @@
-"""Drafts of what a grammar leaves, where that is few tokens: keys, punctuation, the values of an enumeration. No draft
-model.
+"""Drafts of all that a grammar allows, where that is few tokens: keys, punctuation, the values of an enumeration. There
+is no draft model.
 
-Below a beam every token that may follow is drafted, and below those again, while a layer has room for all of them. If
-that holds for all live beams of a row, then whatever the target draws is a drafted node, so the layer is certain to
-pass. End tokens are not drafted: no layer needs them.
+Below a beam every token that may follow is drafted, and below these tokens again, as long as a layer has room for all
+of them. If that holds for all live beams of a row, then whatever the target draws is a drafted node, so the layer is
+certain to pass. End tokens are not drafted, because no layer needs them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 
-LEAST_SHARE = 1e-30  # of a beam that the others outweigh: a path's weight is above 0
+LEAST_SHARE = 1e-30  # least share of a beam, because the weight of a path is above 0
 Layer = list[tuple[int, int, GrammarState]]  # place of the parent in the layer above, token, state after it
 
 
 class GrammarDrafter(PathDrafter):
-    """The grammar alone: paths that are all there is."""
+    """A drafter by the grammar alone: its paths are all that the grammar allows."""
 
     on_host = True
     needs_text = False
@@ -32,12 +32,14 @@ class GrammarDrafter(PathDrafter):
         self._table = table
 
     def states(self, beams: Beams) -> list[list[GrammarState | None]]:
-        """Return the state of every beam, None where it is not live or has no grammar. Reads the device."""
+        """Return the state of every beam, None where it is not live or has no grammar. It reads the states from the
+        device."""
         numbers = torch.where(beams.valid, beams.legal_state, FREE).tolist()
         return [[self._table.at(number) if number < FREE else None for number in row] for row in numbers]
 
     def paths(self, context: DraftContext) -> Paths:
-        """The paths below each beam for itself, with its share of the mass."""
+        """Return the paths below each beam, found for each beam as if it were alone. They divide its share of the
+        mass."""
         depth, count = context.depth, context.drafts_per_layer
         found: list[list[tuple[int, list[int], float]]] = []
         for states, shares in zip(self.states(context.beams), beam_share(context.beams).tolist(), strict=True):
@@ -48,7 +50,8 @@ class GrammarDrafter(PathDrafter):
         return _padded(found, depth, context.beams.token.device)
 
     def sure_to_pass(self, beams: Beams, depth: int, count: int) -> list[list[int]]:
-        """For every row that runs, how many nodes each layer has that is certain to pass, `count` at most in each."""
+        """Return, for each row that runs, the node counts of the layers that are certain to pass, `count` at most in
+        each."""
         found = []
         for states, runs in zip(self.states(beams), beams.valid.any(1).tolist(), strict=True):
             live = [state for state in states if state is not None]
@@ -58,7 +61,8 @@ class GrammarDrafter(PathDrafter):
 
 
 def _layers(states: Sequence[GrammarState], depth: int, count: int) -> list[Layer]:
-    """All that may follow these states, layer by layer, as far as a layer has `count` nodes at most."""
+    """Return all tokens that may follow these states, layer by layer. Stop after `depth` layers, or before a layer that
+    needs more than `count` nodes."""
     layers: list[Layer] = []
     above = list(states)
     while len(layers) < depth:
@@ -79,7 +83,7 @@ def _layers(states: Sequence[GrammarState], depth: int, count: int) -> list[Laye
 
 
 def _leaves(layers: Sequence[Layer]) -> list[list[int]]:
-    """The paths of one beam: of every node that nothing is drafted below."""
+    """Return the paths of one beam, one for every node below which nothing is drafted."""
     paths: list[list[int]] = [[]]
     found: list[list[int]] = []
     for layer in layers:
@@ -90,7 +94,7 @@ def _leaves(layers: Sequence[Layer]) -> list[list[int]]:
 
 
 def _padded(found: Sequence[Sequence[tuple[int, list[int], float]]], depth: int, device: torch.device) -> Paths:
-    """Beam, tokens and weight of the paths of every row, as tensors."""
+    """Return beam, tokens and weight of the paths of every row as tensors, padded with absent paths."""
     most = max(1, *map(len, found))
     rows = [[*row, *[(0, [], 1.0)] * (most - len(row))] for row in found]
     return Paths(
@@ -101,6 +105,6 @@ def _padded(found: Sequence[Sequence[tuple[int, list[int], float]]], depth: int,
     )
 
 
-def make(of: DrafterInputs) -> GrammarDrafter:
-    """Drafter `grammar`."""
-    return GrammarDrafter(of.grammars)
+def make(inputs: DrafterInputs) -> GrammarDrafter:
+    """Make drafter `grammar`."""
+    return GrammarDrafter(inputs.grammars)
