@@ -92,7 +92,7 @@ def decode(
         assert counters.device == DEVICE
         return next(reports)
 
-    def ended(finished: Any, rows: list[int]) -> list[None]:
+    def read_finished(finished: Any, rows: list[int]) -> list[None]:
         return [None] * len(rows)
 
     def collected(finished: None, row: int, job: Any, *more: Any) -> RequestResult:
@@ -106,7 +106,7 @@ def decode(
             return step(*arguments)
 
     patch.setattr(step_module, "read_report", told)
-    patch.setattr(loop_module, "ended", ended)
+    patch.setattr(loop_module, "read_finished", read_finished)
     patch.setattr(loop_module, "collect", collected)
     patch.setattr(engine.stepper, "step", watched)
     return len(list(engine.run(requests(method))))

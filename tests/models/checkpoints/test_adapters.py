@@ -139,11 +139,8 @@ def test_adapters_add_up_one_after_the_other(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="int8 runs on the CPU")
 def test_int8_is_that_of_the_merged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsbd_cli.models.decoder import load as stage
     from dsbd_cli.models.decoder import pack
 
-    for module in (stage, pack):
-        monkeypatch.setattr(module, "LEAST_WEIGHTS", 1)
     monkeypatch.setattr(pack.quantize_decoder, "__defaults__", (1,))
     model = build_decoder("llama")
     base = save_decoder(tmp_path / "base", model, torch.bfloat16)

@@ -108,7 +108,7 @@ class Noise:
         stream = self.streams.get(key.handle.data.item(), DRAFT)
         if stream == DRAFT:
             return number("count"), False
-        return (number("missing"), True) if stream == COMPLETION else (int(number("open_")), False)
+        return (number("missing"), True) if stream == COMPLETION else (int(number("may_draw")), False)
 
 
 def iteration(rule: str, drafts: int) -> Iteration:
