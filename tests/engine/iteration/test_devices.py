@@ -156,9 +156,10 @@ def test_transformers_models_too(family: str, split: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(adapter, "_input_device", lambda model: DEVICE)
     kind, settings = FIT[family]
     config = getattr(transformers, kind)(**settings)
+    # made before it is pretended: from_config in here would leave later models of this process with rotary tables of
+    # whatever their memory holds
+    loaded = [transformers.AutoModelForCausalLM.from_config(config).eval().to(DEVICE) for _ in range(2)]
     with pretend() as mode:
-        with torch.device(DEVICE):
-            loaded = [transformers.AutoModelForCausalLM.from_config(config).eval() for _ in range(2)]
         models = [CausalForestModel(model, family) for model in loaded]
         for model in models:
             model.fit_width(VOCABULARY)
