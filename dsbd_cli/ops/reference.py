@@ -43,12 +43,12 @@ def _norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offse
     return weight * wide.to(x.dtype), summed
 
 
-def gated(both: Tensor, gelu: bool, run: Eager = EAGER) -> Tensor:
-    """Return silu(gate) * up [..., I]. both: gate and up side by side [..., 2 I]. gelu: the tanh form of gelu takes the
-    place of silu."""
+def gated(gate_up: Tensor, gelu: bool, run: Eager = EAGER) -> Tensor:
+    """Return silu(gate) * up [..., I]. gate_up: gate and up side by side [..., 2 I]. gelu: the tanh form of gelu takes
+    the place of silu."""
 
     def compute() -> Tensor:
-        gate, up = both.chunk(2, -1)
+        gate, up = gate_up.chunk(2, -1)
         active = nn.functional.gelu(gate, approximate="tanh") if gelu else nn.functional.silu(gate)
         return active * up
 
@@ -56,7 +56,7 @@ def gated(both: Tensor, gelu: bool, run: Eager = EAGER) -> Tensor:
 
 
 def rotate(
-    both: Tensor,
+    qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
     slots: Tensor,
@@ -70,14 +70,14 @@ def rotate(
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to their slots, and return the queries [R, Q, n, E].
 
-    both [R, n, (Q + 2 K) E]: queries, keys and values side by side. cos, sin [R or 1, n, E]. slots [R n] int64: indices
+    qkv [R, n, (Q + 2 K) E]: queries, keys and values side by side. cos, sin [R or 1, n, E]. slots [R n] int64: indices
     into keys and values [rows, slots, K, E] with rows and slots flattened. query_norm, key_norm [E]: weights of norms
     (see `norm`) that queries and keys go through before they are rotated; both or neither.
     """
 
     def compute() -> Tensor:
         kv_heads, dim = keys.shape[-2:]
-        states = both.unflatten(-1, (-1, dim))  # [R, n, Q + 2 K, E]
+        states = qkv.unflatten(-1, (-1, dim))  # [R, n, Q + 2 K, E]
         heads = states.shape[2] - 2 * kv_heads
         turning, resting = states[:, :, : heads + kv_heads], states[:, :, heads + kv_heads :]
         if query_norm is not None and key_norm is not None:

@@ -8,8 +8,12 @@ from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule, verify_by_k
 
 
 class Search(Rule):
-    """Rule `search`: the W best live pairs by raw score go on. An ending pair finishes where it is among the W best of
-    all pairs."""
+    """Rule `search`: the W best live pairs (beam, token) of the target's pool go on, by raw score.
+
+    A drafted token is accepted if it is one of them. If all of them were drafted, the layer passes, and the layer below
+    is verified. If not, the missing ones are taken from the pool, and the iteration ends with them. An ending pair
+    finishes where it is among the W best of all pairs.
+    """
 
     sampler = Best()
 

@@ -47,7 +47,7 @@ class GatedArguments(ctypes.Structure):
     """Arguments of a gated activation: sizes, addresses, and strides in bytes."""
 
     _fields_ = fields(
-        "taken", "threads", "items", "rows", "share", "width", "both", "both_row", "out", "gelu", "narrow"
+        "taken", "threads", "items", "rows", "share", "width", "gate_up", "gate_up_row", "out", "gelu", "narrow"
     )
 
 
@@ -55,7 +55,7 @@ class RotateArguments(ctypes.Structure):
     """Arguments of a rotation: sizes, addresses, and strides in bytes."""
 
     _fields_ = (
-        *fields("taken", "threads", "items", "rows", "share", "nodes", "heads", "kv_heads", "dim", "both", "both_row",
+        *fields("taken", "threads", "items", "rows", "share", "nodes", "heads", "kv_heads", "dim", "qkv", "qkv_row",
                 "cos", "sin", "angle_row", "slots", "out", "keys", "values", "query_norm", "key_norm", "unit_offset",
                 "narrow"),
         ("eps", ctypes.c_float),
@@ -89,11 +89,11 @@ def norm(
     return out, summed
 
 
-def gated(both: Tensor, gelu: bool, run: Eager = EAGER) -> Tensor:
+def gated(gate_up: Tensor, gelu: bool, run: Eager = EAGER) -> Tensor:
     """Do what `reference.gated` does."""
-    flat, rows, row = flattened(both)
-    width, unit = both.shape[-1] // 2, both.element_size()
-    out = run.empty(*both.shape[:-1], width, dtype=both.dtype)
+    flat, rows, row = flattened(gate_up)
+    width, unit = gate_up.shape[-1] // 2, gate_up.element_size()
+    out = run.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype)
     items, share = shares(rows, torch.get_num_threads())
     arguments = GatedArguments(
         0, 0, items, rows, share, width, flat.data_ptr(), row * unit, out.data_ptr(), gelu, unit == 2
@@ -103,7 +103,7 @@ def gated(both: Tensor, gelu: bool, run: Eager = EAGER) -> Tensor:
 
 
 def rotate(
-    both: Tensor,
+    qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
     slots: Tensor,
@@ -116,10 +116,10 @@ def rotate(
     run: Eager = EAGER,
 ) -> Tensor:
     """Do what `reference.rotate` does."""
-    flat, count, row = flattened(both)
-    rows, nodes, width = both.shape
+    flat, count, row = flattened(qkv)
+    rows, nodes, width = qkv.shape
     kv_heads, dim = keys.shape[-2:]
-    heads, unit = width // dim - 2 * kv_heads, both.element_size()
+    heads, unit = width // dim - 2 * kv_heads, qkv.element_size()
     cos, sin = cos.contiguous(), sin.contiguous()
     angles = cos.shape[0]
     assert slots.dtype == torch.int64
@@ -127,7 +127,7 @@ def rotate(
     assert slots.is_contiguous()
     assert cos.shape == sin.shape == (angles, nodes, dim)
     assert angles in (1, rows)
-    out = run.empty(rows, heads, nodes, dim, dtype=both.dtype)
+    out = run.empty(rows, heads, nodes, dim, dtype=qkv.dtype)
     items, share = shares(count, torch.get_num_threads())
     arguments = RotateArguments(
         0, 0, items, count, share, nodes, heads, kv_heads, dim, flat.data_ptr(), row * unit, cos.data_ptr(),

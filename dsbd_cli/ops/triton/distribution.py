@@ -22,7 +22,8 @@ SHARE_UNITS = tl.constexpr(2.0**36)  # as in engine/core/distribution.py, which 
 LOG_UNITS = tl.constexpr(math.log(2.0**36))
 NO_SHARE = tl.constexpr(-26.0)
 REGISTERS = 255  # of a thread at most; without this limit ptxas stops at 128 and spills
-RULES = {"coupled": 0, "search": 1, "rejection": 2}
+COUPLED, SEARCH, REJECTION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+RULES = {"coupled": COUPLED.value, "search": SEARCH.value, "rejection": REJECTION.value}
 
 
 def pool_constants(rule: str, flags: Sequence[bool], pairs: int) -> dict[str, int | bool]:

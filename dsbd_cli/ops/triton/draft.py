@@ -15,8 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dsbd_cli.ops.triton.distribution import (
+    COUPLED,
     NEG_INF,
     REGISTERS,
+    REJECTION,
+    SEARCH,
     child_path,
     child_state,
     ending_of,
@@ -257,7 +260,7 @@ def extend_kernel(
     token = tl.load(c_tokens + at, mask=real, other=0)
     logprob = tl.load(c_logprobs + at, mask=real, other=NEG_INF)
     logprob = tl.where(logprob == logprob, logprob, NEG_INF)  # where the draft gives NaN it proposes nothing
-    if RULE == 1:  # search
+    if RULE == SEARCH:
         log_q = weight[:, None] + logprob
     else:
         log_q, joint = pool_distribution(
@@ -277,16 +280,16 @@ def extend_kernel(
             CP,
         )
     allowed = tl.where(real, log_q, NEG_INF)
-    if RULE != 2:  # only rejection uses drafts that end
+    if RULE != REJECTION:  # the only rule that uses drafts that end
         ends = ending_of(eos, stops, ints + STOP * plane + upper, token, there, real, vocabulary, STOPS)
         allowed = tl.where(ends, NEG_INF, allowed)
-    if RULE == 0:  # coupled: the target's own noise
+    if RULE == COUPLED:  # the target's own noise
         path = tl.load(ints + PATH * plane + upper, mask=there, other=0)
         noisy = perturbed(allowed, path[:, None], token + 1)
         if GREEDY:
             noisy = tl.where(tl.load(greedy + row) != 0, allowed, noisy)
         allowed = noisy
-    if RULE == 2:  # rejection: noise of the draft's own stream
+    if RULE == REJECTION:  # noise of the draft's own stream
         key = tl.load(keys + (row * (depth + 1) + layer) * STREAMS + 1)
         left = allowed.to(tl.float64)
         pool = tl.reshape(perturbed(left, key, (n.to(tl.int64)[:, None] << 32) + token + 1), (NP * CP,))
@@ -325,7 +328,7 @@ def extend_kernel(
     tl.store(ints + POSITION * plane + to, depths, mask=mine)
     tl.store(flags + VALID * plane + to, found, mask=mine)
     tl.store(flags + ENDS * plane + to, last, mask=mine)
-    tl.store(flags + SAMPLED * plane + to, found & (RULE != 1), mask=mine)
+    tl.store(flags + SAMPLED * plane + to, found & (RULE != SEARCH), mask=mine)
     tl.store(weights + to, own, mask=mine)
     tl.store(table_positions + row * table_slots + place, depths, mask=mine)
     tl.store(table_tokens + row * table_slots + place, child, mask=mine)

@@ -82,13 +82,13 @@ def _(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset: b
 
 
 @triton.jit
-def gated_kernel(both, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gated_kernel(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
     """Multiply silu of the first half of a row by the second half. GELU: gelu, whose tanh is computed as a logistic."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    gate = tl.load(both + row * 2 * width + at, mask=inside, other=0.0)
-    up = tl.load(both + row * 2 * width + width + at, mask=inside, other=0.0)
+    gate = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
     inner = wide
     if GELU:
@@ -98,20 +98,20 @@ def gated_kernel(both, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @torch.library.custom_op("dsbd::gated", mutates_args=())
-def gated(both: Tensor, gelu: bool) -> Tensor:
+def gated(gate_up: Tensor, gelu: bool) -> Tensor:
     """Compute reference.gated by a kernel."""
-    both = both.contiguous()
-    width = both.shape[-1] // 2
-    out = both.new_empty(*both.shape[:-1], width)
+    gate_up = gate_up.contiguous()
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
     grid = (out.numel() // width, triton.cdiv(width, GATE_BLOCK))
-    with torch.cuda.device_of(both):
-        gated_kernel[grid](both, out, width, GELU=gelu, BLOCK=GATE_BLOCK, num_warps=4, enable_fp_fusion=False)
+    with torch.cuda.device_of(gate_up):
+        gated_kernel[grid](gate_up, out, width, GELU=gelu, BLOCK=GATE_BLOCK, num_warps=4, enable_fp_fusion=False)
     return out
 
 
 @gated.register_fake
-def _(both: Tensor, gelu: bool) -> Tensor:
-    return both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+def _(gate_up: Tensor, gelu: bool) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
 # Rotation of queries and keys, and the write of keys and values to their slots
@@ -119,7 +119,7 @@ def _(both: Tensor, gelu: bool) -> Tensor:
 
 @triton.jit
 def rotate_kernel(
-    both, cos, sin, slots, out, keys, values, query_norm, key_norm, nodes, angle_row, eps, QUERIES: tl.constexpr,
+    qkv, cos, sin, slots, out, keys, values, query_norm, key_norm, nodes, angle_row, eps, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr, UNIT_OFFSET: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Process one head of one row: rotate a query, rotate a key and write it to its slot, or write a value. NORMS:
@@ -129,7 +129,7 @@ def rotate_kernel(
     dim: tl.constexpr = 2 * HALF
     at = tl.arange(0, P)
     inside = at < HALF
-    start = both + (row * (QUERIES + 2 * KEYS) + head) * dim + at
+    start = qkv + (row * (QUERIES + 2 * KEYS) + head) * dim + at
     first = tl.load(start, mask=inside, other=0.0)
     second = tl.load(start + HALF, mask=inside, other=0.0)
     if head < QUERIES + KEYS:
@@ -173,7 +173,7 @@ def rotate_kernel(
 
 @torch.library.custom_op("dsbd::rotate", mutates_args=("keys", "values"))
 def rotate(
-    both: Tensor,
+    qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
     slots: Tensor,
@@ -185,15 +185,15 @@ def rotate(
     unit_offset: bool = False,
 ) -> Tensor:
     """Compute reference.rotate by a kernel."""
-    rows, nodes, width = both.shape
+    rows, nodes, width = qkv.shape
     kv_heads, dim = keys.shape[-2:]
     heads = width // dim - 2 * kv_heads
-    both, cos, sin = both.contiguous(), cos.contiguous(), sin.contiguous()
-    out = both.new_empty(rows, heads, nodes, dim)
-    with torch.cuda.device_of(both):
+    qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+    out = qkv.new_empty(rows, heads, nodes, dim)
+    with torch.cuda.device_of(qkv):
         rotate_kernel[(rows * nodes, heads + 2 * kv_heads)](
-            *(both, cos, sin, slots, out, keys, values, both if query_norm is None else query_norm),
-            *(both if key_norm is None else key_norm, nodes, 0 if cos.shape[0] == 1 else nodes * dim, eps),
+            *(qkv, cos, sin, slots, out, keys, values, qkv if query_norm is None else query_norm),
+            *(qkv if key_norm is None else key_norm, nodes, 0 if cos.shape[0] == 1 else nodes * dim, eps),
             QUERIES=heads,
             KEYS=kv_heads,
             HALF=dim // 2,
@@ -208,10 +208,10 @@ def rotate(
 
 @rotate.register_fake
 def _(
-    both: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor, *more: object, **named: object
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor, *more: object, **named: object
 ) -> Tensor:
     kv_heads, dim = keys.shape[-2:]
-    return both.new_empty(both.shape[0], both.shape[-1] // dim - 2 * kv_heads, both.shape[1], dim)
+    return qkv.new_empty(qkv.shape[0], qkv.shape[-1] // dim - 2 * kv_heads, qkv.shape[1], dim)
 
 
 # Random calls
@@ -239,19 +239,19 @@ def _gated_cases(generator: torch.Generator, device: torch.device) -> Iterator[A
 def _rotate_cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
     for dtype in tried_dtypes(device):
         for rows, nodes, heads, kv_heads, dim in ((1, 3, 2, 1, 16), (2, 5, 4, 2, 80), (3, 1, 4, 4, 64)):
-            both = _real(generator, device, dtype, rows, nodes, (heads + 2 * kv_heads) * dim)
+            qkv = _real(generator, device, dtype, rows, nodes, (heads + 2 * kv_heads) * dim)
             angles = torch.randn(1 if rows == 2 else rows, nodes, dim, generator=generator)
             cos, sin = angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device)
             slots = torch.randperm(rows * 11, generator=generator)[: rows * nodes].to(device)
             planes = [_real(generator, device, dtype, rows, 11, kv_heads, dim) for _ in range(2)]
-            yield both, cos, sin, slots, *planes
+            yield qkv, cos, sin, slots, *planes
             norms = [_real(generator, device, dtype, dim) for _ in range(2)]
-            yield both, cos, sin, slots, *planes, *norms, 1e-5, rows == 2
+            yield qkv, cos, sin, slots, *planes, *norms, 1e-5, rows == 2
 
 
 def _rotated(
     how: Callable[..., Tensor],
-    both: Tensor,
+    qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
     slots: Tensor,
@@ -260,7 +260,7 @@ def _rotated(
     *norms: object,
 ) -> tuple[Tensor, ...]:
     keys, values = keys.clone(), values.clone()
-    return how(both, cos, sin, slots, keys, values, *norms), keys, values
+    return how(qkv, cos, sin, slots, keys, values, *norms), keys, values
 
 
 KERNELS = (

@@ -14,8 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dsbd_cli.ops.triton.distribution import (
+    COUPLED,
     NEG_INF,
+    REJECTION,
     RULES,
+    SEARCH,
     child_state,
     ending_of,
     is_finite,
@@ -231,14 +234,14 @@ def ranked(log_p, path, token, greedy, ending, pairs, beams, w, flat, RULE: tl.c
     Return their places, which of them exist, which count as hypotheses at the length limit, and which pairs ended.
     """
     pool = tl.reshape(log_p, flat.shape)
-    if RULE == 0:
+    if RULE == COUPLED:
         noisy = perturbed(log_p, path[:, None], token + 1)
         if GREEDY:
             noisy = tl.where(greedy, log_p, noisy)
         pool = tl.reshape(noisy, flat.shape)
     chosen, drawn, _, last = largest(tl.where(ending, NEG_INF, pool), beams, w, flat)
     countable = drawn
-    if RULE == 1:  # an end counts among the best of all pairs
+    if RULE == SEARCH:  # an end counts among the best of all pairs
         smallest = unordered(kth(tl.reshape(ordered(pool), (1, flat.shape[0])), tl.minimum(beams, pairs)))
         last = tl.max(smallest, 0)
         ended = ending & (pool >= last) & is_finite(pool)
@@ -361,7 +364,7 @@ def verify_kernel(
         tok = tl.load(tokens + place, mask=real, other=0)
         lp = tl.load(logprobs + place, mask=real, other=NEG_INF)
         raw = tl.where(alive, logprob, NEG_INF)[:, None] + lp
-        if RULE == 1:
+        if RULE == SEARCH:
             log_p = raw
             joint = raw
         else:
@@ -394,7 +397,7 @@ def verify_kernel(
         drawn = w < 0
         accepted = tl.full((), 0, tl.int32)
         live = tl.full((), 0, tl.int32)
-        if RULE == 2:
+        if RULE == REJECTION:
             live_beam = alive & ((w < roots) | (layer > 0))
             hits = (d_parent[:, None] == node[None, :]) & live_beam[None, :]
             d_beam = tl.min(tl.where(hits, w[None, :], WP), 1)
@@ -461,7 +464,7 @@ def verify_kernel(
         n_token = tl.load(tokens + spot, mask=kept, other=0)
         lp_of = tl.load(logprobs + spot, mask=kept, other=0.0)
         n_logprob = vector_at(tl.where(alive, logprob, NEG_INF), w, beam) + lp_of
-        if RULE == 1:
+        if RULE == SEARCH:
             n_weight = n_logprob
         elif BEAM:
             n_weight = value_at(tl.reshape(joint, (WP * CP,)), chosen, w, flat, beams)
@@ -471,14 +474,14 @@ def verify_kernel(
         same = (d_parent[None, :] == n_parent[:, None]) & (d_token[None, :] == n_token[:, None]) & d_valid[None, :]
         found = tl.min(tl.where(same, k[None, :], KP), 1)
         is_node = drawn & (found < KP)
-        if RULE == 2:
+        if RULE == REJECTION:
             is_node = drawn & ((found < KP) | (w < live))
             found = tl.where((w < live) & drawn, drafted_as, found)
         n_node = tl.where(is_node, below + found, -1)
         num_nodes = tl.sum(is_node.to(tl.int32), 0)
         count = tl.sum(drawn.to(tl.int32), 0)
         passed = (num_nodes == count) & (count > 0) & (layer < depth)
-        if RULE == 2:
+        if RULE == REJECTION:
             accepted += tl.sum((is_node & (w >= live)).to(tl.int32), 0)
         else:
             accepted = num_nodes

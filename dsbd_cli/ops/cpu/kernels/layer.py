@@ -41,8 +41,8 @@ compiled = KernelCompiler("norms, rotations and activations", seconds=2, layout=
 assert layer_ops.STEP == LANES
 (N_TAKEN, _, N_ITEMS, N_ROWS, N_SHARE, N_WIDTH, N_X, N_X_ROW, N_MORE, N_MORE_ROW, N_WEIGHT, N_OUT, N_SUMMED,
  N_UNIT_OFFSET, N_NARROW, N_EPS) = NORM  # fmt: skip
-(G_TAKEN, _, G_ITEMS, G_ROWS, G_SHARE, G_WIDTH, G_BOTH, G_BOTH_ROW, G_OUT, G_GELU, G_NARROW) = GATED
-(R_TAKEN, _, R_ITEMS, R_ROWS, R_SHARE, R_NODES, R_HEADS, R_KV_HEADS, R_DIM, R_BOTH, R_BOTH_ROW, R_COS, R_SIN,
+(G_TAKEN, _, G_ITEMS, G_ROWS, G_SHARE, G_WIDTH, G_GATE_UP, G_GATE_UP_ROW, G_OUT, G_GELU, G_NARROW) = GATED
+(R_TAKEN, _, R_ITEMS, R_ROWS, R_SHARE, R_NODES, R_HEADS, R_KV_HEADS, R_DIM, R_QKV, R_QKV_ROW, R_COS, R_SIN,
  R_ANGLE_ROW, R_SLOTS, R_OUT, R_KEYS, R_VALUES, R_QUERY_NORM, R_KEY_NORM, R_UNIT_OFFSET, R_NARROW,
  R_EPS) = ROTATE  # fmt: skip
 
@@ -132,7 +132,7 @@ def gated(at):
             return
         share = get_i64(at + G_SHARE)
         for row in range(item * share, min((item + 1) * share, get_i64(at + G_ROWS))):
-            gate = get_i64(at + G_BOTH) + row * get_i64(at + G_BOTH_ROW)
+            gate = get_i64(at + G_GATE_UP) + row * get_i64(at + G_GATE_UP_ROW)
             up, out = gate + width * unit, get_i64(at + G_OUT) + row * width * unit
             i = types.int64(0)
             while i < width:
@@ -188,7 +188,7 @@ def rotate(at):
             return
         share = get_i64(at + R_SHARE)
         for row in range(item * share, min((item + 1) * share, get_i64(at + R_ROWS))):
-            source = get_i64(at + R_BOTH) + row * get_i64(at + R_BOTH_ROW)
+            source = get_i64(at + R_QKV) + row * get_i64(at + R_QKV_ROW)
             request, node = row // nodes, row % nodes
             angle = request * get_i64(at + R_ANGLE_ROW) + node * size
             cos, sin = get_i64(at + R_COS) + angle, get_i64(at + R_SIN) + angle
