@@ -166,8 +166,9 @@ class Iteration:
             # any number of tokens may complete a stop string, so rows that have one need the whole vocabulary
             own = torch.where(self.forest.flat.stop_state == NO_STOPS, wanted.count, vocabulary)
             wanted = CandidateCount(vocabulary, own, wanted.count)
-        if state.own_ids is not None and not self.rule.sampler.random:
-            wanted = wanted.at_least(min(KEPT, vocabulary))  # more candidates do not change which are best
+        if state.own_ids is not None and self.shape.depth and not self.rule.sampler.random:
+            # more candidates do not change which are best; an iteration without drafts learns only from its own
+            wanted = wanted.at_least(min(KEPT, vocabulary))
         return top_candidates(self.logits, wanted, self.legal_tokens, self.ops)
 
     def _context(self) -> DraftContext:

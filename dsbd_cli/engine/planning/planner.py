@@ -24,6 +24,7 @@ FIRST_LIFE = 32  # iterations that a request is assumed to take, before any has 
 SWITCH_FACTOR = 1.02  # factor by which the goodput of another shape must exceed that of the present one
 PROBE_SHARE = 0.01  # largest share of the time that goes into probes
 PROBE_EVERY = 32  # least number of iterations between probes
+WEIGHED_EVERY = 4  # iterations without drafts, which teach little, until drafts are weighed again
 LEAST_DEPTH = 8  # layers; the depth is not cut below this, however little is left to generate
 ASSUMED_FIXED_NODES = 32  # nodes that are assumed to cost as much as an iteration without nodes, before one is timed
 CONFIDENCES = (0.0, 0.5, 0.7, 0.85)  # least confidences to choose from
@@ -226,9 +227,12 @@ class AdaptivePlanner(Planner):
         self._most_nodes = math.inf  # most nodes of all rows that fit into memory
         self._untimed, self._tries = [Shape(1, numbers[0]), self._plain], 0  # shapes to be timed, the last one first
         self._probe_budget_s, self._probes, self._probing = 0.0, 0, False
+        self._idle = 0  # iterations since the last one with drafts
 
     def choose(self, requests: Sequence[Acceptance], reading: DraftWork = NOTHING) -> Shape:
         """Return the shape of the most expected steps per second, or one that is to be timed."""
+        if self._idle % WEIGHED_EVERY and not self._untimed:
+            return self._plain
         rows, life = len(requests), self._lengths.now()
         seconds = self._seconds(rows)
         _, per_node = self._draft_line.fit()
@@ -270,7 +274,7 @@ class AdaptivePlanner(Planner):
     ) -> None:
         """Learn from an iteration. A shape that runs for the first time allocates memory and fills caches, so its time
         is not used."""
-        rows = len(requests)
+        rows, self._idle = len(requests), 0 if shape.depth else self._idle + 1
         self._lengths.see(requests)
         confidences = (gate and gate.confidences) or None  # without confidences all layers go to the target
         self._rates.count(requests, layers, shape.drafts_per_layer, shape.least_confidence, confidences)

@@ -37,6 +37,7 @@ FIXED = (*range(0, V, 6), 2, 5)
 BELOW = 140
 TRIMMED = torch.tensor(sorted(FIXED))
 KEPT = 5  # tokens of a node that are learnt here, so that rows do not have all at once
+SEARCH_WANTS = 6  # of a node, with three beams
 
 
 class Trimmed(HashModel):
@@ -174,8 +175,8 @@ class Book(Observer):
             if token < BELOW and token not in FIXED and token not in held and len(held) < self.room:
                 held.append(token)
 
-    def settle(self, wanted: int) -> None:
-        """Learn what the target has said of the last forest."""
+    def settle(self, wanted: int, least: int) -> None:
+        """Learn what the target has said of the last forest. least: tokens of a node where nothing was drafted."""
         for forest, keys, active in self.pending:
             logits = self.target[-1]
             for row in active:
@@ -183,14 +184,15 @@ class Book(Observer):
                 for node in forest.flat.valid[row].nonzero().flatten().tolist():
                     given = logits[row, node].tolist()
                     ranked = sorted(range(V), key=lambda token: (-given[token], token))
-                    said += ranked[: min(wanted, self.kept)]
+                    said += ranked[: min(wanted if forest.depth else least, self.kept)]
                 self.take(keys[row], said)
         self.pending.clear()
 
     def drafted(self, context: DraftContext, forest: Forest) -> None:
         keys, rows = context.row_key.tolist(), context.beams.valid.any(1).nonzero().flatten().tolist()
         random = context.sampler.random
-        self.settle((context.warp.max_top_k + 8 or V) if random else V)
+        of_random = context.warp.max_top_k + 8 or V
+        self.settle(of_random if random else V, of_random if random else SEARCH_WANTS)
         table = context.buffer.table
         for row in rows:
             if int(context.iteration[row]) == 0:
@@ -281,10 +283,14 @@ def test_q_is_the_distribution_over_the_ids_of_the_row(
 
 
 @pytest.mark.parametrize("drafter", ["beam", "rsd-c"])
-def test_best_pairs_are_of_the_ids_of_the_row(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`search`, where the rule itself wants fewer tokens of a node than are learnt."""
+@pytest.mark.parametrize("idle", [False, True])
+def test_best_pairs_are_of_the_ids_of_the_row(drafter: str, idle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`search`, where the rule itself wants fewer tokens of a node than are learnt. idle: many iterations draft nothing
+    and learn no more than the rule wants."""
     engine = engine_of(Trimmed, rule="search", drafter=drafter)
-    book = Book(engine, 2048, monkeypatch, kept=12)  # the rule wants 6
+    if idle:
+        engine._planner = RandomPlanner(5, 3, 8, gated=False)
+    book = Book(engine, 2048, monkeypatch, kept=2 * SEARCH_WANTS)
     assert passed(list(engine.run(requests(5)))) > 0
     assert len(book.sizes) > 8
 
