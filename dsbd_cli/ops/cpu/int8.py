@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsbd_cli.ops.cpu.linear import COLUMNS, Parts, Product, joined_bias, lines, row_addresses
+from dsbd_cli.ops.cpu.linear import COLUMNS, Parts, Product, bfloat16_tile, joined_bias, lines, row_addresses
 from dsbd_cli.ops.cpu.runtime import (
     EAGER,
     PRODUCT,
@@ -58,16 +58,17 @@ class QuantizeRowArguments(ctypes.Structure):
 
     _fields_ = fields(
         "taken", "threads", "items", "rows", "share", "x", "x_row", "narrow", "inputs", "kept", "levels", "levels_row",
-        "steps", "outliers", "few", "few_inputs",
+        "steps", "outliers", "few", "few_row", "few_inputs",
     )  # fmt: skip
 
 
 class Int8Arguments(ctypes.Structure):
-    """Arguments of the kernel that multiplies: sizes, addresses, and strides in bytes."""
+    """Arguments of the kernel that multiplies: sizes, addresses, and strides in bytes. few_words: of a row of outliers,
+    which are float32, or pairs of bfloat16."""
 
     _fields_ = fields(
         *PRODUCT, "levels", "levels_row", "weights", "quads", "piece", "offsets", "scales", "steps", "few",
-        "few_weights", "few_inputs", "bias", "out", "out_row", "narrow",
+        "few_weights", "few_words", "bias", "out", "out_row", "narrow",
     )  # fmt: skip
 
 
@@ -150,15 +151,19 @@ class Compiled:
         self._dtype, pad = weights[0].dtype, nn.functional.pad
         wider = -self._given % INPUTS
         self._inputs, more = self._given + wider, -self._outputs % COLUMNS
-        outlier_weights = torch.cat([weight[:, outliers] for weight in weights])
+        self._outliers, self._outlier_dtype = outliers.contiguous(), torch.float32
+        if self._dtype == torch.bfloat16 and bfloat16_tile() == "bfloat16":
+            self._outlier_dtype = torch.bfloat16  # their products add up pair by pair, as those of a layer do
+        outlier_weights = torch.cat([weight[:, outliers] for weight in weights]).to(self._outlier_dtype)
+        if self._outlier_dtype == torch.bfloat16 and len(outliers) % 2:  # one channel twice, with zeros for weights
+            self._outliers, outlier_weights = torch.cat((outliers, outliers[:1])), pad(outlier_weights, (0, 1))
         if wider:
             weights = [pad(weight, (0, wider)) for weight in weights]
         self._ordinary_mask = pad(_ordinary_mask(self._given, outliers), (0, wider))
         self.weights, self.scales, sums = _quantized_weights(weights, self._ordinary_mask)
         self._blocks = len(self.weights)
         self._offsets = sums.mul_(-ZERO)
-        self._bias, self._outlier_lines = pad(bias.float(), (0, more)), lines([outlier_weights.float()])
-        self._outliers = outliers.contiguous()
+        self._bias, self._outlier_lines = pad(bias.float(), (0, more)), lines([outlier_weights])
 
     def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
         """Compute the product: x [r, i] -> [r, o]."""
@@ -174,12 +179,13 @@ class Compiled:
         rows = x.shape[0]
         levels = run.empty(rows, self._inputs, dtype=torch.uint8)
         steps = run.empty(rows, 1, dtype=torch.float32)
-        outlier_x = run.empty(rows, len(self._outliers), dtype=torch.float32)
+        outlier_x = run.empty(rows, len(self._outliers), dtype=self._outlier_dtype)
         items, share = shares(rows, torch.get_num_threads())
         arguments = QuantizeRowArguments(
             0, 0, items, rows, share, x.data_ptr(), x.stride(0) * x.element_size(), x.element_size() == 2,
             self._inputs, self._ordinary_mask.data_ptr(), levels.data_ptr(), self._inputs, steps.data_ptr(),
-            self._outliers.data_ptr(), outlier_x.data_ptr(), outlier_x.shape[1],
+            self._outliers.data_ptr(), outlier_x.data_ptr(), outlier_x.shape[1] * outlier_x.element_size(),
+            outlier_x.shape[1],
         )  # fmt: skip
         run.launch(compiled()[0], arguments, rows * self._inputs, items)
         return levels, steps, outlier_x
@@ -193,7 +199,7 @@ class Compiled:
         arguments = Int8Arguments(
             *parts.arguments(sums), levels.data_ptr(), levels.stride(0), self.weights.data_ptr(), quads, parts.piece,
             self._offsets.data_ptr(), self.scales.data_ptr(), steps.data_ptr(), outlier_x.data_ptr(),
-            self._outlier_lines.data_ptr(), outlier_x.shape[1], self._bias.data_ptr(), out.data_ptr(),
+            self._outlier_lines.data_ptr(), self._outlier_lines.shape[1], self._bias.data_ptr(), out.data_ptr(),
             columns * out.element_size(), out.element_size() == 2,
         )  # fmt: skip
         run.launch(compiled()[1], arguments, rows * columns * self._inputs, parts.items)

@@ -109,6 +109,19 @@ def test_equals_a_reference_on_integers(dtype: torch.dtype, bias: bool, rows: in
 
 
 @needs_int8
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_any_number_of_outliers(backend: Any, dtype: torch.dtype, count: int) -> None:
+    linear, x = block(dtype).left, inputs(9, dtype)
+    outliers = torch.tensor([5, 34, 63])[:count]
+    with torch.inference_mode():
+        found = backend([linear.weight], outliers, linear.bias, select.packed_linear)(x)
+    expected = int8_reference(linear, x, outliers)
+    tolerance = 1e-5 if dtype == torch.float32 else 1.6e-2
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * float(expected.std()))
+
+
+@needs_int8
 @pytest.mark.parametrize("shape", [(9, 160, 72), (5, 72, 160), (210, 64, 130), (7, 5000, 3)])
 def test_the_sums_are_those_of_the_integers_exactly(backend: Any, shape: tuple[int, int, int]) -> None:
     rows, inputs, outputs = shape

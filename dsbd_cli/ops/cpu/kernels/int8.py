@@ -1,8 +1,8 @@
 """The kernels of int8.py in numba: they quantize inputs and weights, and multiply integers and outliers.
 
 A product reads the weights once for up to MOST_ROWS rows, in the tiles of simd.py: lines of four integers per word, and
-lines of the outliers in float32. With matrix units amx.py has the tiles of integers. Sums of integers are exact. So the
-bits of a row do not depend on the other rows or on the threads.
+lines of the outliers, in float32 or in pairs of bfloat16. With matrix units amx.py has the tiles of integers. Sums of
+integers are exact. So the bits of a row do not depend on the other rows or on the threads.
 
 Addresses are int64. Nothing checks them here; int8.py does.
 """
@@ -47,6 +47,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     pack_lines,
     pointer,
     product,
+    put_bf16,
     put_f32,
     put_i32,
     put_i64,
@@ -58,6 +59,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     tile,
     total,
 )
+from dsbd_cli.ops.cpu.linear import bfloat16_tile
 from dsbd_cli.ops.cpu.runtime import PRODUCT, matrix_units
 
 compiled = KernelCompiler("int8 layers", seconds=3, layout=LAYOUT)
@@ -65,12 +67,14 @@ compiled = KernelCompiler("int8 layers", seconds=3, layout=LAYOUT)
 # `at` is the address of an int8.QuantizeRowArguments, Int8Arguments or QuantizeWeightArguments, whose fields have these
 # offsets.
 (R_TAKEN, _, R_ITEMS, R_ROWS, R_SHARE, R_X, R_X_ROW, R_NARROW, R_INPUTS, R_KEPT, R_LEVELS, R_LEVELS_ROW, R_STEPS,
- R_OUTLIERS, R_OUTLIER_X, R_OUTLIER_COUNT) = QUANTIZE_ROWS  # fmt: skip
-(LEVELS, LEVELS_ROW, WEIGHTS, QUADS, PIECE, OFFSETS, SCALES, STEPS, OUTLIER_X, OUTLIER_WEIGHTS, OUTLIER_COUNT, BIAS,
+ R_OUTLIERS, R_OUTLIER_X, R_OUTLIER_ROW, R_OUTLIER_COUNT) = QUANTIZE_ROWS  # fmt: skip
+(LEVELS, LEVELS_ROW, WEIGHTS, QUADS, PIECE, OFFSETS, SCALES, STEPS, OUTLIER_X, OUTLIER_WEIGHTS, OUTLIER_WORDS, BIAS,
  OUT, OUT_ROW, NARROW) = MULTIPLY[len(PRODUCT) :]  # fmt: skip
 (W_TAKEN, W_THREADS, W_ITEMS, W_ROWS, W_INPUTS, W_NARROW, W_KEPT, W_SCALES, W_SUMS, W_OUT, W_SPARE,
  W_SPARE_BYTES) = QUANTIZE_WEIGHTS  # fmt: skip
+PAIRS = bfloat16_tile() == "bfloat16"  # outliers of bfloat16 stay what they are, and are multiplied in pairs
 whole_tile, float_tile = matrix_tile("int8") if matrix_units() else tile("int8"), tile("float32")
+pair_tile = tile("bfloat16") if PAIRS else float_tile
 
 
 @operation(LANES_TYPE, types.int64)
@@ -94,7 +98,7 @@ def store_bytes(builder: Any, address: Any, value: Any) -> Any:
 
 @compiled.addressed
 def quantize_rows(at):
-    """Quantize rows, and write their outliers as float32. Zeros must fill up the inputs to a multiple of LANES."""
+    """Quantize rows, and write their outliers. Zeros must fill up the inputs to a multiple of LANES."""
     inputs, narrow = get_i64(at + R_INPUTS), get_i64(at + R_NARROW)
     kept, unit = get_i64(at + R_KEPT), types.int64(2) if narrow else types.int64(WORD)
     half = splat(types.float32(ZERO + 0.5))
@@ -122,14 +126,17 @@ def quantize_rows(at):
                 value = load_bf16(x + i * unit) if narrow else load_f32(x + i * unit)
                 store_bytes(levels + i, add(divide(mul(value, load_f32(kept + i * WORD)), wide), half))
                 i += LANES
-            outlier_x = get_i64(at + R_OUTLIER_X) + row * get_i64(at + R_OUTLIER_COUNT) * WORD
+            outlier_x = get_i64(at + R_OUTLIER_X) + row * get_i64(at + R_OUTLIER_ROW)
             for j in range(get_i64(at + R_OUTLIER_COUNT)):
                 place = x + get_i64(get_i64(at + R_OUTLIERS) + j * 8) * unit
-                put_f32(outlier_x + j * WORD, get_bf16(place) if narrow else get_f32(place))
+                if PAIRS and narrow:
+                    put_bf16(outlier_x + j * unit, get_bf16(place))
+                else:
+                    put_f32(outlier_x + j * WORD, get_bf16(place) if narrow else get_f32(place))
 
 
 @njit(error_model="numpy")
-def add_up(at, block, first, count, quads, outlier_count, sums, outlier_sums):
+def add_up(at, block, first, count, quads, words, sums, outlier_sums):
     """Compute the sums [count, COLUMNS] of integers, and in `outlier_sums` those of outliers."""
     for r in range(count):
         copy_line(get_i64(at + OFFSETS) + block * LINE, sums + r * LINE)
@@ -141,9 +148,12 @@ def add_up(at, block, first, count, quads, outlier_count, sums, outlier_sums):
         steps = min(get_i64(at + PIECE), quads - done)
         whole_tile(count, x + done * WORD, x_row, weights + done * LINE, steps, sums)
         done += steps
-    x, x_row = get_i64(at + OUTLIER_X) + first * outlier_count * WORD, outlier_count * WORD
-    weights = get_i64(at + OUTLIER_WEIGHTS) + block * outlier_count * LINE
-    float_tile(count, x, x_row, weights, outlier_count, outlier_sums)
+    x, x_row = get_i64(at + OUTLIER_X) + first * words * WORD, words * WORD
+    weights = get_i64(at + OUTLIER_WEIGHTS) + block * words * LINE
+    if PAIRS and get_i64(at + NARROW):
+        pair_tile(count, x, x_row, weights, words, outlier_sums)
+    else:
+        float_tile(count, x, x_row, weights, words, outlier_sums)
 
 
 @njit(error_model="numpy")
@@ -166,7 +176,7 @@ def finish(at, block, first, count, sums, outlier_sums):
 @njit(error_model="numpy")
 def add_up_and_finish(at, block, first, count, sums):
     outlier_sums = sums + get_i64(at + CHUNK) * LINE
-    add_up(at, block, first, count, get_i64(at + QUADS), get_i64(at + OUTLIER_COUNT), sums, outlier_sums)
+    add_up(at, block, first, count, get_i64(at + QUADS), get_i64(at + OUTLIER_WORDS), sums, outlier_sums)
     finish(at, block, first, count, sums, outlier_sums)
 
 
