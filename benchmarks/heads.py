@@ -1,35 +1,45 @@
 """A draft head beside no draft: tokens a second, steps per call, and the share of drafted layers that pass.
 
     python -m benchmarks.heads --target T --draft HEAD --quantize int8
+    python -m benchmarks.heads --target T --draft HEAD --quantize int8 --peer openvino-int8
 
 Prompts are questions of the task sql behind three solved ones, and the conversations that `training.head_prompts` holds
 out, one at a time, by each variant in turn: no draft, `--depth auto`, and fixed shapes. Speed is the tokens of the best
 answers by the seconds of all answers, prompts included. Decoding counts the seconds of the iterations alone. A variant
 whose beams differ from those without a draft ends the run.
+
+--peer: an engine of benchmarks.evidence, without a draft. It gets the token ids of the same prompts and makes as many
+tokens as the best answer has. Its decoding is its seconds without those that one token takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common import markdown_table, numbers, publish, whole
+from benchmarks.evidence import THEIRS, WITHOUT_BEAMS, Child
 from dsbd_cli import Engine, MethodConfig, Request, RequestResult, SamplingConfig, load
 from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.lab.tasks.dataset import with_shots
+from dsbd_cli.models.tokenizer import HFCodec
 from training.head_prompts import prompts
 
 NONE, AUTO = "no draft", "auto"
 SETS = ("sql", "chat")
-FIXED = {1: ((1, 3), (1, 4), (2, 2), (2, 3)), 4: ((6, 1), (8, 1), (8, 2))}  # by beams: drafts per layer, layers
+FIXED = {1: ((1, 3), (1, 5), (2, 2), (3, 3), (4, 2)), 4: ((2, 1), (8, 1), (8, 2))}  # by beams: drafts per layer, layers
 
 
 def conversations(name: str) -> Iterator[list[dict[str, str]]]:
@@ -90,6 +100,25 @@ class Variant:
         }
 
 
+class Peer(Variant):
+    """Another engine, without a draft."""
+
+    def __init__(self, child: Child, engine: Engine) -> None:
+        super().__init__(engine)
+        self.child = child
+
+    def ask(self, messages: list[dict[str, str]], beams: int, tokens: int) -> None:
+        """Let it make so many tokens, and count them."""
+        codec = self.engine.codec
+        assert isinstance(codec, HFCodec)
+        ids = [codec.encode_chat(messages)]
+        time.sleep(0.5)  # threads of the one before may still spin
+        whole, first = (float(self.child.ask(ids, beams, count)["seconds"]) for count in (tokens, 1))
+        time.sleep(0.5)
+        self.seconds.append((whole, whole - first))
+        self.tokens, self.steps, self.calls = self.tokens + tokens, self.steps + tokens, self.calls + tokens
+
+
 def variants(base: Engine, beams: int, decode: str) -> dict[str, Variant]:
     """Return an engine for each variant, which share their models."""
     rule = {"search": "search", "sample": "coupled"}[decode]
@@ -102,9 +131,12 @@ def variants(base: Engine, beams: int, decode: str) -> dict[str, Variant]:
     }
 
 
-def compare(base: Engine, beams: int, options: argparse.Namespace, source: str) -> tuple[str, list[dict[str, Any]]]:
-    """Return a table of all variants on one set of prompts, and a line for each."""
+def compare(
+    base: Engine, beams: int, options: argparse.Namespace, source: str, child: Child | None
+) -> tuple[str, list[dict[str, Any]]]:
+    """Return a table of all variants on one set of prompts, and a line for each. child: process of the peer."""
     every = variants(base, beams, options.decode)
+    peer = None if child is None else Peer(child, base)
     sampling = SamplingConfig(max_new_tokens=options.tokens, n_best=beams)
     # the first prompt warms up: programs of each shape, what --depth auto measures, the examples that all share
     for number, messages in enumerate(islice(conversations(source), options.prompts + 1)):
@@ -117,6 +149,12 @@ def compare(base: Engine, beams: int, options: argparse.Namespace, source: str) 
                 raise SystemExit(f"{request.id}: {name} gives other beams than {NONE}")
             if not number:
                 every[name] = Variant(variant.engine)
+        if peer is not None:
+            peer.ask(messages, beams, len(expected[0]))
+            if not number:
+                peer = Peer(peer.child, base)
+    if peer is not None:
+        every[options.peer] = peer
     title = f"**{source}, {beams} beam{'s' * (beams > 1)}, {options.prompts} prompts**"
     runs = [
         {"set": source, "beams": beams, "draft": name, "seconds": one.seconds, "tokens": one.tokens, "calls": one.calls,
@@ -138,17 +176,21 @@ def main() -> None:
     parser.add_argument("--decode", choices=["search", "sample"], default="search")
     parser.add_argument("--prompts", type=whole, default=12, help="of each set, one more warms up")
     parser.add_argument("--tokens", type=whole, default=64)
+    parser.add_argument("--peer", choices=[one for one in THEIRS if one not in WITHOUT_BEAMS])
     parser.add_argument("--name", default="heads", help="folder of the results")
     options = parser.parse_args()
     target = ModelSpec(options.target, dtype="bfloat16", quantize=options.quantize)
     draft = ModelSpec(options.draft, role="draft", dtype="bfloat16", quantize=options.quantize)
     base = load(target, draft, method=MethodConfig(num_beams=max(options.num_beams)))
+    child = None if options.peer is None else Child(options.peer, Path(options.target), torch.get_num_threads())
     parts, runs = [], []
     for beams in options.num_beams:
         for source in SETS:
-            part, lines = compare(base, beams, options, source)
+            part, lines = compare(base, beams, options, source, child)
             parts.append(part)
             runs += lines
+    if child is not None:
+        child.close()
     about = f"{options.decode}, {options.tokens} tokens at most, one prompt at a time. Ratios are medians of prompts."
     publish(options.name, runs, "A draft head beside no draft", about, *parts)
 
