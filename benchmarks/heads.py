@@ -39,7 +39,7 @@ from training.head_prompts import prompts
 
 NONE, AUTO = "no draft", "auto"
 SETS = ("sql", "chat")
-FIXED = {1: ((1, 3), (1, 5), (2, 2), (3, 3), (4, 2)), 4: ((2, 1), (8, 1), (8, 2))}  # by beams: drafts per layer, layers
+FIXED = {1: ((1, 3), (2, 2), (3, 3), (4, 2)), 4: ((4, 1), (8, 1), (8, 2))}  # by beams: drafts per layer, layers
 
 
 def conversations(name: str) -> Iterator[list[dict[str, str]]]:
