@@ -179,6 +179,8 @@ def main() -> None:
     parser.add_argument("--peer", choices=[one for one in THEIRS if one not in WITHOUT_BEAMS])
     parser.add_argument("--name", default="heads", help="folder of the results")
     options = parser.parse_args()
+    if options.peer and options.decode == "sample":
+        parser.error("--peer searches with beams, and takes --decode search")
     target = ModelSpec(options.target, dtype="bfloat16", quantize=options.quantize)
     draft = ModelSpec(options.draft, role="draft", dtype="bfloat16", quantize=options.quantize)
     base = load(target, draft, method=MethodConfig(num_beams=max(options.num_beams)))
