@@ -10,7 +10,8 @@ cell is a number of beams, of prompts decoded together, of their tokens, and of 
 round gives every engine a cell in turn, on prompts that no round before had; the median of its rounds counts. Speed is
 new tokens of the best answers by the seconds of the whole call, the prompt's included.
 
-llama.cpp's Q8_0 counts as int8 weights. It has no beam search, so its cells with beams say `-`.
+llama.cpp's Q8_0 counts as int8 weights. It has no beam search, so its cells with beams say `-`. ONNX Runtime GenAI has
+32 beams at most.
 
 --equal: the best answers of float32 weights, computed in float32, beside those of transformers.
 
@@ -39,7 +40,7 @@ PEERS = ROOT / "models" / "peers"
 OWN = {kind: ROOT / f".venv-{kind}" / "bin" / "python" for kind in ("openvino", "onnxruntime")}  # environments
 CHILD = Path(__file__).parent / "peers" / "child.py"
 OURS, THEIRS = "dsbd-int8", ("openvino-int8", "ctranslate2-int8", "llama.cpp-int8", "onnxruntime-int8")
-WITHOUT_BEAMS = ("llama.cpp-int8",)
+MOST_BEAMS = {"llama.cpp-int8": 1, "onnxruntime-int8": 32}  # ONNX Runtime GenAI 0.18 refuses more
 ENGINES = (OURS, *THEIRS, "dsbd-bfloat16", "transformers-bfloat16")
 EQUAL = ("transformers-float32", "dsbd-float32", "openvino-strict")
 EQUAL_PROMPTS, EQUAL_TOKENS = 24, 32
@@ -116,7 +117,9 @@ class Child:
         if not line:
             raise SystemExit(f"{self._name} ended with {self._process.wait()}: run its command by hand to see why")
         answer: dict[str, Any] = json.loads(line)
-        assert [len(one) for one in answer["best"]] == [tokens] * len(ids), "an answer has another length"
+        lengths = [len(one) for one in answer["best"]]
+        if lengths != [tokens] * len(ids):
+            raise SystemExit(f"{self._name} answered with {lengths} tokens in place of {tokens}")
         return answer
 
     def close(self) -> None:
@@ -153,7 +156,7 @@ def take(source: Iterator[int], cell: Cell) -> list[list[int]]:
 
 def able(engines: Sequence[str], beams: int) -> list[str]:
     """Return the engines that search with so many beams."""
-    return [engine for engine in engines if beams == 1 or engine not in WITHOUT_BEAMS]
+    return [engine for engine in engines if beams <= MOST_BEAMS.get(engine, beams)]
 
 
 def measured(

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import markdown_table, numbers, publish, whole
-from benchmarks.evidence import THEIRS, WITHOUT_BEAMS, Child
+from benchmarks.evidence import THEIRS, Child, able
 from dsbd_cli import Engine, MethodConfig, Request, RequestResult, SamplingConfig, load
 from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST
 from dsbd_cli.config.model import ModelSpec
@@ -176,11 +176,13 @@ def main() -> None:
     parser.add_argument("--decode", choices=["search", "sample"], default="search")
     parser.add_argument("--prompts", type=whole, default=12, help="of each set, one more warms up")
     parser.add_argument("--tokens", type=whole, default=64)
-    parser.add_argument("--peer", choices=[one for one in THEIRS if one not in WITHOUT_BEAMS])
+    parser.add_argument("--peer", choices=THEIRS)
     parser.add_argument("--name", default="heads", help="folder of the results")
     options = parser.parse_args()
     if options.peer and options.decode == "sample":
         parser.error("--peer searches with beams, and takes --decode search")
+    if options.peer and not able([options.peer], most := max(options.num_beams)):
+        parser.error(f"{options.peer} does not search with {most} beams")
     target = ModelSpec(options.target, dtype="bfloat16", quantize=options.quantize)
     draft = ModelSpec(options.draft, role="draft", dtype="bfloat16", quantize=options.quantize)
     base = load(target, draft, method=MethodConfig(num_beams=max(options.num_beams)))

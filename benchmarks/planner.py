@@ -1,4 +1,4 @@
-"""What `--depth auto` makes of a dozen made-up machines and pairs: steps per second, against the best fixed shape.
+"""What `--depth auto` makes of two dozen made-up machines and pairs: steps per second, against the best fixed shape.
 
     python -m benchmarks.planner
 
@@ -38,6 +38,8 @@ class World:
         cold: what the first iteration of a shape takes more, as a factor. setup: seconds of the very first draft.
         captured: the third iteration of a shape takes this many seconds more, and the two before it twice as long.
         room: nodes of all rows that fit into memory.
+        slow: what everything takes in every other stretch of `stretch` seconds, as a factor. noise: relative spread of
+            the times of iterations, which hindsight does not have.
     """
 
     target: tuple[float, float]
@@ -56,6 +58,9 @@ class World:
     setup: float = 0.0
     captured: float = 0.0
     room: int = 1 << 30
+    slow: float = 1.0
+    stretch: float = 3.0
+    noise: float = 0.0
 
 
 WORLDS: dict[str, World] = {
@@ -78,6 +83,9 @@ WORLDS: dict[str, World] = {
     "sure ones pay": World((0.03, 0.008), (0.004, 0.0001), (0.46,), sure=((0.2, 0.02), (0.95, 0.9)), wide=0.0),
     "sure of nothing": World((0.05, 0.002), (0.004, 0.0002), (0.1,), sure=((0.1, 0.1), (0.2, 0.1)), wide=0.02),
     "sure and wrong": World((0.05, 0.002), (0.004, 0.0002), (0.1,), sure=((0.5, 0.1), (0.95, 0.1)), wide=0.02),
+    "speed changes, pays": World((0.04, 0.001), (0.005, 0.0002), (0.49,), slow=1.6, noise=0.04, answer=64),
+    "speed changes, hardly pays": World((0.05, 0.002), (0.006, 0.0002), (0.45,), slow=1.6, stretch=1.0, noise=0.04),
+    "speed changes, never pays": World((0.05, 0.004), (0.01, 0.0005), (0.2,), slow=1.6, noise=0.04),
     "short run": World((0.05, 0.002), (0.008, 0.0003), (0.4,), read=0.0002, answer=30, requests=8),
     "short run, never pays": World((0.05, 0.004), (0.01, 0.0005), (0.2,), read=0.0002, answer=14, requests=24, rows=8),
 }
@@ -111,7 +119,7 @@ class Served:
 
 def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
     """All requests of a world, with the shapes that a planner chooses."""
-    rng, seen = random.Random(seed), dict[tuple[Shape, int], int]()
+    rng, noise, seen = random.Random(seed), random.Random(seed), dict[tuple[Shape, int], int]()
     waiting = [_Request(rate, world.answer) for rate in _rates(world)]
     running: list[_Request] = []
     seconds, steps, iterations, drafted, first = 0.0, 0, 0, 0, True
@@ -138,6 +146,9 @@ def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
         key = ran, rows, reading.draft_backlog, drafted_layers
         times = timed[key] = timed.get(key) or _times(world, *key)
         times = _slow(world, shape, number, times)
+        if world.slow > 1.0:
+            factor = _pace(world, seconds) * (1 + world.noise * noise.uniform(-1, 1))
+            times = {name: factor * value for name, value in times.items()}
         if shape.depth and unread:
             times = times | {"read": world.read * unread + world.setup * first}
             first = False
@@ -188,6 +199,7 @@ def serve_fixed(world: World, shape: Shape) -> Served:
             took = sum(_slow(world, shape, number, _times(world, shape, rows, 0, shape.depth)).values())
             if number > 3:
                 usual[rows] = took
+        took *= _pace(world, seconds)
         if shape.depth and unread:
             took, first = took + (world.read * unread + world.setup * first), False
         seconds, iterations = seconds + took, iterations + 1
@@ -221,6 +233,11 @@ def _times(world: World, shape: Shape, rows: int, draft_backlog: int, drafted: i
         drafting += world.draft[1] * rows * (BEAMS + (drafted - 1) * shape.drafts_per_layer + draft_backlog)
     target = world.target[0] + world.target[1] * rows * shape.nodes(BEAMS)
     return {"draft": drafting, "target": target, "verify": world.verify * (1 + shape.depth)}
+
+
+def _pace(world: World, seconds: float) -> float:
+    """Return what times are multiplied by at a moment of the run."""
+    return world.slow if seconds % (2 * world.stretch) >= world.stretch else 1.0
 
 
 def _slow(world: World, shape: Shape, number: int, times: dict[str, float]) -> dict[str, float]:

@@ -23,8 +23,9 @@ def runs(**seconds: float) -> list[dict[str, Any]]:
     ]
 
 
-def test_llama_cpp_is_asked_for_one_beam_alone() -> None:
+def test_engines_are_asked_for_beams_that_they_have() -> None:
     assert evidence.able(ENGINES, 1) == list(ENGINES)
+    assert "onnxruntime-int8" not in evidence.able(ENGINES, 50)
     assert evidence.able(ENGINES, 4) == [engine for engine in ENGINES if engine != "llama.cpp-int8"]
 
 

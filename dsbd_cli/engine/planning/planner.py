@@ -225,7 +225,8 @@ class AdaptivePlanner(Planner):
         self._draft_line, self._target_line, self._prompt_line = FittedLine(), FittedLine(), FittedLine()
         self._has_run = set[tuple[int, Shape] | None]()  # rows and shapes; None: the draft has read prompts
         self._most_nodes = math.inf  # most nodes of all rows that fit into memory
-        self._untimed, self._tries = [Shape(1, numbers[0]), self._plain], 0  # shapes to be timed, the last one first
+        # shapes to be timed, the last one first
+        self._untimed, self._tries = [Shape(1, numbers[len(numbers) // 2]), self._plain], 0
         self._probe_budget_s, self._probes, self._probing = 0.0, 0, False
         self._idle = 0  # iterations since the last one with drafts
 

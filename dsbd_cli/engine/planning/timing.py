@@ -7,11 +7,14 @@ A timer is given an opaque factory of events, so this file needs no tensor libra
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from dsbd_cli.engine.planning.acceptance import FADE
+
+SLOPES = 32  # slopes between neighbours in time that a line is fitted to
 
 
 class Event(Protocol):
@@ -66,32 +69,45 @@ class PhaseTimer:
 
 @dataclass(slots=True)
 class FittedLine:
-    """The line seconds = a + b * x, fitted by least squares over fading observations. b is never negative, and keeps
-    its value where x has been the same for long."""
+    """The line seconds = a + b * x, fitted to times that come one after the other.
+
+    b is the median slope between neighbours in time with different x, weighted by the distance of the two x, over the
+    last SLOPES. So it does not matter that the machine is slower at one time than at another: memory of a shared
+    machine changes its speed by half from minute to minute, and least squares took that for the price of x. b is never
+    negative, and keeps its value where x stays the same. a goes by fading means.
+    """
 
     weight: float = 0.0
     x: float = 0.0
     y: float = 0.0
-    xx: float = 0.0
-    xy: float = 0.0
-    slope: float = 0.0
+    _last: tuple[float, float] | None = None
+    _slopes: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=SLOPES))
 
     def add(self, x: float, y: float) -> None:
         """Add one observation."""
         self.weight, self.x, self.y = FADE * self.weight + 1, FADE * self.x + x, FADE * self.y + y
-        self.xx, self.xy = FADE * self.xx + x * x, FADE * self.xy + x * y
+        if self._last is not None and x != self._last[0]:
+            distance = x - self._last[0]
+            self._slopes.append(((y - self._last[1]) / distance, abs(distance)))
+        self._last = x, y
 
     def fit(self) -> tuple[float, float]:
         """Return a and b; zeros before any observation."""
         if not self.weight:
             return 0.0, 0.0
-        mean_x, mean_y = self.x / self.weight, self.y / self.weight
-        spread = self.xx / self.weight - mean_x * mean_x
-        if spread > 1e-6 * (1 + mean_x * mean_x):
-            self.slope = max(0.0, (self.xy / self.weight - mean_x * mean_y) / spread)
-        return mean_y - self.slope * mean_x, self.slope
+        b = max(0.0, self._median_slope())
+        return (self.y - b * self.x) / self.weight, b
 
     def at(self, x: float) -> float:
         """Return the predicted seconds; 0 before any observation."""
         a, b = self.fit()
         return max(0.0, a + b * x)
+
+    def _median_slope(self) -> float:
+        """Return the slope at which half of the weight is reached, 0 before two different x."""
+        half = sum(distance for _, distance in self._slopes) / 2
+        for slope, distance in sorted(self._slopes):
+            half -= distance
+            if half <= 0:
+                return slope
+        return 0.0

@@ -42,8 +42,7 @@ from dsbd_cli.ops.cpu.runtime import (
 )
 
 OUTLIERS = 32  # channels that are not quantized; measured: docs/hardware.md
-# A smaller product is not quantized. Measured: 896 x 896 takes 1.5 times as long as in bfloat16, 1536 x 1536 as long.
-LEAST_WEIGHTS = 2_000_000
+LEAST_WEIGHTS = 100_000  # smaller products are not quantized: their weights stay in a cache
 LEVELS = 127
 ZERO = 128  # offset of inputs, which are unsigned: for signed ones torch takes a kernel a thousand times slower
 # Rows that are quantized, and multiplied, at a time, so that intermediate results stay in the caches. Measured on one

@@ -254,7 +254,7 @@ class Compiled:
             self._in_rows, (parts.sums[1] - room + SPARE_LINES) * COLUMNS * 4, 0 if bias is None else bias.data_ptr(),
             out.data_ptr(), columns * unit, unit == 2,
         )  # fmt: skip
-        run.launch(compiled()[0], arguments, rows * columns * steps, parts.items)
+        run.launch(compiled()[0], arguments, rows * columns * x.shape[-1], parts.items)
         # gaps between rows stay: torch's functions give a number other bits behind the last whole vector of a tensor
         return out if columns == self.outputs else out[..., : self.outputs]
 

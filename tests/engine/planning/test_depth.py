@@ -131,6 +131,16 @@ def test_line_forgets_and_is_never_negative() -> None:
     assert line.at(3) == pytest.approx(5.0, abs=0.05)  # one x tells nothing about the slope: nodes do not become free
 
 
+def test_a_change_of_the_machines_speed_is_not_the_price_of_nodes() -> None:
+    """A machine that becomes slower and faster again, where another shape is tried now and then."""
+    line = FittedLine()
+    for number in range(400):
+        slow, nodes = 1.6 if number % 90 >= 50 else 1.0, 9 if number % 40 == 12 else 1
+        line.add(nodes, slow * (0.04 + 0.001 * nodes))
+        if number > 60:
+            assert 0.0009 < line.fit()[1] < 0.0017
+
+
 def test_a_fixed_method_has_a_fixed_planner() -> None:
     planner = planner_for(MethodConfig(depth=3, drafts_per_layer=6))
     assert type(planner) is Planner
@@ -152,8 +162,10 @@ def serve(planner: AdaptivePlanner, rates: Sequence[float], length: int, *, apar
     """Steps per second of requests one after another, request i with acceptance rates[i % n]. apart: each request keeps
     its own counts; otherwise they are hidden from the planner."""
     worlds = [World((0.05, 0.002), 0.01, rate) for rate in rates]
+    for seed, world in enumerate(worlds):
+        world.random.seed(seed)
     steps, seconds = 0, 0.0
-    for number in range(60):
+    for number in range(180):
         world, request, left = worlds[number % len(rates)], Acceptance(), length
         while left > 0:
             world.request = request if apart else Acceptance()

@@ -1,7 +1,8 @@
 """`--depth auto` on machines and pairs made of numbers: near the best fixed shape of hindsight in each.
 
 Guards a planner that is right on the machine it was written on: drafts at a loss, reads long prompts for short answers,
-mixes up unlike requests, believes first iterations, or wastes the run on probes or on shapes that do not fit.
+mixes up unlike requests, believes first iterations, takes a change of the machine's speed for the price of nodes, or
+wastes the run on probes or on shapes that do not fit.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def test_drafts_that_are_sure_pay_where_drafts_do_not() -> None:
 
 
 @pytest.mark.parametrize("shape", [Shape(0, 8), Shape(1, 5), Shape(3, 8)])
-@pytest.mark.parametrize("name", [name for name, world in WORLDS.items() if not world.sure])
+@pytest.mark.parametrize("name", [name for name, world in WORLDS.items() if not world.sure and world.slow == 1])
 def test_hindsight_sees_what_a_planner_of_one_shape_would(name: str, shape: Shape) -> None:
     """On a few requests of each world; equal to the last bit."""
     world = replace(WORLDS[name], requests=9, answer=min(WORLDS[name].answer, 30))
