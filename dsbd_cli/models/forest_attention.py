@@ -4,8 +4,9 @@ A node sees its prompt and its own ancestors, but the slots between its ancestor
 depends on the drafts and on the neighbours. A masked slot adds an exact zero, yet it moves the others to other places
 of a vectorised sum, and so changes the last bits. Here the keys of a row are split in two:
 
-- its *prompt* slots hold the first tokens of its prompt, always the same ones in the same places. Torch's fused kernel
-  computes them row by row, so that their number is the row's own.
+- its *prompt* slots hold the first tokens of its prompt, always the same ones in the same places. On a CPU a kernel
+  computes them query by query (ops/cpu/prompt_attention.py). Elsewhere, and where a window hides some of them, torch's
+  fused kernel computes them row by row, so that their number is the row's own.
 - its *suffix* holds everything else. On a CPU a kernel visits, node by node, the slots that the node sees, in order of
   depth (ops/cpu/attention.py). Where that kernel does not fit, torch computes over all slots of the suffix. A score is
   a product of two short vectors, in float32. Sums over the slots are in float64, whose rounding error is some 2^-29 of
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.ops.cpu import prompt_attention as cpu_prompts
 from dsbd_cli.ops.cpu.attention import SlotPaths, takes
 from dsbd_cli.ops.cpu.runtime import on_amd
 
@@ -46,6 +48,8 @@ AttentionFunction = Callable[..., Tensor | None]
 """The operation `Ops.attention` with its argument `exact` bound."""
 PathKernel = Callable[..., Tensor]
 """The operation `Ops.path_attention`."""
+PromptKernel = Callable[..., tuple[Tensor, Tensor]]
+"""The operation `Ops.prompt_attention`."""
 # exp2 takes the same time for every number; exp takes longer where its result is zero or subnormal
 MASKED = torch.finfo(torch.float32).min
 
@@ -77,6 +81,7 @@ class AttentionMetadata:
         masked: bool = False,
         kernel: AttentionFunction | None = None,
         path_attention: PathKernel | None = None,
+        prompt_attention: PromptKernel | None = None,
         prompt: Tensor | None = None,
         positions: Tensor | None = None,
         fast: bool = False,
@@ -88,13 +93,15 @@ class AttentionMetadata:
         Otherwise the number is rounded down, and the suffix begins with the remainder.
 
         kernel: serves the layers that it fits. prompt [R]: number of leading slots of a row that the kernel takes as
-        prompt slots. path_attention: serves suffixes whose slots are listed. positions [R, S]: depth of the token in
+        prompt slots. path_attention: serves suffixes whose slots are listed. prompt_attention: serves prompt slots that
+        all nodes see. positions [R, S]: depth of the token in
         each slot; None: the slots themselves are in order of depth. fast: no bits are promised, and torch serves the
         layers that the kernel does not fit.
         """
         self.fast = fast
         self.kernel = None if prompt is None else kernel
         self.path_attention = path_attention
+        self.prompt_attention = prompt_attention
         self.prompt = prompt
         if masked:
             self.prompt_slots = tuple(-(-count // PROMPT_SLOTS_STEP) * PROMPT_SLOTS_STEP for count in prompt_slots)
@@ -116,6 +123,7 @@ class AttentionMetadata:
         self._prompt_masks: dict[object, Tensor | None] = {}
         self._repeated_masks: dict[tuple[object, int], Tensor | None] = {}
         self._at: Tensor | None = None
+        self._counts: Tensor | None = None
         self.across: AttentionMetadata | None = (
             None  # metadata of the source's places, which the nodes see in addition to their own slots
         )
@@ -211,6 +219,13 @@ class AttentionMetadata:
                 prompt_mask = prompt_mask[:, :, torch.arange(queries, device=prompt_mask.device) % nodes]
             self._repeated_masks[key, queries] = prompt_mask
         return self._repeated_masks[key, queries]
+
+    @property
+    def counts(self) -> Tensor:
+        """`prompt_slots` as [R, 1] int64."""
+        if self._counts is None:
+            self._counts = torch.tensor(self.prompt_slots).unsqueeze(1)
+        return self._counts
 
     def head_for(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
         """Return the mask of `head` for queries [R, H * G, n, E] and keys [R, H, S, E]."""
@@ -372,13 +387,14 @@ def _by_paths(
     sinks: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Return attention [R, n, H * G, E]: torch's kernel computes the prompt slots, ours computes the suffix and joins
-    both."""
+    """Return attention [R, n, H * G, E]: a kernel computes the suffix and joins it with the prompt slots."""
     prompt_part = None
     if max(metadata.prompt_slots):
-        prompt_part = prompt_attention(
-            metadata.prompt_slots, query, key, value, metadata.head_for(mask, query, key), scale
-        )
+        head = metadata.head_for(mask, query, key)
+        if head is None and metadata.prompt_attention is not None and cpu_prompts.takes(query, key, value):
+            prompt_part = metadata.prompt_attention(query, key, value, metadata.counts, scale)
+        else:
+            prompt_part = prompt_attention(metadata.prompt_slots, query, key, value, head, scale)
     assert metadata.path_attention is not None
     paths = metadata.paths(mask)
     return metadata.path_attention(

@@ -356,6 +356,7 @@ class BaseForestModel:
                 suffix,
                 kernel=kernel,
                 path_attention=self.ops.path_attention,
+                prompt_attention=self.ops.prompt_attention,
                 prompt=prompt,
                 positions=batch.slot_positions,
                 fast=fast,

@@ -79,6 +79,8 @@ class Ops:
         pick: takes a table [V, i] and a dtype; returns products of each row of a batch with its own rows of the table.
         path_attention: attends with query [R, Q, n, E] to the slots that each node sees, listed by depth; returns
             [R, n, Q, E]. None: the model computes attention over the suffix in torch.
+        prompt_attention: attends with query [R, Q, n, E] to the first slots of each row, as many as each node sees;
+            returns [R, K, m, E] with m = n Q / K and natural log-sums [R, K, m]. None: torch's own attention serves.
         attention: attends with query [R, Q, n, E] to slots by a mask; returns [R, Q, n, E], or None for heads that it
             does not support. None: torch's own attention serves.
         scan: returns the module of kernels for recurrent layers and their convolutions. None: torch computes the sums.
@@ -102,6 +104,7 @@ class Ops:
     linear: Callable[[Sequence[Tensor], Sequence[Tensor | None]], Linear | None] = reference.linear
     pick: Callable[[Tensor, torch.dtype], RowsLinear] = reference.PickedRows
     path_attention: Callable[..., Tensor] | None = None
+    prompt_attention: Callable[..., tuple[Tensor, Tensor]] | None = None
     attention: Callable[..., Tensor | None] | None = None
     scan: Callable[[], ModuleType] | None = None
     move: Callable[[Tensor, Tensor, Tensor], None] = reference.move

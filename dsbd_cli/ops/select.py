@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from dsbd_cli.ops import reference
-from dsbd_cli.ops.cpu import attention, int8, layer, linear, logsumexp, program, scan
+from dsbd_cli.ops.cpu import attention, int8, layer, linear, logsumexp, program, prompt_attention, scan
 from dsbd_cli.ops.cpu.runtime import FLOATS, unloadable
 from dsbd_cli.ops.interface import Linear, OpChoice, Ops, RowsLinear
 from dsbd_cli.ops.triton import available
 from dsbd_cli.ops.triton.trial import faults
 
 LAYERS = ("norm", "gated", "rotate", "program")
-MODEL = ("linear", "path_attention", "log_total")
+MODEL = ("linear", "path_attention", "prompt_attention", "log_total")
 DECODER = (*LAYERS, *MODEL)
 ITERATION_KERNELS = ("candidates", "draft", "verify", "commit", "move")
 ITERATION = ("log_total", *ITERATION_KERNELS)
@@ -91,6 +91,9 @@ NUMBA = {
     "rotate": _Numba(layer.rotate, layer.compiled, _TORCH_LAYERS),
     "program": _Numba(program.Program, program.compiled, "layers are called one by one"),
     "path_attention": _Numba(attention.attend, attention.compiled, "torch computes attention over the suffix"),
+    "prompt_attention": _Numba(
+        prompt_attention.attend, prompt_attention.compiled, "torch computes attention to prompts"
+    ),
     "log_total": _Numba(_log_total, logsumexp.compiled, "torch computes the sums over the vocabulary"),
     "scan": _Numba(scan.compiled, scan.compiled, "torch computes recurrent layers"),
 }
@@ -99,8 +102,10 @@ _unloadable = functools.cache(unloadable)
 
 def _numba_missing(name: str, dtype: torch.dtype, widths: frozenset[int]) -> str | None:
     """Return why the CPU kernel of an operation cannot serve; None where it can."""
-    if name in (*LAYERS, "path_attention") and dtype not in FLOATS:
+    if name in (*LAYERS, "path_attention", "prompt_attention") and dtype not in FLOATS:
         return f"the kernels do not compute in {dtype}"
+    if name == "prompt_attention" and not prompt_attention.able(dtype):
+        return "torch's attention is faster on this processor"
     if name in LAYERS and any(width % layer.STEP for width in widths):
         return f"a width is not a multiple of {layer.STEP}"
     if name == "program" and (reason := _numba_missing("norm", dtype, widths)) is not None:

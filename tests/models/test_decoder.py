@@ -366,9 +366,10 @@ def answers(
     method: MethodConfig,
     draft: BaseForestModel | None = None,
     new: int = 16,
+    batch_size: int | None = None,
 ) -> list[list[tuple[tuple[int, ...], float]]]:
     """Token ids and log-probabilities of all beams, to the last bit."""
-    engine = Engine(target, draft, NumberCodec(V, (2,)), method, batch_size=len(prompts))
+    engine = Engine(target, draft, NumberCodec(V, (2,)), method, batch_size=batch_size or len(prompts))
     sampling = SamplingConfig(max_new_tokens=new, n_best=method.num_beams)
     found = engine.run([Request(prompt_ids=tuple(one), sampling=sampling) for one in prompts])
     return [[(one.token_ids, one.logprob) for one in result.hypotheses] for result in found]
@@ -513,6 +514,34 @@ def test_only_so_many_programs_are_kept(loaded: Loads, monkeypatch: pytest.Monke
         target.forward(chain(tokens(1, count), prompt_slots=(0,), suffix=64))
         assert len(target._programs) <= 3
     assert built == [4, 5, 6, 7, 5]
+
+
+@ON_CPU
+@pytest.mark.skipif(not serves("prompt_attention"), reason="torch attends to prompts")
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_prompts_of_any_length_share_programs(forgotten: bool, loaded: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much of a prompt there is, is an input. A mutant that forgets it gives other bits."""
+    target, _ = loaded("llama")
+    given = [prompt(length, length) for length in (200, 90, 70)]
+    target.release()
+    with eager(target):
+        wanted = answers(target, given, SEARCH, batch_size=1)
+    built: list[int] = []
+    real, load = target._built, decoder_model._LayerProgram.load
+    monkeypatch.setattr(target, "_built", lambda hidden, inputs: built.append(hidden.shape[1]) or real(hidden, inputs))
+
+    def forgetting(made: Any, hidden: Tensor, inputs: Any) -> None:
+        prompts = [view.prompt.counts for view in made.inputs.views if view.prompt is not None]
+        before = [counts.clone() for counts in prompts]
+        load(made, hidden, inputs)
+        for counts, old in zip(prompts, before, strict=True):
+            counts.copy_(old)
+
+    if forgotten:
+        monkeypatch.setattr(decoder_model._LayerProgram, "load", forgetting)
+    assert (answers(target, given, SEARCH, batch_size=1) == wanted) is not forgotten
+    assert len(built) == len(set(built))
+    target.release()
 
 
 @ON_CPU

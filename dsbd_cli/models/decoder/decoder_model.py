@@ -19,14 +19,22 @@ from torch import Tensor, nn
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules
-from dsbd_cli.models.decoder.forward import Decoder, LayerInputs, MaskView, PathView, View
+from dsbd_cli.models.decoder.forward import Decoder, LayerInputs, MaskView, PathView, PrefixView, View
 from dsbd_cli.models.decoder.weights import PlainLinear
-from dsbd_cli.models.forest_attention import LEAST_DIM, AttentionMetadata, Blocks, additive_mask, filled_queries
+from dsbd_cli.models.forest_attention import (
+    LEAST_DIM,
+    AttentionMetadata,
+    Blocks,
+    PromptKernel,
+    additive_mask,
+    filled_queries,
+)
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops.cpu.attention import SlotPaths
 from dsbd_cli.ops.cpu.linear import PackedProduct, address
 from dsbd_cli.ops.cpu.program import Arena, Program
+from dsbd_cli.ops.cpu.prompt_attention import STEP
 from dsbd_cli.ops.cpu.runtime import EAGER
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import LAYERS
@@ -301,8 +309,12 @@ class DecoderForestModel(BaseForestModel):
         plain = [by_paths and window is None for window in spec.kinds]
         masks = [one if bare else additive_mask(one, self._dtype) for one, bare in zip(seen, plain, strict=True)]
         if metadata is None:
-            blocks = Blocks.of(batch)
-            return [MaskView(mask, batch.rows, blocks) for mask in masks]
+            blocks, views = Blocks.of(batch), list[View]()
+            for mask, window in zip(masks, spec.kinds, strict=True):
+                views.append(MaskView(mask, batch.rows, blocks))
+                if batch.chain and window is None and self._prompt_kernel is not None:
+                    views[-1] = PrefixView(batch.mask.sum(-1), self._prompt_kernel, batch.rows)
+            return views
         for mask, one, window in zip(masks, seen, spec.kinds, strict=True):
             metadata.add(mask, one, whole=window is None)
         if not by_paths:
@@ -315,8 +327,17 @@ class DecoderForestModel(BaseForestModel):
         queries = filled_queries(spec.heads, spec.kv_heads, batch.tokens.shape[1], spec.head_dim)
         head = metadata.head(mask, queries) if most else None
         assert self.ops.path_attention is not None
+        paths, kernel = metadata.paths(mask), self._prompt_kernel
+        if most and head is None and kernel is not None:
+            return PathView((), paths, None, self.ops.path_attention, PrefixView(metadata.counts, kernel))
         head = None if head is None else head[..., :most]
-        return PathView(metadata.prompt_slots if most else (), metadata.paths(mask), head, self.ops.path_attention)
+        return PathView(metadata.prompt_slots if most else (), paths, head, self.ops.path_attention)
+
+    @property
+    def _prompt_kernel(self) -> PromptKernel | None:
+        """The kernel that attends to prompts; None where torch does."""
+        spec = self.decoder.spec
+        return self.ops.prompt_attention if spec.head_dim % STEP == 0 and spec.softcap is None else None
 
 
 def _seen(batch: ForestInput, window: int | None) -> Tensor:
@@ -329,7 +350,7 @@ def _seen(batch: ForestInput, window: int | None) -> Tensor:
 def _key_of(view: View) -> Hashable:
     """Return the properties of a view that a program depends on."""
     if isinstance(view, PathView):
-        return view.prompt_slots, _padded(view.paths.slots.shape[2]), _padded(view.paths.span)
+        return view.prompt is None, view.prompt_slots, _padded(view.paths.slots.shape[2]), _padded(view.paths.span)
     assert isinstance(view, MaskView)
     return view.mask.shape
 
@@ -349,7 +370,8 @@ def _program_view(view: View) -> View:
     place = SlotPaths(slots, paths.counts.clone(), paths.bounds.clone(), _padded(paths.span), 0)
     slots[:, :, : paths.slots.shape[2]].copy_(paths.slots)
     head = None if view.head is None else view.head.clone(memory_format=torch.contiguous_format)
-    return PathView(view.prompt_slots, place, head, view.kernel)
+    prompt = None if view.prompt is None else replace(view.prompt, counts=view.prompt.counts.clone())
+    return PathView(view.prompt_slots, place, head, view.kernel, prompt)
 
 
 def _load_view(place: View, view: View) -> None:
@@ -364,6 +386,8 @@ def _load_view(place: View, view: View) -> None:
     place.paths.bounds.copy_(view.paths.bounds)
     if place.head is not None and view.head is not None:
         place.head.copy_(view.head)
+    if place.prompt is not None and view.prompt is not None:
+        place.prompt.counts.copy_(view.prompt.counts)
 
 
 def stored(linear: object) -> Sequence[Tensor]:

@@ -40,25 +40,53 @@ class View(Protocol):
 
 
 @dataclass(slots=True)
+class PrefixView:
+    """A view of the first slots of each row, as many as each node sees, for a CPU kernel.
+
+    counts: [R, n or 1] int64, how many. kernel: Ops.prompt_attention. rows: [R] int64, rows of the planes; None for the
+    first ones.
+    """
+
+    counts: Tensor
+    kernel: Callable[..., tuple[Tensor, Tensor]]
+    rows: Tensor | None = None
+
+    def part(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, run: Eager) -> tuple[Tensor, Tensor]:
+        """Return attention [R, K, m, E] and its natural log-sums [R, K, m]."""
+        key, value = keys.transpose(1, 2), values.transpose(1, 2)
+        return self.kernel(query, key, value, self.counts, scale, rows=self.rows, run=run)
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, run: Eager
+    ) -> Tensor:
+        assert softcap is None
+        found = self.part(query, keys, values, scale, run)[0]
+        return run.compute(lambda: found.view(query.shape).transpose(1, 2).contiguous())
+
+
+@dataclass(slots=True)
 class PathView:
     """A view that lists the slots which each node sees, for a CPU kernel that joins them with the prompt slots.
 
     prompt_slots: leading slots of each row that torch's attention serves, none or one number per row. paths: the other
     slots. head: [R, 1, m, S or fewer], added to the scores of prompt slots; None where all nodes see all of them.
-    kernel: Ops.path_attention.
+    kernel: Ops.path_attention. prompt: serves the prompt slots in place of torch.
     """
 
     prompt_slots: tuple[int, ...]
     paths: SlotPaths
     head: Tensor | None
     kernel: Callable[..., Tensor]
+    prompt: PrefixView | None = None
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, run: Eager
     ) -> Tensor:
         key, value = (plane[: len(query)].transpose(1, 2) for plane in (keys, values))
         known: tuple[Tensor, Tensor] | None = None
-        if max(self.prompt_slots, default=0):
+        if self.prompt is not None:
+            known = self.prompt.part(query, keys, values, scale, run)
+        elif max(self.prompt_slots, default=0):
             known = run.compute(lambda: prompt_attention(self.prompt_slots, query, key, value, self.head, scale))
         return self.kernel(self.paths, query, key, value, scale, prompt_part=known, softcap=softcap, run=run)
 

@@ -372,7 +372,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
         ModelSpec("t", quantize="int4")  # type: ignore[arg-type]
     spec = ModelSpec(str(checkpoint), device="cpu", quantize="int8")
     monkeypatch.setattr(loader, "int8_missing", lambda: None)  # on any processor
-    with pytest.raises(UsageError, match=r"quantize is int8, but .* has no linear layer of 2000000 weights or more"):
+    with pytest.raises(UsageError, match=r"quantize is int8, but .* has no linear layer of 100000 weights or more"):
         load_model(spec)
     monkeypatch.setattr(loader, "int8_missing", lambda: "this build of torch has no int8 linear layers (oneDNN)")
     with pytest.raises(UsageError, match="quantize is int8, but this build of torch has no int8 linear layers"):
