@@ -185,9 +185,21 @@ def narrow_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forest_attention.torch, "float64", torch.float32)
 
 
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's fused kernel attends to prompts."""
+    monkeypatch.setattr(forest_attention.cpu_prompts, "takes", lambda *_: False)
+
+
 def odd_remainders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many queries in the fused kernel as there happen to be."""
+    """As many queries in torch's fused kernel as there happen to be."""
+    by_torch(monkeypatch)
     monkeypatch.setattr(forest_attention, "QUERY_STEP", 1)
+
+
+def test_torch_may_attend_to_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does where our kernel does not serve."""
+    by_torch(monkeypatch)
+    assert check(wide("opt", torch.float32)).varies is None
 
 
 @pytest.mark.parametrize("break_it", [all_slots_at_once, narrow_sums, odd_remainders])
