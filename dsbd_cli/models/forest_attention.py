@@ -94,9 +94,8 @@ class AttentionMetadata:
 
         kernel: serves the layers that it fits. prompt [R]: number of leading slots of a row that the kernel takes as
         prompt slots. path_attention: serves suffixes whose slots are listed. prompt_attention: serves prompt slots that
-        all nodes see. positions [R, S]: depth of the token in
-        each slot; None: the slots themselves are in order of depth. fast: no bits are promised, and torch serves the
-        layers that the kernel does not fit.
+        all nodes see. positions [R, S]: depth of the token in each slot; None: the slots themselves are in order of
+        depth. fast: no bits are promised, and torch serves the layers that the kernel does not fit.
         """
         self.fast = fast
         self.kernel = None if prompt is None else kernel

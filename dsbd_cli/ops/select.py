@@ -105,7 +105,7 @@ def _numba_missing(name: str, dtype: torch.dtype, widths: frozenset[int]) -> str
     if name in (*LAYERS, "path_attention", "prompt_attention") and dtype not in FLOATS:
         return f"the kernels do not compute in {dtype}"
     if name == "prompt_attention" and not prompt_attention.able(dtype):
-        return "torch's attention is faster on this processor"
+        return "the kernel is for processors with AVX-512 and without matrix units"
     if name in LAYERS and any(width % layer.STEP for width in widths):
         return f"a width is not a multiple of {layer.STEP}"
     if name == "program" and (reason := _numba_missing("norm", dtype, widths)) is not None:

@@ -306,15 +306,17 @@ class DecoderForestModel(BaseForestModel):
         )
         seen = [_seen(batch, window) for window in spec.kinds]
         # where all nodes see all prompt slots no mask is added to scores, and `seen` is registered in its place
-        plain = [by_paths and window is None for window in spec.kinds]
+        prefix = None
+        if metadata is None and batch.chain and self._prompt_kernel is not None:
+            prefix = PrefixView(batch.mask.sum(-1), self._prompt_kernel, batch.rows)
+        plain = [(by_paths or prefix is not None) and window is None for window in spec.kinds]
         masks = [one if bare else additive_mask(one, self._dtype) for one, bare in zip(seen, plain, strict=True)]
         if metadata is None:
-            blocks, views = Blocks.of(batch), list[View]()
-            for mask, window in zip(masks, spec.kinds, strict=True):
-                views.append(MaskView(mask, batch.rows, blocks))
-                if batch.chain and window is None and self._prompt_kernel is not None:
-                    views[-1] = PrefixView(batch.mask.sum(-1), self._prompt_kernel, batch.rows)
-            return views
+            blocks = Blocks.of(batch)
+            return [
+                prefix if bare and prefix is not None else MaskView(mask, batch.rows, blocks)
+                for mask, bare in zip(masks, plain, strict=True)
+            ]
         for mask, one, window in zip(masks, seen, spec.kinds, strict=True):
             metadata.add(mask, one, whole=window is None)
         if not by_paths:

@@ -18,7 +18,7 @@ import functools
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.linear import COLUMNS, bfloat16_tile
+from dsbd_cli.ops.cpu.linear import COLUMNS
 from dsbd_cli.ops.cpu.runtime import (
     EAGER,
     FLOATS,
@@ -37,6 +37,7 @@ SLOTS = 2 * COLUMNS  # of a chunk
 QUERIES = 64  # that a thread works on at most: they share the packed keys and values
 FEW = 12  # queries are not divided into smaller blocks: packing would take as long as the products
 STEP = 16  # head dims must be multiples of it
+TYPICAL = 512  # slots by which it is decided whether threads share a call: a program serves prompts of any length
 
 
 class PromptArguments(ctypes.Structure):
@@ -58,13 +59,7 @@ LAYOUT = layout(PromptArguments, constants=(SLOTS, QUERIES))
 
 def able(dtype: torch.dtype) -> bool:
     """Return whether the kernel is fast here. Where matrix units multiply bfloat16, torch's attention uses them."""
-    return (
-        dtype in FLOATS
-        and "avx512f" in features()
-        and not matrix_units()
-        and team() is not None
-        and (dtype == torch.float32 or bfloat16_tile() is not None)
-    )
+    return dtype in FLOATS and "avx512f" in features() and not matrix_units() and team() is not None
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -120,7 +115,8 @@ def attend(
         scratch.data_ptr(), scratch.stride(0), unit == 2, scale,
     )  # fmt: skip
     kept = [counts] if rows is None else [counts, rows]
-    run.launch(compiled()[0], arguments, 2 * count * query_heads * nodes * SLOTS * dim, count * heads * blocks, *kept)
+    work = 2 * count * query_heads * nodes * TYPICAL * dim
+    run.launch(compiled()[0], arguments, work, count * heads * blocks, *kept)
     return out, sums
 
 

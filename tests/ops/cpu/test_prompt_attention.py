@@ -51,8 +51,8 @@ def reference(query: Tensor, key: Tensor, value: Tensor, counts: Tensor, scale: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "heads", "groups", "nodes", "slots", "dim"),
-    [(1, 2, 6, 4, 700, 128), (3, 3, 3, 5, 300, 64), (2, 1, 4, 7, 520, 80), (1, 2, 1, 70, 260, 96), (1, 1, 8, 1, 129, 256),
-     (1, 1, 1, 1, 1, 16)],
+    [(1, 2, 6, 4, 700, 128), (3, 3, 3, 5, 300, 64), (2, 1, 4, 7, 520, 80), (1, 2, 1, 70, 260, 96),
+     (1, 1, 8, 1, 129, 256), (1, 1, 1, 1, 1, 16)],
 )  # fmt: skip
 def test_numbers_are_those_of_float64(
     dtype: torch.dtype, rows: int, heads: int, groups: int, nodes: int, slots: int, dim: int
