@@ -29,6 +29,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,7 +109,8 @@ class Child:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def ask(self, ids: list[list[int]], beams: int, tokens: int) -> dict[str, Any]:
-        """Return its answer. Raises SystemExit where the process ends instead."""
+        """Return its answer, with the number of its best texts that ended early as `short`. Raises SystemExit where the
+        process ends instead."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"ids": ids, "beams": beams, "tokens": tokens}) + "\n")
@@ -118,8 +120,9 @@ class Child:
             raise SystemExit(f"{self._name} ended with {self._process.wait()}: run its command by hand to see why")
         answer: dict[str, Any] = json.loads(line)
         lengths = [len(one) for one in answer["best"]]
-        if lengths != [tokens] * len(ids):
-            raise SystemExit(f"{self._name} answered with {lengths} tokens in place of {tokens}")
+        if len(lengths) != len(ids) or max(lengths) > tokens:
+            raise SystemExit(f"{self._name} answered with {lengths} tokens in place of {len(ids)} times {tokens}")
+        answer["short"] = sum(length < tokens for length in lengths)
         return answer
 
     def close(self) -> None:
@@ -174,9 +177,10 @@ def measured(
                 ids = take(source, cell)
                 for engine in asked if number % 2 == 0 else asked[::-1]:
                     time.sleep(0.5)  # threads of the one before may still spin
-                    seconds = children[engine].ask(ids, cell.beams, cell.tokens)["seconds"]
+                    answer = children[engine].ask(ids, cell.beams, cell.tokens)
+                    seconds, memory = answer["seconds"], children[engine].memory
                     run = {"model": model.name, "engine": engine, **cell._asdict(), "seconds": seconds}
-                    runs.append({**run, "memory": children[engine].memory})
+                    runs.append({**run, "short": answer["short"], "memory": memory})
                     print(f"{model.name} {cell.name}: {engine} {seconds:.2f} s", file=sys.stderr, flush=True)
             yield cell
     finally:
@@ -284,6 +288,11 @@ def report(
         beams, _, length, tokens = START
         told = f"Start: a process of its own, {beams} beams, a prompt of {length}, {tokens} new tokens."
         parts += [told, markdown_table(starts)]
+    early = Counter[str]()
+    for run in runs:
+        early[run["engine"]] += run.get("short", 0)
+    if told := ", ".join(f"{count} of {engine}" for engine, count in early.items() if count):
+        parts.append(f"Answers that ended early, and count as if they had not: {told}.")
     parts.append("Behind: " + ("; ".join(behind) if behind else "no cell") + ".")
     if counts := [run for run in runs if "equal" in run]:
         told = ", ".join(f"{run['engine'].partition('-')[0]} {run['equal'][0]} and {run['equal'][1]}" for run in counts)

@@ -42,6 +42,13 @@ def test_a_cell_that_an_engine_lacks_is_a_dash_and_no_peer() -> None:
     assert [line.split("|")[3].strip() for line in readme.splitlines()[2:]] == ["llama.cpp 8.0", "OpenVINO 6.4"]
 
 
+def test_answers_that_ended_early_are_told() -> None:
+    found = runs()
+    assert "ended early" not in evidence.report(MODEL, found, ENGINES, (ONE, FOUR))[0]
+    found[1]["short"] = 2
+    assert f"not: 2 of {found[1]['engine']}." in evidence.report(MODEL, found, ENGINES, (ONE, FOUR))[0]
+
+
 def test_a_cell_that_no_peer_has_is_told_all_the_same() -> None:
     text, readme = evidence.report(MODEL, runs(), ("dsbd-int8", "llama.cpp-int8"), (ONE, FOUR))
     assert f"| {FOUR.name} " in text

@@ -65,7 +65,6 @@ def openvino(folder: str, threads: int, *, strict: bool) -> Answer:
         config = genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.num_beams, config.do_sample = tokens, True, beams, False
         config.num_return_sequences, config.length_penalty = 1, 1.0
-        config.min_new_tokens = tokens  # a beam may end although ignore_eos says no
         ids = np.array(prompts, dtype=np.int64)
         inputs = genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
         return [list(map(int, one)) for one in pipe.generate(inputs, config).tokens]
