@@ -308,6 +308,7 @@ class DecoderForestModel(BaseForestModel):
         # where all nodes see all prompt slots no mask is added to scores, and `seen` is registered in its place
         prefix = None
         if metadata is None and batch.chain and self._prompt_kernel is not None:
+            assert batch.mask[..., 0].all(), "each node sees its row from slot 0 on"
             prefix = PrefixView(batch.mask.sum(-1), self._prompt_kernel, batch.rows)
         plain = [(by_paths or prefix is not None) and window is None for window in spec.kinds]
         masks = [one if bare else additive_mask(one, self._dtype) for one, bare in zip(seen, plain, strict=True)]

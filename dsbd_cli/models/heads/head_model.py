@@ -254,6 +254,10 @@ class HeadForestModel(TargetHead, DecoderForestModel):
         shared = sum(sizes[address(one)] for one in theirs if address(one) in sizes)
         return replace(found, held_bytes=found.held_bytes - shared)
 
+    @property
+    def _prompt_kernel(self) -> None:
+        """None: the kernel attends from slot 0 on, which a head does not see."""
+
     def pack(self) -> None:
         pack_decoder(self.decoder, self.device)
         self.forget_programs()
