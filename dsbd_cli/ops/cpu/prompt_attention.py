@@ -91,7 +91,7 @@ def attend(
     heads, unit = key.shape[1], query.element_size()
     queries = query_heads // heads * nodes
     grouped = query.reshape(count, heads, queries, dim)
-    if not grouped.is_contiguous():
+    if not query.is_contiguous():  # a program must copy it at every run
         grouped = run.compute(lambda: query.reshape(count, heads, queries, dim).contiguous())
     # the kernel checks none of this
     assert (value.shape[1], key.shape[3], value.shape[3]) == (heads, dim, dim)
