@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dsbd_cli.ops import reference
-from dsbd_cli.ops.cpu import attention, int8, layer, linear, logsumexp, program, prompt_attention, scan
+from dsbd_cli.ops.cpu import attention, int8, iteration, layer, linear, logsumexp, program, prompt_attention, scan
 from dsbd_cli.ops.cpu.runtime import FLOATS, unloadable
 from dsbd_cli.ops.interface import Linear, OpChoice, Ops, RowsLinear
 from dsbd_cli.ops.triton import available
@@ -84,6 +84,19 @@ def _log_total(values: Tensor, highest: Tensor) -> Tensor:
     return reference.log_total(values, highest) if total is None else total
 
 
+def _draft(rule: str | None = None, *sizes: int) -> ModuleType | None:
+    return iteration if rule is None or iteration.fits(rule, recorded=bool(sizes[-1])) else None
+
+
+def _verify(beams: int, roots: int, candidates: int, drafts: int, rule: str) -> ModuleType | None:
+    return iteration if iteration.fits(rule) else None
+
+
+def _commit(beams: int, window: int) -> ModuleType:
+    return iteration
+
+
+_TORCH_ITERATIONS = "tensor code computes what lies between the forwards"
 _TORCH_LAYERS = "torch computes norms, rotations and activations"
 NUMBA = {
     "norm": _Numba(layer.norm, layer.compiled, _TORCH_LAYERS),
@@ -95,9 +108,18 @@ NUMBA = {
         prompt_attention.attend, prompt_attention.compiled, "torch computes attention to prompts"
     ),
     "log_total": _Numba(_log_total, logsumexp.compiled, "torch computes the sums over the vocabulary"),
+    "candidates": _Numba(iteration.candidates, iteration.compiled, _TORCH_ITERATIONS),
+    "draft": _Numba(_draft, iteration.compiled, _TORCH_ITERATIONS),
+    "verify": _Numba(_verify, iteration.compiled, _TORCH_ITERATIONS),
+    "commit": _Numba(_commit, iteration.compiled, _TORCH_ITERATIONS),
     "scan": _Numba(scan.compiled, scan.compiled, "torch computes recurrent layers"),
 }
 _unloadable = functools.cache(unloadable)
+
+
+def numba_ops(names: Iterable[str]) -> dict[str, Any]:
+    """Return the named operations by CPU kernels, which must be loadable here."""
+    return {name: NUMBA[name].op for name in names}
 
 
 def _numba_missing(name: str, dtype: torch.dtype, widths: frozenset[int]) -> str | None:
@@ -214,8 +236,10 @@ def triton_ops(names: Iterable[str]) -> dict[str, Any]:
     def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
         return candidates.candidates(logits, count) if candidates.fits(logits, count) else None
 
-    def drafting(rule: str | None = None, *sizes: int) -> ModuleType | None:
-        return draft if rule is None or (rule in distribution.RULES and draft.fits(*sizes)) else None
+    def drafting(
+        rule: str | None = None, nodes: int = 0, count: int = 0, own: int = 0, *_: object
+    ) -> ModuleType | None:
+        return draft if rule is None or (rule in distribution.RULES and draft.fits(nodes, count, own)) else None
 
     every = {
         **{name: _at_once(getattr(layers, name)) for name in ("norm", "gated", "rotate")},

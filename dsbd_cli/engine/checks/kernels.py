@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from dsbd_cli.ops.triton import Arguments, KernelCheck
 VOCABULARY = 24
 COMMON_PREFIX, SUFFIX, HISTORY = 5, 4, 24  # slots all beams share, slots of some, tokens generated at most
 EOS = 2
+OpsOf = Callable[[Iterable[str]], dict[str, Any]]  # returns operations by name
 
 
 class _TableModel:
@@ -60,7 +61,7 @@ class _TableModel:
 
 @dataclass
 class IterationCase:
-    """A batch before an iteration, and everything that is needed to run it."""
+    """A batch before an iteration, and everything that is needed to run it. ops_of: returns operations by name."""
 
     method: MethodConfig
     state: BatchState
@@ -68,6 +69,7 @@ class IterationCase:
     target: Tensor
     draft: Tensor
     endings: Endings
+    ops_of: OpsOf = triton_ops
 
     @classmethod
     def random(
@@ -144,7 +146,7 @@ class IterationCase:
         caches = Caches(target, draft, large_steps=False, moving=lambda: None)
         drafter = BeamDrafter(draft, VOCABULARY)
         rule = make_rule(self.method)
-        return Stepper(caches, drafter, rule, self.endings, PhaseTimer(), ops=Ops(**triton_ops(used)))
+        return Stepper(caches, drafter, rule, self.endings, PhaseTimer(), ops=Ops(**self.ops_of(used)))
 
     def run(self, *used: str) -> tuple[Tensor, ...]:
         """Run an iteration with these kernels on a copy of the batch, and return the results, with 0 for numbers that
@@ -183,8 +185,12 @@ class IterationCase:
         )
 
 
-def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[KernelCheck]:
-    """Return every kernel of an iteration with its reference. settings: methods and sampling of the cases."""
+def kernels(
+    settings: Sequence[tuple[MethodConfig, SamplingConfig]],
+    ops_of: OpsOf = triton_ops,
+) -> list[KernelCheck]:
+    """Return every kernel of an iteration with its reference. settings: methods and sampling of the cases. ops_of:
+    returns operations by name."""
 
     def one(name: str) -> KernelCheck:
         def also_used(iteration: IterationCase) -> set[str]:
@@ -199,6 +205,7 @@ def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[Ker
                     made = IterationCase.random(
                         method, sampling, generator, device, roots=roots, draft_backlog=draft_backlog, broken=broken
                     )
+                    made.ops_of = ops_of
                     yield (made,)
 
         def op(iteration: IterationCase) -> tuple[Tensor, ...]:
@@ -210,7 +217,7 @@ def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[Ker
         return KernelCheck(name, op, reference, cases)
 
     return [
-        KernelCheck("candidates", _candidates_with("candidates"), _candidates_with(), _logits),
+        KernelCheck("candidates", _candidates_with(ops_of, "candidates"), _candidates_with(ops_of), _logits),
         one("draft"),
         one("verify"),
         one("commit"),
@@ -218,9 +225,9 @@ def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[Ker
     ]
 
 
-def _candidates_with(*used: str) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
+def _candidates_with(ops_of: OpsOf, *used: str) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
     def run(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        found = top_candidates(logits, CandidateCount(count), ops=Ops(**triton_ops(used)))
+        found = top_candidates(logits, CandidateCount(count), ops=Ops(**ops_of(used)))
         some = found.logprobs > float("-inf")  # among tokens of -inf any may be chosen
         return torch.where(some, found.tokens, 0), found.logprobs
 

@@ -16,9 +16,10 @@ from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import Warp
 from dsbd_cli.engine.core.nodes import DraftDistribution, LayerNodes
-from dsbd_cli.engine.core.noise import STREAMS, stream_keys
+from dsbd_cli.engine.core.noise import stream_keys
 from dsbd_cli.engine.core.slots import Layout, SlotTable, backlog_slots
 from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.ops.interface import FIELDS, FLAGS, STREAMS
 
 
 def warp_tensors(warp: Warp) -> list[Tensor]:
@@ -68,8 +69,8 @@ class ForestBuffer:
         keys: [R, D + 1, STREAMS] int64, stream keys.
         layout: slots of the nodes and slots that they see, for tensor code. written: layers that tensor code has
             written.
-        kernel: ops/triton/draft.py, which writes the forest; None: tensor code does. tensors: its output, FIELDS
-            [8, R, N] int64 and FLAGS [3, R, N] bool of its file, weight [R, N], path tokens [R, N, D], ancestors
+        kernel: module of ops that writes the forest; None: tensor code does. tensors: its output, FIELDS [8, R, N]
+            int64 and FLAGS [3, R, N] bool of ops/interface.py, weight [R, N], path tokens [R, N, D], ancestors
             [R, N, T], mask [R, N, S]. backlog_input: input of the forward that runs tokens of the backlog before the
             roots, [3, R, L + W0] int64 and mask [R, L + W0, S].
         distribution: draft distributions that `extend` records, where a rule compares with them; allocated at the first
@@ -153,8 +154,8 @@ class ForestBuffer:
             return torch.empty(shape, dtype=dtype, device=device)
 
         tensors = [
-            new(len(kernel.FIELDS), rows, nodes),
-            new(len(kernel.FLAGS), rows, nodes, dtype=torch.bool),
+            new(len(FIELDS), rows, nodes),
+            new(len(FLAGS), rows, nodes, dtype=torch.bool),
             new(rows, nodes, dtype=torch.float32),
             new(rows, nodes, sizes.layers),
             new(rows, nodes, beams.ancestors.shape[2], dtype=torch.bool),

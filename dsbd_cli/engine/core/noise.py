@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsbd_cli.ops.interface import STREAMS
+
 # Streams: one purpose each, so that no random number is used twice.
 DRAFT, ACCEPT, RESIDUAL, COMPLETION, CLOCK = 1, 2, 3, 4, 5
-STREAMS = 8
 
 
 def _signed(value: int) -> int:

@@ -36,9 +36,8 @@ def commit_beams(
     steps = outcome.steps.unsqueeze(1).expand_as(live.parent)
     beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, steps)
     ancestors = at_nodes(forest.flat.ancestors, live.parent)
-    # the draft has run all layers above the last one that it drafted; if it drafted none, nothing new
-    run = min(forest.layers_run, 1) if draft_guesses else forest.layers_run
-    run_by_draft = table.used + forest.offset(run) if run else table.drafted
+    run = nodes_run(forest, draft_guesses=draft_guesses)
+    run_by_draft = table.used + run if run else table.drafted
     moved = compact(table, ancestors, live.valid, run_by_draft)
     beams.valid, beams.token, beams.weight, beams.logprob = live.valid, live.token, live.weight, live.logprob
     beams.path = extend_path(forest.flat.path.gather(1, live.parent), live.token)
@@ -48,6 +47,15 @@ def commit_beams(
     beams.depth = beams.depth + outcome.steps
     state.iteration = state.iteration + 1
     return moved.src_slots, moved.dst_slots
+
+
+def nodes_run(forest: Forest, *, draft_guesses: bool) -> int:
+    """Return how many nodes of a forest the draft has run: all layers above the last one that it drafted.
+
+    draft_guesses: drafted nodes count as not run.
+    """
+    layers = min(forest.layers_run, 1) if draft_guesses else forest.layers_run
+    return forest.offset(layers) if layers else 0
 
 
 def best_only(live: Live) -> Live:

@@ -143,13 +143,13 @@ class Iteration:
         self._trace(live)
         kernel = self.ops.commit(state.finished.score.shape[1], state.beams.ancestors.shape[2])
         guesses = self.caches.draft_guesses
-        if kernel is not None and not guesses:
+        if kernel is not None:
             counters = pack_counters(state, outcome) if outcome.report is None else outcome.report
-            src_slots, dst_slots = commit_with_kernel(kernel, state, forest, live, counters, self.endings)
+            moved = commit_with_kernel(kernel, state, forest, live, counters, self.endings, draft_guesses=guesses)
         else:
-            src_slots, dst_slots = commit_beams(state, forest, outcome, live, self.endings, draft_guesses=guesses)
+            moved = commit_beams(state, forest, outcome, live, self.endings, draft_guesses=guesses)
             counters = pack_counters(state, outcome)
-        self.caches.move(src_slots, dst_slots, table.common_prefix, table.drafted, draft=not self.shape.idle)
+        self.caches.move(*moved, table.common_prefix, table.drafted, draft=not self.shape.idle)
         self._step_legal_states(live)
         self.report.counters = counters
 
@@ -217,6 +217,7 @@ class Iteration:
             self.legal is not None
             or not self.drafter.by_kernel
             or self.observer.attached
+            or self.gate is not None
             or sizes.draft_backlog > MERGED_BACKLOG
         ):
             return None
@@ -226,7 +227,9 @@ class Iteration:
         width = 0 if model is None else min(model.vocab_size, self.caches.target.vocab_size)
         wanted = self.rule.sampler.candidates(method.num_beams, 1, self.state.warp, width)
         wanted = wanted.at_least(min(drafts + 8, width))
-        return self.ops.draft(method.rule, max(sizes.roots, drafts), drafts, min(wanted.count, width))
+        recorded = self.rule.needs_distribution or method.dynamic
+        count = min(wanted.count, width)
+        return self.ops.draft(method.rule, max(sizes.roots, drafts), drafts, count, recorded)
 
     def _target_input(self) -> ForestInput:
         """Return the target's input over all nodes."""

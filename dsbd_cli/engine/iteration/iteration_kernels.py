@@ -13,11 +13,12 @@ from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.forest_buffer import warp_flags, warp_tensors
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.drafting.base import Endings
+from dsbd_cli.engine.iteration.commit_beams import nodes_run
 from dsbd_cli.engine.iteration.finished import Live
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.verify_forest import VerifiedForest
 from dsbd_cli.engine.verify.base import Rule
-from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.interface import COLUMNS, FIRST, Ops
 
 
 def verification_kernel(ops: Ops, state: BatchState, forest: Forest, candidates: Candidates) -> ModuleType | None:
@@ -52,7 +53,7 @@ def verify_with_kernel(
         *(new(width), new(width), new(width), new(width, dtype=torch.bool), new(width, dtype=real)),
         logprob=new(width, dtype=real),
     )
-    before, report = new(depth + 1, width), new(kernel.FIRST + depth * kernel.COLUMNS)
+    before, report = new(depth + 1, width), new(FIRST + depth * COLUMNS)
     kernel.verify(
         [candidates.tokens.contiguous(), candidates.logprobs.contiguous()],
         [flat.path, flat.stop_state, flat.parent, flat.token, flat.valid, flat.drafter_id, flat.sampled],
@@ -72,18 +73,25 @@ def verify_with_kernel(
         warp_flags(state.warp, stops=endings.stops.used, warps=rule.sampler.random),
     )
     done, invalid, steps, width_sum = (report[:, place] for place in range(4))
-    counters = report[:, kernel.FIRST :].view(rows, depth, len(LayerCounters._fields))
+    counters = report[:, FIRST:].view(rows, depth, len(LayerCounters._fields))
     return VerifiedForest(
         live, steps, width_sum, done, invalid, counters, None if state.trace is None else before, report
     )
 
 
 def commit_with_kernel(
-    kernel: ModuleType, state: BatchState, forest: Forest, live: Live, report: Tensor, endings: Endings
+    kernel: ModuleType,
+    state: BatchState,
+    forest: Forest,
+    live: Live,
+    report: Tensor,
+    endings: Endings,
+    *,
+    draft_guesses: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Make the final beams the live ones and compact their slots, all in place where the number of beams is the same.
     Return source and destination [R, T] of the slots that the caches must copy. report: the packed counters, into which
-    the kernel writes those of the slot table."""
+    the kernel writes those of the slot table. draft_guesses: of commit_beams."""
     beams, table, finished, flat = state.beams, state.table, state.finished, forest.flat
     history, window, width = beams.history, beams.ancestors.shape[2], live.token.shape[1]
     if beams.token.shape[1] != width:
@@ -104,7 +112,7 @@ def commit_with_kernel(
         [*out, beams.ancestors, beams.history],
         [src_slots, dst_slots],
         report,
-        forest.drafts_per_layer,
+        nodes_run(forest, draft_guesses=draft_guesses),
         endings.stops.used,
     )
     return src_slots, dst_slots

@@ -83,9 +83,12 @@ def verify_forest(
     beams = state.beams
     index = torch.arange(beams.token.shape[1], device=beams.token.device).expand_as(beams.token)
     live = Live(index, beams.token, index, beams.valid, beams.weight, beams.logprob)
-    nodes = Nodes(candidates, forest.flat.path, forest.flat.stop_state)
     broken = torch.isnan(candidates.logprobs).any(-1) & forest.flat.valid
     invalid = broken.any(1) & state.active
+    # NaN at a node that no beam stands for must not reach the pool, where it would end the request
+    logprobs = candidates.logprobs.nan_to_num(nan=NEG_INF, neginf=NEG_INF)
+    known = Candidates(candidates.tokens, logprobs, candidates.full)
+    nodes = Nodes(known, forest.flat.path, forest.flat.stop_state)
     noise = Noise(keys, _path_noise(nodes, state.warp.greedy_rows) if rule.sampler.path_noise else None)
     layers: list[Verified] = []
     for layer in range(forest.depth + 1):

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsbd_cli.ops.interface import COLUMNS, FIRST
 from dsbd_cli.ops.triton.distribution import child_path
-from dsbd_cli.ops.triton.verify import COLUMNS, FIRST
 
 MOST_BITS = 16384  # of the ancestors of a request at most, padding included
 TILE = 32  # tokens of a history that are written at a time
@@ -279,7 +279,7 @@ def commit(
     out: Sequence[Tensor],
     moved: Sequence[Tensor],
     report: Tensor,
-    drafts: int,
+    ran: int,
     stopping: bool,
 ) -> None:
     """Do what `commit_beams` does: tokens of finished hypotheses, slots.compact, and the live beams of the next
@@ -290,7 +290,8 @@ def commit(
     L], and length, depth, iteration [R], which change. finished: length, and origin, node, token, tokens, which change.
     out: valid, token, weight, logprob, path, stop_state, ancestors, history [R, W, ..]; the history may be that of
     `beams`. moved: source and destination slots [R, T], to be written. report: of `verify`; 4 to 6 become used,
-    common_prefix and drafted. stopping: there are stop strings.
+    common_prefix and drafted. ran: nodes that the draft has run; 0: it has run nothing new. stopping: there are stop
+    strings.
     """
     rows, width = live[0].shape
     count, window = nodes[4].shape[1:]
@@ -299,7 +300,17 @@ def commit(
     with torch.cuda.device_of(report):
         commit_kernel[(rows,)](
             *(*live, *nodes, stops, active, *table, *beams, *finished, *out, *moved, report, beams[0].stride(0)),
-            *(count, roots, depth, drafts if depth else 0, width, window, table[3].shape[1], history, stops.shape[1]),
+            *(
+                count,
+                roots,
+                depth,
+                count - ran if depth else 0,
+                width,
+                window,
+                table[3].shape[1],
+                history,
+                stops.shape[1],
+            ),
             WP=triton.next_power_of_2(width),
             TP=triton.next_power_of_2(window),
             TILE=TILE,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsbd_cli.ops.interface import COLUMNS, FIRST
 from dsbd_cli.ops.triton.distribution import (
     COUPLED,
     NEG_INF,
@@ -36,8 +37,6 @@ from dsbd_cli.ops.triton.distribution import (
 )
 from dsbd_cli.ops.triton.draft import MOST_PAIRS, STREAMS
 
-FIRST = 7  # numbers of a row in the report before those of its layers
-COLUMNS = 9  # numbers of a layer
 MOST_BEAMS = 16
 BLOCK = tl.constexpr(1024)
 HEAD, WIDE = tl.constexpr(FIRST), tl.constexpr(COLUMNS)

@@ -13,39 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from dsbd_cli.config.method import MethodConfig
-from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.engine.checks.kernels import HISTORY, KERNELS, IterationCase, kernels
+from dsbd_cli.engine.checks.kernels import KERNELS, IterationCase
 from dsbd_cli.ops.select import ITERATION_KERNELS
-from dsbd_cli.ops.triton import KernelCheck, commit, differences, draft, verify
+from dsbd_cli.ops.triton import commit, differences, draft, verify
+from tests.helpers.iterations import SETTINGS, made
 from tests.ops.triton import DEVICE
 
 # triton's interpreter computes the branches that are not taken too
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-ALL = {"top_k": 6, "top_p": 0.9, "min_p": 0.02, "stop": ("AB",)}
-
-SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "coupled-plain": ({"rule": "coupled"}, {"top_k": 5}),
-    "coupled-all": ({"rule": "coupled"}, ALL),
-    "coupled-beam": ({"rule": "coupled", "warp_scope": "beam"}, ALL),
-    "coupled-cold": ({"rule": "coupled", "depth": 1}, {"temperature": 0.0, "top_k": 5}),
-    "coupled-whole": ({"rule": "coupled", "depth": 1}, {}),
-    "coupled-W1": ({"rule": "coupled", "num_beams": 1, "drafts_per_layer": 1}, {"top_k": 5, "length_penalty": 0.7}),
-    "coupled-saving": ({"rule": "coupled", "depth": 1, "memory_saving": True}, {"top_k": 5}),
-    "coupled-tokens": ({"rule": "coupled"}, {"top_k": 5, "token_logprobs": True, "top_logprobs": 2}),
-    "search": ({"rule": "search"}, {}),
-    "search-stops": ({"rule": "search", "num_beams": 2}, {"stop": ("AB",), "early_stopping": True}),
-    "search-W16": ({"rule": "search", "num_beams": 16, "drafts_per_layer": 20, "depth": 1}, {}),
-    "rejection": ({"rule": "rejection"}, {"top_k": 5}),
-    "rejection-beam": ({"rule": "rejection", "warp_scope": "beam"}, ALL | {"temperature": 0.7}),
-    "rejection-exhausted": ({"rule": "rejection", "num_beams": 4, "depth": 1}, {"top_k": 2}),
-}
-
-
-def made(method: dict[str, Any], sampling: dict[str, Any]) -> list[KernelCheck]:
-    shape = {"num_beams": 3, "drafts_per_layer": 4, "depth": 2, "width": "fixed"}
-    return kernels([(MethodConfig.of(shape | method), SamplingConfig(max_new_tokens=HISTORY, **sampling))])
 
 
 def counted(name: str, module: Any, patch: pytest.MonkeyPatch) -> list[int]:

@@ -1,0 +1,198 @@
+"""CPU kernels of an iteration give what their tensor functions give: random iterations with ties, impossible tokens,
+NaN, dead beams, exhausted supports, late drafts, an idle row. Numbers of int64 and bool are equal, others to 2e-5.
+
+Guards: an order of ties, a state that is read after it was written, NaN of a node that no beam stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsbd_cli import MethodConfig, Request
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.engine.checks import kernels as checks
+from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.ops.cpu import iteration
+from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.select import ITERATION_KERNELS, numba_ops
+from dsbd_cli.ops.triton import differences
+from tests.helpers.iterations import SETTINGS, made
+from tests.helpers.kernels import CPU, serves
+from tests.helpers.toys import NumberCodec, table_pair
+
+pytestmark = pytest.mark.skipif(not serves("verify"), reason="kernels of numba do not run here")
+VOCABULARY = 3000
+SERVED = [name for name in ITERATION_KERNELS if name not in ("candidates", "move")]
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def counted(patch: pytest.MonkeyPatch) -> list[str]:
+    """The names of kernels, in the order in which they are called."""
+    calls: list[str] = []
+
+    def watched(name: str) -> None:
+        real = getattr(iteration, name)
+
+        def call(*arguments: Any) -> Any:
+            calls.append(name)
+            return real(*arguments)
+
+        patch.setattr(iteration, name, call)
+
+    for name in ("extend", "verify", "commit"):
+        watched(name)
+    return calls
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_iterations_are_those_of_tensor_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = counted(monkeypatch)
+    with torch.inference_mode():
+        for kernel in made(*SETTINGS[name], numba_ops):
+            if kernel.name in SERVED:
+                calls.clear()
+                assert [one for seed in (1, 2) for one in differences(kernel, CPU, seed)] == []
+                served = kernel.name == "commit" or SETTINGS[name][0]["rule"] != "rejection"
+                assert bool(calls) == served, "the wrong code ran"
+
+
+@pytest.mark.parametrize("change", ["token", "valid", "score"])
+def test_a_wrong_walk_is_found(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = iteration.verify
+
+    def wrong(*arguments: Any) -> None:
+        real(*arguments)
+        finished, out = arguments[3], arguments[9]
+        if change == "token":
+            out[1][:, 0] += 1
+        elif change == "valid":
+            out[3][:, -1] ^= True
+        else:
+            finished[0][:, 0] += 0.1
+
+    monkeypatch.setattr(iteration, "verify", wrong)
+    kernel = next(one for one in made({"rule": "search"}, {}, numba_ops) if one.name == "verify")
+    with torch.inference_mode():
+        assert list(differences(kernel, CPU))
+
+
+@pytest.mark.parametrize("place", ["ran", "stopping"])
+def test_a_wrong_commit_is_found(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = iteration.commit
+
+    def wrong(*arguments: Any) -> None:
+        *others, ran, stopping = arguments
+        real(*others, ran - 1 if place == "ran" else ran, not stopping if place == "stopping" else stopping)
+
+    monkeypatch.setattr(iteration, "commit", wrong)
+    kernel = next(one for one in made({"rule": "search"}, {"stop": ("AB",)}, numba_ops) if one.name == "commit")
+    with torch.inference_mode():
+        assert list(differences(kernel, CPU))
+
+
+def answers(rule: str, sampling: dict[str, Any], *, kernels: bool, batch_size: int = 3) -> list[object]:
+    """Texts, scores and counters of an engine with random tables."""
+    method = MethodConfig.of({"rule": rule, "num_beams": 3, "drafts_per_layer": 4, "depth": 2, "width": "fixed"})
+    target, draft = table_pair(1, 60, 0.5, {2: 1.0})
+    engine = Engine(target, draft, NumberCodec(60, (2,)), method, batch_size=batch_size)
+    assert engine.stepper.ops.by("numba")
+    if not kernels:
+        engine.stepper.ops = Ops()
+    stops = [(), ("7 7",), ()]
+    rows = [
+        Request(
+            id=str(i),
+            seed=i,
+            prompt_ids=(1, i, i),
+            sampling=SamplingConfig(max_new_tokens=6 + i, n_best=3, stop=stops[i], **sampling),
+        )
+        for i in range(3)
+    ]
+    return [
+        [
+            [(one.token_ids, one.logprob, one.score) for one in result.hypotheses],
+            [result.stats.steps, result.stats.target_calls, result.stats.drafted, result.stats.accepted],
+        ]
+        for result in engine.run(rows)
+    ]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}], ids=str)
+@pytest.mark.parametrize("rule", ["coupled", "search", "rejection"])
+def test_texts_are_those_of_tensor_code(rule: str, sampling: dict[str, Any]) -> None:
+    if rule == "search" and sampling:
+        pytest.skip("rule search does not sample")
+    found, wanted = (answers(rule, sampling, kernels=kernels) for kernels in (True, False))
+    for mine, other in zip(found, wanted, strict=True):
+        assert mine[1] == other[1]
+        assert [one[0] for one in mine[0]] == [one[0] for one in other[0]]
+        assert [one[1:] for one in mine[0]] == [pytest.approx(one[1:], abs=1e-4) for one in other[0]]
+
+
+@pytest.mark.parametrize("rule", ["coupled", "search"])
+def test_bits_do_not_depend_on_the_batch(rule: str) -> None:
+    sampling = {} if rule == "search" else {"top_p": 0.8}
+    assert answers(rule, sampling, kernels=True, batch_size=1) == answers(rule, sampling, kernels=True)
+
+
+def logits(dtype: torch.dtype) -> Tensor:
+    """Logits [2, 5, V] without gaps between the numbers of a row alone, with ties, impossible tokens, and a NaN."""
+    wide = torch.randn(2, 7, VOCABULARY + 30, generator=torch.Generator().manual_seed(0)) * 3
+    wide[0, 1] = wide[0, 1].round()
+    wide[0, 2, 4:] = float("-inf")
+    wide[1, 3, 77] = float("nan")
+    wide[1, 4] = float("-inf")
+    return wide.to(dtype)[:, :5, :VOCABULARY]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [1, 8, 200])
+def test_candidates_have_the_bits_of_tensor_code(dtype: torch.dtype, count: int) -> None:
+    found = top_candidates(logits(dtype), CandidateCount(count), ops=Ops(**numba_ops(["candidates", "log_total"])))
+    wanted = top_candidates(logits(dtype), CandidateCount(count), ops=Ops(**numba_ops(["log_total"])))
+    some = wanted.logprobs > float("-inf")  # among tokens of -inf any may be chosen
+    assert torch.equal(found.tokens[some], wanted.tokens[some])
+    assert torch.equal(found.logprobs.nan_to_num(nan=7.0), wanted.logprobs.nan_to_num(nan=7.0))
+    assert bool((found.tokens.diff(dim=2) > 0).all())
+
+
+@pytest.mark.usefixtures("threads")
+def test_candidates_do_not_depend_on_threads() -> None:
+    x = logits(torch.float32).repeat(8, 1, 1)
+    torch.set_num_threads(1)
+    alone = iteration.candidates(x, 8)
+    torch.set_num_threads(2)
+    shared = iteration.candidates(x, 8)
+    assert alone is not None
+    assert shared is not None
+    for one, other in zip(alone, shared, strict=True):
+        assert torch.equal(one.nan_to_num(nan=7.0), other.nan_to_num(nan=7.0))
+
+
+def test_candidates_that_the_kernel_does_not_read_are_left_to_tensor_code() -> None:
+    assert iteration.candidates(logits(torch.float32), iteration.MOST_CANDIDATES + 1) is None
+    assert iteration.candidates(logits(torch.float16), 4) is None
+    assert iteration.candidates(logits(torch.float32).transpose(1, 2), 4) is None
+
+
+def test_a_large_pool_is_drawn_as_tensor_code_draws_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the bound by which most pairs of a large vocabulary get no noise."""
+    monkeypatch.setattr(checks, "VOCABULARY", 150)
+    with torch.inference_mode():
+        for seed in range(20):
+            settings = {"rule": "coupled", "num_beams": 1, "drafts_per_layer": 2}, {"top_k": 0, "temperature": 1.5}
+            for kernel in made(*settings, numba_ops):
+                if kernel.name in SERVED:
+                    assert list(differences(kernel, CPU, 100 + seed)) == []
