@@ -213,14 +213,14 @@ def pair_confidence(context: DraftContext, nodes: LayerNodes, weight: Tensor) ->
     return (torch.logsumexp(best, 1) - total).exp().nan_to_num(nan=0.0)
 
 
-def goes_on(context: DraftContext, forest: Forest, drafts: LayerDrafts) -> bool:
-    """Return whether these drafts go to the target. Where they do not, end the forest above them.
+def goes_on(context: DraftContext, forest: Forest, confidence: Tensor | None) -> bool:
+    """Return whether a layer of this confidence goes to the target. Where it does not, end the forest above it.
 
     The confidence is read on the host. Under rule `rejection` the decision may use only what was known before the draws
     of this layer, and it may not drop a layer above. To look at draws and then drop them would leave the other drafts
     with another distribution than the recorded one.
     """
-    if context.gate is None or drafts.confidence is None or context.gate(drafts.confidence.tolist()):
+    if context.gate is None or confidence is None or context.gate(confidence.tolist()):
         return True
     forest.end()
     return False

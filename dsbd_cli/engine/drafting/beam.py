@@ -62,10 +62,11 @@ class BeamDrafter(Drafter):
         for layer in range(context.depth):
             logits = self.forward(context, forest, layer)
             if context.buffer.kernel is not None:
-                self._extend(context, forest, layer, logits)
+                if not self._extend(context, forest, layer, logits):
+                    break
             else:
                 drafts, distribution = self.drafts(context, forest, layer, logits, context.drafts_per_layer)
-                if not goes_on(context, forest, drafts):
+                if not goes_on(context, forest, drafts.confidence):
                     break
                 children(context, forest, layer, drafts, distribution)
         self.calls = draft_calls(context, forest)
@@ -114,18 +115,24 @@ class BeamDrafter(Drafter):
         )
         return drafts, record_distribution(candidates, log_q, index, valid) if context.record_distribution else None
 
-    def _extend(self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits) -> None:
-        """Do the work of `drafts` and `children` with a kernel. Raises EngineStopped where the engine was asked to
-        stop."""
+    def _extend(self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits) -> bool:
+        """Do the work of `drafts`, `goes_on` and `children` with a kernel. Return False where the gate has ended the
+        forest. Raises EngineStopped where the engine was asked to stop."""
         if context.stopping():
             raise EngineStopped
         candidates = draft_candidates(context, forest, layer, logits)
+        if context.gate is not None:
+            nodes = forest.layers[layer]
+            weight = nodes.weight.unsqueeze(-1) + candidates.logprobs.nan_to_num(nan=NEG_INF, neginf=NEG_INF)
+            if not goes_on(context, forest, pair_confidence(context, nodes, weight)):
+                return False
         endings, warp = context.endings, context.warp
         flags = warp_flags(warp, stops=endings.stops.used, warps=context.sampler.random)
         tables = [endings.eos, endings.stops.table]
         buffer = context.buffer
         buffer.extend(layer, candidates, tables, warp_tensors(warp), flags, context.record_distribution)
         forest.add(buffer.drafted_distribution(layer, candidates))
+        return True
 
 
 def draft_calls(context: DraftContext, forest: Forest) -> int:

@@ -57,7 +57,7 @@ class FusionDrafter(Drafter):
                 assert drafts.confidence is not None
                 assert looked_up.confidence is not None
                 drafts.confidence = torch.maximum(drafts.confidence, looked_up.confidence)
-            if not goes_on(context, forest, drafts):
+            if not goes_on(context, forest, drafts.confidence):
                 break
             fused, place = merge_nodes(drafts, looked_up, priority, count)
             other.follow(place)

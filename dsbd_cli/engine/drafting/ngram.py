@@ -165,7 +165,7 @@ class NgramDrafter(PathDrafter):
             at = (nodes.root.unsqueeze(-1) * width + place).clamp(min=0).flatten(1)
             guess = torch.where(start >= 0, flat.gather(1, at).view_as(start), NO_TOKEN)
             drafts = self._draws(context, nodes, layer, guess)
-            if not goes_on(context, forest, drafts):
+            if not goes_on(context, forest, drafts.confidence):
                 break
             children(context, forest, layer, drafts)
             # a child follows the place that guessed its token, else the best place

@@ -109,7 +109,7 @@ class PathDrafter(Drafter):
         for layer in range(context.depth):
             drafts = tree.drafts(context, forest, layer, count)
             tree.follow()
-            if not goes_on(context, forest, drafts):
+            if not goes_on(context, forest, drafts.confidence):
                 break
             children(context, forest, layer, drafts)
         return forest

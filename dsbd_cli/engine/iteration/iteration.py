@@ -217,7 +217,7 @@ class Iteration:
             self.legal is not None
             or not self.drafter.by_kernel
             or self.observer.attached
-            or self.gate is not None
+            or (self.gate is not None and self.state.warp.scope == "beam")
             or sizes.draft_backlog > MERGED_BACKLOG
         ):
             return None

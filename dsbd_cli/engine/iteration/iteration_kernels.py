@@ -55,9 +55,9 @@ def verify_with_kernel(
     )
     before, report = new(depth + 1, width), new(FIRST + depth * COLUMNS)
     kernel.verify(
-        [candidates.tokens.contiguous(), candidates.logprobs.contiguous()],
-        [flat.path, flat.stop_state, flat.parent, flat.token, flat.valid, flat.drafter_id, flat.sampled],
-        [value.contiguous() for value in (beams.valid, beams.weight, beams.logprob, beams.length)],
+        _dense(candidates.tokens, candidates.logprobs),
+        _dense(flat.path, flat.stop_state, flat.parent, flat.token, flat.valid, flat.drafter_id, flat.sampled),
+        _dense(beams.valid, beams.weight, beams.logprob, beams.length),
         [
             *(finished.score, finished.logprob, finished.length, finished.by_length),
             *(finished.origin, finished.node, finished.token),
@@ -103,7 +103,7 @@ def commit_with_kernel(
     out = [beams.valid, beams.token, beams.weight, beams.logprob, beams.path, beams.stop_state]
     kernel.commit(
         [live.parent, live.token, live.valid, live.weight, live.logprob],
-        [flat.path, flat.stop_state, flat.root, flat.path_tokens, flat.ancestors],
+        _dense(flat.path, flat.stop_state, flat.root, flat.path_tokens, flat.ancestors),
         endings.stops.table,
         state.active,
         [table.used, table.common_prefix, table.drafted, table.positions, table.tokens],
@@ -116,3 +116,8 @@ def commit_with_kernel(
         endings.stops.used,
     )
     return src_slots, dst_slots
+
+
+def _dense(*values: Tensor) -> list[Tensor]:
+    """Return the tensors without gaps: a gate may have ended the forest early, and a single root is a slice of W."""
+    return [value.contiguous() for value in values]

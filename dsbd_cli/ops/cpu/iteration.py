@@ -143,7 +143,7 @@ def candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
     """Return the tokens [R, n, C] int64, ascending, and log-probabilities [R, n, C] float32 of the C = `count` best
     tokens of every node, as `top_candidates` of engine/core/candidates.py does; None where many are wanted or the
     kernel does not read such logits [R, n, V]."""
-    if count > MOST_CANDIDATES or logits.dtype not in FLOATS or logits.stride(2) != 1:
+    if count > MOST_CANDIDATES or logits.dtype not in FLOATS or logits.dim() != 3 or logits.stride(2) != 1:
         return None
     rows, nodes, vocabulary = logits.shape
     tokens = torch.empty(rows, nodes, count, dtype=torch.int64, device="cpu")
@@ -248,13 +248,16 @@ def verify(
     """
     assert fits(rule, recorded=bool(distribution))
     (rows, count, own), width, roots = candidates[0].shape, out[0].shape[1], beams[0].shape[1]
+    layers = out[6].shape[1] - 1  # a gate may have ended the forest early; the keys are those of all layers
+    assert count == roots + layers * drafts or not layers
+    assert out[7].shape[1] == FIRST + layers * COLUMNS
     arguments = VerifyArguments(
-        0, 0, rows, count, own, roots, width, keys.shape[1] - 1, drafts, rule == "coupled",
+        0, 0, rows, count, own, roots, width, layers, drafts, rule == "coupled",
         *_addresses(candidates, "wf"), *_addresses(nodes[:-1], "wwwwbw"), *_addresses(beams, "bffw"),
         *_addresses(finished, "ffwbwww"), *_addresses(endings, "bs"), endings[1].shape[1], flags[0],
         *_addresses(warp, "fwffb"), flags[-1], *_addresses(limits, "bwfb"), *_addresses(out, "wwwbffww"),
     )  # fmt: skip
-    work = WORK * rows * keys.shape[1] * width * own
+    work = WORK * rows * (layers + 1) * width * own
     _run(compiled()["verify"], arguments, work, 8 * (3 * width * own + 6 * width))
 
 
