@@ -249,7 +249,7 @@ def verify(
     assert fits(rule, recorded=bool(distribution))
     (rows, count, own), width, roots = candidates[0].shape, out[0].shape[1], beams[0].shape[1]
     layers = out[6].shape[1] - 1  # a gate may have ended the forest early; the keys are those of all layers
-    assert count == roots + layers * drafts or not layers
+    assert count == roots + layers * drafts
     assert out[7].shape[1] == FIRST + layers * COLUMNS
     arguments = VerifyArguments(
         0, 0, rows, count, own, roots, width, layers, drafts, rule == "coupled",

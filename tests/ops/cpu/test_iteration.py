@@ -6,6 +6,7 @@ Guards: an order of ties, a state that is read after it was written, NaN of a no
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,6 +101,36 @@ def test_a_wrong_commit_is_found(place: str, monkeypatch: pytest.MonkeyPatch) ->
     kernel = next(one for one in made({"rule": "search"}, {"stop": ("AB",)}, numba_ops) if one.name == "commit")
     with torch.inference_mode():
         assert list(differences(kernel, CPU))
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+@pytest.mark.parametrize("rule", ["coupled", "search"])
+def test_a_gate_ends_the_forest_as_it_ends_that_of_tensor_code(rule: str, kept: int) -> None:
+    """Guards sizes that are taken from a forest of all layers, and a gate that is told something else."""
+    method = MethodConfig.of({"rule": rule, "num_beams": 3, "drafts_per_layer": 4, "depth": 2, "width": "fixed"})
+    sampling = SamplingConfig(max_new_tokens=checks.HISTORY, top_k=0 if rule == "search" else 5)
+    generator = torch.Generator().manual_seed(0)
+    case = checks.IterationCase.random(method, sampling, generator, CPU, roots=3, draft_backlog=2)
+    case.ops_of = numba_ops
+
+    def left(*used: str) -> tuple[list[list[float]], object, object]:
+        seen: list[list[float]] = []
+
+        def gate(confidence: list[float]) -> bool:
+            seen.append(confidence)
+            return len(seen) <= kept
+
+        state = copy.deepcopy(case.state)
+        report = case.stepper(*used).step(state, case.shape, gate)
+        alive = state.beams.valid
+        reached = [[layer for layer in layers if layer.reached] for layers in report.layers]
+        return seen, (report.rows, reached), [value[alive].tolist() for value in (state.beams.token, state.beams.path)]
+
+    with torch.inference_mode():
+        (mine, *found), (other, *wanted) = left(*SERVED), left()
+    assert found == wanted
+    assert [pytest.approx(one, abs=1e-5) for one in other] == mine
+    assert len(mine) == min(kept + 1, 2)
 
 
 def answers(rule: str, sampling: dict[str, Any], *, kernels: bool, batch_size: int = 3) -> list[object]:
