@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.common import markdown_table, publish
 from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig, load
 from dsbd_cli.config.model import BUILTIN_TARGET
+from dsbd_cli.ops.select import ITERATION_KERNELS
 from training.tasks import GENERATORS
 
 SKIPPED = 2  # first iterations, which set things up
@@ -59,14 +60,16 @@ def _frames(frame: FrameType | None) -> Any:
         frame = frame.f_back
 
 
-def count(method: MethodConfig, iterations: int) -> list[Counting]:
+def count(method: MethodConfig, iterations: int, *, kernels: bool = False) -> list[Counting]:
     """One count per iteration, of a request of the SQL task answered by the built-in pair. On the CPU: a replayed graph
-    dispatches nothing."""
+    dispatches nothing. kernels: those of an iteration serve where they can; without them it is tensor code."""
     engine, seen, found = (
         load(ModelSpec(BUILTIN_TARGET, device="cpu"), method=method, batch_size=1),
         0,
         list[Counting](),
     )
+    if not kernels:
+        engine.stepper.ops = engine.stepper.ops.without(*ITERATION_KERNELS)
     step = engine.stepper.step
 
     def counted(*arguments: Any) -> Any:

@@ -22,13 +22,6 @@ if TYPE_CHECKING:
 
 Backend = Literal["torch", "numba", "triton"]
 
-# What kernels of an iteration write: numbers and flags of a node, streams of noise, and the counters of a row: those
-# before its layers, and those of each layer.
-FIELDS = ("token", "parent", "root", "path", "stop_state", "drafter_id", "slot", "position")
-FLAGS = ("valid", "ends", "sampled")
-STREAMS = 8
-FIRST, COLUMNS = 7, 9
-
 
 class OpChoice(NamedTuple):
     """Backend that serves an operation, and the reason."""

@@ -26,6 +26,7 @@ DECODER = (*LAYERS, *MODEL)
 ITERATION_KERNELS = ("candidates", "draft", "verify", "commit", "move")
 ITERATION = ("log_total", *ITERATION_KERNELS)
 GPU_LAYERS = ("norm", "gated", "rotate", "linear")
+OpsOf = Callable[[Iterable[str]], dict[str, Any]]  # returns operations by their names
 TRITON = (*GPU_LAYERS, "attention", *ITERATION_KERNELS)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.engine.checks.kernels import HISTORY, OpsOf, kernels
-from dsbd_cli.ops.select import triton_ops
+from dsbd_cli.engine.checks.kernels import HISTORY, kernels
+from dsbd_cli.ops.select import OpsOf, triton_ops
 from dsbd_cli.ops.triton import KernelCheck
 
 ALL = {"top_k": 6, "top_p": 0.9, "min_p": 0.02, "stop": ("AB",)}

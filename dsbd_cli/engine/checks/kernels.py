@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -30,13 +30,12 @@ from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.ops.interface import Ops
-from dsbd_cli.ops.select import triton_ops
+from dsbd_cli.ops.select import OpsOf, triton_ops
 from dsbd_cli.ops.triton import Arguments, KernelCheck
 
 VOCABULARY = 24
 COMMON_PREFIX, SUFFIX, HISTORY = 5, 4, 24  # slots all beams share, slots of some, tokens generated at most
 EOS = 2
-OpsOf = Callable[[Iterable[str]], dict[str, Any]]  # returns operations by name
 
 
 class _TableModel:

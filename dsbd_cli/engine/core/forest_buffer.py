@@ -19,7 +19,7 @@ from dsbd_cli.engine.core.nodes import DraftDistribution, LayerNodes
 from dsbd_cli.engine.core.noise import stream_keys
 from dsbd_cli.engine.core.slots import Layout, SlotTable, backlog_slots
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.ops.interface import FIELDS, FLAGS, STREAMS
+from dsbd_cli.ops.layout import FIELDS, FLAGS, STREAMS
 
 
 def warp_tensors(warp: Warp) -> list[Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.interface import STREAMS
+from dsbd_cli.ops.layout import STREAMS
 
 # Streams: one purpose each, so that no random number is used twice.
 DRAFT, ACCEPT, RESIDUAL, COMPLETION, CLOCK = 1, 2, 3, 4, 5

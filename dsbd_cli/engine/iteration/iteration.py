@@ -141,7 +141,9 @@ class Iteration:
         state, forest, outcome, table = self.state, self.forest, self.outcome, self.state.table
         live = best_only(outcome.live) if state.method.memory_saving else outcome.live
         self._trace(live)
-        kernel = self.ops.commit(state.finished.score.shape[1], state.beams.ancestors.shape[2])
+        # the kernel writes the beams in place, and an observer may have kept the forest that begins with them
+        sizes = state.finished.score.shape[1], state.beams.ancestors.shape[2]
+        kernel = None if self.observer.attached else self.ops.commit(*sizes)
         guesses = self.caches.draft_guesses
         if kernel is not None:
             counters = pack_counters(state, outcome) if outcome.report is None else outcome.report

@@ -18,7 +18,8 @@ from dsbd_cli.engine.iteration.finished import Live
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.verify_forest import VerifiedForest
 from dsbd_cli.engine.verify.base import Rule
-from dsbd_cli.ops.interface import COLUMNS, FIRST, Ops
+from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.layout import COLUMNS, FIRST
 
 
 def verification_kernel(ops: Ops, state: BatchState, forest: Forest, candidates: Candidates) -> ModuleType | None:

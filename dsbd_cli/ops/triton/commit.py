@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.ops.interface import COLUMNS, FIRST
+from dsbd_cli.ops.layout import COLUMNS, FIRST
 from dsbd_cli.ops.triton.distribution import child_path
 
 MOST_BITS = 16384  # of the ancestors of a request at most, padding included

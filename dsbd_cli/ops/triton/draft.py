@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.ops import interface
+from dsbd_cli.ops import layout
 from dsbd_cli.ops.triton.distribution import (
     COUPLED,
     NEG_INF,
@@ -36,7 +36,7 @@ from dsbd_cli.ops.triton.distribution import (
 TOKEN, PARENT, ROOT, PATH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 STOP, DRAFTER_ID, SLOT, POSITION = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 VALID, ENDS, SAMPLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-STREAMS = tl.constexpr(interface.STREAMS)
+STREAMS = tl.constexpr(layout.STREAMS)
 MOST_PAIRS = 4096  # of a pool at most, padding included
 TILE = 256  # slots of a mask that are written at a time
 

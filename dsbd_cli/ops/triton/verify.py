@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.ops.interface import COLUMNS, FIRST
+from dsbd_cli.ops.layout import COLUMNS, FIRST
 from dsbd_cli.ops.triton.distribution import (
     COUPLED,
     NEG_INF,

@@ -49,7 +49,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     splat,
     take,
 )
-from dsbd_cli.ops.interface import COLUMNS, FIELDS, FIRST, FLAGS, STREAMS
+from dsbd_cli.ops.layout import COLUMNS, FIELDS, FIRST, FLAGS, STREAMS
 
 compiled = KernelCompiler("iterations", seconds=11, layout=LAYOUT)
 
