@@ -149,12 +149,12 @@ def move(slab: Tensor, source: Tensor, target: Tensor) -> None:
 
     On a CPU only the slots that move are copied, about one in fourteen, because finding them needs no transfer there.
     """
+    if slab.device.type == "cpu" and torch.equal(source, target):
+        return
     base = torch.arange(source.shape[0], device=source.device)[:, None] * slab.shape[2]
     source, target = (base + source).flatten(), (base + target).flatten()
     if slab.device.type == "cpu":
         moving = torch.from_numpy((source != target).numpy().nonzero()[0])
-        if not len(moving):
-            return
         source, target = source[moving], target[moving]
     flat = slab.flatten(1, 2)  # [P, R' * S, width], a view
     flat.index_copy_(1, target, flat.index_select(1, source))
