@@ -85,6 +85,12 @@ def _log_total(values: Tensor, highest: Tensor) -> Tensor:
     return reference.log_total(values, highest) if total is None else total
 
 
+def _both() -> object:
+    """Load the kernels of `candidates` and of `log_total`: a row gets candidates by either, and must get the same
+    bits."""
+    return iteration.compiled(), logsumexp.compiled()
+
+
 def _draft(rule: str | None = None, *sizes: int) -> ModuleType | None:
     return iteration if rule is None or iteration.fits(rule, recorded=bool(sizes[-1])) else None
 
@@ -109,7 +115,7 @@ NUMBA = {
         prompt_attention.attend, prompt_attention.compiled, "torch computes attention to prompts"
     ),
     "log_total": _Numba(_log_total, logsumexp.compiled, "torch computes the sums over the vocabulary"),
-    "candidates": _Numba(iteration.candidates, iteration.compiled, _TORCH_ITERATIONS),
+    "candidates": _Numba(iteration.candidates, _both, _TORCH_ITERATIONS),
     "draft": _Numba(_draft, iteration.compiled, _TORCH_ITERATIONS),
     "verify": _Numba(_verify, iteration.compiled, _TORCH_ITERATIONS),
     "commit": _Numba(_commit, iteration.compiled, _TORCH_ITERATIONS),

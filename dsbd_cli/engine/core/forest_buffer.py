@@ -70,7 +70,7 @@ class ForestBuffer:
         layout: slots of the nodes and slots that they see, for tensor code. written: layers that tensor code has
             written.
         kernel: module of ops that writes the forest; None: tensor code does. tensors: its output, FIELDS [8, R, N]
-            int64 and FLAGS [3, R, N] bool of ops/interface.py, weight [R, N], path tokens [R, N, D], ancestors
+            int64 and FLAGS [3, R, N] bool of ops/layout.py, weight [R, N], path tokens [R, N, D], ancestors
             [R, N, T], mask [R, N, S]. backlog_input: input of the forward that runs tokens of the backlog before the
             roots, [3, R, L + W0] int64 and mask [R, L + W0, S].
         distribution: draft distributions that `extend` records, where a rule compares with them; allocated at the first

@@ -219,7 +219,7 @@ class Iteration:
             self.legal is not None
             or not self.drafter.by_kernel
             or self.observer.attached
-            or (self.gate is not None and self.state.warp.scope == "beam")
+            or (self.gate is not None and (self.state.warp.scope == "beam" or self.state.table.used.is_cuda))
             or sizes.draft_backlog > MERGED_BACKLOG
         ):
             return None

@@ -42,7 +42,7 @@ def verify_with_kernel(
     keys: Tensor,
 ) -> VerifiedForest:
     """Do what verify_forest does, with a kernel. Updates `state.finished` in place. Counters of layers that were not
-    reached are 0, except the numbers of drafted nodes."""
+    reached are 0, except the width and the numbers of drafted nodes."""
     beams, finished, limits, flat = state.beams, state.finished, state.limits, forest.flat
     (rows, width), depth = finished.score.shape, forest.depth
 
@@ -99,7 +99,7 @@ def commit_with_kernel(
         rows = len(live.token)
         for name in ("valid", "token", "weight", "logprob", "path", "stop_state", "ancestors", "history"):
             value = getattr(beams, name)
-            setattr(beams, name, value.new_empty((rows, width, *value.shape[2:])))
+            setattr(beams, name, value.new_zeros((rows, width, *value.shape[2:])))
     src_slots, dst_slots = live.token.new_empty((2, len(live.token), window)).unbind(0)
     out = [beams.valid, beams.token, beams.weight, beams.logprob, beams.path, beams.stop_state]
     kernel.commit(

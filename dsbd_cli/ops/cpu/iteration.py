@@ -1,8 +1,9 @@
 """CPU kernels of an iteration: the candidates of its nodes, the forest, its verification and the commit.
 
 Tensor code takes some five microseconds for each of its operations, whatever their size, and an iteration of a few
-beams has hundreds of them. The kernels do the same work in loops. The tensor code of engine/ is the specification; it
-serves rule `rejection` and a dynamic width.
+beams has hundreds of them. The kernels do the same work in loops. The tensor code of engine/ is the specification. It
+still drafts and verifies for rule `rejection`, a dynamic width and observers, drafts where a constraint acts or a
+backlog is long, and selects many candidates.
 
 The kernels themselves are in kernels/iteration.py; numba, which compiles them, is imported at their first call.
 
@@ -26,6 +27,7 @@ from dsbd_cli.ops.layout import COLUMNS, FIELDS, FIRST, FLAGS, STREAMS
 
 RULES = ("coupled", "search")
 MOST_CANDIDATES = 256  # they are kept in order while they are found, which takes longer than sorting if there are many
+LINE = 64  # bytes of a line of the cache
 WORK = 16  # multiplications that take as long as a pair of a pool, about
 KINDS = {"w": torch.int64, "f": torch.float32, "b": torch.bool, "s": torch.int32}
 BUFFER = ("numbers", "flags", "node_weight", "node_path", "node_ancestors", "mask")  # tensors of a ForestBuffer
@@ -121,6 +123,7 @@ def _addresses(tensors: Sequence[Tensor], kinds: str) -> list[int]:
 def _run(kernel: CpuKernel, arguments: Any, work: int, memory: int = 0) -> None:
     """Run a kernel on its items. work: multiplications, about. memory: bytes that each thread works in."""
     if memory:
+        memory = -(-memory // LINE) * LINE  # no two threads share a line of the cache
         room = torch.empty(kernel.threads(work, arguments.items), memory, dtype=torch.uint8, device="cpu")
         arguments.work, arguments.work_bytes = room.data_ptr(), memory
     kernel(arguments, work, arguments.items)
@@ -210,6 +213,7 @@ def extend(
     forest_buffer.warp_flags.
     """
     assert fits(rule, recorded=bool(distribution))
+    assert len(endings[0]) == endings[1].shape[1]
     (rows, above, own), (first, layer, count) = tokens.shape, shape
     (_, nodes, window), slots = buffer[4].shape, buffer[5].shape[2]
     arguments = ExtendArguments(
@@ -247,6 +251,7 @@ def verify(
     which 0 to 3 are done, invalid, steps and the sum of widths. flags: of forest_buffer.warp_flags.
     """
     assert fits(rule, recorded=bool(distribution))
+    assert len(endings[0]) == endings[1].shape[1]
     (rows, count, own), width, roots = candidates[0].shape, out[0].shape[1], beams[0].shape[1]
     layers = out[6].shape[1] - 1  # a gate may have ended the forest early; the keys are those of all layers
     assert count == roots + layers * drafts
@@ -290,6 +295,7 @@ def commit(
     _, roots, length = beams[0].shape
     assert beams[0].dtype == torch.int64
     assert beams[0][0].is_contiguous()
+    assert finished[4].shape == out[7].shape == (rows, width, length)
     arguments = CommitArguments(
         0, 0, rows, count, roots, width, (report.shape[1] - FIRST) // COLUMNS, layers, window, length,
         table[3].shape[1], ran, beams[0].data_ptr(), 8 * beams[0].stride(0),

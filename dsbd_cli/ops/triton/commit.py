@@ -290,7 +290,7 @@ def commit(
     L], and length, depth, iteration [R], which change. finished: length, and origin, node, token, tokens, which change.
     out: valid, token, weight, logprob, path, stop_state, ancestors, history [R, W, ..]; the history may be that of
     `beams`. moved: source and destination slots [R, T], to be written. report: of `verify`; 4 to 6 become used,
-    common_prefix and drafted. ran: nodes that the draft has run; 0: it has run nothing new. stopping: there are stop
+    common_prefix and drafted. ran: nodes that the draft has run; not read without drafts. stopping: there are stop
     strings.
     """
     rows, width = live[0].shape

@@ -227,3 +227,10 @@ def test_a_large_pool_is_drawn_as_tensor_code_draws_it(monkeypatch: pytest.Monke
             for kernel in made(*settings, numba_ops):
                 if kernel.name in SERVED:
                     assert list(differences(kernel, CPU, 100 + seed)) == []
+
+
+def test_a_top_p_that_is_zero_in_float32_keeps_the_best_pair() -> None:
+    with torch.inference_mode():
+        for kernel in made({"rule": "coupled"}, {"top_p": 1e-46}, numba_ops):
+            if kernel.name in SERVED:
+                assert list(differences(kernel, CPU, 3)) == []

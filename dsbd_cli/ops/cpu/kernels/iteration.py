@@ -1,7 +1,8 @@
 """The kernels of iteration.py in numba: they select candidates, and write, verify and commit a forest.
 
-They compute what the tensor code of engine/ computes, whose docstrings say why. A thread works on one request, so the
-bits of a request do not depend on the others. No sum depends on the order of its terms.
+They compute what the tensor code of engine/ computes, whose docstrings say why. A thread works on one request (one
+node, where it selects candidates), so the bits of a request do not depend on the others. Sums of shares are sums of
+integers.
 
 A tensor is its address here. `whole`, `real` and `mark` read its number at a place (int64, float32, bool), and nothing
 checks the place. Arrays of numba would take twice as long to compile.
@@ -187,7 +188,8 @@ def cut(x, share, first, last, top_k, top_p, min_p):
     """Do what `_cut` does, and return the sum of the shares that stay."""
     for by_mass in range(2):
         if by_mass and top_p < 1:
-            wanted = types.float64(top_p) * types.float64(write_shares(x, share, first, last))
+            # a top_p that is 0 in float32 keeps the best pair
+            wanted = max(types.float64(top_p) * types.float64(write_shares(x, share, first, last)), 1.0)
             keep_largest(x, share, first, last, wanted, True)
         elif not by_mass and top_k > 0:
             keep_largest(x, share, first, last, types.float64(top_k), False)
@@ -288,8 +290,8 @@ def draw(
     """Draw the `most` pairs of the largest keys from a pool, live ones or, with any_end, all. Write their keys and
     places, best first, and return how many there are. Of equal keys the first is drawn first.
 
-    key: [M], to be written; a pair that can no longer be drawn may have -inf. log_p, share, total: the distribution.
-    noisy: its keys are log P + G(x, v). path, tokens, state: of all nodes. node: nodes of the pool.
+    key: [M], to be written; a pair below the last one drawn may have -inf, if `most` are drawn. log_p, share, total:
+    the distribution. noisy: its keys are log P + G(x, v). path, tokens, state: of all nodes. node: nodes of the pool.
     """
     held, least, scale = 0, NONE, 0.0
     for n in range(nodes):
