@@ -90,8 +90,9 @@ class Ops:
         log_total: takes values [m, V] and the highest [m, 1]; returns log(sum(exp(values - highest))) of each row
             [m, 1].
         candidates: takes logits [R, n, V]; returns tokens and log-probabilities [R, n, C] of the best, or None.
-        draft, verify, commit: take sizes; return the module of kernels that supports them, or None. `draft` begins and
-            extends a forest (asked without sizes, it only has to begin one), `verify` verifies it, `commit` keeps what
+        draft, verify, commit: take sizes, and the first two a rule; return the module of kernels that supports them, or
+            None. `draft` begins and extends a forest (asked without a rule, it only has to begin one), and is told
+            whether it must record the distribution of the drafts. `verify` verifies a forest, `commit` keeps what
             survives.
 
     report: the choice for each operation that was asked for.

@@ -85,9 +85,9 @@ def _log_total(values: Tensor, highest: Tensor) -> Tensor:
     return reference.log_total(values, highest) if total is None else total
 
 
-def _both() -> object:
-    """Load the kernels of `candidates` and of `log_total`: a row gets candidates by either, and must get the same
-    bits."""
+def _load_candidates() -> object:
+    """Load the kernel of `candidates`, and that of `log_total`, by which tensor code gives a row the same bits where it
+    selects."""
     return iteration.compiled(), logsumexp.compiled()
 
 
@@ -115,7 +115,7 @@ NUMBA = {
         prompt_attention.attend, prompt_attention.compiled, "torch computes attention to prompts"
     ),
     "log_total": _Numba(_log_total, logsumexp.compiled, "torch computes the sums over the vocabulary"),
-    "candidates": _Numba(iteration.candidates, _both, _TORCH_ITERATIONS),
+    "candidates": _Numba(iteration.candidates, _load_candidates, _TORCH_ITERATIONS),
     "draft": _Numba(_draft, iteration.compiled, _TORCH_ITERATIONS),
     "verify": _Numba(_verify, iteration.compiled, _TORCH_ITERATIONS),
     "commit": _Numba(_commit, iteration.compiled, _TORCH_ITERATIONS),

@@ -32,6 +32,8 @@ def test_the_report_says_what_serves(dtype: torch.dtype) -> None:
         assert one.op == "linear" or same == (one.backend == "torch"), one
     assert ops.linear is packed_linear
     assert set(ops.by("torch")) >= {"move", "attention"}
+    for name in ("candidates", "draft", "verify", "commit"):
+        assert (name in ops.by("numba")) == serves(name)
 
 
 def test_a_kernel_that_cannot_be_loaded_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

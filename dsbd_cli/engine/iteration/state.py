@@ -138,7 +138,11 @@ class BatchState:
         warp.temperature[at] = numbers((item.temperature or 1.0 for item in sampling), real)
         warp.top_k[at] = numbers(item.top_k for item in sampling)
         # in the limit T -> 0 all mass is on the best entry, so top-p and min-p leave that entry alone
-        top_p = (TOP_P_OF_BEST if item.temperature == 0 and item.top_p < 1 else item.top_p for item in sampling)
+        # a smaller top_p might be 0 in float32
+        top_p = (
+            TOP_P_OF_BEST if item.temperature == 0 and item.top_p < 1 else max(item.top_p, TOP_P_OF_BEST)
+            for item in sampling
+        )
         min_p = (1.0 if item.temperature == 0 and item.min_p > 0 else item.min_p for item in sampling)
         warp.top_p[at], warp.min_p[at] = numbers(top_p, real), numbers(min_p, real)
         for row, entry in entries.items():

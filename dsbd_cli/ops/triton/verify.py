@@ -361,7 +361,7 @@ def verify_kernel(
         real = kept[:, None] & (c < candidates)[None, :] & ((w < roots) | (layer > 0))[:, None]
         place = (base + known)[:, None] * candidates + c[None, :]
         tok = tl.load(tokens + place, mask=real, other=0)
-        lp = tl.load(logprobs + place, mask=real, other=NEG_INF)
+        lp = tl.load(logprobs + place, mask=real & alive[:, None], other=NEG_INF)  # a dead beam may have NaN
         raw = tl.where(alive, logprob, NEG_INF)[:, None] + lp
         if RULE == SEARCH:
             log_p = raw

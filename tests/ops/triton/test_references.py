@@ -67,6 +67,13 @@ def test_iterations_are_those_of_tensor_code(name: str, monkeypatch: pytest.Monk
                 assert ran[kernel.name], "the tensor code ran"
 
 
+def test_nan_at_a_dead_beam_does_not_reach_the_pool() -> None:
+    """Guards a request that ends without an answer because a node that no beam stands for has NaN."""
+    kernel = next(one for one in made(*SETTINGS["coupled-whole"]) if one.name == "verify")
+    with torch.inference_mode():
+        assert list(differences(kernel, DEVICE, seed=1)) == []
+
+
 @pytest.mark.parametrize("name", ["candidates", "move"])
 def test_others_are_those_of_tensor_code(name: str) -> None:
     (kernel,) = (one for one in KERNELS if one.name == name)

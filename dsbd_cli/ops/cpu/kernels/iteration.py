@@ -188,8 +188,7 @@ def cut(x, share, first, last, top_k, top_p, min_p):
     """Do what `_cut` does, and return the sum of the shares that stay."""
     for by_mass in range(2):
         if by_mass and top_p < 1:
-            # a top_p that is 0 in float32 keeps the best pair
-            wanted = max(types.float64(top_p) * types.float64(write_shares(x, share, first, last)), 1.0)
+            wanted = types.float64(top_p) * types.float64(write_shares(x, share, first, last))
             keep_largest(x, share, first, last, wanted, True)
         elif not by_mass and top_k > 0:
             keep_largest(x, share, first, last, types.float64(top_k), False)
@@ -479,38 +478,27 @@ def keep_finished(at, mine, width, logprob, score, length, by_length, node, toke
 
 
 @njit(error_model="numpy")
-def verify_row(at, row, work):
+def write_start(at, row):
+    """Write the results of a request that takes no step: the roots as beams, and the counters of layers that were not
+    reached. Return whether a node has a logit that is NaN."""
     nodes, candidates, roots = get_i64(at + VERIFY.nodes), get_i64(at + VERIFY.candidates), get_i64(at + VERIFY.roots)
     width, depth, drafted = get_i64(at + VERIFY.width), get_i64(at + VERIFY.layers), get_i64(at + VERIFY.count)
-    coupled, endings, here, mine = get_i64(at + VERIFY.coupled) != 0, at + VERIFY.eos, row * nodes, row * width
-    tokens = get_i64(at + VERIFY.tokens) + WHOLE * here * candidates
-    logprobs = get_i64(at + VERIFY.logprobs) + REAL * here * candidates
-    path, state = get_i64(at + VERIFY.path) + WHOLE * here, get_i64(at + VERIFY.stop_state) + WHOLE * here
-    node_parent, node_token = get_i64(at + VERIFY.parent) + WHOLE * here, get_i64(at + VERIFY.token) + WHOLE * here
+    here, mine = row * nodes, row * width
+    logprobs, node_token = get_i64(at + VERIFY.logprobs) + REAL * here * candidates, get_i64(at + VERIFY.token)
     node_valid, drafter_id = get_i64(at + VERIFY.valid) + here, get_i64(at + VERIFY.drafter_id) + WHOLE * here
-    report = get_i64(at + VERIFY.report) + WHOLE * row * (FIRST + depth * COLUMNS)
+    parent, token = get_i64(at + VERIFY.out_parent), get_i64(at + VERIFY.out_token)
+    node, valid = get_i64(at + VERIFY.out_node), get_i64(at + VERIFY.out_valid)
+    weight, logprob = get_i64(at + VERIFY.out_weight), get_i64(at + VERIFY.out_logprob)
     before = get_i64(at + VERIFY.out_before) + WHOLE * row * (depth + 1) * width
-    worst = get_i64(at + VERIFY.finished_score) + REAL * (mine + width - 1)
-    # the beams of the present step, and at the end the results
-    parent, token = get_i64(at + VERIFY.out_parent) + WHOLE * mine, get_i64(at + VERIFY.out_token) + WHOLE * mine
-    node, valid = get_i64(at + VERIFY.out_node) + WHOLE * mine, get_i64(at + VERIFY.out_valid) + mine
-    weight, logprob = get_i64(at + VERIFY.out_weight) + REAL * mine, get_i64(at + VERIFY.out_logprob) + REAL * mine
-    # memory to work in
-    pairs = width * candidates
-    share, place, known = work, work + WHOLE * pairs, work + WHOLE * (pairs + width)
-    e_place, n_parent = known + WHOLE * width, known + 2 * WHOLE * width
-    joint = known + 3 * WHOLE * width
-    log_p, key, best = joint + REAL * pairs, joint + 2 * REAL * pairs, joint + 3 * REAL * pairs
-    above, e_best, n_logprob = best + REAL * width, best + 2 * REAL * width, best + 3 * REAL * width
-
+    report = get_i64(at + VERIFY.report) + WHOLE * row * (FIRST + depth * COLUMNS)
     for w in range(width):
         root, from_root = w < roots, row * roots + w
-        put_whole(parent, w, w if root else 0)
-        put_whole(node, w, w if root else -1)
-        put_whole(token, w, whole(node_token, w) if root else 0)
-        put_mark(valid, w, root and mark(get_i64(at + VERIFY.root_valid), from_root))
-        put_real(weight, w, real(get_i64(at + VERIFY.root_weight), from_root) if root else ZERO)
-        put_real(logprob, w, real(get_i64(at + VERIFY.root_logprob), from_root) if root else ZERO)
+        put_whole(parent, mine + w, w if root else 0)
+        put_whole(node, mine + w, w if root else -1)
+        put_whole(token, mine + w, whole(node_token, here + w) if root else 0)
+        put_mark(valid, mine + w, root and mark(get_i64(at + VERIFY.root_valid), from_root))
+        put_real(weight, mine + w, real(get_i64(at + VERIFY.root_weight), from_root) if root else ZERO)
+        put_real(logprob, mine + w, real(get_i64(at + VERIFY.root_logprob), from_root) if root else ZERO)
     for step in range((depth + 1) * width):
         put_whole(before, step, -1)
     for column in range(FIRST + depth * COLUMNS):
@@ -528,8 +516,46 @@ def verify_row(at, row, work):
     for m in range(nodes * candidates):
         value = real(logprobs, m)
         broken = broken or (math.isnan(value) and mark(node_valid, m // candidates))
+    return broken
+
+
+@njit(error_model="numpy")
+def drafted_as(at, row, first, parent, token):
+    """Return which of the K drafts from node `first` on is this pair; -1 for none."""
+    here = row * get_i64(at + VERIFY.nodes) + first
+    for k in range(here, here + get_i64(at + VERIFY.count)):
+        same = whole(get_i64(at + VERIFY.parent), k) == parent and whole(get_i64(at + VERIFY.token), k) == token
+        if same and mark(get_i64(at + VERIFY.valid), k):
+            return k - here
+    return -1
+
+
+@njit(error_model="numpy")
+def verify_row(at, row, work):
+    nodes, candidates, roots = get_i64(at + VERIFY.nodes), get_i64(at + VERIFY.candidates), get_i64(at + VERIFY.roots)
+    width, depth, drafted = get_i64(at + VERIFY.width), get_i64(at + VERIFY.layers), get_i64(at + VERIFY.count)
+    coupled, endings, here, mine = get_i64(at + VERIFY.coupled) != 0, at + VERIFY.eos, row * nodes, row * width
+    tokens = get_i64(at + VERIFY.tokens) + WHOLE * here * candidates
+    logprobs = get_i64(at + VERIFY.logprobs) + REAL * here * candidates
+    path, state = get_i64(at + VERIFY.path) + WHOLE * here, get_i64(at + VERIFY.stop_state) + WHOLE * here
+    node_parent, node_valid = get_i64(at + VERIFY.parent) + WHOLE * here, get_i64(at + VERIFY.valid) + here
+    drafter_id = get_i64(at + VERIFY.drafter_id) + WHOLE * here
+    report = get_i64(at + VERIFY.report) + WHOLE * row * (FIRST + depth * COLUMNS)
+    before = get_i64(at + VERIFY.out_before) + WHOLE * row * (depth + 1) * width
+    worst = get_i64(at + VERIFY.finished_score) + REAL * (mine + width - 1)
+    # the beams of the present step, and at the end the results
+    parent, token = get_i64(at + VERIFY.out_parent) + WHOLE * mine, get_i64(at + VERIFY.out_token) + WHOLE * mine
+    node, valid = get_i64(at + VERIFY.out_node) + WHOLE * mine, get_i64(at + VERIFY.out_valid) + mine
+    weight, logprob = get_i64(at + VERIFY.out_weight) + REAL * mine, get_i64(at + VERIFY.out_logprob) + REAL * mine
+    # memory to work in
+    pairs = width * candidates
+    share, place, known = work, work + WHOLE * pairs, work + WHOLE * (pairs + width)
+    e_place, n_parent = known + WHOLE * width, known + 2 * WHOLE * width
+    joint = known + 3 * WHOLE * width
+    log_p, key, best = joint + REAL * pairs, joint + 2 * REAL * pairs, joint + 3 * REAL * pairs
+    above, e_best, n_logprob = best + REAL * width, best + 2 * REAL * width, best + 3 * REAL * width
     active = mark(get_i64(at + VERIFY.active), row)
-    broken = broken and active
+    broken = write_start(at, row) and active
     length, limit = whole(get_i64(at + VERIFY.length), row), whole(get_i64(at + VERIFY.max_new), row)
     penalty, early = types.float64(real(get_i64(at + VERIFY.penalty), row)), mark(get_i64(at + VERIFY.early), row)
     noisy = coupled and not mark(get_i64(at + VERIFY.greedy), row)
@@ -604,16 +630,14 @@ def verify_row(at, row, work):
             if over and (coupled or real(best, w) >= last):  # the length limit ends it
                 value, at_node = real(logprob, w), whole(parent, w)
                 keep_finished(at, mine, width, value, value / scale, length + steps, True, at_node, whole(token, w))
-            for j in range(drafted if layer < depth else 0):
-                same = whole(node_parent, below + j) == whole(parent, w) and mark(node_valid, below + j)
-                if same and whole(node_token, below + j) == whole(token, w):
-                    put_whole(node, w, below + j)
-                    accepted += 1
-                    if whole(drafter_id, below + j) == 1:
-                        second += 1
-                    else:
-                        needed = max(needed, j + 1)
-                    break
+            j = drafted_as(at, row, below, whole(parent, w), whole(token, w)) if layer < depth else -1
+            if j >= 0:
+                put_whole(node, w, below + j)
+                accepted += 1
+                if whole(drafter_id, below + j) == 1:
+                    second += 1
+                else:
+                    needed = max(needed, j + 1)
         passed = layer < depth and held > 0 and accepted == held
         if layer < depth:
             column = report + WHOLE * (FIRST + layer * COLUMNS)
