@@ -174,6 +174,7 @@ class ForestBuffer:
 
     def end(self, layers: int) -> None:
         """Reduce the forest to the roots and the first `layers` layers, the only ones that are written."""
+        assert self.kernel is not None or len(self.written) == layers + 1
         self.sizes = replace(self.sizes, layers=layers)
 
     @property

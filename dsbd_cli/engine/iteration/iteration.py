@@ -214,7 +214,7 @@ class Iteration:
         return ForestBuffer.begin(state.method.rule, sizes, state.beams, state.table, noise, kernel=kernel, legal=legal)
 
     def _draft_kernel(self, sizes: ForestSizes) -> ModuleType | None:
-        """Return the kernels that write the forest; None where tensor code does."""
+        """Return the kernels that write the forest; None where tensor code does. Those of a GPU know no gate."""
         if (
             self.legal is not None
             or not self.drafter.by_kernel
