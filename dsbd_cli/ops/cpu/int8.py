@@ -29,6 +29,7 @@ from dsbd_cli.ops.cpu.runtime import (
     PRODUCT,
     CpuKernel,
     Eager,
+    allocate_weights,
     features,
     fields,
     kernels,
@@ -36,7 +37,6 @@ from dsbd_cli.ops.cpu.runtime import (
     matrix_units,
     may_use_matrix_units,
     offsets,
-    scratch,
     shares,
     team,
 )
@@ -221,7 +221,7 @@ def _quantized_weights(weights: Sequence[Tensor], kept: Tensor) -> tuple[Tensor,
     zeros (scales: with SMALLEST) to a multiple of COLUMNS. Each weight is read twice, row by row."""
     rows, owners = row_addresses(weights)
     inputs, count, threads = weights[0].shape[1], len(rows), torch.get_num_threads()
-    made = scratch(count * inputs).view(torch.int32).view(-1, inputs // 4, COLUMNS)
+    made = allocate_weights(count * inputs).view(torch.int32).view(-1, inputs // 4, COLUMNS)
     scales, sums = torch.empty(count), torch.empty(count, dtype=torch.int32)
     spare = torch.empty(threads, COLUMNS * inputs, dtype=torch.uint8)
     arguments = QuantizeWeightArguments(

@@ -25,6 +25,7 @@ from dsbd_cli.ops.cpu.runtime import (
     PRODUCT,
     CpuKernel,
     Eager,
+    allocate_weights,
     features,
     fields,
     flattened,
@@ -34,7 +35,6 @@ from dsbd_cli.ops.cpu.runtime import (
     may_use_matrix_units,
     offsets,
     on_amd,
-    scratch,
     team,
 )
 
@@ -156,7 +156,7 @@ def _lines(rows: Tensor, count: int, like: Tensor, out: Tensor | None = None) ->
     the place of the others. like: [., i], a tensor of the same dtype and width. out: as in `picked_lines`."""
     steps, zeros = like.shape[1] * like.element_size() // 4, torch.zeros_like(like[0]).contiguous()
     rows[count:] = zeros.data_ptr()
-    made = scratch(len(rows) * steps * 4).view(torch.int32).view(-1, steps, COLUMNS) if out is None else out
+    made = allocate_weights(len(rows) * steps * 4).view(torch.int32).view(-1, steps, COLUMNS) if out is None else out
     compiled()[1](PackArguments(0, 0, len(made), rows.data_ptr(), steps, made.data_ptr()), made.numel(), len(made))
     return made
 

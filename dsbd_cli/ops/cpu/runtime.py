@@ -12,6 +12,7 @@ import importlib
 import logging
 import mmap
 import platform
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ from torch import Tensor
 
 SMALL = 2**18  # a call of fewer multiplications runs on one thread: waking another would take longer
 HUGE = 2**21  # bytes of a huge page
+CACHE_LINE = 64  # bytes
+MOST_SHARED, SHARED = 4 * HUGE, 16 * HUGE  # bytes, see `allocate_weights`
 # system call arch_prctl of Linux on x86, its request for the permission to use registers, and the number of the tile
 # registers (kernel documentation, x86/xstate)
 ARCH_PRCTL, REQUEST_REGISTERS, TILE_REGISTERS = 158, 0x1023, 18
@@ -187,16 +190,48 @@ def may_use_matrix_units() -> bool:
     return int(ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_REGISTERS, TILE_REGISTERS)) == 0
 
 
-def scratch(size: int) -> Tensor:
-    """Return [size] uint8, in pages of 2 MiB where the system has them: reading memory in small pages takes longer."""
-    if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            taken = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):  # a system without such pages
-                taken.madvise(mmap.MADV_HUGEPAGE)
-            found = torch.frombuffer(taken, dtype=torch.uint8)
-            return found.narrow(0, -found.data_ptr() % HUGE, size)
-    return torch.empty(size, dtype=torch.uint8, device="cpu")
+def allocate_zeros(size: int) -> Tensor:
+    """Return [size] uint8 of zeros, in pages of 2 MiB where the system has them. A page takes space once it has been
+    written to.
+
+    Reading much memory in small pages takes longer, because the processor has to look up each of them.
+    """
+    with torch.inference_mode(False):  # a part of it may be written to outside of that mode
+        if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                taken = mmap.mmap(-1, size + 2 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                with contextlib.suppress(OSError):  # a system without such pages
+                    taken.madvise(mmap.MADV_HUGEPAGE)
+                found = torch.frombuffer(taken, dtype=torch.uint8)
+                return found.narrow(0, -found.data_ptr() % HUGE, size)
+        return torch.zeros(size, dtype=torch.uint8, device="cpu")
+
+
+class _Rest:
+    """The rest of the block of memory that `allocate_weights` cuts from."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.lock = threading.Lock()
+
+
+_rest = _Rest()
+
+
+def allocate_weights(size: int) -> Tensor:
+    """Return [size] uint8 for packed weights, in pages as `allocate_zeros` returns them.
+
+    Up to MOST_SHARED bytes are cut from a block of SHARED bytes, which is freed when none of its parts is used any
+    more.
+    """
+    if size > MOST_SHARED:
+        return allocate_zeros(size)
+    with _rest.lock:
+        taken = -(-size // CACHE_LINE) * CACHE_LINE
+        if taken > len(_rest.memory):
+            _rest.memory = allocate_zeros(SHARED)
+        found, _rest.memory = _rest.memory[:size], _rest.memory[taken:]
+        return found
 
 
 def unloadable(load: Callable[[], object], instead: str) -> str | None:

@@ -450,3 +450,23 @@ def test_tables_that_the_kernel_does_not_take_are_copied(kind: str) -> None:
     assert isinstance(select.pick(table, dtype), reference.PickedRows)
     wanted = x.float() @ table[ids[0]].float().T
     torch.testing.assert_close(picked(table, ids, x).float(), wanted, rtol=3e-2, atol=0.3)
+
+
+def test_weights_that_share_a_block_of_memory_do_not_overlap() -> None:
+    sizes = [1, 64, 65, 3 << 20, native.MOST_SHARED, native.MOST_SHARED + 1, *[native.MOST_SHARED - 1] * 9]
+    parts = [native.allocate_weights(size) for size in sizes]
+    for number, part in enumerate(parts):
+        part.fill_(number + 1)
+    for number, (size, part) in enumerate(zip(sizes, parts, strict=True)):
+        assert len(part) == size
+        assert part.data_ptr() % native.CACHE_LINE == 0
+        assert part.eq(number + 1).all()
+
+
+@pytest.mark.parametrize("size", [0, 5, native.HUGE, 3 * native.HUGE + 5])
+def test_zeros_are_zeros(size: int) -> None:
+    for _ in range(2):  # the second time perhaps in memory that the first one wrote to
+        found = native.allocate_zeros(size)
+        assert found.shape == (size,)
+        assert not found.any()
+        found.fill_(1)
