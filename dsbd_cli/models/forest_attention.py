@@ -176,10 +176,7 @@ class AttentionMetadata:
         key = self._key(mask)
         if key not in self._paths:
             seen = self._seen[key][1]
-            slots = seen.shape[-1]
-            at = self._suffix_slots(slots, seen.device)
-            depth = at if self._positions is None else self._positions.gather(1, at.clamp(max=slots - 1))
-            self._paths[key] = SlotPaths.of(seen, at[:, 0].contiguous(), depth.argsort(dim=1, stable=True))
+            self._paths[key] = SlotPaths.of(seen, self.counts, self._suffix_width(seen.shape[-1]), self._positions)
         return self._paths[key]
 
     def suffix(self, mask: Tensor) -> Tensor:
@@ -198,14 +195,16 @@ class AttentionMetadata:
     def _suffix_slots(self, slots: int, device: torch.device) -> Tensor:
         """Return the slots [R, T] int64 of the suffix. Numbers past the last slot stand for no slot."""
         if self._at is None:
-            # a source may be all prompt slots
-            width = max(LEAST_SUFFIX, min(self.width, slots - min(self.prompt_slots)))
-            at = torch.arange(width, device=device)
+            at = torch.arange(self._suffix_width(slots), device=device)
             if len(set(self.prompt_slots)) == 1:  # always on a GPU, where a capture takes nothing from the host
                 self._at = (at + self.prompt_slots[0]).expand(len(self.prompt_slots), -1)
             else:
                 self._at = torch.tensor(self.prompt_slots, device=device).unsqueeze(1) + at
         return self._at
+
+    def _suffix_width(self, slots: int) -> int:
+        """Return T. A source may be all prompt slots."""
+        return max(LEAST_SUFFIX, min(self.width, slots - min(self.prompt_slots)))
 
     def head(self, mask: Tensor, queries: int) -> Tensor | None:
         """Return the mask [R, 1, m, S] whose prompt slots are added to their scores; None where nothing is masked. The

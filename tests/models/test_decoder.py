@@ -509,7 +509,7 @@ def test_only_so_many_programs_are_kept(loaded: Loads, monkeypatch: pytest.Monke
     target.reserve(1, 64)
     built: list[int] = []
     real = target._built
-    monkeypatch.setattr(target, "_built", lambda hidden, inputs: built.append(hidden.shape[1]) or real(hidden, inputs))
+    monkeypatch.setattr(target, "_built", lambda hidden, *rest: built.append(hidden.shape[1]) or real(hidden, *rest))
     for count in (4, 5, 6, 4, 7, 4, 5):
         target.forward(chain(tokens(1, count), prompt_slots=(0,), suffix=64))
         assert len(target._programs) <= 3
@@ -528,7 +528,7 @@ def test_prompts_of_any_length_share_programs(forgotten: bool, loaded: Loads, mo
         wanted = answers(target, given, SEARCH, batch_size=1)
     built: list[int] = []
     real, load = target._built, decoder_model._LayerProgram.load
-    monkeypatch.setattr(target, "_built", lambda hidden, inputs: built.append(hidden.shape[1]) or real(hidden, inputs))
+    monkeypatch.setattr(target, "_built", lambda hidden, *rest: built.append(hidden.shape[1]) or real(hidden, *rest))
 
     def forgetting(made: Any, hidden: Tensor, inputs: Any) -> None:
         prompts = [view.prompt.counts for view in made.inputs.views if view.prompt is not None]
@@ -541,6 +541,29 @@ def test_prompts_of_any_length_share_programs(forgotten: bool, loaded: Loads, mo
         monkeypatch.setattr(decoder_model._LayerProgram, "load", forgetting)
     assert (answers(target, given, SEARCH, batch_size=1) == wanted) is not forgotten
     assert len(built) == len(set(built))
+    target.release()
+
+
+@ON_CPU
+@KERNELS
+@pytest.mark.parametrize("packed", [True, False])
+def test_logits_stay_when_their_program_runs_again(
+    packed: bool, loaded: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards results in the memory of a program, of products by a kernel and by torch."""
+    target, _ = loaded("llama")
+    target.release()
+    target.reserve(1, 64)
+    if not packed:
+        head = target.decoder.weights.head
+        product = head.compute
+        monkeypatch.setattr(head, "compute", lambda x, run: run.compute(lambda: product(x)))
+    ids = tokens(1, 4)
+    first, second = (target.forward(chain(one, prompt_slots=(0,), suffix=64)) for one in (ids, ids.flip(1)))
+    assert len(target._programs) == 1
+    again = target.forward(chain(ids, prompt_slots=(0,), suffix=64))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
     target.release()
 
 

@@ -35,7 +35,7 @@ from dsbd_cli.ops.cpu.attention import SlotPaths
 from dsbd_cli.ops.cpu.linear import PackedProduct, address
 from dsbd_cli.ops.cpu.program import Arena, Program
 from dsbd_cli.ops.cpu.prompt_attention import STEP
-from dsbd_cli.ops.cpu.runtime import EAGER
+from dsbd_cli.ops.cpu.runtime import EAGER, Eager
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import LAYERS
 
@@ -45,14 +45,25 @@ LEAST_PADDED = 64  # slots that a program has room for in a path, and between it
 POSITION_STEP = 1024  # rotary tables grow in steps of this size
 
 
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """Results of a forward. last: [R, n, H] after the final norm, and summed: before it. hidden_states: [R, n, H] after
+    the layers that are watched. product: of the LM head, [R, n, V]; None where logits were not asked for."""
+
+    last: Tensor
+    summed: Tensor
+    hidden_states: dict[int, Tensor]
+    product: Tensor | None
+
+
 @dataclass(slots=True)
 class _LayerProgram:
-    """The program that runs the layers in all forwards of one shape, with the memory of its inputs and results."""
+    """The program that runs all forwards of one shape, with the memory of its inputs and results."""
 
     program: Program
     hidden: Tensor
     inputs: LayerInputs
-    results: tuple[Tensor, Tensor, dict[int, Tensor]]
+    results: _Results
 
     def load(self, hidden: Tensor, inputs: LayerInputs) -> None:
         """Copy the inputs of a forward into those of the program."""
@@ -223,7 +234,8 @@ class DecoderForestModel(BaseForestModel):
         slots = torch.arange(count * length, device=self._device)
         inputs = LayerInputs(slots, angles, views, lambda _: (planes[0], planes[1]))
         residual, branch, _ = decoder.layers(decoder.embed(tokens.to(self._device)), inputs)
-        return self._fitted(decoder.logits(decoder.finish(residual, branch)))
+        last, _ = decoder.finish(residual, branch)
+        return self._fitted(decoder.logits(decoder.head(last), last))
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         decoder = self.decoder
@@ -232,36 +244,37 @@ class DecoderForestModel(BaseForestModel):
         write = self._cache.under_way
         assert write is not None
         inputs = LayerInputs(write.flat, self._rotated(batch.positions), self._views(batch), self._cache.planes)
-        residual, branch, hidden_states = self._layers(batch, hidden, inputs)
-        if self._tap is None and not logits:
-            return None
-        last = decoder.finish(residual, branch)
+        results = self._results(batch, hidden, inputs, logits)
         if self._tap is not None:
-            self._leave_states([hidden_states[number] for number in self._tap.layers] or [last])
-        return decoder.logits(last, batch.own_ids) if logits else None
+            self._leave_states([results.hidden_states[number] for number in self._tap.layers] or [results.last])
+        return None if results.product is None else decoder.logits(results.product, results.last, batch.own_ids)
 
-    def _layers(
-        self, batch: ForestInput, hidden: Tensor, inputs: LayerInputs
-    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    def _results(self, batch: ForestInput, hidden: Tensor, inputs: LayerInputs, logits: bool) -> _Results:
+        """Run the layers, the final norm and, with `logits`, the LM head, as a program where there is one."""
         few = hidden.shape[:2].numel() <= MOST_NODES
         fixed = all(not isinstance(view, MaskView) or view.metadata is None for view in inputs.views)
         if not (self.ops.program is not None and few and fixed and batch.rows is None and not batch.chain):
-            return self.decoder.layers(hidden, inputs, EAGER, self._watched)
+            return self._computed(hidden, inputs, logits, EAGER)
         if self._programs_of != self.generation:
             self.forget_programs()
-        key = (torch.get_num_threads(), hidden.shape, *map(_key_of, inputs.views))
+        key = (torch.get_num_threads(), hidden.shape, logits, *map(_key_of, inputs.views))
         made = self._programs.pop(key, None)
         if made is None:
             while len(self._programs) >= MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            made = self._built(hidden, inputs)
+            made = self._built(hidden, inputs, logits)
             self._built_programs += 1
         self._programs[key] = made  # the last one now
         made.load(hidden, inputs)
-        made.program.run()
-        return made.results
+        return replace(made.results, product=made.program.run())
 
-    def _built(self, hidden: Tensor, inputs: LayerInputs) -> _LayerProgram:
+    def _computed(self, hidden: Tensor, inputs: LayerInputs, logits: bool, run: Eager) -> _Results:
+        residual, branch, hidden_states = self.decoder.layers(hidden, inputs, run, self._watched)
+        run.begin(self.decoder.spec.layers)
+        last, summed = self.decoder.finish(residual, branch, run)
+        return _Results(last, summed, hidden_states, self.decoder.head(last, run) if logits else None)
+
+    def _built(self, hidden: Tensor, inputs: LayerInputs, logits: bool) -> _LayerProgram:
         """Build the program for the shape of this forward, with copies of its inputs."""
         # the program runs in inference mode and outside of it, so its memory must not be that of inference tensors
         with torch.inference_mode(False), torch.no_grad():
@@ -274,8 +287,10 @@ class DecoderForestModel(BaseForestModel):
                 inputs.planes,
             )
             first = hidden.clone()
-            results = self.decoder.layers(first, places, program, self._watched)
+            results = self._computed(first, places, logits, program)
             program.close()
+            if results.product is not None:
+                program.renew(results.product)
         return _LayerProgram(program, first, places, results)
 
     def _rotated(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -135,7 +135,7 @@ class LayerInputs:
 
 
 class Decoder:
-    """A decoder with its weights. `embed`, `layers`, `finish` and `logits`, in this order, are its forward."""
+    """A decoder with its weights. `embed`, `layers`, `finish`, `head` and `logits`, in this order, are its forward."""
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops) -> None:
         self.spec, self.weights, self.ops = spec, weights, ops
@@ -185,14 +185,18 @@ class Decoder:
             copies[count] = run.compute(lambda: last[0] + last[1])
         return residual, branch, copies
 
-    def finish(self, residual: Tensor, branch: Tensor) -> Tensor:
-        """Return the final norm [R, n, H] of the sum of both."""
-        return self.ops.norm(branch, residual, self.weights.norm, self.spec.eps, self.spec.unit_offset, EAGER)[0]
+    def finish(self, residual: Tensor, branch: Tensor, run: Eager = EAGER) -> tuple[Tensor, Tensor]:
+        """Return the final norm [R, n, H] of the sum of both, and the sum."""
+        return self.ops.norm(branch, residual, self.weights.norm, self.spec.eps, self.spec.unit_offset, run)
 
-    def logits(self, hidden: Tensor, own_ids: Tensor | None = None) -> Tensor:
-        """Return the logits [R, n, V] of hidden states after `finish`, or of as many tokens as the head has. Logits of
-        own_ids [R, o] follow them."""
-        found, cap = self.weights.head.compute(hidden), self.spec.logit_softcap
+    def head(self, hidden: Tensor, run: Eager = EAGER) -> Tensor:
+        """Return the product [R, n, V] of the LM head with hidden states after `finish`."""
+        return self.weights.head.compute(hidden, run)
+
+    def logits(self, found: Tensor, hidden: Tensor, own_ids: Tensor | None = None) -> Tensor:
+        """Return the logits [R, n, V], or of as many tokens as the head has, from the product `found` of `head` with
+        hidden states [R, n, H]. Logits of own_ids [R, o] follow them."""
+        cap = self.spec.logit_softcap
         if own_ids is not None:
             assert self.own_rows is not None
             found = torch.cat((found, self.own_rows.compute(hidden, own_ids)), -1)

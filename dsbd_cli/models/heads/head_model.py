@@ -284,13 +284,11 @@ class HeadForestModel(TargetHead, DecoderForestModel):
         assert write is not None
         hidden = head.start(head.embed(self._ids_in_table(batch)), states)
         inputs = LayerInputs(write.flat, self._rotated(batch.positions), self._views(batch), cache.planes)
-        residual, branch, _ = self._layers(batch, hidden, inputs)
-        if not logits:
+        results = self._results(batch, hidden, inputs, logits)
+        if results.product is None:
             return None  # the target has run all nodes
-        spec = head.spec
-        last, summed = head.ops.norm(branch, residual, head.weights.norm, spec.eps, spec.unit_offset, EAGER)
-        self._guess(batch, head.guess(summed, last))
-        return head.logits(last, batch.own_ids)
+        self._guess(batch, head.guess(results.summed, results.last))
+        return head.logits(results.product, results.last, batch.own_ids)
 
 
 def _rows(batch: ForestInput) -> Tensor:

@@ -43,8 +43,8 @@ class SlotListArguments(ctypes.Structure):
     """Arguments of the kernel `list_slots`."""
 
     _fields_ = fields(
-        "taken", "threads", "rows", "nodes", "width", "total", "seen", "seen_row", "seen_node", "starts", "order",
-        "slots", "counts", "bounds",
+        "taken", "threads", "rows", "nodes", "width", "total", "seen", "seen_row", "seen_node", "starts", "depths",
+        "depths_row", "slots", "counts", "bounds",
     )  # fmt: skip
 
 
@@ -68,25 +68,27 @@ class SlotPaths:
     total: int
 
     @staticmethod
-    def of(seen: Tensor, starts: Tensor, order: Tensor) -> SlotPaths:
-        """List the slots. seen [R, n, S] bool; starts [R] int64, the slot where each suffix begins; order [R, T] int64,
-        the places of the suffix, relative to its start, sorted by depth."""
+    def of(seen: Tensor, starts: Tensor, width: int, depths: Tensor | None) -> SlotPaths:
+        """List the slots. seen [R, n, S] bool; starts [R] int64, the slot where each suffix begins; width: T, its
+        slots; depths [R, S] int64, the depth of the token in each slot; None: slots are in order of depth."""
         rows, nodes, total = seen.shape
-        width = order.shape[1]
-        assert (seen.dtype, starts.dtype, order.dtype) == (torch.bool, torch.int64, torch.int64)
-        assert (starts.shape, len(order)) == ((rows,), rows)
+        assert (seen.dtype, starts.dtype, starts.numel()) == (torch.bool, torch.int64, rows)
         if seen.stride(2) != 1:
             seen = seen.contiguous()
-        order = order.contiguous()
+        ordered = 0, 0
+        if depths is not None:
+            assert (depths.dtype, depths.stride(1), len(depths)) == (torch.int64, 1, rows)
+            assert depths.shape[1] >= total
+            ordered = depths.data_ptr(), depths.stride(0) * 8
         slots = torch.empty(rows, nodes, width, dtype=torch.int32, device="cpu")
         counts = slots.new_empty(rows, nodes)
         bounds = slots.new_empty(rows, 2)
         arguments = SlotListArguments(
             0, 0, rows, nodes, width, total, seen.data_ptr(), seen.stride(0), seen.stride(1), starts.data_ptr(),
-            order.data_ptr(), slots.data_ptr(), counts.data_ptr(), bounds.data_ptr(),
+            *ordered, slots.data_ptr(), counts.data_ptr(), bounds.data_ptr(),
         )  # fmt: skip
         compiled()[1](arguments, rows * nodes * width, rows)
-        return SlotPaths(slots, counts, bounds, int((bounds[:, 1] - bounds[:, 0]).max()), total)
+        return SlotPaths(slots, counts, bounds, max(end - first for first, end in bounds.tolist()), total)
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -72,6 +72,8 @@ class Program(Eager):
         self._calls: list[tuple[int, int, int]] = []
         self._kept: list[object] = []  # objects that addresses in the calls point to
         self._steps: list[Step] = []
+        self._last: Any = None  # arguments of the kernel that was recorded last
+        self._result: Tensor | None = None
 
     def begin(self, layer: int) -> None:
         self._arena.begin(layer)
@@ -85,6 +87,7 @@ class Program(Eager):
     def launch(self, kernel: CpuKernel, arguments: ctypes.Structure, work: int, items: int, *kept: Tensor) -> None:
         self._calls.append((kernel.address, ctypes.addressof(arguments), kernel.threads(work, items)))
         self._kept.append((arguments, kept))
+        self._last = arguments
 
     def compute(self, function: Callable[[], Results]) -> Results:
         self.close()
@@ -114,10 +117,23 @@ class Program(Eager):
             )
             self._calls = []
 
-    def run(self) -> None:
-        """Run all calls in order. The results are in the memory that the operations were given while it was built."""
+    def renew(self, result: Tensor) -> None:
+        """Have each run return `result`, the output of a product that was the last operation, in memory of its own."""
+        self._result = result
+        if getattr(self._last, "out", None) != result.data_ptr():  # an operation of torch has written it
+            self._last = None
+
+    def run(self) -> Tensor | None:
+        """Run all calls in order. Return the result that `renew` named, if any. Other results are in the memory that
+        the operations were given while the program was built."""
+        result = self._result
+        if result is not None and self._last is not None:  # the last kernel, a product, has written it
+            count = self._last.rows * self._last.out_row  # bytes; the kernel fills up rows that the result cuts
+            fresh = torch.empty(count // result.itemsize, dtype=result.dtype, device="cpu")
+            self._last.out, result = fresh.data_ptr(), fresh.as_strided(result.shape, result.stride())
         for step in self._steps:
             step()
+        return result if result is None or result is not self._result else result.clone()
 
     def _static_buffer(self, like: Tensor) -> Tensor:
         return self.empty(*like.shape, dtype=like.dtype)

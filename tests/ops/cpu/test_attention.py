@@ -214,7 +214,7 @@ def by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         cpu_attention.SlotPaths,
         "of",
-        lambda seen, starts, order: of(seen, starts, torch.arange(order.shape[1]).expand_as(order)),
+        lambda seen, starts, width, depths: of(seen, starts, width, None),
     )
 
 
@@ -240,9 +240,8 @@ def test_mutants_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def unbounded(paths: cpu_attention.SlotPaths, *arguments: Any, **more: Any) -> Tensor:
         seen = draw(9, torch.float32).seen
-        starts = torch.tensor([96])
-        order = torch.arange(104)[None]
-        return attend(cpu_attention.SlotPaths.of(seen, starts, order), *arguments, **more)
+        paths = cpu_attention.SlotPaths.of(seen, torch.tensor([96]), 104, None)
+        return attend(paths, *arguments, **more)
 
     narrow = draw(10, torch.float32, window=4)
     for mutant, of in ((unweighed, case), (unbounded, narrow)):

@@ -350,9 +350,14 @@ def attend(at):
 
 
 (
-    L_TAKEN, _, L_ROWS, L_NODES, L_WIDTH, L_TOTAL, L_SEEN, L_SEEN_ROW, L_SEEN_NODE, L_STARTS, L_ORDER, L_SLOTS,
-    L_COUNTS, L_BOUNDS,
+    L_TAKEN, _, L_ROWS, L_NODES, L_WIDTH, L_TOTAL, L_SEEN, L_SEEN_ROW, L_SEEN_NODE, L_STARTS, L_DEPTHS,
+    L_DEPTHS_ROW, L_SLOTS, L_COUNTS, L_BOUNDS,
 ) = LIST  # fmt: skip
+
+
+@njit(error_model="numpy")
+def deeper(depths, slot, other):
+    return get_i64(depths + slot * 8) > get_i64(depths + other * 8)
 
 
 @compiled.addressed
@@ -364,16 +369,21 @@ def list_slots(at):
         if row >= get_i64(at + L_ROWS):
             return
         start = get_i64(get_i64(at + L_STARTS) + row * 8)
-        order = get_i64(at + L_ORDER) + row * width * 8
+        depths = get_i64(at + L_DEPTHS)  # 0, and no distance between rows, where slots are in order of depth
+        depths += row * get_i64(at + L_DEPTHS_ROW)
         low, high = get_i64(at + L_TOTAL), types.int64(0)
         for node in range(nodes):
             seen = get_i64(at + L_SEEN) + row * get_i64(at + L_SEEN_ROW) + node * get_i64(at + L_SEEN_NODE)
             out = get_i64(at + L_SLOTS) + (row * nodes + node) * width * WORD
             count = types.int64(0)
-            for j in range(width):
-                slot = start + get_i64(order + j * 8)
-                if slot < get_i64(at + L_TOTAL) and get_u8(seen + slot) != 0:
-                    put_i32(out + count * WORD, slot)
+            for slot in range(start, min(start + width, get_i64(at + L_TOTAL))):
+                if get_u8(seen + slot) != 0:
+                    place = count
+                    # most slots are in order of depth already
+                    while depths != 0 and place > 0 and deeper(depths, get_i32(out + (place - 1) * WORD), slot):
+                        put_i32(out + place * WORD, get_i32(out + (place - 1) * WORD))
+                        place -= 1
+                    put_i32(out + place * WORD, slot)
                     count += 1
                     low, high = min(low, slot), max(high, slot + 1)
             put_i32(get_i64(at + L_COUNTS) + (row * nodes + node) * WORD, count)
