@@ -102,9 +102,11 @@ def load(
         from dsbd_cli.engine.decoding.engine import Engine
         from dsbd_cli.engine.iteration.devices import iteration_ops
         from dsbd_cli.models.pair import load_pair
-        from dsbd_cli.ops.select import rejected_kernels
+        from dsbd_cli.ops.select import compile_iterations, rejected_kernels
 
     _set_threads(threads)
+    if spec.device == "cpu" or (spec.device == "auto" and not torch.cuda.is_available()):
+        compile_iterations()
     if kernels and spec.device_map is None:  # raise before a large model is loaded
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         if (auto if spec.device == "auto" else spec.device) == "cpu":

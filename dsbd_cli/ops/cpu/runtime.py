@@ -5,13 +5,17 @@ numba is imported when the first kernel is loaded, not before.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
 import importlib
 import logging
 import mmap
+import os
 import platform
+import subprocess
+import sys
 import threading
 import zlib
 from collections.abc import Callable
@@ -127,6 +131,27 @@ def kernels(module: str, *names: str) -> list[CpuKernel]:
     """Return kernels of a module of `kernels`, which compiles them at its first import (kernels/compiler.py)."""
     found = importlib.import_module(f"{__package__}.kernels.{module}")
     return [CpuKernel(getattr(found, name).address) for name in names]
+
+
+def compiled_folder() -> Path:
+    """Return the folder where numba keeps the kernels if it may write there, and nothing names another."""
+    return Path(__file__).parent / "kernels" / "__pycache__"
+
+
+def compile_beside(module: str, seconds: int) -> None:
+    """Begin to compile the kernels of a module in a process of its own, unless the folder of the modules has some of
+    them. `kernels` then waits for that process, or compiles them where it failed. seconds: about how long it takes."""
+    kept = compiled_folder()
+    if "NUMBA_CACHE_DIR" in os.environ or not os.access(kept if kept.is_dir() else kept.parent, os.W_OK):
+        return  # they are kept elsewhere, or nowhere
+    if next(kept.glob(f"{module}.*.nbi"), None) is not None or not sys.executable:
+        return
+    told = "compiling the kernels of %ss in a process of their own (once, kept in %s, about %d s)"
+    _logger.warning(told, module, kept, seconds)
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r}); import {__package__}.kernels.{module}"
+    nothing = subprocess.DEVNULL
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=nothing, stdout=nothing, stderr=nothing)
+    atexit.register(child.kill)  # nothing is left of a run that ends before
 
 
 @functools.cache

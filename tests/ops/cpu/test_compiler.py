@@ -16,10 +16,11 @@ import pytest
 from numba import types
 from numba.core.caching import IndexDataCacheFile
 
+from dsbd_cli.ops.cpu import runtime
 from dsbd_cli.ops.cpu.kernels import compiler as compiled
-from dsbd_cli.ops.cpu.kernels.compiler import LOCK, KernelCompiler, distrust
+from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler, distrust, lock_of
 from dsbd_cli.ops.cpu.kernels.simd import get_i64, put_i32
-from dsbd_cli.ops.cpu.runtime import CpuKernel
+from dsbd_cli.ops.cpu.runtime import CpuKernel, compile_beside, compiled_folder
 from tests.helpers.slow import ROOT
 
 COMPILING = "compiling the kernels of tests (about 1 s)"
@@ -159,12 +160,14 @@ def test_kernels_are_looked_up_and_kept_by_one_process_at_a_time(
     that the other's index names."""
     fcntl = pytest.importorskip("fcntl")
     held: list[bool] = []
+    kernels = tmp_path / "kernels.py"
+    kernels.write_text(KERNELS)
 
     def noting(name: str) -> None:
         real = getattr(IndexDataCacheFile, name)
 
         def noted(file: Any, *arguments: Any) -> Any:
-            with (tmp_path / "__pycache__" / LOCK).open("ab") as other:
+            with lock_of(tmp_path / "__pycache__", kernels).open("ab") as other:
                 try:
                     fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     held.append(False)
@@ -176,8 +179,6 @@ def test_kernels_are_looked_up_and_kept_by_one_process_at_a_time(
 
     noting("load")
     noting("save")
-    kernels = tmp_path / "kernels.py"
-    kernels.write_text(KERNELS)
     made(kernels)
     made(kernels)
     assert held
@@ -189,7 +190,8 @@ import sys
 from numba import njit
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import get_i64, put_i64
-from dsbd_cli.ops.cpu.runtime import CpuKernel
+from dsbd_cli.ops.cpu import runtime
+from dsbd_cli.ops.cpu.runtime import CpuKernel, compile_beside, compiled_folder
 from tests.ops.cpu.test_compiler import answer
 
 def part(value):
@@ -264,3 +266,41 @@ def test_kernels_compile_for_every_processor(name: str, tmp_path: Path) -> None:
     found = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert (found.returncode, found.stdout.split()) == (0, [name]), found.stderr[-2000:]
     assert any(tmp_path.rglob("*.nbc")), "the kernels of this folder were taken, not compiled"
+
+
+def test_kernels_that_were_never_compiled_are_compiled_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, and only where they can be kept. The command is one that works."""
+    begun: list[list[str]] = []
+
+    class Child:
+        def __init__(self, command: list[str], **_: Any) -> None:
+            begun.append(command)
+
+        def kill(self) -> None:
+            pass
+
+    folder = tmp_path / "__pycache__"
+    monkeypatch.setattr(runtime, "compiled_folder", lambda: folder)
+    with monkeypatch.context() as replaced:
+        replaced.setattr(runtime.subprocess, "Popen", Child)
+        replaced.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+        compile_beside("program", 7)
+        assert not begun
+        replaced.delenv("NUMBA_CACHE_DIR")
+        compile_beside("program", 7)
+        folder.mkdir()
+        (folder / "program.run-38.py311.nbi").touch()
+        compile_beside("program", 7)
+    (command,) = begun
+    told = "compiling the kernels of programs in a process of their own (once, kept in {}, about 7 s)"
+    assert caplog.messages == [told.format(folder)]
+    subprocess.run(command, check=True, cwd=tmp_path, timeout=100)
+
+
+def test_the_folder_of_compiled_kernels_is_the_one_that_has_them() -> None:
+    made = runtime.kernels("program", "run")
+    assert made
+    if "NUMBA_CACHE_DIR" not in os.environ and os.access(compiled_folder().parent, os.W_OK):
+        assert list(compiled_folder().glob("program.*.nbi"))

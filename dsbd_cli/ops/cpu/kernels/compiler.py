@@ -22,8 +22,6 @@ from numba.core.ccallback import CFunc
 from numba.core.event import Event, Listener, install_listener
 from numba.core.runtime import _nrt_python
 
-LOCK = "dsbd.lock"  # held while kernels are looked up, compiled and kept
-
 _logger = logging.getLogger(__name__)
 _reasons: set[str] = set()  # why kernels cannot be kept, as far as a warning has said so
 
@@ -55,10 +53,10 @@ class KernelCompiler:
         with install_listener("numba:run_pass", self._listener):
             if self._kept:
                 try:
-                    folder = Path(FunctionCache(function).cache_path)
-                    if (reason := distrust(folder, Path(function.__code__.co_filename))) is not None:
+                    folder, source = Path(FunctionCache(function).cache_path), Path(function.__code__.co_filename)
+                    if (reason := distrust(folder, source)) is not None:
                         raise OSError(reason)
-                    with _alone(folder):
+                    with _alone(lock_of(folder, source)):
                         self._listener.folder = folder
                         return decorator(signature, cache=True, **options)(function)
                 except (OSError, RuntimeError) as error:  # a full folder; no folder that numba may write to
@@ -194,9 +192,14 @@ def _private(group: int) -> bool:
         return False
 
 
+def lock_of(folder: Path, source: Path) -> Path:
+    """Return the file that a process locks while it looks up, compiles and keeps the kernels of a source file."""
+    return folder / f"dsbd-{source.stem}.lock"
+
+
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keep other processes from reading or writing the folder.
+def _alone(lock: Path) -> Iterator[None]:
+    """Keep other processes from reading or writing the kernels of one source file.
 
     numba names a kernel's file by counting those that it has found. So of two processes that begin at once, one would
     overwrite a file that the other's index names, perhaps with a kernel for another processor that shares the folder.
@@ -206,6 +209,6 @@ def _alone(folder: Path) -> Iterator[None]:
     except ImportError:  # Windows
         yield
         return
-    with (folder / LOCK).open("ab") as file:
+    with lock.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
