@@ -46,7 +46,7 @@ from dsbd_cli.models.tokenizer import HFCodec, bytes_of_tokens
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops.select import GPU_LAYERS, ops_for
 
-LAYERS_CHECKED = 4  # layers of each kind that the check of invariance runs: the others are the same operations
+LAYERS_CHECKED = 4  # layers of each kind that are checked: the others are the same operations
 LARGE_BYTES = 64 << 20  # loading smaller weights is too quick to be logged
 
 _logger = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ class _DecoderLoad:
         tested = outliers = None
         quantized = self._spec.quantize is not None
         if quantized:  # before it is int8, because the limits are those of the checkpoint's own rounding
-            tested = self_test(model)
+            tested = self_test(self._checked_layers(model))
         packed = self._transformers_model is None and not quantized
         if packed:
             pack(model, self._spec, None)
@@ -283,7 +283,7 @@ class _DecoderLoad:
             return reason
         if not packed:
             outliers = pack(model, self._spec, None)
-        model.tested = tested = tested or self_test(model)
+        model.tested = tested = tested or self_test(self._checked_layers(model))
         found = _verdict(self._checked_layers(model)) if self._asked_invariant else Verdict(verdicts.UNASKED)
         if found.varies is not None and "linear" in kernels:
             return found.varies
@@ -293,10 +293,10 @@ class _DecoderLoad:
         return found
 
     def _checked_layers(self, model: DecoderForestModel) -> DecoderForestModel:
-        """Return a model of the layers whose invariance is checked: on a CPU a few of each kind, unless all were asked
-        for.
+        """Return a model of the layers that are checked for trees and invariance: on a CPU a few of each kind, unless
+        all were asked for.
 
-        The others are the same operations on the same shapes. The other two checks run all layers.
+        The others are the same operations on the same shapes. The comparison with transformers runs all layers.
         """
         return model if self._whole or self._device.type != "cpu" else model.shallow(LAYERS_CHECKED)
 

@@ -144,7 +144,7 @@ def compile_beside(module: str, seconds: int) -> None:
     kept = compiled_folder()
     if "NUMBA_CACHE_DIR" in os.environ or not os.access(kept if kept.is_dir() else kept.parent, os.W_OK):
         return  # they are kept elsewhere, or nowhere
-    if next(kept.glob(f"{module}.*.nbi"), None) is not None or not sys.executable:
+    if not (_fused_multiply() and sys.executable) or next(kept.glob(f"{module}.*.nbi"), None) is not None:
         return
     told = "compiling the kernels of %ss in a process of their own (once, kept in %s, about %d s)"
     _logger.warning(told, module, kept, seconds)
