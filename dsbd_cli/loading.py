@@ -105,12 +105,12 @@ def load(
         from dsbd_cli.ops.select import compile_iterations, rejected_kernels
 
     _set_threads(threads)
-    if spec.device == "cpu" or (spec.device == "auto" and not torch.cuda.is_available()):
-        compile_iterations()
     if kernels and spec.device_map is None:  # raise before a large model is loaded
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         if (auto if spec.device == "auto" else spec.device) == "cpu":
             iteration_ops(torch.device("cpu"), kernels)
+    if spec.device == "cpu" or (spec.device == "auto" and not torch.cuda.is_available()):
+        compile_iterations()
     pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
     width, catalogue_notes = pair.target.vocab_size, list[str]()
     catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width, catalogue_notes.append)

@@ -143,7 +143,7 @@ class _DecoderLoad:
         *,
         whole: bool,
     ) -> None:
-        """whole: all layers are checked for invariance, not a few of each kind."""
+        """whole: all layers are checked for trees and invariance, not a few of each kind."""
         self._spec, self._place, self._description, self._digest, self._known = spec, place, description, digest, known
         self._device, self._whole = device_of(spec), whole
         self._transformers_model: Any = None  # a model that transformers had to make, and its tensors

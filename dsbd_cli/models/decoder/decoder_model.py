@@ -32,7 +32,7 @@ from dsbd_cli.models.forest_attention import (
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops.cpu.attention import SlotPaths
-from dsbd_cli.ops.cpu.linear import PackedProduct, address
+from dsbd_cli.ops.cpu.linear import PackedProduct, Product, address
 from dsbd_cli.ops.cpu.program import Arena, Program
 from dsbd_cli.ops.cpu.prompt_attention import STEP
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
@@ -257,16 +257,21 @@ class DecoderForestModel(BaseForestModel):
             return self._computed(hidden, inputs, logits, EAGER)
         if self._programs_of != self.generation:
             self.forget_programs()
-        key = (torch.get_num_threads(), hidden.shape, logits, *map(_key_of, inputs.views))
+        head = self.decoder.weights.head  # a program would keep a copy of the result of torch's product
+        ends = logits and isinstance(head, Product) and head.compiled
+        key = (torch.get_num_threads(), hidden.shape, ends, *map(_key_of, inputs.views))
         made = self._programs.pop(key, None)
         if made is None:
             while len(self._programs) >= MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            made = self._built(hidden, inputs, logits)
+            made = self._built(hidden, inputs, ends)
             self._built_programs += 1
         self._programs[key] = made  # the last one now
         made.load(hidden, inputs)
-        return replace(made.results, product=made.program.run())
+        product = made.program.run()
+        if logits and product is None:
+            product = self.decoder.head(made.results.last)
+        return replace(made.results, product=product)
 
     def _computed(self, hidden: Tensor, inputs: LayerInputs, logits: bool, run: Eager) -> _Results:
         residual, branch, hidden_states = self.decoder.layers(hidden, inputs, run, self._watched)

@@ -307,9 +307,11 @@ class Product:
 
     Attributes:
         parts: number of outputs of each layer.
+        compiled: whether one of our kernels computes it.
     """
 
     parts: list[int]
+    compiled: bool
     _kept: tuple[Tensor, Tensor, int] | None = None  # input, result, and how many layers have yet to ask for it
 
     def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:

@@ -118,22 +118,21 @@ class Program(Eager):
             self._calls = []
 
     def renew(self, result: Tensor) -> None:
-        """Have each run return `result`, the output of a product that was the last operation, in memory of its own."""
+        """Have each run return `result`, which the kernel of a product has just written, in memory of its own."""
+        assert self._last.out == result.data_ptr(), "a kernel has written it"
         self._result = result
-        if getattr(self._last, "out", None) != result.data_ptr():  # an operation of torch has written it
-            self._last = None
 
     def run(self) -> Tensor | None:
         """Run all calls in order. Return the result that `renew` named, if any. Other results are in the memory that
         the operations were given while the program was built."""
         result = self._result
-        if result is not None and self._last is not None:  # the last kernel, a product, has written it
+        if result is not None:
             count = self._last.rows * self._last.out_row  # bytes; the kernel fills up rows that the result cuts
             fresh = torch.empty(count // result.itemsize, dtype=result.dtype, device="cpu")
             self._last.out, result = fresh.data_ptr(), fresh.as_strided(result.shape, result.stride())
         for step in self._steps:
             step()
-        return result if result is None or result is not self._result else result.clone()
+        return result
 
     def _static_buffer(self, like: Tensor) -> Tensor:
         return self.empty(*like.shape, dtype=like.dtype)

@@ -10,10 +10,12 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import importlib.util
 import logging
 import mmap
 import os
 import platform
+import stat
 import subprocess
 import sys
 import threading
@@ -33,6 +35,7 @@ MOST_SHARED, SHARED = 4 * HUGE, 16 * HUGE  # bytes, see `allocate_weights`
 # registers (kernel documentation, x86/xstate)
 ARCH_PRCTL, REQUEST_REGISTERS, TILE_REGISTERS = 158, 0x1023, 18
 
+KERNELS = Path(__file__).parent / "kernels"
 FLOATS = (torch.float32, torch.bfloat16)  # that our kernels compute with
 # first fields of the arguments of a product (see `product` of simd.py and `Parts` of linear.py)
 PRODUCT = ("taken", "threads", "items", "rows", "chunk", "blocks", "share", "sums", "sums_bytes")
@@ -133,25 +136,80 @@ def kernels(module: str, *names: str) -> list[CpuKernel]:
     return [CpuKernel(getattr(found, name).address) for name in names]
 
 
+@functools.cache
+def folder_stamp() -> int:
+    """Return a checksum of the files of the kernels, which is the same for all line endings."""
+    files = sorted(KERNELS.glob("*.py"))
+    return zlib.crc32("".join(f"{file.name}\n{file.read_text(encoding='utf-8')}" for file in files).encode())
+
+
 def compiled_folder() -> Path:
     """Return the folder where numba keeps the kernels if it may write there, and nothing names another."""
-    return Path(__file__).parent / "kernels" / "__pycache__"
+    return KERNELS / "__pycache__"
 
 
 def compile_beside(module: str, seconds: int) -> None:
-    """Begin to compile the kernels of a module in a process of its own, unless the folder of the modules has some of
-    them. `kernels` then waits for that process, or compiles them where it failed. seconds: about how long it takes."""
-    kept = compiled_folder()
-    if "NUMBA_CACHE_DIR" in os.environ or not os.access(kept if kept.is_dir() else kept.parent, os.W_OK):
-        return  # they are kept elsewhere, or nowhere
-    if not (_fused_multiply() and sys.executable) or next(kept.glob(f"{module}.*.nbi"), None) is not None:
+    """Begin to compile the kernels of a module in a process of their own, unless that has been done or they cannot be
+    kept. `kernels` waits for those that it is compiling. seconds: about how long it takes."""
+    folder = compiled_folder()
+    done = folder / f"dsbd-{module}-{folder_stamp()}-{sys.implementation.cache_tag}.done"
+    if done.exists() or not _may_keep(folder):
+        return
+    code = f"import sys; sys.path[:] = {sys.path!r}; import {__package__}.kernels.{module}"
+    code += f"; from pathlib import Path; Path({str(done)!r}).touch()"
+    nothing = subprocess.DEVNULL
+    try:
+        child = subprocess.Popen([sys.executable, "-P", "-c", code], stdin=nothing, stdout=nothing, stderr=nothing)
+    except OSError:  # no memory, no interpreter: this process will compile them
         return
     told = "compiling the kernels of %ss in a process of their own (once, kept in %s, about %d s)"
-    _logger.warning(told, module, kept, seconds)
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r}); import {__package__}.kernels.{module}"
-    nothing = subprocess.DEVNULL
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=nothing, stdout=nothing, stderr=nothing)
-    atexit.register(child.kill)  # nothing is left of a run that ends before
+    _logger.warning(told, module, folder, seconds)
+    threading.Thread(target=child.wait, daemon=True).start()
+    atexit.register(child.kill)
+
+
+def _may_keep(folder: Path) -> bool:
+    """Return whether kernels can run here and be kept in this folder, and a second process finds them there."""
+    elsewhere = "NUMBA_CACHE_DIR" in os.environ or Path(".numba_config.yaml").exists()
+    able = _fused_multiply() and importlib.util.find_spec("numba") is not None and hasattr(os, "getuid")
+    if elsewhere or not able or not sys.executable:
+        return False
+    if not folder.is_dir():
+        return os.access(folder.parent, os.W_OK)
+    return os.access(folder, os.W_OK) and distrust(folder, KERNELS / "compiler.py") is None
+
+
+def distrust(folder: Path, source: Path) -> str | None:
+    """Return why the compiled kernels of this folder cannot be trusted; None where they can.
+
+    numba reads them as pickles, which can run any code, so whoever may write to the folder may run code here. source:
+    the file of the kernels. Its owner, and its group if that may write to it, could run code here anyway.
+    """
+    if not hasattr(os, "getuid"):  # a system without owners
+        return None
+    given = source.stat() if source.exists() else None
+    owners = {0, os.getuid(), *(() if given is None else (given.st_uid,))}
+    groups = {given.st_gid} if given is not None and given.st_mode & stat.S_IWGRP else set()
+    for place in (folder, *sorted(folder.glob("*.nb[ci]"))):
+        found = place.stat()
+        own = found.st_gid in groups or _private(found.st_gid)
+        writers = stat.S_IWOTH if own else stat.S_IWOTH | stat.S_IWGRP
+        if found.st_uid not in owners:
+            return f"{place} belongs to another user: remove it, or name a folder of your own by NUMBA_CACHE_DIR"
+        if found.st_mode & writers:
+            return f"{place} may be written by others: chmod go-w {place}"
+    return None
+
+
+def _private(group: int) -> bool:
+    """Return whether a group is this user's own. It has the user's name where each user gets a group."""
+    import grp
+    import pwd
+
+    try:
+        return bool(grp.getgrgid(group).gr_name == pwd.getpwuid(os.getuid()).pw_name)
+    except KeyError:  # a container that knows no names
+        return False
 
 
 @functools.cache

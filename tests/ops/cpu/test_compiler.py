@@ -18,9 +18,9 @@ from numba.core.caching import IndexDataCacheFile
 
 from dsbd_cli.ops.cpu import runtime
 from dsbd_cli.ops.cpu.kernels import compiler as compiled
-from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler, distrust, lock_of
+from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler, lock_of
 from dsbd_cli.ops.cpu.kernels.simd import get_i64, put_i32
-from dsbd_cli.ops.cpu.runtime import CpuKernel, compile_beside, compiled_folder
+from dsbd_cli.ops.cpu.runtime import CpuKernel, compile_beside, compiled_folder, distrust
 from tests.helpers.slow import ROOT
 
 COMPILING = "compiling the kernels of tests (about 1 s)"
@@ -142,7 +142,7 @@ def test_a_cache_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: pyt
 
 def test_a_group_that_may_write_the_code_may_write_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared installation of a team; guards a run that compiles again where that protects nothing."""
-    monkeypatch.setattr(compiled, "_private", lambda group: False)
+    monkeypatch.setattr(runtime, "_private", lambda group: False)
     source, folder = tmp_path / "kernels.py", tmp_path / "__pycache__"
     source.write_text("")
     folder.mkdir()
@@ -190,8 +190,7 @@ import sys
 from numba import njit
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import get_i64, put_i64
-from dsbd_cli.ops.cpu import runtime
-from dsbd_cli.ops.cpu.runtime import CpuKernel, compile_beside, compiled_folder
+from dsbd_cli.ops.cpu.runtime import CpuKernel
 from tests.ops.cpu.test_compiler import answer
 
 def part(value):
@@ -271,32 +270,58 @@ def test_kernels_compile_for_every_processor(name: str, tmp_path: Path) -> None:
 def test_kernels_that_were_never_compiled_are_compiled_beside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once, and only where they can be kept. The command is one that works."""
+    """Until that has been done once. Guards a child that runs files of the current folder."""
     begun: list[list[str]] = []
 
     class Child:
         def __init__(self, command: list[str], **_: Any) -> None:
             begun.append(command)
 
-        def kill(self) -> None:
-            pass
+        def kill(self) -> None: ...
 
-    folder = tmp_path / "__pycache__"
+        def wait(self) -> None: ...
+
+    folder = tmp_path / "kept" / "__pycache__"
+    folder.mkdir(parents=True)
     monkeypatch.setattr(runtime, "compiled_folder", lambda: folder)
+    monkeypatch.setattr(runtime, "_fused_multiply", lambda: True)
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     with monkeypatch.context() as replaced:
         replaced.setattr(runtime.subprocess, "Popen", Child)
-        replaced.setenv("NUMBA_CACHE_DIR", str(tmp_path))
         compile_beside("program", 7)
-        assert not begun
-        replaced.delenv("NUMBA_CACHE_DIR")
-        compile_beside("program", 7)
-        folder.mkdir()
-        (folder / "program.run-38.py311.nbi").touch()
-        compile_beside("program", 7)
-    (command,) = begun
     told = "compiling the kernels of programs in a process of their own (once, kept in {}, about 7 s)"
     assert caplog.messages == [told.format(folder)]
+    (command,) = begun
+    (tmp_path / "numba.py").write_text("raise SystemExit(3)")
     subprocess.run(command, check=True, cwd=tmp_path, timeout=100)
+    monkeypatch.setattr(runtime.subprocess, "Popen", lambda *_, **__: pytest.fail("it has been done"))
+    compile_beside("program", 7)
+
+
+def cannot_start(*_: object, **__: object) -> None:
+    raise BlockingIOError
+
+
+@pytest.mark.parametrize("why", ["another folder", "others may write", "no process", "no numba"])
+def test_kernels_that_would_not_be_kept_are_not_compiled_beside(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "__pycache__"
+    folder.mkdir()
+    monkeypatch.setattr(runtime, "compiled_folder", lambda: folder)
+    monkeypatch.setattr(runtime, "_fused_multiply", lambda: True)
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setattr(
+        runtime.subprocess, "Popen", cannot_start if why == "no process" else lambda *_, **__: pytest.fail("a child")
+    )
+    if why == "another folder":
+        monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    elif why == "others may write":
+        folder.chmod(0o777)
+    elif why == "no numba":
+        monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: None)
+    compile_beside("program", 7)
+    assert not caplog.messages
 
 
 def test_the_folder_of_compiled_kernels_is_the_one_that_has_them() -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
-import os
-import stat
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +18,8 @@ from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
 from numba.core.event import Event, Listener, install_listener
 from numba.core.runtime import _nrt_python
+
+from dsbd_cli.ops.cpu.runtime import distrust, folder_stamp
 
 _logger = logging.getLogger(__name__)
 _reasons: set[str] = set()  # why kernels cannot be kept, as far as a warning has said so
@@ -123,13 +122,6 @@ class _Stamped:
         return found.from_function(function, file) if hasattr(function, "stamp") else None
 
 
-@functools.cache
-def folder_stamp() -> int:
-    """Return a checksum of the files of this folder, which is the same for all line endings."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return zlib.crc32("".join(f"{file.name}\n{file.read_text(encoding='utf-8')}" for file in files).encode())
-
-
 def _stamped(locator: Any) -> Any:
     return type(f"Stamped{locator.__name__}", (_Stamped, locator), {})
 
@@ -157,39 +149,6 @@ class _CompileListener(Listener):  # type: ignore[misc]
 
     def on_end(self, event: Event) -> None:
         pass
-
-
-def distrust(folder: Path, source: Path) -> str | None:
-    """Return why the compiled kernels of this folder cannot be trusted; None where they can.
-
-    numba reads them as pickles, which can run any code, so whoever may write to the folder may run code here. source:
-    the file of the kernels. Its owner, and its group if that may write to it, could run code here anyway.
-    """
-    if not hasattr(os, "getuid"):  # a system without owners
-        return None
-    given = source.stat() if source.exists() else None
-    owners = {0, os.getuid(), *(() if given is None else (given.st_uid,))}
-    groups = {given.st_gid} if given is not None and given.st_mode & stat.S_IWGRP else set()
-    for place in (folder, *sorted(folder.glob("*.nb[ci]"))):
-        found = place.stat()
-        own = found.st_gid in groups or _private(found.st_gid)
-        writers = stat.S_IWOTH if own else stat.S_IWOTH | stat.S_IWGRP
-        if found.st_uid not in owners:
-            return f"{place} belongs to another user: remove it, or name a folder of your own by NUMBA_CACHE_DIR"
-        if found.st_mode & writers:
-            return f"{place} may be written by others: chmod go-w {place}"
-    return None
-
-
-def _private(group: int) -> bool:
-    """Return whether a group is this user's own. It has the user's name where each user gets a group."""
-    import grp
-    import pwd
-
-    try:
-        return bool(grp.getgrgid(group).gr_name == pwd.getpwuid(os.getuid()).pw_name)
-    except KeyError:  # a container that knows no names
-        return False
 
 
 def lock_of(folder: Path, source: Path) -> Path:
