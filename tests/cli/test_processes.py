@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import termios
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -266,3 +268,25 @@ def test_closed_standard_streams_are_named(start: Start) -> None:
         done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, check=False, cwd=ROOT)
         assert done.returncode in (1, 2)
         assert message in done.stderr
+
+
+class _Gone:
+    pass
+
+
+def test_a_signal_in_a_callback_is_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards Ctrl-C while LLVM compiles: Python drops an exception that a callback raises."""
+    gone = [_Gone()]
+    kept = weakref.ref(gone[0], lambda _: os.kill(os.getpid(), signal.SIGINT))
+
+    def stopped() -> None:
+        with StopSignals() as signals:
+            gone.clear()
+            assert kept() is None
+            assert signals.number == signal.SIGINT
+            time.sleep(DEADLINE)
+
+    with pytest.raises(StoppedError):
+        stopped()
+    assert capsys.readouterr().err == ""
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)

@@ -4,6 +4,7 @@ iteration, the second one at once."""
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -12,6 +13,7 @@ from typing import Self
 from dsbd_cli.cli.run.messages import write_from_signal
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+AGAIN_S = 0.5  # until an exception that was lost is raised again
 
 
 class StoppedError(BaseException):
@@ -35,6 +37,7 @@ class StopSignals:
         self.number: int | None = None
         self.on_stop: Callable[[], None] | None = None
         self._old_handlers: dict[int, object] = {}
+        self._old_hook: Callable[[sys.UnraisableHookArgs], object] | None = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -47,6 +50,9 @@ class StopSignals:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        if self.number is not None and self._old_hook is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            sys.unraisablehook = self._old_hook
         if self.number is not None and self.on_stop is None and isinstance(error, Exception):
             # a library has turned the interrupt of its import into an error of its own
             raise StoppedError(self.number, early=True) from error
@@ -56,6 +62,21 @@ class StopSignals:
             signal.signal(handled, signal.SIG_DFL)
         self.number = number
         if self.on_stop is None:
+            self._old_hook, sys.unraisablehook = sys.unraisablehook, self._tell_others
+            signal.signal(signal.SIGALRM, self._raise_again)
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)
             raise StoppedError(number, early=True)
         write_from_signal("stopping after this iteration; the same once more stops at once")
         self.on_stop()
+
+    def _tell_others(self, lost: sys.UnraisableHookArgs) -> None:
+        """Tell of lost exceptions, but not of StoppedError."""
+        if self._old_hook is not None and not isinstance(lost.exc_value, StoppedError):
+            self._old_hook(lost)
+
+    def _raise_again(self, number: int, frame: FrameType | None) -> None:
+        """Raise StoppedError once more if the first one was lost, as exceptions are in callbacks of C code (LLVM calls
+        some while it compiles) and of weak references."""
+        on_its_way = isinstance(sys.exc_info()[1], StoppedError)
+        if self.number is not None and self.on_stop is None and not on_its_way:
+            raise StoppedError(self.number, early=True)
