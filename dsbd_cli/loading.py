@@ -102,7 +102,8 @@ def load(
         from dsbd_cli.engine.decoding.engine import Engine
         from dsbd_cli.engine.iteration.devices import iteration_ops
         from dsbd_cli.models.pair import load_pair
-        from dsbd_cli.ops.select import compile_iterations, rejected_kernels
+        from dsbd_cli.ops.cpu.runtime import compile_beside
+        from dsbd_cli.ops.select import rejected_kernels
 
     _set_threads(threads)
     if kernels and spec.device_map is None:  # raise before a large model is loaded
@@ -110,7 +111,7 @@ def load(
         if (auto if spec.device == "auto" else spec.device) == "cpu":
             iteration_ops(torch.device("cpu"), kernels)
     if spec.device == "cpu" or (spec.device == "auto" and not torch.cuda.is_available()):
-        compile_iterations()
+        compile_beside("iteration")  # while models are loaded
     pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
     width, catalogue_notes = pair.target.vocab_size, list[str]()
     catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width, catalogue_notes.append)

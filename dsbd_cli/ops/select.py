@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu import attention, int8, iteration, layer, linear, logsumexp, program, prompt_attention, scan
-from dsbd_cli.ops.cpu.runtime import FLOATS, compile_beside, unloadable
+from dsbd_cli.ops.cpu.runtime import FLOATS, unloadable
 from dsbd_cli.ops.interface import Linear, OpChoice, Ops, RowsLinear
 from dsbd_cli.ops.triton import available
 from dsbd_cli.ops.triton.trial import faults
@@ -89,11 +89,6 @@ def _load_candidates() -> object:
     """Load the kernel of `candidates`, and that of `log_total`, by which tensor code gives a row the same bits where it
     selects."""
     return iteration.compiled(), logsumexp.compiled()
-
-
-def compile_iterations() -> None:
-    """Begin to compile the kernels of iterations, where they have never been compiled, while models are loaded."""
-    compile_beside("iteration", 11)
 
 
 def _draft(rule: str | None = None, *sizes: int) -> ModuleType | None:

@@ -52,6 +52,7 @@ class StopSignals:
             signal.signal(number, handler)  # type: ignore[arg-type]
         if self.number is not None and self._old_hook is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             sys.unraisablehook = self._old_hook
         if self.number is not None and self.on_stop is None and isinstance(error, Exception):
             # a library has turned the interrupt of its import into an error of its own

@@ -22,12 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import FLOATS, CpuKernel, fields, kernels, layout, offsets
+from dsbd_cli.ops.cpu.runtime import CACHE_LINE, FLOATS, CpuKernel, fields, kernels, layout, offsets
 from dsbd_cli.ops.layout import COLUMNS, FIELDS, FIRST, FLAGS, STREAMS
 
 RULES = ("coupled", "search")
 MOST_CANDIDATES = 256  # they are kept in order while they are found, which takes longer than sorting if there are many
-LINE = 64  # bytes of a line of the cache
 WORK = 16  # multiplications that take as long as a pair of a pool, about
 KINDS = {"w": torch.int64, "f": torch.float32, "b": torch.bool, "s": torch.int32}
 BUFFER = ("numbers", "flags", "node_weight", "node_path", "node_ancestors", "mask")  # tensors of a ForestBuffer
@@ -123,7 +122,7 @@ def _addresses(tensors: Sequence[Tensor], kinds: str) -> list[int]:
 def _run(kernel: CpuKernel, arguments: Any, work: int, memory: int = 0) -> None:
     """Run a kernel on its items. work: multiplications, about. memory: bytes that each thread works in."""
     if memory:
-        memory = -(-memory // LINE) * LINE  # no two threads share a line of the cache
+        memory = -(-memory // CACHE_LINE) * CACHE_LINE  # no two threads share a line of the cache
         room = torch.empty(kernel.threads(work, arguments.items), memory, dtype=torch.uint8, device="cpu")
         arguments.work, arguments.work_bytes = room.data_ptr(), memory
     kernel(arguments, work, arguments.items)

@@ -148,9 +148,9 @@ def compiled_folder() -> Path:
     return KERNELS / "__pycache__"
 
 
-def compile_beside(module: str, seconds: int) -> None:
+def compile_beside(module: str) -> None:
     """Begin to compile the kernels of a module in a process of their own, unless that has been done or they cannot be
-    kept. `kernels` waits for those that it is compiling. seconds: about how long it takes."""
+    kept. `kernels` waits for those that it is compiling."""
     folder = compiled_folder()
     done = folder / f"dsbd-{module}-{folder_stamp()}-{sys.implementation.cache_tag}.done"
     if done.exists() or not _may_keep(folder):
@@ -162,8 +162,6 @@ def compile_beside(module: str, seconds: int) -> None:
         child = subprocess.Popen([sys.executable, "-P", "-c", code], stdin=nothing, stdout=nothing, stderr=nothing)
     except OSError:  # no memory, no interpreter: this process will compile them
         return
-    told = "compiling the kernels of %ss in a process of their own (once, kept in %s, about %d s)"
-    _logger.warning(told, module, folder, seconds)
     threading.Thread(target=child.wait, daemon=True).start()
     atexit.register(child.kill)
 

@@ -15,7 +15,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from dsbd_cli.ops.cpu.runtime import PRODUCT, on_amd
+from dsbd_cli.ops.cpu.runtime import CACHE_LINE, PRODUCT, on_amd
 
 LANES = 16
 
@@ -313,7 +313,6 @@ LINE_VECTORS = COLUMNS // LANES
 # Bytes ahead of those in use at which weights are prefetched. Without it an Emerald Rapids computes four rows slower
 # than it reads the weights for one (benchmarks/LOG.md). On AMD's processors it brought no steady gain.
 AHEAD = 0 if on_amd() else 3072
-CACHE_LINE = 64
 # instruction that multiplies a line by a word of x: fma takes (x, weights, sums), the others take (sums, x, weights)
 INSTRUCTIONS = {
     "float32": f"llvm.fma.v{LANES}f32",
