@@ -46,6 +46,7 @@ from dsbd_cli.requests import Request
 from tests.helpers.checkpoints import numbers, save
 from tests.helpers.kernels import refuse, replaced, serves
 from tests.helpers.toys import NumberCodec
+from tests.helpers.worlds import RandomPlanner
 from tests.models.checks.test_invariance import all_slots_at_once
 from tests.models.decoders import DECODERS, V, build_decoder, first_layers, save_decoder
 
@@ -385,6 +386,44 @@ BITS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in DECODERS if name != NARROW_HEADS),
     *((name, WINDOWS) for name in ("mistral window", "ministral", "gemma3", "gemma2")),
 ]
+
+
+@ON_CPU
+@KERNELS
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_drafts_by_the_kernel_are_those_by_masks(name: str, loaded: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt slots of a draft's forwards hold nothing that one of its nodes does not see, not even where the backlog
+    reaches back into the prompt."""
+    target, _ = loaded(name)
+    draft = decoder_of(Path(target.name), role="draft")
+    errors, within = list[float](), 0
+    forward = draft.forward
+
+    def compared(batch: ForestInput, *, logits: bool = True) -> Tensor | None:
+        nonlocal within
+        if batch.prompt_slots is None:
+            return forward(batch, logits=logits)
+        within += bool((batch.positions[:, : batch.late] < starts[: len(batch.tokens), None]).any())
+        masked = forward(replace(batch, prompt_slots=None))
+        found = forward(batch)
+        assert masked is not None
+        assert found is not None
+        real = batch.slots < batch.mask.shape[-1]  # tokens of a backlog that do not exist are written elsewhere
+        errors.append(apart(found[real], masked[real]))
+        return found
+
+    monkeypatch.setattr(draft, "forward", compared)
+    lengths = (129, 97, 65)  # all tokens but the last fill whole steps of prompt slots
+    starts = torch.tensor(lengths) - 1
+    given = [Request(prompt_ids=tuple(prompt(length, length))) for length in lengths]
+    method = MethodConfig(rule="search", num_beams=3, depth=2, drafts_per_layer=6)
+    engine = Engine(target, draft, NumberCodec(V, (2,)), method, batch_size=3)
+    for seed in range(4):
+        engine._planner = RandomPlanner(seed, 2, 6, gated=False)
+        list(engine.run(given))
+    assert len(errors) > 40
+    assert within > 3, "no backlog reached into a prompt"
+    assert max(errors) <= 1e-5
 
 
 @ON_CPU

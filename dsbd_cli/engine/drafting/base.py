@@ -98,6 +98,7 @@ class DraftContext:
         ops: operations that serve the engine's device.
         gate: decides whether a layer goes to the target, see goes_on. None: every drafted layer does.
         own_ids: [R, o] int64, of OwnIds, where a trimmed draft may draft them. They stay the same in all layers.
+        prompt_slots, suffix: of the target's ForestInput.
     """
 
     beams: Beams
@@ -119,6 +120,8 @@ class DraftContext:
     ops: Ops | None = None
     gate: Callable[[list[float]], bool] | None = None
     own_ids: Tensor | None = None
+    prompt_slots: tuple[int, ...] | None = None
+    suffix: int = 0
 
     @property
     def keys(self) -> Tensor:

@@ -82,6 +82,10 @@ class BeamDrafter(Drafter):
             with_backlog = False
         batch = buffer.backlog_and_roots() if with_backlog else buffer.input(layer)
         batch.own_ids = context.own_ids
+        if context.prompt_slots is not None and self.model.device.type == "cpu":
+            # the backlog may hold the last tokens of a prompt, which do not see the ones after them
+            batch.prompt_slots = tuple(max(0, slots - context.draft_backlog) for slots in context.prompt_slots)
+            batch.suffix = context.suffix + context.draft_backlog
         logits = run(self.model, batch, device)
         assert logits is not None
         return DraftLogits.of(logits[:, -count:], self._ids, self.vocab_size, context.own_ids)

@@ -196,6 +196,8 @@ class Iteration:
             ops=self.ops,
             gate=self.gate,
             own_ids=None if state.own_ids is None else state.own_ids.tokens,
+            prompt_slots=shape.prompt_slots,
+            suffix=shape.suffix,
         )
 
     def _buffer(self) -> ForestBuffer:

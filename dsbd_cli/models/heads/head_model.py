@@ -302,4 +302,4 @@ def without_first(batch: ForestInput) -> ForestInput:
     head was trained to see it."""
     first, others = batch.mask[..., :1], batch.mask[..., 1:]
     mask = torch.cat((first & ~others.any(-1, keepdim=True), others), -1)
-    return replace(batch, mask=mask, prompt=None)
+    return replace(batch, mask=mask, prompt=None, prompt_slots=None)
