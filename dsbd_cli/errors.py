@@ -19,6 +19,7 @@ Every message is one line, names the offending value and says what to do.
 
 from __future__ import annotations
 
+import os
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -62,6 +63,16 @@ def shorten(value: object) -> str:
     value."""
     text = repr(value[:MAX_SHOWN]) if isinstance(value, str) else " ".join(_json_repr.repr(value).split())
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether a text can be written as UTF-8: half a surrogate pair cannot."""
+    return text.isascii() or text.isprintable() or not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def as_utf8(text: str) -> str:
+    """Return a path or a command line for a report, with U+FFFD for bytes that are not UTF-8."""
+    return os.fsencode(text).decode("utf-8", "replace")
 
 
 # seldom used options, which have no name of their own on the command line: `--set NAME=VALUE`

@@ -55,6 +55,7 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
         (("--task", "qa", "--score", "f1"), "--score f1 is for prompts of --input, but the task is qa: drop it"),
         (("--records", "0"), "'--records': 0 is less than 1"),
         (("--rounds", "0"), "'--rounds': 0 is less than 1"),
+        (("--threads", "1025"), "'--threads': 1025 is more than 1024"),
         (("--batch-size", "0"), "--batch-size is 0"),
         (("--json", "no/such/folder/x.jsonl"), "the folder no/such/folder does not exist"),
         (("--plot", "x.jpeg"), "must end in .png"),
@@ -162,8 +163,9 @@ def test_scores_and_options_of_lines_that_cannot_be(dsbd: Call, tmp_path: Path) 
 
 
 def test_a_file_of_the_user_s_own_with_a_score_and_options(tmp_path: Path) -> None:
-    """Methods that cannot do what a line asks for are named; the last line says which method pays."""
-    data, out = tmp_path / "x.jsonl", tmp_path / "x.out"
+    """Methods that cannot do what a line asks for are named; the last line says which method pays. The file's name may
+    have any bytes."""
+    data, out = tmp_path / "x\udcff.jsonl", tmp_path / "x.out"
     rows = [{"prompt": f"question {n}", "reference": n, "max_tokens": 3, "seed": n} for n in range(3)]
     data.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "temperature": 0}]))
     words = ("--input", str(data), "--score", "number", "--methods", "greedy,beam-search,all", "--draft", "none")

@@ -124,6 +124,32 @@ def test_a_wrong_file_is_refused_with_one_line(dsbd: Dsbd, job: Callable[[str], 
     assert outcome.err.count("\n") == 1
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(dsbd: Dsbd, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbfnum_beams = 3\n")
+    outcome = dsbd("generate", "--config", str(tmp_path / "job.toml"))
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.loads[-1]["method"].num_beams == 3  # type: ignore[attr-defined]
+
+
+def test_text_that_is_not_utf8_is_refused_and_paths_are_not(dsbd: Dsbd, tmp_path: Path) -> None:
+    half = "\udcff"
+    for words, name in (
+        (("generate", "--stop", half), "--stop"),
+        (("generate", "--target", half), "--target"),
+        (("generate", "--set", f"index={half}"), None),
+        (("demo", "--prompt", half), "--prompt"),
+        (("pick", "--by", "vote", "--answer-regex", half), "--answer-regex"),
+    ):
+        refused = dsbd(*words)
+        assert (refused.code, refused.err.count("\n")) == (2, 1)
+        assert name is None or f"{name} is '\\udcff', which is not UTF-8" in refused.err
+    output = str(tmp_path / f"{half}.jsonl")
+    assert dsbd("generate", "-o", output).code == 0
+    refused = dsbd("generate", "-o", output, "--print-config")
+    assert refused.code == 2
+    assert "cannot be written to a job file, because it is not UTF-8" in refused.err
+
+
 def test_wrong_variables(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value, message in (
         ("DSBD_TOP_P", "much", "DSBD_TOP_P: 'much' is not a number"),

@@ -32,7 +32,7 @@ from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import MethodConfig
-from dsbd_cli.errors import UsageError, option_name
+from dsbd_cli.errors import UsageError, as_utf8, option_name
 from dsbd_cli.io.lines.resume import write_atomically
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
@@ -95,7 +95,7 @@ def bench(
             batch_size=settings.batch_size,
             sampling=settings.rows.sampling,
             seed=settings.rows.seed,
-            data=None if data.data is None else str(data.data),
+            data=None if data.data is None else as_utf8(str(data.data)),
             notes=(*planned.notes, *notes),
             dev_records=dev_records,
             grammar=settings.rows.grammar,

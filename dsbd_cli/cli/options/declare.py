@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from dsbd_cli.cli.options.precedence import NO, YES, check_variables, place_of, read_environment
 from dsbd_cli.config.spelling import typed_names
-from dsbd_cli.errors import KINDS, SETTINGS, UsageError, option_name
+from dsbd_cli.errors import KINDS, SETTINGS, UsageError, is_utf8, option_name
 
 T = TypeVar("T")
 METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}  # for options that name no metavar
@@ -35,16 +35,17 @@ def option(
     default: object = None,
     metavar: str | None = None,
     least: int | None = None,
+    most: int | None = None,
     above: float | None = None,
     callback: Callable[..., object] | None = None,
 ) -> T:  # type: ignore[type-var]
     """Return a dataclass field that declares the option of the same name. Its value is None if the option is not given.
 
-    default: only shown on the --help page, because the library fills it in. short: another name, as `-i`. least, above:
-    bounds of a number. callback: called with the context and the value before other options are read.
+    default: only shown on the --help page, because the library fills it in. short: another name, as `-i`. least, most,
+    above: bounds of a number. callback: called with the context and the value before other options are read.
     """
     shown = text if default is None else f"{text} (default: {default})"
-    return _field(panel, shown, short, metavar=metavar, least=least, above=above, callback=callback)
+    return _field(panel, shown, short, metavar=metavar, least=least, most=most, above=above, callback=callback)
 
 
 def flag(panel: str, text: str, *short: str) -> T:  # type: ignore[type-var]
@@ -70,7 +71,7 @@ def _parameter(item: dataclasses.Field[object], kind: object) -> inspect.Paramet
     given, long, setting = item.metadata, option_name(item.name), item.name in SETTINGS
     kinds, parser = (*typing.get_args(kind), kind), None
     if number := next((one for one in (int, float) if one in kinds), None):
-        parser = _number(number, given["least"], given["above"])
+        parser = _number(number, given["least"], given["most"], given["above"])
     elif setting and bool in kinds:  # a setting takes a value, unlike a switch
         kind, parser = str | None, _yes_or_no
     callback = given.get("callback")
@@ -91,7 +92,7 @@ def _parameter(item: dataclasses.Field[object], kind: object) -> inspect.Paramet
     )
 
 
-def _number(kind: type, least: float | None, above: float | None) -> Callable[[str], object]:
+def _number(kind: type, least: float | None, most: float | None, above: float | None) -> Callable[[str], object]:
     """Return a parser of a number, which refuses any other text in our own words."""
 
     def read(text: str) -> object:
@@ -101,11 +102,21 @@ def _number(kind: type, least: float | None, above: float | None) -> Callable[[s
             raise ValueError(f"{text!r} is not {KINDS[kind]}") from None
         if least is not None and value < least:
             raise ValueError(f"{text} is less than {least}")
+        if most is not None and value > most:
+            raise ValueError(f"{text} is more than {most}")
         if above is not None and not value > above:
             raise ValueError(f"{text} is not above {above:g}")
         return value
 
     return read
+
+
+def _check_text(given: Mapping[str, object], names: Mapping[str, str]) -> None:
+    """Refuse values that are not UTF-8, which nothing can tokenize or write. Paths may have any bytes."""
+    for name, value in given.items():
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, str) and not is_utf8(one):
+                raise UsageError(f"{names.get(name, option_name(name))} is {one!r}, which is not UTF-8")
 
 
 def _yes_or_no(text: str) -> bool:
@@ -133,6 +144,8 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
 
     def command(ctx: typer.Context, **given: object) -> None:
         check_variables(known, ctx.command_path)
+        names = typed_names(table)
+        _check_text(given, names)
         values = {
             name: kind(**{item.name: given[item.name] for item in dataclasses.fields(kind)})
             for name, kind in hints.items()
@@ -143,7 +156,7 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
             function(**values)
         except UsageError as error:
             # the library knows the field, only the command knows what was typed
-            raise UsageError(error.typed(typed_names(table))) from error
+            raise UsageError(error.typed(names)) from error
 
     context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     command.__name__, command.__doc__ = function.__name__, function.__doc__

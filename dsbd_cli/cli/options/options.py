@@ -30,6 +30,7 @@ SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices and loadi
 SOURCES = "Encoder-decoder targets"
 JOB = "Options from a file"
 STANDARD = Path("-")
+MOST_THREADS = 1024  # with some thousands OpenMP hangs or ends the process
 MAX_ERRORS = "end the run with exit code 1 when N rows have failed"
 
 InputFormat = Literal["auto", "strict", "text"]
@@ -270,6 +271,7 @@ class DeviceOptions(LoadOptions):
         "processor threads of each process",
         default="OMP_NUM_THREADS, else torch's choice within the container's quota of processors",
         least=1,
+        most=MOST_THREADS,
     )
     gpu: Literal["graphs,kernels", "graphs", "kernels", "plain"] | None = option(
         DEVICES,

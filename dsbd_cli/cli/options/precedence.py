@@ -17,7 +17,7 @@ from pathlib import Path
 import orjson
 import typer
 
-from dsbd_cli.errors import KINDS, UsageError, reading, shorten
+from dsbd_cli.errors import KINDS, UsageError, is_utf8, reading, shorten
 
 PREFIX = "DSBD_"
 OR_AUTO = ("depth", "batch_size", "workers")  # numbers that may also be the word auto
@@ -47,7 +47,7 @@ def read_job(ctx: typer.Context, path: Path | None) -> Path | None:
         return path
     try:
         with reading(f"--config {path}"):
-            raw = tomllib.loads(path.read_text(encoding="utf-8"))
+            raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"--config {path} is not TOML: {error}") from None
     known = [one.name for one in ctx.command.params if one.name not in NOT_IN_A_FILE]
@@ -145,5 +145,7 @@ def job_text(groups: Sequence[object]) -> str:
 
 
 def _toml(value: object) -> str:
+    if not is_utf8(str(value)):
+        raise UsageError(f"{str(value)!r} cannot be written to a job file, because it is not UTF-8")
     # JSON as orjson writes it is TOML, except for DEL
     return orjson.dumps(value, default=str).decode().replace("\x7f", "\\u007f")

@@ -313,9 +313,6 @@ def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: boo
 
 
 def _rows(given: SamplingOptions, method: MethodConfig, *, strict: bool) -> RowReader:
-    for text in given.stop or ():
-        if not text.isprintable() and any("\ud800" <= char <= "\udfff" for char in text):
-            raise UsageError(f"--stop is {text!r}, which is not UTF-8")
     asked = {item.name: getattr(given, item.name, None) for item in fields(SamplingConfig)}
     sampling = SamplingConfig(**{name: value for name, value in asked.items() if value is not None})
     seed = _or_default(given.seed, RowReader().seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -19,7 +19,7 @@ from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.planning.memory_limit import least_bytes
 from dsbd_cli.engine.planning.planner import deepest
 from dsbd_cli.engine.protocols import EncoderDecoderCodec, EncoderDecoderModel, ForestModel, SizedCodec, TextCodec
-from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongError, UsageError, shorten
+from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongError, UsageError, is_utf8, shorten
 from dsbd_cli.requests import Request
 
 
@@ -90,6 +90,9 @@ class Encoder:
 
     def job(self, number: int, request: Request) -> RequestState:
         """Return the state of a request that can be decoded. Raises RowError where it cannot be."""
+        for name, text in _texts(request):
+            if not is_utf8(text):
+                raise InvalidRowError(f"{name} is {shorten(text)}, which is no valid text: half a surrogate pair")
         job = RequestState(number, request, [], catalogue=self.catalogue(request))
         if self.encoder_inputs is not None:
             self._read_encoder_input(job, self.encoder_inputs)
@@ -227,9 +230,6 @@ class Encoder:
             raise InvalidRowError(
                 f"prompt holds token id {foreign[0]}, but the target has {self.target.vocab_size} ids"
             )
-        for stop in request.sampling.stop:
-            if any("\ud800" <= letter <= "\udfff" for letter in stop):
-                raise InvalidRowError(f"stop is {stop!r}, which is no valid text: it holds half a surrogate pair")
         if request.grammar is not None:
             try:
                 self.grammars.start(request.grammar)
@@ -292,6 +292,18 @@ def _smallest(limits: Iterable[tuple[int | None, str]]) -> tuple[int | None, str
     """Return the smallest limit and the role of its model; (None, "") where there is no limit."""
     known = ((limit, role) for limit, role in limits if limit is not None)
     return min(known, key=lambda pair: pair[0], default=(None, ""))
+
+
+def _texts(request: Request) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of a request's texts, apart from its grammar."""
+    if request.prompt is not None:
+        yield "prompt", request.prompt
+    for message in request.messages or ():
+        for name, value in message.items():
+            yield f"{name} of a message", value
+    if isinstance(request.allow, tuple):
+        yield from (("allow", text) for text in request.allow)
+    yield from (("stop", text) for text in request.sampling.stop)
 
 
 def _prompt_or_messages(request: Request) -> str | list[dict[str, str]]:

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dsbd_cli._version import __version__
+from dsbd_cli.errors import as_utf8
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 CPUINFO = Path("/proc/cpuinfo")
@@ -26,7 +27,7 @@ def environment(command: Sequence[str], device: str) -> dict[str, object]:
 
     on_gpu = device.startswith("cuda")
     return {
-        "command": shlex.join(["dsbd", *command]),
+        "command": as_utf8(shlex.join(["dsbd", *command])),
         "date": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         "commit": commit_of(),
         "versions": versions(),

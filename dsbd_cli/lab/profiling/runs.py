@@ -15,7 +15,7 @@ from dsbd_cli.config.variants import MIN_WIDTH, RULES
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.bridge.bridged import BridgedDraft
 from dsbd_cli.engine.protocols import ForestModel
-from dsbd_cli.errors import DsbdError
+from dsbd_cli.errors import DsbdError, shorten
 from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.io.records.native_record import native_record
 from dsbd_cli.io.records.record_parts import MethodRecord
@@ -129,7 +129,9 @@ class ProfiledPair:
         with self.budget.running(engine.stop):
             for result in engine.run(requests):
                 if result.error is not None:
-                    raise DsbdError(f"prompt {result.request.id} cannot be profiled: {result.error}")
+                    raise DsbdError(
+                        f"the prompt with id {shorten(result.request.id)} cannot be profiled: {result.error}"
+                    )
                 done += 1
                 yield result
             if done < len(requests):

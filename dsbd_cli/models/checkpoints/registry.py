@@ -81,17 +81,22 @@ def user_file() -> Path:
 def user_aliases() -> dict[str, str]:
     """Return the table [models] of the user's file: name = "org/name" or a folder (./ and ../ count from the file).
 
-    Raises UsageError when the file is not TOML, or the table is not one of strings.
+    Raises UsageError when the file is not TOML, holds anything else, or the table is not one of strings.
     """
     path = user_file()
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get("models", {})
+        whole = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         if os.environ.get("DSBD_MODELS_FILE"):
             raise UsageError(f"DSBD_MODELS_FILE names {path}, which does not exist") from None
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"models file {path} cannot be read as TOML: {error}") from None
+    if others := [name for name in whole if name != "models"]:
+        raise UsageError(
+            f"models file {path}: {others[0]} stands outside of the table [models], the only one it may hold"
+        )
+    table = whole.get("models", {})
     if not isinstance(table, dict) or not all(isinstance(source, str) for source in table.values()):
         raise UsageError(f'models file {path}: [models] must hold lines of the form name = "org/name" or "./folder"')
     return {name: _from_file(source, path.parent) for name, source in table.items()}

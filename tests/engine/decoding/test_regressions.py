@@ -48,6 +48,24 @@ def test_a_draft_narrower_than_its_target() -> None:
     assert found == [result.hypotheses[0].token_ids for result in plain.run(rows)]
 
 
+def test_half_a_surrogate_pair_costs_its_row_alone() -> None:
+    """Tokenizers raise a TypeError for it, which ended the run."""
+    half = "1 \ud800"
+    rows = [
+        Request("1 2"),
+        Request(half),
+        Request(messages=[{"role": "user", "content": half}]),
+        Request("1", allow=["2", half]),
+        Request("1", sampling=SamplingConfig(stop=(half,))),
+        Request("3"),
+    ]
+    results = list(engine(rule="search").run(rows))
+    named = ("prompt", "content of a message", "allow", "stop")
+    assert [result.error is None for result in results] == [True, *(False for _ in named), True]
+    for name, result in zip(named, results[1:-1], strict=True):
+        assert str(result.error).startswith(f"{name} is '1 \\ud800', which is no valid text")
+
+
 class Only(TableLM):
     """A draft that can say two tokens only."""
 

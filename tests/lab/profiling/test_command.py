@@ -177,7 +177,7 @@ def test_a_prompt_that_cannot_be_decoded(dsbd: Dsbd, tmp_path: Path) -> None:
     path.write_text('{"id": "x", "prompt": "99"}\n')
     done = dsbd("profile", "--input", str(path), *FEW)
     assert done.code == 1
-    assert "prompt x cannot be profiled: prompt holds token id 99" in done.err
+    assert "the prompt with id 'x' cannot be profiled: prompt holds token id 99" in done.err
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -129,7 +129,7 @@ def test_clocks_change_no_text() -> None:
 def test_a_row_that_fails_ends_the_profile() -> None:
     some = bench(1)
     wrong = ProfiledPair(some.loaded, (Request(id="x", seed=0, prompt="77"),), 2)
-    with pytest.raises(DsbdError, match="prompt x cannot be profiled"):
+    with pytest.raises(DsbdError, match="the prompt with id 'x' cannot be profiled"):
         wrong.timed(METHOD)
 
 
