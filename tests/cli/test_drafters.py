@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -191,3 +192,26 @@ def test_a_bad_corpus_is_refused(
     assert message in outcome.err
     assert outcome.err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_an_index_replaces_files_only(builtin: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Guards /dev/null of a root user, in whose place a file would stand."""
+    (tmp_path / "texts").write_text("a b a b")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    made = builtin("index", str(tmp_path / "texts"), "-o", str(pipe), "--existing", "overwrite")
+    assert (made.code, "is no ordinary file" in made.err) == (2, True), made.err
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [(".", "is a folder"), ("nowhere/x", "nowhere does not exist"), ("x" * 255, "File name too long")],
+)
+def test_an_index_that_cannot_be_written_is_found_before_the_corpus_is_read(
+    builtin: Callable[..., Outcome], tmp_path: Path, output: str, message: str
+) -> None:
+    (tmp_path / "texts.jsonl").write_text("no JSON")
+    made = builtin("index", str(tmp_path / "texts.jsonl"), "-o", str(tmp_path / output))
+    assert message in made.err
+    assert made.err.count("\n") == 1

@@ -9,10 +9,12 @@ from typing import Annotated, Literal
 import typer
 
 from dsbd_cli.cli.options.declare import Existing, Output, Quiet
+from dsbd_cli.cli.run.files import check_replaced
 from dsbd_cli.cli.run.messages import say, set_style
 from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.io.lines.corpus import read_documents
+from dsbd_cli.io.lines.resume import check_replaceable
 
 NEWS_EVERY = 1 << 22  # tokens between two messages
 
@@ -40,11 +42,11 @@ def index(
 
     Needs about 32 bytes of memory per token while it sorts; the file has 8 bytes per token.
     """
-    if output.exists() and existing == "error":
-        raise UsageError(f"{output} exists: --existing overwrite replaces it")
+    check_replaced(output, existing=existing)
     for path in corpus:
         if not path.is_file():
             raise UsageError(f"{path} is no file")
+    check_replaceable(output)
     from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
     from dsbd_cli.models.checkpoints.catalog import tokenizer_of
 

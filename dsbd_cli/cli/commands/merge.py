@@ -11,13 +11,13 @@ import typer
 
 from dsbd_cli.cli.options.declare import Existing, Output, Quiet
 from dsbd_cli.cli.options.settings import TYPED
-from dsbd_cli.cli.run.files import NO_KEY, is_special
+from dsbd_cli.cli.run.files import NO_KEY, check_replaced
 from dsbd_cli.cli.run.messages import say, set_style, warn
 from dsbd_cli.cli.run.shard import SHARD_SETTINGS, shard_of
 from dsbd_cli.cli.run.summary import ROWS_FAILED
 from dsbd_cli.errors import DsbdError, UsageError
 from dsbd_cli.io.lines.compression import frame_maker
-from dsbd_cli.io.lines.jsonl import LineWriter, check_new
+from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.io.lines.lock import open_locked, open_shared
 from dsbd_cli.io.lines.parts import PartFile, in_order, one_after_another, scan
 from dsbd_cli.io.lines.resume import Settings, read_run, replacing, settings_file, write_settings
@@ -47,9 +47,7 @@ def merge(
     Exit code 3 where a row has failed or, with --partial, is missing.
     """
     set_style(quiet=quiet)
-    check_new(output, option="--output", overwrite=existing == "overwrite")
-    if is_special(output):
-        raise UsageError(f"--output {output} is no ordinary file, which cannot be replaced in one step: name a file")
+    check_replaced(output, existing=existing)
     if any(path.resolve() == output.resolve() for path in parts):
         raise UsageError(f"--output {output} is a part: name another file")
     with ExitStack() as stack:

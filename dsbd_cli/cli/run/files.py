@@ -223,6 +223,13 @@ def count_rows(files: FileOptions, size: int | None) -> int | None:
             return sum(1 for _ in read_lines(stream))
 
 
+def check_replaced(output: Path, *, existing: str) -> None:
+    """Refuse an --output that cannot be replaced in one step. Raises UsageError."""
+    check_new(output, option="--output", overwrite=existing == "overwrite")
+    if is_special(output):
+        raise UsageError(f"--output {output} is no ordinary file, which cannot be replaced in one step: name a file")
+
+
 def check_report_files(files: Mapping[str, Path | None], *, existing: str | None) -> None:
     """Check all that can be known about output files, by option, before anything is measured. Raises UsageError."""
     named = [(name, path) for name, path in files.items() if path is not None]
