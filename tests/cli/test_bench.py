@@ -90,6 +90,28 @@ def test_a_file_that_exists_is_kept(dsbd: Call, tmp_path: Path) -> None:
     assert "--existing overwrite" in done.err
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--input", "{old}"),
+        ("--task", "squad", "--data", "{old}"),
+        ("--input", "y", "--fuzzy-threshold", "0.1,0.2", "--dev-data", "{old}"),
+        ("--allow", "{old}"),
+        ("--methods", "greedy,dsbd-coupled", "--drafter", "retrieval", "--set", "index={old}"),
+    ],
+)
+@pytest.mark.parametrize("output", ["--json", "--markdown"])
+def test_a_report_does_not_replace_what_is_read(
+    dsbd: Call, given: tuple[str, ...], output: str, tmp_path: Path
+) -> None:
+    old = tmp_path / "old.jsonl"
+    old.write_text('{"prompt": "a"}\n')
+    words = [word.format(old=old) for word in given]
+    done = dsbd("bench", *words, output, str(old), "--existing", "overwrite")
+    assert (done.code, done.loads, old.read_text()) == (2, [], '{"prompt": "a"}\n')
+    assert f"{output} {old} is the input: name another file" in done.err
+
+
 def test_tables_go_to_standard_output_and_files_where_they_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

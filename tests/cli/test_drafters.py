@@ -204,6 +204,16 @@ def test_an_index_replaces_files_only(builtin: Callable[..., Outcome], tmp_path:
     assert pipe.is_fifo()
 
 
+def test_an_index_does_not_replace_its_corpus(builtin: Callable[..., Outcome], tmp_path: Path) -> None:
+    corpus = tmp_path / "texts.jsonl"
+    corpus.write_text('{"text": "a b a b"}\n')
+    (tmp_path / "link").symlink_to(corpus)
+    for output in (corpus, tmp_path / "link"):
+        made = builtin("index", str(corpus), "-o", str(output), "--existing", "overwrite")
+        assert (made.code, f"--output {output} is the input: name another file" in made.err) == (2, True), made.err
+    assert corpus.read_text() == '{"text": "a b a b"}\n'
+
+
 @pytest.mark.parametrize(
     ("output", "message"),
     [(".", "is a folder"), ("nowhere/x", "nowhere does not exist"), ("x" * 255, "File name too long")],

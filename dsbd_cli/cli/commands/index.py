@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from dsbd_cli.cli.options.declare import Existing, Output, Quiet
-from dsbd_cli.cli.run.files import check_replaced
+from dsbd_cli.cli.run.files import check_no_input, check_replaced
 from dsbd_cli.cli.run.messages import say, set_style
 from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.errors import UsageError
@@ -43,6 +43,7 @@ def index(
     Needs about 32 bytes of memory per token while it sorts; the file has 8 bytes per token.
     """
     check_replaced(output, existing=existing)
+    check_no_input("--output", output, corpus)
     for path in corpus:
         if not path.is_file():
             raise UsageError(f"{path} is no file")

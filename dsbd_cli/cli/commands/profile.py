@@ -31,7 +31,7 @@ from dsbd_cli.cli.run.messages import Talk, say, set_style, talking
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH
 from dsbd_cli.config.spelling import parse, spell
-from dsbd_cli.config.variants import MIN_WIDTH, RULES, WIDTHS
+from dsbd_cli.config.variants import INDEX, MIN_WIDTH, RULES, WIDTHS
 from dsbd_cli.errors import SETTINGS, UsageError, option_name
 from dsbd_cli.io.lines.resume import write_atomically
 from dsbd_cli.io.schemas import contracts
@@ -113,7 +113,9 @@ def profile(
         )
     if wanted.quiet and wanted.show is not None and wanted.json is None:
         raise UsageError("--show prints a tree and --quiet prints nothing but a command: drop one, or add --json")
-    check_report_files({"--json": wanted.json}, existing=wanted.existing)
+    check_report_files(
+        {"--json": wanted.json}, [prompts.input, answers.allow, settings.method.value(INDEX)], existing=wanted.existing
+    )
     requests = _requests(prompts, settings)
     groups = (pair, method, sampling, answers, devices)
     command = shlex.join(["dsbd", *(arguments or ["profile"])])

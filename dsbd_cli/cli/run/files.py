@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -94,8 +94,8 @@ def check_files(files: FileOptions) -> None:
         )
     _check_resume(files)
     for option, path in named:
-        if files.input is not None and _same(path, files.input):
-            raise UsageError(f"{option} {path} is the input: name another file")
+        if files.input is not None:
+            check_no_input(option, path, [files.input])
         instead = "name another file" + (", go on with it with --existing resume" if option == "--output" else "")
         check_new(path, option=option, overwrite=files.existing not in (None, "error"), instead=instead)
     _check_apart(named)
@@ -140,6 +140,12 @@ def _same(one: Path, other: Path) -> bool:
     if one.is_file() and other.is_file():
         return one.samefile(other)
     return one.resolve() == other.resolve() and not one.exists()
+
+
+def check_no_input(option: str, output: Path, inputs: Iterable[Path]) -> None:
+    """Refuse an output that is one of the inputs. Raises UsageError."""
+    if any(_same(output, path) for path in inputs):
+        raise UsageError(f"{option} {output} is the input: name another file")
 
 
 def check_files_under(folder: Path | None, idle: str | None = None) -> None:
@@ -230,13 +236,20 @@ def check_replaced(output: Path, *, existing: str) -> None:
         raise UsageError(f"--output {output} is no ordinary file, which cannot be replaced in one step: name a file")
 
 
-def check_report_files(files: Mapping[str, Path | None], *, existing: str | None) -> None:
-    """Check all that can be known about output files, by option, before anything is measured. Raises UsageError."""
+def check_report_files(
+    files: Mapping[str, Path | None], inputs: Sequence[str | Path | None], *, existing: str | None
+) -> None:
+    """Check all that can be known about output files, by option, before anything is measured. Raises UsageError.
+
+    inputs: files that the run reads, which it must not replace.
+    """
+    read = [Path(one) for one in inputs if one is not None]
     named = [(name, path) for name, path in files.items() if path is not None]
     if existing == "overwrite" and not named:
         raise UsageError(f"--existing overwrite replaces {', '.join(files)}, but none is given: drop it")
     for name, path in named:
         check_new(path, option=name, overwrite=existing == "overwrite")
+        check_no_input(name, path, read)
     _check_apart(named)
     if (plot := files.get("--plot")) is not None:
         from dsbd_cli.lab.reports.style import require_plots

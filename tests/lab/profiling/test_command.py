@@ -139,6 +139,8 @@ def unloadable(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--existing", "overwrite"), "--existing overwrite replaces"),
         (("--quiet", "--show", "1"), "drop one, or add --json"),
         (("--json", "{old}"), "exists: name another file, or replace it with --existing overwrite"),
+        (("--json", "{old}", "--existing", "overwrite", "--input", "{old}"), "is the input: name another file"),
+        (("--json", "{old}", "--existing", "overwrite", "--drafter", "retrieval:{old}"), "is the input: name another"),
         (("--json", "{folder}"), "is a folder"),
         (("--json", "{folder}/none/p.json"), "does not exist"),
         (("--input", "{folder}/none.jsonl"), "cannot be read"),
