@@ -58,6 +58,7 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
         (("--threads", "1025"), "'--threads': 1025 is more than 1024"),
         (("--batch-size", "0"), "--batch-size is 0"),
         (("--json", "no/such/folder/x.jsonl"), "the folder no/such/folder does not exist"),
+        (("--json", "-"), "--json needs a file, but - is standard output"),
         (("--plot", "x.jpeg"), "must end in .png"),
         (("--json", "x", "--markdown", "x"), "are both x"),
         (("--existing", "overwrite"), "but none is given"),

@@ -216,12 +216,18 @@ def test_an_index_does_not_replace_its_corpus(builtin: Callable[..., Outcome], t
 
 @pytest.mark.parametrize(
     ("output", "message"),
-    [(".", "is a folder"), ("nowhere/x", "nowhere does not exist"), ("x" * 255, "File name too long")],
+    [
+        ("-", "--output needs a file, but - is standard output"),
+        (".", "is a folder"),
+        ("nowhere/x", "nowhere does not exist"),
+        ("x" * 255, "File name too long"),
+    ],
 )
 def test_an_index_that_cannot_be_written_is_found_before_the_corpus_is_read(
-    builtin: Callable[..., Outcome], tmp_path: Path, output: str, message: str
+    builtin: Callable[..., Outcome], tmp_path: Path, output: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.jsonl").write_text("no JSON")
-    made = builtin("index", str(tmp_path / "texts.jsonl"), "-o", str(tmp_path / output))
+    made = builtin("index", "texts.jsonl", "-o", output)
     assert message in made.err
     assert made.err.count("\n") == 1

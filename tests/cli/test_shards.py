@@ -345,6 +345,8 @@ def test_a_merge_replaces_files_only_and_keeps_links(folder: Folder) -> None:
     done = folder.dsbd("merge", *names, "-o", str(pipe))
     assert (done.code, "is no ordinary file" in done.err) == (2, True), done.err
     assert pipe.is_fifo()
+    done = folder.dsbd("merge", *names, "-o", "-")
+    assert (done.code, "--output needs a file, but - is standard output" in done.err) == (2, True), done.err
     (folder.path / "there.jsonl").touch()
     (folder.path / "all.jsonl").symlink_to("there.jsonl")
     assert folder.merge("--existing", "overwrite", *names).code == 3

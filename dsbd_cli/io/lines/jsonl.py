@@ -71,8 +71,11 @@ def read_object(line: bytes) -> dict[str, object] | None:
 def check_new(path: Path, *, option: str, overwrite: bool, instead: str = "name another file") -> None:
     """Raise UsageError, before any model is loaded, for an output file that exists or that cannot be created.
 
-    Devices and named pipes may be written to. overwrite: the file may exist. instead: advice for the message.
+    Devices and named pipes may be written to, `-` may not. overwrite: the file may exist. instead: advice for the
+    message.
     """
+    if path == Path("-"):
+        raise UsageError(f"{option} needs a file, but - is standard output: name a file")
     if path.is_dir():
         raise UsageError(f"{option} {path} is a folder: name a file")
     if path.is_file() and not overwrite:
