@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -31,6 +32,7 @@ from dsbd_cli.errors import DsbdError, OutputError
 from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
 
 INTERRUPTED = 130
+UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # without a file name: standard output cannot be written
 STOPPED = "stopped before there was a result"
 
 app = typer.Typer(name="dsbd", cls=Group, pretty_exceptions_enable=False)
@@ -104,6 +106,9 @@ def run(arguments: Sequence[str]) -> int:
         say(STOPPED, level="error")
         return INTERRUPTED
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is None and error.errno in UNWRITTEN:
+            _drop_output()
+            return _report(f"cannot write standard output: {error.strerror}", 1, arguments)
         detail = f"{type(error).__name__}: {error}".rstrip(": ")
         return _report(f"{detail} (unexpected; dsbd --debug shows the traceback)", 1, arguments)
 

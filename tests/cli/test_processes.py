@@ -172,6 +172,14 @@ def test_a_full_device_is_an_error_of_the_run(start: Start, way: str) -> None:
     assert err.count(b"\n") == 1
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("command", ["schema", "models", "--help", "--version", "generate --print-config"])
+def test_a_full_device_behind_standard_output_is_an_error_of_every_command(start: Start, command: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        code, _, err = finish(start(*command.split(), stdout=full))
+    assert (code, err) == (1, b"dsbd: error: cannot write standard output: No space left on device\n")
+
+
 def test_a_full_disk_leaves_whole_lines(start: Start, tmp_path: Path) -> None:
     """The limit cuts the second record in the middle; its half must not stay in the file."""
     output = tmp_path / "out.jsonl"
