@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -248,3 +249,34 @@ def test_an_error_knows_its_field_and_the_command_line_names_the_option() -> Non
 
 def test_values_are_shown_in_plain_words() -> None:
     assert str(fault(lambda: SamplingConfig(stop=("a", "")))).startswith("stop is ['a', ''], but must be")
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("generate -o", "--output"),
+        ("generate --input README.md --existing overwrite -o", "--output"),
+        ("generate --set stats=", "--set stats"),
+        ("pick --by score -o", "--output"),
+        ("index README.md -o", "--output"),
+        ("merge README.md -o", "--output"),
+        ("bench --json", "--json"),
+        ("profile --json", "--json"),
+    ],
+)
+def test_an_output_in_a_folder_that_may_not_be_entered(
+    dsbd: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, option: str
+) -> None:
+    (tmp_path / "README.md").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    stat = os.stat
+
+    def denied(path: str | Path, *rest: object, **how: object) -> os.stat_result:
+        if str(path) == "closed/x":
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *rest, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "stat", denied)
+    words = f"{command}closed/x" if command.endswith("=") else f"{command} closed/x"
+    outcome = dsbd(*words.split())
+    assert (outcome.code, outcome.err) == (2, f"dsbd: error: {option} closed/x cannot be used: Permission denied\n")

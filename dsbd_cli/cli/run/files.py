@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,8 +34,11 @@ NO_KEY = ", whose lines do not say what was asked: native and openai lines have 
 
 
 def is_special(path: Path) -> bool:
-    """Return whether a path is a device or a named pipe. It may be written to, and holds nothing that could be lost."""
-    return path.exists() and not path.is_file() and not path.is_dir()
+    """Return whether a path is a device or a named pipe. It may be written to, and holds nothing that could be lost.
+
+    A path that may not be looked at is none: whoever opens it says why.
+    """
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def output_format(files: FileOptions) -> Format:
@@ -137,9 +141,9 @@ def _check_resume(files: FileOptions) -> None:
 
 def _same(one: Path, other: Path) -> bool:
     """Return whether two names are one file, links of any kind included."""
-    if one.is_file() and other.is_file():
+    if os.path.isfile(one) and os.path.isfile(other):  # False where it may not be looked at
         return one.samefile(other)
-    return one.resolve() == other.resolve() and not one.exists()
+    return one.resolve() == other.resolve() and not os.path.exists(one)
 
 
 def check_no_input(option: str, output: Path, inputs: Iterable[Path]) -> None:

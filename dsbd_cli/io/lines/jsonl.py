@@ -76,11 +76,15 @@ def check_new(path: Path, *, option: str, overwrite: bool, instead: str = "name 
     """
     if path == Path("-"):
         raise UsageError(f"{option} needs a file, but - is standard output: name a file")
-    if path.is_dir():
+    try:
+        is_folder, is_file, has_folder = path.is_dir(), path.is_file(), path.parent.is_dir()
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be used: {error.strerror or error}") from None
+    if is_folder:
         raise UsageError(f"{option} {path} is a folder: name a file")
-    if path.is_file() and not overwrite:
+    if is_file and not overwrite:
         raise UsageError(f"{option} {path} exists: {instead}, or replace it with --existing overwrite")
-    if not path.parent.is_dir():
+    if not has_folder:
         raise UsageError(f"{option} {path}: the folder {path.parent} does not exist")
 
 
