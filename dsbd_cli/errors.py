@@ -65,6 +65,9 @@ def shorten(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
+MOST_INTEGER = 2**31 - 1  # of any setting
+
+
 def is_utf8(text: str) -> bool:
     """Return whether a text can be written as UTF-8: half a surrogate pair cannot."""
     return text.isascii() or text.isprintable() or not any("\ud800" <= letter <= "\udfff" for letter in text)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dsbd_cli.config.checking import check_types, refuse, require
 from dsbd_cli.config.token_rules import TokenRules, asked_rules
+from dsbd_cli.errors import MOST_INTEGER
 
 MAX_TOP_LOGPROBS = 20  # as in the OpenAI API
 
@@ -78,4 +79,6 @@ class SamplingConfig:
             refuse("top_logprobs", self.top_logprobs, "token_logprobs is not asked for: ask for both")
         for name in ("source_lang", "target_lang", "prefix"):
             require(getattr(self, name) != "", name, "", "a non-empty string")
+        for name in ("top_k", "max_new_tokens", "n_best"):
+            require(getattr(self, name) <= MOST_INTEGER, name, getattr(self, name), f"at most {MOST_INTEGER}")
         asked_rules(self.token_rules, TokenRules(), default="none")

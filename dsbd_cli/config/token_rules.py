@@ -7,16 +7,16 @@ nothing is normalised again. All of them depend on the preceding tokens alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.errors import MOST_INTEGER, UsageError, shorten
 
 BASES = ("checkpoint", "none")
 OFF = "none"
 FLAGS = {"0": False, "1": True}
 SEPARATOR, IDS = ",", "+"
+LEAST_PENALTY, MOST_PENALTY = 1e-30, 1e30  # products with logits stay numbers in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,17 +154,17 @@ def _value(name: str, text: str) -> object:
                 return FLAGS[text]
         elif name == "repetition_penalty":
             number = float(text)
-            if math.isfinite(number) and number > 0:
+            if LEAST_PENALTY <= number <= MOST_PENALTY:
                 return number
-        elif int(text) >= 0:
+        elif 0 <= int(text) <= MOST_INTEGER:
             return int(text)
     except ValueError:
         pass
     expected = {
         **dict.fromkeys(LISTS, "token ids joined by +"),
-        "repetition_penalty": "a number above 0",
+        "repetition_penalty": f"a number from {LEAST_PENALTY:g} to {MOST_PENALTY:g}",
         "timestamps": "0 or 1",
     }
-    wanted = f"{expected.get(name, 'an integer, 0 or more')}, or none"
+    wanted = f"{expected.get(name, f'an integer from 0 to {MOST_INTEGER}')}, or none"
     message = f"token_rules: {name} is {shorten(text)}, but must be {wanted}"
     raise UsageError(message, field="token_rules", value=text, expected=wanted)

@@ -28,7 +28,7 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import MAX_TOP_LOGPROBS
 from dsbd_cli.config.variants import DRAFTERS, FUSION, RULES, WIDTHS
-from dsbd_cli.errors import PromptTooLongError
+from dsbd_cli.errors import MOST_INTEGER, PromptTooLongError
 from dsbd_cli.io.records import input_forms, reader
 from dsbd_cli.io.records.native_record import native_record, step_records
 from dsbd_cli.io.records.openai_record import openai_record
@@ -149,7 +149,7 @@ def test_the_schema_of_rows_has_the_readers_fields_values_and_bounds() -> None:
         "max_new_tokens": reader.MAX_NEW_TOKENS,
         "max_tokens": reader.MAX_NEW_TOKENS,
         "max_completion_tokens": reader.MAX_NEW_TOKENS,
-        "top_k": reader.MAX_TOP_K,
+        "top_k": MOST_INTEGER,
         "temperature": reader.MAX_TEMPERATURE,
         "top_logprobs": MAX_TOP_LOGPROBS,
     }

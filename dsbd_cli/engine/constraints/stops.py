@@ -9,7 +9,7 @@ the host.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -58,8 +58,9 @@ class StopTable:
     def __init__(self, token_bytes: Sequence[bytes], vocab_size: int, device: torch.device) -> None:
         self._token_bytes, self._vocab_size = token_bytes, vocab_size
         self.table = torch.stack((torch.zeros(vocab_size), torch.ones(vocab_size))).to(device=device, dtype=torch.int32)
-        self._states = 2  # rows in use
-        self._starts: dict[tuple[str, ...], int] = {(): NO_STOPS}
+        self._states = 2  # rows in use, free ones among them
+        self._sets: dict[tuple[str, ...], tuple[int, int]] = {(): (NO_STOPS, 1)}  # first state and number of states
+        self._free: list[tuple[int, int]] = []  # first row and number of rows
         self.version = 0
 
     @functools.cached_property
@@ -72,29 +73,45 @@ class StopTable:
             made[token, : len(item)] = list(item)
         return made
 
-    def forget(self) -> None:
-        """Drop all sets where there are more than MOST_SETS. It is called only while no request holds a state."""
-        if len(self._starts) > MOST_SETS:
-            self._starts, self._states = {(): NO_STOPS}, 2
+    def forget(self, held: Collection[tuple[str, ...]]) -> None:
+        """Drop the sets that no request holds, where there are more than MOST_SETS. Their rows are used again."""
+        if len(self._sets) <= MOST_SETS:
+            return
+        dropped = [self._sets.pop(stops) for stops in [*self._sets] if stops and stops not in held]
+        free: list[tuple[int, int]] = []
+        for first, count in sorted(self._free + dropped):  # neighbours become one
+            if free and sum(free[-1]) == first:
+                free[-1] = free[-1][0], free[-1][1] + count
+            else:
+                free.append((first, count))
+        self._free = free
 
     @property
     def used(self) -> bool:
         """True once any request has stop strings."""
-        return len(self._starts) > 1
+        return len(self._sets) > 1
 
     def start(self, stops: tuple[str, ...]) -> int:
         """Return the first state for these stop strings. Add their states to the table where they are new."""
-        if stops not in self._starts:
+        if stops not in self._sets:
             goto, complete = _automaton([stop.encode() for stop in stops])
-            offset = self._states
             block = self._fold(goto, complete)
+            offset = self._room(len(block))
             block = np.where(block >= 0, block + offset, STOPPED).astype(np.int32)
-            self._states += len(block)
-            if self._states > len(self.table):
-                self._grow()
-            self.table[offset : self._states] = torch.from_numpy(block).to(self.table.device)
-            self._starts[stops] = offset
-        return self._starts[stops]
+            self.table[offset : offset + len(block)] = torch.from_numpy(block).to(self.table.device)
+            self._sets[stops] = offset, len(block)
+        return self._sets[stops][0]
+
+    def _room(self, size: int) -> int:
+        """Take `size` rows that are free, and return the first."""
+        for place, (first, count) in enumerate(self._free):
+            if count >= size:
+                self._free[place] = first + size, count - size
+                return first
+        self._states += size
+        if self._states > len(self.table):
+            self._grow()
+        return self._states - size
 
     def _grow(self) -> None:
         """Make room for the states in use and as many more, so that the tensor is rarely replaced."""

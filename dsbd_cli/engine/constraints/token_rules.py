@@ -245,7 +245,7 @@ def _repeats(text: Tensor, size: Tensor, longest: int, columns: int) -> Tensor:
     run = torch.zeros_like(text)  # how many tokens before each place equal the last ones of the text
     alive = real
     width = text.shape[1]
-    for back in range(1, longest):
+    for back in range(1, min(longest, width + 1)):
         last = text.gather(1, (total - back).clamp(min=0))
         before = torch.nn.functional.pad(text, (back, 0), value=NO_MATCH)[:, :width]
         alive = alive & (before == last) & (total >= back)

@@ -90,6 +90,7 @@ class Batch:
         self._listen({row: job for row, job in new.items() if job.listen is not None})
         for row, count in self._caches.prefill_target({row: job.prompt for row, job in new.items()}).items():
             new[row].stats.prompt_tokens_reused = count
+        self._tables.stops.forget({tuple(job.request.sampling.stop) for job in jobs})
         entries = dict[int, NewRow]()
         for row, job in new.items():
             sampling = job.request.sampling
@@ -125,7 +126,6 @@ class Batch:
 
     def _allocate(self, slots: int, nodes: int, history: int) -> None:
         """Allocate the memory of a batch that begins."""
-        self._tables.stops.forget()
         self._tables.tries.forget()
         self._tables.rules.allocate(len(self.jobs))
         rows, device, caches = len(self.jobs), self._caches.target.device, self._caches

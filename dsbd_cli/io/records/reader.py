@@ -25,7 +25,6 @@ NUMBERS = ("temperature", "top_p", "min_p", "length_penalty")
 
 # Larger numbers would break a whole batch, not one row.
 MAX_NEW_TOKENS = 1 << 20
-MAX_TOP_K = (1 << 31) - 1
 MAX_TEMPERATURE = 1e6
 MAX_STOPS, MAX_STOP_BYTES = 16, 256
 MAX_WARNED = 100
@@ -230,7 +229,6 @@ def _check_limits(row: Fields, sampling: SamplingConfig) -> None:
     """Raise InvalidRowError for a field above its limit, if the row itself sets the field."""
     for name, value, limit in (
         ("max_new_tokens", sampling.max_new_tokens, MAX_NEW_TOKENS),
-        ("top_k", sampling.top_k, MAX_TOP_K),
         ("temperature", sampling.temperature, MAX_TEMPERATURE),
     ):
         if name in row and value > limit:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 
+from dsbd_cli.engine.constraints import stops as stop_tables
 from dsbd_cli.engine.constraints.stops import StopTable, find_stop
 
 TOKENS = [b"a", b"b", b"ab", b"ba", b"aab", b"", b"c", b"\n", "é".encode(), "é".encode()[:1], "é".encode()[1:]]
@@ -54,6 +56,27 @@ def test_sets_of_several_requests_do_not_mix() -> None:
     after = table.step(starts, torch.tensor([[2], [2], [2]]))
     assert (after == 0).flatten().tolist() == [True, False, False]
     assert (table.step(after, torch.tensor([[6], [6], [6]])) == 0).flatten().tolist() == [True, True, False]
+
+
+def test_rows_of_dropped_sets_are_used_again_and_held_sets_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose rows have stop strings of their own does not grow the table without end."""
+    monkeypatch.setattr(stop_tables, "MOST_SETS", 4)
+    table = StopTable(TOKENS, len(TOKENS), torch.device("cpu"))
+    draw, held, sizes = random.Random(1), list[tuple[tuple[str, ...], int]](), list[int]()
+    for _ in range(300):
+        stops = ("".join(draw.choice("abc") for _ in range(draw.randint(1, 6))),)
+        held = held[-2:]
+        table.forget({one for one, _ in held})
+        held.append((stops, table.start(stops)))
+        sizes.append(len(table.table))
+        for one, first in held:  # those that an earlier row began with
+            fresh = StopTable(TOKENS, len(TOKENS), torch.device("cpu"))
+            states = torch.tensor([[first], [fresh.start(one)]])
+            for token in (draw.randrange(len(TOKENS)) for _ in range(6)):
+                given = torch.tensor([token])
+                states = torch.stack([table.step(states[0], given), fresh.step(states[1], given)])
+                assert (states[0] == 0) == (states[1] == 0)
+    assert sizes[-1] == sizes[100] <= 120
 
 
 def test_text_is_cut_before_the_stop_that_completes_first() -> None:

@@ -66,6 +66,24 @@ def test_half_a_surrogate_pair_costs_its_row_alone() -> None:
         assert str(result.error).startswith(f"{name} is '1 \\ud800', which is no valid text")
 
 
+def test_numbers_out_of_bounds_are_refused_before_a_tensor_meets_them() -> None:
+    """One row's 1e300 or 10**20 ended the run."""
+    for rule in ("repetition_penalty=1e300", "repetition_penalty=1e-300", f"min_new_tokens={10**20}"):
+        with pytest.raises(UsageError, match="token_rules"):
+            SamplingConfig(token_rules=rule)
+    for name in ("top_k", "max_new_tokens", "n_best"):
+        with pytest.raises(UsageError, match=f"{name} is 100000000000000000000, but must be at most 2147483647"):
+            SamplingConfig(**{name: 10**20})
+
+
+def test_an_ngram_longer_than_the_text_takes_no_time_and_bans_nothing() -> None:
+    """The rule asked for each length of an n-gram, up to a thousand million."""
+    sampling = SamplingConfig(max_new_tokens=4, token_rules=f"no_repeat_ngram_size={2**31 - 1}")
+    rows = [Request(prompt_ids=(1, 2, 1, 2), sampling=one) for one in (sampling, SamplingConfig(max_new_tokens=4))]
+    first, second = engine(rule="search").run(rows)
+    assert first.hypotheses[0].token_ids == second.hypotheses[0].token_ids
+
+
 class Only(TableLM):
     """A draft that can say two tokens only."""
 
