@@ -113,6 +113,13 @@ def test_a_report_does_not_replace_what_is_read(
     assert f"{output} {old} is the input: name another file" in done.err
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a folder where nobody can make a file is needed")
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(dsbd: Call) -> None:
+    done = dsbd("bench", "--json", "/proc/x.jsonl")
+    assert (done.code, done.loads) == (1, [])
+    assert "cannot write /proc/x.jsonl" in done.err
+
+
 def test_tables_go_to_standard_output_and_files_where_they_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

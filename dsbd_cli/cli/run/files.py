@@ -22,6 +22,7 @@ from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.io.lines.compression import check_whole, open_input
 from dsbd_cli.io.lines.jsonl import BOM, HEAD_BYTES, check_new, read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
+from dsbd_cli.io.lines.resume import check_replaceable
 from dsbd_cli.io.lines.tables import check_table, count_table_rows, is_table, lines_reader, require_parquet
 from dsbd_cli.io.records.file_roots import files_root
 from dsbd_cli.io.records.parse import ARRAY_HINT
@@ -243,7 +244,8 @@ def check_replaced(output: Path, *, existing: str) -> None:
 def check_report_files(
     files: Mapping[str, Path | None], inputs: Sequence[str | Path | None], *, existing: str | None
 ) -> None:
-    """Check all that can be known about output files, by option, before anything is measured. Raises UsageError.
+    """Check all that can be known about output files, by option, before anything is measured. Raises UsageError, and
+    OutputError for one that cannot be written.
 
     inputs: files that the run reads, which it must not replace.
     """
@@ -255,6 +257,8 @@ def check_report_files(
         check_new(path, option=name, overwrite=existing == "overwrite")
         check_no_input(name, path, read)
     _check_apart(named)
+    for _, path in named:
+        check_replaceable(path)
     if (plot := files.get("--plot")) is not None:
         from dsbd_cli.lab.reports.style import require_plots
 
