@@ -84,16 +84,19 @@ def verified(view: LayerView, draws: LayerDraws, live: Live, kept: int) -> Verif
 
 @dataclass(slots=True)
 class Progress:
-    """Progress of each row: active [R, L] bool, the layers that count; steps [R], their number; done [R] bool."""
+    """Progress of each row: active [R, L] bool, the layers that count; steps [R], their number; done, invalid [R]
+    bool."""
 
     active: Tensor
     steps: Tensor
     done: Tensor
+    invalid: Tensor
 
 
-def progress_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Progress:
+def progress_of(state: BatchState, layers: list[Verified], rows: Tensor, broken: Tensor) -> Progress:
     """Add new hypotheses to the best finished ones, layer by layer, until a layer does not pass or the request is done.
-    rows: [R] bool, rows that are verified. Updates `state.finished`.
+    rows: [R] bool, rows that are verified. broken: [R, N] bool, nodes with NaN. A request whose layer begins with one
+    takes no further step and is invalid. Updates `state.finished`.
 
     The end test is that of transformers: no live beam, scored at its present length, beats the worst of the best
     `num_beams` finished ones.
@@ -113,7 +116,13 @@ def progress_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Prog
     cannot_improve = full & (best_live <= best_score[:, :, -1])
     done = out_of_length | cannot_improve | (limits.early.unsqueeze(1) & full) | ~valid.any(2)
     goes_on = _stack([item.passed for item in layers]) & ~done
-    active = torch.cat((rows.unsqueeze(1), goes_on[:, :-1]), 1).to(torch.int64).cumprod(1)
+    before = _stack([item.before for item in layers])
+    at_beams = broken.gather(1, before.clamp(min=0).flatten(1)).view_as(before)
+    begins_broken = (at_beams & _stack([item.before_valid for item in layers])).any(2)
+    reached = torch.cat((rows.unsqueeze(1), goes_on[:, :-1]), 1)
+    active = (reached & ~begins_broken).to(torch.int64).cumprod(1)
+    so_far = torch.cat((torch.ones_like(active[:, :1]), active[:, :-1]), 1) > 0
+    invalid = (so_far & reached & begins_broken).any(1)
     steps = active.sum(1)
     by_length = torch.arange(logprob.shape[2], device=rows.device) >= layers[0].logprob.shape[1]
     new = {
@@ -126,7 +135,7 @@ def progress_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Prog
     }
     finished.take(new, best_score, index, steps)
     active = active.to(torch.bool)
-    return Progress(active, steps, (done & active).any(1))
+    return Progress(active, steps, (done & active).any(1) | invalid, invalid)
 
 
 def _power(length: Tensor, penalty: Tensor) -> Tensor:

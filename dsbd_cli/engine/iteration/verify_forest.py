@@ -36,7 +36,7 @@ class VerifiedForest:
     Attributes:
         live: final beams, pairs to be committed. steps: [R], steps taken. width_sum: [R], live beams, summed over the
             steps.
-        done: requests that have ended, [R]. invalid: rows with NaN, [R].
+        done: requests that have ended, [R]. invalid: rows with NaN at a live beam, [R].
         counters: [R, D, fields of LayerCounters] int64, of the drafted layers.
         before: [R, D + 1, W], beams (nodes) that each step began with; None where tokens are not traced.
         report: the counters as `pack_counters` joins them; None where no kernel verified.
@@ -83,8 +83,7 @@ def verify_forest(
     beams = state.beams
     index = torch.arange(beams.token.shape[1], device=beams.token.device).expand_as(beams.token)
     live = Live(index, beams.token, index, beams.valid, beams.weight, beams.logprob)
-    broken = torch.isnan(candidates.logprobs).any(-1) & forest.flat.valid
-    invalid = broken.any(1) & state.active
+    broken = torch.isnan(candidates.logprobs).any(-1)
     # NaN at a node that no beam stands for must not reach the pool, where it would end the request
     logprobs = candidates.logprobs.nan_to_num(nan=NEG_INF, neginf=NEG_INF)
     known = Candidates(candidates.tokens, logprobs, candidates.full)
@@ -98,14 +97,14 @@ def verify_forest(
             observer.verified(view, draws)
         live = _advance(view, weight, draws)
         layers.append(verified(view, draws, live, state.finished.score.shape[1]))
-    progress = progress_of(state, layers, state.active & ~invalid)
+    progress = progress_of(state, layers, state.active, broken)
     last = (progress.steps - 1).clamp(min=0)
     return VerifiedForest(
         live=Live(*(_at_layer([getattr(item.live, f.name) for item in layers], last) for f in fields(Live))),
         steps=progress.steps,
         width_sum=(torch.stack([item.live.valid for item in layers], 1).sum(2) * progress.active).sum(1),
-        done=progress.done | invalid,
-        invalid=invalid,
+        done=progress.done,
+        invalid=progress.invalid,
         counters=counters(forest, layers[: forest.depth], progress.active),
         before=None if state.trace is None else _stacked([item.before for item in layers]),
     )

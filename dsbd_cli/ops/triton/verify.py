@@ -195,17 +195,11 @@ def best_finished(
 
 
 @triton.jit
-def is_broken(logprobs, valid, base, nodes, candidates):
-    """Return whether a node of the request has a logit that is NaN."""
-    found = tl.full((), 0, tl.int32)
-    pairs = nodes * candidates
-    for start in tl.range(0, pairs, BLOCK):
-        here = start + tl.arange(0, BLOCK)
-        inside = here < pairs
-        x = tl.load(logprobs + base * candidates + here, mask=inside, other=0.0)
-        real = tl.load(valid + base + here // candidates, mask=inside, other=0) != 0
-        found += tl.sum(((x != x) & real).to(tl.int32), 0)
-    return found > 0
+def is_broken(logprobs, base, node, alive, candidates, c):
+    """Return whether a live beam stands on a node with a logit that is NaN."""
+    inside = alive[:, None] & (c < candidates)[None, :]
+    x = tl.load(logprobs + (base + tl.maximum(node, 0))[:, None] * candidates + c[None, :], mask=inside, other=0.0)
+    return tl.max(tl.max(((x != x) & inside).to(tl.int32), 1), 0) > 0
 
 
 @triton.jit
@@ -329,12 +323,11 @@ def verify_kernel(
     width = HEAD + depth * WIDE
     report = o_report + row * width
     running = tl.load(active + row) != 0
-    broken = running & is_broken(logprobs, valid, base, nodes, candidates)
-    going = running & (broken == 0)
-    tl.store(report + 1, broken.to(tl.int64))
     first_counters(report, valid, drafter_id, base, roots, drafted, depth, beams, k)
     node = tl.where(w < roots, w, -1)
     alive = tl.load(root_valid + row * beam_stride + w, mask=w < roots, other=0) != 0
+    broken = running & is_broken(logprobs, base, node, alive, candidates, c)
+    going = running & (broken == 0)
     weight = tl.load(root_weight + row * beam_stride + w, mask=w < roots, other=0.0)
     logprob = tl.load(root_logprob + row * beam_stride + w, mask=w < roots, other=0.0)
     # beams of the last step: at first the roots, which are given back where no step is taken
@@ -545,6 +538,8 @@ def verify_kernel(
         stop = over | (full & (best_live <= worst)) | (at_once & full) | (count == 0)
         done = tl.where(stop, 1, done)
         going = passed & (stop == 0)
+        broken = going & is_broken(logprobs, base, node, alive, candidates, c)
+        going = going & (broken == 0)
         layer += 1
     for rest in range(layer, depth + 1):
         tl.store(o_before + (row * (depth + 1) + rest) * beams + w, w.to(tl.int64) * 0 - 1, mask=kept)
@@ -562,6 +557,7 @@ def verify_kernel(
     tl.store(f_node + mine, h_node, mask=kept)
     tl.store(f_token + mine, h_token, mask=kept)
     tl.store(report + 0, tl.maximum(done, broken.to(tl.int32)).to(tl.int64))
+    tl.store(report + 1, broken.to(tl.int64))
     tl.store(report + 2, steps.to(tl.int64))
     tl.store(report + 3, total_width)
 

@@ -12,6 +12,7 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.ops.interface import Ops
 from dsbd_cli.requests import Request
 from tests.helpers.tiny import build
 from tests.helpers.toys import NumberCodec, TableLM, table_pair
@@ -158,6 +159,30 @@ def test_a_nan_in_the_draft_does_not_outlive_its_request() -> None:
     )
     assert results[0].stats.accepted == 0
     assert all(result.stats.accepted > 0 for result in results[1:])
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("rule", ["coupled", "search"])
+def test_nan_at_a_draft_that_no_beam_reaches_changes_nothing(rule: str, kernels: bool) -> None:
+    """It ended the request, so that success depended on the draft. NaN at a beam still ends it, at the same step."""
+    target, draft = table_pair(1, VOCABULARY, 0.5)
+    sampling = SamplingConfig(max_new_tokens=12)
+    request = Request(seed=1, prompt_ids=(1,), sampling=sampling)
+    outcomes = set[bool]()
+    for token in range(VOCABULARY):
+        broken = target.table.clone()
+        broken[:, token] = torch.nan  # whatever follows this token
+        found = []
+        for depth in (0, 1, 3):
+            config = MethodConfig(rule=rule, num_beams=2, depth=depth, drafts_per_layer=8)
+            decoder = Engine(TableLM(broken), draft if depth else None, NumberCodec(VOCABULARY, (2,)), config)
+            if not kernels:
+                decoder.stepper.ops = Ops()
+            (result,) = decoder.run([request])
+            found.append(str(result.error) if result.error else [one.token_ids for one in result.hypotheses])
+        assert found[0] == found[1] == found[2]
+        outcomes.add(isinstance(found[0], str))
+    assert outcomes == {True, False}
 
 
 @pytest.mark.parametrize("beams", [2, 4])

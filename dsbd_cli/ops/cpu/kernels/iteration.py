@@ -480,11 +480,11 @@ def keep_finished(at, mine, width, logprob, score, length, by_length, node, toke
 @njit(error_model="numpy")
 def write_start(at, row):
     """Write the results of a request that takes no step: the roots as beams, and the counters of layers that were not
-    reached. Return whether a node has a logit that is NaN."""
-    nodes, candidates, roots = get_i64(at + VERIFY.nodes), get_i64(at + VERIFY.candidates), get_i64(at + VERIFY.roots)
+    reached."""
+    nodes, roots = get_i64(at + VERIFY.nodes), get_i64(at + VERIFY.roots)
     width, depth, drafted = get_i64(at + VERIFY.width), get_i64(at + VERIFY.layers), get_i64(at + VERIFY.count)
     here, mine = row * nodes, row * width
-    logprobs, node_token = get_i64(at + VERIFY.logprobs) + REAL * here * candidates, get_i64(at + VERIFY.token)
+    node_token = get_i64(at + VERIFY.token)
     node_valid, drafter_id = get_i64(at + VERIFY.valid) + here, get_i64(at + VERIFY.drafter_id) + WHOLE * here
     parent, token = get_i64(at + VERIFY.out_parent), get_i64(at + VERIFY.out_token)
     node, valid = get_i64(at + VERIFY.out_node), get_i64(at + VERIFY.out_valid)
@@ -512,11 +512,6 @@ def write_start(at, row):
         put_whole(report, FIRST + layer * COLUMNS + 1, nodes_of)
         put_whole(report, FIRST + layer * COLUMNS + 3, width)
         put_whole(report, FIRST + layer * COLUMNS + 7, second)
-    broken = False
-    for m in range(nodes * candidates):
-        value = real(logprobs, m)
-        broken = broken or (math.isnan(value) and mark(node_valid, m // candidates))
-    return broken
 
 
 @njit(error_model="numpy")
@@ -555,11 +550,11 @@ def verify_row(at, row, work):
     log_p, key, best = joint + REAL * pairs, joint + 2 * REAL * pairs, joint + 3 * REAL * pairs
     above, e_best, n_logprob = best + REAL * width, best + 2 * REAL * width, best + 3 * REAL * width
     active = mark(get_i64(at + VERIFY.active), row)
-    broken = write_start(at, row) and active
+    write_start(at, row)
     length, limit = whole(get_i64(at + VERIFY.length), row), whole(get_i64(at + VERIFY.max_new), row)
     penalty, early = types.float64(real(get_i64(at + VERIFY.penalty), row)), mark(get_i64(at + VERIFY.early), row)
     noisy = coupled and not mark(get_i64(at + VERIFY.greedy), row)
-    steps, total_width, done, going, layer = 0, 0, broken, active and not broken, 0
+    steps, total_width, done, broken, going, layer = 0, 0, False, False, active, 0
     while going:
         count = roots if layer == 0 else width
         for n in range(count):
@@ -569,9 +564,12 @@ def verify_row(at, row, work):
             put_real(above, n, (real(weight, n) if coupled else real(logprob, n)) if alive else NONE)
             for c in range(candidates):
                 value = real(logprobs, at_node * candidates + c) if alive else NONE
+                broken = broken or math.isnan(value)
                 value = value if coupled else value + real(above, n)
                 put_real(joint, n * candidates + c, value)
                 put_real(log_p, n * candidates + c, value)
+        if broken:
+            break
         total = types.int64(1)
         if coupled:
             total = pool_distribution(at + VERIFY.temperature, row, above, joint, log_p, share, count, candidates)
@@ -653,7 +651,7 @@ def verify_row(at, row, work):
         done = done or stop
         going = passed and not stop
         layer += 1
-    put_whole(report, 0, 1 if done else 0)
+    put_whole(report, 0, 1 if done or broken else 0)
     put_whole(report, 1, 1 if broken else 0)
     put_whole(report, 2, steps)
     put_whole(report, 3, total_width)
