@@ -170,7 +170,7 @@ def main() -> None:
     """Measure, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
-    parser.add_argument("--draft", required=True, help="folder of a head, as dsbd distill writes it")
+    parser.add_argument("--draft", required=True, help="folder of a head or of a draft")
     parser.add_argument("--quantize", choices=["int8"])
     parser.add_argument("--num-beams", type=numbers, default=[1, 4], metavar="W,W")
     parser.add_argument("--decode", choices=["search", "sample"], default="search")
