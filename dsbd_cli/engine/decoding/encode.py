@@ -304,6 +304,9 @@ def _texts(request: Request) -> Iterator[tuple[str, str]]:
     if isinstance(request.allow, tuple):
         yield from (("allow", text) for text in request.allow)
     yield from (("stop", text) for text in request.sampling.stop)
+    for name in ("prefix", "source_lang", "target_lang"):
+        if (text := getattr(request.sampling, name)) is not None:
+            yield name, text
 
 
 def _prompt_or_messages(request: Request) -> str | list[dict[str, str]]:

@@ -58,10 +58,11 @@ def test_half_a_surrogate_pair_costs_its_row_alone() -> None:
         Request(messages=[{"role": "user", "content": half}]),
         Request("1", allow=["2", half]),
         Request("1", sampling=SamplingConfig(stop=(half,))),
+        Request("1", sampling=SamplingConfig(prefix=half)),
         Request("3"),
     ]
     results = list(engine(rule="search").run(rows))
-    named = ("prompt", "content of a message", "allow", "stop")
+    named = ("prompt", "content of a message", "allow", "stop", "prefix")
     assert [result.error is None for result in results] == [True, *(False for _ in named), True]
     for name, result in zip(named, results[1:-1], strict=True):
         assert str(result.error).startswith(f"{name} is '1 \\ud800', which is no valid text")
