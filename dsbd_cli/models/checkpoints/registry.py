@@ -81,7 +81,7 @@ def user_file() -> Path:
 def user_aliases() -> dict[str, str]:
     """Return the table [models] of the user's file: name = "org/name" or a folder (./ and ../ count from the file).
 
-    Raises UsageError when the file is not TOML, holds anything else, or the table is not one of strings.
+    Raises UsageError when the file is not TOML, has a line outside of a table, or the table is not one of strings.
     """
     path = user_file()
     try:
@@ -92,10 +92,8 @@ def user_aliases() -> dict[str, str]:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"models file {path} cannot be read as TOML: {error}") from None
-    if others := [name for name in whole if name != "models"]:
-        raise UsageError(
-            f"models file {path}: {others[0]} stands outside of the table [models], the only one it may hold"
-        )
+    if loose := [name for name, value in whole.items() if name != "models" and not isinstance(value, dict)]:
+        raise UsageError(f"models file {path}: {loose[0]} stands outside of the table [models]: put it there")
     table = whole.get("models", {})
     if not isinstance(table, dict) or not all(isinstance(source, str) for source in table.values()):
         raise UsageError(f'models file {path}: [models] must hold lines of the form name = "org/name" or "./folder"')
