@@ -38,7 +38,6 @@ from dsbd_cli.ops.triton.distribution import (
 from dsbd_cli.ops.triton.draft import MOST_PAIRS, STREAMS
 
 MOST_BEAMS = 16
-BLOCK = tl.constexpr(1024)
 HEAD, WIDE = tl.constexpr(FIRST), tl.constexpr(COLUMNS)
 ACCEPT, RESIDUAL, COMPLETION = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 TINY = tl.constexpr(1e-300)
