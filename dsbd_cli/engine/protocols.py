@@ -108,6 +108,11 @@ class ForestModel(Protocol):
         ...
 
     @property
+    def read_bytes(self) -> int:
+        """Bytes of weights that a forward reads."""
+        ...
+
+    @property
     def generation(self) -> int:
         """A number that changes whenever the cache's memory moves."""
         ...

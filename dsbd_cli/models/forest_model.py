@@ -175,6 +175,11 @@ class BaseForestModel:
         raise NotImplementedError
 
     @property
+    def read_bytes(self) -> int:
+        """Bytes of weights that a forward reads."""
+        return self.size.read_bytes
+
+    @property
     def ops(self) -> Ops:
         """The operations that serve the model's layers."""
         raise NotImplementedError

@@ -24,7 +24,7 @@ _STEP = 0x1E3779B97F4A7C15
 class _SlotModel:
     """The cache of a toy: one token per slot."""
 
-    capturable, copies_prefixes = False, True
+    capturable, copies_prefixes, read_bytes = False, True, 1
     head_ids: Tensor | None = None
     own_ids_below = 0
 

@@ -21,6 +21,7 @@ class TableLM:
     invariant = copies_prefixes = True
     head_ids: Tensor | None = None
     own_ids_below = 0
+    read_bytes = 1
 
     def __init__(self, table: Tensor) -> None:
         self.table, self.generation = table, 0

@@ -118,8 +118,11 @@ class Engine:
             self._tables.constraints,
         )
         self._use(ops)
-        # on a GPU nothing is read before an iteration has ended, so no gate can be asked
-        self._planner = planner_for(self.method, gated=device.type == "cpu")
+        self._planner = planner_for(
+            self.method,
+            gated=device.type == "cpu",  # on a GPU nothing is read before an iteration has ended
+            draft_share=0.0 if shared is None else shared.read_bytes / target.read_bytes,
+        )
         self._scheduler = Scheduler(self._caches, self.method, batch_size)
         self._recovery = Recovery(self._scheduler, self._caches, self._drafter, self._leave_kernels, self._tell)
         self.observe(Observer())

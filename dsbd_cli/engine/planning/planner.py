@@ -28,6 +28,7 @@ WEIGHED_EVERY = 4  # iterations without drafts, which teach little, until drafts
 LEAST_DEPTH = 8  # layers; the depth is not cut below this, however little is left to generate
 ASSUMED_FIXED_NODES = 32  # nodes that are assumed to cost as much as an iteration without nodes, before one is timed
 CONFIDENCES = (0.0, 0.5, 0.7, 0.85)  # least confidences to choose from
+FIRST_TRY = 3  # iterations without drafts that the first tries are assumed to cost, without the draft's own calls
 TRIES = 8  # iterations after which a shape that is to be timed is given up without a usable time
 
 
@@ -198,10 +199,14 @@ class AdaptivePlanner(Planner):
     needed j drafts would have passed with j, so every iteration informs on all smaller K. Seconds: lines fitted to the
     times of a draft call and of the rest, over the number of nodes. A probe has K drafts per layer, and is as deep as
     the present shape or a layer deeper. It is made when PROBE_SHARE of the time since the last probe pays for it.
+
+    With one beam drafts are tried at once. With several a draft model seldom pays, so a run of a few answers would lose
+    what trying costs: the first try waits until PROBE_SHARE of the time pays for it, too.
     """
 
-    def __init__(self, method: MethodConfig, *, gated: bool = False) -> None:
-        """gated: the drafter can be stopped while it drafts, by a gate."""
+    def __init__(self, method: MethodConfig, *, gated: bool = False, draft_share: float = 0.0) -> None:
+        """gated: the drafter can be stopped while it drafts, by a gate. draft_share: bytes of weights that a call of
+        the draft model reads, by those of the target; 0: there is no such model."""
         super().__init__(method)
         self._beams, most = method.num_beams, method.drafts_per_layer
         # fewer drafts than beams would be fast, but never let a layer keep all its beams
@@ -225,8 +230,10 @@ class AdaptivePlanner(Planner):
         self._draft_line, self._target_line, self._prompt_line = FittedLine(), FittedLine(), FittedLine()
         self._has_run = set[tuple[int, Shape] | None]()  # rows and shapes; None: the draft has read prompts
         self._most_nodes = math.inf  # most nodes of all rows that fit into memory
+        first, waits = Shape(1, numbers[len(numbers) // 2]), draft_share > 0 and self._beams > 1
+        self._draft_share, self._waiting = draft_share, first if waits else None
         # shapes to be timed, the last one first
-        self._untimed, self._tries = [Shape(1, numbers[len(numbers) // 2]), self._plain], 0
+        self._untimed, self._tries = [self._plain] if waits else [first, self._plain], 0
         self._probe_budget_s, self._probes, self._probing = 0.0, 0, False
         self._idle = 0  # iterations since the last one with drafts
 
@@ -241,7 +248,12 @@ class AdaptivePlanner(Planner):
         per_token = self._prompt_line.y / self._prompt_line.x if self._prompt_line.x else per_node
         self._untimed = [shape for shape in self._untimed if self._fits(shape, rows)]
         now = seconds[self._index[self._now]]
-        if not self._untimed and now < math.inf:
+        if self._waiting is not None and not self._untimed:
+            calls = self._draft_share * (2 + reading.unread / ASSUMED_FIXED_NODES)
+            if self._probe_budget_s < now * (FIRST_TRY + calls):
+                return self._plain
+            self._untimed, self._waiting, self._probing = [self._waiting], None, True
+        elif not self._untimed and now < math.inf:
             most_layers, most, _ = self._shapes[-1]
             # every other probe is a layer deeper
             probe = Shape(min(max(1, self._now.depth + self._probes % 2), most_layers), most)
@@ -334,8 +346,11 @@ class AdaptivePlanner(Planner):
         return seconds
 
 
-def planner_for(method: MethodConfig, *, gated: bool = False) -> Planner:
-    """Return the planner that a method asks for. gated: an iteration can ask a gate in its middle."""
+def planner_for(method: MethodConfig, *, gated: bool = False, draft_share: float = 0.0) -> Planner:
+    """Return the planner that a method asks for. gated: an iteration can ask a gate in its middle. draft_share: see
+    AdaptivePlanner."""
     if method.depth and method.drafter == GRAMMAR:
         return CertainPlanner(method)
-    return AdaptivePlanner(method, gated=gated) if method.adaptive_depth and method.depth else Planner(method)
+    if method.adaptive_depth and method.depth:
+        return AdaptivePlanner(method, gated=gated, draft_share=draft_share)
+    return Planner(method)

@@ -150,6 +150,40 @@ def test_a_fixed_method_has_a_fixed_planner() -> None:
         MethodConfig(depth=0, adaptive_depth=True)
 
 
+def first_draft(beams: int, share: float, unread: int) -> int:
+    """Iterations without drafts before the first with them."""
+    config = MethodConfig(num_beams=beams, drafts_per_layer=8, depth=8, adaptive_depth=True)
+    planner, world = planner_for(config, draft_share=share), World((0.05, 0.0), 0.005, 0.9)
+    for number in range(2000):
+        if world.iterate(planner, DraftWork(unread=unread)).depth:
+            return number
+    return 2000
+
+
+@pytest.mark.parametrize(
+    ("beams", "share", "unread", "expected"),
+    [(4, 0.3, 320, 660), (4, 0.05, 64, 320), (2, 0.05, 64, 320), (4, 0.0, 320, 2), (1, 0.3, 320, 2)],
+)
+def test_with_several_beams_a_draft_model_waits_until_a_hundredth_of_the_time_pays_for_it(
+    beams: int, share: float, unread: int, expected: int
+) -> None:
+    """Guards short runs that are a tenth slower because a draft was tried that could not pay, and one beam, whose
+    drafts pay, that waits."""
+    assert expected <= first_draft(beams, share, unread) <= expected + 8
+
+
+def test_the_planner_knows_how_large_the_draft_is() -> None:
+    target, draft = table_pair(1, VOCABULARY, 0.4)
+    target.read_bytes, draft.read_bytes = 8, 2
+    ours, copied = (
+        Engine(
+            target, model, NumberCodec(VOCABULARY, (2,)), MethodConfig(num_beams=4, adaptive_depth=True, drafter=name)
+        )
+        for model, name in ((draft, "beam"), (None, "ngram"))
+    )
+    assert [engine._planner._draft_share for engine in (ours, copied)] == [0.25, 0.0]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("width", ["fixed", "threshold"])
 def test_layers_keep_room_for_all_beams(width: str) -> None:
     """Guards speed that is bought with narrower beams: with K below W no layer could keep W."""
@@ -441,6 +475,7 @@ def test_drafts_that_do_not_fit_into_memory_are_left_out(room: int) -> None:
     narrow.room = room
     config = MethodConfig(rule="coupled", num_beams=3, drafts_per_layer=8, depth=5, adaptive_depth=True)
     engine = Engine(narrow, draft, NumberCodec(VOCABULARY, (2,)), config, batch_size=4)
+    engine._planner = planner_for(config)  # drafts at once
     sampling = SamplingConfig(max_new_tokens=40, top_k=6, n_best=3)
     results = engine.run(Request(id=str(i), seed=i, prompt_ids=(i % 5, i % 7), sampling=sampling) for i in range(12))
     assert [[hypothesis.token_ids for hypothesis in result.hypotheses] for result in results] == decode(
