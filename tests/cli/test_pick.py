@@ -217,6 +217,28 @@ def test_options_that_cannot_work(dsbd: Dsbd, options: tuple[str, ...], message:
     assert message in done.err
 
 
+def test_files_that_a_run_reads_are_not_overwritten(dsbd: Dsbd, tmp_path: Path) -> None:
+    """Guards a database, a list of answers or a file of options that its own run replaces."""
+    kept = {name: tmp_path / name for name in ("a.sqlite", "p.jsonl", "answers.jsonl", "schema.json", "job.toml")}
+    texts = dict.fromkeys(kept, '{"text": "x"}\n') | {
+        "schema.json": '{"type": "string"}',
+        "job.toml": "num-beams = 2\n",
+    }
+    texts["a.sqlite"] = ""  # a database without tables
+    for name, path in kept.items():
+        path.write_text(texts[name])
+    for command, name in (
+        ("pick --by exec --database", "a.sqlite"),
+        ("pick --by model --model m --prompts", "p.jsonl"),
+        ("generate --allow", "answers.jsonl"),
+        ("generate --allow", "schema.json"),
+        ("generate --config", "job.toml"),
+    ):
+        done = dsbd(*command.split(), str(kept[name]), "-o", str(kept[name]), "--existing", "overwrite", lines=ROWS)
+        assert (done.code, f"--output {kept[name]} is the input" in done.err) == (2, True), done.err
+    assert {name: path.read_text() for name, path in kept.items()} == texts
+
+
 def test_a_reward_model_chooses(dsbd: Dsbd, tmp_path: Path) -> None:
     """Its scores are those of transformers on prompt + text; prompts are found by id, in whatever order."""
     from transformers import LlamaConfig, LlamaForSequenceClassification

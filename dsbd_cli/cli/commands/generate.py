@@ -45,6 +45,7 @@ from dsbd_cli.cli.run.shard import Shard, shard_of, sharded_files
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import Summary, rows_exit_code
 from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.variants import INDEX
 from dsbd_cli.errors import UsageError, plural
 from dsbd_cli.io.lines.jsonl import read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
@@ -118,7 +119,7 @@ def generate(
     shard = None if scale.shard is None else shard_of(scale.shard)
     if shard is not None:
         files = sharded_files(files, shard)
-    check_files(files)
+    check_files(files, [answers.allow, settings.method.value(INDEX), job.config])
     run = _GenerateRun(
         files,
         settings,

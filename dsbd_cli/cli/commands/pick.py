@@ -151,7 +151,7 @@ def pick(how: PickOptions, files: PickFiles, talk: TalkOptions, arguments: Seque
         output_format="text" if files.output_format in ("text", "lines") else None,
         existing=files.existing,
     )
-    check_files(own)
+    check_files(own, [how.database, how.prompts])
     if code := _PickRun(how, files, own, talk, arguments).run(chooser_of):
         raise typer.Exit(code)
 

@@ -80,8 +80,9 @@ def how_to_resume(files: FileOptions, arguments: Sequence[str], formats: str) ->
     return f"what is written is complete; go on{again} with: {command}"
 
 
-def check_files(files: FileOptions) -> None:
-    """Refuse names and switches that cannot work together. Raises UsageError."""
+def check_files(files: FileOptions, read: Iterable[str | Path | None] = ()) -> None:
+    """Refuse names and switches that cannot work together. read: what the run reads beside --input, files or not.
+    Raises UsageError."""
     output_format(files).load()
     _check_parquet(files)
     check_files_under(files.files_under, "every line is a prompt" if files.input_format == "text" else None)
@@ -98,9 +99,11 @@ def check_files(files: FileOptions) -> None:
             "--existing overwrite replaces --output, --set stats and --set summary, but none is given: drop it"
         )
     _check_resume(files)
+    inputs = [Path(one) for one in read if one is not None and os.path.isfile(one)]
+    if files.input is not None:
+        inputs.append(files.input)
     for option, path in named:
-        if files.input is not None:
-            check_no_input(option, path, [files.input])
+        check_no_input(option, path, inputs)
         instead = "name another file" + (", go on with it with --existing resume" if option == "--output" else "")
         check_new(path, option=option, overwrite=files.existing not in (None, "error"), instead=instead)
     _check_apart(named)
