@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from operator import add, truediv
 
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.lab.profiling.budget import Budget
-from dsbd_cli.lab.profiling.profile import ProfileSpec, depth_rates, take_profile
-from dsbd_cli.lab.profiling.runs import ProfiledPair
-from dsbd_cli.lab.reports.profile_data import NO_DRAFT
+from dsbd_cli.lab.profiling.budget import Budget, CutOffError
+from dsbd_cli.lab.profiling.profile import depth_rates
+from dsbd_cli.lab.profiling.runs import method_for
+from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
 from dsbd_cli.requests import Request
 from dsbd_cli.stats import RequestStats
 from dsbd_cli.train.run_record import DraftAcceptance, Speed
@@ -32,17 +34,46 @@ def measure_acceptance(
     return DraftAcceptance(stats.steps_per_call, tuple(rate.passed / rate.reached for rate in rates))
 
 
+def shapes(num_beams: int) -> list[ForestSize]:
+    """Return the shapes that a draft is timed with: those that paid best where heads and drafts of a family were
+    measured (docs/beams-and-drafts.md). With several beams a layer passes only if it holds all of them."""
+    if num_beams == 1:
+        return [ForestSize(3, 1), ForestSize(2, 2), ForestSize(3, 3)]
+    return [ForestSize(1, num_beams), ForestSize(1, 2 * num_beams), ForestSize(2, 2 * num_beams)]
+
+
 def measured_speed(engine: Engine, requests: Sequence[Request], budget: Budget) -> Speed | None:
-    """Measure runs without and with the draft, as `dsbd profile` makes them, within the budget. Return None where there
-    was no time for both."""
-    assert engine.draft is not None
-    pair = ProfiledPair(engine, tuple(requests), min(engine.batch_size, len(requests)), budget)
-    profile = take_profile(ProfileSpec(pair, engine.method, 1, "", None, lambda setting: setting.label))
-    if profile is None:
+    """Answer requests one at a time, each without the draft and with it in every shape, until the budget ends. The
+    first request warms up. Return None where there was no time for a second one."""
+    settings = [NO_DRAFT, *shapes(engine.method.num_beams)]
+    engines = [
+        engine.replace(
+            draft=engine.draft if setting.depth else None,
+            method=method_for(engine.method, setting),
+            batch_size=1,
+            log_steps=False,
+        )
+        for setting in settings
+    ]
+    tokens, seconds, rounds = [0] * len(engines), [0.0] * len(engines), 0
+    budget.start()
+    with suppress(CutOffError):
+        for request in requests:
+            start, took, made = budget.clock(), list[float](), list[int]()
+            for one in engines:
+                began = budget.clock()
+                with budget.running(one.stop):
+                    made += [result.hypotheses[0].num_tokens for result in one.run([request]) if result.hypotheses]
+                took.append(budget.clock() - began)
+            if len(made) < len(engines):  # the request fails, or the run was stopped
+                continue
+            if rounds:
+                tokens, seconds = [*map(add, tokens, made)], [*map(add, seconds, took)]
+            rounds += 1
+            if budget.left < budget.clock() - start:
+                break
+    if rounds < 2:
         return None
-    speeds = {one.setting: one.tokens_per_s.median for one in (profile.now, *profile.tried)}
-    plain = speeds.pop(NO_DRAFT, None)
-    if plain is None:
-        return None
-    best = max(speeds, key=lambda setting: speeds[setting])
-    return Speed(plain, speeds[best], best.label)
+    plain, *drafted = map(truediv, tokens, seconds)
+    best = max(range(len(drafted)), key=drafted.__getitem__)
+    return Speed(plain, drafted[best], settings[1 + best].label)

@@ -39,8 +39,8 @@ class TrainingPlan:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Measured tokens/s on this machine. plain: without a draft. drafted: with this draft, at the fastest D and K that
-    were run. label: this D and K."""
+    """Measured tokens/s on this machine, one prompt at a time. plain: without a draft. drafted: with this draft, at the
+    fastest D and K that were run. label: this D and K."""
 
     plain: float
     drafted: float

@@ -264,8 +264,8 @@ def test_a_run_that_is_killed_leaves_the_best_draft_so_far(
 @pytest.mark.parametrize(
     ("speed", "said"),
     [
-        (Speed(10.0, 12.0, "D=1 K=2"), "this draft pays: 12.0 tokens/s with it, 10.0 without"),
-        (Speed(10.0, 9.0, "D=1 K=2"), "9.0 tokens/s with it, 10.0 without; give more prompts and --steps"),
+        (Speed(10.0, 12.0, "D=1 K=2"), "this draft pays: 12.0 tokens/s with it (D=1 K=2), 10.0 without"),
+        (Speed(10.0, 9.0, "D=1 K=2"), "9.0 tokens/s with it (D=1 K=2), 10.0 without; give more prompts and --steps"),
     ],
 )
 def test_the_verdict(speed: Speed, said: str) -> None:

@@ -546,13 +546,13 @@ EXPLAINED = (
     "loss: how far the draft's distribution is from the target's; 0: it is the same",
     "layers that pass: how often the target keeps the 1st, the 2nd, .. drafted layer, of the times that it gets there",
     "steps per target call: tokens by which one run of the target makes each beam longer; 1 without a draft",
-    "tokens/s: measured here on a few of the held-out prompts, with the draft at the fastest D and K that was run",
+    "tokens/s: measured here on a few of the held-out prompts, one at a time, with the draft at the fastest D and K",
 )
 
 
 def _verdict(speed: Speed, form: Form) -> str:
     """Say whether the draft makes the target faster on this machine."""
-    speeds = f"{speed.drafted:.1f} tokens/s with it, {speed.plain:.1f} without"
+    speeds = f"{speed.drafted:.1f} tokens/s with it ({speed.label}), {speed.plain:.1f} without"
     if speed.drafted > speed.plain:
         return f"this draft pays: {speeds}"
     fewer = ", or fewer --layers" if form == "model" else ""
