@@ -100,7 +100,7 @@ WORLDS: dict[str, World] = {
     "many answers, small model": World(
         (0.044, 0.0019), (0.014, 0.0011), (0.4,), wide=0.1, share=0.3, read=0.001, prompt=370, answer=48
     ),
-    "many answers, good head": World((0.044, 0.0003), (0.003, 0.0001), (0.75,), share=0.05, read=0.0003, answer=240),
+    "many answers, good head": World((0.012, 0.0001), (0.001, 0.0), (0.75,), share=0.05, read=0.0001, answer=240),
 }
 
 

@@ -28,7 +28,7 @@ WEIGHED_EVERY = 4  # iterations without drafts, which teach little, until drafts
 LEAST_DEPTH = 8  # layers; the depth is not cut below this, however little is left to generate
 ASSUMED_FIXED_NODES = 32  # nodes that are assumed to cost as much as an iteration without nodes, before one is timed
 CONFIDENCES = (0.0, 0.5, 0.7, 0.85)  # least confidences to choose from
-FIRST_TRY = 3  # iterations without drafts that the first tries are assumed to cost, without the draft's own calls
+FIRST_TRY = 8  # iterations without drafts that the first tries are assumed to cost, without the draft's own calls
 TRIES = 8  # iterations after which a shape that is to be timed is given up without a usable time
 
 

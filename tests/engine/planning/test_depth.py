@@ -162,7 +162,7 @@ def first_draft(beams: int, share: float, unread: int) -> int:
 
 @pytest.mark.parametrize(
     ("beams", "share", "unread", "expected"),
-    [(4, 0.3, 320, 660), (4, 0.05, 64, 320), (2, 0.05, 64, 320), (4, 0.0, 320, 2), (1, 0.3, 320, 2)],
+    [(4, 0.3, 320, 1160), (4, 0.05, 64, 820), (2, 0.05, 64, 820), (4, 0.0, 320, 2), (1, 0.3, 320, 2)],
 )
 def test_with_several_beams_a_draft_model_waits_until_a_hundredth_of_the_time_pays_for_it(
     beams: int, share: float, unread: int, expected: int
