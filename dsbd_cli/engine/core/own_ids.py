@@ -22,7 +22,8 @@ KEPT = 64  # best tokens of each node that are learnt
 
 @dataclass(slots=True)
 class OwnIds:
-    """Own ids of all rows: the tokens of the prompt, then the target's best tokens at the nodes of earlier iterations.
+    """Own ids of all rows: the tokens of the prompt, then the target's best tokens at the nodes of earlier iterations
+    that had drafts.
 
     A row's ids do not depend on other rows. A full row takes no more.
 

@@ -127,7 +127,7 @@ class Iteration:
         state, forest = self.state, self.forest
         self.candidates = self.best_tokens()
         self.drafter.learn(forest, self.candidates)
-        if state.own_ids is not None:
+        if state.own_ids is not None and self.shape.depth:  # without drafts it would cost more than it brings
             state.own_ids.learn(forest.flat, self.candidates)
         arguments = state, forest, self.candidates, self.rule, self.endings, self.context.keys
         kernel = None if self.observer.attached else verification_kernel(self.ops, state, forest, self.candidates)
@@ -169,7 +169,7 @@ class Iteration:
             own = torch.where(self.forest.flat.stop_state == NO_STOPS, wanted.count, vocabulary)
             wanted = CandidateCount(vocabulary, own, wanted.count)
         if state.own_ids is not None and self.shape.depth and not self.rule.sampler.random:
-            # more candidates do not change which are best; an iteration without drafts learns only from its own
+            # more candidates do not change which are best
             wanted = wanted.at_least(min(KEPT, vocabulary))
         return top_candidates(self.logits, wanted, self.legal_tokens, self.ops)
 

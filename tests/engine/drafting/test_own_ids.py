@@ -175,16 +175,18 @@ class Book(Observer):
             if token < BELOW and token not in FIXED and token not in held and len(held) < self.room:
                 held.append(token)
 
-    def settle(self, wanted: int, least: int) -> None:
-        """Learn what the target has said of the last forest. least: tokens of a node where nothing was drafted."""
+    def settle(self, wanted: int) -> None:
+        """Learn what the target has said of the last forest, if it had drafts."""
         for forest, keys, active in self.pending:
+            if not forest.depth:
+                continue
             logits = self.target[-1]
             for row in active:
                 said = list[int]()
                 for node in forest.flat.valid[row].nonzero().flatten().tolist():
                     given = logits[row, node].tolist()
                     ranked = sorted(range(V), key=lambda token: (-given[token], token))
-                    said += ranked[: min(wanted if forest.depth else least, self.kept)]
+                    said += ranked[: min(wanted, self.kept)]
                 self.take(keys[row], said)
         self.pending.clear()
 
@@ -192,7 +194,7 @@ class Book(Observer):
         keys, rows = context.row_key.tolist(), context.beams.valid.any(1).nonzero().flatten().tolist()
         random = context.sampler.random
         of_random = context.warp.max_top_k + 8 or V
-        self.settle(of_random if random else V, of_random if random else SEARCH_WANTS)
+        self.settle(of_random if random else V)
         table = context.buffer.table
         for row in rows:
             if int(context.iteration[row]) == 0:
