@@ -78,6 +78,11 @@ def test_two_drafters_are_told_apart() -> None:
         "ngram": expected["ngram"],
     }
     assert "25% accepted (beam 25%)" in totals.line()
+    for may_draft in (False, True):
+        idle = Totals()
+        idle.may_draft = may_draft
+        idle.stats.target_calls, idle.stats.steps = 3, 3
+        assert ("nothing drafted" in idle.line()) is may_draft
 
 
 def test_an_error_is_a_record() -> None:

@@ -191,6 +191,7 @@ class _GenerateRun:
             self._fingerprint |= shard.settings(files.input)
         self._signals = StopSignals()
         self.reporter = Reporter(talk, files.output, says_why=files.output_format != "text")
+        self.reporter.totals.may_draft = settings.method.depth > 0
 
     def answer(self) -> int:
         """Answer the rows, and return the exit code of a run that came to its end."""

@@ -93,9 +93,11 @@ def _ending(error: BaseException | None, totals: Totals) -> tuple[str, int]:
 
 
 class Totals:
-    """Counts of one run. Times are intervals of the monotonic clock."""
+    """Counts of one run. Times are intervals of the monotonic clock. may_draft: a drafter serves the run, so the line
+    says where it was never asked."""
 
     def __init__(self) -> None:
+        self.may_draft = False
         self.started = time.perf_counter()
         self.rows = self.failed = self.skipped = self.skipped_failed = self.retried = self.duplicates = 0
         self.prompt_tokens = self.tokens = self.all_tokens = self.truncated_rows = self.invalid_rows = 0
@@ -132,6 +134,8 @@ class Totals:
             rates = [(name, part.acceptance_rate) for name, part in stats.drafters.items()]
             apart = ", ".join(f"{name} {rate:.0%}" for name, rate in rates if rate is not None)
             parts.append(f"{stats.acceptance_rate:.0%} accepted" + (f" ({apart})" if apart else ""))
+        elif self.may_draft and stats.target_calls:
+            parts.append("nothing drafted")
         if self.invalid_rows:
             parts.append(f"{self.invalid_rows} cut before they matched their grammar (raise --max-new-tokens)")
         if self.failed:
