@@ -65,12 +65,14 @@ def measured_speed(engine: Engine, requests: Sequence[Request], budget: Budget) 
                 with budget.running(one.stop):
                     made += [result.hypotheses[0].num_tokens for result in one.run([request]) if result.hypotheses]
                 took.append(budget.clock() - began)
-            if len(made) < len(engines):  # the request fails, or the run was stopped
-                continue
-            if rounds:
-                tokens, seconds = [*map(add, tokens, made)], [*map(add, seconds, took)]
-            rounds += 1
-            if budget.left < budget.clock() - start:
+                if budget.left <= 0:
+                    break
+            if len(made) == len(engines):  # else the request fails, or there was no time for all
+                if rounds:
+                    tokens, seconds = [*map(add, tokens, made)], [*map(add, seconds, took)]
+                rounds += 1
+            # the first round takes longer than those to come
+            if budget.left < (budget.clock() - start if rounds > 1 else 0.0):
                 break
     if rounds < 2:
         return None

@@ -249,8 +249,9 @@ class AdaptivePlanner(Planner):
         self._untimed = [shape for shape in self._untimed if self._fits(shape, rows)]
         now = seconds[self._index[self._now]]
         if self._waiting is not None and not self._untimed:
-            calls = self._draft_share * (2 + reading.unread / ASSUMED_FIXED_NODES)
-            if self._probe_budget_s < now * (FIRST_TRY + calls):
+            behind = reading.unread + rows * reading.draft_backlog
+            price = now * (FIRST_TRY + self._draft_share * (2 + behind / ASSUMED_FIXED_NODES))
+            if not self._target_line.weight or self._probe_budget_s < price:
                 return self._plain
             self._untimed, self._waiting, self._probing = [self._waiting], None, True
         elif not self._untimed and now < math.inf:

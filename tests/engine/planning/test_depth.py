@@ -150,12 +150,12 @@ def test_a_fixed_method_has_a_fixed_planner() -> None:
         MethodConfig(depth=0, adaptive_depth=True)
 
 
-def first_draft(beams: int, share: float, unread: int) -> int:
-    """Iterations without drafts before the first with them."""
+def first_draft(beams: int, share: float, unread: int, backlog: int = 0) -> int:
+    """Iterations without drafts before the first with them. backlog: nodes that the draft has not run."""
     config = MethodConfig(num_beams=beams, drafts_per_layer=8, depth=8, adaptive_depth=True)
     planner, world = planner_for(config, draft_share=share), World((0.05, 0.0), 0.005, 0.9)
     for number in range(2000):
-        if world.iterate(planner, DraftWork(unread=unread)).depth:
+        if world.iterate(planner, DraftWork(backlog, unread)).depth:
             return number
     return 2000
 
@@ -170,6 +170,20 @@ def test_with_several_beams_a_draft_model_waits_until_a_hundredth_of_the_time_pa
     """Guards short runs that are a tenth slower because a draft was tried that could not pay, and one beam, whose
     drafts pay, that waits."""
     assert expected <= first_draft(beams, share, unread) <= expected + 8
+
+
+def test_what_the_draft_has_not_run_counts_in_the_price_of_the_first_try() -> None:
+    assert 1160 <= first_draft(4, 0.3, 0, 320) <= 1168
+    assert first_draft(4, 0.3, 160, 160) == first_draft(4, 0.3, 0, 320)
+
+
+def test_no_draft_is_tried_before_an_iteration_without_drafts_is_timed() -> None:
+    """Guards answers of one token, whose iterations are never steady: eight tries would each read their prompts."""
+    planner, world = planner_for(method(), draft_share=0.3), World((0.05, 0.0), 0.005, 0.9)
+    for _ in range(60):
+        shown = world.at(planner.choose([world.request], DraftWork(unread=320)))
+        assert not shown[0].depth
+        planner.observe(*shown, DraftWork(unread=320), False)
 
 
 def test_the_planner_knows_how_large_the_draft_is() -> None:
