@@ -51,6 +51,25 @@ def test_the_fastest_shape_counts_and_the_first_prompt_does_not(
     assert asked[-1][1] == "3"
 
 
+@pytest.mark.parametrize(("budget", "rounds"), [(150.0, 3), (100.0, 0)])
+def test_a_slow_warm_up_does_not_end_it_before_the_budget_does(
+    monkeypatch: pytest.MonkeyPatch, budget: float, rounds: int
+) -> None:
+    """Guards a first prompt, which compiles and takes memory, whose time is taken for that of the next; and a round
+    that goes on when no time is left."""
+    now, asked, real = [0.0], list[str](), Engine.run
+
+    def run(self: Engine, rows: list[Request]) -> Iterator[RequestResult]:
+        asked.append(rows[0].id)
+        now[0] += 30.0 if rows[0].id == "0" else 3.0
+        return real(self, rows)
+
+    monkeypatch.setattr(Engine, "run", run)
+    found = measured_speed(engine_of(1), requests(9), Budget(budget, clock=lambda: now[0]))
+    # 120 s for the first prompt, 12 for each other one
+    assert (found is not None, asked) == (rounds > 0, [str(one) for one in range(max(1, rounds)) for _ in range(4)])
+
+
 def test_one_prompt_is_too_few_and_a_failing_one_is_left_out() -> None:
     budget = Budget(1e6)
     assert measured_speed(engine_of(1), requests(1), budget) is None
