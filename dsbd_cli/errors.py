@@ -19,6 +19,7 @@ Every message is one line, names the offending value and says what to do.
 
 from __future__ import annotations
 
+import errno
 import os
 import reprlib
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from contextlib import contextmanager
 
 MAX_SHOWN = 60  # characters of a value in a message
 MAX_REASON = 200  # characters of another library's message
+DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)  # the system refuses a name
 KINDS: dict[type, str] = {int: "an integer", float: "a number", bool: "true or false"}
 KINDS |= {str: "a string", list: "a list", dict: "an object"}
 
@@ -156,6 +158,14 @@ def reading(what: str) -> Iterator[None]:
         raise UsageError(f"{what} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{what} cannot be read: it is not UTF-8") from None
+
+
+def denial(error: BaseException) -> str | None:
+    """Return a line about a file that the system refuses, such as one in a folder that the user may not enter; None
+    for other errors."""
+    if not isinstance(error, OSError) or error.filename is None or error.errno not in DENIED:
+        return None
+    return f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}"
 
 
 class ModelError(DsbdError):

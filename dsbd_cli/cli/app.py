@@ -28,7 +28,7 @@ from dsbd_cli.cli.commands.trim import trim_draft
 from dsbd_cli.cli.options.declare import Command, Group
 from dsbd_cli.cli.run.messages import error_line, say, set_style
 from dsbd_cli.cli.run.signals import StoppedError
-from dsbd_cli.errors import DsbdError, OutputError
+from dsbd_cli.errors import DsbdError, OutputError, UsageError, denial
 from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
 
 INTERRUPTED = 130
@@ -109,6 +109,8 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(error, OSError) and error.filename is None and error.errno in UNWRITTEN:
             _drop_output()
             return _report(f"cannot write standard output: {error.strerror}", 1, arguments)
+        if (line := denial(error)) is not None:
+            return _report(line, UsageError.exit_code, arguments)
         detail = f"{type(error).__name__}: {error}".rstrip(": ")
         return _report(f"{detail} (unexpected; dsbd --debug shows the traceback)", 1, arguments)
 

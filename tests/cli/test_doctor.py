@@ -128,6 +128,9 @@ def test_a_part_that_fails_leaves_the_others(
     found = states(outcome.out)
     assert (outcome.code, found["machine"], found["GPU"], found["speed"]) == (1, "BROKEN", "BROKEN", "ok")
     assert "OSError: no such file (unexpected)" in outcome.out
+    refused = dsbd("doctor", "--target", "x" * 300)
+    assert refused.code == 1
+    assert "cannot be used: File name too long\n" in refused.out
 
 
 def test_wrong_usage(dsbd: Dsbd) -> None:

@@ -105,6 +105,18 @@ def test_a_bug_is_one_line_and_a_traceback_only_on_demand(dsbd: Dsbd, monkeypatc
     assert "Traceback" in dsbd("generate", lines=prompts("crash")).err
 
 
+def test_names_that_the_system_refuses(dsbd: Dsbd, tmp_path: Path) -> None:
+    """A folder that may not be entered gives errors of the same kind, but not to the superuser."""
+    name, out = "x" * 300, str(tmp_path / "out")
+    for arguments in (
+        ("generate", "--allow", name),
+        ("merge", name, "-o", out),
+        ("index", name, "-o", out),
+    ):
+        outcome = dsbd(*arguments, lines=prompts("a"))
+        assert (outcome.code, outcome.err) == (2, f"dsbd: error: {name} cannot be used: File name too long\n")
+
+
 def test_nobody_takes_the_built_in_pair_for_a_model_of_their_own(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
     assert dsbd("generate", lines=prompts("a")).err == "", "it is named"
     monkeypatch.delenv("DSBD_TARGET")

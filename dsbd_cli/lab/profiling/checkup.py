@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.errors import DsbdError, ModelNotFoundError, plural
+from dsbd_cli.errors import DsbdError, ModelNotFoundError, denial, plural
 from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, installed, versions
 from dsbd_cli.lab.reports.units import bytes_text, figure, seconds_text
 from dsbd_cli.lab.tasks.choose import TASKS
@@ -105,6 +105,8 @@ def _check(name: str, part: Callable[[], tuple[State, str, Facts]]) -> Check:
     except (DsbdError, _BrokenError) as error:
         return Check(name, "broken", str(error), {"error": str(error)})
     except Exception as error:
+        if (line := denial(error)) is not None:
+            return Check(name, "broken", line, {"error": line})
         message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
         return Check(name, "broken", f"{message[:300]} (unexpected)", {"error": message})
 
