@@ -78,7 +78,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 ANSWERS = (("the", "then", "there", "fox", "for"), ("select", "selects", "name", "names", "dog", "dogs", "d"))
-DRAFTERS = ("beam", "beam", "ngram", "trigram", "retrieval", "grammar", "rsd-s", "rsd-c", "dynamic-tree", "beam+ngram")
+DRAFTERS = ("beam", "beam", "ngram", "retrieval", "grammar", "rsd-s", "rsd-c", "dynamic-tree", "beam+ngram")
 Said = tuple[object, ...]
 
 

@@ -18,7 +18,6 @@ from dsbd_cli.config.variants import (
     MIN_WIDTH,
     RULES,
     SECOND_DRAFTS,
-    TREE_THRESHOLD,
     WIDTHS,
     active,
     check_drafter_name,
@@ -264,16 +263,11 @@ class MethodConfig:
 
     @property
     def resolved(self) -> dict[str, object]:
-        """Values of all variants' settings by field, also of those that follow from others; None for a setting that
-        does not act."""
+        """Values of all variants' settings by field, also of those that follow from others."""
         values: dict[str, object] = {one.field: None for some in self.drafters for one in some.settings}
-        acting = [one for variant in self.variants for one in variant.settings]
-        values |= {one.field: self.value(one) for one in acting}
-        follow = {TREE_THRESHOLD.field: self.value_threshold, SECOND_DRAFTS.field: self.second_share}
-        values |= {name: value for name, value in follow.items() if name in values}
-        for one in acting:
-            if one.only is not None and values[one.only[0]] != one.only[1]:
-                values[one.field] = None
+        values |= {one.field: self.value(one) for variant in self.variants for one in variant.settings}
+        if SECOND_DRAFTS.field in values:
+            values[SECOND_DRAFTS.field] = self.second_share
         return values
 
     @property
@@ -305,11 +299,6 @@ class MethodConfig:
     def needs_draft(self) -> bool:
         """True where a draft model takes part."""
         return self.depth > 0 and any(DRAFTERS[name].runs_model for name in self.drafter_names)
-
-    @property
-    def value_threshold(self) -> float:
-        """Least value of a node with tree threshold."""
-        return self.value(TREE_THRESHOLD) or 1.0 / (max(1, self.depth) * self.drafts_per_layer)
 
     @property
     def second_share(self) -> int:

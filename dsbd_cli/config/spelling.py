@@ -45,9 +45,6 @@ def parse_drafter(text: str, option: str = "--drafter", *, complete: bool = True
             known += drafters[2].settings
             usage = f"{drafters[0].name}+{Variant(name=drafters[1].name, text='', settings=known).usage}"
         found |= _settings(f"{option} {text}", usage, known, part.partition(":")[2], complete)
-    for one in (setting for part in drafters for setting in part.settings):
-        if one.only is not None and one.field in found and found.get(one.only[0]) != one.only[1]:
-            raise UsageError(f"{option} {text}: {one.name} would do nothing without {one.only[0]} {one.only[1]}")
     return name, found
 
 

@@ -31,7 +31,6 @@ class Setting(Generic[T_co]):
             value must be above.
         zero: what 0 stands for.
         required: it has no default.
-        only: another field and the value under which this setting acts.
         is_file: the value is a path, which may hold commas and equal signs.
     """
 
@@ -47,7 +46,6 @@ class Setting(Generic[T_co]):
     most: float | None = None
     zero: str | None = None
     required: bool = False
-    only: tuple[str, str] | None = None
     is_file: bool = False
 
     def __post_init__(self) -> None:

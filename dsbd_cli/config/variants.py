@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 from dsbd_cli.config.variant import DrafterSpec, Format, Limit, RuleSpec, Setting, Variant, Width
 from dsbd_cli.errors import UsageError, shorten
 
-TreeName = Literal["greedy", "threshold", "top-k"]
+TreeName = Literal["greedy", "top-k"]
 DivergenceName = Literal["kl", "kl_reversed", "js", "js_authors", "tv"]
 FallbackName = Literal["target", "strict"]
 FuzzyLawName = Literal["raw", "warped"]
@@ -183,18 +183,7 @@ TREE: Setting[TreeName] = Setting(
     field="tree",
     default="greedy",
     text="how nodes are chosen (top-k is deterministic)",
-    choices=("greedy", "threshold", "top-k"),
-)
-TREE_THRESHOLD: Setting[float | None] = Setting(
-    field="tree_threshold",
-    name="value",
-    kind=float,
-    default=None,
-    text="least value of a node of tree threshold",
-    shown="1 / (D * K)",
-    above=0,
-    most=1,
-    only=("tree", "threshold"),
+    choices=("greedy", "top-k"),
 )
 SECOND_DRAFTS: Setting[int | None] = Setting(
     field="second_drafts",
@@ -240,7 +229,7 @@ DRAFTERS: dict[str, DrafterSpec] = _table(
         name="dynamic-tree",
         make="dsbd_cli.engine.drafting.dynamic_tree:make",
         text="nodes where an acceptance is likeliest",
-        settings=(TREE, TREE_THRESHOLD),
+        settings=(TREE,),
         runs_model=True,
     ),
     DrafterSpec(
@@ -263,7 +252,6 @@ DRAFTERS: dict[str, DrafterSpec] = _table(
         text="looked up in your own corpus",
         settings=(INDEX,),
     ),
-    DrafterSpec(name="trigram", make="dsbd_cli.engine.drafting.trigram:make", text="counts of the text itself"),
     DrafterSpec(
         name=GRAMMAR,
         make="dsbd_cli.engine.drafting.grammar:make",

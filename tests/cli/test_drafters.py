@@ -18,13 +18,13 @@ Dsbd = Callable[..., Outcome]
 
 REFUSED = [
     ("--drafter nosuch", "must be one of beam"),
-    ("--drafter beam+ngram+trigram", "must be one of beam"),
+    ("--drafter beam+ngram+retrieval", "must be one of beam"),
     ("--drafter beam+beam", "the same one drafts the same nodes"),
     ("--drafter ngram+ngram", "the same one drafts the same nodes"),
     ("--drafter ngram+beam", "must be beam+ngram: the one that runs the draft model stands first"),
     ("--drafter rsd-s+bridge", "fuses with none"),
-    ("--drafter beam+rsd-s", "the second of two must be one of ngram, retrieval, trigram"),
-    ("--drafter rsd-c+dynamic-tree", "the second of two must be one of ngram, retrieval, trigram"),
+    ("--drafter beam+rsd-s", "the second of two must be one of ngram, retrieval, grammar"),
+    ("--drafter rsd-c+dynamic-tree", "the second of two must be one of ngram, retrieval, grammar"),
     ("--drafter beam+ngram --draft none", "needs a draft model"),
     ("--drafter rsd-s+ngram --set width=threshold", "use width fixed"),
     ("--drafter ngram --draft builtin:draft", "runs no model"),
@@ -40,13 +40,11 @@ REFUSED = [
     ("--drafter rsd-s --verify with-replacement", "only drafter beam"),
     ("--drafter beam+ngram --verify with-replacement", "only drafter beam"),
     ("--drafter rsd-c:top-k", "branching is 'top-k', but must be an integer, 0 (as many as fit) or more"),
-    ("--drafter dynamic-tree:value=0.1", "value would do nothing without tree threshold"),
-    ("--drafter dynamic-tree:greedy,value=0.1", "value would do nothing without tree threshold"),
     ("--drafter ngram:share=2", "there is no setting 'share': it is spelled ngram[:LONGEST]"),
     ("--drafter beam:share=2+ngram", "--drafter beam:share=2+ngram: it has no settings: it is spelled beam"),
     (
-        "--drafter trigram+ngram:top-k=2",
-        "there is no setting 'top-k': it is spelled trigram+ngram[:LONGEST[,share=...]]",
+        "--drafter retrieval:x+ngram:top-k=2",
+        "there is no setting 'top-k': it is spelled retrieval+ngram[:LONGEST[,share=...]]",
     ),
     ("--drafter beam+ngram:share=8", "share of --drafter is 8, but must be between 1 and 7 (K - 1)"),
     ("--drafter beam+ngram --drafts-per-layer 1 --num-beams 1", "2 or more for two drafters"),
@@ -54,7 +52,7 @@ REFUSED = [
     ("--drafter ngram:0", "--drafter ngram:0: longest is 0, but must be 1 or more: it is spelled ngram[:LONGEST]"),
     ("--drafter ngram:3,longest=2", "longest is given twice"),
     ("--drafter ngram:3,2", "longest is '3,2', but must be an integer, 1 or more"),
-    ("--drafter dynamic-tree:threshold,value=2", "value is 2, but must be above 0 and at most 1"),
+    ("--drafter dynamic-tree:threshold", "tree is 'threshold', but must be one of greedy, top-k"),
     ("--drafter beam+ngram:top-k=-1", "top-k is -1, but must be 0 (keep all) or more"),
 ]
 
@@ -68,7 +66,7 @@ def test_what_cannot_work_together_is_refused(dsbd: Dsbd, options: str, message:
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "search"])
-@pytest.mark.parametrize("drafter", [*DRAFTERS, "beam+ngram", "rsd-c+retrieval", "ngram+trigram"])
+@pytest.mark.parametrize("drafter", [*DRAFTERS, "beam+ngram", "rsd-c+retrieval", "ngram+retrieval"])
 def test_every_drafter_is_settled(dsbd: Dsbd, drafter: str, rule: str) -> None:
     spelled = drafter.replace("retrieval", "retrieval:x")
     outcome = dsbd("generate", "--drafter", spelled, *of_rule(rule), lines=[{"prompt": "a"}])
@@ -85,16 +83,15 @@ def test_every_drafter_is_settled(dsbd: Dsbd, drafter: str, rule: str) -> None:
     assert record["method"]["drafter"] == drafter
     assert ("ngram" in record["method"]) == ("ngram" in drafter)
     if "+" in drafter:
-        assert (record["method"]["fusion_top_k"] is None) == (drafter == "ngram+trigram")
+        assert (record["method"]["fusion_top_k"] is None) == (drafter == "ngram+retrieval")
 
 
 SPELLED: list[tuple[str, dict[str, object]]] = [
     ("ngram:7", {"drafter": "ngram", "ngram": 7}),
     ("ngram:longest=7", {"drafter": "ngram", "ngram": 7}),
     ("rsd-c:2+ngram:3,share=2,top-k=0", {"branching": 2, "ngram": 3, "second_drafts": 2, "fusion_top_k": 0}),
-    ("beam+trigram:share=3", {"drafter": "beam+trigram", "second_drafts": 3}),
+    ("beam+ngram:share=3", {"drafter": "beam+ngram", "second_drafts": 3}),
     ("dynamic-tree:top-k", {"tree": "top-k"}),
-    ("dynamic-tree:threshold,value=0.25", {"tree": "threshold", "tree_threshold": 0.25}),
     ("retrieval:my corpus,v=2+x.index", {"drafter": "retrieval", "index": "my corpus,v=2+x.index"}),
     ("beam+retrieval:a+b.index,share=2", {"drafter": "beam+retrieval", "index": "a+b.index", "second_drafts": 2}),
     ("retrieval:x+ngram:2", {"drafter": "retrieval+ngram", "index": "x", "ngram": 2}),

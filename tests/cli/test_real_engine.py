@@ -82,10 +82,9 @@ def test_the_text_depends_on_neither_draft_nor_batch_nor_shape(generate: Call) -
 @pytest.mark.parametrize("rule", ["coupled", "search"])
 def test_the_text_does_not_depend_on_the_drafter(generate: Call, rule: str) -> None:
     plain = texts(generate(*of_rule(rule), draft_name="none"))
-    for drafter in ("rsd-c", "rsd-s", "dynamic-tree", "dynamic-tree:top-k", "beam+ngram", "rsd-s+trigram"):
+    for drafter in ("rsd-c", "rsd-s", "dynamic-tree", "dynamic-tree:top-k", "beam+ngram", "rsd-s+ngram"):
         assert texts(generate(*of_rule(rule), "--drafter", drafter, "--batch-size", "3")) == plain
-    for drafter in ("ngram", "trigram", "trigram+ngram"):
-        assert texts(generate(*of_rule(rule), "--drafter", drafter, draft_name="none")) == plain
+    assert texts(generate(*of_rule(rule), "--drafter", "ngram", draft_name="none")) == plain
 
 
 @pytest.mark.parametrize(

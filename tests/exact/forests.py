@@ -217,33 +217,6 @@ def by_value(count: int) -> Propose:
     return propose
 
 
-def thresholded(least: float, most: int) -> Propose:
-    """DySpec by threshold, layer by layer: keep drawing below a node while the value of its next child is `least`."""
-
-    def propose(model: Model, beams: dict[int, Beam], depth: int, chooser: Chooser) -> Layers:
-        layers: Layers = []
-        front = {index: (1.0 / len(beams), beam) for index, beam in beams.items()}
-        for _ in range(depth):
-            distribution = rows(model, {index: beam for index, (_, beam) in front.items()})
-            pairs, values = [], []
-            for index, (start, _) in front.items():
-                value = start
-                rest = normalise({pair: mass for pair, mass in distribution.items() if pair[0] == index})
-                while rest and value >= least and len(pairs) < most:
-                    pairs.append(chooser.draw(rest, "draft"))
-                    values.append(value * rest[pairs[-1]])
-                    value *= 1 - rest[pairs[-1]]
-                    rest = without(rest, pairs[-1])
-            layers.append(parent_nodes(distribution, pairs))
-            front = {
-                number: (values[number], Beam((*front[parent][1].path, token), 0.0))
-                for number, (parent, token) in enumerate(pairs)
-            }
-        return layers
-
-    return propose
-
-
 @dataclass(frozen=True)
 class DraftSetting:
     """One iteration of D = `depth` layers with W = `full_width`, then plain beam sampling up to `steps` steps."""

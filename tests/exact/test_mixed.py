@@ -30,7 +30,6 @@ from .forests import (
     plain,
     pool,
     stochastic,
-    thresholded,
 )
 from .test_mutants import VISIBLE
 from .trees import Beam, Model
@@ -56,7 +55,6 @@ DRAFTERS: dict[str, Propose] = {
     "rsd-c": constant(2),
     "rsd-s": stochastic(2),
     "dynamic-tree": by_value(3),
-    "dynamic-tree by threshold": thresholded(0.25, 4),
     "deterministic": best(3),
     "mixed, duplicates dropped": mixed(2, 2),
     "mixed, duplicates kept": mixed(1, 2, drop=False),

@@ -3,8 +3,6 @@ once per layer, and the deterministic top-k tree of EAGLE-2 (arXiv 2406.16858) a
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -25,14 +23,12 @@ class DynamicTree(BeamDrafter):
     greedy: the K draws of largest value. The value of a draw is the chance that it is reached: the product of q along
     the path to its parent, times the mass of the parent's distribution that earlier siblings have left. It is known
     before the draw, so the choice says nothing about the tokens that are drawn.
-    threshold: those of the greedy draws whose value is at least t.
     top-k: the K pairs with the largest product of q along the path. They are deterministic nodes.
     """
 
-    def __init__(self, model: ForestModel, vocab_size: int, tree: TreeName, threshold: float) -> None:
-        """threshold: t, used by `threshold` alone."""
+    def __init__(self, model: ForestModel, vocab_size: int, tree: TreeName) -> None:
         super().__init__(model, vocab_size)
-        self._tree, self._threshold = tree, threshold
+        self._tree = tree
         self._value: Tensor | None = None
 
     def drafts(
@@ -52,8 +48,6 @@ class DynamicTree(BeamDrafter):
         before = log_q.exp().cumsum(2) - log_q.exp()
         worth = value.unsqueeze(-1) + torch.log1p(-before.clamp(max=1.0))
         worth = torch.where(keys > NEG_INF, worth.clamp(min=-1e30), NEG_INF)  # a real draw may find no mass left
-        if self._tree == "threshold":
-            worth = torch.where(worth >= math.log(self._threshold), worth, NEG_INF)
         # ties go to the earlier sibling, which must be drawn first
         best, place = padded_top(worth.flatten(1), count, NEG_INF)
         above = place // worth.shape[2]
@@ -64,4 +58,4 @@ class DynamicTree(BeamDrafter):
 
 def make(inputs: DrafterInputs) -> DynamicTree:
     """Make drafter `dynamic-tree`."""
-    return DynamicTree(inputs.draft(), inputs.vocab_size, inputs.method.value(TREE), inputs.method.value_threshold)
+    return DynamicTree(inputs.draft(), inputs.vocab_size, inputs.method.value(TREE))

@@ -254,7 +254,6 @@ DRAFTED: list[dict[str, Any]] = [
     {"depth": 2, "drafts_per_layer": 9, "drafter": "rsd-s"},
     {"depth": 3, "drafts_per_layer": 8, "drafter": "dynamic-tree"},
     {"depth": 2, "drafts_per_layer": 8, "drafter": "ngram"},
-    {"depth": 2, "drafts_per_layer": 8, "drafter": "trigram"},
     {"depth": 2, "drafts_per_layer": 8, "drafter": "beam+ngram"},
 ]
 

@@ -96,7 +96,7 @@ METHODS: list[dict[str, Any]] = [
     {"rule": "with-replacement"},
     {"rule": "fuzzy", "fuzzy_threshold": 0.3},
     *({"rule": rule, "drafter": name} for rule in ("coupled", "rejection") for name in ("rsd-c", "rsd-s")),
-    *({"rule": "rejection", "drafter": "dynamic-tree", "tree": tree} for tree in ("greedy", "threshold", "top-k")),
+    *({"rule": "rejection", "drafter": "dynamic-tree", "tree": tree} for tree in ("greedy", "top-k")),
     {"rule": "rejection", "drafter": "beam+ngram"},
     {"rule": "coupled", "drafter": "rsd-s+ngram"},
 ]

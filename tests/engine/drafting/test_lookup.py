@@ -23,7 +23,6 @@ from dsbd_cli.engine.drafting.ngram import BEST_LOGPROB, LOGPROB_STEP, PLACES, N
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths
 from dsbd_cli.engine.drafting.retrieval import HITS, LONGEST, RetrievalDrafter
 from dsbd_cli.engine.drafting.text import PromptTable, contexts, suffix
-from dsbd_cli.engine.drafting.trigram import CAP, GAIN, KEPT, TrigramDrafter
 from dsbd_cli.engine.verify.coupled import Coupled
 from dsbd_cli.engine.verify.search import Search
 from tests.helpers.layers import warp_of
@@ -195,46 +194,6 @@ def _same(found: list[tuple[int, tuple[int, ...], float]], expected: list[tuple[
     return key(found) == key(expected)
 
 
-def trigram_tree(beams: list[list[int]], count: int, depth: int) -> list[tuple[int, tuple[int, ...], float]]:
-    """The likeliest nodes of each layer, all as paths."""
-    table: Counter[tuple[int, int, int]] = Counter()
-    for own in beams:
-        for at in range(2, len(own)):
-            table[own[at - 2], own[at - 1], own[at]] += 1
-    layer = [(beam, (), 1 / len(beams)) for beam in range(len(beams))]
-    found = []
-    for _ in range(depth):
-        below = []
-        for beam, path, value in layer:
-            text = [*beams[beam], *path]
-            after = {c: n for (a, b, c), n in table.items() if [a, b] == text[-2:]}
-            scores = sorted(
-                ((min(CAP, GAIN * n / len(beams)), c) for c, n in after.items()), key=lambda s: (-s[0], s[1])
-            )
-            total = sum(score for score, _ in scores[:KEPT])
-            below += [(beam, (*path, c), value * score / total) for score, c in scores[:KEPT]]
-        layer = sorted(below, key=lambda node: -node[2])[:count]
-        found += layer
-    return found
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_trigram_is_its_scalar_reference(seed: int) -> None:
-    texts = random_texts(seed, letters=5)
-    paths = TrigramDrafter().paths(make_context(texts, 3, 200, 3))  # no ties at the cut, because there is none
-    for row, beams in enumerate(texts):
-        assert _same(as_lists(paths, row), trigram_tree(beams, 200, 3))
-
-
-def test_trigram_takes_the_likeliest() -> None:
-    """1 2 is followed by 3 twice and by 4 once."""
-    text = [1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2]
-    forest = TrigramDrafter().propose(make_context([[text]], 3, 1, 3))
-    assert forest.flat.token[0, 1:].tolist() == [3, 1, 2]
-    assert forest.flat.valid[0].all()
-    assert not forest.flat.sampled.any()
-
-
 def make_corpus(seed: int) -> CorpusTokens:
     draw = random.Random(seed)
     return CorpusTokens([draw.randint(1, 4) for _ in range(draw.randint(0, 60))] for _ in range(12))
@@ -338,7 +297,7 @@ def test_the_tree_of_paths_is_its_scalar_reference(seed: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_depth_is_read_from_the_context(depth: int) -> None:
-    for drafter in (NgramDrafter(4, recalls=False), TrigramDrafter(), source_of(make_corpus(0))):
+    for drafter in (NgramDrafter(4, recalls=False), source_of(make_corpus(0))):
         forest = PathDrafter.propose(drafter, make_context([[[1, 2, 1, 2, 1]]], 3, 4, depth))
         assert forest.depth == depth
         assert [layer.token.shape[1] for layer in forest.layers] == [1, *[4] * depth]

@@ -16,7 +16,6 @@ from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.ngram import NgramDrafter
 from dsbd_cli.engine.drafting.paths import PathDrafter
-from dsbd_cli.engine.drafting.trigram import TrigramDrafter
 from dsbd_cli.requests import Request
 from tests.engine.drafting.test_lookup import make_context, make_corpus, source_of
 from tests.engine.drafting.test_trees import Grown, make
@@ -48,8 +47,8 @@ TEXTS = [[[1, 2, 1, 2, 1]], [[3, 4, 3, 4, 3], [3, 4, 3, 4, 4]]]
 
 @pytest.mark.parametrize(
     "drafter",
-    [NgramDrafter(4, recalls=False), TrigramDrafter(), source_of(make_corpus(0))],
-    ids=["ngram", "trigram", "retrieval"],
+    [NgramDrafter(4, recalls=False), source_of(make_corpus(0))],
+    ids=["ngram", "retrieval"],
 )
 def test_lookups_read_nothing(drafter: PathDrafter) -> None:
     context = make_context(TEXTS, 3, 4, 3)
@@ -72,14 +71,14 @@ def test_what_ngram_remembers_is_not_read() -> None:
     assert again.flat.valid.sum() > forest.flat.valid.sum()  # known distributions have more tokens than places
 
 
-@pytest.mark.parametrize("name", ["rsd-c", "rsd-s", "greedy", "threshold", "top-k"])
+@pytest.mark.parametrize("name", ["rsd-c", "rsd-s", "greedy", "top-k"])
 def test_trees_read_nothing(name: str) -> None:
     drafter = make(name)
     with NoReads():
         Grown(drafter, 6, 3)
 
 
-NAMES = ["beam", "rsd-c", "rsd-s", "dynamic-tree", "ngram", "trigram", "beam+ngram", "trigram+ngram"]
+NAMES = ["beam", "rsd-c", "rsd-s", "dynamic-tree", "ngram", "beam+ngram", "retrieval+ngram"]
 
 
 @pytest.mark.gpu

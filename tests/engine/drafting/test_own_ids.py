@@ -99,7 +99,7 @@ def passed(results: list[RequestResult]) -> int:
 
 CASES = [
     *(("beam", beams) for beams in (1, 3, 4)),
-    *((drafter, 3) for drafter in ("rsd-c", "rsd-s", "dynamic-tree", "beam+ngram", "rsd-s+trigram")),
+    *((drafter, 3) for drafter in ("rsd-c", "rsd-s", "dynamic-tree", "beam+ngram", "rsd-s+ngram")),
 ]
 
 

@@ -63,13 +63,12 @@ def make(name: str) -> BeamDrafter:
     return {
         "rsd-c": ConstantBranching(MODEL, VOCABULARY),
         "rsd-s": StochasticBeams(MODEL, VOCABULARY),
-        "greedy": DynamicTree(MODEL, VOCABULARY, "greedy", 0.1),
-        "threshold": DynamicTree(MODEL, VOCABULARY, "threshold", 0.02),
-        "top-k": DynamicTree(MODEL, VOCABULARY, "top-k", 0.1),
+        "greedy": DynamicTree(MODEL, VOCABULARY, "greedy"),
+        "top-k": DynamicTree(MODEL, VOCABULARY, "top-k"),
     }[name]
 
 
-@pytest.mark.parametrize("name", ["rsd-c", "rsd-s", "greedy", "threshold"])
+@pytest.mark.parametrize("name", ["rsd-c", "rsd-s", "greedy"])
 def test_children_are_the_first_draws_of_their_parent(name: str) -> None:
     """In draw order, sampled, and with the distribution of their own row."""
     grown = Grown(make(name), 8, 3)
@@ -147,12 +146,6 @@ def test_the_greedy_tree_takes_the_most_valuable_draws() -> None:
     best = sorted(worth, key=lambda pair: -worth[pair])[:6]
     found = {(parent, rank) for parent, tokens in grown.below(0, 1).items() for rank in range(len(tokens))}
     assert found == set(best)
-    cut = Grown(make("threshold"), 6, 2)
-    assert cut.below(0, 0) == {0: [t for r, t in enumerate(drawn.tolist()) if _left(log_q, drawn, r) >= 0.02]}
-
-
-def _left(log_q: torch.Tensor, drawn: torch.Tensor, rank: int) -> float:
-    return 1.0 - float(log_q[drawn[:rank]].exp().sum())
 
 
 def test_the_deterministic_tree_is_not_sampled() -> None:

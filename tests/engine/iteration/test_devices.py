@@ -122,7 +122,7 @@ CASES: list[dict[str, Any]] = [
     {"rule": "fuzzy", "fuzzy_threshold": 0.5},
     {"rule": "rejection", "width": "threshold"},
     *({"rule": "rejection", "drafter": drafter} for drafter in ("beam", "rsd-c", "rsd-s", "dynamic-tree")),
-    *({"rule": "rejection", "drafter": drafter} for drafter in ("ngram", "trigram", "beam+ngram")),
+    *({"rule": "rejection", "drafter": drafter} for drafter in ("ngram", "beam+ngram")),
     {"rule": "rejection", "drafter": "dynamic-tree", "tree": "top-k"},
 ]
 
