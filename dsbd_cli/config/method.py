@@ -23,7 +23,7 @@ from dsbd_cli.config.variants import (
     check_drafter_name,
     find_extensions,
 )
-from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.errors import MOST_INTEGER, UsageError, shorten
 
 _KINDS: dict[type[Variant], str] = {RuleSpec: "rule", Width: "width"}
 WarpScope = Literal["pool", "beam"]
@@ -113,6 +113,8 @@ class MethodConfig:
         require(self.num_beams >= 1, "num_beams", self.num_beams, "1 or more")
         require(self.depth >= 0, "depth", self.depth, "0 (no draft) or more")
         require(self.drafts_per_layer >= 1, "drafts_per_layer", self.drafts_per_layer, "1 or more")
+        for name in ("num_beams", "depth", "drafts_per_layer"):
+            require(getattr(self, name) <= MOST_INTEGER, name, getattr(self, name), f"at most {MOST_INTEGER}")
         least, expected = self.value(MIN_WIDTH), f"between 1 and {self.num_beams} (num_beams)"
         require(1 <= least <= self.num_beams, MIN_WIDTH.field, least, expected)
         if self.adaptive_depth and not self.depth:

@@ -40,10 +40,11 @@ def database_path(template: str, metadata: object) -> Path:
     try:
         if path.is_file():
             return path
+        there = path.exists()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidRowError(f"the database {shorten(str(path))} cannot be opened: {reason}") from None
-    raise InvalidRowError(f"the database {path} does not exist")
+    raise InvalidRowError(f"the database {path} {'is no ordinary file' if there else 'does not exist'}")
 
 
 @dataclass(frozen=True, slots=True)

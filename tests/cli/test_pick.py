@@ -91,6 +91,9 @@ def test_candidates_as_lines_and_back(dsbd: Dsbd) -> None:
     short = dsbd("pick", "--by", "vote", "--input-format", "lines", "--candidates", "4", lines=lines.out.encode())
     assert short.code == 3
     assert "2 lines are left, but a row has 4" in short.out
+    for text, kept in ((b"a\nb\n\n\n", ["a", ""]), (b"\n\n", [""]), (b"a\n\n", ["a"])):
+        blank = dsbd("pick", "--by", "vote", "--input-format", "lines", "--candidates", "2", lines=text)
+        assert (blank.code, [line["text"] for line in blank.records]) == (0, kept), "blank lines at the end count, too"
     uneven = dsbd("pick", "--output-format", "lines", "--candidates", "2", lines=rows[:1])
     assert (uneven.code, uneven.out) == (3, "\n\n")
 

@@ -252,6 +252,27 @@ def test_a_run_that_was_killed_anywhere_is_gone_on_with(job: Callable[..., Outco
         assert sorted(logged) == ["r0", "r2", "r3"], cut
 
 
+def test_nothing_replaces_the_settings_file(job: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Guards records that cannot be gone on with, because another file of the run took the name."""
+    settings = tmp_path / "out.dsbd-run"
+    for name in ("stats", "summary"):
+        outcome = job("--set", f"{name}={settings}", lines=ROWS)
+        assert (outcome.code, outcome.loads) == (2, [])
+        assert f"--set {name} and the settings file of --output are both {settings}" in outcome.err
+    settings.symlink_to(tmp_path / "in")
+    outcome = job()
+    assert (outcome.code, f"the settings file of --output {settings} is the input" in outcome.err) == (2, True)
+
+
+def test_a_file_is_kept_where_no_settings_can_stand_beside_it(dsbd: Dsbd, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text(json.dumps(ROWS[0]) + "\n")
+    out = tmp_path / ("x" * 250)
+    out.write_text("before")
+    outcome = dsbd("generate", "-i", str(tmp_path / "in"), "-o", str(out), "--existing", "overwrite")
+    assert (outcome.code, outcome.loads, out.read_text()) == (2, [], "before")
+    assert "File name too long" in outcome.err
+
+
 @pytest.mark.parametrize("link", [os.link, os.symlink], ids=["hard", "soft"])
 def test_the_input_under_another_name_is_not_overwritten(
     job: Callable[..., Outcome], tmp_path: Path, link: Callable[[Path, Path], None]

@@ -58,6 +58,8 @@ REFUSED = {
     "--draft none --verify rejection --set width=threshold:min=2": "--set width=threshold:min=2 would do nothing",
     "--draft none --device cpu,cuda": "cuda in --device cpu,cuda would do nothing, because there is no draft",
     "--depth 0": "--depth is 0, but must be 1 or more: --draft none decodes without a draft",
+    "--num-beams 99999999999999999999": "--num-beams is 99999999999999999999, but must be at most 2147483647",
+    "--depth 99999999999999999999": "--depth is 99999999999999999999, but must be at most 2147483647",
     "--draft none --depth 0": "--depth is 0, but must be 1 or more",
     "--target t --depth 3": "--depth 3 needs a draft, but --target t has no draft: name one with --draft, or drop it",
     "--target t --drafter rsd-c": "--drafter rsd-c needs a draft model, but --target t has no draft: name one with",

@@ -174,6 +174,16 @@ def test_a_read_error_can_be_asked_for() -> None:
             assert [item for item in reader if item is not None] == []
 
 
+def test_a_fault_of_ours_does_not_pass_for_the_end_of_the_input() -> None:
+    def lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | LongLine]]:
+        yield 1, stream.readline()
+        raise OverflowError("date value out of range")
+
+    message = r"^cannot read table behind line 1: OverflowError: date value out of range \(unexpected\)$"
+    with pytest.raises(DsbdError, match=message), LineReader(io.BytesIO(b"1\n"), "table", read=lines) as reader:
+        assert [item for item in reader if item is not None] == [(1, b"1\n")]
+
+
 class Torn(io.BytesIO):
     def read1(self, size: int | None = -1, /) -> bytes:
         raise OSError("it ends in the middle")

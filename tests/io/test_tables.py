@@ -231,6 +231,24 @@ def test_values_of_parquet_that_no_field_takes_are_the_errors_of_their_rows(tmp_
     assert count_table_rows(path) == 3
 
 
+def test_a_cell_that_python_cannot_hold_costs_its_row_alone(tmp_path: Path) -> None:
+    """A moment past the year 9999, and a text that is not UTF-8. Either would end the batch, and with it the input."""
+    path, count = tmp_path / "in.parquet", 2500  # three batches
+    moments, texts = [0] * count, [b"a"] * count
+    moments[2100], texts[7] = 2**62, b"\xff"
+    columns = {
+        "prompt": pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string()),
+        "created": pyarrow.array(moments, pyarrow.timestamp("us")),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    rows = rows_of(path)
+    assert len(rows) == count
+    failed = {number: str(row.error) for number, row in enumerate(rows, 1) if row.error is not None}
+    assert failed.keys() == {8, 2101}
+    assert "line 8: prompt cannot be read as string: 'utf-8' codec can't decode" in failed[8]
+    assert "line 2101: created cannot be read as timestamp[us]: " in failed[2101]
+
+
 BAD_FILES: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "no parquet": ("in.parquet", lambda: b"PAR1 and more", "cannot be read: no Parquet that can be read: "),
     "an empty file": ("in.parquet", lambda: b"", "cannot be read: no Parquet that can be read: "),

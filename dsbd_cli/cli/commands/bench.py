@@ -219,6 +219,8 @@ def _datasets(
     """
     names = [name.strip() for name in (data.task or DEFAULT_TASKS).split(",")]
     for place, name in enumerate(names):
+        if not name:
+            raise UsageError(f"--task {data.task} names no task: write names with one comma between them")
         if name in names[:place]:
             raise UsageError(f"--task: {name} stands there twice: drop one")
     if data.data is not None and len(names) > 1:

@@ -26,6 +26,7 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.variants import BEAM_COLUMNS
 from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError, one_line, option_name, plural, reading
 from dsbd_cli.io.lines.compression import open_input
+from dsbd_cli.io.lines.jsonl import read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.lines.tables import is_table, lines_reader
 from dsbd_cli.io.records.row import LongLine
@@ -253,7 +254,8 @@ class _PickRun:
             outputs = stack.enter_context(Outputs(self._own, self._settings))
             outputs.tell(self._reporter)
             stack.callback(self._reporter.stop)
-            reader = stack.enter_context(LineReader(stream, name))
+            blank = self._files.input_format == "lines"  # where a blank line is an empty candidate
+            reader = stack.enter_context(LineReader(stream, name, read=partial(read_lines, blank=blank)))
             if chooser is None and self._how.by == "model":
                 chooser = self._load_reward_model(stack)
             self._chooser = chooser
@@ -302,7 +304,7 @@ class _PickRun:
         )
 
     def _rows(self, reader: LineReader) -> Iterator[CandidateRow | None]:
-        index, group, first, known = 0, list[bytes](), 0, 0
+        index, group, first = 0, list[bytes](), 0
         count = self._files.candidates if self._files.input_format == "lines" else None
         for item in reader:
             if item is None:
@@ -315,15 +317,11 @@ class _PickRun:
                 yield record_row(line, index=index, number=number)
                 index += 1
                 continue
-            text = line.head if isinstance(line, LongLine) else line
-            # the reader skips empty lines, which are empty candidates here
-            for place, one in enumerate([*[b""] * (number - known - 1), text], known + 1):
-                first = first if group else place
-                group.append(one)
-                if len(group) == count:
-                    yield group_of_lines(group, index=index, number=first)
-                    index, group = index + 1, []
-            known = number
+            first = first if group else number
+            group.append(line.head if isinstance(line, LongLine) else line)
+            if len(group) == count:
+                yield group_of_lines(group, index=index, number=first)
+                index, group = index + 1, []
         if group:
             message = InvalidRowError(
                 f"line {first}: {len(group)} lines are left, but a row has {count} (--candidates)"

@@ -337,7 +337,7 @@ def allowed_answers(given: str | None) -> tuple[Path | None, Grammar | None]:
         grammar = Grammar.lark(_text(given))
     else:
         if not Path(given).is_file():
-            raise UsageError(f"--allow {given} is no file")
+            raise UsageError(f"--allow {given or repr(given)} is no file")
         return Path(given), None
     try:
         grammar.source()

@@ -22,7 +22,7 @@ from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.io.lines.compression import check_whole, open_input
 from dsbd_cli.io.lines.jsonl import BOM, HEAD_BYTES, check_new, read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
-from dsbd_cli.io.lines.resume import check_replaceable
+from dsbd_cli.io.lines.resume import check_replaceable, settings_file
 from dsbd_cli.io.lines.tables import check_table, count_table_rows, is_table, lines_reader, require_parquet
 from dsbd_cli.io.records.file_roots import files_root
 from dsbd_cli.io.records.parse import ARRAY_HINT
@@ -31,6 +31,7 @@ from dsbd_cli.requests import Request
 
 COMPRESSED = (".gz", ".zst")
 MAX_COUNTED_BYTES = 256 << 20
+SETTINGS = "the settings file of --output"
 NO_KEY = ", whose lines do not say what was asked: native and openai lines have a key that does"
 
 
@@ -106,6 +107,11 @@ def check_files(files: FileOptions, read: Iterable[str | Path | None] = ()) -> N
         check_no_input(option, path, inputs)
         instead = "name another file" + (", go on with it with --existing resume" if option == "--output" else "")
         check_new(path, option=option, overwrite=files.existing not in (None, "error"), instead=instead)
+    if _can_resume(files) and files.output is not None:
+        settings = settings_file(files.output)
+        check_no_input(SETTINGS, settings, inputs)
+        check_replaceable(settings)
+        named.append((SETTINGS, settings))
     _check_apart(named)
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import OutputError, UsageError
 
 MAGIC, VERSION = b"dsbdindx", 1
 HEADER = struct.Struct("<8sII16sQQ")
@@ -112,7 +112,7 @@ def write_index(
 ) -> None:
     """Sort the suffixes and write the file. It appears under its name only when it is complete.
 
-    Raises UsageError for a corpus without tokens or with too many, or where the file cannot be written.
+    Raises UsageError for a corpus without tokens or with too many, OutputError where the file cannot be written.
     """
     size = len(corpus.ids)
     if size == corpus.documents:
@@ -134,7 +134,7 @@ def write_index(
         unfinished.replace(path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
+        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def open_index(path: Path, token_bytes: Sequence[bytes]) -> CorpusIndex:

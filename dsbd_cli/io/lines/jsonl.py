@@ -35,8 +35,8 @@ class ClosedOutputError(Exception):
     """
 
 
-def read_lines(stream: BinaryIO, *, limit: int = MAX_LINE_BYTES) -> Iterator[NumberedLine]:
-    """Yield the lines that are not blank, without their line ends, each with its number from 1.
+def read_lines(stream: BinaryIO, *, limit: int = MAX_LINE_BYTES, blank: bool = False) -> Iterator[NumberedLine]:
+    """Yield the lines, without their line ends, each with its number from 1. blank: also those that are blank.
 
     A line is yielded as soon as it was read to its end. A line of more than `limit` bytes is skipped without being
     held, and yielded as a LongLine.
@@ -53,7 +53,7 @@ def read_lines(stream: BinaryIO, *, limit: int = MAX_LINE_BYTES) -> Iterator[Num
         text = (whole.removeprefix(BOM) if number == 1 else whole).removesuffix(b"\r")
         if len(text) > limit or size > len(whole):
             yield number, LongLine(size, whole[:HEAD_BYTES])
-        elif text and not text.isspace():
+        elif (line and blank) or (text and not text.isspace()):
             yield number, text
         if not line.endswith(b"\n"):
             return

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, BinaryIO, Self
 
-from dsbd_cli.errors import DsbdError
+from dsbd_cli.errors import DsbdError, one_line
 from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, NumberedLine, ReadLines, read_lines
 from dsbd_cli.io.records.row import LongLine
 
@@ -91,6 +91,9 @@ class LineReader:
             self._error = DsbdError(f"cannot read {self._name} behind line {number}: {reason}")
         except MemoryError:
             self._error = DsbdError(f"cannot read {self._name} behind line {number}: out of memory")
+        except Exception as error:  # without an error, the end of the thread would pass for the end of the input
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            self._error = DsbdError(f"cannot read {self._name} behind line {number}: {reason} (unexpected)")
         finally:
             with self._changed:
                 self._ended = True

@@ -26,7 +26,9 @@ def open_locked(path: Path, *, create_only: bool) -> io.FileIO:
         try:
             stream = io.FileIO(os.open(path, flags, 0o666), "rb+")
         except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror}") from error
+            dangling = path.is_symlink() and not path.exists()
+            reason = "it is a link that leads nowhere" if dangling else error.strerror
+            raise OutputError(f"cannot write {path}: {reason}") from error
         try:
             lock(stream, path)
             if _is_still_at(stream, path):

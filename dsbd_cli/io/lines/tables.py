@@ -9,13 +9,16 @@ from contextlib import closing
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-from dsbd_cli.errors import InvalidRowError, UsageError, one_line, plural, reading
+from dsbd_cli.errors import InvalidRowError, UsageError, one_line, plural, reading, shorten
 from dsbd_cli.io.lines.compression import ending, open_input
 from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, BOM, HEAD_BYTES, NumberedLine, ReadLines, read_lines
 from dsbd_cli.io.records.cells import check_columns, row_line
 from dsbd_cli.io.records.row import MAX_LINE_BYTES, LongLine
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 PARQUET = ".parquet"
@@ -217,11 +220,35 @@ def _parquet_lines(path: Path, stream: BinaryIO) -> Iterator[NumberedLine]:
             rows = min(MAX_BATCH_ROWS, max(1, BATCH_BYTES * file.metadata.num_rows // max(size, 1)))
             number = 0
             for batch in file.iter_batches(batch_size=rows, use_threads=False):
-                for row in batch.to_pylist():
+                for line in _batch_lines(batch):
                     number += 1
-                    yield number, _parquet_line(row)
+                    yield number, line
     except (OSError, pyarrow.ArrowException) as error:
         raise OSError(f"no Parquet that can be read: {one_line(error)}") from None
+
+
+def _batch_lines(batch: RecordBatch) -> Iterator[bytes | LongLine]:
+    """Yield the JSON line of every row of a batch. A cell for which Python has no value, such as a date behind the
+    year 9999, costs its row alone."""
+    try:
+        rows = batch.to_pylist()
+    except Exception:  # what a conversion raises depends on the column's type
+        for place in range(batch.num_rows):
+            yield _row_alone(batch.slice(place, 1))
+    else:
+        yield from map(_parquet_line, rows)
+
+
+def _row_alone(batch: RecordBatch) -> bytes | LongLine:
+    """Return the JSON line of a batch's only row, or the reason why a cell of it cannot be read."""
+    row: dict[str, object] = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            [row[name]] = column.to_pylist()
+        except Exception as error:
+            shown = name if name.isidentifier() else shorten(name)
+            return LongLine(0, reason=f"{shown} cannot be read as {column.type}: {one_line(error)}")
+    return _parquet_line(row)
 
 
 def _parquet_line(row: dict[str, object]) -> bytes | LongLine:

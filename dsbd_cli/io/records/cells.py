@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from decimal import Decimal
 
 import orjson
 
@@ -31,7 +32,8 @@ def check_columns(names: list[str]) -> None:
             raise UsageError(f"the column {shorten(name)} stands twice in it: drop one")
     if not any(name in PROMPTS for name in names):
         shown = shorten(", ".join(names))
-        hint = "; .csv has commas between cells, .tsv has tabs" if len(names) == 1 else ""
+        apart = "; .csv has commas between cells, .tsv has tabs"
+        hint = apart if len(names) == 1 and {",", ";", "\t"} & set(names[0]) else ""
         raise UsageError(f"no column is called {', '.join(PROMPTS[:-2])} or {PROMPTS[-2]}; there are {shown}{hint}")
 
 
@@ -56,8 +58,8 @@ def cell_value(name: str, cell: object) -> object:
     with a bracket and is JSON, else text. In other fields numbers, true and false are converted, and a whole float
     becomes an integer.
     """
-    if isinstance(cell, float):
-        return _whole(cell) if math.isfinite(cell) else None
+    if isinstance(cell, float | Decimal):
+        return _whole(float(cell)) if math.isfinite(cell) else None
     if not isinstance(cell, str):
         known = name in FIELDS or cell is None or isinstance(cell, bool | int | list | dict)
         return cell if known else str(cell)

@@ -87,13 +87,13 @@ def jsonl_dataset(
             records.append(how.check(_record(row, row.request, gold, how)))
         except InvalidRowError as error:
             raise UsageError(f"{path} line {number}: {error}") from None
+    names = read_metrics(metric or DEFAULT_METRICS)
     if metric is not None and scored != "relevant":
         raise UsageError(f"--metric {metric} needs relevant, a list of ids, on every line of {path}")
     if score is not None and scored != "reference":
         raise UsageError(f"--score {score} needs a reference on every line of {path}")
     data = Dataset("jsonl", (), lambda: iter(records), _nothing, tuple(notes), asks=frozenset(asks))
     if scored == "relevant":
-        names = read_metrics(metric or DEFAULT_METRICS)
         return dataclasses.replace(data, metrics=names, ranks=partial(_ranks, names))
     if not scored:
         return data

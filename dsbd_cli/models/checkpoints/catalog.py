@@ -163,7 +163,10 @@ def add_name(name: str, source: str) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # a file that DSBD_MODELS_FILE names must be there to be read
-        place = _place(name, source, path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+    place = _place(name, source, path)
+    try:
         text = _with_line(path.read_text(encoding="utf-8"), name, place)
         if _table(text).get(name) != place:
             raise UsageError(f"{path} is written in a way that nothing can be added to: add {name} by hand")

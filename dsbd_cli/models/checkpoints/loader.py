@@ -129,9 +129,12 @@ def _device_map(spec: ModelSpec) -> Any:
     if not given.startswith("{"):
         return given
     try:
-        return json.loads(given)
+        found = json.loads(given)
     except json.JSONDecodeError as error:
         raise UsageError(f"{spec.role} device map {given!r} is not JSON: {error}") from None
+    if not found:
+        raise UsageError(f"{spec.role} device map {given!r} is empty: name at least one module, '' for all")
+    return found
 
 
 def load_config(folder: Path, spec: ModelSpec) -> Any:

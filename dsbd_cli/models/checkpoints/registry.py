@@ -90,7 +90,9 @@ def user_aliases() -> dict[str, str]:
         if os.environ.get("DSBD_MODELS_FILE"):
             raise UsageError(f"DSBD_MODELS_FILE names {path}, which does not exist") from None
         return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise UsageError(f"models file {path} cannot be read: {error.strerror or error}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"models file {path} cannot be read as TOML: {error}") from None
     if loose := [name for name, value in whole.items() if name != "models" and not isinstance(value, dict)]:
         raise UsageError(f"models file {path}: {loose[0]} stands outside of the table [models]: put it there")
