@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError, one_line
+from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError, one_line, shorten
 from dsbd_cli.models.checkpoints.adapters import merge_adapters
 from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, stored_bytes, unsafe_pickle
 from dsbd_cli.models.checkpoints.head import head_keys, install, read_head
@@ -137,6 +137,17 @@ def _device_map(spec: ModelSpec) -> Any:
     return found
 
 
+def _check_device_map(model: Any, spec: ModelSpec) -> None:
+    """Refuse a device map with a name that no module has: it would have no effect. Raises UsageError."""
+    places = _device_map(spec)
+    known = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
+    unknown = [] if not isinstance(places, dict) else [name for name in places if name not in known]
+    if unknown:
+        raise UsageError(
+            f"{spec.role} device map {spec.device_map!r} names {shorten(unknown[0])}, but the model has no such module"
+        )
+
+
 def load_config(folder: Path, spec: ModelSpec) -> Any:
     """Return the config in a checkpoint folder or a GGUF file."""
     from transformers import AutoConfig
@@ -191,6 +202,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
             ) from None
         raise ModelError(f"{_name(spec)} cannot be loaded: {one_line(error)}") from error
     model, report = loaded
+    _check_device_map(model, spec)
     if config.model_type == CAPTIONER:
         model.begin_as_blip()
     _check_report(report, spec, set() if head is None else head_keys(model))

@@ -103,7 +103,16 @@ def test_device_map(checkpoint: Path, device_map: str) -> None:
         assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
-@pytest.mark.parametrize(("field", "value"), [("device", "gpu0"), ("device", "cuda:99"), ("device_map", '{"a": ')])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("device", "gpu0"),
+        ("device", "cuda:99"),
+        ("device_map", '{"a": '),
+        ("device_map", "{}"),
+        ("device_map", '{"": "cpu", "a": "cpu"}'),
+    ],
+)
 def test_bad_device(checkpoint: Path, field: str, value: str) -> None:
     """Guards tracebacks from torch for a device that is not there."""
     with pytest.raises(UsageError, match=f"target device.*{value[:6]}"):
