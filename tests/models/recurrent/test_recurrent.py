@@ -23,8 +23,8 @@ from dsbd_cli.models.recurrent.states import (
     LinearState,
     SelectiveState,
     StateCache,
-    TailBuffer,
 )
+from dsbd_cli.models.recurrent.tail import Shift, TailBuffer
 from dsbd_cli.ops.cpu.kernels import scan
 from tests.helpers.tiny import HEAD, RECURRENT, V, build
 
@@ -96,7 +96,7 @@ def fold_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def fold_twice(patch: pytest.MonkeyPatch) -> None:
     def twice(fold: Callable[..., None]) -> Callable[..., None]:
-        def run(self: LayerMemory, shift: states.Shift) -> None:
+        def run(self: LayerMemory, shift: Shift) -> None:
             fold(self, shift)
             fold(self, shift)
 
@@ -146,7 +146,7 @@ def common_prefix_inputs_lost(patch: pytest.MonkeyPatch) -> None:
     """The convolution forgets what stood before the suffix."""
     advance = LayerMemory.advance
 
-    def forget(self: LayerMemory, shift: states.Shift) -> None:
+    def forget(self: LayerMemory, shift: Shift) -> None:
         advance(self, shift)
         for plane in self.planes.values():
             plane[:, : self.lead] = 0

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.recurrent import scans
-from dsbd_cli.models.recurrent.states import Shift, TailBuffer, _flat_tokens
+from dsbd_cli.models.recurrent.states import _flat_tokens
+from dsbd_cli.models.recurrent.tail import Shift, TailBuffer
 from dsbd_cli.ops.cpu.kernels import scan
 from tests.models.recurrent.test_scans import Tree
 
