@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,12 @@ Otherwise = Literal["first", "error"]
 
 DEFAULT_TIMEOUT_S = 30.0
 FIELD = re.compile(r"\{([^{}]*)\}")
+
+
+def databases(template: str) -> list[str]:
+    """Return the files that rows may name by a template."""
+    texts = FIELD.split(template)[::2]  # those between the fields
+    return glob.glob("*".join(map(glob.escape, texts)))
 
 
 def database_path(template: str, metadata: object) -> Path:

@@ -239,6 +239,9 @@ def test_files_that_a_run_reads_are_not_overwritten(dsbd: Dsbd, tmp_path: Path) 
     ):
         done = dsbd(*command.split(), str(kept[name]), "-o", str(kept[name]), "--existing", "overwrite", lines=ROWS)
         assert (done.code, f"--output {kept[name]} is the input" in done.err) == (2, True), done.err
+    replaced = ("--database", str(tmp_path / "{name}.sqlite"), "-o", str(kept["a.sqlite"]), "--existing", "overwrite")
+    done = dsbd("pick", "--by", "exec", *replaced, lines=ROWS)
+    assert (done.code, f"--output {kept['a.sqlite']} is the input" in done.err) == (2, True), done.err
     assert {name: path.read_text() for name, path in kept.items()} == texts
 
 

@@ -33,7 +33,7 @@ from dsbd_cli.io.records.row import LongLine
 from dsbd_cli.io.schemas.contracts import PICK, dump_line
 from dsbd_cli.pick.candidate_rows import CandidateRow, group_of_lines, record_row
 from dsbd_cli.pick.choosers import METRICS, ByRisk, ByScore, ByVote, Choice, Chooser, Equal, Weights, read_regex
-from dsbd_cli.pick.execution import DEFAULT_TIMEOUT_S, ByExecution, Otherwise
+from dsbd_cli.pick.execution import DEFAULT_TIMEOUT_S, ByExecution, Otherwise, databases
 from dsbd_cli.pick.prompts import ByReward, PromptsById
 from dsbd_cli.pick.sandbox import SqlStoppedError
 
@@ -152,7 +152,7 @@ def pick(how: PickOptions, files: PickFiles, talk: TalkOptions, arguments: Seque
         output_format="text" if files.output_format in ("text", "lines") else None,
         existing=files.existing,
     )
-    check_files(own, [how.database, how.prompts])
+    check_files(own, [*databases(how.database or ""), how.prompts])
     if code := _PickRun(how, files, own, talk, arguments).run(chooser_of):
         raise typer.Exit(code)
 
