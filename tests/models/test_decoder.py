@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dsbd_cli import load
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
@@ -808,17 +809,17 @@ def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_later_load_imports_nothing_of_transformers(folder: Path) -> None:
-    """Guards the start: importing it and making a tokenizer take seconds. The ids are those of the first load."""
+    """Guards the start: importing it and making a tokenizer take seconds. The first load, here, has done both; the ids
+    of the later one, in a process of its own, are the same."""
+    engine = load(spec_for(folder), None)
+    assert engine.codec.encode("w5 w9 </s>") == [5, 9, 2]
     code = (
         "import sys; from dsbd_cli import ModelSpec, load; "
         f"engine = load(ModelSpec({str(folder)!r}, dtype='float32', device='cpu'), None); "
         "print('transformers' in sys.modules, engine.codec.encode('w5 w9 </s>'))"
     )
-    found = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        for _ in range(2)
-    ]
-    assert found == ["True [5, 9, 2]\n", "False [5, 9, 2]\n"]
+    again = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert again.stdout == "False [5, 9, 2]\n"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"format": "other/1", "decoder": null}', "\x00"])
