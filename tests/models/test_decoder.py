@@ -140,15 +140,17 @@ def test_beams_and_scores_are_those_of_transformers(name: str, loaded: Loads) ->
     """Rule `search`, without a draft and with one of the first layers: all beams, in order, with their scores."""
     (target, theirs), (draft, _) = loaded(name), loaded(name, 2)
     beams, ends, new = 4, list(range(2, 10)), 10
-    wanted = []
-    for prompt in PROMPTS:
-        out = theirs.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), do_sample=False,
-            num_beams=beams, num_return_sequences=beams, max_new_tokens=new, eos_token_id=ends, pad_token_id=0,
-            return_dict_in_generate=True, output_scores=True, early_stopping=False, length_penalty=1.0,
-        )  # fmt: skip
-        rows = [until(row, ends) for row in out.sequences[:, len(prompt) :].tolist()]
-        wanted.append((rows, out.sequences_scores.tolist()))
+    longest = max(map(len, PROMPTS))
+    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
+    out = theirs.generate(
+        padded, attention_mask=(padded > 0).long(), do_sample=False, num_beams=beams, num_return_sequences=beams,
+        max_new_tokens=new, eos_token_id=ends, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
+        early_stopping=False, length_penalty=1.0,
+    )  # fmt: skip
+    rows = [until(row, ends) for row in out.sequences[:, longest:].tolist()]
+    wanted = [
+        (rows[at : at + beams], out.sequences_scores[at : at + beams].tolist()) for at in range(0, len(rows), beams)
+    ]
     for drafter, depth in ((None, 0), (draft, 3)):
         method = MethodConfig(rule="search", num_beams=beams, depth=depth, drafts_per_layer=2 * beams)
         engine = Engine(target, drafter, NumberCodec(V, tuple(ends)), method, batch_size=3)

@@ -217,14 +217,14 @@ def watched(
     """Run requests with drafts of these depths in turn, see that no text depends on them, and return what was seen."""
     pair, head, formula = loaded
     guide = guide_of(pair.target.name)
-    plain = answers(engine_of(pair.target, None, rule, beams))
+    plain = answers(engine_of(pair.target, None, rule, beams), 5)
     watch = Watch(head, formula)
     follow(head, guide, watch, monkeypatch)
     engine = engine_of(pair.target, head, rule, beams, max(depths))
     choose(engine, depths, monkeypatch)
     engine.observe(watch)
     found = []
-    for result in engine.run(requests(6, rule)):
+    for result in engine.run(requests(5, rule)):
         assert result.error is None
         found.append([(beam.token_ids, beam.logprob) for beam in result.hypotheses])
     assert found == plain
@@ -271,7 +271,7 @@ def test_states_and_laws_after_layers_that_did_not_go_to_the_target(
     engine = engine_of(pair.target, head, rule, beams)
     monkeypatch.setattr(engine._planner, "gate", lambda *given: lambda confidence: next(goes))
     engine.observe(watch)
-    assert all(result.error is None for result in engine.run(requests(9, rule)))
+    assert all(result.error is None for result in engine.run(requests(6, rule)))
     assert watch.worst[0] <= 1e-5, "states"
     assert watch.worst[1] <= 1e-5, "laws"
     assert {depth for depth, _ in watch.passed} == {0, 1, 2, 3}
