@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import runpy
 import sqlite3
+import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 
+from dsbd_cli.cli import app
 from dsbd_cli.lab.tasks.sql import SQL
 
 ROOT = Path(__file__).parents[1]
@@ -43,12 +48,60 @@ PROMPTS = "".join(
 )
 
 
-def test_text_to_sql(example: Example) -> None:
+DSBD = [sys.executable, "-m", "dsbd_cli"]
+
+
+@pytest.fixture
+def commands_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What an example starts as `python -m dsbd_cli` runs in this process, which has torch already, one command after
+    another. Returns the names of the commands that ran; other programs are started as ever."""
+    run, popen, ran = subprocess.run, subprocess.Popen, list[str]()
+    files = iter(range(9))
+
+    def called(arguments: list[str], given: IO[bytes]) -> tuple[int, IO[bytes]]:
+        """Exit code and standard output of a command."""
+        ran.append(arguments[0])
+        said = (tmp_path / f"said{next(files)}").open("w+b")
+        with (
+            monkeypatch.context() as patch,
+            io.TextIOWrapper(given) as read,
+            os.fdopen(os.dup(said.fileno()), "w") as out,
+        ):
+            patch.setattr(sys, "stdin", read)
+            patch.setattr(sys, "stdout", out)
+            code = app.run(arguments)
+        said.seek(0)
+        return code, said
+
+    def begun(command: list[str], **options: Any) -> Any:
+        if command[:3] != DSBD:
+            return popen(command, **options)
+        assert options == {"stdout": subprocess.PIPE}
+        code, said = called(command[3:], io.BytesIO())
+        assert code == 0
+        return nullcontext(SimpleNamespace(stdout=said))
+
+    def done(command: list[str], **options: Any) -> Any:
+        if command[:3] != DSBD:
+            return run(command, **options)
+        assert options.keys() == {"stdin", "stdout", "check"}
+        code, said = called(command[3:], options["stdin"])
+        assert code == 0 or not options["check"]
+        with said:
+            return subprocess.CompletedProcess(command, code, said.read())
+
+    monkeypatch.setattr(subprocess, "Popen", begun)
+    monkeypatch.setattr(subprocess, "run", done)
+    return ran
+
+
+def test_text_to_sql(example: Example, commands_here: list[str]) -> None:
     said = example("text_to_sql", "--records", "3")
+    assert commands_here == ["generate", "pick"]
     assert re.fullmatch(r"[0-3] of 3 right; for [0-3] another beam than the best was the first to run\n", said)
 
 
-def test_more_beams_for_the_rows_that_need_them(example: Example, tmp_path: Path) -> None:
+def test_more_beams_for_the_rows_that_need_them(example: Example, commands_here: list[str], tmp_path: Path) -> None:
     """Rows whose tables are there run with one beam; those whose tables are missing are answered again with three."""
     record = next(iter(SQL.records()))
     tables = record.meta["tables"]
@@ -62,6 +115,7 @@ def test_more_beams_for_the_rows_that_need_them(example: Example, tmp_path: Path
     rows = "".join(json.dumps({"prompt": record.prompt, "metadata": {"db": name}}) + "\n" for name in names)
     options = ("--database", f"{tmp_path}/{{db}}.sqlite", "--num-beams", "1", "3", "--max-new-tokens", "40")
     found = [json.loads(line) for line in example("more_beams", *options, given=rows).splitlines()]
+    assert commands_here == 2 * ["generate", "pick"]
     assert [(one["id"], one["index"]) for one in found] == [("0", 0), ("1", 1), ("2", 2)]
     assert [(one["pick"]["of"], one["pick"]["ran"]) for one in found] == [(3, 0), (1, 1), (3, 0)]
 
@@ -78,6 +132,7 @@ def test_mbr(example: Example) -> None:
 
 
 def test_self_consistency(example: Example) -> None:
+    """Its commands are processes."""
     records = list(
         map(
             json.loads,

@@ -41,7 +41,7 @@ from dsbd_cli.engine.verify.rules import make_rule
 CPU = torch.device("cpu")
 HISTORY, TOPS = 40, 5
 ENDS = 3  # tokens below it
-WORDS = [f"{token}," for token in range(1500)]
+WORDS = [f"{token},".encode() for token in range(1500)]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Trial:
     def of(cls, rows: Sequence[Row], method: MethodConfig, *, roots: int, lists: bool) -> Trial:
         """All rows in one batch. roots: of the forest, W or 1."""
         width, vocabulary = method.num_beams, rows[0].logits.shape[1]
-        stops = StopTable([word.encode() for word in WORDS], vocabulary, CPU)
+        stops = StopTable(WORDS, vocabulary, CPU)
         state = _state(rows, method, stops)
         endings = Endings(torch.arange(vocabulary) < ENDS, ENDS, stops)
         rule = make_rule(method)
@@ -135,7 +135,8 @@ class Trial:
                 "row": beam_distribution,
                 "noise": noise,
             }
-            one |= {name: _pairs(candidates, value, at, there) for name, value in distributions.items()}
+            places = _possible(candidates, at, there)
+            one |= {name: _bits_by(places, value[at]) for name, value in distributions.items()}
             live, ended = outcome.live, state.finished
             one["live"] = [
                 (int(live.parent[at, w]), int(live.token[at, w]), _bits(live.weight[at, w]), _bits(live.logprob[at, w]))
@@ -161,15 +162,23 @@ def _bits(x: Tensor) -> int:
     return int(x.contiguous().view(torch.int32))
 
 
-def _pairs(candidates: Candidates, value: Tensor, row: int, live: Sequence[bool]) -> dict[object, int]:
-    """Bits by beam and token, of the candidates that are possible."""
-    possible, bits = (candidates.logprobs[row] > NEG_INF).tolist(), value.contiguous().view(torch.int32)[row].tolist()
-    return {
-        (beam, token): bit
+def _possible(candidates: Candidates, row: int, live: Sequence[bool]) -> list[tuple[tuple[int, int], int]]:
+    """Beam and token of the candidates that are possible, and their places in a flat [beam, candidate]."""
+    tokens, possible = candidates.tokens[row].tolist(), (candidates.logprobs[row] > NEG_INF).tolist()
+    width = candidates.tokens.shape[2]
+    return [
+        ((beam, tokens[beam][at]), beam * width + at)
         for beam, real in enumerate(live)
-        for token, some, bit in zip(candidates.tokens[row, beam].tolist(), possible[beam], bits[beam], strict=True)
-        if real and some
-    }
+        if real
+        for at, some in enumerate(possible[beam])
+        if some
+    ]
+
+
+def _bits_by(places: list[tuple[tuple[int, int], int]], value: Tensor) -> dict[object, int]:
+    """Bits of numbers [beam, candidate] by beam and token."""
+    bits = value.contiguous().view(torch.int32).flatten().tolist()
+    return {pair: bits[at] for pair, at in places}
 
 
 def _traced(trace: TokenTrace, at: int, row: Row, valid: Tensor) -> list[object]:

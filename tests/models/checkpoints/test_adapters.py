@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +81,19 @@ SEARCH = dsbd_cli.MethodConfig(rule="search", num_beams=3)
 SAMPLING = dsbd_cli.SamplingConfig(max_new_tokens=9, n_best=3)
 
 
-def answers(source: object, draft: str | None = None, **more: Any) -> list[Any]:
+def engine_of(source: object, draft: str | None = None, **more: Any) -> dsbd_cli.Engine:
+    return dsbd_cli.load(spec_of(source, **more), draft, method=SEARCH)
+
+
+def answers_of(engine: dsbd_cli.Engine) -> list[Any]:
     """Token ids and log-probabilities of all beams, to the last bit."""
-    engine = dsbd_cli.load(spec_of(source, **more), draft, method=SEARCH)
     rows = [dsbd_cli.Request(prompt=text, sampling=SAMPLING) for text in ("w5 w9 w40", "w7 w7 w8 w50 w3")]
     return [[(beam.token_ids, beam.logprob) for beam in result.hypotheses] for result in engine.run(rows)]
+
+
+def answers(source: object, draft: str | None = None, **more: Any) -> list[Any]:
+    """The same of the engine of a source."""
+    return answers_of(engine_of(source, draft, **more))
 
 
 @pytest.mark.parametrize("name", BUILD)
@@ -99,19 +109,34 @@ def test_the_weights_are_those_of_the_merged_model(name: str, tmp_path: Path) ->
     assert sum(not torch.equal(plain[key], merged[key]) for key in merged) > 3
 
 
+@pytest.fixture(scope="module")
+def unadapted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], tuple[Any, Path, list[Any]]]:
+    """Models by family and whether they have biases, each made, saved and asked once: model, folder and answers."""
+
+    @cache
+    def made(name: str, bias: bool) -> tuple[Any, Path, list[Any]]:
+        model = build_decoder(name, mlp_bias=bias)
+        base = saved(tmp_path_factory.mktemp("base"), model)
+        return model, base, answers(base)
+
+    return made
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["llama", "llama tied"])
-def test_kinds_of_adapters(name: str, kind: str, tmp_path: Path) -> None:
+def test_kinds_of_adapters(
+    name: str, kind: str, tmp_path: Path, unadapted: Callable[[str, bool], tuple[Any, Path, list[Any]]]
+) -> None:
     """All beams of our own decoder are those of the merged checkpoint; with an LM head for a tied one, too."""
-    model = build_decoder(name, mlp_bias=kind == "bias")
-    base = saved(tmp_path / "base", model)
+    model, base, plain = unadapted(name, kind == "bias")
     merged = adapt(model, tmp_path / "adapter", **KINDS[kind])
     if kind == "head":
         merged.config.tie_word_embeddings = False
-    found = answers(f"{base}+{tmp_path / 'adapter'}")
+    engine = engine_of(f"{base}+{tmp_path / 'adapter'}")
+    found = answers_of(engine)
     assert found == answers(saved(tmp_path / "merged", merged))
-    assert found != answers(base)
-    forest, _ = load_model(spec_of(f"{base}+{tmp_path / 'adapter'}"))
+    assert found != plain
+    forest: Any = engine.target
     assert isinstance(forest, DecoderForestModel), forest.notes
     assert forest.invariant
 

@@ -186,6 +186,7 @@ def test_kernels_are_looked_up_and_kept_by_one_process_at_a_time(
 
 
 PARTS = """
+import os
 import sys
 from numba import njit
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
@@ -207,25 +208,33 @@ def one(at):
 def two(at):
     second(at)
 
-compiler = KernelCompiler("tests", seconds=1)
-print([answer(CpuKernel(compiler.addressed(globals()[name]).address)) for name in sys.argv[1:]])
+for names in sys.argv[1:]:
+    child = os.fork()
+    if child:
+        _, ended = os.waitpid(child, 0)
+        assert ended == 0
+        continue
+    compiler = KernelCompiler("tests", seconds=1)
+    print([answer(CpuKernel(compiler.addressed(globals()[name]).address)) for name in names.split()], flush=True)
+    break
 """.replace("LINES", "\n        ".join(f"put_i64(at + 16, (get_i64(at + 16) ^ {n}) * 3 + value)" for n in range(99)))
 
 
 def test_kernels_of_two_processes_do_not_share_their_parts(tmp_path: Path) -> None:
-    """Guards wrong numbers: a closure of a kernel that one run compiled, and one of the same name of another run's."""
-    kernels, found = tmp_path / "kernels.py", []
+    """Guards wrong numbers: a closure of a kernel that one run compiled, and one of the same name of another run's.
+
+    Each line of answers comes from a process of its own, forked when everything is imported and nothing compiled.
+    """
+    kernels = tmp_path / "kernels.py"
     kernels.write_text(PARTS)
-    for names in (["one"], ["two"], ["one", "two"], ["two", "one"]):
-        ran = subprocess.run(
-            [sys.executable, kernels, *names],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        found.append(json.loads(ran.stdout))
-    (one,), (two,), together, turned = found
+    ran = subprocess.run(
+        [sys.executable, kernels, "one", "two", "one two", "two one"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (one,), (two,), together, turned = (json.loads(line) for line in ran.stdout.splitlines())
     assert one != two
     assert (together, turned) == ([one, two], [two, one])
 

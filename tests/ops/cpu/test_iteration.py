@@ -57,6 +57,7 @@ def counted(patch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+@pytest.mark.usefixtures("once")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_iterations_are_those_of_tensor_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = counted(monkeypatch)

@@ -303,8 +303,9 @@ def test_experts_and_their_router_keep_the_bits_of_a_token(name: str, dtype: tor
         packed = run(x)
         tolerance = 1e-5 if dtype == torch.float32 else 3e-2
         torch.testing.assert_close(packed, plain, rtol=tolerance, atol=tolerance)
-        for count in (1, 2, 3, 7, 50, 133):
-            assert torch.equal(torch.cat([run(part) for part in x.split(count, 1)], 1), packed), count
+        for count, tokens in ((1, 100), (2, 100), (3, 100), (7, 400), (50, 400), (133, 400)):
+            parts = [run(part) for part in x[:, :tokens].split(count, 1)]
+            assert torch.equal(torch.cat(parts, 1), packed[:, :tokens]), count
 
 
 @pytest.mark.usefixtures("backend")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsbd_cli.engine.checks.kernels import KERNELS, IterationCase
+from dsbd_cli.engine.checks.kernels import KERNELS
 from dsbd_cli.ops.select import ITERATION_KERNELS
 from dsbd_cli.ops.triton import commit, differences, draft, verify
 from tests.helpers.iterations import SETTINGS, made
@@ -29,27 +29,6 @@ def counted(name: str, module: Any, patch: pytest.MonkeyPatch) -> list[int]:
     real: Callable[..., Any] = getattr(module, name)
     patch.setattr(module, name, lambda *arguments: (calls.append(1), real(*arguments))[1])
     return calls
-
-
-@pytest.fixture
-def once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an iteration leaves is computed once for the same kernels: all kernels are compared over the same cases, and
-    the reference of one may be another's, or the tensor code alone."""
-    made: dict[object, IterationCase] = {}
-    left: dict[object, tuple[torch.Tensor, ...]] = {}
-    random, run = IterationCase.random, IterationCase.run
-
-    def kept(*arguments: Any, **named: Any) -> IterationCase:
-        return made.setdefault(tuple(named.items()), random(*arguments, **named))
-
-    def ran(self: IterationCase, *used: str) -> tuple[torch.Tensor, ...]:
-        key = (id(self), frozenset(used))
-        if key not in left:
-            left[key] = run(self, *used)
-        return left[key]
-
-    monkeypatch.setattr(IterationCase, "random", kept)
-    monkeypatch.setattr(IterationCase, "run", ran)
 
 
 @pytest.mark.usefixtures("once")
