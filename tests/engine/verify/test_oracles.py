@@ -37,7 +37,7 @@ ROWS = 150
 
 
 class LayerNoise:
-    """The tensor rules' own noise of all rows of a layer, as numbers of Python, each made when it is first asked for."""
+    """The tensor rules' own noise of all rows of a layer, as numbers of Python, made when it is first asked for."""
 
     def __init__(self, layer: Layer) -> None:
         self.view, self.tokens = layer.view, layer.view.tokens.tolist()
