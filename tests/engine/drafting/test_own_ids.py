@@ -122,7 +122,7 @@ def test_no_text_depends_on_own_ids(rule: str, drafter: str, beams: int) -> None
     assert counts[0] < counts[1]
     engine = engine_of(Trimmed, 2, drafter=drafter, **method)
     engine._planner = RandomPlanner(5, 3, 8)
-    assert texts(list(engine.run(requests(beams=beams)))) == plain
+    assert texts(list(engine.run(requests(5, beams)))) == plain[:5]
 
 
 @pytest.mark.parametrize("rule", ["coupled", "search", "rejection"])
