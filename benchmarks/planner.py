@@ -193,18 +193,18 @@ def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
 def best_fixed(world: World) -> Served:
     """Of the best single shape, or of none, known in hindsight. Those that are expected to be far behind are not
     tried."""
-    expected = {shape: expected_goodput(world, shape) for shape in fitting(world)}
+    expected = {shape: _expected(world, shape) for shape in _fitting(world)}
     near = [shape for shape, goodput in expected.items() if goodput > NEAR * max(expected.values())]
     return max((serve_fixed(world, shape) for shape in near), key=lambda one: one.goodput)
 
 
-def fitting(world: World) -> list[Shape]:
+def _fitting(world: World) -> list[Shape]:
     """All shapes that fit into memory."""
     shapes = [Shape(depth, number) for depth in range(DEPTH + 1) for number in ((4, 5, 6, 8) if depth else (DRAFTS,))]
     return [one for one in shapes if not one.depth or world.rows * one.nodes(BEAMS) <= world.room]
 
 
-def expected_goodput(world: World, shape: Shape) -> float:
+def _expected(world: World, shape: Shape) -> float:
     """About what `serve_fixed` finds, from the chances alone, at the machine's usual speed."""
     iterations = 0.0
     for rate in _rates(world):
