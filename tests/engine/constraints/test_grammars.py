@@ -127,25 +127,20 @@ def test_the_best_then_filtered_is_not_what_comes_out() -> None:
     assert wrong > 3
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize(
-    "method", [{"depth": 2, "drafts_per_layer": 4}, {"depth": 2, "drafter": "grammar", "drafts_per_layer": 4}]
-)
-def test_the_distribution_of_sampling_is_that_of_plain_decoding_over_legal_pairs(
-    rule: str, method: dict[str, Any]
-) -> None:
-    """Chi-square as in test_distribution.py: alpha = 1e-5 per case, fixed seeds."""
+@pytest.mark.parametrize(("rule", "drafter"), [("coupled", "beam"), ("rejection", "beam"), ("rejection", "grammar")])
+def test_the_distribution_of_sampling_is_that_of_plain_decoding_over_legal_pairs(rule: str, drafter: str) -> None:
+    """Chi-square as in test_distribution.py: alpha = 1e-5 per case, fixed seeds. With `coupled` the text is the same
+    with every draft, as another test says."""
     pattern, settings = "[abc](b|cd|add)[de]?", Settings(width=2, max_new=3, ends=(END,))
     rows = legal_rows(3, pattern, 3)  # which leaves no `add`, and after `cd` nothing
     distribution = results_distribution(rows, settings)
     assert len(distribution) > 10
-    runner = engine(rule=rule, num_beams=2, batch=2000, **method)
-    run = runner.run
+    runner = engine(rule=rule, num_beams=2, batch=2000, depth=2, drafter=drafter, drafts_per_layer=4)
+    run, grammar = runner.run, Grammar.regex(pattern)
 
     def constrained(stream: Any) -> Any:
         return run(
-            Request(id=one.id, seed=one.seed, prompt_ids=(0,), sampling=one.sampling, grammar=Grammar.regex(pattern))
-            for one in stream
+            Request(id=one.id, seed=one.seed, prompt_ids=(0,), sampling=one.sampling, grammar=grammar) for one in stream
         )
 
     runner.run = constrained  # type: ignore[method-assign]
@@ -213,7 +208,7 @@ def told(results: list[RequestResult]) -> list[object]:
 
 @pytest.mark.parametrize("rule", ["search", "coupled"])
 def test_the_same_text_with_any_draft_and_batch(rule: str) -> None:
-    asked = several(18, max_new_tokens=20, n_best=3)
+    asked = several(12, max_new_tokens=20, n_best=3)
     plain = told(list(engine(rule=rule, num_beams=3, batch=1).run(asked)))
     assert told(list(engine(rule=rule, num_beams=3, batch=7).run(asked))) == plain
     for method in METHODS:
@@ -225,7 +220,7 @@ def test_the_same_text_with_any_draft_and_batch(rule: str) -> None:
     [("search", "fixed"), *itertools.product(("coupled", "rejection", "with-replacement"), ("fixed", "threshold"))],
 )
 def test_what_stopped_matches_and_what_was_cut_says_so(rule: str, width: str) -> None:
-    asked = several(50, max_new_tokens=5, n_best=3)
+    asked = several(30, max_new_tokens=5, n_best=3)
     reasons = set()
     runner = engine(rule=rule, num_beams=3, depth=2, drafts_per_layer=6, width=width)
     for one, result in zip(asked, runner.run(asked), strict=True):

@@ -82,12 +82,16 @@ def test_tries_come_and_go_without_touching_each_other() -> None:
             continue
         assert legal is not None
         for start, answers in held.items():
-            for one in answers:
-                state = torch.tensor([[start]])
-                for at, token in enumerate(one):
-                    children = legal.step(state.expand(1, V), torch.arange(V)[None])[0]
-                    assert set((children != DEAD).nonzero().flatten().tolist()) == following(answers, one[:at])
-                    state = legal.step(state, torch.tensor([[token]]))
+            level: dict[Tokens, int] = {(): start}
+            while level:
+                states = torch.tensor(list(level.values())).repeat_interleave(V)
+                children = legal.step(states[None], torch.arange(V).repeat(len(level))[None]).view(-1, V).tolist()
+                below = dict[Tokens, int]()
+                for path, each in zip(level, children, strict=True):
+                    found = {token: state for token, state in enumerate(each) if state != DEAD}
+                    assert found.keys() == following(answers, path)
+                    below |= {(*path, token): state for token, state in found.items()}
+                level = below
     assert reused > 5
 
 

@@ -46,31 +46,31 @@ def ids(results: list[RequestResult]) -> list[list[tuple[int, ...]]]:
 )
 def test_search_is_transformers_beam_search(beams: int, penalty: float, early: bool) -> None:
     settings = {"length_penalty": penalty, "early_stopping": early, "n_best": beams}
-    found = run(10, sampling=settings, rule="search", num_beams=beams, drafts_per_layer=2 * beams)
+    found = run(8, sampling=settings, rule="search", num_beams=beams, drafts_per_layer=2 * beams)
     engine = pair()
     model: Any = engine.target.stock()  # type: ignore[attr-defined]
     beam_options = {"length_penalty": penalty, "early_stopping": early} if beams > 1 else {}
-    for record, result in zip(records(10), found, strict=True):
-        prompt = torch.tensor([engine.codec.encode(record.prompt)])
-        out = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            num_beams=beams,
-            num_return_sequences=beams,
-            do_sample=False,
-            max_new_tokens=NEW,
-            **beam_options,
-        )
-        eos = engine.codec.eos_ids
-        for row, hypothesis in zip(out[:, prompt.shape[1] :].tolist(), result.hypotheses, strict=True):
-            end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
-            assert tuple(row[:end]) == hypothesis.token_ids
+    prompts, eos = [engine.codec.encode(record.prompt) for record in records(8)], engine.codec.eos_ids
+    width = max(map(len, prompts))
+    out = model.generate(
+        torch.tensor([[eos[0]] * (width - len(prompt)) + prompt for prompt in prompts]),
+        attention_mask=torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+        num_beams=beams,
+        num_return_sequences=beams,
+        do_sample=False,
+        max_new_tokens=NEW,
+        **beam_options,
+    )
+    hypotheses = [one for result in found for one in result.hypotheses]
+    for row, hypothesis in zip(out[:, width:].tolist(), hypotheses, strict=True):
+        end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
+        assert tuple(row[:end]) == hypothesis.token_ids
 
 
 def test_coupled_gives_the_same_text_with_any_draft_and_batch() -> None:
-    plain = ids(run(12, batch_size=1, sampling={"n_best": 4}, depth=0))
-    assert ids(run(12, batch_size=12, sampling={"n_best": 4})) == plain
-    assert ids(run(12, batch_size=5, sampling={"n_best": 4}, drafts_per_layer=12, depth=2)) == plain
+    plain = ids(run(8, batch_size=1, sampling={"n_best": 4}, depth=0))
+    assert ids(run(8, batch_size=8, sampling={"n_best": 4})) == plain
+    assert ids(run(8, batch_size=5, sampling={"n_best": 4}, drafts_per_layer=12, depth=2)) == plain
 
 
 def test_drafts_are_of_use() -> None:

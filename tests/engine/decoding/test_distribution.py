@@ -85,9 +85,9 @@ BEAM = Settings(width=2, max_new=3, ends=(2,), temperature=1.5, scope="beam")
     [(ENDING, 3), (WARPED, 3), (PLAIN, 4), (BEAM, 3)],
     ids=["ending", "warped", "plain", "beam-scope"],
 )
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize(("rule", "depth"), [("coupled", 2), ("rejection", 0), ("rejection", 2)])
 def test_distribution_of_the_results(settings: Settings, vocabulary: int, rule: str, depth: int) -> None:
+    """With `coupled` the text is the same with a draft and without (test_same_text.py)."""
     engine = make_engine(7, vocabulary, settings, rule=rule, depth=depth, drafts_per_layer=4)
     counts = run_engine(engine, settings)
     assert excess(counts, exact_distribution(7, vocabulary, settings)) < 1

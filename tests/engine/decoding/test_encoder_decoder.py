@@ -73,17 +73,17 @@ def check(found: list[RequestResult], want: list[list[tuple[list[int], float]]])
             assert [one.score for one in result.hypotheses] == pytest.approx([score for _, score in each], abs=2e-4)
 
 
-PROMPTS = 16
+PROMPTS = 12  # of four lengths and with six ENDINGS: every length occurs with every penalty
 # Beams, drafted layers, rows of a batch. Every pair of two of these occurs, and each with all ENDINGS.
-ENGINES = ((4, 0, 3), (4, 3, 3), (1, 3, 3), (1, 0, 1), (8, 0, 3), (8, 3, 1))
-EVERYWHERE = ((4, 0, 3), (4, 3, 3))  # the others by turns, and in these families all of them
-ALL = ("t5", "bart", "m2m100")
-MORE = ((1, 0, 3), (1, 3, 1), (8, 3, 3))  # in these alone
+ENGINES = ((4, 0, 5), (4, 3, 5), (1, 3, 5), (1, 0, 1), (8, 0, 5), (8, 3, 1))
+EVERYWHERE = ((4, 0, 5), (4, 3, 5))  # the others by turns, and in one family all of them
+ALL = "t5"
+MORE = ((1, 0, 5), (1, 3, 1), (8, 3, 5))  # there alone
 
 
 def engines_of(place: int, family: str) -> list[tuple[int, int, int]]:
     others = [one for one in ENGINES if one not in EVERYWHERE]
-    return [*ENGINES, *MORE] if family in ALL else [*EVERYWHERE, others[place % len(others)]]
+    return [*ENGINES, *MORE] if family == ALL else [*EVERYWHERE, others[place % len(others)]]
 
 
 @cache
@@ -103,7 +103,7 @@ def wanted(family: str, width: int) -> list[Any]:
     [(family, *one) for place, family in enumerate(TEXT) for one in engines_of(place, family)],
 )
 def test_search_is_transformers_beam_search(family: str, width: int, depth: int, rows: int) -> None:
-    """Every hypothesis and score of 16 prompts; one row at a time takes long, so that there each ending has one."""
+    """Every hypothesis and score of 12 prompts; one row at a time takes long, so that there each ending has one."""
     count = PROMPTS if rows > 1 else len(ENDINGS)
     method = MethodConfig(rule="search", num_beams=width, depth=depth, drafts_per_layer=2 * width)
     endings = [ENDINGS[place % len(ENDINGS)] for place in range(count)]
@@ -119,8 +119,8 @@ def test_search_is_transformers_beam_search(family: str, width: int, depth: int,
 @pytest.mark.parametrize("family", TEXT)
 def test_one_row_at_a_time_is_transformers_beam_search(family: str) -> None:
     method = MethodConfig(rule="search", depth=3, drafts_per_layer=8)
-    asked = [SamplingConfig(max_new_tokens=NEW, length_penalty=p, early_stopping=e, n_best=4) for p, e in ENDINGS[:4]]
-    check(answers(engine(family, method, 1), encoder_inputs(PROMPTS)[:4], asked), wanted(family, 4)[:4])
+    asked = [SamplingConfig(max_new_tokens=NEW, length_penalty=p, early_stopping=e, n_best=4) for p, e in ENDINGS[:2]]
+    check(answers(engine(family, method, 1), encoder_inputs(PROMPTS)[:2], asked), wanted(family, 4)[:2])
 
 
 def test_an_answer_may_begin_with_padding_which_has_no_position(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +141,9 @@ def test_an_answer_may_begin_with_padding_which_has_no_position(monkeypatch: pyt
         check(found(), want)
 
 
+ALL_DRAFTERS = ("t5", "bart", "m2m100")  # one family of each kind of positions
+
+
 @pytest.mark.parametrize("family", TEXT)
 def test_coupled_text_does_not_depend_on_the_draft(family: str) -> None:
     batch, sampling = encoder_inputs(4, seed=8), SamplingConfig(max_new_tokens=NEW, n_best=4)
@@ -153,7 +156,8 @@ def test_coupled_text_does_not_depend_on_the_draft(family: str) -> None:
 
     want = texts(MethodConfig(depth=0), 1)
     assert texts(MethodConfig(depth=3, drafts_per_layer=10), 3) == want
-    assert texts(MethodConfig(depth=4, drafts_per_layer=6, drafter="ngram"), 2) == want
+    if family in ALL_DRAFTERS:
+        assert texts(MethodConfig(depth=4, drafts_per_layer=6, drafter="ngram"), 2) == want
 
 
 # As in the checkpoints' generation_config, with numbers that fit the tiny vocabulary and length.

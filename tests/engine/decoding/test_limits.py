@@ -55,7 +55,7 @@ def test_no_layers_are_drafted_that_nothing_can_take() -> None:
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_how_much_the_rows_beside_it_have_left_does_not_matter(rule: str) -> None:
-    rows = requests(20, 3, 11, 30)
+    rows = requests(12, 3, 11, 30)
     together = texts(engine(20, 7, rule), rows)
     assert together == [texts(engine(20, 1, rule), [row])[0] for row in rows]
 

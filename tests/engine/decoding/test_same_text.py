@@ -7,6 +7,7 @@ the wrong step.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -56,11 +57,19 @@ def texts(results: list[RequestResult]) -> list[list[tuple[int, ...]]]:
     return [[hypothesis.token_ids for hypothesis in result.hypotheses] for result in results]
 
 
+@cache
+def path_key(seed: int, path: Path) -> torch.Tensor:
+    return extend_path(path_key(seed, path[:-1]), torch.tensor([path[-1]])) if path else seed_key(torch.tensor([seed]))
+
+
+@cache
+def noise_after(seed: int, path: Path) -> list[float]:
+    """Of all tokens of the vocabulary."""
+    return path_gumbel(path_key(seed, path).unsqueeze(0), torch.arange(VOCABULARY).view(1, 1, -1)).flatten().tolist()
+
+
 def path_noise(seed: int, path: Path, token: int) -> float:
-    key = seed_key(torch.tensor([seed]))
-    for step in path:
-        key = extend_path(key, torch.tensor([step]))
-    return float(path_gumbel(key.unsqueeze(0), torch.tensor([[[token]]])))
+    return noise_after(seed, path)[token]
 
 
 CASES = [

@@ -38,19 +38,25 @@ def model(family: str, noise: float = 0.0) -> Any:
     return made
 
 
+@cache
+def forest(family: str, noise: float = 0.0) -> CausalForestModel:
+    return CausalForestModel(model(family, noise), family)
+
+
 def prompts(count: int, seed: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, V, (3 + i % 9,), generator=generator).tolist() for i in range(count)]
 
 
 def expected(
-    made: Any, prompt: list[int], beams: int, eos: list[int], penalty: float, early: bool, new: int
-) -> list[list[int]]:
-    """transformers' beams: generated ids up to and with the end token."""
+    made: Any, batch: list[list[int]], beams: int, eos: list[int], penalty: float, early: bool, new: int
+) -> list[list[list[int]]]:
+    """transformers' beams of prompts that are padded on the left: generated ids up to and with the end token."""
     made.generation_config.eos_token_id, made.generation_config.pad_token_id = eos, 0
+    width = max(map(len, batch))
     out = made.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in batch]),
+        attention_mask=torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch]),
         num_beams=beams,
         num_return_sequences=beams,
         do_sample=False,
@@ -58,10 +64,10 @@ def expected(
         **({"length_penalty": penalty, "early_stopping": early} if beams > 1 else {}),
     )
     rows = []
-    for row in out[:, len(prompt) :].tolist():
+    for row in out[:, width:].tolist():
         end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
         rows.append(row[:end])
-    return rows
+    return [rows[start : start + beams] for start in range(0, len(rows), beams)]
 
 
 def answers(
@@ -106,14 +112,13 @@ CASES = [
 def test_search_is_transformers_beam_search(family: str, case: tuple[int, list[int], float, bool]) -> None:
     beams, eos, penalty, early = case
     batch, new = prompts(8, seed=beams), 14
-    want = [expected(model(family), prompt, beams, eos, penalty, early, new) for prompt in batch]
+    want = expected(model(family), batch, beams, eos, penalty, early, new)
     codec = NumberCodec(V, tuple(eos))
-    target = CausalForestModel(model(family), family)
-    draft = CausalForestModel(model(family, 0.02), family)
-    plain = Engine(target, None, codec, MethodConfig(rule="search", num_beams=beams, depth=0), batch_size=3)
+    target, draft = forest(family), forest(family, 0.02)
+    plain = Engine(target, None, codec, MethodConfig(rule="search", num_beams=beams, depth=0), batch_size=5)
     assert found(plain, batch, beams, penalty, early, new) == want
     method = MethodConfig(rule="search", num_beams=beams, depth=3, drafts_per_layer=2 * beams)
-    drafted = Engine(target, draft, codec, method, batch_size=5)
+    drafted = Engine(target, draft, codec, method, batch_size=3)
     results = answers(drafted, batch, beams, penalty, early, new)
     assert tokens(results) == want
     assert sum(result.stats.steps - result.stats.target_calls for result in results) > 0, "drafts were of use"
@@ -137,7 +142,7 @@ def test_the_comparison_meets_many_lengths() -> None:
     """It would prove little if every request ended at the length limit, or all at once."""
     lengths = {
         len(row)
-        for prompt in prompts(8, 4)
-        for row in expected(model("llama"), prompt, 4, list(range(2, 12)), 1.0, False, 14)
+        for rows in expected(model("llama"), prompts(8, 4), 4, list(range(2, 12)), 1.0, False, 14)
+        for row in rows
     }
     assert len(lengths) >= 5

@@ -124,8 +124,9 @@ def plain_texts(rule: str, num_beams: int) -> list[list[tuple[int, ...]]]:
 @pytest.mark.parametrize("rule", ["coupled", "search"])
 @pytest.mark.parametrize("options", [*ALONE, *FUSED], ids=name_of)
 def test_the_text_is_the_same_with_every_drafter(options: dict[str, Any], rule: str, index: str) -> None:
+    """Under `search`, where the draft's nodes are its best pairs, two of the shapes."""
     accepted = 0
-    for shape in SHAPES:
+    for shape in SHAPES if rule == "coupled" else SHAPES[:2]:
         found = decode(make_engine(options, index, rule=rule, **shape))
         assert texts(found) == plain_texts(rule, shape["num_beams"])
         accepted += sum(result.stats.accepted for result in found)

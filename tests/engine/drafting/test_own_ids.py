@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -97,6 +97,11 @@ def passed(results: list[RequestResult]) -> int:
     return sum(result.stats.accepted for result in results)
 
 
+@cache
+def plain_texts(rule: str, beams: int) -> list[list[tuple[tuple[int, ...], float]]]:
+    return texts(list(engine_of(None, rule=rule, num_beams=beams).run(requests(beams=beams))))
+
+
 CASES = [
     *(("beam", beams) for beams in (1, 3, 4)),
     *((drafter, 3) for drafter in ("rsd-c", "rsd-s", "dynamic-tree", "beam+ngram", "rsd-s+ngram")),
@@ -108,8 +113,7 @@ CASES = [
 def test_no_text_depends_on_own_ids(rule: str, drafter: str, beams: int) -> None:
     """Batches with refill, rows that are dropped, shared beginnings, and drafts of any size, none included."""
     method: dict[str, Any] = {"rule": rule, "num_beams": beams}
-    plain = texts(list(engine_of(None, **method).run(requests(beams=beams))))
-    counts = []
+    plain, counts = plain_texts(rule, beams), []
     for draft in (Fixed, Trimmed):
         engine = engine_of(draft, drafter=drafter, drafts_per_layer=2 * beams, **method)
         found = list(engine.run(requests(beams=beams)))
@@ -118,7 +122,7 @@ def test_no_text_depends_on_own_ids(rule: str, drafter: str, beams: int) -> None
     assert counts[0] < counts[1]
     engine = engine_of(Trimmed, 2, drafter=drafter, **method)
     engine._planner = RandomPlanner(5, 3, 8)
-    assert texts(list(engine.run(requests(beams=beams)))) == plain
+    assert texts(list(engine.run(requests(5, beams)))) == plain[:5]
 
 
 @pytest.mark.parametrize("rule", ["coupled", "search", "rejection"])
@@ -225,8 +229,9 @@ class Book(Observer):
         for node in range(nodes.token.shape[1]):
             if not nodes.valid[row, node] or nodes.ends[row, node]:
                 continue
-            values = [float(logits[node, token]) for token in ids]
-            total = math.log(math.fsum(math.exp(value - max(values)) for value in values)) + max(values)
+            values = logits[node, ids].tolist()
+            best = max(values)
+            total = math.log(math.fsum(math.exp(value - best) for value in values)) + best
             for token, value in zip(ids, values, strict=True):
                 pool[node, token] = float(nodes.weight[row, node]) + value - total
         if not pool:
@@ -235,12 +240,10 @@ class Book(Observer):
             groups = [list(pool)]
         else:
             groups = [[pair for pair in pool if pair[0] == node] for node in {node for node, _ in pool}]
-        wanted = dict[tuple[int, int], float]()
+        wanted, best = dict[tuple[int, int], float](), max(pool.values())
         for group in groups:
             least = sorted((pool[pair] for pair in group), reverse=True)[min(top_k or len(group), len(group)) - 1]
-            left = {
-                pair: math.exp((pool[pair] - max(pool.values())) / temperature) for pair in group if pool[pair] >= least
-            }
+            left = {pair: math.exp((pool[pair] - best) / temperature) for pair in group if pool[pair] >= least}
             total = math.fsum(left.values())
             wanted |= {pair: mass / total for pair, mass in left.items()}
         found = dict[tuple[int, int], float]()
@@ -252,21 +255,19 @@ class Book(Observer):
                     assert (node, token) not in found, "a pair is there twice"
                     found[node, token] = math.exp(log)
         assert found.keys() == wanted.keys()
-        for pair, mass in wanted.items():
-            assert found[pair] == pytest.approx(mass, rel=2e-4, abs=1e-7)
+        far = {pair: mass for pair, mass in wanted.items() if abs(found[pair] - mass) > max(2e-4 * mass, 1e-7)}
+        assert not far, {pair: (found[pair], mass) for pair, mass in far.items()}
         self.checked += 1
 
 
-@pytest.mark.parametrize("room", [2048, 7])
-@pytest.mark.parametrize("top_k", [6, 0])
+DRAWN = [("rejection", drafter) for drafter in ("beam", "rsd-s", "dynamic-tree", "beam+ngram")] + [("coupled", "beam")]
+
+
 @pytest.mark.parametrize(
-    ("rule", "drafter"),
+    ("rule", "drafter", "top_k", "room"),
     [
-        ("rejection", "beam"),
-        ("rejection", "rsd-s"),
-        ("rejection", "dynamic-tree"),
-        ("coupled", "beam"),
-        ("rejection", "beam+ngram"),
+        *((*one, top_k, room) for one in DRAWN for top_k, room in ((6, 2048), (0, 7))),
+        *((*DRAWN[0], top_k, room) for top_k, room in ((6, 7), (0, 2048))),
     ],
 )
 def test_q_is_the_distribution_over_the_ids_of_the_row(

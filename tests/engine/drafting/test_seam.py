@@ -100,21 +100,17 @@ def test_what_a_model_is_told_of_prefills_and_of_the_common_prefix() -> None:
 def test_the_confidence_of_a_layer_is_not_made_of_its_draws(options: dict[str, Any], rule: str, index: str) -> None:
     """Guards `rejection`: what keeps a layer from the target must have been known before its draws. So it is the same
     with any seed; and where a model drafts, it is the mass of the model's W likeliest pairs."""
-    prompt, beams = (3, 4, 5, 3, 4), 3
+    prompt, beams, seeds = (3, 4, 5, 3, 4), 3, 6
     engine = make_engine(options, index, rule=rule, num_beams=beams, drafts_per_layer=7, depth=2)
     told: list[list[float]] = []
     engine._planner.gate = lambda *given: lambda confidence: told.append(confidence) or True  # type: ignore[assignment, return-value, func-returns-value]
-    drawn, first = set[tuple[int, ...]](), []
-    for seed in range(6):
-        told.clear()
-        request = Request(id="0", seed=seed, prompt_ids=prompt, sampling=SamplingConfig(max_new_tokens=6, top_k=0))
-        [result] = engine.run([request])
-        drawn.add(result.hypotheses[0].token_ids)
-        first.append(told[0])
-    assert first == [first[0]] * 6
+    sampling = SamplingConfig(max_new_tokens=6, top_k=0)
+    results = engine.run(Request(id=str(i), seed=i, prompt_ids=prompt, sampling=sampling) for i in range(seeds))
+    drawn, first = {result.hypotheses[0].token_ids for result in results}, told[0][:seeds]
+    assert first == [first[0]] * seeds
     assert len(drawn) > 1 or rule == "search"
     if isinstance(engine.draft, TableLM):
         expected = engine.draft.table[prompt[-2], prompt[-1]].softmax(-1).topk(beams).values.sum()
-        assert first[0] == pytest.approx([float(expected)], rel=1e-5)
+        assert first[0] == pytest.approx(float(expected), rel=1e-5)
     else:
-        assert 0 <= first[0][0] <= 1
+        assert 0 <= first[0] <= 1

@@ -35,7 +35,7 @@ def requests(count: int, **sampling: object) -> list[Request]:
 @pytest.mark.parametrize("rule", ["coupled", "search", "rejection", "with-replacement"])
 @pytest.mark.parametrize("eos", [(2,), (2, 5, 9, 11)])
 def test_nothing_follows_an_end_token(rule: str, eos: tuple[int, ...]) -> None:
-    for result in engine(rule, eos).run(requests(30, n_best=4)):
+    for result in engine(rule, eos, batch_size=12).run(requests(30, n_best=4)):
         assert result.hypotheses
         for hypothesis in result.hypotheses:
             ids = hypothesis.token_ids
@@ -50,7 +50,7 @@ def test_nothing_follows_an_end_token(rule: str, eos: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("rule", ["coupled", "search", "rejection", "with-replacement"])
 def test_reported_scores_are_the_targets(rule: str) -> None:
     """logprob is recomputed from the table, whatever was drafted; hypotheses come best first."""
-    decoder = engine(rule)
+    decoder = engine(rule, batch_size=8)
     logs = torch.log_softmax(decoder.target.table.double(), -1)  # type: ignore[attr-defined]
     for result in decoder.run(requests(20, n_best=4, length_penalty=0.5)):
         for hypothesis in result.hypotheses:
@@ -64,9 +64,9 @@ def test_reported_scores_are_the_targets(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["coupled", "search", "rejection"])
 def test_stop_strings_end_beams_inside_an_iteration(rule: str) -> None:
-    plain = [r.hypotheses[0].text for r in engine(rule).run(requests(30))]
+    plain = [r.hypotheses[0].text for r in engine(rule, batch_size=12).run(requests(30))]
     assert any("3 " in text for text in plain)
-    stopped = list(engine(rule).run(requests(30, stop=("3 ", "8 4"))))
+    stopped = list(engine(rule, batch_size=12).run(requests(30, stop=("3 ", "8 4"))))
     for result in stopped:
         best = result.hypotheses[0]
         assert "3 " not in best.text
@@ -79,9 +79,9 @@ def test_stop_strings_end_beams_inside_an_iteration(rule: str) -> None:
 @pytest.mark.parametrize("rule", ["coupled", "search"])
 def test_a_stop_string_ends_like_an_end_token(rule: str) -> None:
     """One token as stop string and as end token: the same token ids, with and without a draft."""
-    by_eos = list(engine(rule, (2, 3)).run(requests(20, n_best=4)))
+    by_eos = list(engine(rule, (2, 3), batch_size=8).run(requests(20, n_best=4)))
     for depth in (0, 4):
-        by_stop = list(engine(rule, (2,), depth=depth).run(requests(20, n_best=4, stop=("3 ",))))
+        by_stop = list(engine(rule, (2,), batch_size=8, depth=depth).run(requests(20, n_best=4, stop=("3 ",))))
         for a, b in zip(by_eos, by_stop, strict=True):
             assert [h.token_ids for h in a.hypotheses] == [h.token_ids for h in b.hypotheses]
 
@@ -116,10 +116,10 @@ def test_rows_do_not_change_their_neighbours() -> None:
                 n_best=2,
             ),
         )
-        for i in range(24)
+        for i in range(12)
     ]
     for rule in ("coupled", "rejection"):
-        together = [r.hypotheses for r in engine(rule, batch_size=7).run(mixed)]
+        together = [r.hypotheses for r in engine(rule, batch_size=5).run(mixed)]
         alone = [next(engine(rule, batch_size=1).run([request])).hypotheses for request in mixed]
         assert [[h.token_ids for h in a] for a in together] == [[h.token_ids for h in b] for b in alone]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -23,12 +24,16 @@ from tests.helpers.toy import TableModel
 from tests.helpers.toys import NumberCodec
 
 
-def tied_engine(rule: str, vocabulary: int, batch_size: int, width: int = 4, eos: tuple[int, ...] = (2,)) -> Engine:
-    """Logits are one of four numbers."""
+@cache
+def tables(vocabulary: int) -> list[torch.Tensor]:
+    """Of target and draft: logits are one of four numbers."""
     generator = torch.Generator().manual_seed(3)
-    tables = [torch.randint(4, (vocabulary, vocabulary), generator=generator).float() for _ in range(2)]
+    return [torch.randint(4, (vocabulary, vocabulary), generator=generator).float() for _ in range(2)]
+
+
+def tied_engine(rule: str, vocabulary: int, batch_size: int, width: int = 4, eos: tuple[int, ...] = (2,)) -> Engine:
     method = MethodConfig(rule=rule, num_beams=width, drafts_per_layer=8, depth=2)  # type: ignore[arg-type]
-    models = [TableModel(table) for table in tables]
+    models = [TableModel(table) for table in tables(vocabulary)]
     return Engine(*models, NumberCodec(vocabulary, eos), method, batch_size=batch_size)
 
 
@@ -56,7 +61,7 @@ def beside_and_alone(rule: str, vocabulary: int, samplings: Sequence[SamplingCon
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "with-replacement"])
 @pytest.mark.parametrize("others", [(3, 40), (3, 5, 0)], ids=["another top_k", "no top_k"])
 def test_ties_at_the_top_k_cut_do_not_depend_on_the_batch(rule: str, vocabulary: int, others: tuple[int, ...]) -> None:
-    samplings = [SamplingConfig(top_k=others[i % len(others)], max_new_tokens=5, n_best=4) for i in range(24)]
+    samplings = [SamplingConfig(top_k=others[i % len(others)], max_new_tokens=5, n_best=4) for i in range(12)]
     together, alone = beside_and_alone(rule, vocabulary, samplings)
     assert together == alone
 
@@ -64,7 +69,7 @@ def test_ties_at_the_top_k_cut_do_not_depend_on_the_batch(rule: str, vocabulary:
 @pytest.mark.parametrize("vocabulary", [60, BLOCKED_FROM + 77])
 def test_search_does_not_depend_on_a_neighbours_stop_string(vocabulary: int) -> None:
     plain = SamplingConfig(max_new_tokens=6, n_best=4)
-    samplings = [replace(plain, stop=("7 ", "11 ")) if i % 4 == 1 else plain for i in range(24)]
+    samplings = [replace(plain, stop=("7 ", "11 ")) if i % 4 == 1 else plain for i in range(12)]
     together, alone = beside_and_alone("search", vocabulary, samplings)
     assert together == alone
 

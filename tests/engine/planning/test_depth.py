@@ -213,7 +213,7 @@ def serve(planner: AdaptivePlanner, rates: Sequence[float], length: int, *, apar
     for seed, world in enumerate(worlds):
         world.random.seed(seed)
     steps, seconds = 0, 0.0
-    for number in range(180):
+    for number in range(90):
         world, request, left = worlds[number % len(rates)], Acceptance(), length
         while left > 0:
             world.request = request if apart else Acceptance()

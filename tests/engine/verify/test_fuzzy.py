@@ -16,7 +16,7 @@ from dsbd_cli.engine.verify.fuzzy import Fuzzy, layer_divergence
 from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.errors import UsageError
 from tests.engine.decoding.test_distribution import exact_distribution, excess, run_engine
-from tests.engine.verify.test_oracles import LayerNoise, assert_same
+from tests.engine.verify.test_oracles import LayerNoise, RowNoise, assert_same
 from tests.helpers.layers import WARPED, Layer, random_layer
 from tests.helpers.plain import Settings
 from tests.helpers.toys import NumberCodec, TableLM, table_pair
@@ -74,7 +74,7 @@ def test_fuzzy_equals_its_oracle(settings: tuple[float, int, float, float], fall
     view = layer.view
     view.logprob = view.logprob.clamp(min=-50)  # no token is impossible: which ones are is no business of this rule
     view.width = torch.full_like(view.width, 3)
-    draws, close = rule.verify(view), 0
+    draws, noise, close = rule.verify(view), LayerNoise(layer), 0
     for row in range(ROWS):
         distance = oracle_divergence(*distributions(layer, row, "raw"), "js")
         expected = fuzzy_layer(
@@ -87,7 +87,7 @@ def test_fuzzy_equals_its_oracle(settings: tuple[float, int, float, float], fall
             [beam for beam in range(3) if view.valid[row, beam]],
             layer.ends(),
             3,
-            LayerNoise(layer, row),
+            RowNoise(noise, row),
         )
         assert_same(layer, row, draws, expected)
         close += distance <= 0.2

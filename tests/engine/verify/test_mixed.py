@@ -14,7 +14,7 @@ from dsbd_cli.engine.core.sampler import entry_index
 from dsbd_cli.engine.drafting.base import LayerDrafts, merge_nodes, record_distribution
 from dsbd_cli.engine.verify.base import DraftedLayer
 from dsbd_cli.engine.verify.rules import make_rule
-from tests.engine.verify.test_oracles import LayerNoise, assert_same
+from tests.engine.verify.test_oracles import LayerNoise, RowNoise, assert_same
 from tests.helpers.layers import WARPED, Layer, random_layer, warp_of
 from tests.oracles.mixed import MixedRule, Node, parent_nodes, pool_nodes
 
@@ -76,13 +76,13 @@ def test_mixed_layers_equal_their_oracle(scope: str, others: int, settings: tupl
     rule = make_rule(MethodConfig(rule="rejection"))
     layer = random_layer(rule, ROWS, 17 + others, settings)
     log_q = redraft(layer, scope, settings, others)
-    draws = rule.verify(layer.view)
+    draws, noise = rule.verify(layer.view), LayerNoise(layer)
     found = 0
     for row in range(ROWS):
         nodes = oracle_nodes(layer, row, scope, log_q)
         width = int(layer.view.width[row])
         expected = MixedRule().verify_nodes(
-            layer.distribution(row), nodes, layer.ends(), width, 3, LayerNoise(layer, row)
+            layer.distribution(row), nodes, layer.ends(), width, 3, RowNoise(noise, row)
         )
         assert_same(layer, row, draws, expected)
         drafts = layer.view.drafts
@@ -100,13 +100,13 @@ def test_a_layer_without_a_distribution_has_only_deterministic_nodes() -> None:
     assert layer.view.drafts is not None
     layer.view.drafts.distribution = None
     layer.view.drafts.sampled = torch.zeros_like(layer.view.drafts.sampled)
-    draws = rule.verify(layer.view)
+    draws, noise = rule.verify(layer.view), LayerNoise(layer)
     passed = 0
     for row in range(ROWS):
         nodes = [Node(pair) for pair in layer.drafts(row)]
         width = int(layer.view.width[row])
         expected = MixedRule().verify_nodes(
-            layer.distribution(row), nodes, layer.ends(), width, 3, LayerNoise(layer, row)
+            layer.distribution(row), nodes, layer.ends(), width, 3, RowNoise(noise, row)
         )
         assert_same(layer, row, draws, expected)
         passed += expected.passed

@@ -8,6 +8,7 @@ no false alarms.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import pytest
@@ -36,32 +37,49 @@ ROWS = 150
 
 
 class LayerNoise:
+    """The tensor rules' own noise of all rows of a layer, as numbers of Python, made when it is first asked for."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.view, self.tokens = layer.view, layer.view.tokens.tolist()
+        self._uniform = dict[int, list[float]]()
+        self._gumbel = dict[tuple[int, int], list[list[list[float]]]]()
+
+    def uniform(self, row: int, index: int) -> float:
+        """Of the test of a draft."""
+        if index not in self._uniform:
+            self._uniform[index] = uniform(self.view.key(ACCEPT), torch.tensor([index])).tolist()
+        return self._uniform[index][row]
+
+    def gumbel(self, row: int, stream: int, number: int) -> list[list[float]]:
+        """Of all pairs of a row, beam by beam, for the draw of this number."""
+        if (stream, number) not in self._gumbel:
+            key = self.view.key(stream) + (number << 48)
+            self._gumbel[stream, number] = gumbel(key.view(-1, 1, 1), entry_index(self.view.tokens)).tolist()
+        return self._gumbel[stream, number][row]
+
+
+class RowNoise:
     """A chooser that reads the tensor rules' own noise of one row."""
 
-    def __init__(self, layer: Layer, row: int) -> None:
-        self.view, self.row = layer.view, row
+    def __init__(self, noise: LayerNoise, row: int) -> None:
+        self.noise, self.row = noise, row
         self.completions = 0
 
-    def _key(self, stream: int) -> torch.Tensor:
-        return self.view.key(stream)[self.row : self.row + 1]
-
     def accept(self, probability: float, index: int) -> bool:
-        return float(uniform(self._key(ACCEPT), torch.tensor([index]))) < probability
+        return self.noise.uniform(self.row, index) < probability
 
     def draw(self, distribution: Distribution, stream: str) -> Pair:
-        name = stream.split("/", maxsplit=1)[0]
-        key = self._key(RESIDUAL if name == "residual" else COMPLETION)
+        name, number = stream.split("/", maxsplit=1)[0], 0
         if stream.startswith("completion/"):  # with replacement every draw has noise of its own
-            key = key + (self.completions << 48)
+            number = self.completions
             self.completions += 1
-        tokens = self.view.tokens[self.row : self.row + 1]
-        noise = gumbel(key.view(1, 1, 1), entry_index(tokens))[0]
+        noise = self.noise.gumbel(self.row, RESIDUAL if name == "residual" else COMPLETION, number)
         keys: dict[Pair, float] = {}
-        for beam in range(tokens.shape[1]):
-            for column, token in enumerate(tokens[0, beam].tolist()):
+        for beam, tokens in enumerate(self.noise.tokens[self.row]):
+            for column, token in enumerate(tokens):
                 mass = distribution.get((beam, token), 0.0)
                 if mass > 0:
-                    keys[beam, token] = float(torch.log(torch.tensor(mass, dtype=torch.float64)) + noise[beam, column])
+                    keys[beam, token] = math.log(mass) + noise[beam][column]
         return max(keys, key=lambda pair: keys[pair])
 
 
@@ -92,6 +110,7 @@ def nodes_of(layer: Layer, row: int, expected: LayerResult) -> list[int]:
 def test_rejection_equals_its_oracle(settings: tuple[float, int, float, float], seed: int) -> None:
     layer = random_layer(make_rule(MethodConfig(rule="rejection")), ROWS, seed, settings)
     draws = make_rule(MethodConfig(rule="rejection")).verify(layer.view)
+    noise = LayerNoise(layer)
     for row in range(ROWS):
         expected = verify_layer_rejection(
             layer.distribution(row),
@@ -100,7 +119,7 @@ def test_rejection_equals_its_oracle(settings: tuple[float, int, float, float], 
             layer.ends(),
             int(layer.view.width[row]),
             3,
-            LayerNoise(layer, row),
+            RowNoise(noise, row),
         )
         assert_same(layer, row, draws, expected)
         count = len(expected.live)
@@ -115,6 +134,7 @@ def test_with_replacement_equals_its_oracle(settings: tuple[float, int, float, f
     layer = random_layer(make_rule(MethodConfig(rule="with-replacement")), ROWS, seed, settings)
     layer.view.ends = torch.zeros_like(layer.view.ends)
     draws = make_rule(MethodConfig(rule="with-replacement")).verify(layer.view)
+    noise = LayerNoise(layer)
     for row in range(ROWS):
         expected = verify_layer_with_replacement(
             layer.distribution(row),
@@ -123,7 +143,7 @@ def test_with_replacement_equals_its_oracle(settings: tuple[float, int, float, f
             (),
             int(layer.view.width[row]),
             3,
-            LayerNoise(layer, row),
+            RowNoise(noise, row),
         )
         assert_same(layer, row, draws, expected)
 
