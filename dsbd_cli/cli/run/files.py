@@ -110,7 +110,8 @@ def check_files(files: FileOptions, read: Iterable[str | Path | None] = ()) -> N
     if _can_resume(files) and files.output is not None:
         settings = settings_file(files.output)
         check_no_input(SETTINGS, settings, inputs)
-        check_replaceable(settings)
+        for path in (files.output, settings):
+            check_replaceable(path)
         named.append((SETTINGS, settings))
     _check_apart(named)
 

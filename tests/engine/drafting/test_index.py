@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dsbd_cli.engine.drafting.index import BODY, SORTED, CorpusTokens, open_index, sort_suffixes, write_index
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import OutputError, UsageError
 
 TOKENS = [f"{number} ".encode() for number in range(50)]
 
@@ -108,6 +108,6 @@ def test_another_tokenizer_or_no_file_is_refused(tmp_path: Path) -> None:
 def test_an_empty_corpus_and_a_bad_place_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no tokens"):
         written(tmp_path / "i", [[], []])
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(OutputError, match="cannot be written"):
         written(tmp_path / "no folder" / "i", [[1]])
     assert list(tmp_path.iterdir()) == []
