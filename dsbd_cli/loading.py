@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsbd_cli.config.checking import check_value
-from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig
+from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig, check_engine_options
 from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
 from dsbd_cli.errors import UsageError, shorten
 from dsbd_cli.models.chat import begin_rendering
@@ -55,24 +56,23 @@ def load(
         cuda_graphs: capture iterations as CUDA graphs; None: capture them if both models lie whole on one GPU.
         kernels: run iterations and the models' layers with kernels; None: on a GPU, with those that pass their checks
             there.
-        allow: file with the only answers that may come out, see docs/constraints.md.
+        allow: file with a list of the only answers that may come out, see docs/constraints.md. A grammar stands in a
+            Request.
         threads: processor threads for all that torch does in this process; None: OMP_NUM_THREADS, else torch's choice
             within the container's quota of processors.
 
     Raises UsageError for settings that contradict each other, before anything is loaded; ModelNotFoundError,
     UnsupportedModelError, PairError or ModelError where the checkpoints cannot be used.
     """
-    check_value("method", method, MethodConfig | None)
-    check_value("batch_size", batch_size, int | None)
-    check_value("on_too_long", on_too_long, OnTooLong)
-    check_value("log_steps", log_steps, bool)
-    check_value("cuda_graphs", cuda_graphs, bool | None)
-    check_value("kernels", kernels, bool | None)
+    check_engine_options(method, batch_size, on_too_long, log_steps, cuda_graphs, kernels)
     check_value("threads", threads, int | None)
     if threads is not None and threads < 1:
         raise UsageError(f"threads is {threads}, but must be 1 or more", field="threads", value=threads)
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
+    for name, value in (("target", target), ("draft", draft), ("allow", allow)):
+        if not isinstance(value, str | os.PathLike | ModelSpec) and (value is not None or name == "target"):
+            raise UsageError(f"{name} is {shorten(value)}, but must be a name or a path", field=name, value=value)
     spec = target if isinstance(target, ModelSpec) else ModelSpec(os.fspath(target))
     method = method or MethodConfig()
     if draft == "auto":
@@ -86,6 +86,9 @@ def load(
         spec = replace(spec, kernels=False)
         draft_spec = None if draft_spec is None else replace(draft_spec, kernels=False)
     method = method.fit_draft(None if draft_spec is None else draft_spec.source)
+    if allow is not None and re.search(r"^regex:|[.](json|lark)$", os.fspath(allow)):
+        message = f"allow is {shorten(os.fspath(allow))}, a grammar and no list of answers: give it to each Request"
+        raise UsageError(message, field="allow", value=allow)
     if allow is not None and not os.path.isfile(allow):
         raise UsageError(f"allow is {shorten(os.fspath(allow))}, which is no file", field="allow", value=allow)
     for wanted in (spec, draft_spec):

@@ -17,6 +17,7 @@ from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, RequestResult, Sa
 from dsbd_cli.cli.app import run as command
 from dsbd_cli.cli.options.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.cli.options.settings import run_settings
+from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.spelling import parse
 from dsbd_cli.config.variants import RULES
 from dsbd_cli.errors import InvalidRowError, ModelNotFoundError
@@ -57,6 +58,16 @@ WRONG: dict[str, Callable[[], object]] = {
     "method is 'search', but must be a MethodConfig or None": lambda: dsbd_cli.load(method="search"),
     "batch_size is 0, but must be 1 or more": lambda: dsbd_cli.load(batch_size=0),
     "on_too_long is 'cut', but must be one of error, truncate-left": lambda: dsbd_cli.load(on_too_long="cut"),
+    "target is 5, but must be a name or a path": lambda: dsbd_cli.load(5),
+    "draft is 5, but must be a name or a path": lambda: dsbd_cli.load(draft=5),
+    "allow is 5, but must be a name or a path": lambda: dsbd_cli.load(allow=5),
+    "allow is 's.json', a grammar and no list of answers": lambda: dsbd_cli.load(allow="s.json"),
+    "allow is 'regex:a|b', a grammar and no list of answers": lambda: dsbd_cli.load(allow="regex:a|b"),
+    "text is 5, but must be a string": lambda: Grammar.regex(5),
+    "kind is 'bnf', but must be one of json_schema, regex, lark": lambda: Grammar("bnf", "x"),
+    "but must be JSON: Object of type set is not": lambda: Grammar.json_schema({"const": {1, 2}}),
+    "log_steps is 'x', but must be true or false": lambda: make().replace(log_steps="x"),
+    "on_too_long is 'truncate_left', but must be": lambda: make().replace(on_too_long="truncate_left"),
 }
 
 

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from dsbd_cli.config.checking import check_types
 from dsbd_cli.config.grammar_trial import parser_limits, trial_fault
 from dsbd_cli.config.schemas import Extent, close_objects, extent
-from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.errors import UsageError, one_line, shorten
 
 GrammarKind = Literal["json_schema", "regex", "lark"]
 
@@ -48,11 +49,18 @@ class Grammar:
     kind: GrammarKind
     text: str
 
+    def __post_init__(self) -> None:
+        check_types(self)
+
     @classmethod
     def json_schema(cls, schema: Schema | str) -> Grammar:
         """Make the grammar of answers that are valid JSON under this schema. Properties come in the order in which the
         schema has them."""
-        return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
+        try:
+            text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"schema is {shorten(schema)}, but must be JSON: {one_line(error)}") from None
+        return cls("json_schema", text)
 
     @classmethod
     def json_object(cls) -> Grammar:

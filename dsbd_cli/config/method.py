@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from dsbd_cli.config.checking import T, check_types, check_value, refuse, require
+from dsbd_cli.config.model import OnTooLong
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.spelling import parse, parse_drafter
 from dsbd_cli.config.variant import Exactness, RuleSpec, Setting, Value, Variant, Width
@@ -318,3 +319,15 @@ class MethodConfig:
         exactness = RULES[self.rule].exactness
         narrower = (self.depth and self.dynamic) or self.memory_saving
         return "dynamic-width" if narrower and exactness != "lossy" else exactness
+
+
+def check_engine_options(
+    method: object, batch_size: object, on_too_long: object, log_steps: object, cuda_graphs: object, kernels: object
+) -> None:
+    """Check the types of an engine's options. Raises UsageError."""
+    check_value("method", method, MethodConfig | None)
+    check_value("batch_size", batch_size, int | None)
+    check_value("on_too_long", on_too_long, OnTooLong)
+    check_value("log_steps", log_steps, bool)
+    check_value("cuda_graphs", cuda_graphs, bool | None)
+    check_value("kernels", kernels, bool | None)

@@ -177,7 +177,7 @@ def _decode(
     prompts = _prompts(ids, None if mask is None else mask[::copies], model_kwargs.get("position_ids"), copies)
     new = int(config.max_length) - ids.shape[1]
     sampling = replace(_sampling(config, logits_processor, new), stop=stop)
-    sampling = replace(sampling, token_rules=_rules(logits_processor, ids, mask))
+    sampling = replace(sampling, token_rules=_rules(logits_processor, ids, mask, _ends(config)))
     prefixes = next((one for one in logits_processor if type(one).__name__ == PREFIXES), None)
     eos, sequences = _ends(config), None
     if prefixes is not None:
@@ -250,8 +250,13 @@ def _check(config: Any, criteria: Any, model_kwargs: dict[str, Any]) -> None:
         if value not in neutral:
             raise UsageError(f"{name} is {shorten(value)}, which is not supported: drop it")
     for one in criteria:
-        if type(one).__name__ not in CRITERIA:
-            raise UsageError(f"stopping_criteria has a {type(one).__name__}, which is not supported: drop it")
+        name = type(one).__name__
+        if name not in CRITERIA:
+            raise UsageError(f"stopping_criteria has {name}, which is not supported: drop it")
+        if name == "MaxLengthCriteria" and one.max_length != config.max_length:
+            raise UsageError(f"stopping_criteria has MaxLengthCriteria({one.max_length}): give max_length instead")
+        if name == "EosTokenCriteria" and set(_token_ids(one.eos_token_id)) != set(_ends(config)):
+            raise UsageError("stopping_criteria has EosTokenCriteria with other ids: give eos_token_id instead")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise UsageError("past_key_values holds tokens, but every prompt is read from its beginning: drop it")
@@ -292,12 +297,13 @@ def _warps(processors: Any, drawn: bool) -> dict[str, float | int]:
             found[WARPERS[name]] = getattr(one, WARPERS[name])
         elif name != PREFIXES and name not in RULES:
             asked = f", which {ARGUMENTS[name]} asks for," if name in ARGUMENTS else ""
-            raise UsageError(f"logits_processor has a {name}{asked} and it is not supported: drop it")
+            raise UsageError(f"logits_processor has {name}{asked} and it is not supported: drop it")
     return found
 
 
-def _rules(processors: Any, ids: Tensor, mask: Tensor | None) -> str:
-    """Return the token rules of the prepared logits processors. ids, mask: [B, T] or more rows. Raises UsageError."""
+def _rules(processors: Any, ids: Tensor, mask: Tensor | None, eos: tuple[int, ...]) -> str:
+    """Return the token rules of the prepared logits processors. ids, mask: [B, T] or more rows. eos: end tokens of the
+    config. Raises UsageError."""
     rules = {"min_new_tokens": 0}
     for one in processors:
         name = type(one).__name__
@@ -307,6 +313,12 @@ def _rules(processors: Any, ids: Tensor, mask: Tensor | None) -> str:
         elif name == "NoRepeatNGramLogitsProcessor":
             rules["no_repeat_ngram_size"] = one.ngram_size
         elif name in RULES:  # transformers' lengths count the padding
+            skipped = getattr(one, "prompt_length_to_skip", ids.shape[1])
+            if set(_token_ids(one.eos_token_id)) != set(eos) or skipped != ids.shape[1]:
+                raise UsageError(
+                    f"logits_processor has {name} with other end tokens or another prompt: give "
+                    f"{'min_length' if name.startswith('MinLength') else 'min_new_tokens'} instead"
+                )
             least = one.min_length - ids.shape[1] if name.startswith("MinLength") else one.min_new_tokens
             rules["min_new_tokens"] = max(rules["min_new_tokens"], least)
     return "none" + "".join(f",{name}={value}" for name, value in rules.items())
@@ -380,8 +392,12 @@ class _Ids:
 
 
 def _ends(config: Any) -> tuple[int, ...]:
-    eos = config.eos_token_id
-    return () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+    return () if config.eos_token_id is None else _token_ids(config.eos_token_id)
+
+
+def _token_ids(given: Any) -> tuple[int, ...]:
+    """Return one id, a list of them or a tensor as a tuple."""
+    return tuple(torch.as_tensor(given, dtype=torch.int64).flatten().tolist())
 
 
 def _codec(eos: tuple[int, ...], tokenizer: Any, vocabulary: int) -> TextCodec:
@@ -417,7 +433,7 @@ def _fill(config: Any, beams: int) -> int:
     """Return the token that fills a sequence up after its end. For several beams it is the first end token where the
     padding token is 0, as in transformers."""
     pad = None if config._pad_token_tensor is None else int(config._pad_token_tensor)
-    eos = None if config._eos_token_tensor is None else int(config._eos_token_tensor.flatten()[0])
+    eos = next(iter(_ends(config)), None)
     if beams > 1:
         return -1 if eos is None else pad or eos
     return 0 if pad is None else pad

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from dsbd_cli.config.checking import check_value
-from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig
+from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig, check_engine_options
 from dsbd_cli.config.model import Numerics, OnTooLong
 from dsbd_cli.engine.checks.captures import prove_captures
 from dsbd_cli.engine.decoding.engine import Engine
@@ -60,7 +60,8 @@ def from_models(
 
     Raises UsageError for settings that do not go together, UnsupportedModelError and PairError for models.
     """
-    check_value("method", method, MethodConfig | None)
+    check_engine_options(method, batch_size, on_too_long, log_steps, cuda_graphs, None)
+    check_value("numerics", numerics, Numerics)
     for role, one in (("model", model), ("draft_model", draft_model)):
         if getattr(one, "training", False):
             raise UsageError(f"{role} is in training mode, where dropout acts: call its eval() first")

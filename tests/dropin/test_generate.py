@@ -276,12 +276,55 @@ def test_criteria_and_caches_of_others_are_refused() -> None:
             return torch.zeros(3, dtype=torch.bool)
 
     model = made()
-    with pytest.raises(UsageError, match="stopping_criteria has a Never"):
+    with pytest.raises(UsageError, match="stopping_criteria has Never"):
         dsbd_cli.generate(model, IDS, stopping_criteria=StoppingCriteriaList([Never()]), max_new_tokens=3)
     cache = DynamicCache(config=model.config)
     model(IDS[:, :2], past_key_values=cache, use_cache=True)
     with pytest.raises(UsageError, match="past_key_values holds tokens"):
         dsbd_cli.generate(model, IDS, past_key_values=cache, max_new_tokens=3)
+
+
+def test_criteria_and_processors_that_ask_for_something_else_are_refused() -> None:
+    """Guards objects whose class is known and whose numbers nobody reads."""
+    from transformers import (
+        EosTokenCriteria,
+        LogitsProcessorList,
+        MaxLengthCriteria,
+        MinLengthLogitsProcessor,
+        MinNewTokensLengthLogitsProcessor,
+        StoppingCriteriaList,
+    )
+
+    model, new = made(), 3
+    for criterion, message in (
+        (MaxLengthCriteria(6), "MaxLengthCriteria.6.: give max_length"),
+        (EosTokenCriteria(20), "EosTokenCriteria with other ids: give eos_token_id"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            dsbd_cli.generate(model, IDS, stopping_criteria=StoppingCriteriaList([criterion]), max_new_tokens=new)
+    for processor, message in (
+        (MinLengthLogitsProcessor(20, eos_token_id=20), "other end tokens or another prompt: give min_length"),
+        (MinNewTokensLengthLogitsProcessor(2, 9, eos_token_id=ENDS), "another prompt: give min_new_tokens"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            dsbd_cli.generate(model, IDS, logits_processor=LogitsProcessorList([processor]), max_new_tokens=new)
+    # those that say what the config says act as ever
+    same = {
+        "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(8), EosTokenCriteria(ENDS)]),
+        "logits_processor": LogitsProcessorList([MinNewTokensLengthLogitsProcessor(5, 2, eos_token_id=ENDS)]),
+        "attention_mask": MASK,
+        "max_new_tokens": new,
+        "num_beams": 2,
+    }
+    assert torch.equal(dsbd_cli.generate(model, IDS, **same), model.generate(IDS, **same))
+
+
+@pytest.mark.parametrize(("ends", "beams"), [([], 1), (torch.tensor(ENDS), 2)], ids=["none", "a tensor"])
+def test_end_tokens_of_any_form(ends: Any, beams: int) -> None:
+    """transformers itself cannot search with an empty list."""
+    asked = {"attention_mask": MASK, "max_new_tokens": 6, "num_beams": beams, "do_sample": False, "eos_token_id": ends}
+    model = made()
+    assert torch.equal(dsbd_cli.generate(model, IDS, **asked), model.generate(IDS, **asked))
 
 
 def test_train_generate_train_sees_fresh_weights() -> None:

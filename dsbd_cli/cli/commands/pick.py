@@ -365,12 +365,14 @@ class _PickRun:
     def _summary_line(self) -> str:
         totals = self._reporter.totals
         parts = [plural(totals.rows, "row")]
-        if self._how.by is not None:
+        if self._how.by is not None and self._chosen:
             parts.append(f"{self._not_first} of {self._chosen} not the first candidate")
         if self._none_ran:
             parts.append(f"{plural(self._none_ran, 'row')} with nothing that runs (--else error makes them fail)")
         parts += [f"{totals.failed} failed"] if totals.failed else []
         parts += [f"{totals.skipped} done before"] if totals.skipped else []
+        failed = totals.skipped_failed
+        parts += [f"{failed} of them failed (--existing retry chooses for them again)"] if failed else []
         return ", ".join(parts)
 
     def _how_to_resume(self) -> str:

@@ -10,7 +10,7 @@ from typing import TypeVar, Unpack, overload
 
 import torch
 
-from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.method import MethodConfig, check_engine_options
 from dsbd_cli.config.model import OnTooLong
 from dsbd_cli.config.variant import Exactness
 from dsbd_cli.engine.cache.caches import Caches
@@ -40,6 +40,7 @@ from dsbd_cli.ops.select import ITERATION
 from dsbd_cli.requests import EngineInfo, NumberedRequests, Piece, Request, RequestResult
 
 Item = TypeVar("Item")
+_in_use = set[int]()  # ids of the models of all runs under way
 
 
 class Engine:
@@ -79,6 +80,7 @@ class Engine:
             kernels: run iterations with kernels in place of tensor code; None: on a GPU.
             catalogues: answers that requests may be held to, by name; the one named "" holds for all that name none.
         """
+        check_engine_options(method, batch_size, on_too_long, log_steps, cuda_graphs, kernels)
         name = None if draft is None else (info.draft if info is not None else None) or type(draft).__name__
         self.method = (method or MethodConfig()).fit_draft(name)
         if batch_size is not None and batch_size < 1:
@@ -92,7 +94,7 @@ class Engine:
         self._asked = EngineOptions(
             batch_size=batch_size, on_too_long=on_too_long, cuda_graphs=cuda_graphs, kernels=kernels
         )
-        self._stopping = self._running = False
+        self._stopping = False
         device, vocab_size = target.device, target.vocab_size
         memory, on_logits = check_memory(self.method, target), self.method.num_beams == 1
         self._tables = RequestTables.empty(codec, vocab_size, self.catalogues, device, on_logits=on_logits)
@@ -254,16 +256,18 @@ class Engine:
     def _answers(self, numbered: NumberedRequests, results: Results[Item]) -> Iterator[Item]:
         """Decode all requests of the source, and yield what `results` gives out meanwhile.
 
-        Raises UsageError where another run uses this engine.
+        Raises UsageError where another run uses this engine, or one that shares a model with it.
         """
         self._refuse_stopped()
-        if self._running:
+        models = {id(model) for model in self.models}  # whose caches hold one run's rows
+        if models & _in_use:
             gc.collect()  # a run that nobody holds any more may be kept by a reference cycle
-        if self._running:
+        if models & _in_use:
             raise UsageError(
-                "this engine is in use by another run: finish that one, close() its iterator, or load a second engine"
+                "the models of this engine are in use by another run: finish that one, close() its iterator, or load "
+                "a second engine"
             )
-        self._running = True
+        _in_use.update(models)
         self._caches.begin(share=self.share_prefixes)
         self._drafter.release()  # drop what it has read in an earlier run
         loop = Loop(
@@ -285,7 +289,7 @@ class Engine:
         try:
             yield from loop.run()
         finally:
-            self._running = False
+            _in_use.difference_update(models)
 
     def _refuse_stopped(self) -> None:
         """Raise UsageError once `stop` was called."""

@@ -21,7 +21,7 @@ from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.token_logprobs import TokenTrace, token_details
 from dsbd_cli.engine.protocols import EncoderDecoderCodec, TextCodec
-from dsbd_cli.errors import InvalidRowError, NumericalError, RowError
+from dsbd_cli.errors import InvalidRowError, NumericalError, RowError, plural
 from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult
 from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
 
@@ -82,7 +82,7 @@ def collect(
         gave_up = grammars.fault(job.request.grammar)
         alone = f"no token of the vocabulary goes on{f' that token_rules ({rules}) leave' if rules else ''}"
         why = alone if gave_up is None else f"llguidance gave up: {gave_up}"
-        error = InvalidRowError(f"grammar came to a dead end after {job.stats.steps} steps: {why}")
+        error = InvalidRowError(f"grammar came to a dead end after {plural(job.stats.steps, 'step')}: {why}")
     elif not hypotheses and job.catalogue is not None and rules:
         error = InvalidRowError(f"token_rules ({rules}) leave none of the allowed answers: switch them off")
     elif not hypotheses:

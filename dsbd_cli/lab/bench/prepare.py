@@ -10,7 +10,7 @@ from typing import cast
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.protocols import EncoderDecoderCodec, TextCodec
-from dsbd_cli.errors import InvalidRowError, PromptTooLongError, UsageError
+from dsbd_cli.errors import InvalidRowError, PromptTooLongError, UsageError, plural
 from dsbd_cli.io.records.file_roots import FILE_FIELDS
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
 from dsbd_cli.lab.bench.sweep import SweepSetting
@@ -142,13 +142,16 @@ def prepare(
         )
     notes = list(dataset.notes)
     if too_long:
-        notes.append(f"{dataset.name}: {too_long} records longer than {room} tokens do not fit the models, left out")
-    if too_long_sources:
         notes.append(
-            f"{dataset.name}: {too_long_sources} records whose audio is too long do not fit the models, left out"
+            f"{dataset.name}: left out, because they do not fit the models: {plural(too_long, 'record')} of more than "
+            f"{room} tokens"
         )
+    if too_long_sources:
+        notes.append(f"{dataset.name}: left out, because their audio is too long: {plural(too_long_sources, 'record')}")
     if len(prompts) < count and too_long + too_long_sources == 0:
-        notes.append(f"{dataset.name}: the data holds {len(prompts)} records, fewer than the {count} asked for")
+        notes.append(
+            f"{dataset.name}: the data holds {plural(len(prompts), 'record')}, fewer than the {count} asked for"
+        )
     if plain_chats:
         notes.append(
             f"{dataset.name}: the target's tokenizer has no chat template, so questions are given as plain text"

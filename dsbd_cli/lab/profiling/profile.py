@@ -152,7 +152,8 @@ class _Session:
             tokens = max(one.sampling.max_new_tokens for one in requests)
             if len(requests) < len(bench.requests):
                 budget.left_out.append(f"{len(bench.requests) - len(requests)} of {len(bench.requests)} prompts")
-            budget.left_out.append(f"new tokens beyond {tokens} of each prompt")
+            if any(one.sampling.max_new_tokens > tokens for one in bench.requests):
+                budget.left_out.append(f"new tokens beyond {tokens} of each prompt")
         return expected
 
     def _take_rounds(self, expected: Expected) -> None:

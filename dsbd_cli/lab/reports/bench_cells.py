@@ -110,10 +110,7 @@ def work_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
         ReportColumn("draft calls", lambda row: number(row.draft_calls, ".1f")),
         ReportColumn("width", lambda row: number(row.mean_width, ".2f")),
         ReportColumn("accepted %", _accepted),
-        ReportColumn(
-            "layers passed %, by depth",
-            lambda row: " ".join(f"{100 * share:.0f}" for share in row.passed_by_depth) or DASH,
-        ),
+        ReportColumn("layers passed %, by depth", _passed),
     ]
 
 
@@ -131,6 +128,12 @@ def _accepted(row: BenchRow) -> str:
     """Return the share of accepted drafts in percent, and that of each drafter where there are two."""
     parts = [f"{name} {number(_percent(rate), '.0f')}" for name, rate in row.accepted_by_drafter.items()]
     return number(_percent(row.acceptance_rate), ".0f") + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _passed(row: BenchRow) -> str:
+    """Return the share of each layer that passed in percent; a dash where nothing was drafted."""
+    drafted = row.acceptance_rate is not None or any(row.passed_by_depth)
+    return " ".join(f"{100 * share:.0f}" for share in row.passed_by_depth) if drafted else DASH
 
 
 def measured(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> list[ReportColumn]:

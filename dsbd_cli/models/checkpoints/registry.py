@@ -127,6 +127,8 @@ def resolve(source: str, role: str = "target") -> Location:
     Raises ModelNotFoundError (naming the role) for a folder that is missing and for a name that is not known.
     """
     source, adapters = parts_of(source)
+    if not source and not adapters:
+        raise ModelNotFoundError(f"{role} model '' has no name")
     if not all((source, *adapters)):
         raise ModelNotFoundError(f"{role} model {'+'.join((source, *adapters))!r} has an empty name beside a +")
     if source.startswith("builtin:"):

@@ -48,6 +48,20 @@ def test_what_is_named_changes_and_the_first_engine_stays_as_it_was() -> None:
     assert answers(second) == answers(Engine(first.target, None, first.codec, method))
 
 
+def test_engines_that_share_models_do_not_run_at_once() -> None:
+    """Guards texts that are wrong without a word, because the models' caches hold the rows of one run."""
+    first = engine()
+    second = first.replace(draft=None, method=MethodConfig(rule="search", num_beams=2, depth=0))
+    running = first.run(REQUESTS)
+    next(running)
+    with pytest.raises(UsageError, match="the models of this engine are in use by another run"):
+        next(second.run(REQUESTS))
+    with pytest.raises(UsageError, match="in use by another run"):
+        next(first.run(REQUESTS))
+    running.close()  # type: ignore[attr-defined]
+    assert len(answers(second)) == len(answers(engine())) == 6
+
+
 def test_a_replaced_engine_is_checked_as_any_other() -> None:
     with pytest.raises(UsageError, match="batch_size is 0"):
         engine().replace(batch_size=0)

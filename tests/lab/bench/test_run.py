@@ -209,7 +209,7 @@ def test_records_that_do_not_fit_are_left_out_and_told(pair: Engine, tmp_path: P
     path.write_text('{"prompt": "%s"}\n{"prompt": "question: who"}\n' % ("word " * 900))
     found = prepare(jsonl_dataset(path), pair.codec, 5, 8, 100, SamplingConfig())
     assert [len(window) for window in found.windows] == [1]
-    assert "1 records longer than 100 tokens" in found.notes[0]
+    assert "1 record of more than 100 tokens" in found.notes[0]
     with pytest.raises(UsageError, match="no record of jsonl fits"):
         prepare(jsonl_dataset(path), pair.codec, 5, 8, 1, SamplingConfig())
 
