@@ -71,7 +71,8 @@ def load(
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
     for name, value in (("target", target), ("draft", draft), ("allow", allow)):
-        if not isinstance(value, str | os.PathLike | ModelSpec) and (value is not None or name == "target"):
+        spec_may = (ModelSpec,) if name != "allow" else ()
+        if not isinstance(value, (str, os.PathLike, *spec_may)) and (value is not None or name == "target"):
             raise UsageError(f"{name} is {shorten(value)}, but must be a name or a path", field=name, value=value)
     spec = target if isinstance(target, ModelSpec) else ModelSpec(os.fspath(target))
     method = method or MethodConfig()

@@ -18,13 +18,22 @@ Agree = Literal["first", "majority"]
 Otherwise = Literal["first", "error"]
 
 DEFAULT_TIMEOUT_S = 30.0
+SQLITE = b"SQLite format 3\0"  # the beginning of a database
 FIELD = re.compile(r"\{([^{}]*)\}")
 
 
 def databases(template: str) -> list[str]:
-    """Return the files that rows may name by a template."""
+    """Return the SQLite files that rows may name by a template."""
     texts = FIELD.split(template)[::2]  # those between the fields
-    return glob.glob("*".join(map(glob.escape, texts)))
+    return [path for path in glob.glob("*".join(map(glob.escape, texts))) if _is_database(Path(path))]
+
+
+def _is_database(path: Path) -> bool:
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(SQLITE)) == SQLITE
+    except OSError:  # whoever opens it for a row says why
+        return False
 
 
 def database_path(template: str, metadata: object) -> Path:

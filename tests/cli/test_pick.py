@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -222,14 +224,16 @@ def test_options_that_cannot_work(dsbd: Dsbd, options: tuple[str, ...], message:
 
 def test_files_that_a_run_reads_are_not_overwritten(dsbd: Dsbd, tmp_path: Path) -> None:
     """Guards a database, a list of answers or a file of options that its own run replaces."""
-    kept = {name: tmp_path / name for name in ("a.sqlite", "p.jsonl", "answers.jsonl", "schema.json", "job.toml")}
-    texts = dict.fromkeys(kept, '{"text": "x"}\n') | {
+    texts = dict.fromkeys(("p.jsonl", "answers.jsonl"), '{"text": "x"}\n') | {
         "schema.json": '{"type": "string"}',
         "job.toml": "num-beams = 2\n",
     }
-    texts["a.sqlite"] = ""  # a database without tables
-    for name, path in kept.items():
-        path.write_text(texts[name])
+    kept = {name: tmp_path / name for name in ("a.sqlite", *texts)}
+    for name, text in texts.items():
+        kept[name].write_text(text)
+    with closing(sqlite3.connect(kept["a.sqlite"])) as made:
+        made.execute("create table t (a)")
+    before = {name: path.read_bytes() for name, path in kept.items()}
     for command, name in (
         ("pick --by exec --database", "a.sqlite"),
         ("pick --by model --model m --prompts", "p.jsonl"),
@@ -242,7 +246,13 @@ def test_files_that_a_run_reads_are_not_overwritten(dsbd: Dsbd, tmp_path: Path) 
     replaced = ("--database", str(tmp_path / "{name}.sqlite"), "-o", str(kept["a.sqlite"]), "--existing", "overwrite")
     done = dsbd("pick", "--by", "exec", *replaced, lines=ROWS)
     assert (done.code, f"--output {kept['a.sqlite']} is the input" in done.err) == (2, True), done.err
-    assert {name: path.read_text() for name, path in kept.items()} == texts
+    assert {name: path.read_bytes() for name, path in kept.items()} == before
+    # what matches the template and is no database may be gone on with
+    (tmp_path / "records.sqlite").write_text("")
+    done = dsbd(
+        "pick", *replaced[:2], "--by", "exec", "-o", str(tmp_path / "records.sqlite"), *replaced[4:], lines=ROWS
+    )
+    assert done.code == 3, done.err
 
 
 def test_a_reward_model_chooses(dsbd: Dsbd, tmp_path: Path) -> None:

@@ -231,6 +231,21 @@ def test_values_of_parquet_that_no_field_takes_are_the_errors_of_their_rows(tmp_
     assert count_table_rows(path) == 3
 
 
+def test_decimals_are_numbers_where_nothing_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "in.parquet"
+    columns = {
+        "prompt": ["a", "b"],
+        "temperature": [Decimal("0.50"), Decimal("1.00")],
+        "seed": [Decimal(9007199254740993), None],
+        "metadata": [Decimal("0.10"), Decimal("12345678901234567891.12")],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    first, second = rows_of(path)
+    assert first.request is not None
+    assert (first.request.sampling.temperature, first.request.seed) == (0.5, 9007199254740993)
+    assert "metadata is Decimal('12345678901234567891.12')" in str(second.error)
+
+
 def test_a_cell_that_python_cannot_hold_costs_its_row_alone(tmp_path: Path) -> None:
     """A moment past the year 9999, and a text that is not UTF-8. Either would end the batch, and with it the input."""
     path, count = tmp_path / "in.parquet", 2500  # three batches
@@ -238,7 +253,8 @@ def test_a_cell_that_python_cannot_hold_costs_its_row_alone(tmp_path: Path) -> N
     moments[2100], texts[7] = 2**62, b"\xff"
     columns = {
         "prompt": pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string()),
-        "created": pyarrow.array(moments, pyarrow.timestamp("us")),
+        "metadata": pyarrow.array(moments, pyarrow.timestamp("us")),
+        "created": pyarrow.array(moments, pyarrow.timestamp("us")),  # no field: what it holds does not matter
     }
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
     rows = rows_of(path)
@@ -246,7 +262,7 @@ def test_a_cell_that_python_cannot_hold_costs_its_row_alone(tmp_path: Path) -> N
     failed = {number: str(row.error) for number, row in enumerate(rows, 1) if row.error is not None}
     assert failed.keys() == {8, 2101}
     assert "line 8: prompt cannot be read as string: 'utf-8' codec can't decode" in failed[8]
-    assert "line 2101: created cannot be read as timestamp[us]: " in failed[2101]
+    assert "line 2101: metadata cannot be read as timestamp[us]: " in failed[2101]
 
 
 BAD_FILES: dict[str, tuple[str, Callable[[], bytes], str]] = {

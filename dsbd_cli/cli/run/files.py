@@ -110,9 +110,9 @@ def check_files(files: FileOptions, read: Iterable[str | Path | None] = ()) -> N
     if _can_resume(files) and files.output is not None:
         settings = settings_file(files.output)
         check_no_input(SETTINGS, settings, inputs)
-        for path in (files.output, settings):
-            check_replaceable(path)
         named.append((SETTINGS, settings))
+        for path in () if resumes(files) else (files.output, settings):  # a resumed run may only append
+            check_replaceable(path)
     _check_apart(named)
 
 

@@ -259,7 +259,8 @@ class Engine:
         Raises UsageError where another run uses this engine, or one that shares a model with it.
         """
         self._refuse_stopped()
-        models = {id(model) for model in self.models}  # whose caches hold one run's rows
+        bridged = [self.draft.model] if isinstance(self.draft, BridgedDraft) else []
+        models = {id(model) for model in (*self.models, *bridged)}  # whose caches hold one run's rows
         if models & _in_use:
             gc.collect()  # a run that nobody holds any more may be kept by a reference cycle
         if models & _in_use:
@@ -268,25 +269,25 @@ class Engine:
                 "a second engine"
             )
         _in_use.update(models)
-        self._caches.begin(share=self.share_prefixes)
-        self._drafter.release()  # drop what it has read in an earlier run
-        loop = Loop(
-            self.method,
-            self.codec,
-            self._caches,
-            self._tables,
-            self._drafter,
-            self._stepper,
-            self._planner,
-            self._scheduler,
-            self._recovery,
-            stopping=lambda: self._stopping,
-            one_root=self.one_root,
-            log_steps=self.log_steps,
-            queue=RequestQueue(numbered, self._encoder, results, self._stepper.observer),
-            results=results,
-        )
         try:
+            self._caches.begin(share=self.share_prefixes)
+            self._drafter.release()  # drop what it has read in an earlier run
+            loop = Loop(
+                self.method,
+                self.codec,
+                self._caches,
+                self._tables,
+                self._drafter,
+                self._stepper,
+                self._planner,
+                self._scheduler,
+                self._recovery,
+                stopping=lambda: self._stopping,
+                one_root=self.one_root,
+                log_steps=self.log_steps,
+                queue=RequestQueue(numbered, self._encoder, results, self._stepper.observer),
+                results=results,
+            )
             yield from loop.run()
         finally:
             _in_use.difference_update(models)

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -125,8 +125,9 @@ def check_replaceable(path: Path) -> None:
     if path.exists() and not path.is_file():
         return
     temporary = _temporary_path(path)
-    with _as_output_error(path):
-        temporary.open("wb").close()
+    # the name is taken where another run replaces the file just now
+    with _as_output_error(path), suppress(FileExistsError):
+        temporary.open("xb").close()
         temporary.unlink()
 
 

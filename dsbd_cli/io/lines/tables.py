@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from dsbd_cli.errors import InvalidRowError, UsageError, one_line, plural, reading, shorten
 from dsbd_cli.io.lines.compression import ending, open_input
 from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, BOM, HEAD_BYTES, NumberedLine, ReadLines, read_lines
-from dsbd_cli.io.records.cells import check_columns, row_line
+from dsbd_cli.io.records.cells import FIELDS, check_columns, row_line
 from dsbd_cli.io.records.row import MAX_LINE_BYTES, LongLine
 
 if TYPE_CHECKING:
@@ -246,6 +246,9 @@ def _row_alone(batch: RecordBatch) -> bytes | LongLine:
         try:
             [row[name]] = column.to_pylist()
         except Exception as error:
+            if name not in FIELDS:  # nobody reads it
+                row[name] = str(column.type)
+                continue
             shown = name if name.isidentifier() else shorten(name)
             return LongLine(0, reason=f"{shown} cannot be read as {column.type}: {one_line(error)}")
     return _parquet_line(row)

@@ -58,8 +58,10 @@ def cell_value(name: str, cell: object) -> object:
     with a bracket and is JSON, else text. In other fields numbers, true and false are converted, and a whole float
     becomes an integer.
     """
-    if isinstance(cell, float | Decimal):
-        return _whole(float(cell)) if math.isfinite(cell) else None
+    if isinstance(cell, float):
+        return _whole(cell) if math.isfinite(cell) else None
+    if isinstance(cell, Decimal) and name in FIELDS:
+        return _number(cell)
     if not isinstance(cell, str):
         known = name in FIELDS or cell is None or isinstance(cell, bool | int | list | dict)
         return cell if known else str(cell)
@@ -99,6 +101,13 @@ def _scalar(cell: str) -> object:
 def _whole(number: float) -> int | float:
     """Return an integer for a whole float, because pandas writes integers as floats in a column with empty cells."""
     return int(number) if number.is_integer() and abs(number) < _LARGEST_WHOLE else number
+
+
+def _number(decimal: Decimal) -> object:
+    """Return the integer or the float that equals a decimal; else the decimal itself, which the row is refused for."""
+    if decimal == decimal.to_integral_value() and -(2**63) <= decimal < 2**64:
+        return int(decimal)
+    return float(decimal) if Decimal(repr(float(decimal))) == decimal else decimal
 
 
 def _why_not_json(fields: Fields) -> str:

@@ -140,7 +140,8 @@ def _device_map(spec: ModelSpec) -> Any:
 def _check_device_map(model: Any, spec: ModelSpec) -> None:
     """Refuse a device map with a name that no module has: it would have no effect. Raises UsageError."""
     places = _device_map(spec)
-    known = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
+    parts = (model.named_modules, model.named_parameters, model.named_buffers)
+    known = {name for named in parts for name, _ in named(remove_duplicate=False)}
     unknown = [] if not isinstance(places, dict) else [name for name in places if name not in known]
     if unknown:
         raise UsageError(

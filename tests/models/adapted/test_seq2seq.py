@@ -125,11 +125,11 @@ def test_logits_do_not_depend_on_their_company(name: str, dtype: torch.dtype, pa
     elif dtype == torch.float32 and not on_amd():
         pytest.skip("torch's own products in float32 go by the number of rows on other processors than AMD's")
     forest = Seq2SeqForestModel(model, name)
-    if packed or dtype == torch.float32:
-        assert check(forest).varies is None
-        return
     # torch's own products in half precision are not trusted, though these companies move no bit
-    assert check(forest).varies is not None
+    trusted = packed or dtype == torch.float32
+    assert (check(forest).varies is None) == trusted
+    if trusted and name != "t5":  # the check compares as the lines below do
+        return
     with torch.inference_mode():
         alone = _logits(forest, Surroundings())
         assert all(torch.equal(_logits(forest, one), alone) for one in COMPANIES)
