@@ -30,6 +30,8 @@ def databases(template: str) -> list[str]:
 
 def _is_database(path: Path) -> bool:
     try:
+        if not path.is_file():  # a pipe would wait for a writer
+            return False
         with path.open("rb") as stream:
             return stream.read(len(SQLITE)) == SQLITE
     except OSError:  # whoever opens it for a row says why

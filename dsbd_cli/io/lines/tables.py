@@ -228,7 +228,7 @@ def _parquet_lines(path: Path, stream: BinaryIO) -> Iterator[NumberedLine]:
 
 
 def _batch_lines(batch: RecordBatch) -> Iterator[bytes | LongLine]:
-    """Yield the JSON line of every row of a batch. A cell for which Python has no value, such as a date behind the
+    """Yield the JSON line of every row of a batch. A cell for which Python has no value, such as a date after the
     year 9999, costs its row alone."""
     try:
         rows = batch.to_pylist()
