@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING
 
 from dsbd_cli.config.checking import check_value
@@ -70,10 +71,9 @@ def load(
         raise UsageError(f"threads is {threads}, but must be 1 or more", field="threads", value=threads)
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
-    for name, value in (("target", target), ("draft", draft), ("allow", allow)):
-        spec_may = (ModelSpec,) if name != "allow" else ()
-        if not isinstance(value, (str, os.PathLike, *spec_may)) and (value is not None or name == "target"):
-            raise UsageError(f"{name} is {shorten(value)}, but must be a name or a path", field=name, value=value)
+    _check_place("target", target, ModelSpec)
+    _check_place("draft", draft, ModelSpec, NoneType)
+    _check_place("allow", allow, NoneType)
     spec = target if isinstance(target, ModelSpec) else ModelSpec(os.fspath(target))
     method = method or MethodConfig()
     if draft == "auto":
@@ -87,11 +87,8 @@ def load(
         spec = replace(spec, kernels=False)
         draft_spec = None if draft_spec is None else replace(draft_spec, kernels=False)
     method = method.fit_draft(None if draft_spec is None else draft_spec.source)
-    if allow is not None and re.search(r"^regex:|[.](json|lark)$", os.fspath(allow)):
-        message = f"allow is {shorten(os.fspath(allow))}, a grammar and no list of answers: give it to each Request"
-        raise UsageError(message, field="allow", value=allow)
-    if allow is not None and not os.path.isfile(allow):
-        raise UsageError(f"allow is {shorten(os.fspath(allow))}, which is no file", field="allow", value=allow)
+    if allow is not None:
+        _check_list(os.fspath(allow))
     for wanted in (spec, draft_spec):
         if wanted is not None and not wanted.in_target:
             locate(wanted)
@@ -147,6 +144,21 @@ def load(
     )
     prove_captures(engine)
     return engine
+
+
+def _check_place(name: str, value: object, *others: type) -> None:
+    """Check that an argument is a name, a path or of one of the other types. Raises UsageError."""
+    if not isinstance(value, (str, os.PathLike, *others)):
+        raise UsageError(f"{name} is {shorten(value)}, but must be a name or a path", field=name, value=value)
+
+
+def _check_list(allow: str) -> None:
+    """Check that `allow` is a file with a list of answers. Raises UsageError."""
+    if re.search(r"^regex:|[.](json|lark)$", allow):
+        message = f"allow is {shorten(allow)}, a grammar and no list of answers: give it to each Request"
+        raise UsageError(message, field="allow", value=allow)
+    if not os.path.isfile(allow):
+        raise UsageError(f"allow is {shorten(allow)}, which is no file", field="allow", value=allow)
 
 
 @contextlib.contextmanager
