@@ -24,6 +24,7 @@ from dsbd_cli import load
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.engine.cache.prefill import prefill
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError
@@ -35,7 +36,7 @@ from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.decoder import decoder_model
 from dsbd_cli.models.decoder import load as decoder_load
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
-from dsbd_cli.models.decoder.forward import MaskView, PathView
+from dsbd_cli.models.decoder.forward import MaskView, PathView, PrefixView
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.forest_model import BaseForestModel, StateTap
 from dsbd_cli.models.load_model import load_model
@@ -471,8 +472,8 @@ def test_programs_of_drafts_and_trees(invariant: bool, loaded: Loads, monkeypatc
         kinds.add(type(view))
         return key_of(view)
 
-    monkeypatch.setattr(decoder_model, "_key_of", noting)
     (target, _), (draft, _) = loaded("llama"), loaded("llama", 2)
+    monkeypatch.setattr(decoder_model, "_key_of", noting)
     monkeypatch.setattr(target, "invariant", invariant)
     method = MethodConfig(rule="coupled", num_beams=3, depth=2, drafts_per_layer=4)
     given = [prompt(12), prompt(80, 1)]
@@ -483,7 +484,8 @@ def test_programs_of_drafts_and_trees(invariant: bool, loaded: Loads, monkeypatc
     assert answers(target, given, method, draft) == wanted
     assert target._programs
     assert draft._programs
-    assert kinds == {PathView if invariant else MaskView}
+    prompts = {PrefixView} if serves("prompt_attention") else set()
+    assert kinds == {PathView if invariant else MaskView} | prompts
 
 
 @ON_CPU
@@ -499,7 +501,8 @@ def test_paths_that_outgrow_a_program(loaded: Loads, monkeypatch: pytest.MonkeyP
 
     def noting(view: Any) -> Any:
         place = place_of(view)
-        rooms.add(place.paths.slots.shape[2])
+        if isinstance(place, PathView):
+            rooms.add(place.paths.slots.shape[2])
         return place
 
     monkeypatch.setattr(decoder_model, "_program_view", noting)
@@ -534,6 +537,7 @@ def test_a_cache_that_has_moved_gets_other_programs(loaded: Loads) -> None:
 def test_longer_paths_do_not_pile_up(loaded: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards blocks that became too small: programs that nobody uses any more must not hold them."""
     monkeypatch.setattr(decoder_model, "LEAST_PADDED", 1)
+    monkeypatch.setattr(decoder_model, "MOST_NODES", 32)  # no program reads the longer prompt
     target, _ = loaded("llama")
     answers(target, [prompt(9)], SEARCH)
     target.release()
@@ -573,7 +577,9 @@ def test_prompts_of_any_length_share_programs(forgotten: bool, loaded: Loads, mo
     monkeypatch.setattr(target, "_built", lambda hidden, *rest: built.append(hidden.shape[1]) or real(hidden, *rest))
 
     def forgetting(made: Any, hidden: Tensor, inputs: Any) -> None:
-        prompts = [view.prompt.counts for view in made.inputs.views if view.prompt is not None]
+        prompts = [
+            view.prompt.counts for view in made.inputs.views if isinstance(view, PathView) and view.prompt is not None
+        ]
         before = [counts.clone() for counts in prompts]
         load(made, hidden, inputs)
         for counts, old in zip(prompts, before, strict=True):
@@ -583,6 +589,43 @@ def test_prompts_of_any_length_share_programs(forgotten: bool, loaded: Loads, mo
         monkeypatch.setattr(decoder_model._LayerProgram, "load", forgetting)
     assert (answers(target, given, SEARCH, batch_size=1) == wanted) is not forgotten
     assert len(built) == len(set(built))
+    target.release()
+
+
+@ON_CPU
+@KERNELS
+@pytest.mark.skipif(not serves("prompt_attention"), reason="torch attends to prompts")
+@pytest.mark.parametrize("forgotten", [None, "slots", "counts", "rows"])
+def test_prompts_are_read_by_programs(forgotten: str | None, loaded: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of one width in several rows share a program, which is no wider than the longest needs. A mutant that
+    forgets an input writes other bits."""
+    target, _ = loaded("llama")
+    built: list[int] = []
+    real, load = target._built, decoder_model._LayerProgram.load
+    monkeypatch.setattr(target, "_built", lambda hidden, *rest: built.append(hidden.shape[1]) or real(hidden, *rest))
+
+    def read() -> list[Tensor]:
+        target.release()
+        target.reserve(3, 65)
+        for row, length in enumerate((12, 16, 30)):
+            prefill(target, [row], [prompt(length, row)], trash=64, apart=True)
+        layers = range(target.layer_count)
+        return [plane[:, :64].clone() for layer in layers for plane in target._cache.planes(layer)]
+
+    def forgetting(made: Any, hidden: Tensor, inputs: Any) -> None:
+        (view,) = made.inputs.views
+        place = {"slots": made.inputs.slots, "counts": view.counts, "rows": view.rows}[forgotten]
+        before = place.clone()
+        load(made, hidden, inputs)
+        place.copy_(before)
+
+    with eager(target):
+        wanted = read()
+    if forgotten is not None:
+        monkeypatch.setattr(decoder_model._LayerProgram, "load", forgetting)
+    same = all(torch.equal(one, other) for one, other in zip(read(), wanted, strict=True))
+    assert same is (forgotten is None)
+    assert built == [16, 32]
     target.release()
 
 

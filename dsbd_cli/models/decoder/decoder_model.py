@@ -42,6 +42,7 @@ from dsbd_cli.ops.select import LAYERS
 MOST_NODES = 256  # of a program: with more nodes Python takes a small part of the time
 MOST_PROGRAMS = 64
 LEAST_PADDED = 64  # slots that a program has room for in a path, and between its ends; more are a power of two
+PROMPT_STEP = 8  # widths of prompts' forwards are multiples of it, so that programs repeat
 POSITION_STEP = 1024  # rotary tables grow in steps of this size
 
 
@@ -239,6 +240,8 @@ class DecoderForestModel(BaseForestModel):
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         decoder = self.decoder
+        if batch.chain and not logits and self._prompt_kernel is not None and self.decoder.spec.kinds == (None,):
+            batch = _without_padding(batch, self._cache.slots - 1)
         self._cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
         hidden = decoder.embed(self._ids_in_table(batch))
         write = self._cache.under_way
@@ -252,8 +255,7 @@ class DecoderForestModel(BaseForestModel):
     def _results(self, batch: ForestInput, hidden: Tensor, inputs: LayerInputs, logits: bool) -> _Results:
         """Run the layers, the final norm and, with `logits`, the LM head, as a program where there is one."""
         few = hidden.shape[:2].numel() <= MOST_NODES
-        fixed = all(not isinstance(view, MaskView) or view.metadata is None for view in inputs.views)
-        if not (self.ops.program is not None and few and fixed and batch.rows is None and not batch.chain):
+        if self.ops.program is None or not few or not all(map(_fits_program, inputs.views)):
             return self._computed(hidden, inputs, logits, EAGER)
         if self._programs_of != self.generation:
             self.forget_programs()
@@ -363,6 +365,17 @@ class DecoderForestModel(BaseForestModel):
         return self.ops.prompt_attention if spec.head_dim % STEP == 0 and spec.softcap is None else None
 
 
+def _without_padding(batch: ForestInput, trash: int) -> ForestInput:
+    """Return a chain without most of the nodes behind the longest row, which only fill up its width. Kernels compute
+    each node by itself, so they need no such width. trash: the slot that padding is written to."""
+    real = (batch.slots != trash).sum(1).max().item()
+    width = min(-(-int(real) // PROMPT_STEP) * PROMPT_STEP, batch.slots.shape[1])
+    tokens, positions, slots, mask = (
+        field[:, :width] for field in (batch.tokens, batch.positions, batch.slots, batch.mask)
+    )
+    return replace(batch, tokens=tokens, positions=positions, slots=slots, mask=mask)
+
+
 def _seen(batch: ForestInput, window: int | None) -> Tensor:
     """Return which slots the nodes see in layers with this window, [R, n, S] bool."""
     if window is None:
@@ -370,8 +383,16 @@ def _seen(batch: ForestInput, window: int | None) -> Tensor:
     return batch.mask & (batch.positions[:, :, None] - batch.slot_positions[:, None, :] < window)
 
 
+def _fits_program(view: View) -> bool:
+    """Return whether a program can hold the view: a later forward of its shape differs in the contents of tensors
+    alone."""
+    return not isinstance(view, MaskView) or (view.rows is None and view.metadata is None)
+
+
 def _key_of(view: View) -> Hashable:
     """Return the properties of a view that a program depends on."""
+    if isinstance(view, PrefixView):
+        return view.counts.shape, view.rows is None
     if isinstance(view, PathView):
         return view.prompt is None, view.prompt_slots, _padded(view.paths.slots.shape[2]), _padded(view.paths.span)
     assert isinstance(view, MaskView)
@@ -386,21 +407,33 @@ def _padded(size: int) -> int:
 def _program_view(view: View) -> View:
     """Return a copy of a view for a program, with room for longer paths."""
     if isinstance(view, MaskView):
-        return replace(view, mask=view.mask.clone(memory_format=torch.contiguous_format), metadata=None)
+        return replace(view, mask=view.mask.clone(memory_format=torch.contiguous_format))
+    if isinstance(view, PrefixView):
+        return _program_prefix(view)
     assert isinstance(view, PathView)
     paths = view.paths
     slots = torch.zeros(*paths.slots.shape[:2], _padded(paths.slots.shape[2]), dtype=torch.int32)
     place = SlotPaths(slots, paths.counts.clone(), paths.bounds.clone(), _padded(paths.span), 0)
     slots[:, :, : paths.slots.shape[2]].copy_(paths.slots)
     head = None if view.head is None else view.head.clone(memory_format=torch.contiguous_format)
-    prompt = None if view.prompt is None else replace(view.prompt, counts=view.prompt.counts.clone())
+    prompt = None if view.prompt is None else _program_prefix(view.prompt)
     return PathView(view.prompt_slots, place, head, view.kernel, prompt)
+
+
+def _program_prefix(view: PrefixView) -> PrefixView:
+    return replace(view, counts=view.counts.clone(), rows=None if view.rows is None else view.rows.clone())
 
 
 def _load_view(place: View, view: View) -> None:
     if isinstance(place, MaskView):
         assert isinstance(view, MaskView)
         place.mask.copy_(view.mask)
+        return
+    if isinstance(place, PrefixView):
+        assert isinstance(view, PrefixView)
+        place.counts.copy_(view.counts)
+        if place.rows is not None and view.rows is not None:
+            place.rows.copy_(view.rows)
         return
     assert isinstance(place, PathView)
     assert isinstance(view, PathView)
@@ -410,7 +443,7 @@ def _load_view(place: View, view: View) -> None:
     if place.head is not None and view.head is not None:
         place.head.copy_(view.head)
     if place.prompt is not None and view.prompt is not None:
-        place.prompt.counts.copy_(view.prompt.counts)
+        _load_view(place.prompt, view.prompt)
 
 
 def stored(linear: object) -> Sequence[Tensor]:
