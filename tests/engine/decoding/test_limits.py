@@ -111,3 +111,23 @@ def test_a_depth_that_fits_into_no_memory_is_told_of_the_rows_that_would_use_it(
     (result,) = decoder.run(row)
     assert isinstance(result.error, OutOfMemoryRowError)
     assert str(result.error).startswith("depth is 1000000 and max_new_tokens 1000000: 8000004 nodes in an iteration do")
+
+
+def test_rows_whose_requests_have_ended_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are dropped as soon as a quarter of the rows is free and no request waits."""
+    target, _ = table_pair(1, VOCABULARY, 0.5)
+    method, seen = MethodConfig(rule="coupled", num_beams=3, depth=0), list[int]()
+    decoder = Engine(target, None, NumberCodec(VOCABULARY, ()), method, batch_size=8)
+    forward = TableLM.forward
+
+    def counted(self: TableLM, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
+        if logits:
+            seen.append(len(batch.tokens))
+        return forward(self, batch, logits=logits)
+
+    monkeypatch.setattr(TableLM, "forward", counted)
+    rows = [
+        Request(prompt_ids=(1, 1), sampling=SamplingConfig(max_new_tokens=most)) for most in (2, 5, 5, 9, 9, 9, 9, 12)
+    ]
+    assert [len(result.hypotheses[0].token_ids) for result in decoder.run(rows)] == [2, 5, 5, 9, 9, 9, 9, 12]
+    assert seen == [8] * 5 + [5] * 4 + [1] * 3
