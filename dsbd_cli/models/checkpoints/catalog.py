@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import DsbdError, ModelNotFoundError, OutputError, UsageError
-from dsbd_cli.models.checkpoints.hub import cached_folder, has_weights
+from dsbd_cli.models.checkpoints.hub import cached_folder, gguf_files, has_weights, shown
 from dsbd_cli.models.checkpoints.registry import ALIASES, BUILTIN, parts_of, resolve, user_aliases, user_file
 
 if TYPE_CHECKING:
@@ -63,12 +63,16 @@ def listed() -> list[CatalogEntry]:
 def _state(source: str) -> State:
     try:
         location = resolve(source)
-        folder = Path(location.path) if location.kind == "folder" else cached_folder(location)
-    except DsbdError:
+        folder = cached_folder(location) if location.kind == "hub" else Path(location.path)
+        if folder is None:
+            return "absent"
+        if folder.is_file() or gguf_files(folder):
+            return "here"
+        if not (folder / "config.json").is_file():
+            return "absent"
+        return "here" if has_weights(folder) else "partly here"
+    except (DsbdError, OSError):  # also a folder that may not be entered
         return "absent"
-    if folder is None or not (folder / "config.json").is_file():
-        return "absent"
-    return "here" if has_weights(folder) else "partly here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,16 +174,17 @@ def add_name(name: str, source: str) -> Path:
         text = _with_line(path.read_text(encoding="utf-8"), name, place)
         if _table(text).get(name) != place:
             raise UsageError(f"{path} is written in a way that nothing can be added to: add {name} by hand")
-        temporary = path.with_name(f".{path.name}.tmp")
+        file = path.resolve()  # a link stays a link
+        temporary = file.with_name(f".{file.name}.tmp")
         temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        temporary.replace(file)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
     return path
 
 
 def _place(name: str, source: str, path: Path) -> str:
-    """Return the meaning of the new name: a hub id, or a folder that exists, as an absolute path.
+    """Return the meaning of the new name: a hub id with its revision, or the absolute path of a folder or a GGUF file.
 
     Raises UsageError where the name is there already or would mean itself.
     """
@@ -191,7 +196,7 @@ def _place(name: str, source: str, path: Path) -> str:
     if parts_of(source)[1]:
         raise UsageError(f"{source} has an adapter, but a name stands for a model alone: NAME+ADAPTER uses it")
     location = resolve(source, "target")
-    return str(Path(location.path).resolve()) if location.kind == "folder" else location.path
+    return shown(location) if location.kind == "hub" else str(Path(location.path).resolve())
 
 
 def _table(text: str) -> dict[str, object]:

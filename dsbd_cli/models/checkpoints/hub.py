@@ -145,16 +145,23 @@ def cached_folder(location: Location, config: str = "config.json") -> Path | Non
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether weights (of either format) are here with all their shards."""
+    """Return whether weights (of either format) are here with all their shards. A damaged index counts as here, because
+    the load then names its fault."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         if (folder / f"{stem}.{suffix}").is_file():
             return True
         index = folder / f"{stem}.{suffix}.index.json"
-        if index.is_file():
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            if all((folder / shard).is_file() for shard in shards):
-                return True
+        if index.is_file() and all((folder / shard).is_file() for shard in _shards(index)):
+            return True
     return False
+
+
+def _shards(index: Path) -> set[str]:
+    """Return the files that an index names; none where it is damaged."""
+    try:
+        return set(map(str, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return set()
 
 
 def reachable(endpoint: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:

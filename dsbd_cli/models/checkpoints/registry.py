@@ -122,7 +122,7 @@ def parts_of(source: str) -> tuple[str, tuple[str, ...]]:
 
 def resolve(source: str, role: str = "target") -> Location:
     """Return where the model of `source` is. In this order it may be one of the shipped pair, one of the user's names,
-    one of our names, an existing folder or GGUF file, or a hub id with `@revision` or without.
+    one of our names, an existing folder or GGUF file, or a hub id. `@revision` may follow a hub id and its name.
 
     Raises ModelNotFoundError (naming the role) for a folder that is missing and for a name that is not known.
     """
@@ -133,7 +133,9 @@ def resolve(source: str, role: str = "target") -> Location:
         raise ModelNotFoundError(f"{role} model {'+'.join((source, *adapters))!r} has an empty name beside a +")
     if source.startswith("builtin:"):
         return _builtin(source, role)
-    named = {**ALIASES, **user_aliases()}.get(source)
+    names = {**ALIASES, **user_aliases()}
+    name, at, revision = source.partition("@")
+    named = f"{names[name]}@{revision}" if at and source not in names and name in names else names.get(source)
     place = source if named is None else named
     shown = repr(source) if named is None else f"{source!r} (which means {named!r})"
     folder = Path(place).expanduser()
