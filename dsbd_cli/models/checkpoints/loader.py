@@ -52,8 +52,9 @@ def load(spec: ModelSpec, config: Any = None, **more: Any) -> Checkpoint:
         return model, load_tokenizer(locate(spec), spec)
 
 
-def load_network(spec: ModelSpec, config: Any = None, **more: Any) -> Any:
-    """Return the model of `load` without its tokenizer."""
+def load_network(spec: ModelSpec, config: Any = None, kind: Any = None, **more: Any) -> Any:
+    """Return the model of `load` without its tokenizer. kind: the transformers class that loads it, where it is not to
+    generate."""
     placement = more or _placement(spec)
     with quiet():
         folder = locate(spec)
@@ -63,7 +64,7 @@ def load_network(spec: ModelSpec, config: Any = None, **more: Any) -> Any:
         # transformers draws progress bars while it unpacks these, whatever its settings are
         draws_bars = is_gguf(folder) or _method_of(config) == COMPRESSED
         with contextlib.redirect_stderr(io.StringIO()) if draws_bars else contextlib.nullcontext():
-            model = merge_adapters(_model(folder, spec, config, placement), spec)
+            model = merge_adapters(_model(folder, spec, config, kind or _class(config), placement), spec)
     model.eval()
     model.requires_grad_(False)
     return model
@@ -175,11 +176,11 @@ def _remote_code_hint(folder: Path, role: str) -> str:
     return f" (it brings its own code: --trust-remote-code {role} runs it)" if wants else ""
 
 
-def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]) -> Any:
+def _model(folder: Path, spec: ModelSpec, config: Any, kind: Any, placement: dict[str, Any]) -> Any:
     _check_weights(folder, spec)
     head = read_head(folder)
     try:
-        loaded: Any = _class(config).from_pretrained(
+        loaded: Any = kind.from_pretrained(
             **_source(folder),
             **_local(spec),
             config=config,
