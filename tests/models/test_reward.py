@@ -43,7 +43,7 @@ def change(folder: Path, name: str, by: float | None) -> None:
 def test_a_weight_that_is_missing_is_named(name: str, folder: Path) -> None:
     """Guards rewards of random weights, which are other ones in every run."""
     change(folder, name, None)
-    with pytest.raises(ModelError, match=rf"1 weights are missing or misshapen \({name}\)"):
+    with pytest.raises(ModelError, match=rf"1 weights are missing \({name}\)"):
         load(folder)
 
 

@@ -188,6 +188,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, kind: Any, placement: dic
             attn_implementation=_attention(config),
             weights_only=True,  # a .bin file cannot run code
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # _check_report names them
             **_dequantised(folder, config),
             **_renamed(folder),
             **placement,
@@ -369,12 +370,15 @@ def _check_report(report: dict[str, Any], spec: ModelSpec, elsewhere: set[str]) 
 
     elsewhere: names of weights that come from another file.
     """
-    for kind in ("missing_keys", "mismatched_keys"):
-        if keys := sorted(set(map(str, report.get(kind) or ())) - elsewhere):
-            shown = ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
-            raise ModelError(
-                f"{_name(spec)}: {len(keys)} weights are missing or misshapen ({shown}): get the files again"
-            )
+    if keys := sorted(set(map(str, report.get("missing_keys") or ())) - elsewhere):
+        shown = ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
+        raise ModelError(f"{_name(spec)}: {len(keys)} weights are missing ({shown}): get the files again")
+    if others := sorted(key for key in report.get("mismatched_keys") or () if key[0] not in elsewhere):
+        found, wanted = (" x ".join(map(str, shape)) for shape in others[0][1:])
+        raise ModelError(
+            f"{_name(spec)}: its config does not fit its weights: {others[0][0]} is {found}, but must be {wanted} "
+            f"({len(others)} such weights)"
+        )
 
 
 def dtype_of(spec: ModelSpec, config: Any, folder: Path) -> Any:

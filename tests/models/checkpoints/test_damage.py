@@ -19,6 +19,7 @@ from dsbd_cli.errors import ModelError
 from dsbd_cli.models import load_model as loading
 from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, read_headers, stored_bytes
 from dsbd_cli.models.checkpoints.loader import load
+from tests.helpers.tiny import V
 
 
 @pytest.fixture
@@ -65,6 +66,14 @@ def test_a_config_that_does_not_fit_is_refused_before_it_is_read(
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("the config is read"))
     change(folder, **fields)
     assert re.fullmatch(f"config.json does not fit the weights: {said}", refused(folder))
+
+
+def test_a_weight_of_another_shape_is_named(folder: Path) -> None:
+    """Guards "For details look at the above report!", of which nothing is above."""
+    change(folder, vocab_size=V - 1)
+    assert refused(folder) == (
+        f"its config does not fit its weights: lm_head.weight is {V} x 32, but must be {V - 1} x 32 (2 such weights)"
+    )
 
 
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
