@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import logging
+import operator
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,13 +81,18 @@ def import_decoder_code(config: Any) -> None:
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that end a text: the generation settings' if they name any, else the config's, else the
-    tokenizer's. The tokenizer's own comes first, if it is one of them."""
+    tokenizer's. The tokenizer's own comes first, if it is one of them. Raises ModelError for what is no token id."""
     for source in (getattr(model, "generation_config", None), model.config.get_text_config(decoder=True), tokenizer):
         found = getattr(source, "eos_token_id", None)
         if found is not None and found != []:
             own = getattr(tokenizer, "eos_token_id", None)
-            ids = dict.fromkeys(found if isinstance(found, (list, tuple)) else [int(found)])
-            return tuple(sorted(ids, key=lambda token: token != own))
+            try:
+                ids = [operator.index(token) for token in (found if isinstance(found, (list, tuple)) else [found])]
+            except TypeError:
+                wanted = "but must be a token id or a list of them"
+                raise ModelError(f"eos_token_id of the checkpoint is {shorten(found)}, {wanted}") from None
+            known = dict.fromkeys(token for token in ids if token >= 0)  # a number below 0 stands for no token
+            return tuple(sorted(known, key=lambda token: token != own))
     return ()
 
 

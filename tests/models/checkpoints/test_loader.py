@@ -283,3 +283,14 @@ def test_end_tokens(checkpoint: Path) -> None:
     assert eos_ids(model, tokenizer) == (7,)
     model.config.eos_token_id = None
     assert eos_ids(model, tokenizer) == (tokenizer.eos_token_id,) == (2,)
+
+
+def test_end_tokens_are_ids(checkpoint: Path) -> None:
+    """Guards -1 against being the last token of the vocabulary, and a traceback for what is no id."""
+    model, tokenizer = load(ModelSpec(str(checkpoint), device="cpu"))
+    model.generation_config.eos_token_id = [2, -1]
+    assert eos_ids(model, tokenizer) == (2,)
+    for wrong in ("x", ["2"], [None], {}, 2.5):
+        model.generation_config.eos_token_id = wrong
+        with pytest.raises(ModelError, match=r"eos_token_id of the checkpoint is .*, but must be a token id or a list"):
+            eos_ids(model, tokenizer)
