@@ -228,6 +228,21 @@ def test_a_setting_that_is_not_known_is_adapted(fields: dict[str, Any], said: st
     assert forest.notes == ()
 
 
+@pytest.mark.parametrize("given", [{"rope_theta": "x"}, {"rope_type": "yarn", "rope_theta": 1e4, "factor": "x"}])
+def test_a_setting_of_a_wrong_type_is_one_line(given: dict[str, Any], folder: Path) -> None:
+    """Guards a traceback of our decoder: transformers says what is wrong."""
+    changed(folder, rope_parameters={"rope_type": "default", **given})
+    with pytest.raises(ModelError, match="cannot be loaded: "):
+        load_model(spec_for(folder))
+
+
+@pytest.mark.parametrize("part", [-1.0, 3.0])
+def test_heads_are_not_rotated_by_more_than_their_width(part: float, folder: Path) -> None:
+    """Guards a traceback: transformers' Llama does not read this setting."""
+    changed(folder, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": part})
+    assert isinstance(load_model(spec_for(folder))[0], CausalForestModel)
+
+
 def test_a_config_key_that_is_not_known_is_adapted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that transformers declares and this package has never heard of; one that transformers does not read
     changes nothing."""
@@ -306,6 +321,7 @@ def test_a_whole_file_goes_before_shards(tmp_path: Path, folder: Path) -> None:
     shards.save_pretrained(tmp_path / "both", max_shard_size="50KB")
     whole.save_pretrained(tmp_path / "whole")
     shutil.copy(tmp_path / "whole" / "model.safetensors", tmp_path / "both")
+    shutil.copy(next((tmp_path / "both").glob("model-*")), tmp_path / "both" / "model_old.safetensors")
     numbers().save_pretrained(tmp_path / "both")
     assert torch.equal(decoder_of(tmp_path / "both").plain(tokens(1, 20)), decoder_of(folder).plain(tokens(1, 20)))
 

@@ -87,7 +87,7 @@ def positions_of(config: Any) -> int | None:
     if rope.get("rope_type") == "longrope":
         # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths
         limit = rope.get("original_max_position_embeddings") or limit
-    return int(limit) if limit else None
+    return int(limit) if limit and limit > 0 else None
 
 
 def checkpoint_rules(model: Any) -> TokenRules:

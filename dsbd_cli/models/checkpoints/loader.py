@@ -171,6 +171,10 @@ def load_config(folder: Path, spec: ModelSpec) -> Any:
     except Exception as error:
         hint = "" if spec.trust_remote_code or is_gguf(folder) else _remote_code_hint(folder, spec.role)
         raise ModelError(f"{_name(spec)}: its config cannot be read: {one_line(error)}{hint}") from error
+    named = getattr(config, "architectures", None)
+    if not isinstance(named, list | str | None):
+        raise ModelError(f"{_name(spec)}: architectures is {shorten(named)}, but must be a list of names")
+    config.architectures = [named] if isinstance(named, str) else named
     mark(folder, config)
     if config.model_type == CAPTIONER:  # it has an encoder, and does not say so
         config.is_encoder_decoder = True

@@ -105,8 +105,7 @@ class HeadTensors(Mapping[str, Callable[[], Tensor]]):
 def is_head(folder: Path) -> bool:
     """Return whether a folder holds a draft head rather than a model, by its config and the names of its tensors."""
     config = read_settings(folder / "config.json") if (folder / "config.json").is_file() else {}
-    named = config.get("architectures") or ()
-    if SPECULATORS in config or any("Eagle3" in str(one) for one in named):
+    if SPECULATORS in config or "Eagle3" in str(config.get("architectures")):
         return True
     return config.get("num_hidden_layers") == 1 and any("midlayer." in name for name in _tensors(folder))
 

@@ -10,7 +10,7 @@ import pytest
 
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.errors import ModelError
-from dsbd_cli.models.checkpoints.generation import checkpoint_rules, read_settings, settings_notes
+from dsbd_cli.models.checkpoints.generation import checkpoint_rules, positions_of, read_settings, settings_notes
 
 
 def model(**settings: Any) -> Any:
@@ -70,3 +70,9 @@ def test_settings_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ModelError, match=r"generation_config.json (cannot be read|is no object)"):
             read_settings(file)
+
+
+def test_positions_that_are_none_are_no_limit() -> None:
+    """Guards -1, which some configs write for no limit, against a tensor of -1 tokens."""
+    for limit, found in ((-1, None), (0, None), (None, None), (7, 7)):
+        assert positions_of(SimpleNamespace(max_position_embeddings=limit)) == found

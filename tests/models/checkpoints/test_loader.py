@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, ModelNotFoundError, UnsupportedModelError, UsageError
 from dsbd_cli.models.checkpoints import hub, loader
-from dsbd_cli.models.checkpoints.loader import eos_ids, load
+from dsbd_cli.models.checkpoints.loader import eos_ids, load, load_config
 from dsbd_cli.ops.select import packing_works
 from tests.helpers.checkpoints import save
 
@@ -257,6 +257,27 @@ def test_unfit_folders(checkpoint: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=f"draft model .*{words}") as caught:
             load(ModelSpec(str(tmp_path / name), role="draft", device="cpu"))
         assert "\n" not in str(caught.value)
+
+
+def test_names_of_architectures(checkpoint: Path, tmp_path: Path) -> None:
+    """Guards a traceback for what is no list; one name alone is taken as such."""
+    spec = ModelSpec(str(shutil.copytree(checkpoint, tmp_path / "model")), device="cpu")
+    place = tmp_path / "model" / "config.json"
+    config = json.loads(place.read_text())
+    place.write_text(json.dumps({**config, "architectures": "LlamaForCausalLM"}))
+    assert load_config(tmp_path / "model", spec).architectures == ["LlamaForCausalLM"]
+    place.write_text(json.dumps({**config, "architectures": 3}))
+    with pytest.raises(ModelError, match="architectures is 3, but must be a list of names"):
+        load_config(tmp_path / "model", spec)
+
+
+def test_a_missing_key_is_told_as_such(checkpoint: Path, tmp_path: Path) -> None:
+    """Guards "cannot be loaded: 'foo'"."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "foo"}))
+    with pytest.raises(ModelError, match="cannot be loaded: KeyError: 'foo'"):
+        load(ModelSpec(str(folder), device="cpu"))
 
 
 def test_no_language_model(checkpoint: Path, tmp_path: Path) -> None:
