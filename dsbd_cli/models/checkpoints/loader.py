@@ -121,13 +121,20 @@ def device_of(spec: ModelSpec) -> torch.device:
     """Return the device that a spec without a device map names. Raises UsageError where it is not there."""
     if spec.device == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    return _device(spec, spec.device)
+
+
+def _device(spec: ModelSpec, name: str) -> torch.device:
+    """Return the CPU or the CUDA device of this name. Raises UsageError."""
     try:
-        device = torch.device(spec.device)
+        device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"{spec.role} device {spec.device!r} is not a device: use auto, cpu, cuda or cuda:N") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UsageError(f"{spec.role} device {name!r} is not a device: use auto, cpu, cuda or cuda:N")
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise UsageError(f"{spec.role} device {spec.device!r} is not there: {count} CUDA devices are visible")
+        raise UsageError(f"{spec.role} device {name!r} is not there: {count} CUDA devices are visible")
     return device
 
 
@@ -137,10 +144,17 @@ def _device_map(spec: ModelSpec) -> Any:
         return given
     try:
         found = json.loads(given)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{spec.role} device map {given!r} is not JSON: {error}") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UsageError(f"{spec.role} device map {shorten(given)} is not JSON: {error}") from None
     if not found:
         raise UsageError(f"{spec.role} device map {given!r} is empty: name at least one module, '' for all")
+    for module, place in found.items():
+        if type(place) not in (int, str):
+            raise UsageError(
+                f"{spec.role} device map {given!r} puts {module!r} on {shorten(place)}, which is no device"
+            )
+        if place != "disk":
+            _device(spec, f"cuda:{place}" if type(place) is int else place)
     return found
 
 

@@ -108,15 +108,24 @@ def test_device_map(checkpoint: Path, device_map: str) -> None:
     [
         ("device", "gpu0"),
         ("device", "cuda:99"),
+        ("device", "mps"),
+        ("device", "meta"),
         ("device_map", '{"a": '),
+        ("device_map", '{"":' * 1000),
+        ("device_map", '{"": "gpu0"}'),
+        ("device_map", '{"": 99}'),
+        ("device_map", '{"": -1}'),
+        ("device_map", '{"": ["cpu"]}'),
+        ("device_map", '{"": null}'),
         ("device_map", "{}"),
         ("device_map", '{"": "cpu", "a": "cpu"}'),
     ],
 )
 def test_bad_device(checkpoint: Path, field: str, value: str) -> None:
     """Guards tracebacks from torch for a device that is not there."""
-    with pytest.raises(UsageError, match=f"target device.*{value[:6]}"):
+    with pytest.raises(UsageError, match="target device") as caught:
         load(ModelSpec(str(checkpoint), **{field: value}))
+    assert len(str(caught.value)) < 200
 
 
 def test_cached_hub_id_needs_no_network(checkpoint: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
