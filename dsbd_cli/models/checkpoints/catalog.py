@@ -14,8 +14,16 @@ from huggingface_hub import constants
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import DsbdError, ModelNotFoundError, OutputError, UsageError
-from dsbd_cli.models.checkpoints.hub import cached_folder, gguf_files, has_weights, shown
-from dsbd_cli.models.checkpoints.registry import ALIASES, BUILTIN, parts_of, resolve, user_aliases, user_file
+from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, cached_folder, gguf_files, has_weights, shown
+from dsbd_cli.models.checkpoints.registry import (
+    ALIASES,
+    BUILTIN,
+    hub_location,
+    parts_of,
+    resolve,
+    user_aliases,
+    user_file,
+)
 
 if TYPE_CHECKING:
     from dsbd_cli.models.tokenizer import HFCodec
@@ -137,13 +145,19 @@ def _described(spec: ModelSpec) -> tuple[HFCodec, int, int | None]:
 
 
 def local_folder(spec: ModelSpec) -> Path:
-    """Return the folder, or the GGUF file, of a model that is on this machine at least with its small files. Nothing is
-    fetched.
+    """Return the folder, or the GGUF file, of a model that is on this machine at least with its small files, and with
+    its adapters. Nothing is fetched.
 
     Raises ModelNotFoundError.
     """
     from dsbd_cli.models.checkpoints.hub import locate
 
+    for source in (*parts_of(spec.source)[1], *spec.adapters):
+        adapter = None if Path(source).expanduser().exists() else hub_location(source)
+        if adapter is not None and cached_folder(adapter, ADAPTER_CONFIG) is None:
+            raise ModelNotFoundError(
+                f"{spec.role} adapter {source!r} is not on this machine: fetch it with `hf download {adapter.path}`"
+            )
     location = resolve(spec.source, spec.role)
     if location.kind != "hub":
         return locate(spec)
