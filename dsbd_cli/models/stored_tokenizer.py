@@ -82,8 +82,8 @@ def store(tokenizer: Any) -> dict[str, Any] | None:
     backend.no_truncation()
     content = str(backend.to_str()).encode()
     digest = hashlib.sha256(content).hexdigest()
-    place = _path(digest)
     try:
+        place = _path(digest)
         if not place.is_file():
             write_whole(place, content)
     except OSError:

@@ -72,24 +72,31 @@ def _is_complete(found: Mapping[str, Any]) -> bool:
 def write_verdict(digest: str, found: Mapping[str, object]) -> None:
     """Keep the results of the checks, whole or not at all. Where the folder cannot be written, later loads check
     again."""
-    place = _path(digest)
     try:
-        write_whole(place, json.dumps({"format": FORMAT, **found}).encode())
+        write_whole(_path(digest), json.dumps({"format": FORMAT, **found}).encode())
     except OSError as error:
-        _logger.warning("every load checks the model anew: %s cannot be written (%s)", place.parent, error.strerror)
+        why = error if error.strerror is None else f"{cache_folder()} cannot be written ({error.strerror})"
+        _logger.warning("every load checks the model anew: %s", why)
 
 
 def write_whole(place: Path, content: bytes) -> None:
     """Write a file of the cache folder, whole or not at all. Raises OSError."""
     part = place.with_name(f"{place.name}.{os.getpid()}")
     place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    part.write_bytes(content)
-    part.replace(place)
+    try:
+        part.write_bytes(content)
+        part.replace(place)
+    finally:  # nothing is left where the disk is full
+        part.unlink(missing_ok=True)
 
 
 def cache_folder() -> Path:
-    """Return the folder in which loads keep their results."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsbd"
+    """Return the folder in which loads keep their results. Raises FileNotFoundError for a user without a home, as in
+    many containers."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if cache == "~/.cache":
+        raise FileNotFoundError("there is no home folder: set HOME or XDG_CACHE_HOME")
+    return Path(cache) / "dsbd"
 
 
 def _path(digest: str) -> Path:

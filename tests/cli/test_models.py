@@ -88,6 +88,17 @@ def test_a_link_to_the_users_file_stays_a_link(dsbd: Dsbd, own_file: Path, tmp_p
     assert kept.read_text() == '[models]\nx = "org/x"\n'
 
 
+def test_a_user_without_a_home(dsbd: Dsbd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    assert dsbd("models").code == 0
+    refused = dsbd("models", "add", "x", "org/x")
+    assert refused.code == 2
+    assert "there is no such home folder" in refused.err
+    assert not (tmp_path / "~").exists()
+
+
 def test_names_are_added_to_the_users_file(dsbd: Dsbd, folders: tuple[str, str, str], own_file: Path) -> None:
     own_file.parent.mkdir(parents=True)
     own_file.write_text('# mine\n[models]  # names\nold = "org/old"\n\n[other]\nx = 1')

@@ -853,6 +853,28 @@ def test_a_broken_verdict_is_none(text: str, folder: Path, tmp_path: Path, monke
     assert file.read_text() == whole
 
 
+def test_a_user_without_a_home_loads_models(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards every command in a container whose user has no entry and no HOME, and a folder named ~ beside the data."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    assert decoder_of(folder).invariant
+    assert "every load checks the model anew: there is no home folder" in caplog.text
+    assert not (tmp_path / "~").exists()
+
+
+def test_nothing_is_left_of_a_file_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    verdicts.write_verdict("0", {"decoder": "x"})
+    assert list((tmp_path / "cache" / "dsbd" / "verdicts").iterdir()) == []
+
+
 def test_a_cache_folder_that_cannot_be_written_costs_checks_alone(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,7 @@ from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, cached_folder, gguf_
 from dsbd_cli.models.checkpoints.registry import (
     ALIASES,
     BUILTIN,
+    expanded,
     hub_location,
     parts_of,
     resolve,
@@ -153,7 +154,7 @@ def local_folder(spec: ModelSpec) -> Path:
     from dsbd_cli.models.checkpoints.hub import locate
 
     for source in (*parts_of(spec.source)[1], *spec.adapters):
-        adapter = None if Path(source).expanduser().exists() else hub_location(source)
+        adapter = None if expanded(source).exists() else hub_location(source)
         if adapter is not None and cached_folder(adapter, ADAPTER_CONFIG) is None:
             raise ModelNotFoundError(
                 f"{spec.role} adapter {source!r} is not on this machine: fetch it with `hf download {adapter.path}`"
@@ -178,6 +179,10 @@ def add_name(name: str, source: str) -> Path:
     if name.startswith("builtin") or not _NAME.fullmatch(name):
         raise UsageError(f"NAME is {name!r}, but must be letters, digits and . _ + - (and not begin with builtin)")
     path = user_file()
+    if str(path).startswith("~"):
+        raise UsageError(
+            f"{path} cannot be written, because there is no such home folder: name a file in DSBD_MODELS_FILE"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # a file that DSBD_MODELS_FILE names must be there to be read

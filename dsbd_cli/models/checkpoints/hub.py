@@ -15,7 +15,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, ModelNotFoundError, UsageError, one_line
-from dsbd_cli.models.checkpoints.registry import Location, hub_location, parts_of, resolve
+from dsbd_cli.models.checkpoints.registry import Location, expanded, hub_location, parts_of, resolve
 
 CONNECT_TIMEOUT_S = 2.0
 
@@ -72,7 +72,7 @@ def locate_adapters(spec: ModelSpec) -> list[Path]:
 
 
 def _adapter_folder(source: str, name: str) -> Path:
-    folder = Path(source).expanduser()
+    folder = expanded(source)
     if not folder.exists() and (location := hub_location(source)) is not None:
         folder = _hub_folder(location, name, ADAPTER_CONFIG, [[ADAPTER_CONFIG, ADAPTER_WEIGHTS]])
     if not folder.is_dir():

@@ -73,9 +73,14 @@ class Location:
 def user_file() -> Path:
     """Return the TOML file with the user's own names; it need not exist unless $DSBD_MODELS_FILE names it."""
     if named := os.environ.get("DSBD_MODELS_FILE"):
-        return Path(named).expanduser()
+        return expanded(named)
     home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(home).expanduser() / "dsbd" / "models.toml"
+    return expanded(home) / "dsbd" / "models.toml"
+
+
+def expanded(path: str) -> Path:
+    """Return a path with the home folder in place of its ~. Where there is no such folder, the path stays as it is."""
+    return Path(os.path.expanduser(path))
 
 
 def user_aliases() -> dict[str, str]:
@@ -114,7 +119,7 @@ def known_names() -> list[str]:
 def parts_of(source: str) -> tuple[str, tuple[str, ...]]:
     """Split `model+adapter+adapter` into the model and its adapters. A known name or an existing path that holds a + is
     not split."""
-    if "+" not in source or source in ALIASES or source in user_aliases() or Path(source).expanduser().exists():
+    if "+" not in source or source in ALIASES or source in user_aliases() or expanded(source).exists():
         return source, ()
     model, *adapters = source.split("+")
     return model, tuple(adapters)
@@ -138,7 +143,7 @@ def resolve(source: str, role: str = "target") -> Location:
     named = f"{names[name]}@{revision}" if at and source not in names and name in names else names.get(source)
     place = source if named is None else named
     shown = repr(source) if named is None else f"{source!r} (which means {named!r})"
-    folder = Path(place).expanduser()
+    folder = expanded(place)
     if folder.is_dir():
         return Location("folder", str(folder))
     if folder.suffix.lower() == ".gguf" and folder.is_file():

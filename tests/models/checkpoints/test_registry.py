@@ -38,7 +38,7 @@ def test_near_matches(name: str) -> None:
         resolve(name, "draft")
 
 
-@pytest.mark.parametrize("path", ["./none", "../none", "/none/here", "~/none-here", "a/b/c"])
+@pytest.mark.parametrize("path", ["~no-such-user/model", "./none", "../none", "/none/here", "~/none-here", "a/b/c"])
 def test_missing_path_is_told_with_the_role(path: str) -> None:
     """Guards the misleading "not a valid repo id" for a folder that is not there."""
     with pytest.raises(ModelNotFoundError, match=r"draft model .*there is no such folder"):
