@@ -30,6 +30,7 @@ from dsbd_cli.errors import ModelError
 from dsbd_cli.models import load_model as stages
 from dsbd_cli.models import verdicts
 from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.checkpoints import loader
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.decoder import decoder_model
@@ -824,6 +825,20 @@ def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "__version__", "99.0.0")
     decoder_of(folder)
     assert len(made) == 11
+
+
+@pytest.mark.parametrize("named", [None, "int8", "float16"])
+def test_the_dtype_of_the_checkpoint(named: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU. Guards a checkpoint whose config names no dtype, or one that nothing computes in."""
+    changed(folder, dtype=named)
+    monkeypatch.setattr(stages, "dtype_of", lambda *_: "auto")
+    monkeypatch.setattr(loader, "dtype_of", lambda *_: "auto")
+    if named == "int8":
+        with pytest.raises(ModelError, match=r"cannot be loaded: .*int8"):
+            load_model(spec_for(folder))
+        return
+    forest = decoder_of(folder)
+    assert forest.weights_dtype == (torch.float32 if named is None else torch.float16)
 
 
 def test_a_later_load_imports_nothing_of_transformers(folder: Path) -> None:

@@ -411,11 +411,13 @@ def dtype_of(spec: ModelSpec, config: Any, folder: Path) -> Any:
         return _DTYPES[spec.dtype]
     if getattr(config, "quantization_config", None) is not None:
         return "auto"
+    stored = getattr(config.get_text_config(decoder=True), "dtype", None)
+    if stored in (torch.float64, "float64"):  # nothing here computes in it
+        return torch.float32
     places = spec.device if spec.device_map is None else _device_map(spec)
     named = set(places.values()) if isinstance(places, dict) else {places}
     if not named <= {"cpu", "disk"} and torch.cuda.is_available():
         return "auto"
-    stored = getattr(config.get_text_config(decoder=True), "dtype", None)
     if is_gguf(folder):  # its blocks of four to eight bits are no finer than bfloat16
         large, stored = folder.stat().st_size > SMALL_BYTES // 4, torch.bfloat16
     else:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
+from transformers import LlamaConfig
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, ModelNotFoundError, UnsupportedModelError, UsageError
@@ -91,6 +92,14 @@ def test_dtype_auto_on_the_cpu_rounds_nothing(
         torch.save(model.state_dict(), folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
         assert load(ModelSpec(str(folder), device="cpu"))[0].dtype == loaded.dtype, "a pickle's bytes count"
+
+
+def test_nothing_is_computed_in_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a checkpoint in float64 on a GPU, where others keep their dtype."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for stored, found in ((torch.float64, torch.float32), ("float64", torch.float32), (torch.float16, "auto")):
+        config = LlamaConfig(dtype=stored)
+        assert loader.dtype_of(ModelSpec(str(tmp_path)), config, tmp_path) == found
 
 
 @pytest.mark.parametrize("device_map", ["cpu", '{"": "cpu"}', "auto"])
