@@ -209,11 +209,16 @@ class _DecoderLoad:
         return reason
 
     def _tokenizer(self) -> Any:
-        """Return the tokenizer that an earlier load has stored, or else transformers' own."""
+        """Return the tokenizer that an earlier load has stored, or else transformers' own, which is stored again where
+        its file is gone or damaged."""
         load = partial(_load_quietly, self._place, self._spec)
         if self._description.tokenizer is None:
             return load_tokenizer(self._place, self._spec)
-        return stored(self._description.tokenizer, load) or load()
+        found = stored(self._description.tokenizer, load)
+        if found is None:
+            store(made := load())
+            return made
+        return found
 
     def _keep(self, found: Mapping[str, object], model: BaseForestModel, tokenizer: Any) -> None:
         """Keep the results of the checks and the checkpoint's description for later loads."""

@@ -84,7 +84,7 @@ def store(tokenizer: Any) -> dict[str, Any] | None:
     digest = hashlib.sha256(content).hexdigest()
     try:
         place = _path(digest)
-        if not place.is_file():
+        if not place.is_file() or place.read_bytes() != content:
             write_whole(place, content)
     except OSError:
         return None

@@ -855,6 +855,30 @@ def test_a_later_load_imports_nothing_of_transformers(folder: Path) -> None:
     assert again.stdout == "False [5, 9, 2]\n"
 
 
+def test_a_verdict_with_another_digit_is_none(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards another model under the name of this one: its settings stand in the verdict."""
+    made = counted(monkeypatch)
+    decoder_of(folder)
+    (file,) = (tmp_path / "cache" / "dsbd" / "verdicts").iterdir()
+    text = file.read_text()
+    place = text.index('"eps": ') + len('"eps": ')
+    file.write_text(f"{text[:place]}2{text[place + 1 :]}")
+    assert decoder_of(folder).decoder.spec.eps == DECODERS["llama"][1].get("rms_norm_eps", 1e-6)
+    assert len(made) == 2
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize("damage", ["gone", "changed"])
+def test_a_stored_tokenizer_that_is_damaged_is_stored_again(damage: str, folder: Path, tmp_path: Path) -> None:
+    """Guards seconds of every later load."""
+    decoder_of(folder)
+    (file,) = (tmp_path / "cache" / "dsbd" / "tokenizers").iterdir()
+    content = file.read_bytes()
+    file.unlink() if damage == "gone" else file.write_bytes(b"x")
+    assert load(spec_for(folder), None).codec.encode("w5 w9") == [5, 9]
+    assert file.read_bytes() == content
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"format": "other/1", "decoder": null}', "\x00"])
 def test_a_broken_verdict_is_none(text: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = counted(monkeypatch)
