@@ -143,7 +143,7 @@ def _check_config(folder: Path, tensors: dict[str, tuple[int, ...]], name: str) 
             limits += [(field, widest, f"no tensor of the weights is wider than {widest}") for field in WIDTHS]
         for field, most, reason in limits:
             value, place = config.get(field), f"{part}.{field}" if part else field
-            if field in LAYERS and type(value) is int and value < 1:
+            if field == "num_hidden_layers" and type(value) is int and value < 1:
                 raise ModelError(f"{name}: config.json is wrong: {place} is {value}, but must be 1 or more")
             if type(value) is int and value > most:
                 raise ModelError(f"{name}: config.json does not fit the weights: {place} is {value}, but {reason}")

@@ -52,7 +52,7 @@ def test_headers_say_how_large_each_tensor_is(checkpoint: Path) -> None:
     ("fields", "said"),
     [
         ({"num_hidden_layers": 0}, r"num_hidden_layers is 0, but must be 1 or more"),
-        ({"text_config": {"num_layers": -1}}, r"text_config\.num_layers is -1, but must be 1 or more"),
+        ({"text_config": {"num_hidden_layers": -1}}, r"text_config\.num_hidden_layers is -1, but must be 1 or more"),
         ({"num_hidden_layers": 10**8}, r"num_hidden_layers is 100000000, but the weights are \d+ tensors"),
         ({"text_config": {"n_layer": 10**6}}, r"text_config\.n_layer is 1000000, but the weights are \d+ tensors"),
         ({"hidden_size": 10**7}, r"hidden_size is 10000000, but no tensor of the weights is wider than \d+"),
