@@ -114,7 +114,7 @@ def _header(file: Path, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
                 _, shape, offsets = (one[field] for field in ("dtype", "shape", "data_offsets"))
                 begin, end = map(int, offsets)
                 found.append((tensor, tuple(map(int, shape)), begin, end))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         raise ModelError(f"{name}: {file.name} is no safetensors file: its header cannot be read") from None
     for tensor, shape, begin, end in found:
         if not 0 <= begin <= end <= size - start:

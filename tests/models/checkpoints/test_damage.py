@@ -21,6 +21,8 @@ from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, 
 from dsbd_cli.models.checkpoints.loader import load
 from tests.helpers.tiny import V
 
+INFINITE = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e999]}}'
+
 
 @pytest.fixture
 def folder(checkpoint: Path, tmp_path: Path) -> Path:
@@ -136,7 +138,7 @@ def test_a_file_that_is_cut_short_is_named(left: int, folder: Path) -> None:
 
 def test_a_header_that_is_none_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
-    for text in (b"[1]", b"{}{", b'{"w": {"dtype": "F32"}}', b"[" * 3000):
+    for text in (b"[1]", b"{}{", b'{"w": {"dtype": "F32"}}', b"[" * 3000, INFINITE):
         file.write_bytes(len(text).to_bytes(8, "little") + text)
         with pytest.raises(ModelError, match="is no safetensors file: its header cannot be read"):
             check_checkpoint(tmp_path, "m")
