@@ -31,6 +31,8 @@ Checkpoint = tuple[Any, Any]
 
 SMALL_BYTES = 64 << 20  # with dtype auto, weights of up to this size are float32 on a CPU
 
+MOST_IDS = 1 << 24  # of a vocabulary; those of known models have less than a million
+
 COMPRESSED = "compressed-tensors"
 
 CAPTIONER = "blip"
@@ -103,10 +105,14 @@ def load_tokenizer(folder: Path, spec: ModelSpec) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(**_source(folder), **_local(spec))
+        tokenizer = AutoTokenizer.from_pretrained(**_source(folder), **_local(spec))
+        last = max(tokenizer.get_vocab().values(), default=0)
     except Exception as error:
         hint = "" if read_config(folder) is None else ": mamba_ssm writes none, so put a tokenizer beside its weights"
         raise ModelError(f"{_name(spec)}: its tokenizer cannot be loaded: {one_line(error)}{hint}") from error
+    if last >= MOST_IDS:  # tables of all ids would fill the memory
+        raise ModelError(f"{_name(spec)}: its tokenizer has the id {last}, but no model has more than {MOST_IDS} ids")
+    return tokenizer
 
 
 def _placement(spec: ModelSpec) -> dict[str, Any]:

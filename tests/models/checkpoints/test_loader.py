@@ -298,6 +298,16 @@ def test_a_missing_key_is_told_as_such(checkpoint: Path, tmp_path: Path) -> None
         load(ModelSpec(str(folder), device="cpu"))
 
 
+def test_an_id_beyond_all_vocabularies_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """Guards gigabytes of tables for a few bytes of a tokenizer.json, at which the process ended."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    stored["model"]["vocab"]["far"] = 3 * 10**9
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    with pytest.raises(ModelError, match="its tokenizer has the id 3000000000, but no model has more than"):
+        load(ModelSpec(str(folder), device="cpu"))
+
+
 def test_no_language_model(checkpoint: Path, tmp_path: Path) -> None:
     """Guards encoders and the like."""
     folder = Path(shutil.copytree(checkpoint, tmp_path / "clip"))
