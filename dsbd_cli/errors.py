@@ -56,8 +56,9 @@ _json_repr = _JsonRepr()
 
 def one_line(error: BaseException) -> str:
     """Return another library's message as one line of at most MAX_REASON characters, or the error's type if it has
-    none."""
-    return " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
+    none. The message of a KeyError is the key alone, so that its type stands before it."""
+    kind = "KeyError: " if isinstance(error, KeyError) else ""
+    return (kind + " ".join(str(error).split()))[:MAX_REASON] or type(error).__name__
 
 
 def shorten(value: object) -> str:

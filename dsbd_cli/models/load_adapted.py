@@ -60,18 +60,22 @@ def load_adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
     ends = eos_ids(model, tokenizer)
     if isinstance(forest, Seq2SeqForestModel):
         forest.encoder_digest = digest
-        return forest, _source_codec(spec, model, tokenizer, ends)
+        return forest, _source_codec(spec, model, tokenizer, ends, forest.vocab_size)
     return forest, HFCodec(tokenizer, ends)
 
 
-def _source_codec(spec: ModelSpec, model: Any, tokenizer: Any, ends: tuple[int, ...]) -> Seq2SeqCodec:
-    """Return the codec of an encoder-decoder model for text, speech or pictures. Raises ModelError where the checkpoint
-    names no first token of answers."""
+def _source_codec(spec: ModelSpec, model: Any, tokenizer: Any, ends: tuple[int, ...], width: int) -> Seq2SeqCodec:
+    """Return the codec of an encoder-decoder model for text, speech or pictures. width: ids of the decoder. Raises
+    ModelError where the checkpoint names no first token of answers."""
     sources = (model.generation_config, model.config)
     found = [getattr(one, name, None) for one in sources for name in ("decoder_start_token_id", "bos_token_id")]
     start = next((token for token in found if isinstance(token, int)), None)
     if start is None:
-        raise ModelError("the checkpoint names no decoder_start_token_id: its answers have no first token")
+        message = "the checkpoint names no decoder_start_token_id: its answers have no first token"
+        raise ModelError(f"{spec.role} model {spec.source!r}: {message}")
+    if not 0 <= start < width:
+        message = f"answers begin with token {start} (decoder_start_token_id), but its decoder has {width} ids"
+        raise ModelError(f"{spec.role} model {spec.source!r}: {message}")
     if model.config.model_type == "whisper":
         from dsbd_cli.models.adapted.speech import WhisperCodec
 

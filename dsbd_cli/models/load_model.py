@@ -43,7 +43,7 @@ from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.forest_model import BaseForestModel, SelfTestReport
 from dsbd_cli.models.stored_tokenizer import store, stored
 from dsbd_cli.models.tokenizer import HFCodec, bytes_of_tokens
-from dsbd_cli.models.verdicts import Verdict
+from dsbd_cli.models.verdicts import LIMITS, Verdict
 from dsbd_cli.ops.select import GPU_LAYERS, ops_for
 
 LAYERS_CHECKED = 4  # layers of each kind that are checked: the others are the same operations
@@ -114,7 +114,8 @@ def _described(spec: ModelSpec, place: Path) -> _Description | str:
     check_quantize(spec, config)
     plain = is_plain(place, config) and not locate_adapters(spec)
     dtype = dtype_of(spec, config, place)
-    if dtype == "auto":
+    if dtype == "auto":  # where no dtype of ours is named, transformers finds one
+        plain = plain and config.dtype in LIMITS
         dtype = config.dtype if plain else None
     if decoder_spec.wide_rotary and dtype != torch.float32:
         return "it keeps its rotary cosines in float32"
@@ -208,11 +209,16 @@ class _DecoderLoad:
         return reason
 
     def _tokenizer(self) -> Any:
-        """Return the tokenizer that an earlier load has stored, or else transformers' own."""
+        """Return the tokenizer that an earlier load has stored, or else transformers' own, which is stored again where
+        its file is gone or damaged."""
         load = partial(_load_quietly, self._place, self._spec)
         if self._description.tokenizer is None:
             return load_tokenizer(self._place, self._spec)
-        return stored(self._description.tokenizer, load) or load()
+        found = stored(self._description.tokenizer, load)
+        if found is None:
+            store(made := load())
+            return made
+        return found
 
     def _keep(self, found: Mapping[str, object], model: BaseForestModel, tokenizer: Any) -> None:
         """Keep the results of the checks and the checkpoint's description for later loads."""
@@ -336,7 +342,6 @@ def _attention(model: BaseForestModel, *, exact: bool) -> Callable[..., Tensor |
 def _try_split_attention(model: BaseForestModel) -> None:
     """Let the attention kernel serve long prompts, unless it moves the logits of a text by more than rounding does."""
     from dsbd_cli.models.checks.invariance import shift_by_splitting
-    from dsbd_cli.models.verdicts import LIMITS
 
     model.attention = _attention(model, exact=False)
     if model.attention is None:

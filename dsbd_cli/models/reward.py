@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import InvalidRowError, UnsupportedModelError
+from dsbd_cli.errors import InvalidRowError, NumericalError, UnsupportedModelError
 from dsbd_cli.models.chat import render
 from dsbd_cli.models.checkpoints.hub import locate
-from dsbd_cli.models.checkpoints.loader import device_of, load_config, load_tokenizer, quiet
+from dsbd_cli.models.checkpoints.loader import device_of, load_config, load_network, load_tokenizer, quiet
 
 Asked = str | Sequence[Mapping[str, str]]
 
@@ -34,23 +35,16 @@ class RewardModel:
                     f"{spec.source!r} is no reward model: it is {', '.join(names) or config.model_type} with "
                     f"{config.num_labels} outputs, but must be a sequence classifier with one"
                 )
-            device = device_of(spec)
-            model: Any = AutoModelForSequenceClassification.from_pretrained(
-                folder,
-                config=config,
-                dtype="auto" if device.type != "cpu" else torch.float32,
-                weights_only=True,
-                trust_remote_code=spec.trust_remote_code,
-                local_files_only=True,
-            )
+            spec = replace(spec, dtype="float32") if device_of(spec).type == "cpu" else spec
+            self._model = load_network(spec, config, AutoModelForSequenceClassification)
             self._tokenizer = load_tokenizer(folder, spec)
-        self._model = model.eval().requires_grad_(False).to(device)
         self._limit = getattr(config.get_text_config(), "max_position_embeddings", None)
 
     @torch.inference_mode()
     def scores(self, prompt: Asked, texts: Sequence[str]) -> list[float]:
         """Return the reward of each text. Each text is run by itself, so that no score depends on padding. Raises
-        InvalidRowError for a text that is too long, or a conversation without a chat template."""
+        InvalidRowError for a text that is too long or empty, or a conversation without a chat template, and
+        NumericalError for a reward that is no number."""
         found = []
         for text in texts:
             ids = self._ids(prompt, text)
@@ -58,8 +52,13 @@ class RewardModel:
                 raise InvalidRowError(
                     f"prompt and candidate have {len(ids)} tokens, but the reward model has {self._limit} positions"
                 )
+            if not ids:
+                raise InvalidRowError("prompt and candidate are empty: there is nothing for the reward model to read")
             tokens = torch.tensor([ids], device=self._model.device)
-            found.append(float(self._model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits[0, 0]))
+            reward = float(self._model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits[0, 0])
+            if not math.isfinite(reward):
+                raise NumericalError(f"the reward model returned {reward}: it cannot rank the candidates")
+            found.append(reward)
         return found
 
     def _ids(self, prompt: Asked, text: str) -> list[int]:

@@ -82,9 +82,9 @@ def store(tokenizer: Any) -> dict[str, Any] | None:
     backend.no_truncation()
     content = str(backend.to_str()).encode()
     digest = hashlib.sha256(content).hexdigest()
-    place = _path(digest)
     try:
-        if not place.is_file():
+        place = _path(digest)
+        if not place.is_file() or place.read_bytes() != content:
             write_whole(place, content)
     except OSError:
         return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Protocol
 
-from dsbd_cli.errors import InvalidRowError
+from dsbd_cli.errors import InvalidRowError, one_line
 from dsbd_cli.models.chat import render
 from dsbd_cli.models.stored_tokenizer import StoredTokenizer
 
@@ -119,8 +119,8 @@ class HFCodec:
 
     def encode(self, prompt: str, most: int | None = None) -> list[int]:
         """Return the token ids of a plain prompt, with the special tokens that the tokenizer adds by itself. most:
-        encode only so many of its last characters."""
-        return list(self._tokenizer(prompt if most is None else prompt[-most:], **IDS_ALONE)["input_ids"])
+        encode only so many of its last characters. Raises InvalidRowError where the tokenizer fails."""
+        return self._ids(prompt if most is None else prompt[-most:], add_special_tokens=True)
 
     def least_tokens(self, asked: str | list[dict[str, str]]) -> int:
         """Return a lower bound of the tokens of a plain prompt or a conversation; 0 where there is none. The tokenizer
@@ -154,7 +154,8 @@ class HFCodec:
         most: encode only so many of the last characters of its text. The token that begins every text comes before
         them, where the conversation begins with it.
 
-        Raises InvalidRowError when the tokenizer has no chat template, or the template refuses the conversation.
+        Raises InvalidRowError when the tokenizer has no chat template, or fails, or the template refuses the
+        conversation.
         """
         text = self._chat_text(messages)
         if most is None or len(text) <= most:
@@ -165,7 +166,18 @@ class HFCodec:
         return [*(token for token, _ in same), *self._plain_ids(text[-most:])]
 
     def _plain_ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False, **IDS_ALONE)["input_ids"])
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            return list(self._tokenizer(text, add_special_tokens=add_special_tokens, **IDS_ALONE)["input_ids"])
+        except MemoryError:
+            raise
+        except BaseException as error:
+            # the library tokenizers panics where a regular expression takes too long, and its panic is no Exception
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise InvalidRowError(f"the tokenizer fails on this text: {one_line(error)}") from error
+            raise
 
     def _chat_text(self, messages: list[dict[str, str]]) -> str:
         if not self.has_template:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ from dsbd_cli.ops.cpu.runtime import processor
 
 _logger = logging.getLogger(__name__)
 
-FORMAT = "dsbd.verdict/2"
+FORMAT = "dsbd.verdict/3"
 KEYS = {
     "architecture", "copies", "dtype", "eos", "kernels", "outliers", "plain", "spec", "tested", "tokenizer", "varies",
 }  # fmt: skip
@@ -55,12 +56,19 @@ LIBRARIES = ("ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_", "ATEN_", "NUMBA_", "OPE
 
 
 def read_verdict(digest: str) -> dict[str, Any] | None:
-    """Return the results kept under this digest; None where there are none, or they cannot be read."""
+    """Return the results kept under this digest; None where there are none, or they are not what was written: a changed
+    digit of a model's settings would be another model."""
     with suppress(OSError, ValueError):
-        found = json.loads(_path(digest).read_text(encoding="utf-8"))
-        if isinstance(found, dict) and found.get("format") == FORMAT and _is_complete(found):
-            return found
+        text, _, checksum = _path(digest).read_text(encoding="utf-8").rpartition("\n")
+        if checksum == _checksum(text):
+            found: dict[str, Any] = json.loads(text)
+            if found.get("format") == FORMAT and _is_complete(found):
+                return found
     return None
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _is_complete(found: Mapping[str, Any]) -> bool:
@@ -72,24 +80,32 @@ def _is_complete(found: Mapping[str, Any]) -> bool:
 def write_verdict(digest: str, found: Mapping[str, object]) -> None:
     """Keep the results of the checks, whole or not at all. Where the folder cannot be written, later loads check
     again."""
-    place = _path(digest)
+    text = json.dumps({"format": FORMAT, **found})
     try:
-        write_whole(place, json.dumps({"format": FORMAT, **found}).encode())
+        write_whole(_path(digest), f"{text}\n{_checksum(text)}".encode())
     except OSError as error:
-        _logger.warning("every load checks the model anew: %s cannot be written (%s)", place.parent, error.strerror)
+        why = error if error.strerror is None else f"{cache_folder()} cannot be written ({error.strerror})"
+        _logger.warning("every load checks the model anew: %s", why)
 
 
 def write_whole(place: Path, content: bytes) -> None:
     """Write a file of the cache folder, whole or not at all. Raises OSError."""
-    part = place.with_name(f"{place.name}.{os.getpid()}")
+    part = place.with_name(f"{place.name}.{os.getpid()}.{threading.get_ident()}")
     place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    part.write_bytes(content)
-    part.replace(place)
+    try:
+        part.write_bytes(content)
+        part.replace(place)
+    finally:  # nothing is left where the disk is full
+        part.unlink(missing_ok=True)
 
 
 def cache_folder() -> Path:
-    """Return the folder in which loads keep their results."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsbd"
+    """Return the folder in which loads keep their results. Raises FileNotFoundError for a user without a home, as in
+    many containers."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if cache == "~/.cache":
+        raise FileNotFoundError("there is no home folder: set HOME or XDG_CACHE_HOME")
+    return Path(cache) / "dsbd"
 
 
 def _path(digest: str) -> Path:

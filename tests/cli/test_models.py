@@ -49,6 +49,56 @@ def test_the_list(dsbd: Dsbd, folders: tuple[str, str, str]) -> None:
     assert lines["gpt2"][1:2] == ["openai-community/gpt2"]
 
 
+def test_one_damaged_folder_leaves_the_others_listed(dsbd: Dsbd, tmp_path: Path) -> None:
+    """Guards a list that ends in an error for every name, because of one index."""
+    for text in ("{", '{"weight_map": {"w": 3}}'):
+        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        dsbd("models", "add", "damaged", str(tmp_path))
+        outcome = dsbd("models")
+        assert (outcome.code, outcome.err) == (0, "")
+        assert "gpt2 " in outcome.out
+
+
+def test_a_gguf_file_has_a_name(dsbd: Dsbd, own_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a path that counts from wherever the command is run, and a file that is listed as absent."""
+    (tmp_path / "m.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    assert dsbd("models", "add", "file", "m.gguf").code == 0
+    assert dsbd("models", "add", "folder", ".").code == 0
+    assert own_file.read_text() == f'[models]\nfolder = "{tmp_path}"\nfile = "{tmp_path}/m.gguf"\n'
+    listed = {line.split()[0]: line.split()[2:] for line in dsbd("models").out.splitlines()}
+    assert listed["file"] == listed["folder"] == ["here", "yours"]
+
+
+def test_a_name_keeps_its_revision(dsbd: Dsbd, own_file: Path) -> None:
+    """Guards a run of the main branch where another one was named."""
+    assert dsbd("models", "add", "old", "org/model@v1").code == 0
+    assert own_file.read_text() == '[models]\nold = "org/model@v1"\n'
+
+
+def test_a_link_to_the_users_file_stays_a_link(dsbd: Dsbd, own_file: Path, tmp_path: Path) -> None:
+    """Guards a file that is kept elsewhere: it would have had no new names any more."""
+    kept = tmp_path / "kept.toml"
+    kept.write_text("[models]\n")
+    own_file.parent.mkdir(parents=True)
+    own_file.symlink_to(kept)
+    assert dsbd("models", "add", "x", "org/x").code == 0
+    assert own_file.is_symlink()
+    assert kept.read_text() == '[models]\nx = "org/x"\n'
+
+
+def test_a_user_without_a_home(dsbd: Dsbd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    assert dsbd("models").code == 0
+    refused = dsbd("models", "add", "x", "org/x")
+    assert refused.code == 2
+    assert "there is no such home folder" in refused.err
+    assert not (tmp_path / "~").exists()
+
+
 def test_names_are_added_to_the_users_file(dsbd: Dsbd, folders: tuple[str, str, str], own_file: Path) -> None:
     own_file.parent.mkdir(parents=True)
     own_file.write_text('# mine\n[models]  # names\nold = "org/old"\n\n[other]\nx = 1')

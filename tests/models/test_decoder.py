@@ -31,6 +31,7 @@ from dsbd_cli.errors import ModelError
 from dsbd_cli.models import load_model as stages
 from dsbd_cli.models import verdicts
 from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.checkpoints import loader
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.decoder import decoder_model
@@ -229,6 +230,21 @@ def test_a_setting_that_is_not_known_is_adapted(fields: dict[str, Any], said: st
     assert forest.notes == ()
 
 
+@pytest.mark.parametrize("given", [{"rope_theta": "x"}, {"rope_type": "yarn", "rope_theta": 1e4, "factor": "x"}])
+def test_a_setting_of_a_wrong_type_is_one_line(given: dict[str, Any], folder: Path) -> None:
+    """Guards a traceback of our decoder: transformers says what is wrong."""
+    changed(folder, rope_parameters={"rope_type": "default", **given})
+    with pytest.raises(ModelError, match="cannot be loaded: "):
+        load_model(spec_for(folder))
+
+
+@pytest.mark.parametrize("part", [-1.0, 3.0])
+def test_heads_are_not_rotated_by_more_than_their_width(part: float, folder: Path) -> None:
+    """Guards a traceback: transformers' Llama does not read this setting."""
+    changed(folder, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": part})
+    assert isinstance(load_model(spec_for(folder))[0], CausalForestModel)
+
+
 def test_a_config_key_that_is_not_known_is_adapted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that transformers declares and this package has never heard of; one that transformers does not read
     changes nothing."""
@@ -307,6 +323,7 @@ def test_a_whole_file_goes_before_shards(tmp_path: Path, folder: Path) -> None:
     shards.save_pretrained(tmp_path / "both", max_shard_size="50KB")
     whole.save_pretrained(tmp_path / "whole")
     shutil.copy(tmp_path / "whole" / "model.safetensors", tmp_path / "both")
+    shutil.copy(next((tmp_path / "both").glob("model-*")), tmp_path / "both" / "model_old.safetensors")
     numbers().save_pretrained(tmp_path / "both")
     assert torch.equal(decoder_of(tmp_path / "both").plain(tokens(1, 20)), decoder_of(folder).plain(tokens(1, 20)))
 
@@ -853,6 +870,20 @@ def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert len(made) == 11
 
 
+@pytest.mark.parametrize("named", [None, "int8", "float16"])
+def test_the_dtype_of_the_checkpoint(named: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU. Guards a checkpoint whose config names no dtype, or one that nothing computes in."""
+    changed(folder, dtype=named)
+    monkeypatch.setattr(stages, "dtype_of", lambda *_: "auto")
+    monkeypatch.setattr(loader, "dtype_of", lambda *_: "auto")
+    if named == "int8":
+        with pytest.raises(ModelError, match=r"cannot be loaded: .*int8"):
+            load_model(spec_for(folder))
+        return
+    forest = decoder_of(folder)
+    assert forest.weights_dtype == (torch.float32 if named is None else torch.float16)
+
+
 def test_a_later_load_imports_nothing_of_transformers(folder: Path) -> None:
     """Guards the start: importing it and making a tokenizer take seconds. The first load, here, has done both; the ids
     of the later one, in a process of its own, are the same."""
@@ -867,6 +898,30 @@ def test_a_later_load_imports_nothing_of_transformers(folder: Path) -> None:
     assert again.stdout == "False [5, 9, 2]\n"
 
 
+def test_a_verdict_with_another_digit_is_none(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards another model under the name of this one: its settings stand in the verdict."""
+    made = counted(monkeypatch)
+    decoder_of(folder)
+    (file,) = (tmp_path / "cache" / "dsbd" / "verdicts").iterdir()
+    text = file.read_text()
+    place = text.index('"eps": ') + len('"eps": ')
+    file.write_text(f"{text[:place]}2{text[place + 1 :]}")
+    assert decoder_of(folder).decoder.spec.eps == DECODERS["llama"][1].get("rms_norm_eps", 1e-6)
+    assert len(made) == 2
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize("damage", ["gone", "changed"])
+def test_a_stored_tokenizer_that_is_damaged_is_stored_again(damage: str, folder: Path, tmp_path: Path) -> None:
+    """Guards seconds of every later load."""
+    decoder_of(folder)
+    (file,) = (tmp_path / "cache" / "dsbd" / "tokenizers").iterdir()
+    content = file.read_bytes()
+    file.unlink() if damage == "gone" else file.write_bytes(b"x")
+    assert load(spec_for(folder), None).codec.encode("w5 w9") == [5, 9]
+    assert file.read_bytes() == content
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"format": "other/1", "decoder": null}', "\x00"])
 def test_a_broken_verdict_is_none(text: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = counted(monkeypatch)
@@ -878,6 +933,28 @@ def test_a_broken_verdict_is_none(text: str, folder: Path, tmp_path: Path, monke
     assert decoder_of(folder).invariant
     assert len(made) == 2
     assert file.read_text() == whole
+
+
+def test_a_user_without_a_home_loads_models(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards every command in a container whose user has no entry and no HOME, and a folder named ~ beside the data."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    assert decoder_of(folder).invariant
+    assert "every load checks the model anew: there is no home folder" in caplog.text
+    assert not (tmp_path / "~").exists()
+
+
+def test_nothing_is_left_of_a_file_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    verdicts.write_verdict("0", {"decoder": "x"})
+    assert list((tmp_path / "cache" / "dsbd" / "verdicts").iterdir()) == []
 
 
 def test_a_cache_folder_that_cannot_be_written_costs_checks_alone(

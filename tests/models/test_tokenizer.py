@@ -41,6 +41,28 @@ def test_bytes_join_to_the_text(tokenizer: Any) -> None:
         assert codec.decode(ids) in (joined, joined.removeprefix(" "))
 
 
+class PanicException(BaseException):
+    """As the library tokenizers raises it for a regular expression that takes too long."""
+
+
+@pytest.mark.parametrize("error", [PanicException("Onig: Regex search error"), TypeError("no\nway")])
+def test_a_text_on_which_the_tokenizer_fails_fails_alone(error: BaseException) -> None:
+    """Guards the other rows of a run."""
+
+    def failing(text: str, **_: Any) -> Any:
+        raise error
+
+    codec = HFCodec(failing, (2,))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRowError, match=r"the tokenizer fails on this text: (Onig: Regex search error|no way)$"):
+        codec.encode("a")
+
+    def stopped(text: str, **_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        HFCodec(stopped, (2,)).encode("a")  # type: ignore[arg-type]
+
+
 def test_texts_end_before_the_stop_string_their_bytes_complete(tokenizer: Any) -> None:
     """Stop strings cut from the bytes of real texts, many of which begin with the space that the decoder drops."""
     codec = HFCodec(tokenizer, (2,))

@@ -14,8 +14,17 @@ from huggingface_hub import constants
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import DsbdError, ModelNotFoundError, OutputError, UsageError
-from dsbd_cli.models.checkpoints.hub import cached_folder, has_weights
-from dsbd_cli.models.checkpoints.registry import ALIASES, BUILTIN, parts_of, resolve, user_aliases, user_file
+from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, cached_folder, gguf_files, has_weights, shown
+from dsbd_cli.models.checkpoints.registry import (
+    ALIASES,
+    BUILTIN,
+    expanded,
+    hub_location,
+    parts_of,
+    resolve,
+    user_aliases,
+    user_file,
+)
 
 if TYPE_CHECKING:
     from dsbd_cli.models.tokenizer import HFCodec
@@ -63,12 +72,16 @@ def listed() -> list[CatalogEntry]:
 def _state(source: str) -> State:
     try:
         location = resolve(source)
-        folder = Path(location.path) if location.kind == "folder" else cached_folder(location)
-    except DsbdError:
+        folder = cached_folder(location) if location.kind == "hub" else Path(location.path)
+        if folder is None:
+            return "absent"
+        if folder.is_file() or gguf_files(folder):
+            return "here"
+        if not (folder / "config.json").is_file():
+            return "absent"
+        return "here" if has_weights(folder) else "partly here"
+    except (DsbdError, OSError):  # also a folder that may not be entered
         return "absent"
-    if folder is None or not (folder / "config.json").is_file():
-        return "absent"
-    return "here" if has_weights(folder) else "partly here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +146,19 @@ def _described(spec: ModelSpec) -> tuple[HFCodec, int, int | None]:
 
 
 def local_folder(spec: ModelSpec) -> Path:
-    """Return the folder, or the GGUF file, of a model that is on this machine at least with its small files. Nothing is
-    fetched.
+    """Return the folder, or the GGUF file, of a model that is on this machine at least with its small files, and with
+    its adapters. Nothing is fetched.
 
     Raises ModelNotFoundError.
     """
     from dsbd_cli.models.checkpoints.hub import locate
 
+    for source in (*parts_of(spec.source)[1], *spec.adapters):
+        adapter = None if expanded(source).exists() else hub_location(source)
+        if adapter is not None and cached_folder(adapter, ADAPTER_CONFIG) is None:
+            raise ModelNotFoundError(
+                f"{spec.role} adapter {source!r} is not on this machine: fetch it with `hf download {adapter.path}`"
+            )
     location = resolve(spec.source, spec.role)
     if location.kind != "hub":
         return locate(spec)
@@ -160,6 +179,10 @@ def add_name(name: str, source: str) -> Path:
     if name.startswith("builtin") or not _NAME.fullmatch(name):
         raise UsageError(f"NAME is {name!r}, but must be letters, digits and . _ + - (and not begin with builtin)")
     path = user_file()
+    if str(path).startswith("~"):
+        raise UsageError(
+            f"{path} cannot be written, because there is no such home folder: name a file in DSBD_MODELS_FILE"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # a file that DSBD_MODELS_FILE names must be there to be read
@@ -170,16 +193,17 @@ def add_name(name: str, source: str) -> Path:
         text = _with_line(path.read_text(encoding="utf-8"), name, place)
         if _table(text).get(name) != place:
             raise UsageError(f"{path} is written in a way that nothing can be added to: add {name} by hand")
-        temporary = path.with_name(f".{path.name}.tmp")
+        file = path.resolve()  # a link stays a link
+        temporary = file.with_name(f".{file.name}.tmp")
         temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        temporary.replace(file)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
     return path
 
 
 def _place(name: str, source: str, path: Path) -> str:
-    """Return the meaning of the new name: a hub id, or a folder that exists, as an absolute path.
+    """Return the meaning of the new name: a hub id with its revision, or the absolute path of a folder or a GGUF file.
 
     Raises UsageError where the name is there already or would mean itself.
     """
@@ -191,7 +215,7 @@ def _place(name: str, source: str, path: Path) -> str:
     if parts_of(source)[1]:
         raise UsageError(f"{source} has an adapter, but a name stands for a model alone: NAME+ADAPTER uses it")
     location = resolve(source, "target")
-    return str(Path(location.path).resolve()) if location.kind == "folder" else location.path
+    return shown(location) if location.kind == "hub" else str(Path(location.path).resolve())
 
 
 def _table(text: str) -> dict[str, object]:

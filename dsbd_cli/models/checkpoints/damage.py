@@ -27,7 +27,7 @@ def stored_bytes(place: Path) -> int:
     if place.is_file():
         return place.stat().st_size
     for pattern in ("*.safetensors", "*.bin"):
-        if files := list(place.glob(pattern)):
+        if files := [file for file in place.glob(pattern) if file.is_file()]:
             return sum(file.stat().st_size for file in files)
     return 0
 
@@ -86,10 +86,12 @@ def _weight_files(folder: Path) -> list[Path]:
 def _check_index(index: Path, name: str) -> None:
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        places = [(str(tensor), str(file)) for tensor, file in names.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        places = [*names.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{name}: {index.name} is no index of weights ({type(error).__name__})") from None
     for tensor, file in places:
+        if not isinstance(file, str):
+            raise ModelError(f"{name}: {index.name} names {shorten(file)} for {shorten(tensor)}, which is no file name")
         for path in (PurePosixPath(file), PureWindowsPath(file)):
             if path.is_absolute() or path.drive or ".." in path.parts:
                 raise ModelError(
@@ -112,7 +114,7 @@ def _header(file: Path, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
                 _, shape, offsets = (one[field] for field in ("dtype", "shape", "data_offsets"))
                 begin, end = map(int, offsets)
                 found.append((tensor, tuple(map(int, shape)), begin, end))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         raise ModelError(f"{name}: {file.name} is no safetensors file: its header cannot be read") from None
     for tensor, shape, begin, end in found:
         if not 0 <= begin <= end <= size - start:
@@ -123,11 +125,11 @@ def _header(file: Path, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _check_config(folder: Path, tensors: dict[str, tuple[int, ...]], name: str) -> None:
-    """Check that a config has no more layers than there are tensors, and no width that is wider than every tensor.
+    """Check that a config has layers, no more than there are tensors, and no width that is wider than every tensor.
     Config classes are not used for this, because they list all layers."""
     try:
         given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return  # the error is raised when the config is read
     if not isinstance(given, dict):
         return
@@ -140,7 +142,8 @@ def _check_config(folder: Path, tensors: dict[str, tuple[int, ...]], name: str) 
         if "quantization_config" not in given:  # whose tensors may hold several numbers in one
             limits += [(field, widest, f"no tensor of the weights is wider than {widest}") for field in WIDTHS]
         for field, most, reason in limits:
-            value = config.get(field)
+            value, place = config.get(field), f"{part}.{field}" if part else field
+            if field == "num_hidden_layers" and type(value) is int and value < 1:
+                raise ModelError(f"{name}: config.json is wrong: {place} is {value}, but must be 1 or more")
             if type(value) is int and value > most:
-                place = f"{part}.{field}" if part else field
                 raise ModelError(f"{name}: config.json does not fit the weights: {place} is {value}, but {reason}")

@@ -66,7 +66,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
             start = 8 + min(int.from_bytes(file.read(8), "little"), HEADER)
             header = file.read(start - 8)
             yield header
-            places = _middles(header, start) or places
+            places = [place for place in _middles(header, start) if 0 <= place < size] or places
         for place in places:
             file.seek(place)
             yield file.read(BLOCK)
@@ -78,6 +78,6 @@ def _middles(header: bytes, start: int) -> list[int]:
     try:
         tensors = [one["data_offsets"] for name, one in json.loads(header).items() if name != "__metadata__"]
         middles = sorted(start + (int(first) + int(last)) // 2 for first, last in tensors)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return []
-    return middles if len(middles) <= SAMPLES and min(middles, default=0) >= 0 else []
+    return middles if len(middles) <= SAMPLES else []

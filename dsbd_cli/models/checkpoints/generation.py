@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dsbd_cli.config.token_rules import LISTS, TokenRules
-from dsbd_cli.errors import ModelError
+from dsbd_cli.config.token_rules import LEAST_PENALTY, LISTS, MOST_PENALTY, NAMES, TokenRules
+from dsbd_cli.errors import MOST_INTEGER, ModelError, shorten
 
 # Settings that transformers' beam search acts on and that are not supported here, with the values that do nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -72,7 +73,7 @@ def read_settings(place: Path) -> dict[str, Any]:
     """Return the settings in a JSON file of a checkpoint. Raises ModelError."""
     try:
         found = json.loads(place.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{place} cannot be read: {' '.join(str(error).split())[:120]}") from None
     if not isinstance(found, dict):
         raise ModelError(f"{place} is no object of settings")
@@ -86,25 +87,37 @@ def positions_of(config: Any) -> int | None:
     if rope.get("rope_type") == "longrope":
         # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths
         limit = rope.get("original_max_position_embeddings") or limit
-    return int(limit) if limit else None
+    return int(limit) if limit and limit > 0 else None
 
 
 def checkpoint_rules(model: Any) -> TokenRules:
-    """Return the token rules of a transformers model's generation settings."""
+    """Return the token rules of a transformers model's generation settings. Raises ModelError for values that are
+    none."""
     config = getattr(model, "generation_config", None)
     found: dict[str, Any] = {}
-    for item in fields(TokenRules):
-        value = getattr(config, item.name, None)
-        if value is None:
+    for name in NAMES:
+        value = getattr(config, name, None)
+        if value is None or name == "timestamps":  # which no checkpoint asks for
             continue
-        if item.name == "bad_words_ids":
-            value = [word[0] for word in value if len(word) == 1]
-        if item.name in LISTS:
-            value = tuple(int(token) for token in value if int(token) >= 0)
-        elif isinstance(value, list | tuple):  # several last tokens: see unsupported_settings
-            value = int(value[0]) if len(value) == 1 else None
+        try:
+            if name == "bad_words_ids":
+                value = [word[0] for word in value if len(word) == 1]
+            if name in LISTS:
+                value = tuple(token for token in map(operator.index, value) if token >= 0)
+            elif name == "repetition_penalty":
+                value = float(value)
+                if not LEAST_PENALTY <= value <= MOST_PENALTY:
+                    raise ValueError
+            elif isinstance(value, list | tuple):  # several last tokens: see unsupported_settings
+                value = operator.index(value[0]) if len(value) == 1 else None
+            else:  # a number below 0 asks for nothing, a larger one than MOST_INTEGER for no more than that
+                value = min(operator.index(value), MOST_INTEGER)
+                value = None if value < 0 else value
+        except (TypeError, ValueError):
+            shown = shorten(getattr(config, name))
+            raise ModelError(f"generation_config.json of the target: {name} is {shown}, which it cannot be") from None
         if value is not None:
-            found[item.name] = value
+            found[name] = value
     return TokenRules(**found)
 
 
@@ -112,12 +125,12 @@ def unsupported_settings(model: Any) -> tuple[str, ...]:
     """Return `name value` of each setting that changes a text under transformers and has no effect here."""
     config = getattr(model, "generation_config", None)
     unsupported = [
-        f"{name} {value}"
+        f"{name} {shorten(value)}"
         for name, idle in UNSUPPORTED.items()
         if (value := getattr(config, name, None)) not in idle and value is not None
     ]
-    words: Iterable[list[int]] = getattr(config, "bad_words_ids", None) or ()
-    if longer := sum(len(word) > 1 for word in words):
+    words = getattr(config, "bad_words_ids", None)
+    if isinstance(words, list) and (longer := sum(isinstance(word, list) and len(word) > 1 for word in words)):
         unsupported.append(f"{longer} bad_words_ids of several tokens")
     last = getattr(config, "forced_eos_token_id", None)
     if isinstance(last, list | tuple) and len(last) > 1:
@@ -126,8 +139,9 @@ def unsupported_settings(model: Any) -> tuple[str, ...]:
 
 
 def settings_notes(model: Any) -> tuple[str, ...]:
-    """Return what a user of a target should know of its generation settings, one sentence each."""
-    notes = []
+    """Return what a user of a target should know of its generation settings, one sentence each. Raises ModelError for
+    token rules that are none."""
+    notes, rules = [], checkpoint_rules(model).acting
     if unsupported := unsupported_settings(model):
         notes.append(
             f"the target's generation settings ask for {', '.join(unsupported)}, which is not supported and not done"
@@ -136,7 +150,7 @@ def settings_notes(model: Any) -> tuple[str, ...]:
     if paired and (search := checkpoint_search(model)):
         asked = ", ".join(f"{name} {value}" for name, value in search.items())
         notes.append(f"the target's generation settings ask for {asked}: options of the run decide, not they")
-    if not paired and (rules := checkpoint_rules(model).acting):
+    if not paired and rules:
         asked = ", ".join(f"{name} {value}" for name, value in rules.items())
         notes.append(f"the target's generation settings ask for {asked}: not done without --set token-rules=checkpoint")
     return tuple(notes)

@@ -15,7 +15,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, ModelNotFoundError, UsageError, one_line
-from dsbd_cli.models.checkpoints.registry import Location, hub_location, parts_of, resolve
+from dsbd_cli.models.checkpoints.registry import Location, expanded, hub_location, parts_of, resolve
 
 CONNECT_TIMEOUT_S = 2.0
 
@@ -72,7 +72,7 @@ def locate_adapters(spec: ModelSpec) -> list[Path]:
 
 
 def _adapter_folder(source: str, name: str) -> Path:
-    folder = Path(source).expanduser()
+    folder = expanded(source)
     if not folder.exists() and (location := hub_location(source)) is not None:
         folder = _hub_folder(location, name, ADAPTER_CONFIG, [[ADAPTER_CONFIG, ADAPTER_WEIGHTS]])
     if not folder.is_dir():
@@ -145,16 +145,23 @@ def cached_folder(location: Location, config: str = "config.json") -> Path | Non
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether weights (of either format) are here with all their shards."""
+    """Return whether weights (of either format) are here with all their shards. A damaged index counts as here, because
+    the load then names its fault."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         if (folder / f"{stem}.{suffix}").is_file():
             return True
         index = folder / f"{stem}.{suffix}.index.json"
-        if index.is_file():
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            if all((folder / shard).is_file() for shard in shards):
-                return True
+        if index.is_file() and all((folder / shard).is_file() for shard in _shards(index)):
+            return True
     return False
+
+
+def _shards(index: Path) -> set[str]:
+    """Return the files that an index names; none where it is damaged."""
+    try:
+        return set(map(str, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return set()
 
 
 def reachable(endpoint: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:

@@ -20,17 +20,23 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from dsbd_cli.errors import ModelError, shorten
+
 GROUP, KERNEL = 64, 63
 PARTS = ("dwconv", "global_factor", "local_factor")
 
 
 def mark(folder: Path, config: Any) -> None:
     """Record in a config that its checkpoint's attention is linear, and which parts it has. Leave any other config as
-    it is."""
+    it is. Raises ModelError for sizes that make no sense."""
     if config.model_type != "llama":
         return
     names = _weight_names(folder)
     found = [part for part in PARTS if any(f"self_attn.{part}" in name for name in names)]
+    for name in ("linear_group_size", "linear_kernel_size"):
+        value = getattr(config, name, None)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ModelError(f"{folder}/config.json: {name} is {shorten(value)}, but must be a whole number from 1 on")
     if found or getattr(config, "linear_group_size", None):
         config.linear_group_size = getattr(config, "linear_group_size", None) or GROUP
         config.linear_kernel_size = getattr(config, "linear_kernel_size", None) or KERNEL

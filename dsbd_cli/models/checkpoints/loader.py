@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import logging
+import operator
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,8 @@ from dsbd_cli.ops.select import int8_missing, packing_works
 Checkpoint = tuple[Any, Any]
 
 SMALL_BYTES = 64 << 20  # with dtype auto, weights of up to this size are float32 on a CPU
+
+MOST_IDS = 1 << 24  # of a vocabulary; those of known models have less than a million
 
 COMPRESSED = "compressed-tensors"
 
@@ -52,8 +55,9 @@ def load(spec: ModelSpec, config: Any = None, **more: Any) -> Checkpoint:
         return model, load_tokenizer(locate(spec), spec)
 
 
-def load_network(spec: ModelSpec, config: Any = None, **more: Any) -> Any:
-    """Return the model of `load` without its tokenizer."""
+def load_network(spec: ModelSpec, config: Any = None, kind: Any = None, **more: Any) -> Any:
+    """Return the model of `load` without its tokenizer. kind: the transformers class that loads it, where it is not to
+    generate."""
     placement = more or _placement(spec)
     with quiet():
         folder = locate(spec)
@@ -63,7 +67,7 @@ def load_network(spec: ModelSpec, config: Any = None, **more: Any) -> Any:
         # transformers draws progress bars while it unpacks these, whatever its settings are
         draws_bars = is_gguf(folder) or _method_of(config) == COMPRESSED
         with contextlib.redirect_stderr(io.StringIO()) if draws_bars else contextlib.nullcontext():
-            model = merge_adapters(_model(folder, spec, config, placement), spec)
+            model = merge_adapters(_model(folder, spec, config, kind or _class(config), placement), spec)
     model.eval()
     model.requires_grad_(False)
     return model
@@ -79,13 +83,18 @@ def import_decoder_code(config: Any) -> None:
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that end a text: the generation settings' if they name any, else the config's, else the
-    tokenizer's. The tokenizer's own comes first, if it is one of them."""
+    tokenizer's. The tokenizer's own comes first, if it is one of them. Raises ModelError for what is no token id."""
     for source in (getattr(model, "generation_config", None), model.config.get_text_config(decoder=True), tokenizer):
         found = getattr(source, "eos_token_id", None)
         if found is not None and found != []:
             own = getattr(tokenizer, "eos_token_id", None)
-            ids = dict.fromkeys(found if isinstance(found, (list, tuple)) else [int(found)])
-            return tuple(sorted(ids, key=lambda token: token != own))
+            try:
+                ids = [operator.index(token) for token in (found if isinstance(found, (list, tuple)) else [found])]
+            except TypeError:
+                wanted = "but must be a token id or a list of them"
+                raise ModelError(f"eos_token_id of the checkpoint is {shorten(found)}, {wanted}") from None
+            known = dict.fromkeys(token for token in ids if token >= 0)  # a number below 0 stands for no token
+            return tuple(sorted(known, key=lambda token: token != own))
     return ()
 
 
@@ -96,10 +105,14 @@ def load_tokenizer(folder: Path, spec: ModelSpec) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(**_source(folder), **_local(spec))
+        tokenizer = AutoTokenizer.from_pretrained(**_source(folder), **_local(spec))
+        last = max(tokenizer.get_vocab().values(), default=0)
     except Exception as error:
         hint = "" if read_config(folder) is None else ": mamba_ssm writes none, so put a tokenizer beside its weights"
         raise ModelError(f"{_name(spec)}: its tokenizer cannot be loaded: {one_line(error)}{hint}") from error
+    if last >= MOST_IDS:  # tables of all ids would fill the memory
+        raise ModelError(f"{_name(spec)}: its tokenizer has the id {last}, but no model has more than {MOST_IDS} ids")
+    return tokenizer
 
 
 def _placement(spec: ModelSpec) -> dict[str, Any]:
@@ -114,13 +127,20 @@ def device_of(spec: ModelSpec) -> torch.device:
     """Return the device that a spec without a device map names. Raises UsageError where it is not there."""
     if spec.device == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    return _device(spec, spec.device)
+
+
+def _device(spec: ModelSpec, name: str) -> torch.device:
+    """Return the CPU or the CUDA device of this name. Raises UsageError."""
     try:
-        device = torch.device(spec.device)
+        device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"{spec.role} device {spec.device!r} is not a device: use auto, cpu, cuda or cuda:N") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UsageError(f"{spec.role} device {name!r} is not a device: use auto, cpu, cuda or cuda:N")
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise UsageError(f"{spec.role} device {spec.device!r} is not there: {count} CUDA devices are visible")
+        raise UsageError(f"{spec.role} device {name!r} is not there: {count} CUDA devices are visible")
     return device
 
 
@@ -130,10 +150,17 @@ def _device_map(spec: ModelSpec) -> Any:
         return given
     try:
         found = json.loads(given)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{spec.role} device map {given!r} is not JSON: {error}") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UsageError(f"{spec.role} device map {shorten(given)} is not JSON: {error}") from None
     if not found:
         raise UsageError(f"{spec.role} device map {given!r} is empty: name at least one module, '' for all")
+    for module, place in found.items():
+        if type(place) not in (int, str):
+            raise UsageError(
+                f"{spec.role} device map {given!r} puts {module!r} on {shorten(place)}, which is no device"
+            )
+        if place != "disk":
+            _device(spec, f"cuda:{place}" if type(place) is int else place)
     return found
 
 
@@ -164,6 +191,10 @@ def load_config(folder: Path, spec: ModelSpec) -> Any:
     except Exception as error:
         hint = "" if spec.trust_remote_code or is_gguf(folder) else _remote_code_hint(folder, spec.role)
         raise ModelError(f"{_name(spec)}: its config cannot be read: {one_line(error)}{hint}") from error
+    named = getattr(config, "architectures", None)
+    if not isinstance(named, list | str | None):
+        raise ModelError(f"{_name(spec)}: architectures is {shorten(named)}, but must be a list of names")
+    config.architectures = [named] if isinstance(named, str) else named
     mark(folder, config)
     if config.model_type == CAPTIONER:  # it has an encoder, and does not say so
         config.is_encoder_decoder = True
@@ -175,11 +206,11 @@ def _remote_code_hint(folder: Path, role: str) -> str:
     return f" (it brings its own code: --trust-remote-code {role} runs it)" if wants else ""
 
 
-def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]) -> Any:
+def _model(folder: Path, spec: ModelSpec, config: Any, kind: Any, placement: dict[str, Any]) -> Any:
     _check_weights(folder, spec)
     head = read_head(folder)
     try:
-        loaded: Any = _class(config).from_pretrained(
+        loaded: Any = kind.from_pretrained(
             **_source(folder),
             **_local(spec),
             config=config,
@@ -187,6 +218,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
             attn_implementation=_attention(config),
             weights_only=True,  # a .bin file cannot run code
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # _check_report names them
             **_dequantised(folder, config),
             **_renamed(folder),
             **placement,
@@ -368,12 +400,15 @@ def _check_report(report: dict[str, Any], spec: ModelSpec, elsewhere: set[str]) 
 
     elsewhere: names of weights that come from another file.
     """
-    for kind in ("missing_keys", "mismatched_keys"):
-        if keys := sorted(set(map(str, report.get(kind) or ())) - elsewhere):
-            shown = ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
-            raise ModelError(
-                f"{_name(spec)}: {len(keys)} weights are missing or misshapen ({shown}): get the files again"
-            )
+    if keys := sorted(set(map(str, report.get("missing_keys") or ())) - elsewhere):
+        shown = ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
+        raise ModelError(f"{_name(spec)}: {len(keys)} weights are missing ({shown}): get the files again")
+    if others := sorted(key for key in report.get("mismatched_keys") or () if key[0] not in elsewhere):
+        found, wanted = (" x ".join(map(str, shape)) for shape in others[0][1:])
+        raise ModelError(
+            f"{_name(spec)}: its config does not fit its weights: {others[0][0]} is {found}, but must be {wanted} "
+            f"({len(others)} such weights)"
+        )
 
 
 def dtype_of(spec: ModelSpec, config: Any, folder: Path) -> Any:
@@ -382,11 +417,13 @@ def dtype_of(spec: ModelSpec, config: Any, folder: Path) -> Any:
         return _DTYPES[spec.dtype]
     if getattr(config, "quantization_config", None) is not None:
         return "auto"
+    stored = getattr(config.get_text_config(decoder=True), "dtype", None)
+    if stored in (torch.float64, "float64"):  # nothing here computes in it
+        return torch.float32
     places = spec.device if spec.device_map is None else _device_map(spec)
     named = set(places.values()) if isinstance(places, dict) else {places}
     if not named <= {"cpu", "disk"} and torch.cuda.is_available():
         return "auto"
-    stored = getattr(config.get_text_config(decoder=True), "dtype", None)
     if is_gguf(folder):  # its blocks of four to eight bits are no finer than bfloat16
         large, stored = folder.stat().st_size > SMALL_BYTES // 4, torch.bfloat16
     else:

@@ -124,7 +124,7 @@ def _stored(folder: Path) -> dict[str, Any] | None:
     """Return the config.json of a checkpoint of mamba_ssm; None for any other folder."""
     try:
         stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if (
         not isinstance(stored, dict)

@@ -73,9 +73,14 @@ class Location:
 def user_file() -> Path:
     """Return the TOML file with the user's own names; it need not exist unless $DSBD_MODELS_FILE names it."""
     if named := os.environ.get("DSBD_MODELS_FILE"):
-        return Path(named).expanduser()
+        return expanded(named)
     home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(home).expanduser() / "dsbd" / "models.toml"
+    return expanded(home) / "dsbd" / "models.toml"
+
+
+def expanded(path: str) -> Path:
+    """Return a path with the home folder in place of its ~. Where there is no such folder, the path stays as it is."""
+    return Path(os.path.expanduser(path))
 
 
 def user_aliases() -> dict[str, str]:
@@ -114,7 +119,7 @@ def known_names() -> list[str]:
 def parts_of(source: str) -> tuple[str, tuple[str, ...]]:
     """Split `model+adapter+adapter` into the model and its adapters. A known name or an existing path that holds a + is
     not split."""
-    if "+" not in source or source in ALIASES or source in user_aliases() or Path(source).expanduser().exists():
+    if "+" not in source or source in ALIASES or source in user_aliases() or expanded(source).exists():
         return source, ()
     model, *adapters = source.split("+")
     return model, tuple(adapters)
@@ -122,7 +127,7 @@ def parts_of(source: str) -> tuple[str, tuple[str, ...]]:
 
 def resolve(source: str, role: str = "target") -> Location:
     """Return where the model of `source` is. In this order it may be one of the shipped pair, one of the user's names,
-    one of our names, an existing folder or GGUF file, or a hub id with `@revision` or without.
+    one of our names, an existing folder or GGUF file, or a hub id. `@revision` may follow a hub id and its name.
 
     Raises ModelNotFoundError (naming the role) for a folder that is missing and for a name that is not known.
     """
@@ -133,10 +138,12 @@ def resolve(source: str, role: str = "target") -> Location:
         raise ModelNotFoundError(f"{role} model {'+'.join((source, *adapters))!r} has an empty name beside a +")
     if source.startswith("builtin:"):
         return _builtin(source, role)
-    named = {**ALIASES, **user_aliases()}.get(source)
+    names = {**ALIASES, **user_aliases()}
+    name, at, revision = source.partition("@")
+    named = f"{names[name]}@{revision}" if at and source not in names and name in names else names.get(source)
     place = source if named is None else named
     shown = repr(source) if named is None else f"{source!r} (which means {named!r})"
-    folder = Path(place).expanduser()
+    folder = expanded(place)
     if folder.is_dir():
         return Location("folder", str(folder))
     if folder.suffix.lower() == ".gguf" and folder.is_file():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsbd_cli.errors import one_line
 from dsbd_cli.models.checkpoints.generation import positions_of
 
 ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # activation -> whether it is gelu (in its form with tanh)
@@ -154,6 +155,8 @@ def spec_of(config: Any) -> DecoderSpec | str:
         return DecoderSpec(**{**_common(config), **FAMILIES[family](config)})
     except _UnknownError as error:
         return str(error)
+    except Exception as error:  # settings of wrong types, for transformers to refuse
+        return f"its config cannot be read ({type(error).__name__}: {one_line(error)})"
 
 
 def _idle(value: object) -> bool:
@@ -207,7 +210,7 @@ def _rotary(config: Any, parameters: Mapping[str, Any], dim: int, kind: str | No
     if way not in ROTARY_TYPES:
         raise _UnknownError(f"its rotary positions are {way}, which is not known here")
     rotated = int(dim * (parameters.get("partial_rotary_factor") or 1.0))
-    if rotated % 2 or (rotated != dim and dim % 2):
+    if rotated % 2 or (rotated != dim and dim % 2) or not 0 < rotated <= dim:
         raise _UnknownError(f"it rotates {rotated} of {dim} numbers of a head")
     if way == "default":
         theta = parameters.get("rope_theta")

@@ -112,8 +112,10 @@ def read_tensors(folder: Path) -> Tensors:
     """
     from safetensors import safe_open
 
-    index = folder / INDEX
-    if index.is_file() and not (folder / WHOLE).is_file():  # transformers prefers the whole file, too
+    index, whole = folder / INDEX, folder / WHOLE
+    if whole.is_file():  # transformers reads no other file either
+        files = [whole]
+    elif index.is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         files = [folder / name for name in names]
     else:

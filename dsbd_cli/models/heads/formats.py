@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsbd_cli.errors import ModelError, PairError
+from dsbd_cli.errors import ModelError, PairError, shorten
 from dsbd_cli.models.checkpoints.generation import read_settings
 from dsbd_cli.models.checkpoints.loader import quiet
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
@@ -105,8 +105,7 @@ class HeadTensors(Mapping[str, Callable[[], Tensor]]):
 def is_head(folder: Path) -> bool:
     """Return whether a folder holds a draft head rather than a model, by its config and the names of its tensors."""
     config = read_settings(folder / "config.json") if (folder / "config.json").is_file() else {}
-    named = config.get("architectures") or ()
-    if SPECULATORS in config or any("Eagle3" in str(one) for one in named):
+    if SPECULATORS in config or "Eagle3" in str(config.get("architectures")):
         return True
     return config.get("num_hidden_layers") == 1 and any("midlayer." in name for name in _tensors(folder))
 
@@ -117,6 +116,9 @@ def read_eagle3(folder: Path, target: BaseForestModel) -> FoundHead:
     kind = config.get(SPECULATORS)
     if kind not in (None, "eagle3"):
         raise ModelError(f"its form is {kind}, which is not known here: eagle3 is")
+    for name in ("transformer_layer_config", "eagle_config"):
+        if not isinstance(config.get(name), dict | None):
+            raise ModelError(f"its config says {name} = {shorten(config[name])}, which is no object")
     layer = dict(config.get("transformer_layer_config") or config)
     own = {**config, **(config.get("eagle_config") or {})}
     _refuse_unknown(own, {*OWN, *IDLE, *(KNOWN if kind is None else ())})
@@ -227,6 +229,8 @@ def _head_tokens(tensors: HeadTensors, vocabulary: int, rows: Any) -> tuple[Tens
             raise ModelError(f"it has {rows} of {vocabulary} tokens, but no d2t, which would say which")
         return None, None
     offsets = tensors["d2t"]().to(torch.int64)
+    if offsets.ndim != 1 or not len(offsets):
+        raise ModelError(f"d2t has the shape {list(offsets.shape)}, but must be a list of offsets")
     ids = torch.arange(len(offsets)) + offsets  # d2t holds offsets, not ids
     if rows not in (None, len(ids)):
         raise ModelError(f"d2t has {len(ids)} tokens, but its config says {rows}")
@@ -252,9 +256,11 @@ def _layer_ids(given: Any, layers: int, *, speculators: bool) -> tuple[tuple[int
     if given is None:
         given = (2, layers // 2, layers - 3)
         choices = [0]
-    else:
+    elif isinstance(given, list) and all(type(one) is int for one in given):
         choices = [0, 1] if speculators else [1, 0]
-    found = [tuple(int(one) + more for one in given) for more in choices]
+    else:
+        raise ModelError(f"its config says {LAYER_IDS} = {shorten(given)}, which is no list of layers")
+    found = [tuple(one + more for one in given) for more in choices]
     fitting = tuple(one for one in found if one and min(one) >= 0 and max(one) <= layers)
     if not fitting:
         raise PairError(f"it reads the layers {', '.join(map(str, given))}, and the target has {layers}")
@@ -270,7 +276,8 @@ def layer_spec(settings: Mapping[str, Any]) -> DecoderSpec:
         raise ModelError(f"its layer is of {kind}, which is not known here: llama and qwen3 are")
     if settings.get("num_hidden_layers", 1) != 1:
         raise ModelError(f"it has {settings['num_hidden_layers']} layers, and one is known here")
-    if settings.get("use_sliding_window") or "sliding_attention" in (settings.get("layer_types") or ())[:1]:
+    kinds = settings.get("layer_types")
+    if settings.get("use_sliding_window") or (isinstance(kinds, list) and kinds[:1] == ["sliding_attention"]):
         raise ModelError("its layer has a sliding window, which is not known here")
     left = {name: value for name, value in settings.items() if name in KNOWN and name not in LEFT_OUT}
     try:

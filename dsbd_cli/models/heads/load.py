@@ -42,7 +42,9 @@ def load_head(spec: ModelSpec, target_spec: ModelSpec, target: BaseForestModel) 
     try:
         model = _loaded(spec, target_spec, target)
         _pack(model, spec)
-        model.read(torch.zeros(1, 3, dtype=torch.int64))  # a head that cannot run fails now
+        logits = model.read(torch.zeros(1, 3, dtype=torch.int64))  # a head that cannot run fails now
+        if not bool(logits.isfinite().all()):
+            raise ModelError("its logits are no finite numbers, so its weights are damaged: get the files again")
     except PairError as error:
         raise PairError(f"{_name(spec)} does not fit: {error}") from None
     except KeyError as error:
@@ -128,7 +130,7 @@ def _choose_layers(model: HeadForestModel, found: FoundHead) -> str:
 def _greedy_text(target: BaseForestModel) -> list[int]:
     """Return a short greedy text of the target, with the token that it begins from."""
     eos = target.settings.config.get_text_config(decoder=True).eos_token_id
-    text = [eos if isinstance(eos, int) else 0]
+    text = [eos if isinstance(eos, int) and 0 <= eos < target.vocab_size else 0]
     for _ in range(min(TRIAL, target.max_positions or TRIAL) - 1):
         text.append(int(target.plain(torch.tensor([text]))[0, -1].argmax()))
     return text

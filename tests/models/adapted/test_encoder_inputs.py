@@ -126,7 +126,16 @@ def test_a_source_is_cut_behind_its_language() -> None:
     assert one.cut(encoder_input, 0) is None
 
 
-def test_a_checkpoint_without_a_first_token_is_refused() -> None:
-    model = SimpleNamespace(config=SimpleNamespace(model_type="bart"), generation_config=SimpleNamespace())
-    with pytest.raises(ModelError, match="decoder_start_token_id"):
-        _source_codec(ModelSpec("x"), model, nllb(), (2,))
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "the checkpoint names no decoder_start_token_id"),
+        ({"decoder_start_token_id": 97}, r"answers begin with token 97 \(decoder_start_token_id\), but .* has 97 ids"),
+        ({"decoder_start_token_id": -1}, "answers begin with token -1"),
+    ],
+)
+def test_a_checkpoint_without_a_first_token_is_refused(settings: dict[str, int], said: str) -> None:
+    """Guards "prompt holds token id 97" for every row, whose prompts hold no such token."""
+    model = SimpleNamespace(config=SimpleNamespace(model_type="bart"), generation_config=SimpleNamespace(**settings))
+    with pytest.raises(ModelError, match=f"target model 'x': {said}"):
+        _source_codec(ModelSpec("x"), model, nllb(), (2,), 97)

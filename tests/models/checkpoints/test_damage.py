@@ -19,6 +19,9 @@ from dsbd_cli.errors import ModelError
 from dsbd_cli.models import load_model as loading
 from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, read_headers, stored_bytes
 from dsbd_cli.models.checkpoints.loader import load
+from tests.helpers.tiny import V
+
+INFINITE = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e999]}}'
 
 
 @pytest.fixture
@@ -50,6 +53,8 @@ def test_headers_say_how_large_each_tensor_is(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
+        ({"num_hidden_layers": 0}, r"num_hidden_layers is 0, but must be 1 or more"),
+        ({"text_config": {"num_hidden_layers": -1}}, r"text_config\.num_hidden_layers is -1, but must be 1 or more"),
         ({"num_hidden_layers": 10**8}, r"num_hidden_layers is 100000000, but the weights are \d+ tensors"),
         ({"text_config": {"n_layer": 10**6}}, r"text_config\.n_layer is 1000000, but the weights are \d+ tensors"),
         ({"hidden_size": 10**7}, r"hidden_size is 10000000, but no tensor of the weights is wider than \d+"),
@@ -64,7 +69,15 @@ def test_a_config_that_does_not_fit_is_refused_before_it_is_read(
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("the config is read"))
     change(folder, **fields)
-    assert re.fullmatch(f"config.json does not fit the weights: {said}", refused(folder))
+    assert re.fullmatch(f"config.json (does not fit the weights|is wrong): {said}", refused(folder))
+
+
+def test_a_weight_of_another_shape_is_named(folder: Path) -> None:
+    """Guards "For details look at the above report!", of which nothing is above."""
+    change(folder, vocab_size=V - 1)
+    assert refused(folder) == (
+        f"its config does not fit its weights: lm_head.weight is {V} x 32, but must be {V - 1} x 32 (2 such weights)"
+    )
 
 
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
@@ -76,10 +89,29 @@ def test_an_index_stays_in_its_folder(kind: str, place: str, folder: Path) -> No
     )
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "\xff"])
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "\xff", "[" * 5000])
 def test_an_index_that_is_none_is_one_line(text: str, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
     assert refused(folder).startswith("model.safetensors.index.json is no index of weights (")
+
+
+def test_an_index_names_files(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    for place in (3, ["x"], None):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": place}}))
+        said = f"model.safetensors.index.json names {'null' if place is None else place} for 'w', which is no file name"
+        with pytest.raises(ModelError) as caught:
+            check_checkpoint(folder, "m")
+        assert str(caught.value) == f"m: {said}"
+
+
+def test_a_link_that_leads_nowhere_has_no_size(folder: Path) -> None:
+    """Guards a traceback for a folder of the hub's cache whose blobs are gone."""
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(folder / "gone")
+    assert stored_bytes(folder) == 0
+    with pytest.raises(ModelError, match="cannot be loaded: No such file or directory"):
+        loading.load_model(ModelSpec(str(folder), device="cpu"))
 
 
 def test_shards_that_an_index_names_are_read(folder: Path) -> None:
@@ -106,7 +138,7 @@ def test_a_file_that_is_cut_short_is_named(left: int, folder: Path) -> None:
 
 def test_a_header_that_is_none_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
-    for text in (b"[1]", b"{}{", b'{"w": {"dtype": "F32"}}', b"[" * 3000):
+    for text in (b"[1]", b"{}{", b'{"w": {"dtype": "F32"}}', b"[" * 3000, INFINITE):
         file.write_bytes(len(text).to_bytes(8, "little") + text)
         with pytest.raises(ModelError, match="is no safetensors file: its header cannot be read"):
             check_checkpoint(tmp_path, "m")

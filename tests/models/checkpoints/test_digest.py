@@ -72,7 +72,23 @@ def test_more_tensors_than_blocks(tmp_path: Path, saved: Path) -> None:
     assert changed(before, tmp_path / "one") == set()
 
 
-@pytest.mark.parametrize("text", [b"", b"1234567", b"\xff" * 8, (2).to_bytes(8, "little") + b"{}", b"\x09" + b"0" * 40])
+def headed(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"1234567",
+        b"\xff" * 8,
+        headed(b"{}"),
+        b"\x09" + b"0" * 40,
+        headed(b"[" * 5000),
+        headed(b'{"w": {"data_offsets": [0, 1e999]}}'),
+        headed(b'{"w": {"data_offsets": [0, %d]}}' % 10**30),
+    ],
+)
 def test_a_damaged_file_has_one(text: bytes, folder: Path, saved: Path) -> None:
     """That it is damaged is told when it is loaded."""
     (folder / "model.safetensors").write_bytes(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from dsbd_cli.cli.app import run
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import UnsupportedModelError
+from dsbd_cli.errors import ModelError, UnsupportedModelError
+from dsbd_cli.models.checkpoints.linearised import mark
 from dsbd_cli.models.checkpoints.loader import load
 from dsbd_cli.models.recurrent.linearised_model import LinearisedLlama, causal_conv1d_fn, grouped_linear_attention
 from tests.helpers.checkpoints import byte_level, save, wrap
@@ -81,6 +83,14 @@ def test_weights_that_are_found_too_late_are_an_error(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(UnsupportedModelError, match=r"self_attn\.dwconv\.weight"):
         load(ModelSpec(str(folder)))
+
+
+@pytest.mark.parametrize("size", ["x", -1, 0, 2.5])
+def test_sizes_are_whole_numbers(size: object, tmp_path: Path) -> None:
+    """Guards a traceback in the first forward, and groups of -1 positions."""
+    config = SimpleNamespace(model_type="llama", linear_group_size=size)
+    with pytest.raises(ModelError, match=r"config.json: linear_group_size is .*, but must be a whole number from 1 on"):
+        mark(tmp_path, config)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
+from transformers import LlamaConfig
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, ModelNotFoundError, UnsupportedModelError, UsageError
 from dsbd_cli.models.checkpoints import hub, loader
-from dsbd_cli.models.checkpoints.loader import eos_ids, load
+from dsbd_cli.models.checkpoints.loader import eos_ids, load, load_config
 from dsbd_cli.ops.select import packing_works
 from tests.helpers.checkpoints import save
 
@@ -93,6 +94,14 @@ def test_dtype_auto_on_the_cpu_rounds_nothing(
         assert load(ModelSpec(str(folder), device="cpu"))[0].dtype == loaded.dtype, "a pickle's bytes count"
 
 
+def test_nothing_is_computed_in_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a checkpoint in float64 on a GPU, where others keep their dtype."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for stored, found in ((torch.float64, torch.float32), ("float64", torch.float32), (torch.float16, "auto")):
+        config = LlamaConfig(dtype=stored)
+        assert loader.dtype_of(ModelSpec(str(tmp_path)), config, tmp_path) == found
+
+
 @pytest.mark.parametrize("device_map", ["cpu", '{"": "cpu"}', "auto"])
 def test_device_map(checkpoint: Path, device_map: str) -> None:
     """Guards accelerate's maps, as a word or as JSON."""
@@ -108,15 +117,24 @@ def test_device_map(checkpoint: Path, device_map: str) -> None:
     [
         ("device", "gpu0"),
         ("device", "cuda:99"),
+        ("device", "mps"),
+        ("device", "meta"),
         ("device_map", '{"a": '),
+        ("device_map", '{"":' * 1000),
+        ("device_map", '{"": "gpu0"}'),
+        ("device_map", '{"": 99}'),
+        ("device_map", '{"": -1}'),
+        ("device_map", '{"": ["cpu"]}'),
+        ("device_map", '{"": null}'),
         ("device_map", "{}"),
         ("device_map", '{"": "cpu", "a": "cpu"}'),
     ],
 )
 def test_bad_device(checkpoint: Path, field: str, value: str) -> None:
     """Guards tracebacks from torch for a device that is not there."""
-    with pytest.raises(UsageError, match=f"target device.*{value[:6]}"):
+    with pytest.raises(UsageError, match="target device") as caught:
         load(ModelSpec(str(checkpoint), **{field: value}))
+    assert len(str(caught.value)) < 200
 
 
 def test_cached_hub_id_needs_no_network(checkpoint: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +277,37 @@ def test_unfit_folders(checkpoint: Path, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+def test_names_of_architectures(checkpoint: Path, tmp_path: Path) -> None:
+    """Guards a traceback for what is no list; one name alone is taken as such."""
+    spec = ModelSpec(str(shutil.copytree(checkpoint, tmp_path / "model")), device="cpu")
+    place = tmp_path / "model" / "config.json"
+    config = json.loads(place.read_text())
+    place.write_text(json.dumps({**config, "architectures": "LlamaForCausalLM"}))
+    assert load_config(tmp_path / "model", spec).architectures == ["LlamaForCausalLM"]
+    place.write_text(json.dumps({**config, "architectures": 3}))
+    with pytest.raises(ModelError, match="architectures is 3, but must be a list of names"):
+        load_config(tmp_path / "model", spec)
+
+
+def test_a_missing_key_is_told_as_such(checkpoint: Path, tmp_path: Path) -> None:
+    """Guards "cannot be loaded: 'foo'"."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "foo"}))
+    with pytest.raises(ModelError, match="cannot be loaded: KeyError: 'foo'"):
+        load(ModelSpec(str(folder), device="cpu"))
+
+
+def test_an_id_beyond_all_vocabularies_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """Guards gigabytes of tables for a few bytes of a tokenizer.json, at which the process ended."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    stored["model"]["vocab"]["far"] = 3 * 10**9
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    with pytest.raises(ModelError, match="its tokenizer has the id 3000000000, but no model has more than"):
+        load(ModelSpec(str(folder), device="cpu"))
+
+
 def test_no_language_model(checkpoint: Path, tmp_path: Path) -> None:
     """Guards encoders and the like."""
     folder = Path(shutil.copytree(checkpoint, tmp_path / "clip"))
@@ -283,3 +332,14 @@ def test_end_tokens(checkpoint: Path) -> None:
     assert eos_ids(model, tokenizer) == (7,)
     model.config.eos_token_id = None
     assert eos_ids(model, tokenizer) == (tokenizer.eos_token_id,) == (2,)
+
+
+def test_end_tokens_are_ids(checkpoint: Path) -> None:
+    """Guards -1 against being the last token of the vocabulary, and a traceback for what is no id."""
+    model, tokenizer = load(ModelSpec(str(checkpoint), device="cpu"))
+    model.generation_config.eos_token_id = [2, -1]
+    assert eos_ids(model, tokenizer) == (2,)
+    for wrong in ("x", ["2"], [None], {}, 2.5):
+        model.generation_config.eos_token_id = wrong
+        with pytest.raises(ModelError, match=r"eos_token_id of the checkpoint is .*, but must be a token id or a list"):
+            eos_ids(model, tokenizer)

@@ -26,6 +26,7 @@ def test_alias_hub_id_and_folder(tmp_path: Path) -> None:
     assert resolve("someone/some-model.v1") == Location("hub", "someone/some-model.v1")
     assert resolve("someone/some-model@v1.2") == Location("hub", "someone/some-model", "v1.2")
     assert resolve("someone/some-model@refs/pr/1+./adapter") == Location("hub", "someone/some-model", "refs/pr/1")
+    assert resolve("llama-68m@v2") == Location("hub", "JackFram/llama-68m", "v2")
     assert resolve(str(tmp_path)) == Location("folder", str(tmp_path))
     assert all(resolve(name).kind == "hub" for name in ALIASES)
 
@@ -37,7 +38,7 @@ def test_near_matches(name: str) -> None:
         resolve(name, "draft")
 
 
-@pytest.mark.parametrize("path", ["./none", "../none", "/none/here", "~/none-here", "a/b/c"])
+@pytest.mark.parametrize("path", ["~no-such-user/model", "./none", "../none", "/none/here", "~/none-here", "a/b/c"])
 def test_missing_path_is_told_with_the_role(path: str) -> None:
     """Guards the misleading "not a valid repo id" for a folder that is not there."""
     with pytest.raises(ModelNotFoundError, match=r"draft model .*there is no such folder"):

@@ -40,6 +40,16 @@ def test_refuses(name: str, dtype: torch.dtype) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_logits_that_are_no_numbers_are_told_as_such() -> None:
+    """Guards "cannot hold a tree of tokens" for weights that are infinite."""
+    model = build("llama")
+    model.lm_head.weight.data[5, 5] = float("inf")
+    with pytest.raises(
+        UnsupportedModelError, match="LlamaForCausalLM gives logits that are no finite numbers: its weights"
+    ):
+        self_test(CausalForestModel(model, "llama"))
+
+
 @pytest.mark.parametrize("moved", [True, False])
 def test_a_node_that_rounding_alone_moves_is_no_fault_in_bfloat16(moved: bool) -> None:
     """Attention between two equals falls either way. Then the ordinary forward moves at this node too, where padded."""

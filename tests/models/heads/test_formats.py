@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,16 @@ def test_both_conventions_of_layer_numbers_are_tried(
     assert f"after {chosen} layers (loss 0.00 on a text of the target; 1.00 one layer off)" in found.form
 
 
+def test_an_end_token_outside_of_the_vocabulary_begins_no_text(folder: Path, tmp_path: Path) -> None:
+    """Guards a traceback at load, where the target's text says which layers a head reads."""
+    place = shutil.copytree(folder, tmp_path / "t")
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, "eos_token_id": 10**6}))
+    ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    head = eagle3(tmp_path / "h", "speculators", **ids)
+    assert "one layer off" in read(head, load_model(spec_for(place, "draft"))[0]).form
+
+
 def test_without_layer_numbers_those_of_the_paper_are_taken(tmp_path: Path) -> None:
     deep = load_model(spec_for(save_decoder(tmp_path / "t", build_decoder("llama", num_hidden_layers=8)), "draft"))[0]
     found = read(eagle3(tmp_path / "h", "raw", eagle_config=None), deep)
@@ -124,6 +135,8 @@ def test_without_layer_numbers_those_of_the_paper_are_taken(tmp_path: Path) -> N
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "it reads the layers 1, 2, 9, and the target has 4"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight is 64 x 192"),
         ({"draft_vocab_size": 70}, "d2t has 78 tokens, but its config says 70"),
+        ({"transformer_layer_config": 3}, "transformer_layer_config = 3, which is no object"),
+        ({"eagle_aux_hidden_state_layer_ids": 3}, "eagle_aux_hidden_state_layer_ids = 3, which is no list of layers"),
         ({"norm_before_fc": None, "fc_norm": True, "unused": None}, None),
     ],
 )
@@ -150,6 +163,9 @@ def test_settings_that_do_not_fit(settings: dict[str, Any], says: str | None, ta
         ({"hidden_act": "relu"}, "its activation is relu"),
         ({"logit_scale": 0.5}, "logit_scale = 0.5, which is not known"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"eagle_config": ["x"]}, r"eagle_config = \['x'\], which is no object"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}}, r"\['a'\], which is no list of layers"),
+        ({"layer_types": 3, "vocab_size": 98}, "a vocabulary of 98 tokens"),
         ({"hidden_size": 128}, "it has no embeddings and is 128 wide, and the target's are 64 wide"),
     ],
 )
@@ -170,6 +186,11 @@ def test_raw_settings_that_do_not_fit(settings: dict[str, Any], says: str, targe
         (lambda one: one.update(d2t=one["d2t"] + 10), "it has the token 99"),
         (lambda one: one.update(d2t=torch.zeros_like(one["d2t"]) - torch.arange(78)), "does not give different"),
         (lambda one: one.update({"norm.weight": torch.ones(32)}), "norm.weight is 32"),
+        (
+            lambda one: one.update(d2t=one["d2t"][:, None]),
+            r"d2t has the shape \[78, 1\], but must be a list of offsets",
+        ),
+        (lambda one: one["fc.weight"].fill_(float("nan")), "its logits are no finite numbers"),
     ],
 )
 def test_tensors_that_do_not_fit(changed: Any, says: str, target: Any, tmp_path: Path) -> None:
