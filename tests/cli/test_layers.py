@@ -113,6 +113,8 @@ def test_every_setting_is_declared_by_some_command(dsbd: Dsbd) -> None:
         ("stop = [1]", "stop is [1], but must be a list of strings"),
         ("num_beams = 3\nnum-beams = 3", "is given twice"),
         ("num_beams = ", "is not TOML"),
+        pytest.param(f"seed = {'9' * 5000}", "a value has too many digits or levels", id="digits"),
+        pytest.param(f"stop = {'[' * 3000}", "a value has too many digits or levels", id="levels"),
         ("num_beams = 0", "--num-beams is 0"),
         ("quiet = true\nlog = 'verbose'", "--quiet and --set log=verbose cannot be used together"),
     ],

@@ -50,6 +50,8 @@ def read_job(ctx: typer.Context, path: Path | None) -> Path | None:
             raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"--config {path} is not TOML: {error}") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"--config {path} cannot be read: a value has too many digits or levels") from None
     known = [one.name for one in ctx.command.params if one.name not in NOT_IN_A_FILE]
     given: dict[str, object] = {}
     for key, value in raw.items():
