@@ -101,7 +101,9 @@ class _Trimming:
         held = self._prompts(self._trim.held_out, "--held-out")
         if self._trim.held_out is None:
             held, prompts = hold_out(prompts)
-        report = self._write(self._count(prompts))
+        counts = self._count(prompts)
+        held = self._answerable(held, "held-out prompt")  # nothing may fail once the draft is written
+        report = self._write(counts)
         measured = self._measure(held) if held else None
         if measured is None:
             say("nothing is measured, because no prompts are held out: --held-out FILE names some")
@@ -122,12 +124,25 @@ class _Trimming:
             raise UsageError(f"{name} {path} holds no prompts")
         return requests
 
+    def _answerable(self, prompts: list[Request], kind: str) -> list[Request]:
+        """Return the prompts that fit both models, and warn of the others."""
+        if not prompts:
+            return []
+        from dsbd_cli.train.target_answers import answerable
+
+        kept, failed = answerable(self._engine(), prompts)
+        warn_left_out(failed, kind)
+        return kept
+
     def _count(self, prompts: list[Request]) -> Counter[int]:
         if self._trim.texts is not None:
             from dsbd_cli.train.trim import count_texts
 
             return count_texts(self._draft, self._texts())
         counts: Counter[int] = Counter()
+        prompts = self._answerable(prompts, "prompt")
+        if not prompts:
+            raise DsbdError(f"no prompt of {self._trim.input} can be answered, so there is nothing to count")
         for result in self._engine().run(prompts):
             if result.error is not None:
                 raise DsbdError(f"prompt {result.request.id} cannot be answered: {result.error}")
@@ -195,6 +210,12 @@ def hold_out(prompts: Sequence[Request]) -> tuple[list[Request], list[Request]]:
     """Split prompts into those to measure on, which are every eighth one, 64 at most, and all others."""
     places = range(HELD_OUT_EVERY - 1, len(prompts), HELD_OUT_EVERY)[:HELD_OUT_MOST]
     return [prompts[place] for place in places], [one for place, one in enumerate(prompts) if place not in places]
+
+
+def warn_left_out(failed: Sequence[str], kind: str = "prompt") -> None:
+    """Warn of prompts that cannot be answered. failed: for each its id and why."""
+    if failed:
+        warn(f"left out, because they cannot be answered: {plural(len(failed), kind)}, the first with {failed[0]}")
 
 
 def _sums(measured: Measure) -> dict[str, float]:
