@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.cli.commands.profile import _renderer, option_words
+from dsbd_cli.cli.commands.profile import PromptOptions, _renderer, option_words
 from dsbd_cli.cli.options.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.cli.options.settings import run_settings
 from dsbd_cli.config.variants import MIN_WIDTH
@@ -300,9 +300,11 @@ def test_what_is_measured_is_said_in_plain_lines(dsbd: Dsbd, prompts: Path) -> N
 )
 def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions, setting: ForestSize) -> None:
     """Guards against options that contradict each other, and against a setting that is lost on the way."""
-    words = shlex.split(_renderer((PairOptions(), given), Path("my prompts.jsonl"))(setting))
+    words = shlex.split(
+        _renderer((PairOptions(), given), PromptOptions(Path("my files"), Path("my prompts.jsonl")))(setting)
+    )
     assert words[:2] == ["dsbd", "generate"]
-    assert words[-2:] == ["--input", "my prompts.jsonl"]
+    assert words[-4:] == ["--files-under", "my files", "--input", "my prompts.jsonl"]
     pairs = list(zip(*[iter(words[2:])] * 2, strict=True))
     options, settings = dict(pairs), dict(value.split("=", 1) for name, value in pairs if name == "--set")
     method = MethodOptions(
@@ -346,7 +348,7 @@ def test_the_recommended_command_leaves_defaults_out(
 ) -> None:
     given = {type(group) for group in groups}
     whole = (*groups, *[kind() for kind in (PairOptions, MethodOptions) if kind not in given])
-    assert _renderer(whole, None)(setting) == f"dsbd generate {words} --input prompts.jsonl"
+    assert _renderer(whole, PromptOptions())(setting) == f"dsbd generate {words} --input prompts.jsonl"
 
 
 def test_words_of_options() -> None:
