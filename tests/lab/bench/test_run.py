@@ -202,6 +202,7 @@ def test_a_line_that_asks_for_much_leaves_less_room_for_its_prompt(pair: Engine,
     path.write_text('{"prompt": "question: who met whom", "max_tokens": 90}\n{"prompt": "question: who met whom"}\n')
     found = prepare(jsonl_dataset(path, rows=RowReader(SAMPLING)), pair.codec, 5, 8, 50, SAMPLING)
     assert [prompt.record.id for window in found.windows for prompt in window] == ["1"]
+    assert found.notes[0] == "x.jsonl: left out, because prompt and new tokens do not fit the models: 1 record"
 
 
 def test_records_that_do_not_fit_are_left_out_and_told(pair: Engine, tmp_path: Path) -> None:
@@ -209,9 +210,10 @@ def test_records_that_do_not_fit_are_left_out_and_told(pair: Engine, tmp_path: P
     path.write_text('{"prompt": "%s"}\n{"prompt": "question: who"}\n' % ("word " * 900))
     found = prepare(jsonl_dataset(path), pair.codec, 5, 8, 100, SamplingConfig())
     assert [len(window) for window in found.windows] == [1]
-    assert "1 record of more than 100 tokens" in found.notes[0]
-    with pytest.raises(UsageError, match="no record of jsonl fits"):
-        prepare(jsonl_dataset(path), pair.codec, 5, 8, 1, SamplingConfig())
+    assert "left out, because prompt and new tokens do not fit the models: 1 record" in found.notes[0]
+    for room in (1, -99_000):  # the second where --max-new-tokens alone is too much
+        with pytest.raises(UsageError, match=r"no record of x\.jsonl fits: prompt and new tokens .* lower --max-new"):
+            prepare(jsonl_dataset(path), pair.codec, 5, 8, room, SamplingConfig())
 
 
 def test_conversations_need_a_template_unless_they_can_be_plain(pair: Engine, tmp_path: Path) -> None:
