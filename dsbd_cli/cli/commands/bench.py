@@ -40,6 +40,7 @@ from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS
 from dsbd_cli.lab.bench.sweep import SweepPlan, SweepSetting, choose_methods, plan, read_values
 from dsbd_cli.lab.tasks.choose import open_dataset
 from dsbd_cli.lab.tasks.dataset import Dataset, with_dev, with_shots
+from dsbd_cli.pick.execution import databases
 
 if TYPE_CHECKING:
     from dsbd_cli.lab.bench.run import Bench, OnWindow
@@ -79,7 +80,7 @@ def bench(
         raise UsageError("--batch-size auto would compare methods at different sizes: give a number")
     check_report_files(
         {"--json": outputs.json, "--markdown": outputs.markdown, "--plot": outputs.plot},
-        [data.data, choice.dev_data, answers.allow, sweep.index],
+        [data.data, choice.dev_data, answers.allow, sweep.index, *_databases(data.score)],
         existing=outputs.existing,
     )
     datasets, notes = _datasets(data, choice, shots, settings.rows, chosen=chosen)
@@ -209,6 +210,12 @@ def _with_own_prompts(data: DataOptions) -> DataOptions:
     return dataclasses.replace(data, task=OWN_TASK, data=data.input)
 
 
+def _databases(score: str | None) -> list[str]:
+    """Return the databases that --score runs SQL on."""
+    kind, _, template = (score or "").partition(":")
+    return databases(template) if kind == "exec" else []
+
+
 def _datasets(
     data: DataOptions, choice: ChoiceOptions, shots: int, rows: RowReader, *, chosen: bool
 ) -> tuple[list[Dataset], list[str]]:
@@ -257,9 +264,11 @@ def _run(running: Bench, outputs: BenchOutputs) -> None:
         return
     from dsbd_cli.lab.reports.bench_terminal import print_report
 
-    _write(report, outputs)
-    print_report(report, sys.stdout)
-    sys.stdout.flush()
+    try:
+        _write(report, outputs)
+    finally:  # a full disk does not lose what was measured
+        print_report(report, sys.stdout)
+        sys.stdout.flush()
 
 
 def _write(report: BenchReport, outputs: BenchOutputs) -> None:

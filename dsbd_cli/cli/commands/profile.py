@@ -281,17 +281,19 @@ def _run_settings_of(groups: list[object]) -> RunSettings:
 
 
 def _write(found: Profile, wanted: ProfileOptions) -> None:
-    if wanted.json is not None:
-        document = {"schema": contracts.PROFILE.id, **dataclasses.asdict(found)}
-        write_atomically(wanted.json, contracts.PROFILE.page(document))
-    if wanted.quiet:
+    try:
+        if wanted.json is not None:
+            document = {"schema": contracts.PROFILE.id, **dataclasses.asdict(found)}
+            write_atomically(wanted.json, contracts.PROFILE.page(document))
+    finally:  # a full disk does not lose what was measured
+        _print(found, quiet=bool(wanted.quiet))
+
+
+def _print(found: Profile, *, quiet: bool) -> None:
+    """Print the recommended command, or else the tables, and the tree if there is one, to standard output."""
+    if quiet:
         typer.echo(found.recommended_command)
         return
-    _print(found)
-
-
-def _print(found: Profile) -> None:
-    """Print the tables, and the tree if there is one, to standard output."""
     from rich.text import Text
 
     from dsbd_cli.lab.reports.profile_tables import profile_tables

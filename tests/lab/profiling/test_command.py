@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from dsbd_cli.cli.commands import profile as command
 from dsbd_cli.cli.commands.profile import PromptOptions, _renderer, option_words
 from dsbd_cli.cli.options.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.cli.options.settings import run_settings
 from dsbd_cli.config.variants import MIN_WIDTH
 from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
 from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.errors import OutputError
 from dsbd_cli.lab.profiling.budget import Budget
 from dsbd_cli.lab.reports import units
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
@@ -59,6 +61,19 @@ def test_a_whole_profile(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
     assert [one["depth"] for one in found["acceptance"]] == [1, 2]
     assert found["forest"]["iteration"] == 2
     assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
+
+
+def test_numbers_that_cannot_be_written_in_the_end_are_printed(
+    dsbd: Dsbd, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OutputError(f"cannot write {path}: No space left on device")
+
+    monkeypatch.setattr(command, "write_atomically", full)
+    done = dsbd("profile", "--input", str(prompts), *FEW, "--records", "1", "--json", str(tmp_path / "x.json"), "-q")
+    assert done.code == 1
+    assert "x.json: No space left on device" in done.err
+    assert done.out.startswith("dsbd generate ")
 
 
 def test_without_a_draft_and_with_threshold_width(dsbd: Dsbd, prompts: Path) -> None:
