@@ -226,6 +226,17 @@ def test_a_file_of_the_user_s_own_with_a_score_and_options(tmp_path: Path) -> No
     assert all(line["scores"]["number"]["high"] > 0.3 for line in lines), "0 of 4 is not 0 for certain"
 
 
+def test_a_record_that_no_method_answers_is_told(tmp_path: Path) -> None:
+    """Guards a report of nothing: the target has no encoder to give a prefix to."""
+    data = lines_of(tmp_path / "x.jsonl", 1)
+    done = bench("--input", str(data), "--methods", "greedy", "--set", "prefix=y", "--max-new-tokens", "4", "-q")
+    assert done.code == 3
+    said = " ".join(done.out.split())
+    assert (
+        "note: x.jsonl: records without an answer, which count as wrong: greedy 1; the first: record 0: prefix" in said
+    )
+
+
 def test_dev_records_of_a_file_that_cannot_be(dsbd: Call, tmp_path: Path) -> None:
     one = lines_of(tmp_path / "one.jsonl", 1)
     plain = lines_of(tmp_path / "plain.jsonl", 4, "")

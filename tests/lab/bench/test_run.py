@@ -129,6 +129,19 @@ def test_an_answer_that_failed_is_wrong_whatever_its_score() -> None:
     assert tally.main_scores == [0.0, 1.0]
 
 
+def test_records_without_an_answer_are_noted(pair: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "question:"}\n{"id": "b", "prompt": "question:", "token_rules": "timestamps=1"}\n')
+    settings = plan(["greedy", "beam-search"], {}).settings
+    spec = BenchSpec([jsonl_dataset(path, rows=RowReader(SAMPLING))], settings, 2, 1, 8, SAMPLING)
+    report = Bench(pair, spec, command=["bench"]).run()
+    assert [row.failed for row in report.rows] == [1, 1]
+    assert (
+        "x.jsonl: records without an answer, which count as wrong: greedy 1, beam-search 1; the first: record b: "
+        "token_rules: timestamps is 1, but the target has no tokens of times: drop it"
+    ) in report.notes
+
+
 def test_a_run_that_is_stopped_reports_what_it_has(pair: Engine) -> None:
     running = bench(pair, ["greedy", "beam-sampling"], records=16, tasks=("sql", "qa"))
 
