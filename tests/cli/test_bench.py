@@ -56,6 +56,8 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
         (("--task", "jsonl", "--data", "x"), "--task jsonl is no task: name the prompts with --input"),
         (("--task", "qa", "--score", "f1"), "--score f1 is for prompts of --input, but the task is qa: drop it"),
         (("--records", "0"), "'--records': 0 is less than 1"),
+        (("--records", "9" * 20), f"'--records': {'9' * 20} is more than 2147483647"),
+        (("--records", "9" * 5000), f"'--records': '{'9' * 58}… is not an integer"),
         (("--rounds", "0"), "'--rounds': 0 is less than 1"),
         (("--threads", "1025"), "'--threads': 1025 is more than 1024"),
         (("--batch-size", "0"), "--batch-size is 0"),

@@ -324,6 +324,7 @@ def test_a_held_out_prompt_that_cannot_be_answered_is_left_out(
         ("-o {o}", "--input is missing"),
         ("-i {p}", "--output is missing"),
         ("-i {p} -o {o} --steps 0", "'--steps': 0 is less than 1"),
+        ("-i {p} -o {o} --threads 1025", "'--threads': 1025 is more than 1024"),
         ("-i {p} -o {o} --learning-rate 0", "--learning-rate is 0, but must be above 0 and below 1"),
         ("-i {p} -o {o} --learning-rate 2", "--learning-rate is 2, but must be above 0 and below 1"),
         ("-i {p} -o {o} --layers 3", "--layers is 3, but the target has 3"),

@@ -17,6 +17,7 @@ from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out, 
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
     MAIN,
+    MOST_THREADS,
     DecodeOptions,
     DeviceOptions,
     LoadOptions,
@@ -112,7 +113,7 @@ class DistillOptions:
     quantize: Quantize | None = option(
         DISTILL, "int8: of the target, and of the draft where it is measured, as of generate", metavar="int8"
     )
-    threads: int | None = option(DISTILL, "processor threads, as of generate", least=1)
+    threads: int | None = option(DISTILL, "processor threads, as of generate", least=1, most=MOST_THREADS)
     quiet: bool | None = flag(DISTILL, "nothing but errors", "-q")
 
 
