@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,23 @@ def test_prompts_that_do_not_fit_are_left_out(
     trim(pair, "--input", str(alone), "--size", "120", "-o", str(tmp_path / "none"), code=1)
     assert f"no prompt of {alone} can be answered" in capfd.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+def test_a_signal_after_the_draft_is_written(
+    pair: tuple[str, str],
+    prompts: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(engine: Engine, requests: Sequence[Request], sums: compare.Measure) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(compare, "_round", stop)
+    small = tmp_path / "small"
+    trim(pair, "--input", prompts, "--size", "120", "-o", str(small), code=143)
+    assert capfd.readouterr().err == f"dsbd: stopped: {small} is written, but not measured\n"
+    assert (small / "config.json").is_file()
 
 
 def test_whether_a_pair_fits_knows_a_trimmed_head(pair: tuple[str, str], prompts: str, tmp_path: Path) -> None:

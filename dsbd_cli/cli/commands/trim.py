@@ -23,6 +23,7 @@ from dsbd_cli.cli.options.options import (
 from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, run_settings
 from dsbd_cli.cli.run.files import read_prompts
 from dsbd_cli.cli.run.messages import say, set_style, warn
+from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import DsbdError, UsageError, plural, reading
@@ -82,7 +83,8 @@ def trim_draft(trim: TrimOptions, pair: PairOptions, decoding: DecodeOptions, lo
     settings = run_settings(pair, fixed_depth(pair, method), sampling, DeviceOptions(**vars(loading)))
     if settings.draft is None:
         raise UsageError("there is no draft to trim: name one with --draft")
-    _Trimming(trim, settings, settings.draft, trim.output).run()
+    with StopSignals():
+        _Trimming(trim, settings, settings.draft, trim.output).run()
 
 
 class _Trimming:
@@ -104,7 +106,12 @@ class _Trimming:
         counts = self._count(prompts)
         held = self._answerable(held, "held-out prompt")  # nothing may fail once the draft is written
         report = self._write(counts)
-        measured = self._measure(held) if held else None
+        try:
+            measured = self._measure(held) if held else None
+        except StoppedError as stopped:
+            say(f"stopped: {self._output} is written, but not measured", level="error")
+            stopped.early = False
+            raise
         if measured is None:
             say("nothing is measured, because no prompts are held out: --held-out FILE names some")
         else:
