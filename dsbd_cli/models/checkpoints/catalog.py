@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from dataclasses import dataclass
@@ -160,21 +161,24 @@ def add_name(name: str, source: str) -> Path:
     if name.startswith("builtin") or not _NAME.fullmatch(name):
         raise UsageError(f"NAME is {name!r}, but must be letters, digits and . _ + - (and not begin with builtin)")
     path = user_file()
+    made = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # a file that DSBD_MODELS_FILE names must be there to be read
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}") from error
-    place = _place(name, source, path)
-    try:
+        place = _place(name, source, path)
         text = _with_line(path.read_text(encoding="utf-8"), name, place)
         if _table(text).get(name) != place:
             raise UsageError(f"{path} is written in a way that nothing can be added to: add {name} by hand")
-        temporary = path.with_name(f".{path.name}.tmp")
+        real = Path(os.path.realpath(path))  # a symbolic link stays one
+        temporary = real.with_name(f".{real.name}.tmp")
         temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        temporary.replace(real)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
+    except DsbdError:
+        if made:
+            path.unlink(missing_ok=True)
+        raise
     return path
 
 
