@@ -253,7 +253,7 @@ def _show(report: TrimReport, measured: tuple[Measure, Measure] | None, prompts:
     table = before_and_after()
     table.add_row("head rows", str(report.vocab_size), str(report.kept))
     table.add_row("head MB", *(f"{n / 1e6:.3f}" for n in (report.head_bytes_before, report.head_bytes_after)))
-    table.add_row(f"of {report.counted} counted tokens", "100 %", f"{report.coverage:.2%}")
+    table.add_row(f"of {report.counted} counted tokens", f"{1:.2%}", f"{report.coverage:.2%}")
     if measured is not None:
         names = {
             "acceptance_rate": "drafts accepted",
