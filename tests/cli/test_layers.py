@@ -110,7 +110,7 @@ def test_every_setting_is_declared_by_some_command(dsbd: Dsbd) -> None:
         ("decode = 'fast'", "decode is 'fast', but must be one of search, sample"),
         ("verify = 'fast'", "--verify is 'fast', but must be one of coupled, "),
         ("target = 3", "target is 3, but must be a string"),
-        ("stop = [1]", "stop is [1], but must be a list of strings"),
+        ("stop = [1]", "stop is [1], but must be a string or a list of strings"),
         ("num_beams = 3\nnum-beams = 3", "is given twice"),
         ("num_beams = ", "is not TOML"),
         pytest.param(f"seed = {'9' * 5000}", "a value has too many digits or levels", id="digits"),

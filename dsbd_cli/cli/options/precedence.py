@@ -79,7 +79,10 @@ def _check_types(ctx: typer.Context, given: Mapping[str, object], place: str) ->
         if choices:
             fits, expected = value in choices, f"one of {', '.join(choices)}"
         elif typing.get_origin(hint) is list:
-            fits, expected = isinstance(value, str | list), "a list of strings"  # _add_defaults checks its items
+            fits, expected = (
+                isinstance(value, str | list),
+                "a string or a list of strings",
+            )  # _add_defaults checks its items
         elif hint in (int, float, bool):
             fits, expected = type(value) is hint or (hint is float and type(value) is int), KINDS[hint]
         else:
@@ -106,7 +109,7 @@ def _add_defaults(ctx: typer.Context, given: Mapping[str, object], places: Mappi
         items = value if isinstance(value, list) and name in several else [value]
         kinds = (str,) if name in several else (str, int, float)
         if not items or not all(isinstance(item, kinds) for item in items):
-            expected = "a list of strings" if name in several else "a string, a number, true or false"
+            expected = "a string or a list of strings" if name in several else "a string, a number, true or false"
             raise UsageError(f"{places[name]} is {shorten(value)}, but must be {expected}")
         read = [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
         words[name] = read if name in several else read[0]
