@@ -223,8 +223,8 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
     assert "going on behind step 6" in capfd.readouterr().err
     for name in ("model.safetensors", "answers.jsonl", "config.json"):
         assert (parts / name).read_bytes() == (whole / name).read_bytes(), name
-    steps = [[one["step"] for one in record_of(folder)["milestones"]] for folder in (whole, parts)]
-    assert steps[0] == steps[1]
+    done = [[(one["step"], one["loss"]) for one in record_of(folder)["milestones"]] for folder in (whole, parts)]
+    assert done[0] == done[1]
 
 
 def test_a_run_that_is_killed_leaves_the_best_draft_so_far(
