@@ -86,7 +86,9 @@ def _check_types(ctx: typer.Context, given: Mapping[str, object], place: str) ->
         elif hint in (int, float, bool):
             fits, expected = type(value) is hint or (hint is float and type(value) is int), KINDS[hint]
         else:
-            fits, expected = isinstance(value, str) or (name in OR_AUTO and type(value) is int), "a string"
+            or_number = name in OR_AUTO
+            fits = isinstance(value, str) or (or_number and type(value) is int)
+            expected = "an integer or a string" if or_number else "a string"
         if not fits:
             raise UsageError(f"{place}: {name} is {shorten(value)}, but must be {expected}")
 
@@ -108,7 +110,7 @@ def _add_defaults(ctx: typer.Context, given: Mapping[str, object], places: Mappi
     for name, value in given.items():
         items = value if isinstance(value, list) and name in several else [value]
         kinds = (str,) if name in several else (str, int, float)
-        if not items or not all(isinstance(item, kinds) for item in items):
+        if (not items and name not in several) or not all(isinstance(item, kinds) for item in items):
             expected = "a string or a list of strings" if name in several else "a string, a number, true or false"
             raise UsageError(f"{places[name]} is {shorten(value)}, but must be {expected}")
         read = [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
