@@ -35,9 +35,9 @@ def make(**method: object) -> Engine:
 
 
 WRONG: dict[str, Callable[[], object]] = {
-    "stop is 5, but must be a list of strings": lambda: SamplingConfig(stop=5),
-    "stop is ['a', 3], but must be a list of strings": lambda: SamplingConfig(stop=["a", 3]),  # type: ignore[arg-type,list-item]
-    "stop is [''], but must be a list of non-empty strings": lambda: SamplingConfig(stop=""),
+    "stop is 5, but must be a non-empty string or a list of them": lambda: SamplingConfig(stop=5),
+    "stop is ['a', 3], but must be a non-empty string or a list of them": lambda: SamplingConfig(stop=["a", 3]),  # type: ignore[arg-type,list-item]
+    "stop is '', but must be a non-empty string or a list of them": lambda: SamplingConfig(stop=""),
     "top_k is 2.5, but must be an integer": lambda: SamplingConfig(top_k=2.5),
     "n_best is true, but must be an integer": lambda: SamplingConfig(n_best=True),
     "temperature is 'hot', but must be a number": lambda: SamplingConfig(temperature="hot"),

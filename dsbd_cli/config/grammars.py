@@ -117,8 +117,8 @@ class Grammar:
             schema = json.loads(self.text)
         except json.JSONDecodeError as error:
             raise UsageError(f"not valid JSON: {error}") from None
-        except RecursionError:
-            raise UsageError("nested too deep") from None
+        except (ValueError, RecursionError):
+            raise UsageError("a value has too many digits or levels") from None
         if not isinstance(schema, Mapping | bool):
             raise UsageError(f"{shorten(schema)} is no JSON schema: it must be an object")
         return schema

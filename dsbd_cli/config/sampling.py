@@ -59,6 +59,8 @@ class SamplingConfig:
         stop: object = self.stop
         if isinstance(stop, str | list):
             object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
+        listed = isinstance(self.stop, tuple) and all(isinstance(one, str) and one for one in self.stop)
+        require(listed, "stop", stop, "a non-empty string or a list of them")
         check_types(self)
         require(
             math.isfinite(self.temperature) and self.temperature >= 0,
@@ -70,7 +72,6 @@ class SamplingConfig:
         require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "1 or more")
-        require(all(self.stop), "stop", self.stop, "a list of non-empty strings")
         require(-10 <= self.length_penalty <= 10, "length_penalty", self.length_penalty, "between -10 and 10")
         require(self.n_best >= 1, "n_best", self.n_best, "1 or more")
         most = MAX_TOP_LOGPROBS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import orjson
@@ -16,7 +16,7 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
-from dsbd_cli.errors import RowError
+from dsbd_cli.errors import RowError, shorten
 from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.io.lines.lock import open_locked
 from dsbd_cli.io.lines.resume import truncate_at, whole_size
@@ -127,22 +127,41 @@ def make_answers(
     on_answer: Callable[[int], None],
     *,
     trees: bool = False,
-) -> list[RowError]:
+) -> list[str]:
     """Answer the requests and write a line for each. This ends early where the engine is stopped. on_answer: called
-    after each with how many are done. trees: write the live beams of every step, too. Returns the errors of the
-    requests that cannot be answered."""
+    after each with how many are done. trees: write the live beams of every step, too. Returns, for each request that
+    cannot be answered, its id and why."""
     encoder = Encoder.alone(engine.target, engine.codec, engine.method)
-    failed, beams = [], LiveBeams()
+    failed, beams = list[str](), LiveBeams()
     engine.observe(beams if trees else Observer())
     for number, result in enumerate(engine.run(requests), 1):
         if result.error is not None:
-            failed.append(result.error)
+            failed.append(_told(result.request, result.error))
         tokens, branches = beams.take(number - 1)
         tree = {"tree": tokens, "branches": branches} if tokens else {}
         writer.write(ANSWERS.line(_line(encoder, result) | tree))
         on_answer(number)
     engine.observe(Observer())
     return failed
+
+
+def answerable(engine: Engine, requests: Sequence[Request]) -> tuple[list[Request], list[str]]:
+    """Return the requests that fit the engine's models, and for each other one its id and why it does not."""
+    draft = next(iter(engine.models[1:]), None)
+    encoder = replace(Encoder.alone(engine.target, engine.codec, engine.method), draft=draft)
+    kept, failed = list[Request](), list[str]()
+    for request in requests:
+        try:
+            encoder.job(0, request)
+        except RowError as error:
+            failed.append(_told(request, error))
+        else:
+            kept.append(request)
+    return kept, failed
+
+
+def _told(request: Request, error: RowError) -> str:
+    return f"id {shorten(request.id)}: {error}"
 
 
 def _line(encoder: Encoder, result: RequestResult) -> dict[str, object]:

@@ -17,9 +17,11 @@ from typing import TextIO
 import pytest
 
 from dsbd_cli.cli.app import run
+from dsbd_cli.cli.commands import bench as command
 from dsbd_cli.cli.commands.bench import _progress_of
 from dsbd_cli.cli.run import messages
 from dsbd_cli.cli.run.messages import Talk
+from dsbd_cli.errors import OutputError
 from tests.cli.conftest import Outcome, read, terminal
 
 Call = Callable[..., Outcome]
@@ -54,6 +56,8 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
         (("--task", "jsonl", "--data", "x"), "--task jsonl is no task: name the prompts with --input"),
         (("--task", "qa", "--score", "f1"), "--score f1 is for prompts of --input, but the task is qa: drop it"),
         (("--records", "0"), "'--records': 0 is less than 1"),
+        (("--records", "9" * 20), f"'--records': {'9' * 20} is more than 2147483647"),
+        (("--records", "9" * 5000), f"'--records': '{'9' * 58}… is not an integer"),
         (("--rounds", "0"), "'--rounds': 0 is less than 1"),
         (("--threads", "1025"), "'--threads': 1025 is more than 1024"),
         (("--batch-size", "0"), "--batch-size is 0"),
@@ -99,17 +103,19 @@ def test_a_file_that_exists_is_kept(dsbd: Call, tmp_path: Path) -> None:
         ("--input", "y", "--fuzzy-threshold", "0.1,0.2", "--dev-data", "{old}"),
         ("--allow", "{old}"),
         ("--methods", "greedy,dsbd-coupled", "--drafter", "retrieval", "--set", "index={old}"),
+        ("--input", "y", "--score", "exec:{old}"),
+        ("--input", "y", "--score", "exec:{folder}/{{name}}.jsonl"),
     ],
 )
 @pytest.mark.parametrize("output", ["--json", "--markdown"])
 def test_a_report_does_not_replace_what_is_read(
     dsbd: Call, given: tuple[str, ...], output: str, tmp_path: Path
 ) -> None:
-    old = tmp_path / "old.jsonl"
-    old.write_text('{"prompt": "a"}\n')
-    words = [word.format(old=old) for word in given]
+    old, content = tmp_path / "old.jsonl", b"SQLite format 3\0" if "exec:" in given[-1] else b'{"prompt": "a"}\n'
+    old.write_bytes(content)
+    words = [word.format(old=old, folder=tmp_path) for word in given]
     done = dsbd("bench", *words, output, str(old), "--existing", "overwrite")
-    assert (done.code, done.loads, old.read_text()) == (2, [], '{"prompt": "a"}\n')
+    assert (done.code, done.loads, old.read_bytes()) == (2, [], content)
     assert f"{output} {old} is the input: name another file" in done.err
 
 
@@ -139,6 +145,17 @@ def test_tables_go_to_standard_output_and_files_where_they_are_named(
     assert lines[0]["command"].startswith("dsbd bench --task qa")
     assert "| greedy" in names["markdown"].read_text()
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_that_cannot_be_written_in_the_end_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OutputError(f"cannot write {path}: No space left on device")
+
+    monkeypatch.setattr(command, "write_atomically", full)
+    done = bench(*SMALL[:-1], "greedy", "--json", str(tmp_path / "x.json"))
+    assert done.code == 1
+    assert "x.json: No space left on device" in done.err
+    assert "greedy" in done.out
 
 
 def test_the_time_left_is_said_early_and_then_every_minute(capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,13 +228,24 @@ def test_a_file_of_the_user_s_own_with_a_score_and_options(tmp_path: Path) -> No
     assert all(line["scores"]["number"]["high"] > 0.3 for line in lines), "0 of 4 is not 0 for certain"
 
 
+def test_a_record_that_no_method_answers_is_told(tmp_path: Path) -> None:
+    """Guards a report of nothing: the target has no encoder to give a prefix to."""
+    data = lines_of(tmp_path / "x.jsonl", 1)
+    done = bench("--input", str(data), "--methods", "greedy", "--set", "prefix=y", "--max-new-tokens", "4", "-q")
+    assert done.code == 3
+    said = " ".join(done.out.split())
+    assert (
+        "note: x.jsonl: records without an answer, which count as wrong: greedy 1; the first: record 0: prefix" in said
+    )
+
+
 def test_dev_records_of_a_file_that_cannot_be(dsbd: Call, tmp_path: Path) -> None:
     one = lines_of(tmp_path / "one.jsonl", 1)
     plain = lines_of(tmp_path / "plain.jsonl", 4, "")
     call = ("bench", "--fuzzy-threshold", "0.1,0.2", "-i")
     for arguments, message in (
         ((str(one),), "holds one record, but a threshold is chosen on dev records"),
-        ((str(plain), "--dev-records", "2"), "answers of jsonl are not scored"),
+        ((str(plain), "--dev-records", "2"), "answers of plain.jsonl are not scored"),
         ((str(plain), "--dev-data", str(plain)), "are both"),
         ((str(plain), "--dev-data", str(one)), "are not scored alike"),
     ):
@@ -236,7 +264,7 @@ def test_thresholds_on_a_file_of_the_user_s_own(tmp_path: Path) -> None:
     said = " ".join(done.out.split())
     assert "the 2nd, 4th, .. records are dev, the others are test" in said
     assert "beam-sampling is run as well" in said
-    assert "2 dev records and 3 test records: fuzzy threshold" in said
+    assert "x.jsonl, 2 dev records and 3 test records: fuzzy threshold" in said
     assert "T=0.1 is chosen: 0.0 % on dev, 0.0 % on test" in said or "T=0.4 is chosen" in said
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["split"], line["records"]) for line in lines] == [("test", 3)] * 3 + [("dev", 2)] * 3

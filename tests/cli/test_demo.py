@@ -10,6 +10,7 @@ import pytest
 
 from dsbd_cli.cli.app import run
 from dsbd_cli.cli.commands import demo
+from dsbd_cli.errors import InvalidRowError
 from dsbd_cli.lab.bench.beside import Answer, Beam, BesideTransformers
 from dsbd_cli.requests import EngineInfo
 from dsbd_cli.stats import RequestStats
@@ -88,6 +89,21 @@ def test_beams_that_differ_are_shown_and_end_with_an_error_code(
     assert re.split(r"\s{2,}", lines[theirs + 2].strip()) == says
     assert any("dsbd generate --target 'my model' --chat" in line for line in lines[theirs:])
     assert all(len(line) <= 120 for line in lines)
+
+
+def test_a_prompt_that_cannot_be_answered_is_wrong_usage(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the exit codes: 1 is for beams that differ, 3 for rows of a file."""
+
+    def fail(self: _Fake, prompt: str) -> Answer:
+        raise InvalidRowError("request demo: prompt is empty: there is no token to start from")
+
+    monkeypatch.setattr("dsbd_cli.lab.bench.beside.BesideTransformers", _Fake)
+    monkeypatch.setattr(_Fake, "ours", fail)
+    assert run(["demo", "--prompt", ""]) == 2
+    said = "--prompt cannot be answered: prompt is empty: there is no token to start from"
+    assert capsys.readouterr().err.endswith(f"error: {said}\n")
 
 
 def test_generate_explains_itself_on_a_terminal(dsbd: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,8 +223,8 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
     assert "going on behind step 6" in capfd.readouterr().err
     for name in ("model.safetensors", "answers.jsonl", "config.json"):
         assert (parts / name).read_bytes() == (whole / name).read_bytes(), name
-    steps = [[one["step"] for one in record_of(folder)["milestones"]] for folder in (whole, parts)]
-    assert steps[0] == steps[1]
+    done = [[(one["step"], one["loss"]) for one in record_of(folder)["milestones"]] for folder in (whole, parts)]
+    assert done[0] == done[1]
 
 
 def test_a_run_that_is_killed_leaves_the_best_draft_so_far(
@@ -297,10 +297,25 @@ def test_a_prompt_that_cannot_be_answered_is_left_out(
     path.write_text("\n".join([json.dumps({"prompt": "fox " * 2000}), *PROMPTS[1:10]]) + "\n")
     distil(target, str(path), tmp_path / "draft", "--decode", "search", "--steps", "2")
     err = capfd.readouterr().err
-    assert "warning: 1 prompts cannot be answered and are left out; the first: " in err
+    assert "warning: left out, because they cannot be answered: 1 prompt, the first with id '0': prompt has " in err
+    assert "the speed is not measured, because that takes two held-out prompts or more, and there is one" in err
+    assert "too short" not in err
     assert record_of(tmp_path / "draft")["complete"]
     distil(target, str(path), tmp_path / "quiet", "--steps", "1", "--quiet")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_held_out_prompt_that_cannot_be_answered_is_left_out(
+    target: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the number of prompts that the measurements are said to be of."""
+    path = tmp_path / "prompts.jsonl"
+    long = json.dumps({"id": "long", "prompt": "fox " * 2000})
+    path.write_text("\n".join([*PROMPTS[:7], long, *PROMPTS[8:16]]) + "\n")
+    distil(target, str(path), tmp_path / "draft", "--layers", "1", "--steps", "1")
+    out, err = capfd.readouterr()
+    assert "left out, because they cannot be answered: 1 held-out prompt, the first with id 'long': prompt has " in err
+    assert "measured on 1 held-out prompt: " in out
 
 
 @pytest.mark.parametrize(
@@ -309,6 +324,7 @@ def test_a_prompt_that_cannot_be_answered_is_left_out(
         ("-o {o}", "--input is missing"),
         ("-i {p}", "--output is missing"),
         ("-i {p} -o {o} --steps 0", "'--steps': 0 is less than 1"),
+        ("-i {p} -o {o} --threads 1025", "'--threads': 1025 is more than 1024"),
         ("-i {p} -o {o} --learning-rate 0", "--learning-rate is 0, but must be above 0 and below 1"),
         ("-i {p} -o {o} --learning-rate 2", "--learning-rate is 2, but must be above 0 and below 1"),
         ("-i {p} -o {o} --layers 3", "--layers is 3, but the target has 3"),
@@ -320,6 +336,7 @@ def test_a_prompt_that_cannot_be_answered_is_left_out(
         ("-i {p} -o {o} --form tail", "'tail' is not one of 'head', 'model'"),
         ("-i {p} -o {o} --num-beams 0", "--num-beams is 0, but must be 1 or more"),
         ("-i {p} -o {o} --seed -1", "seed is -1, but must be an integer from 0"),
+        ("-i {p} -o {o} --decode search --seed -1", "--seed is -1, but must be an integer from 0"),
         ("-i {o}.none -o {o}", "--input {o}.none cannot be read: No such file"),
         ("-i {f} -o {o}", "--input {f} holds 3 prompts, but 8 or more are needed"),
         ("-i {b} -o {o}", "--input {b}: line 2: "),

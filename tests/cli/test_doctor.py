@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -131,6 +133,23 @@ def test_a_part_that_fails_leaves_the_others(
     refused = dsbd("doctor", "--target", "x" * 300)
     assert refused.code == 1
     assert "cannot be used: File name too long\n" in refused.out
+
+
+def test_ctrl_c_is_not_called_broken(
+    dsbd: Dsbd, folders: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a library that turns the interrupt of its import into an error of its own."""
+
+    def interrupted() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except BaseException as error:
+            raise ImportError("interrupted") from error
+
+    monkeypatch.setattr(checkup, "_gpu", interrupted)
+    outcome = dsbd("doctor", "--target", folders[0])
+    assert (outcome.code, "BROKEN" in outcome.out) == (130, False)
+    assert outcome.err == "dsbd: stopped before there was a result\n"
 
 
 def test_wrong_usage(dsbd: Dsbd) -> None:

@@ -211,6 +211,23 @@ def test_an_index_does_not_replace_its_corpus(builtin: Callable[..., Outcome], t
     assert corpus.read_text() == '{"text": "a b a b"}\n'
 
 
+def test_an_index_leaves_its_neighbours_alone(builtin: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Guards a corpus that is called as the index is while it is written; and a link, which stays one."""
+    corpus = tmp_path / "texts.part"
+    corpus.write_text("a b a b")
+    (tmp_path / "texts").symlink_to(tmp_path / "index")
+    (tmp_path / "index").write_text("old")
+    made = builtin("index", str(corpus), "-o", str(tmp_path / "texts"), "--existing", "overwrite")
+    assert made.code == 0, made.err
+    assert corpus.read_text() == "a b a b"
+    assert (tmp_path / "texts").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(("texts", "index", ".texts"))) == [
+        "index",
+        "texts",
+        "texts.part",
+    ]
+
+
 @pytest.mark.parametrize(
     ("output", "message"),
     [

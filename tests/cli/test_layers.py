@@ -110,9 +110,12 @@ def test_every_setting_is_declared_by_some_command(dsbd: Dsbd) -> None:
         ("decode = 'fast'", "decode is 'fast', but must be one of search, sample"),
         ("verify = 'fast'", "--verify is 'fast', but must be one of coupled, "),
         ("target = 3", "target is 3, but must be a string"),
-        ("stop = [1]", "stop is [1], but must be a list of strings"),
+        ("depth = 1.5", "depth is 1.5, but must be an integer or a string"),
+        ("stop = [1]", "stop is [1], but must be a string or a list of strings"),
         ("num_beams = 3\nnum-beams = 3", "is given twice"),
         ("num_beams = ", "is not TOML"),
+        pytest.param(f"seed = {'9' * 5000}", "a value has too many digits or levels", id="digits"),
+        pytest.param(f"stop = {'[' * 3000}", "a value has too many digits or levels", id="levels"),
         ("num_beams = 0", "--num-beams is 0"),
         ("quiet = true\nlog = 'verbose'", "--quiet and --set log=verbose cannot be used together"),
     ],
@@ -122,6 +125,15 @@ def test_a_wrong_file_is_refused_with_one_line(dsbd: Dsbd, job: Callable[[str], 
     assert (outcome.code, outcome.loads) == (2, [])
     assert message in outcome.err
     assert outcome.err.count("\n") == 1
+
+
+def test_an_empty_list_is_no_value(dsbd: Dsbd, job: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job file takes back what the environment gives."""
+    monkeypatch.setenv("DSBD_STOP", "x")
+    outcome = dsbd("generate", "--config", job("stop = []"), "--print-config")
+    assert outcome.code == 0, outcome.err
+    assert "\nstop = " not in outcome.out
+    assert '\nstop = ["x"]' in dsbd("generate", "--print-config").out
 
 
 def test_a_file_may_begin_with_a_byte_order_mark(dsbd: Dsbd, tmp_path: Path) -> None:

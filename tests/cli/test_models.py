@@ -122,11 +122,18 @@ def test_names_are_added_to_the_users_file(dsbd: Dsbd, folders: tuple[str, str, 
 def test_the_first_name_makes_the_file(
     dsbd: Dsbd, own_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert dsbd("models", "add", "x", "./no-such-folder").code == 1
+    assert not own_file.exists(), "what is refused leaves no file"
     assert dsbd("models", "add", "x", "org/x").code == 0
     assert own_file.read_text() == '[models]\nx = "org/x"\n'
     monkeypatch.setenv("DSBD_MODELS_FILE", str(tmp_path / "named.toml"))
     assert dsbd("models", "add", "y", "org/y").code == 0
     assert (tmp_path / "named.toml").read_text() == '[models]\ny = "org/y"\n'
+    (tmp_path / "link.toml").symlink_to(tmp_path / "named.toml")
+    monkeypatch.setenv("DSBD_MODELS_FILE", str(tmp_path / "link.toml"))
+    assert dsbd("models", "add", "z", "org/z").code == 0
+    assert (tmp_path / "link.toml").is_symlink()
+    assert (tmp_path / "named.toml").read_text() == '[models]\nz = "org/z"\ny = "org/y"\n'
 
 
 def test_a_file_that_cannot_take_a_line_is_left_alone(dsbd: Dsbd, own_file: Path) -> None:

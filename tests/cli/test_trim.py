@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,41 @@ def test_from_prompts_to_a_draft(
     full = generate(pair, prompts, tmp_path / "full.jsonl")
     again = generate(pair, prompts, tmp_path / "small.jsonl", draft=str(small))
     assert [row["text"] for row in full] == [row["text"] for row in again]
+
+
+def test_prompts_that_do_not_fit_are_left_out(
+    pair: tuple[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards a folder that is written though its measurement fails, and one long prompt that ends the run of others."""
+    path, alone = tmp_path / "prompts.jsonl", tmp_path / "alone.jsonl"
+    long = [json.dumps({"id": f"long-{n}", "prompt": "fox " * 2000}) for n in range(2)]
+    path.write_text("\n".join([long[0], *PROMPTS[:6], long[1], *PROMPTS[8:]]) + "\n")
+    alone.write_text(long[0] + "\n")
+    trim(pair, "--input", str(path), "--size", "120", "-o", str(tmp_path / "small"))
+    out, err = capfd.readouterr()
+    for kind, name in (("prompt", "long-0"), ("held-out prompt", "long-1")):
+        assert f"left out, because they cannot be answered: 1 {kind}, the first with id '{name}': prompt has" in err
+    assert "measured on 1 held-out prompt" in out
+    trim(pair, "--input", str(alone), "--size", "120", "-o", str(tmp_path / "none"), code=1)
+    assert f"no prompt of {alone} can be answered" in capfd.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_signal_after_the_draft_is_written(
+    pair: tuple[str, str],
+    prompts: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(engine: Engine, requests: Sequence[Request], sums: compare.Measure) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(compare, "_round", stop)
+    small = tmp_path / "small"
+    trim(pair, "--input", prompts, "--size", "120", "-o", str(small), code=143)
+    assert capfd.readouterr().err == f"dsbd: stopped: {small} is written, but not measured\n"
+    assert (small / "config.json").is_file()
 
 
 def test_whether_a_pair_fits_knows_a_trimmed_head(pair: tuple[str, str], prompts: str, tmp_path: Path) -> None:

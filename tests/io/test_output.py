@@ -97,6 +97,23 @@ def test_an_error_is_a_record() -> None:
     assert record["error"] == {"type": "PromptTooLongError", "message": "line 7: prompt has 9 tokens", "line": 7}
 
 
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"prompt": "p", "max_tokens": 99}, "max_tokens"),
+        ({"prompt": "p", "max_new_tokens": 99}, "max_new_tokens"),
+        (
+            {"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "p", "max_tokens": 99}},
+            "body.max_tokens",
+        ),
+    ],
+)
+def test_an_error_of_the_engine_has_the_names_of_the_row(row: dict[str, object], name: str) -> None:
+    read = RowReader().read(json.dumps(row).encode(), index=3, number=7)
+    failed = answered(read, PromptTooLongError("prompt has 9 tokens and max_new_tokens is 99"))
+    assert str(row_error(read, failed)) == f"line 7: prompt has 9 tokens and {name} is 99"
+
+
 @pytest.mark.parametrize("broken", [{"logprob": float("nan")}, {"score": float("-inf")}])
 def test_nan_is_never_written(broken: dict[str, float]) -> None:
     row = row_of()

@@ -137,7 +137,7 @@ REFUSED: list[tuple[object, str]] = [
     ({"prompt": "p", "max_new_tokens": 0}, "max_new_tokens is 0"),
     ({"prompt": "p", "max_tokens": 0}, "max_tokens is 0"),
     ({"prompt": "p", "max_completion_tokens": 2**40}, "max_completion_tokens is 1099511627776, but must be at most"),
-    ({"prompt": "p", "stop": ""}, "stop is [''], but must be a list of non-empty strings"),
+    ({"prompt": "p", "stop": ""}, "stop is '', but must be a non-empty string or a list of them"),
     ({"prompt": "p", "stop": ["a", 1]}, "stop is ['a', 1]"),
     ({"prompt": "p", "stop": ["a"] * 17}, "stop is a list of 17 strings, but must be of at most 16"),
     ({"prompt": "p", "stop": "a" * 300}, "stop is ['aaa"),

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import typer
+
 from dsbd_cli.cli.options.bench_options import (
     DEFAULT_RECORDS,
     DEFAULT_ROUNDS,
@@ -30,6 +32,7 @@ from dsbd_cli.cli.options.settings import has_draft, run_settings
 from dsbd_cli.cli.run.files import check_files_under, check_report_files
 from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
+from dsbd_cli.cli.run.summary import ROWS_FAILED
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.errors import UsageError, as_utf8, option_name
@@ -40,6 +43,7 @@ from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS
 from dsbd_cli.lab.bench.sweep import SweepPlan, SweepSetting, choose_methods, plan, read_values
 from dsbd_cli.lab.tasks.choose import open_dataset
 from dsbd_cli.lab.tasks.dataset import Dataset, with_dev, with_shots
+from dsbd_cli.pick.execution import databases
 
 if TYPE_CHECKING:
     from dsbd_cli.lab.bench.run import Bench, OnWindow
@@ -63,6 +67,8 @@ def bench(
     The models are loaded once. Every few records are answered by every method in turn.
 
     Without options: the built-in pair on its two tasks, in under two minutes. Ctrl-C prints what is measured by then.
+
+    Exit code 3 says that some method gave no answer to some record; a note says which.
     """
     set_style(quiet=outputs.quiet)
     data = _with_own_prompts(data)
@@ -79,7 +85,7 @@ def bench(
         raise UsageError("--batch-size auto would compare methods at different sizes: give a number")
     check_report_files(
         {"--json": outputs.json, "--markdown": outputs.markdown, "--plot": outputs.plot},
-        [data.data, choice.dev_data, answers.allow, sweep.index],
+        [data.data, choice.dev_data, answers.allow, sweep.index, *_databases(data.score)],
         existing=outputs.existing,
     )
     datasets, notes = _datasets(data, choice, shots, settings.rows, chosen=chosen)
@@ -105,9 +111,11 @@ def bench(
         engine = settings.loader(drafts=any(one.drafts for one in planned.settings))()
         running = Bench(engine, spec, command=[str(word) for word in arguments] or ["bench"])
         signals.on_stop = running.stop
-        _run(running, outputs)
+        failed = _run(running, outputs)
         if signals.number is not None:
             raise StoppedError(signals.number)
+    if failed:
+        raise typer.Exit(ROWS_FAILED)
 
 
 def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> SweepPlan:
@@ -209,6 +217,12 @@ def _with_own_prompts(data: DataOptions) -> DataOptions:
     return dataclasses.replace(data, task=OWN_TASK, data=data.input)
 
 
+def _databases(score: str | None) -> list[str]:
+    """Return the databases that --score runs SQL on."""
+    kind, _, template = (score or "").partition(":")
+    return databases(template) if kind == "exec" else []
+
+
 def _datasets(
     data: DataOptions, choice: ChoiceOptions, shots: int, rows: RowReader, *, chosen: bool
 ) -> tuple[list[Dataset], list[str]]:
@@ -248,18 +262,22 @@ def _datasets(
     return found, notes
 
 
-def _run(running: Bench, outputs: BenchOutputs) -> None:
-    """Measure, then print and write the report. After a signal it has what was measured until then."""
+def _run(running: Bench, outputs: BenchOutputs) -> bool:
+    """Measure, then print and write the report. After a signal it has what was measured until then. Returns whether
+    some record has no answer."""
     with talking() as talk:
         report = running.run(_progress_of(talk, running.settings))
     if not report.rows:
         say("stopped before anything was measured")
-        return
+        return False
     from dsbd_cli.lab.reports.bench_terminal import print_report
 
-    _write(report, outputs)
-    print_report(report, sys.stdout)
-    sys.stdout.flush()
+    try:
+        _write(report, outputs)
+    finally:  # a full disk does not lose what was measured
+        print_report(report, sys.stdout)
+        sys.stdout.flush()
+    return any(row.failed for row in report.rows)
 
 
 def _write(report: BenchReport, outputs: BenchOutputs) -> None:

@@ -18,7 +18,7 @@ from dsbd_cli.cli.options.settings import fixed_depth, run_settings
 from dsbd_cli.cli.run.messages import talking, visible
 from dsbd_cli.cli.run.signals import StopSignals
 from dsbd_cli.config.model import BUILTIN_TARGET
-from dsbd_cli.errors import plural
+from dsbd_cli.errors import RowError, UsageError, plural
 from dsbd_cli.lab.tasks.record import shipped
 
 if TYPE_CHECKING:
@@ -67,7 +67,12 @@ def demo(pair: PairOptions, wanted: DemoOptions) -> None:
             talk.now("loading the models (the first time compiles kernels and checks the target)", {})
             beside = BesideTransformers(settings.target, settings.draft, settings.method, tokens)
             talk.now("answering", {})
-            ours = [beside.ours(prompt) for prompt in prompts]
+            try:
+                ours = [beside.ours(prompt) for prompt in prompts]
+            except RowError as error:
+                if wanted.prompt is None:
+                    raise
+                raise UsageError(f"--prompt cannot be answered: {str(error).removeprefix('request demo: ')}") from None
         screen = Screen(sys.stdout)
         _show_prompt(screen, beside, prompts[0])
         _show_ours(screen, ours[0])

@@ -13,10 +13,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out
+from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out, warn_left_out
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
     MAIN,
+    MOST_THREADS,
     DecodeOptions,
     DeviceOptions,
     LoadOptions,
@@ -32,8 +33,8 @@ from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
 from dsbd_cli.config.model import BUILTIN_TARGET, DTYPES, ModelSpec, Quantize
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.variants import SEARCH
-from dsbd_cli.errors import DsbdError, RowError, UsageError, option_name
-from dsbd_cli.requests import Request
+from dsbd_cli.errors import DsbdError, UsageError, option_name, plural
+from dsbd_cli.requests import Request, check_seed
 from dsbd_cli.train.run_record import (
     BATCH,
     RECORD,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
 DISTILL = "Distillation"
 ANSWERS, CHECKPOINT = "answers.jsonl", "checkpoint"
+LOSSES = "losses"  # name in a checkpoint
 STEPS = 1000
 FEW_PROMPTS = 500
 CUT_RATE, NEW_RATE = 5e-4, 1e-3  # learning rates: for the target's own layers, for a small Llama or a head
@@ -112,7 +114,7 @@ class DistillOptions:
     quantize: Quantize | None = option(
         DISTILL, "int8: of the target, and of the draft where it is measured, as of generate", metavar="int8"
     )
-    threads: int | None = option(DISTILL, "processor threads, as of generate", least=1)
+    threads: int | None = option(DISTILL, "processor threads, as of generate", least=1, most=MOST_THREADS)
     quiet: bool | None = flag(DISTILL, "nothing but errors", "-q")
 
 
@@ -131,6 +133,8 @@ def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptio
         raise UsageError("--input is missing: name a file of prompts")
     if options.output is None:
         raise UsageError("--output is missing: name a folder for the draft")
+    if options.seed is not None:
+        check_seed(options.seed)  # --decode search draws no answers, but batches and weights
     rate = options.learning_rate
     if rate is not None and not 0 < rate < 1:
         raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
@@ -173,6 +177,7 @@ class _Distilling:
         self._folder, self._signals, self._talk = folder, signals, talk
         self._spec, self._draft_device = settings.target, draft_device
         self._stopped = False
+        self._losses: list[float] = []  # of the steps since the last milestone
         self._stop_now: list[Callable[[], None]] = []
 
     def run(self) -> None:
@@ -186,11 +191,13 @@ class _Distilling:
         self._record = self._begin(shape, digest)
         self._record.prompts = len(learnt)
         self._signals.on_stop = self._stop
-        from dsbd_cli.train.target_answers import open_answers
+        from dsbd_cli.train.target_answers import answerable, open_answers
 
         # the file stays locked to the end, so that no second run trains in this folder
         with open_answers(self._folder / ANSWERS) as (done, writer):
             engine = self._load()
+            held, failed = answerable(engine, held)
+            warn_left_out(failed, "held-out prompt")
             self._answer(engine, learnt, done, writer, trees=shape.form == "head")
             self._train(engine, shape, held)
 
@@ -203,7 +210,8 @@ class _Distilling:
         found = read_prompts("--input", self._input, self._settings.rows, seen=digest.update)
         if len(found) < HELD_OUT_EVERY:
             raise UsageError(
-                f"{name} holds {len(found)} prompts, but {HELD_OUT_EVERY} or more are needed: hundreds are better"
+                f"{name} holds {plural(len(found), 'prompt')}, but {HELD_OUT_EVERY} or more are needed: "
+                "hundreds are better"
             )
         if len(found) < FEW_PROMPTS:
             warn(f"{name} holds {len(found)} prompts: below {FEW_PROMPTS} a draft hardly learns more than these")
@@ -294,7 +302,7 @@ class _Distilling:
         """
         from dsbd_cli.train.target_answers import make_answers, read_answers
 
-        path, began, failed = self._folder / ANSWERS, time.monotonic(), list[RowError]()
+        path, began, failed = self._folder / ANSWERS, time.monotonic(), list[str]()
         parts = [(engine.replace(batch_size=ANSWERED), requests)]
         if trees:
             parts = _with_trees(parts[0][0], requests)
@@ -313,8 +321,7 @@ class _Distilling:
             with self._stopping(answering.stop):
                 failed += make_answers(answering, todo, writer, on_answer, trees=trees)
             before += len(some)
-        if failed:
-            warn(f"{len(failed)} prompts cannot be answered and are left out; the first: {failed[0]}")
+        warn_left_out(failed)
         self._answers = read_answers(path)
         if not self._answers:
             raise DsbdError(f"no prompt of {self._input} could be answered, so there is nothing to learn from")
@@ -346,13 +353,13 @@ class _Distilling:
         record = self._record
         steps = record.plan.steps
         every = max(1, steps // EVALUATIONS)
-        first, saved, losses = training.step, time.monotonic(), list[float]()
+        first, saved, losses = training.step, time.monotonic(), self._losses
         trained, measured = 0.0, list[float]()  # seconds of all steps, of each measurement
         while training.step < steps:
             if training.step % every == 0 and training.step not in {one.step for one in record.milestones}:
                 self._save(training)
                 began = time.monotonic()
-                self._record_milestone(engine, training.step, losses, self._folder / CHECKPOINT, held)
+                self._record_milestone(engine, training.step, self._folder / CHECKPOINT, held)
                 if training.step and _is_best(record.milestones):
                     self._publish(training)
                 saved = time.monotonic()
@@ -375,20 +382,19 @@ class _Distilling:
                 self._check_stopped()
         self._save(training)
         self._publish(training)
-        self._record_milestone(engine, steps, losses, self._folder, held)
+        if steps not in {one.step for one in record.milestones}:
+            self._record_milestone(engine, steps, self._folder, held)
         record.complete = True
         record.write(self._folder)
         shutil.rmtree(self._folder / CHECKPOINT, ignore_errors=True)
         if not self._options.quiet:
             _show(record, self._folder, len(held))
 
-    def _record_milestone(
-        self, engine: Engine, step: int, losses: list[float], folder: Path, held: list[Request]
-    ) -> None:
-        """Measure the draft in a folder, record the milestone and print it. losses: since the milestone before; they
-        are cleared."""
-        record, ends = self._record, step in (0, self._record.plan.steps)
-        found = self._measure(engine, folder, held if ends else held[:HELD_OUT_BETWEEN], speed=ends)
+    def _record_milestone(self, engine: Engine, step: int, folder: Path, held: list[Request]) -> None:
+        """Measure the draft in a folder, record the milestone and print it."""
+        record, losses, ends = self._record, self._losses, step in (0, self._record.plan.steps)
+        timed = ends and len(held) > 1  # the first one warms up
+        found = self._measure(engine, folder, held if ends else held[:HELD_OUT_BETWEEN], speed=timed)
         milestone = Milestone(step, _mean(losses) if losses else None, *found)
         losses.clear()
         record.milestones.append(milestone)
@@ -400,8 +406,11 @@ class _Distilling:
                 plain, drafted = one.speed.plain, one.speed.drafted
                 speeds = f"{plain:.1f} tokens/s without a draft, {drafted:.1f} with it ({one.speed.label})"
                 say(f"measured here{beams}: {speeds}")
-            elif one is not None and ends and one.acceptance is not None:
-                say(f"{SPEED_S:.0f} s were too short to measure the speed: dsbd profile --seconds takes longer")
+            elif one is not None and timed and one.acceptance is not None:
+                say(f"{SPEED_S:.0f} s were too short to measure the speed{beams}: dsbd profile --seconds takes longer")
+        if ends and not timed:
+            there = "one" if held else "none"
+            say(f"the speed is not measured, because that takes two held-out prompts or more, and there is {there}")
 
     def _training(self, engine: Engine, shape: StudentShape) -> Training:
         """Return the training, which goes on from the checkpoint if there is one."""
@@ -421,10 +430,14 @@ class _Distilling:
             student = load_student(folder, spec) if going_on else new_student(spec, shape, recipe.seed)
             training = Training(student, Teacher(engine.target), self._answers, recipe)
         if going_on:
-            training.restore(read_moments(folder))
+            moments = read_moments(folder)
+            losses = moments.pop(LOSSES, None)
+            training.restore(moments)
             # milestones after this step are dropped, because their steps are taken again
             milestones = self._record.milestones
             self._record.milestones = [one for one in milestones if one.step <= training.step]
+            if losses is not None and training.step not in {one.step for one in self._record.milestones}:
+                self._losses = losses.tolist()
             say(f"going on behind step {training.step}")
         return training
 
@@ -458,9 +471,12 @@ class _Distilling:
         return replace(draft, trust_remote_code=self._spec.trust_remote_code)
 
     def _save(self, training: Training) -> None:
+        import torch
+
         from dsbd_cli.train.student import save_student
 
-        save_student(training.student, self._spec, self._folder / CHECKPOINT, "float32", training.moments())
+        kept = training.moments() | {LOSSES: torch.tensor(self._losses, dtype=torch.float64)}
+        save_student(training.student, self._spec, self._folder / CHECKPOINT, "float32", kept)
 
     def _measure(
         self, engine: Engine, folder: Path, held: list[Request], *, speed: bool
@@ -578,7 +594,7 @@ def _show(record: Record, folder: Path, held: int) -> None:
         if found is not None and found.speed is not None:
             console.say(beams + _verdict(found.speed, record.plan.form))
     command = quote_command(f"dsbd generate --target {record.plan.target} --draft {folder}")
-    console.say(f"{folder} is written, measured on {held} held-out prompts: {command}")
+    console.say(f"{folder} is written, measured on {plural(held, 'held-out prompt')}: {command}")
 
 
 def _rows(beams: str, ends: Sequence[Measurement]) -> list[tuple[str, ...]]:

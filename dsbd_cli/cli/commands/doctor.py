@@ -22,6 +22,7 @@ from dsbd_cli.cli.options.options import (
 )
 from dsbd_cli.cli.options.settings import run_settings
 from dsbd_cli.cli.run.messages import utc_now
+from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.io.schemas.contracts import DOCTOR
 
 if TYPE_CHECKING:
@@ -54,10 +55,14 @@ def doctor(pair: PairOptions, loading: LoadOptions, wanted: DoctorOptions) -> No
     if not wanted.json:
         typer.echo(f"dsbd doctor, {utc_now()}\n")
     found = []
-    for check in check_up(settings.target, settings.draft, SECONDS):
-        found.append(check)
-        if not wanted.json:
-            typer.echo(_shown(check))
+    # libraries turn a KeyboardInterrupt in the middle of an import into errors of their own, which look broken
+    with StopSignals() as signals:
+        for check in check_up(settings.target, settings.draft, SECONDS):
+            if signals.number is not None:
+                raise StoppedError(signals.number, early=True)
+            found.append(check)
+            if not wanted.json:
+                typer.echo(_shown(check))
     broken = [check.name for check in found if check.state == "broken"]
     if wanted.json:
         checks = {check.name: dataclasses.asdict(check) for check in found}

@@ -11,6 +11,7 @@ import typer
 from dsbd_cli.cli.options.declare import Existing, Output, Quiet
 from dsbd_cli.cli.run.files import check_no_input, check_replaced
 from dsbd_cli.cli.run.messages import say, set_style
+from dsbd_cli.cli.run.signals import StopSignals
 from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.io.lines.corpus import read_documents
@@ -52,17 +53,18 @@ def index(
     from dsbd_cli.models.checkpoints.catalog import tokenizer_of
 
     set_style(quiet=quiet)
-    codec = tokenizer_of(ModelSpec(target, trust_remote_code=trust_remote_code is not None))
-    tokens, reported = CorpusTokens(), 0
-    for piece in _pieces(corpus, field):
-        if piece is None:
-            tokens.end_document()
-        else:
-            tokens.extend(codec.encode_pieces([piece])[0])
-        if len(tokens.ids) - reported >= NEWS_EVERY:
-            reported = len(tokens.ids)
-            say(f"{reported} tokens read")
-    write_index(output, tokens, codec.token_bytes(), say)
+    with StopSignals():
+        codec = tokenizer_of(ModelSpec(target, trust_remote_code=trust_remote_code is not None))
+        tokens, reported = CorpusTokens(), 0
+        for piece in _pieces(corpus, field):
+            if piece is None:
+                tokens.end_document()
+            else:
+                tokens.extend(codec.encode_pieces([piece])[0])
+            if len(tokens.ids) - reported >= NEWS_EVERY:
+                reported = len(tokens.ids)
+                say(f"{reported} tokens read")
+        write_index(output, tokens, codec.token_bytes(), say)
     say(f"{output}: {tokens.documents} documents, {len(tokens.ids) - tokens.documents} tokens")
 
 

@@ -122,7 +122,7 @@ def profile(
     # libraries turn a KeyboardInterrupt in the middle of an import into errors of their own
     with StopSignals() as signals:
         with talking() as talk:
-            render = _renderer(groups, prompts.input)
+            render = _renderer(groups, prompts)
             shown, found = _measure(settings, requests, wanted, command, render, talk, signals)
         if found is not None:
             _write(found, wanted)
@@ -219,7 +219,7 @@ def option_words(group: object) -> list[str]:
     return words
 
 
-def _renderer(groups: tuple[object, ...], prompts: Path | None) -> Callable[[ForestSize], str]:
+def _renderer(groups: tuple[object, ...], prompts: PromptOptions) -> Callable[[ForestSize], str]:
     """Return a function that writes a setting as a ready command line, with the options that change something."""
 
     def render(setting: ForestSize) -> str:
@@ -234,7 +234,8 @@ def _renderer(groups: tuple[object, ...], prompts: Path | None) -> Callable[[For
                 names.append("verify")  # without a draft it is plain sampling
             changed = {**dict.fromkeys(names), "draft": "none", "device": devices_of(device)[0]}
         words = [word for group in _needed(groups, changed) for word in option_words(group)]
-        source = shlex.quote(str(prompts)) if prompts is not None else "prompts.jsonl"
+        words += [] if prompts.files_under is None else ["--files-under", str(prompts.files_under)]
+        source = shlex.quote(str(prompts.input)) if prompts.input is not None else "prompts.jsonl"
         return f"{shlex.join(['dsbd', 'generate', *words])} --input {source}"
 
     return render
@@ -280,17 +281,19 @@ def _run_settings_of(groups: list[object]) -> RunSettings:
 
 
 def _write(found: Profile, wanted: ProfileOptions) -> None:
-    if wanted.json is not None:
-        document = {"schema": contracts.PROFILE.id, **dataclasses.asdict(found)}
-        write_atomically(wanted.json, contracts.PROFILE.page(document))
-    if wanted.quiet:
+    try:
+        if wanted.json is not None:
+            document = {"schema": contracts.PROFILE.id, **dataclasses.asdict(found)}
+            write_atomically(wanted.json, contracts.PROFILE.page(document))
+    finally:  # a full disk does not lose what was measured
+        _print(found, quiet=bool(wanted.quiet))
+
+
+def _print(found: Profile, *, quiet: bool) -> None:
+    """Print the recommended command, or else the tables, and the tree if there is one, to standard output."""
+    if quiet:
         typer.echo(found.recommended_command)
         return
-    _print(found)
-
-
-def _print(found: Profile) -> None:
-    """Print the tables, and the tree if there is one, to standard output."""
     from rich.text import Text
 
     from dsbd_cli.lab.reports.profile_tables import profile_tables

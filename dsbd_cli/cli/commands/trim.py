@@ -23,6 +23,7 @@ from dsbd_cli.cli.options.options import (
 from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, run_settings
 from dsbd_cli.cli.run.files import read_prompts
 from dsbd_cli.cli.run.messages import say, set_style, warn
+from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import DsbdError, UsageError, plural, reading
@@ -82,7 +83,8 @@ def trim_draft(trim: TrimOptions, pair: PairOptions, decoding: DecodeOptions, lo
     settings = run_settings(pair, fixed_depth(pair, method), sampling, DeviceOptions(**vars(loading)))
     if settings.draft is None:
         raise UsageError("there is no draft to trim: name one with --draft")
-    _Trimming(trim, settings, settings.draft, trim.output).run()
+    with StopSignals():
+        _Trimming(trim, settings, settings.draft, trim.output).run()
 
 
 class _Trimming:
@@ -101,8 +103,15 @@ class _Trimming:
         held = self._prompts(self._trim.held_out, "--held-out")
         if self._trim.held_out is None:
             held, prompts = hold_out(prompts)
-        report = self._write(self._count(prompts))
-        measured = self._measure(held) if held else None
+        counts = self._count(prompts)
+        held = self._answerable(held, "held-out prompt")  # nothing may fail once the draft is written
+        report = self._write(counts)
+        try:
+            measured = self._measure(held) if held else None
+        except StoppedError as stopped:
+            say(f"stopped: {self._output} is written, but not measured", level="error")
+            stopped.early = False
+            raise
         if measured is None:
             say("nothing is measured, because no prompts are held out: --held-out FILE names some")
         else:
@@ -122,12 +131,25 @@ class _Trimming:
             raise UsageError(f"{name} {path} holds no prompts")
         return requests
 
+    def _answerable(self, prompts: list[Request], kind: str) -> list[Request]:
+        """Return the prompts that fit both models, and warn of the others."""
+        if not prompts:
+            return []
+        from dsbd_cli.train.target_answers import answerable
+
+        kept, failed = answerable(self._engine(), prompts)
+        warn_left_out(failed, kind)
+        return kept
+
     def _count(self, prompts: list[Request]) -> Counter[int]:
         if self._trim.texts is not None:
             from dsbd_cli.train.trim import count_texts
 
             return count_texts(self._draft, self._texts())
         counts: Counter[int] = Counter()
+        prompts = self._answerable(prompts, "prompt")
+        if not prompts:
+            raise DsbdError(f"no prompt of {self._trim.input} can be answered, so there is nothing to count")
         for result in self._engine().run(prompts):
             if result.error is not None:
                 raise DsbdError(f"prompt {result.request.id} cannot be answered: {result.error}")
@@ -197,6 +219,12 @@ def hold_out(prompts: Sequence[Request]) -> tuple[list[Request], list[Request]]:
     return [prompts[place] for place in places], [one for place, one in enumerate(prompts) if place not in places]
 
 
+def warn_left_out(failed: Sequence[str], kind: str = "prompt") -> None:
+    """Warn of prompts that cannot be answered. failed: for each its id and why."""
+    if failed:
+        warn(f"left out, because they cannot be answered: {plural(len(failed), kind)}, the first with {failed[0]}")
+
+
 def _sums(measured: Measure) -> dict[str, float]:
     """Return the counters, the tokens of the best texts and the seconds, by their names in the record."""
     counters = {name: getattr(measured.stats, name) for name in COUNTERS}
@@ -225,7 +253,7 @@ def _show(report: TrimReport, measured: tuple[Measure, Measure] | None, prompts:
     table = before_and_after()
     table.add_row("head rows", str(report.vocab_size), str(report.kept))
     table.add_row("head MB", *(f"{n / 1e6:.3f}" for n in (report.head_bytes_before, report.head_bytes_after)))
-    table.add_row(f"of {report.counted} counted tokens", "100 %", f"{report.coverage:.2%}")
+    table.add_row(f"of {report.counted} counted tokens", f"{1:.2%}", f"{report.coverage:.2%}")
     if measured is not None:
         names = {
             "acceptance_rate": "drafts accepted",

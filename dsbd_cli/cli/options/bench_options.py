@@ -18,7 +18,7 @@ from dsbd_cli.lab.tasks.scores import DEFAULT_SCORE, KINDS
 
 DATA, METHODS_PANEL, CHOICE, OUTPUT = MAIN, "Methods and their settings", "Choice of a fuzzy threshold", "Output"
 DEFAULT_TASKS, DEFAULT_RECORDS, DEFAULT_ROUNDS = "sql,qa", 24, 1
-OWN_TASK = "jsonl"  # the name of --input in a report
+OWN_TASK = "jsonl"  # the task of --input; a report has the file's name
 _METHOD = MethodConfig()
 
 

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from dsbd_cli.cli.options.precedence import NO, YES, check_variables, place_of, read_environment
 from dsbd_cli.config.spelling import typed_names
-from dsbd_cli.errors import KINDS, SETTINGS, UsageError, is_utf8, option_name
+from dsbd_cli.errors import KINDS, MOST_INTEGER, SETTINGS, UsageError, is_utf8, option_name, shorten
 
 T = TypeVar("T")
 METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}  # for options that name no metavar
@@ -42,8 +42,10 @@ def option(
     """Return a dataclass field that declares the option of the same name. Its value is None if the option is not given.
 
     default: only shown on the --help page, because the library fills it in. short: another name, as `-i`. least, most,
-    above: bounds of a number. callback: called with the context and the value before other options are read.
+    above: bounds of a number; a count, which has a least, is at most MOST_INTEGER unless `most` is given. callback:
+    called with the context and the value before other options are read.
     """
+    most = MOST_INTEGER if most is None and least is not None else most
     shown = text if default is None else f"{text} (default: {default})"
     return _field(panel, shown, short, metavar=metavar, least=least, most=most, above=above, callback=callback)
 
@@ -99,7 +101,7 @@ def _number(kind: type, least: float | None, most: float | None, above: float | 
         try:
             value = kind(text)
         except ValueError:
-            raise ValueError(f"{text!r} is not {KINDS[kind]}") from None
+            raise ValueError(f"{shorten(text)} is not {KINDS[kind]}") from None
         if least is not None and value < least:
             raise ValueError(f"{text} is less than {least}")
         if most is not None and value > most:

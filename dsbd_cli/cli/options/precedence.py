@@ -50,6 +50,8 @@ def read_job(ctx: typer.Context, path: Path | None) -> Path | None:
             raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"--config {path} is not TOML: {error}") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"--config {path} cannot be read: a value has too many digits or levels") from None
     known = [one.name for one in ctx.command.params if one.name not in NOT_IN_A_FILE]
     given: dict[str, object] = {}
     for key, value in raw.items():
@@ -77,11 +79,16 @@ def _check_types(ctx: typer.Context, given: Mapping[str, object], place: str) ->
         if choices:
             fits, expected = value in choices, f"one of {', '.join(choices)}"
         elif typing.get_origin(hint) is list:
-            fits, expected = isinstance(value, str | list), "a list of strings"  # _add_defaults checks its items
+            fits, expected = (
+                isinstance(value, str | list),
+                "a string or a list of strings",
+            )  # _add_defaults checks its items
         elif hint in (int, float, bool):
             fits, expected = type(value) is hint or (hint is float and type(value) is int), KINDS[hint]
         else:
-            fits, expected = isinstance(value, str) or (name in OR_AUTO and type(value) is int), "a string"
+            or_number = name in OR_AUTO
+            fits = isinstance(value, str) or (or_number and type(value) is int)
+            expected = "an integer or a string" if or_number else "a string"
         if not fits:
             raise UsageError(f"{place}: {name} is {shorten(value)}, but must be {expected}")
 
@@ -103,8 +110,8 @@ def _add_defaults(ctx: typer.Context, given: Mapping[str, object], places: Mappi
     for name, value in given.items():
         items = value if isinstance(value, list) and name in several else [value]
         kinds = (str,) if name in several else (str, int, float)
-        if not items or not all(isinstance(item, kinds) for item in items):
-            expected = "a list of strings" if name in several else "a string, a number, true or false"
+        if (not items and name not in several) or not all(isinstance(item, kinds) for item in items):
+            expected = "a string or a list of strings" if name in several else "a string, a number, true or false"
             raise UsageError(f"{places[name]} is {shorten(value)}, but must be {expected}")
         read = [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
         words[name] = read if name in several else read[0]

@@ -123,7 +123,8 @@ def write_index(
     suffixes = sort_suffixes(tokens, progress)
     head = HEADER.pack(MAGIC, VERSION, len(token_bytes), tokenizer_fingerprint(token_bytes), size, corpus.documents)
     head += struct.pack("<I", zlib.crc32(head))
-    unfinished = path.with_name(path.name + ".part")
+    real = Path(os.path.realpath(path))  # a symbolic link stays one
+    unfinished = real.with_name(f".{real.name}.tmp")
     try:
         with unfinished.open("wb") as stream:
             stream.write(head.ljust(BODY, b"\0"))
@@ -131,10 +132,11 @@ def write_index(
             suffixes.astype("<i4").tofile(stream)
             stream.flush()
             os.fsync(stream.fileno())
-        unfinished.replace(path)
+        unfinished.replace(real)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise OutputError(f"{path} cannot be written: {error.strerror or error}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def open_index(path: Path, token_bytes: Sequence[bytes]) -> CorpusIndex:

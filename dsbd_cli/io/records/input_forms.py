@@ -112,6 +112,18 @@ def as_written(message: str, raw: Fields) -> str:
     return message
 
 
+def other_names(raw: Fields) -> tuple[tuple[str, str], ...]:
+    """Return our name and the row's, of each option that a row gives under another name, as in `body.max_tokens`."""
+    body = raw.get("body")
+    places = (("", raw), ("body.", body)) if isinstance(body, dict) else (("", raw),)
+    return tuple(
+        (own, prefix + name)
+        for prefix, row in places
+        for name, own in ALIASES.items()
+        if own != "id" and row.get(name) is not None
+    )
+
+
 def _envelope(raw: Fields) -> ParsedRow:
     method, url, body = raw.get("method"), raw.get("url"), raw.get("body")
     if method not in ("POST", None):

@@ -14,7 +14,7 @@ from dsbd_cli.config.variants import RULES
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 from dsbd_cli.io.records.fields import messages, response_format, text
 from dsbd_cli.io.records.file_roots import file_of_row
-from dsbd_cli.io.records.input_forms import ParsedRow, as_written, parsed_row
+from dsbd_cli.io.records.input_forms import ParsedRow, as_written, other_names, parsed_row
 from dsbd_cli.io.records.parse import decoded, parse_object
 from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key
 from dsbd_cli.requests import Request, check_ends, check_seed, derive_seed
@@ -89,7 +89,7 @@ class RowReader:
         if "response_format" in parsed.fields:  # unsorted: the order of a schema's properties is the answer's
             parsed.fields["response_format"] = orjson.dumps(parsed.fields["response_format"]).decode()
         key = content_key(orjson.dumps(parsed.fields, option=orjson.OPT_SORT_KEYS))
-        return Row(index, number, row_id, request, None, form, metadata, key, warnings)
+        return Row(index, number, row_id, request, None, form, metadata, key, warnings, other_names(raw))
 
     def read_text(self, line: bytes | LongLine, *, index: int, number: int) -> Row:
         """Return the row of a line of plain text, which is the prompt."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -82,7 +83,10 @@ def row_error(row: Row, result: RequestResult | None) -> RowError | None:
         return row.error
     assert result is not None, "a row without an error has a result"
     if result.error is not None:
-        return type(result.error)(f"line {row.number}: {result.error}")
+        message = str(result.error)
+        for name, written in row.written:
+            message = re.sub(rf"\b{name}\b", written, message)
+        return type(result.error)(f"line {row.number}: {message}")
     for beam in result.hypotheses:
         if not (math.isfinite(beam.logprob) and math.isfinite(beam.score)):
             return NumericalError(

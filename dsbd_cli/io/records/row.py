@@ -43,6 +43,7 @@ class Row:
         metadata: any JSON value that came with the row and is written into its record.
         key: hash of what the row asks for, whatever form it is written in. The index counts only where it is the id.
         warnings: messages about fields that are not used; a reader warns of a field name once.
+        written: our name and the row's, of each field that the row gives under another name.
     """
 
     index: int
@@ -54,6 +55,7 @@ class Row:
     metadata: object | None
     key: str
     warnings: tuple[str, ...] = ()
+    written: tuple[tuple[str, str], ...] = ()
 
 
 def content_key(content: bytes) -> str:

@@ -137,14 +137,14 @@ def prepare(
         raise UsageError(f"no record of {dataset.name} fits: the audio of each is too long for the target: shorten it")
     if not prompts:
         raise UsageError(
-            f"no record of {dataset.name} fits: with the new tokens the models hold prompts of {room} tokens; "
-            "lower --max-new-tokens, or use other models"
+            f"no record of {dataset.name} fits: prompt and new tokens together are more than the models hold; shorten "
+            "the prompts, lower --max-new-tokens or the lines' own max_new_tokens, or use other models"
         )
     notes = list(dataset.notes)
     if too_long:
         notes.append(
-            f"{dataset.name}: left out, because they do not fit the models: {plural(too_long, 'record')} of more than "
-            f"{room} tokens"
+            f"{dataset.name}: left out, because prompt and new tokens do not fit the models: "
+            f"{plural(too_long, 'record')}"
         )
     if too_long_sources:
         notes.append(f"{dataset.name}: left out, because their audio is too long: {plural(too_long_sources, 'record')}")

@@ -143,13 +143,24 @@ class Bench:
         choices = [choose(*one) for one in chosen_from]
         doubted = [note for one in chosen_from for note in doubts(*one)]
         data_notes = [note for part in self._parts for note in part.data.notes]
-        notes = list(dict.fromkeys([*self._spec.notes, *data_notes, *doubted]))
+        notes = list(dict.fromkeys([*self._spec.notes, *data_notes, *self._failures(), *doubted]))
         if not self._meter.available:
             notes.append(f"energy is not measured: {self._meter.reason}")
         elif self._meter.idle_watts is not None:
             notes.append(f"energy by {self._meter.source}; the idle machine draws {self._meter.idle_watts:.1f} W")
         complete = not self._stopping
         return BenchReport(rows, self._environment, self._about(), notes, complete, dev_rows, choices)
+
+    def _failures(self) -> Iterator[str]:
+        """Yield a note for each data set on which some method has failed to answer."""
+        for part in self._parts:
+            failed = [tally for (one, _), tally in self._tallies.items() if one is part and tally.failed]
+            if failed:
+                counts = ", ".join(f"{tally.setting.name} {tally.failed}" for tally in failed)
+                yield (
+                    f"{part.data.dataset.name}: records without an answer, which count as wrong: {counts}; "
+                    f"the first: {failed[0].first_error}"
+                )
 
     def _make_parts(self, size: int, room: int | None) -> Iterator[BenchPart]:
         """Yield the parts of the run: on every data set all settings, on its dev records the curves and references."""

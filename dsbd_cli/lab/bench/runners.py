@@ -29,7 +29,7 @@ class BestAnswer:
         logprob: under the raw target, in nats; None where it is not computed yet.
         stats: counters; None for others' code.
         kv_bytes: peak of this request in all caches; None where it is not known.
-        error: why there is no text.
+        error: which record has no text, and why.
         ranked: all answers, best first, each by its id, or by its text where it has none.
     """
 
@@ -120,7 +120,7 @@ class EngineRunner:
         kv_bytes = sum(result.stats.kv_peak_slots for result in results) * self._slot_bytes
         found = [one for result in results for one in result.hypotheses]
         if not found:
-            return BestAnswer("", 0, None, stats, kv_bytes, str(results[0].error))
+            return BestAnswer("", 0, None, stats, kv_bytes, f"record {prompt.record.id}: {results[0].error}")
         best = found[0]
         if self._pick is None:
             ranked = tuple(_named(one.answer_id, one.text) for one in found)

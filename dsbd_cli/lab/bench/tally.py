@@ -65,7 +65,8 @@ class Tally:
         self._counters = Counters(getattr(setting.config, "depth", 0))
         self._kv: list[int] = []
         self._peaks: list[int] = []
-        self._records = self._failed = 0
+        self._records = self.failed = 0
+        self.first_error: str | None = None
 
     def add_time(self, place: tuple[int, int], tokens: int, window: EnergyWindow, peak: int | None) -> None:
         """Add one timed window. place: its round and number. peak: bytes; None where it was not measured."""
@@ -85,7 +86,8 @@ class Tally:
         wrong, even where the reference is empty."""
         for answer, found, logprob in zip(answers, scores, logprobs, strict=True):
             self._records += 1
-            self._failed += answer.error is not None
+            self.failed += answer.error is not None
+            self.first_error = self.first_error or answer.error
             for name, value in found.items():
                 self._scores.setdefault(name, []).append(value if answer.error is None else 0.0)
             if answer.error is None:
@@ -117,7 +119,7 @@ class Tally:
             batch_size=self.batch_size,
             exactness=self.exactness,
             records=self._records,
-            failed=self._failed,
+            failed=self.failed,
             windows=len(self.speeds),
             tokens=self._tokens,
             seconds=self._seconds,

@@ -44,6 +44,8 @@ def _closing_line(rows: Sequence[BenchRow]) -> str | None:
 def _faster(rows: Sequence[BenchRow], base: str) -> str:
     """Return a clause on which of the rows is the fastest compared with the baseline, in tokens per second."""
     first = max(rows, key=lambda row: row.ratios[base].value)
+    if not first.ratios[base].value:
+        return f"no other method than {base} gave an answer"
     ratio = first.ratios[base]
     if first.windows == 1:
         return f"{first.name} was {_speed(ratio.value)} in the only window that was timed (--rounds times more)"

@@ -74,4 +74,4 @@ def open_dataset(
     dev = read(dev_path)
     if data.metrics != dev.metrics:
         raise UsageError(f"{path} and {dev_path} are not scored alike: give every line of both a reference, or none")
-    return dataclasses.replace(data, dev=dataclasses.replace(dev, name=f"{name} dev"))
+    return dataclasses.replace(data, dev=dataclasses.replace(dev, name=f"{data.name} dev"))

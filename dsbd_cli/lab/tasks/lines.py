@@ -10,7 +10,7 @@ from pathlib import Path
 
 import orjson
 
-from dsbd_cli.errors import InvalidRowError, UsageError, reading, shorten
+from dsbd_cli.errors import InvalidRowError, UsageError, as_utf8, reading, shorten
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.tables import check_table, is_table, lines_reader
 from dsbd_cli.io.records.file_roots import FILE_FIELDS, files_root
@@ -56,7 +56,7 @@ def jsonl_dataset(
     rows: RowReader = PLAIN_ROWS,
 ) -> Dataset:
     """Read lines as `dsbd generate` does, options of their own included. Either all lines or none have a `reference`,
-    or `relevant`: the ids of the answers that a ranking should contain.
+    or `relevant`: the ids of the answers that a ranking should contain. The file's name is the name of the data set.
 
     metric: of the ranking. score: kind of the score against references, see scores.read_score. files_under: the only
     folder in which lines may name files, by default that of the data. rows: what lines inherit from the run.
@@ -92,7 +92,7 @@ def jsonl_dataset(
         raise UsageError(f"--metric {metric} needs relevant, a list of ids, on every line of {path}")
     if score is not None and scored != "reference":
         raise UsageError(f"--score {score} needs a reference on every line of {path}")
-    data = Dataset("jsonl", (), lambda: iter(records), _nothing, tuple(notes), asks=frozenset(asks))
+    data = Dataset(as_utf8(path.name), (), lambda: iter(records), _nothing, tuple(notes), asks=frozenset(asks))
     if scored == "relevant":
         return dataclasses.replace(data, metrics=names, ranks=partial(_ranks, names))
     if not scored:

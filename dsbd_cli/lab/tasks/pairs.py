@@ -58,6 +58,6 @@ def _scored(
 ) -> Dataset:
     """Return the lines of a file with another score. Raises UsageError where they have no references."""
     data = jsonl_dataset(path, files_under=files_under, rows=rows)
-    if not data.metrics:
+    if not data.metrics or data.ranks is not None:
         raise UsageError(f"{path}: task {name} scores against a reference: give one to every line")
     return dataclasses.replace(data, name=name, metrics=metrics, score=score)

@@ -25,8 +25,10 @@ def read_json(path: Path) -> object:
     """Read the JSON document in a file. Raises UsageError."""
     try:
         document: object = json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except json.JSONDecodeError as error:
         raise UsageError(f"{path} is not JSON: {error}") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"{path} cannot be read: a value has too many digits or levels") from None
     return document
 
 

@@ -183,13 +183,11 @@ def add_name(name: str, source: str) -> Path:
         raise UsageError(
             f"{path} cannot be written, because there is no such home folder: name a file in DSBD_MODELS_FILE"
         )
+    made = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # a file that DSBD_MODELS_FILE names must be there to be read
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}") from error
-    place = _place(name, source, path)
-    try:
+        place = _place(name, source, path)
         text = _with_line(path.read_text(encoding="utf-8"), name, place)
         if _table(text).get(name) != place:
             raise UsageError(f"{path} is written in a way that nothing can be added to: add {name} by hand")
@@ -199,6 +197,10 @@ def add_name(name: str, source: str) -> Path:
         temporary.replace(file)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
+    except DsbdError:
+        if made:
+            path.unlink(missing_ok=True)
+        raise
     return path
 
 

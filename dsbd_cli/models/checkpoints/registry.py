@@ -99,6 +99,8 @@ def user_aliases() -> dict[str, str]:
         raise UsageError(f"models file {path} cannot be read: {error.strerror or error}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"models file {path} cannot be read as TOML: {error}") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"models file {path} cannot be read: a value has too many digits or levels") from None
     if loose := [name for name, value in whole.items() if name != "models" and not isinstance(value, dict)]:
         raise UsageError(f"models file {path}: {loose[0]} stands outside of the table [models]: put it there")
     table = whole.get("models", {})

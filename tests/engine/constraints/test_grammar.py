@@ -134,6 +134,7 @@ FAULTS = [
     (Grammar.regex("\ud800"), "half a surrogate pair"),
     (Grammar.json_schema("[1]"), "must be an object"),
     (Grammar.json_schema("{"), "not valid JSON"),
+    (Grammar.json_schema(f'{{"const": {"9" * 5000}}}'), "a value has too many digits or levels"),
     (Grammar.regex("a(b"), "unclosed group"),
     (Grammar.lark("start: a"), 'unknown name: "a"'),
     (Grammar.lark('begin: "a"'), "no start rule"),

@@ -129,6 +129,19 @@ def test_an_answer_that_failed_is_wrong_whatever_its_score() -> None:
     assert tally.main_scores == [0.0, 1.0]
 
 
+def test_records_without_an_answer_are_noted(pair: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "question:"}\n{"id": "b", "prompt": "question:", "token_rules": "timestamps=1"}\n')
+    settings = plan(["greedy", "beam-search"], {}).settings
+    spec = BenchSpec([jsonl_dataset(path, rows=RowReader(SAMPLING))], settings, 2, 1, 8, SAMPLING)
+    report = Bench(pair, spec, command=["bench"]).run()
+    assert [row.failed for row in report.rows] == [1, 1]
+    assert (
+        "x.jsonl: records without an answer, which count as wrong: greedy 1, beam-search 1; the first: record b: "
+        "token_rules: timestamps is 1, but the target has no tokens of times: drop it"
+    ) in report.notes
+
+
 def test_a_run_that_is_stopped_reports_what_it_has(pair: Engine) -> None:
     running = bench(pair, ["greedy", "beam-sampling"], records=16, tasks=("sql", "qa"))
 
@@ -202,6 +215,7 @@ def test_a_line_that_asks_for_much_leaves_less_room_for_its_prompt(pair: Engine,
     path.write_text('{"prompt": "question: who met whom", "max_tokens": 90}\n{"prompt": "question: who met whom"}\n')
     found = prepare(jsonl_dataset(path, rows=RowReader(SAMPLING)), pair.codec, 5, 8, 50, SAMPLING)
     assert [prompt.record.id for window in found.windows for prompt in window] == ["1"]
+    assert found.notes[0] == "x.jsonl: left out, because prompt and new tokens do not fit the models: 1 record"
 
 
 def test_records_that_do_not_fit_are_left_out_and_told(pair: Engine, tmp_path: Path) -> None:
@@ -209,9 +223,10 @@ def test_records_that_do_not_fit_are_left_out_and_told(pair: Engine, tmp_path: P
     path.write_text('{"prompt": "%s"}\n{"prompt": "question: who"}\n' % ("word " * 900))
     found = prepare(jsonl_dataset(path), pair.codec, 5, 8, 100, SamplingConfig())
     assert [len(window) for window in found.windows] == [1]
-    assert "1 record of more than 100 tokens" in found.notes[0]
-    with pytest.raises(UsageError, match="no record of jsonl fits"):
-        prepare(jsonl_dataset(path), pair.codec, 5, 8, 1, SamplingConfig())
+    assert "left out, because prompt and new tokens do not fit the models: 1 record" in found.notes[0]
+    for room in (1, -99_000):  # the second where --max-new-tokens alone is too much
+        with pytest.raises(UsageError, match=r"no record of x\.jsonl fits: prompt and new tokens .* lower --max-new"):
+            prepare(jsonl_dataset(path), pair.codec, 5, 8, room, SamplingConfig())
 
 
 def test_conversations_need_a_template_unless_they_can_be_plain(pair: Engine, tmp_path: Path) -> None:

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.cli.commands.profile import _renderer, option_words
+from dsbd_cli.cli.commands import profile as command
+from dsbd_cli.cli.commands.profile import PromptOptions, _renderer, option_words
 from dsbd_cli.cli.options.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.cli.options.settings import run_settings
 from dsbd_cli.config.variants import MIN_WIDTH
 from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
 from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.errors import OutputError
 from dsbd_cli.lab.profiling.budget import Budget
 from dsbd_cli.lab.reports import units
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
@@ -59,6 +61,19 @@ def test_a_whole_profile(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
     assert [one["depth"] for one in found["acceptance"]] == [1, 2]
     assert found["forest"]["iteration"] == 2
     assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
+
+
+def test_numbers_that_cannot_be_written_in_the_end_are_printed(
+    dsbd: Dsbd, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OutputError(f"cannot write {path}: No space left on device")
+
+    monkeypatch.setattr(command, "write_atomically", full)
+    done = dsbd("profile", "--input", str(prompts), *FEW, "--records", "1", "--json", str(tmp_path / "x.json"), "-q")
+    assert done.code == 1
+    assert "x.json: No space left on device" in done.err
+    assert done.out.startswith("dsbd generate ")
 
 
 def test_without_a_draft_and_with_threshold_width(dsbd: Dsbd, prompts: Path) -> None:
@@ -300,9 +315,11 @@ def test_what_is_measured_is_said_in_plain_lines(dsbd: Dsbd, prompts: Path) -> N
 )
 def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions, setting: ForestSize) -> None:
     """Guards against options that contradict each other, and against a setting that is lost on the way."""
-    words = shlex.split(_renderer((PairOptions(), given), Path("my prompts.jsonl"))(setting))
+    words = shlex.split(
+        _renderer((PairOptions(), given), PromptOptions(Path("my files"), Path("my prompts.jsonl")))(setting)
+    )
     assert words[:2] == ["dsbd", "generate"]
-    assert words[-2:] == ["--input", "my prompts.jsonl"]
+    assert words[-4:] == ["--files-under", "my files", "--input", "my prompts.jsonl"]
     pairs = list(zip(*[iter(words[2:])] * 2, strict=True))
     options, settings = dict(pairs), dict(value.split("=", 1) for name, value in pairs if name == "--set")
     method = MethodOptions(
@@ -346,7 +363,7 @@ def test_the_recommended_command_leaves_defaults_out(
 ) -> None:
     given = {type(group) for group in groups}
     whole = (*groups, *[kind() for kind in (PairOptions, MethodOptions) if kind not in given])
-    assert _renderer(whole, None)(setting) == f"dsbd generate {words} --input prompts.jsonl"
+    assert _renderer(whole, PromptOptions())(setting) == f"dsbd generate {words} --input prompts.jsonl"
 
 
 def test_words_of_options() -> None:

@@ -62,6 +62,10 @@ POWER = " With 40 records a difference shows only if 8 or more are scored differ
             [compared("greedy", (4.2, 4.0), 2, 2, 1.0, "hf-beam-search", 1)],
             f"No method {NONE.replace('greedy', 'hf-beam-search')}greedy is 4.2 times as fast.{POWER}",
         ),
+        (
+            [compared("beam-search", (0.0, 0.0), 0, 0, 1.0)],
+            f"No beam method {NONE}no other method than greedy gave an answer.{POWER}",
+        ),
         ([], None),
     ],
 )

@@ -138,7 +138,7 @@ def test_every_task_opens_by_its_name(tmp_path: Path) -> None:
     }
     for name in TASK_NAMES:
         dataset = open_dataset(name, paths.get(name))
-        assert dataset.name == name
+        assert dataset.name == (paths[name].name if name == "jsonl" else name)
         assert next(iter(dataset.records())).prompt
 
 
@@ -174,7 +174,7 @@ def test_data_without_a_dev_split_is_divided_and_says_so(tmp_path: Path) -> None
     assert [record.id for record in divided.records()] == ["0", "2", "4"]
     assert [record.id for record in divided.dev.records()] == ["1", "3"]
     assert [record.id for record in divided.records()] == ["0", "2", "4"], "again"
-    assert "jsonl: the data has no dev split: the 2nd, 4th, .. records are dev" in divided.notes[-1]
+    assert "x.jsonl: the data has no dev split: the 2nd, 4th, .. records are dev" in divided.notes[-1]
     assert with_dev(open_dataset("qa", None)).notes == ()
 
 
@@ -188,7 +188,7 @@ def test_dev_records_from_a_file_of_their_own_are_left_apart(tmp_path: Path) -> 
         ["test"],
         ["dev"],
     )
-    assert (found.name, found.dev.name, found.notes) == ("jsonl", "jsonl dev", ())
+    assert (found.name, found.dev.name, found.notes) == (paths[1].name, f"{paths[1].name} dev", ())
     with pytest.raises(UsageError, match="brings its own records"):
         open_dataset("qa", None, paths[0])
 
@@ -212,5 +212,6 @@ def test_answers_are_scored_by_the_libraries_of_papers(tmp_path: Path) -> None:
 
 
 def test_a_task_with_scores_needs_references(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="task words scores against a reference"):
-        open_dataset("words", write(tmp_path, {"prompt": "a"}))
+    for row in ({"prompt": "a"}, {"prompt": "a", "relevant": ["b"]}):
+        with pytest.raises(UsageError, match="task words scores against a reference"):
+            open_dataset("words", write(tmp_path, row))

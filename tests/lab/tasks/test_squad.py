@@ -100,3 +100,7 @@ def test_no_file_no_json(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(UsageError, match="is not JSON"):
         squad_dataset(tmp_path / "x.json")
+    for text in ("9" * 5000, "[" * 100_000):
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(UsageError, match=r"x\.json cannot be read: a value has too many digits or levels"):
+            squad_dataset(tmp_path / "x.json")

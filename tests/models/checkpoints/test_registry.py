@@ -89,7 +89,8 @@ def test_bad_user_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards a broken or absent file: the file is named, no traceback."""
     file = tmp_path / "models.toml"
     monkeypatch.setenv("DSBD_MODELS_FILE", str(file))
-    for text in (None, "[models", "[models]\nx = 3\n", "models = 1\n", 'mine = "x"\n'):
+    deep, long = f"[models]\nx = {'[' * 3000}\n", f"[models]\nx = {'9' * 5000}\n"
+    for text in (None, "[models", "[models]\nx = 3\n", "models = 1\n", 'mine = "x"\n', deep, long):
         if text is not None:
             file.write_text(text, encoding="utf-8")
         with pytest.raises(UsageError, match=r"models\.toml"):
