@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Generic, Literal, TypeVar
 
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import MOST_INTEGER, UsageError
 
 Exactness = Literal["same-text", "same-law", "dynamic-width", "lossy"]
 
@@ -27,8 +27,8 @@ class Setting(Generic[T_co]):
         text: what it is for, as help says it.
         name: how it is spelled, as in `min=2`; by default as its field.
         shown: the default in words, where it follows from other settings.
-        choices: the allowed values. least, most: the smallest and the largest allowed number. above: a number that a
-            value must be above.
+        choices: the allowed values. least, most: the smallest and the largest allowed number; an integer is at most
+            MOST_INTEGER in any case. above: a number that a value must be above.
         zero: what 0 stands for.
         required: it has no default.
         is_file: the value is a path, which may hold commas and equal signs.
@@ -50,6 +50,8 @@ class Setting(Generic[T_co]):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or self.field)
+        if self.kind is int and self.most is None:
+            object.__setattr__(self, "most", MOST_INTEGER)
 
     @property
     def expected(self) -> str:
@@ -60,7 +62,7 @@ class Setting(Generic[T_co]):
         low = f"above {self.above:g}" if self.above is not None else f"{self.least or 0:g}{zero} or more"
         if self.kind is str:
             return "a file" if self.is_file else "a text"
-        return f"{low} and at most {self.most:g}" if self.most is not None else low
+        return f"{low} and at most {self.most:.10g}" if self.most is not None else low
 
     @property
     def help(self) -> str:

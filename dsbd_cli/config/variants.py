@@ -162,7 +162,13 @@ WIDTHS: dict[str, Width] = _table(
 # Drafters
 
 NGRAM: Setting[int] = Setting(
-    field="ngram", name="longest", kind=int, default=12, text="how many of the last tokens are compared", least=1
+    field="ngram",
+    name="longest",
+    kind=int,
+    default=12,
+    text="how many of the last tokens are compared",
+    least=1,
+    most=1000,  # each of them is a step of its own in every iteration
 )
 INDEX: Setting[str | None] = Setting(
     field="index",

@@ -49,7 +49,12 @@ REFUSED = [
     ("--drafter beam+ngram:share=8", "share of --drafter is 8, but must be between 1 and 7 (K - 1)"),
     ("--drafter beam+ngram --drafts-per-layer 1 --num-beams 1", "2 or more for two drafters"),
     ("--drafter rsd-c:-1", "branching is -1, but must be 0 (as many as fit) or more"),
-    ("--drafter ngram:0", "--drafter ngram:0: longest is 0, but must be 1 or more: it is spelled ngram[:LONGEST]"),
+    (
+        "--drafter ngram:0",
+        "--drafter ngram:0: longest is 0, but must be 1 or more and at most 1000: it is spelled ngram[:LONGEST]",
+    ),
+    ("--drafter ngram:1000000000", "longest is 1000000000, but must be 1 or more and at most 1000"),
+    (f"--drafter rsd-c:{10**30}", f"branching is {10**30}, but must be 0 (as many as fit) or more and at most 2147483"),
     ("--drafter ngram:3,longest=2", "longest is given twice"),
     ("--drafter ngram:3,2", "longest is '3,2', but must be an integer, 1 or more"),
     ("--drafter dynamic-tree:threshold", "tree is 'threshold', but must be one of greedy, top-k"),

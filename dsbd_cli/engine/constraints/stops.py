@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 STOPPED, NO_STOPS = 0, 1  # states: a stop string is complete; the request has none
-MOST_SETS = 64
+MOST_KEPT = 1 << 28  # bytes of sets, beyond which those that no request holds are dropped
 
 
 def _automaton(stops: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -59,6 +59,7 @@ class StopTable:
         self._token_bytes, self._vocab_size = token_bytes, vocab_size
         self.table = torch.stack((torch.zeros(vocab_size), torch.ones(vocab_size))).to(device=device, dtype=torch.int32)
         self._states = 2  # rows in use, free ones among them
+        self._most_states = MOST_KEPT // self.table[0].nbytes
         self._sets: dict[tuple[str, ...], tuple[int, int]] = {(): (NO_STOPS, 1)}  # first state and number of states
         self._free: list[tuple[int, int]] = []  # first row and number of rows
         self.version = 0
@@ -74,8 +75,8 @@ class StopTable:
         return made
 
     def forget(self, held: Collection[tuple[str, ...]]) -> None:
-        """Drop the sets that no request holds, where there are more than MOST_SETS. Their rows are used again."""
-        if len(self._sets) <= MOST_SETS:
+        """Drop the sets that no request holds, where all sets take more than MOST_KEPT. Their rows are used again."""
+        if sum(count for _, count in self._sets.values()) <= self._most_states:
             return
         dropped = [self._sets.pop(stops) for stops in [*self._sets] if stops and stops not in held]
         free: list[tuple[int, int]] = []
@@ -97,7 +98,7 @@ class StopTable:
             goto, complete = _automaton([stop.encode() for stop in stops])
             block = self._fold(goto, complete)
             offset = self._room(len(block))
-            block = np.where(block >= 0, block + offset, STOPPED).astype(np.int32)
+            block = np.where(block >= 0, block + np.int32(offset), STOPPED).astype(np.int32, copy=False)
             self.table[offset : offset + len(block)] = torch.from_numpy(block).to(self.table.device)
             self._sets[stops] = offset, len(block)
         return self._sets[stops][0]
@@ -114,21 +115,22 @@ class StopTable:
         return self._states - size
 
     def _grow(self) -> None:
-        """Make room for the states in use and as many more, so that the tensor is rarely replaced."""
-        wide = self.table.new_zeros(2 * self._states, self.table.shape[1])
+        """Make room for the states in use and up to as many more, so that the tensor is rarely replaced."""
+        more = min(self._states, self._most_states)
+        wide = self.table.new_zeros(self._states + more, self._vocab_size)
         wide[: len(self.table)] = self.table
         self.table = wide
         self.version += 1
 
     def _fold(self, goto: np.ndarray, complete: np.ndarray) -> np.ndarray:
         """Return the next state of every (state, token), -1 where a stop string completes inside the token."""
-        states = np.repeat(np.arange(len(goto))[:, None], len(self._bytes), axis=1)
+        done = len(goto)  # one more state, which no byte leaves: a stop string is complete
+        after = np.pad(np.where(complete[goto], done, goto), ((0, 1), (0, 0)), constant_values=done).astype(np.int32)
+        states = np.repeat(np.arange(done, dtype=np.int32)[:, None], len(self._bytes), axis=1)
         for column in self._bytes.T:
             longer = np.flatnonzero(column >= 0)  # most tokens are short
-            before = states[:, longer]
-            stepped = goto[np.maximum(before, 0), column[longer][None, :]]
-            stepped = np.where(complete[stepped], -1, stepped)
-            states[:, longer] = np.where(before < 0, before, stepped)
+            states[:, longer] = after[states[:, longer], column[longer]]
+        states[states == done] = -1
         return states
 
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def test_sets_of_several_requests_do_not_mix() -> None:
 
 def test_rows_of_dropped_sets_are_used_again_and_held_sets_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run whose rows have stop strings of their own does not grow the table without end."""
-    monkeypatch.setattr(stop_tables, "MOST_SETS", 4)
+    monkeypatch.setattr(stop_tables, "MOST_KEPT", 600)
     table = StopTable(TOKENS, len(TOKENS), torch.device("cpu"))
     draw, held, sizes = random.Random(1), list[tuple[tuple[str, ...], int]](), list[int]()
     for _ in range(300):
@@ -77,6 +77,17 @@ def test_rows_of_dropped_sets_are_used_again_and_held_sets_stay(monkeypatch: pyt
                 states = torch.stack([table.step(states[0], given), fresh.step(states[1], given)])
                 assert (states[0] == 0) == (states[1] == 0)
     assert sizes[-1] == sizes[100] <= 120
+
+
+def test_long_sets_of_rows_that_are_done_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 sets of 256 bytes were kept, of 150 MB each with a vocabulary of 152,000, and as much again as room."""
+    monkeypatch.setattr(stop_tables, "MOST_KEPT", 20_000)
+    table = StopTable(TOKENS, len(TOKENS), torch.device("cpu"))
+    for number in range(60):
+        stops = (f"{number:03}" + "ab" * 126,)
+        table.forget({stops})
+        table.start(stops)
+    assert table.table.nbytes < 60_000  # a set takes 11,264
 
 
 def test_text_is_cut_before_the_stop_that_completes_first() -> None:
