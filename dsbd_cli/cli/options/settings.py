@@ -152,7 +152,10 @@ def run_settings(
             f"--set gpu={devices.gpu} cannot be had with a grammar, whose masks the host makes in every iteration: "
             "drop it"
         )
-    rows = replace(_rows(sampling, config, strict=strict), grammar=grammar, chat=chat)
+    seed = _or_default(sampling.seed, RowReader().seed)
+    rows = RowReader(
+        _sampling(sampling), seed, config.rule, config.num_beams, strict=strict, grammar=grammar, chat=chat
+    )
     batch_size: int | None = None
     if devices.batch_size != "auto":
         batch_size = _or_default(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
@@ -312,11 +315,9 @@ def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: boo
     return method
 
 
-def _rows(given: SamplingOptions, method: MethodConfig, *, strict: bool) -> RowReader:
+def _sampling(given: SamplingOptions) -> SamplingConfig:
     asked = {item.name: getattr(given, item.name, None) for item in fields(SamplingConfig)}
-    sampling = SamplingConfig(**{name: value for name, value in asked.items() if value is not None})
-    seed = _or_default(given.seed, RowReader().seed)
-    return RowReader(sampling, seed, method.rule, method.num_beams, strict)
+    return SamplingConfig(**{name: value for name, value in asked.items() if value is not None})
 
 
 REGEX = "regex:"
