@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from dsbd_cli.config.checking import require
 from dsbd_cli.config.variant import Setting, Value, Variant, spelling
 from dsbd_cli.config.variants import DRAFTERS, FUSION, RULES, WIDTHS, active, check_drafter_name
 from dsbd_cli.errors import KINDS, UsageError, option_name, shorten
@@ -16,10 +17,7 @@ def parse(
     """Return the name of `NAME[:SETTINGS]` and its settings by field. option: the option that gave it, for messages.
     complete: required settings must be there. Raises UsageError."""
     name, _, settings = text.partition(":")
-    if name not in variants:
-        expected = f"one of {', '.join(variants)}"
-        message = f"{option} is {shorten(name)}, but must be {expected}"
-        raise UsageError(message, field=option, value=name, expected=expected)
+    require(name in variants, option, name, f"one of {', '.join(variants)}")
     typed = f"{option}={text}" if option.startswith("--set ") else f"{option} {text}"
     return name, _settings(typed, variants[name].usage, variants[name].settings, settings, complete)
 
