@@ -46,8 +46,6 @@ LONGEST_TMP = 30
 REACH_S = 10.0
 SLOW_START_S = 30.0  # where workers are still missing after this time, a warning says what they wait for
 
-RowWindow = Window[Request, RequestResult]
-
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
@@ -125,7 +123,7 @@ class RayEngine:
         self._stack.enter_context(quiet())
         self._workers: list[_WorkerSlot] = []
         self._capacity = HELD_BATCHES * setup.batch_size  # rows at one worker
-        self._window: RowWindow = Window(self._capacity, None)  # empty until `run` makes its own
+        self._window = Window(self._capacity, None)  # empty until `run` makes its own
         self._info: WorkerInfo | None = None
         self._weaker_exactness: Exactness | None = None
         self._last_death = ""
