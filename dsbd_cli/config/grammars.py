@@ -145,7 +145,7 @@ def _schema_source(schema: object) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=LAYOUT)  # type: ignore[arg-type]
     except (ValueError, RecursionError) as error:  # half a surrogate pair, a number that is too large
-        raise UsageError(f"not valid JSON: {' '.join(str(error).split())[:200]}") from None
+        raise UsageError(f"not valid JSON: {one_line(error)}") from None
 
 
 def _fault(source: str) -> str | None:

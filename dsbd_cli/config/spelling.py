@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from dsbd_cli.config.checking import require
 from dsbd_cli.config.variant import Setting, Value, Variant, spelling
-from dsbd_cli.config.variants import DRAFTERS, FUSION, RULES, WIDTHS, active, check_drafter_name
+from dsbd_cli.config.variants import DRAFTERS, FUSION, RULES, WIDTHS, check_drafter_name, drafting_variants
 from dsbd_cli.errors import KINDS, UsageError, option_name, shorten
 
 
@@ -34,11 +34,10 @@ def parse_drafter(text: str, option: str = "--drafter", *, complete: bool = True
     parts = _parts(text)
     name = "+".join(part.partition(":")[0] for part in parts)
     check_drafter_name(name)
-    drafters = active("coupled", "fixed", name)[2:]
+    drafters = drafting_variants(name)
     found: dict[str, Value] = {}
     for place, part in enumerate(parts):
-        known = drafters[place].settings
-        usage = drafters[place].usage
+        known, usage = drafters[place].settings, drafters[place].usage
         if place == 1:  # settings of the two together are spelled with the second
             known += drafters[2].settings
             usage = f"{drafters[0].name}+{Variant(name=drafters[1].name, text='', settings=known).usage}"

@@ -395,8 +395,8 @@ def check_drafter_name(drafter: str) -> None:
         refuse("drafter", drafter, f"must be {second}+{first}: the one that runs the draft model stands first")
 
 
-def active(rule: str, width: str, drafter: str) -> tuple[Variant, ...]:
-    """Return the variants that act with these choices. drafter: one, or two joined by +."""
+def drafting_variants(drafter: str) -> tuple[Variant, ...]:
+    """Return the one drafter of a name, or the two that are joined by + and the variant that joins them."""
     drafters = [DRAFTERS[name] for name in drafter.split("+")]
     fusion = [FUSION if drafters[0].runs_model else LOOKUPS] if len(drafters) == 2 else []
-    return (RULES[rule], WIDTHS[width], *drafters, *fusion)
+    return (*drafters, *fusion)
