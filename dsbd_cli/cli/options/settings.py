@@ -179,13 +179,19 @@ def run_settings(
 
 def _model_specs(target: str, draft: str | None, devices: DeviceOptions) -> tuple[ModelSpec, ModelSpec | None]:
     """Return how target and draft are loaded. Raises UsageError."""
-    given = {item.name: getattr(devices, item.name) for item in fields(ModelSpec) if hasattr(devices, item.name)}
     place, draft_device = devices_of(devices.device)
     spread = place is not None and (place.startswith("{") or place in SPREADS)
-    given |= {"device_map": place, "device": None} if spread else {"device": place}
     trusted = devices.trust_remote_code
-    given["trust_remote_code"] = trusted in ("target", "both")
-    spec = ModelSpec(target, **{name: value for name, value in given.items() if value is not None})
+    given: dict[str, object] = {
+        "dtype": devices.dtype,
+        "device": None if spread else place,
+        "device_map": place if spread else None,
+        "trust_remote_code": trusted in ("target", "both"),
+        "numerics": devices.numerics,
+        "tensor_parallel": devices.tensor_parallel,
+        "quantize": devices.quantize,
+    }
+    spec = ModelSpec(target, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     if draft is None:
         if trusted in ("draft", "both"):
             raise UsageError(f"--trust-remote-code is {trusted}, but there is no draft model: name the target alone")
@@ -268,10 +274,12 @@ def _variant_fields(given: MethodOptions) -> dict[str, object]:
     except UsageError as error:
         raise UsageError(error.typed(TYPED)) from None
     found |= {"drafter": name, **settings}
-    for field, text, variants in (("rule", given.verify, sampling_rules()), ("width", given.width, WIDTHS)):
-        if text is not None:
-            name, settings = parse("--verify" if field == "rule" else option_name(field), text, variants)
-            found |= {field: found["rule"] if given.decode == "search" and field == "rule" else name, **settings}
+    if given.verify is not None:
+        name, settings = parse("--verify", given.verify, sampling_rules())
+        found |= settings if given.decode == "search" else {"rule": name, **settings}
+    if given.width is not None:
+        name, settings = parse(option_name("width"), given.width, WIDTHS)
+        found |= {"width": name, **settings}
     return found
 
 
@@ -316,8 +324,8 @@ def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: boo
 
 
 def _sampling(given: SamplingOptions) -> SamplingConfig:
-    asked = {item.name: getattr(given, item.name, None) for item in fields(SamplingConfig)}
-    return SamplingConfig(**{name: value for name, value in asked.items() if value is not None})
+    asked = {name: value for name, value in vars(given).items() if value is not None and name != "seed"}
+    return SamplingConfig(**asked)
 
 
 REGEX = "regex:"
