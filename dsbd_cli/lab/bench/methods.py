@@ -87,7 +87,9 @@ class Method:
 
 
 FOREST = {"depth": DEFAULT_DEPTH, "width": "fixed"}  # defaults, which the fields of a method replace
-SAMPLING, SEARCH = ({"rule": rule, "depth": 0} for rule in ("coupled", "search"))  # without a draft
+# without a draft
+SAMPLING = {"rule": "coupled", "depth": 0}
+SEARCH = {"rule": "search", "depth": 0}
 BEAMS = ("num_beams",)
 DRAFTED = ("num_beams", "drafts_per_layer", "depth")
 ANY_DRAFTER = (*DRAFTED, "drafter")
