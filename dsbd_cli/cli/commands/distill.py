@@ -134,8 +134,8 @@ def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptio
     rate = options.learning_rate
     if rate is not None and not 0 < rate < 1:
         raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
-    draft_device = devices_of(loading.device)[1]
-    devices = DeviceOptions(**vars(loading) | {"device": devices_of(loading.device)[0], "quantize": options.quantize})
+    place, draft_device = devices_of(loading.device)
+    devices = DeviceOptions(**vars(loading) | {"device": place, "quantize": options.quantize})
     settings = _run_settings(options, decoding, devices)
     with StopSignals() as signals, talking() as talk:
         _Distilling(options, settings, draft_device, options.input, options.output, signals, talk).run()
@@ -445,8 +445,8 @@ class _Distilling:
 
     def _draft_spec(self, source: str, dtype: str) -> ModelSpec:
         """Return how to load a draft that is made from the target. It may use the code of the target's checkpoint."""
-        draft = replace(self._spec.of_draft(source, self._draft_device), dtype=dtype if dtype in DTYPES else "auto")
-        return replace(draft, trust_remote_code=self._spec.trust_remote_code)
+        draft, known = self._spec.of_draft(source, self._draft_device), dtype if dtype in DTYPES else "auto"
+        return replace(draft, dtype=known, trust_remote_code=self._spec.trust_remote_code)
 
     def _save(self, training: Training) -> None:
         from dsbd_cli.train.student import save_student
