@@ -24,6 +24,7 @@ import os
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 MAX_SHOWN = 60  # characters of a value in a message
 MAX_REASON = 200  # characters of another library's message
@@ -159,6 +160,15 @@ def reading(what: str) -> Iterator[None]:
         raise UsageError(f"{what} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{what} cannot be read: it is not UTF-8") from None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn errors that occur while a file or a folder is written into OutputErrors."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def denial(error: BaseException) -> str | None:

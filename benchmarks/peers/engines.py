@@ -245,11 +245,9 @@ def _taken(pair: Engine, kind: str, package: str) -> tuple[Path, BaseForestModel
 
 
 METHODS: dict[str, Method] = {
-    "ct2-greedy": Method("CTranslate2's greedy in float32", peer=CTranslateConfig("greedy")),
-    "ct2-beam-search": Method("CTranslate2's beam search in float32", axes=BEAMS, peer=CTranslateConfig("beam-search")),
-    "ct2-int8-greedy": Method("CTranslate2's greedy in int8", peer=CTranslateConfig("greedy", dtype="int8")),
-    "ct2-int8-beam-search": Method(
-        "CTranslate2's beam search in int8", axes=BEAMS, peer=CTranslateConfig("beam-search", dtype="int8")
-    ),
-    "llama-cpp-greedy": Method("llama.cpp's greedy on a GGUF target", peer=LlamaConfig("greedy")),
+    "ct2-greedy": Method(peer=CTranslateConfig("greedy")),
+    "ct2-beam-search": Method(axes=BEAMS, peer=CTranslateConfig("beam-search")),
+    "ct2-int8-greedy": Method(peer=CTranslateConfig("greedy", dtype="int8")),
+    "ct2-int8-beam-search": Method(axes=BEAMS, peer=CTranslateConfig("beam-search", dtype="int8")),
+    "llama-cpp-greedy": Method(peer=LlamaConfig("greedy")),
 }

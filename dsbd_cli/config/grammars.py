@@ -16,7 +16,7 @@ from typing import Literal
 
 from dsbd_cli.config.checking import check_types
 from dsbd_cli.config.grammar_trial import parser_limits, trial_fault
-from dsbd_cli.config.schemas import Extent, close_objects, extent
+from dsbd_cli.config.schemas import ONE_SUBSCHEMA, SUBSCHEMA_LISTS, SUBSCHEMAS_BY_NAME, close_objects, extent
 from dsbd_cli.errors import UsageError, one_line, shorten
 
 GrammarKind = Literal["json_schema", "regex", "lark"]
@@ -29,10 +29,6 @@ MOST_TRIALS, MOST_TRIED = 2000, 10_000_000  # subschemas that are tried to find 
 CHEAP_SCHEMA, CHEAP_NODES, CHEAP_COUNT, CHEAP_PATTERN, CHEAP_LARK = 20_000, 5_000, 1_000, 200, 300
 COSTLY_KEYS = frozenset("allOf multipleOf not oneOf pattern patternProperties x-guidance".split())
 COSTLY_LARK = frozenset("&~{%")
-# Keywords whose value holds subschemas: one, a list of them, or some by name
-NESTED = frozenset(
-    "additionalProperties allOf anyOf definitions $defs items oneOf patternProperties prefixItems properties".split()
-)
 Schema = Mapping[str, object] | bool
 
 
@@ -89,28 +85,22 @@ class Grammar:
             self.text.encode()
         except UnicodeEncodeError:
             raise UsageError("it is no valid text: it holds half a surrogate pair") from None
-        if self.kind == "json_schema":
-            schema = self._schema()
-            size = Extent(0, 0, frozenset(), 0.0) if isinstance(schema, bool) else extent(schema)
-            source = _schema_source(schema if isinstance(schema, bool) else close_objects(schema))
-            self._try(source, cheap=len(self.text) <= CHEAP_SCHEMA and _is_cheap(size))
-            if (fault := _fault(source)) is not None:
-                raise UsageError(f"{_message(fault)} (at {_place(schema, fault)})")
-            return source
         from llguidance import LLMatcher
 
-        make = LLMatcher.grammar_from_regex if self.kind == "regex" else LLMatcher.grammar_from_lark
-        source = make(self.text)
-        self._try(source, cheap=_is_cheap_pattern(self.text) if self.kind == "regex" else _is_cheap_lark(self.text))
-        if (fault := _fault(source)) is not None:
-            raise UsageError(_message(fault))
-        return source
-
-    def _try(self, source: str, *, cheap: bool) -> None:
-        """Compile the source in a child process, unless it is cheap. Raises UsageError where the child does not survive
-        it."""
+        schema = self._schema() if self.kind == "json_schema" else None
+        if schema is not None:
+            cheap = _is_cheap_schema(self.text, schema)
+            source = _schema_source(schema if isinstance(schema, bool) else close_objects(schema))
+        elif self.kind == "regex":
+            source, cheap = LLMatcher.grammar_from_regex(self.text), _is_cheap_pattern(self.text)
+        else:
+            source, cheap = LLMatcher.grammar_from_lark(self.text), _is_cheap_lark(self.text)
         if not cheap and (fault := trial_fault(source)) is not None:
             raise UsageError(fault)
+        if (fault := _fault(source)) is not None:
+            place = "" if schema is None else f" (at {_place(schema, fault)})"
+            raise UsageError(f"{_message(fault)}{place}")
+        return source
 
     def _schema(self) -> Schema:
         try:
@@ -124,8 +114,14 @@ class Grammar:
         return schema
 
 
-def _is_cheap(size: Extent) -> bool:
-    return size.nodes <= CHEAP_NODES and size.largest <= CHEAP_COUNT and not size.keys & COSTLY_KEYS
+def _is_cheap_schema(text: str, schema: Schema) -> bool:
+    """Return whether a schema is short, and small with its references followed. Raises UsageError where these lead too
+    far to be compiled."""
+    if isinstance(schema, bool):
+        return True
+    size = extent(schema)
+    small = size.nodes <= CHEAP_NODES and size.largest <= CHEAP_COUNT and not size.keys & COSTLY_KEYS
+    return small and len(text) <= CHEAP_SCHEMA
 
 
 def _is_cheap_pattern(pattern: str) -> bool:
@@ -149,7 +145,7 @@ def _schema_source(schema: object) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=LAYOUT)  # type: ignore[arg-type]
     except (ValueError, RecursionError) as error:  # half a surrogate pair, a number that is too large
-        raise UsageError(f"not valid JSON: {' '.join(str(error).split())[:200]}") from None
+        raise UsageError(f"not valid JSON: {one_line(error)}") from None
 
 
 def _fault(source: str) -> str | None:
@@ -184,11 +180,11 @@ def _subschemas(schema: Schema) -> Iterator[tuple[str, Schema]]:
     """Yield the subschemas one step below, with the pointer to them from here."""
     if isinstance(schema, bool):
         return
-    for name in sorted(NESTED & schema.keys()):
-        value, by_name = schema[name], name in ("properties", "patternProperties", *DEFINITIONS)
+    for name in sorted((ONE_SUBSCHEMA | SUBSCHEMA_LISTS | SUBSCHEMAS_BY_NAME) & schema.keys()):
+        value = schema[name]
         if isinstance(value, list):
             yield from ((f"/{name}/{place}", one) for place, one in enumerate(value) if isinstance(one, Mapping | bool))
-        elif isinstance(value, Mapping) and by_name:
+        elif isinstance(value, Mapping) and name in SUBSCHEMAS_BY_NAME:
             for key, one in value.items():
                 if isinstance(one, Mapping | bool):
                     yield f"/{name}/{str(key).replace('~', '~0').replace('/', '~1')}", one

@@ -20,8 +20,8 @@ from dsbd_cli.config.variants import (
     RULES,
     SECOND_DRAFTS,
     WIDTHS,
-    active,
     check_drafter_name,
+    drafting_variants,
     find_extensions,
 )
 from dsbd_cli.errors import MOST_INTEGER, UsageError, shorten
@@ -256,7 +256,7 @@ class MethodConfig:
     @property
     def variants(self) -> tuple[Variant, ...]:
         """Rule, width, drafters and the variant that joins two drafters."""
-        return active(self.rule, self.width, self.drafter)
+        return (RULES[self.rule], WIDTHS[self.width], *drafting_variants(self.drafter))
 
     @property
     def drafters(self) -> tuple[Variant, ...]:

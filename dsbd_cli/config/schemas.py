@@ -22,12 +22,10 @@ class Extent:
     """Size of a schema with its references followed.
 
     Attributes:
-        levels: the most containers and references below one another.
         nodes: number of containers. Those behind a reference count once for each way that leads there.
         keys: all keys of its objects. largest: the largest bound on a length or a count.
     """
 
-    levels: int
     nodes: int
     keys: frozenset[str]
     largest: float
@@ -65,7 +63,7 @@ def extent(schema: Mapping[str, object]) -> Extent:
         stack.append((node, True))
         stack += [(one, False) for one in _below(node, root) if id(one) not in opened]
     _check_nesting(root)
-    return Extent(levels[id(root)], nodes[id(root)], frozenset(keys), largest)
+    return Extent(nodes[id(root)], frozenset(keys), largest)
 
 
 def _check_nesting(root: Node) -> None:

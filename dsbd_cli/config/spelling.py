@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from dsbd_cli.config.checking import require
 from dsbd_cli.config.variant import Setting, Value, Variant, spelling
-from dsbd_cli.config.variants import DRAFTERS, FUSION, RULES, WIDTHS, active, check_drafter_name
+from dsbd_cli.config.variants import DRAFTERS, FUSION, RULES, WIDTHS, check_drafter_name, drafting_variants
 from dsbd_cli.errors import KINDS, UsageError, option_name, shorten
 
 
@@ -16,10 +17,7 @@ def parse(
     """Return the name of `NAME[:SETTINGS]` and its settings by field. option: the option that gave it, for messages.
     complete: required settings must be there. Raises UsageError."""
     name, _, settings = text.partition(":")
-    if name not in variants:
-        expected = f"one of {', '.join(variants)}"
-        message = f"{option} is {shorten(name)}, but must be {expected}"
-        raise UsageError(message, field=option, value=name, expected=expected)
+    require(name in variants, option, name, f"one of {', '.join(variants)}")
     typed = f"{option}={text}" if option.startswith("--set ") else f"{option} {text}"
     return name, _settings(typed, variants[name].usage, variants[name].settings, settings, complete)
 
@@ -36,11 +34,10 @@ def parse_drafter(text: str, option: str = "--drafter", *, complete: bool = True
     parts = _parts(text)
     name = "+".join(part.partition(":")[0] for part in parts)
     check_drafter_name(name)
-    drafters = active("coupled", "fixed", name)[2:]
+    drafters = drafting_variants(name)
     found: dict[str, Value] = {}
     for place, part in enumerate(parts):
-        known = drafters[place].settings
-        usage = drafters[place].usage
+        known, usage = drafters[place].settings, drafters[place].usage
         if place == 1:  # settings of the two together are spelled with the second
             known += drafters[2].settings
             usage = f"{drafters[0].name}+{Variant(name=drafters[1].name, text='', settings=known).usage}"

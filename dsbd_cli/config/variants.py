@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import entry_points
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
+from dsbd_cli.config.checking import refuse
 from dsbd_cli.config.variant import DrafterSpec, Format, Limit, RuleSpec, Setting, Variant, Width
 from dsbd_cli.errors import UsageError, shorten
 
@@ -43,20 +44,20 @@ DIVERGENCE: Setting[DivergenceName] = Setting(
     field="divergence",
     default="kl",
     text="how the difference is measured",
-    choices=("kl", "kl_reversed", "js", "js_authors", "tv"),
+    choices=get_args(DivergenceName),
 )
 FALLBACK: Setting[FallbackName] = Setting(
     field="fallback",
     default="target",
     text="above the threshold draw from the target, or test the drafts as rejection does",
-    choices=("target", "strict"),
+    choices=get_args(FallbackName),
 )
 FUZZY_LAW: Setting[FuzzyLawName] = Setting(
     field="fuzzy_law",
     name="law",
     default="raw",
     text="compare the distributions before or after temperature and cuts",
-    choices=("raw", "warped"),
+    choices=get_args(FuzzyLawName),
 )
 
 RULES: dict[str, RuleSpec] = _table(
@@ -189,7 +190,7 @@ TREE: Setting[TreeName] = Setting(
     field="tree",
     default="greedy",
     text="how nodes are chosen (top-k is deterministic)",
-    choices=("greedy", "top-k"),
+    choices=get_args(TreeName),
 )
 SECOND_DRAFTS: Setting[int | None] = Setting(
     field="second_drafts",
@@ -379,31 +380,29 @@ def runs_model(drafter: str) -> bool:
 def check_drafter_name(drafter: str) -> None:
     """Check that a name is that of one drafter, or of two of which the second reads text. Raises UsageError."""
     names = drafter.split("+")
-
-    def refuse(reason: str) -> None:
-        raise UsageError(f"drafter is {shorten(drafter)}, but {reason}", field="drafter", value=drafter)
-
     if len(names) > 2 or not all(name in DRAFTERS for name in names):
-        refuse(f"must be one of {', '.join(DRAFTERS)}, or two of them joined by +")
+        refuse("drafter", drafter, f"must be one of {', '.join(DRAFTERS)}, or two of them joined by +")
     if len(names) == 1:
         return
     first, second = names
     if not (DRAFTERS[first].fuses and DRAFTERS[second].fuses):
-        refuse("bridge builds whole trees from text and fuses with none")
+        refuse("drafter", drafter, "bridge builds whole trees from text and fuses with none")
     if first == second:
-        refuse("must be two drafters: the same one drafts the same nodes")
+        refuse("drafter", drafter, "must be two drafters: the same one drafts the same nodes")
     if DRAFTERS[first].runs_model and DRAFTERS[second].runs_model:
         readers = [name for name, one in DRAFTERS.items() if not one.runs_model]
         refuse(
+            "drafter",
+            drafter,
             f"the second of two must be one of {', '.join(readers)}: two that run the same draft model are no "
-            "faster than one"
+            "faster than one",
         )
     if DRAFTERS[second].runs_model:
-        refuse(f"must be {second}+{first}: the one that runs the draft model stands first")
+        refuse("drafter", drafter, f"must be {second}+{first}: the one that runs the draft model stands first")
 
 
-def active(rule: str, width: str, drafter: str) -> tuple[Variant, ...]:
-    """Return the variants that act with these choices. drafter: one, or two joined by +."""
+def drafting_variants(drafter: str) -> tuple[Variant, ...]:
+    """Return the one drafter of a name, or the two that are joined by + and the variant that joins them."""
     drafters = [DRAFTERS[name] for name in drafter.split("+")]
     fusion = [FUSION if drafters[0].runs_model else LOOKUPS] if len(drafters) == 2 else []
-    return (RULES[rule], WIDTHS[width], *drafters, *fusion)
+    return (*drafters, *fusion)

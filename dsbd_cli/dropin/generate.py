@@ -176,10 +176,10 @@ def _decode(
     mask = model_kwargs.get("attention_mask")
     prompts = _prompts(ids, None if mask is None else mask[::copies], model_kwargs.get("position_ids"), copies)
     new = int(config.max_length) - ids.shape[1]
-    sampling = replace(_sampling(config, logits_processor, new), stop=stop)
-    sampling = replace(sampling, token_rules=_rules(logits_processor, ids, mask, _ends(config)))
-    prefixes = next((one for one in logits_processor if type(one).__name__ == PREFIXES), None)
     eos, sequences = _ends(config), None
+    sampling = _sampling(config, logits_processor, new)
+    sampling = replace(sampling, stop=stop, token_rules=_rules(logits_processor, ids, mask, eos))
+    prefixes = next((one for one in logits_processor if type(one).__name__ == PREFIXES), None)
     if prefixes is not None:
         sequences, end = sequences_of(prefixes._prefix_allowed_tokens_fn, ids, eos, new)
         eos = (end, *(token for token in eos if token != end))
@@ -190,7 +190,7 @@ def _decode(
         if assistant is not None:
             draft = forest_of(assistant, "assistant_model")
             draft.fit_width(target.vocab_size)
-        codec = _codec(eos, tokenizer if stop else None, target.vocab_size)
+        codec: TextCodec = HFCodec(tokenizer, eos) if stop else _Ids(eos, target.vocab_size)
         names, catalogues = None, None
         if sequences is not None:
             names, catalogues = compiled(sequences, codec, target.vocab_size)
@@ -398,10 +398,6 @@ def _ends(config: Any) -> tuple[int, ...]:
 def _token_ids(given: Any) -> tuple[int, ...]:
     """Return one id, a list of them or a tensor as a tuple."""
     return tuple(torch.as_tensor(given, dtype=torch.int64).flatten().tolist())
-
-
-def _codec(eos: tuple[int, ...], tokenizer: Any, vocabulary: int) -> TextCodec:
-    return _Ids(eos, vocabulary) if tokenizer is None else HFCodec(tokenizer, eos)
 
 
 def _output(prompts: Any, found: Sequence[Hypothesis], config: Any, beams: int, wanted: int) -> Any:

@@ -6,24 +6,22 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+
+from dsbd_cli.requests import Request, RequestResult
 
 MAX_DEATHS = 3  # deaths of workers that held a row, after which the row has failed
 ALONE_AFTER = MAX_DEATHS - 1  # deaths after which a row is sent to a worker that holds nothing else
 
-RequestT = TypeVar("RequestT")
-AnswerT = TypeVar("AnswerT")
-
 
 @dataclass(slots=True)
-class _PendingRow(Generic[RequestT]):
+class _PendingRow:
     """A row that has been read and not answered yet. deaths: of workers that held it."""
 
-    request: RequestT
+    request: Request
     deaths: int = 0
 
 
-class Window(Generic[RequestT, AnswerT]):
+class Window:
     """The rows between an input and several workers that may die. Rows are numbered from 0 as they are read.
 
     Every number is given out exactly once, with an answer or as given up, in input order or as answers come.
@@ -35,12 +33,12 @@ class Window(Generic[RequestT, AnswerT]):
         assert capacity >= 1
         assert ahead is None or ahead >= 1
         self.capacity, self._ahead = capacity, ahead
-        self._rows: dict[int, _PendingRow[RequestT]] = {}
+        self._rows: dict[int, _PendingRow] = {}
         self._waiting: list[int] = []  # a heap: the oldest row goes first
         self._alone: list[int] = []  # a heap of the rows to be sent alone
         self._out: dict[int, set[int]] = {}  # by worker: numbers of the rows that it holds
         self._quarantine: int | None = None  # the worker that gets the rows to be sent alone
-        self._answered: dict[int, AnswerT] = {}
+        self._answered: dict[int, RequestResult] = {}
         self._read = self._given_out = 0  # how many rows were read, and given out
 
     # Input and output
@@ -61,20 +59,20 @@ class Window(Generic[RequestT, AnswerT]):
         """Whether a row waits for a worker."""
         return bool(self._waiting or self._alone)
 
-    def read(self, request: RequestT) -> int:
+    def read(self, request: Request) -> int:
         """Add a row of the input and return its number."""
         number = self._number()
         self._rows[number] = _PendingRow(request)
         heapq.heappush(self._waiting, number)
         return number
 
-    def add_answered(self, answer: AnswerT) -> int:
+    def add_answered(self, answer: RequestResult) -> int:
         """Add a row of the input that needs no worker, because its answer is known, and return its number."""
         number = self._number()
         self._answered[number] = answer
         return number
 
-    def ready(self) -> Iterator[tuple[int, AnswerT]]:
+    def ready(self) -> Iterator[tuple[int, RequestResult]]:
         """Yield the answers whose turn has come, with the numbers of their rows, each once."""
         while self._answered:
             number = next(iter(self._answered)) if self._ahead is None else self._given_out
@@ -98,7 +96,7 @@ class Window(Generic[RequestT, AnswerT]):
         """Return the number of rows that are out at this worker."""
         return len(self._out.get(worker, ()))
 
-    def take(self, worker: int) -> list[tuple[int, RequestT]]:
+    def take(self, worker: int) -> list[tuple[int, Request]]:
         """Return the rows to be sent to this worker now, so that all workers hold about equally many."""
         out = self._out[worker]
         if self._alone and self._quarantine is None:
@@ -114,7 +112,7 @@ class Window(Generic[RequestT, AnswerT]):
         count = min(self.capacity, rows_each) - len(out)
         return [self._sent(worker, heapq.heappop(self._waiting)) for _ in range(min(count, len(self._waiting)))]
 
-    def _sent(self, worker: int, number: int) -> tuple[int, RequestT]:
+    def _sent(self, worker: int, number: int) -> tuple[int, Request]:
         self._out[worker].add(number)
         return number, self._rows[number].request
 
@@ -122,13 +120,13 @@ class Window(Generic[RequestT, AnswerT]):
         """Return whether the row is out at this worker, so that the worker's answer counts."""
         return number in self._out.get(worker, ())
 
-    def answer(self, worker: int, number: int, answer: AnswerT) -> None:
+    def answer(self, worker: int, number: int, answer: RequestResult) -> None:
         """Take a worker's answer to a row that is out at it."""
         self._out[worker].remove(number)
         del self._rows[number]
         self._answered[number] = answer
 
-    def request(self, number: int) -> RequestT:
+    def request(self, number: int) -> Request:
         """Return the request of a row that is not answered."""
         return self._rows[number].request
 
@@ -148,7 +146,7 @@ class Window(Generic[RequestT, AnswerT]):
                 heapq.heappush(self._alone if row.deaths >= ALONE_AFTER else self._waiting, number)
         return given_up
 
-    def give_up(self, number: int, answer: AnswerT) -> None:
+    def give_up(self, number: int, answer: RequestResult) -> None:
         """Set the answer of a row that `lose` has given up."""
         del self._rows[number]
         self._answered[number] = answer

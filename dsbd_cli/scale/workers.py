@@ -46,8 +46,6 @@ LONGEST_TMP = 30
 REACH_S = 10.0
 SLOW_START_S = 30.0  # where workers are still missing after this time, a warning says what they wait for
 
-RowWindow = Window[Request, RequestResult]
-
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
@@ -124,6 +122,8 @@ class RayEngine:
 
         self._stack.enter_context(quiet())
         self._workers: list[_WorkerSlot] = []
+        self._capacity = HELD_BATCHES * setup.batch_size  # rows at one worker
+        self._window = Window(self._capacity, None)  # empty until `run` makes its own
         self._info: WorkerInfo | None = None
         self._weaker_exactness: Exactness | None = None
         self._last_death = ""
@@ -203,25 +203,26 @@ class RayEngine:
 
         Raises DsbdError when no worker is left.
         """
-        capacity = HELD_BATCHES * self._setup.batch_size
-        window: RowWindow = Window(capacity, AHEAD * capacity * len(self._workers) if ordered else None)
+        ahead = AHEAD * self._capacity * len(self._workers)
+        self._window = Window(self._capacity, ahead if ordered else None)
         for worker in self._workers:
             if worker.joined:
-                window.join(worker.number)
+                self._window.join(worker.number)
         numbered = NumberedRequests(requests)
         while not self._stopping:
-            starved = self._read(numbered, window)
-            for _, result in window.ready():
+            starved = self._read(numbered)
+            for _, result in self._window.ready():
                 yield result
-            if numbered.exhausted() and window.finished:
+            if numbered.exhausted() and self._window.finished:
                 return
-            self._send(window, ended=numbered.exhausted())
-            self._receive(window, wait_s=0.0 if starved else WAIT_S)
+            self._send(ended=numbered.exhausted())
+            self._receive(0.0 if starved else WAIT_S)
 
     # Rows
 
-    def _read(self, numbered: NumberedRequests, window: RowWindow) -> bool:
+    def _read(self, numbered: NumberedRequests) -> bool:
         """Read the requests that there is room for. Return True where the input has nothing ready."""
+        window = self._window
         while window.room > 0 and not numbered.exhausted():
             item = numbered.next()
             if item is None:
@@ -233,9 +234,10 @@ class RayEngine:
                 window.read(request)
         return False
 
-    def _send(self, window: RowWindow | None, *, ended: bool = False) -> None:
+    def _send(self, *, ended: bool) -> None:
         """Call every worker that has no open call: with rows, for answers, or to ask whether it is loaded. ended: there
         are no more rows to read, so that a worker with nothing to do is given back."""
+        window = self._window
         for worker in self._workers:
             if worker.gone or worker.call is not None:
                 continue
@@ -244,20 +246,18 @@ class RayEngine:
                     self._begin(worker)
             elif not worker.joined:
                 self._open_call(worker, worker.actor.hello.remote())
-            elif window is not None:
-                rows = window.take(worker.number)
-                if rows or window.holds(worker.number):
-                    self._open_call(worker, worker.actor.exchange.remote(rows))
-                elif ended and not window.waits:
-                    window.leave(worker.number)
-                    self._end(worker)
-                    worker.gone = True
+            elif (rows := window.take(worker.number)) or window.holds(worker.number):
+                self._open_call(worker, worker.actor.exchange.remote(rows))
+            elif ended and not window.waits:
+                window.leave(worker.number)
+                self._end(worker)
+                worker.gone = True
 
     def _open_call(self, worker: _WorkerSlot, call: ray.ObjectRef[object]) -> None:
         worker.call, worker.called = call, time.monotonic()
 
-    def _receive(self, window: RowWindow | None, wait_s: float) -> None:
-        """Take what the workers have answered, and replace those that hang. window None: the run has not begun."""
+    def _receive(self, wait_s: float) -> None:
+        """Take what the workers have answered, and replace those that hang."""
         import ray
 
         calls = {worker.call: worker for worker in self._workers if worker.call is not None}
@@ -274,22 +274,23 @@ class RayEngine:
             try:
                 answer = ray.get(call)
             except ray.exceptions.RayError as error:
-                self._died(worker, window, _reason(error))
+                self._died(worker, _reason(error))
                 continue
             worker.alive = True
-            if isinstance(answer, Exchange) and window is not None:
-                self._answered(worker, window, answer)
+            if isinstance(answer, Exchange):
+                self._answered(worker, answer)
             elif isinstance(answer, WorkerInfo):
-                self._joined(worker, window, answer)
+                self._joined(worker, answer)
             elif isinstance(answer, Failure):
-                self._failed(worker, window, answer)
+                self._failed(worker, answer)
         for worker in self._workers:
             if worker.call is not None and worker.alive:
                 silence = time.monotonic() - worker.called
                 if silence > self._config.timeout_s:
-                    self._died(worker, window, f"it gave no sign of life for {silence:.0f} s")
+                    self._died(worker, f"it gave no sign of life for {silence:.0f} s")
 
-    def _answered(self, worker: _WorkerSlot, window: RowWindow, exchange: Exchange) -> None:
+    def _answered(self, worker: _WorkerSlot, exchange: Exchange) -> None:
+        window = self._window
         if exchange.exactness not in (None, self._loaded.exactness):
             self._weaker_exactness = exchange.exactness
         for number, answer in exchange.answers:
@@ -303,11 +304,11 @@ class RayEngine:
             worker.report.tokens += sum(beam.num_tokens for beam in result.hypotheses[:1])
         worker.steps = exchange.steps
         if exchange.failure is not None:
-            self._failed(worker, window, exchange.failure)
+            self._failed(worker, exchange.failure)
 
     # Workers
 
-    def _joined(self, worker: _WorkerSlot, window: RowWindow | None, info: WorkerInfo) -> None:
+    def _joined(self, worker: _WorkerSlot, info: WorkerInfo) -> None:
         """Let a worker that has loaded take rows. Raises UsageError where it differs from the first one."""
         if self._info is None:
             self._info = info
@@ -319,27 +320,25 @@ class RayEngine:
         worker.joined = True
         worker.report.host = info.host
         worker.report.device = None if info.engine is None else info.engine.device
-        if window is not None:
-            window.join(worker.number)
+        self._window.join(worker.number)
 
-    def _failed(self, worker: _WorkerSlot, window: RowWindow | None, failure: Failure) -> None:
+    def _failed(self, worker: _WorkerSlot, failure: Failure) -> None:
         """Handle the end of a worker's engine. An error of ours ends the run, as it would in one process. Another one
         may come from the machine, and counts as a death."""
         if (error := failure.error) is not None:
             raise error
-        self._died(worker, window, str(failure))
+        self._died(worker, str(failure))
 
-    def _died(self, worker: _WorkerSlot, window: RowWindow | None, reason: str) -> None:
+    def _died(self, worker: _WorkerSlot, reason: str) -> None:
         """Replace a worker that is gone or of no use, and send its rows again. Raises DsbdError if no worker is
         left."""
         self._end(worker)
-        rows = 0 if window is None else window.holds(worker.number)
-        given_up = [] if window is None else window.lose(worker.number)
+        rows = self._window.holds(worker.number)
+        given_up = self._window.lose(worker.number)
         for number in given_up:
-            assert window is not None
-            request = window.request(number)
+            request = self._window.request(number)
             error = WorkerLostError(f"{MAX_DEATHS} workers died on this row, the last one: {reason}")
-            window.give_up(number, RequestResult(request, (), 0, RequestStats(), error))
+            self._window.give_up(number, RequestResult(request, (), 0, RequestStats(), error))
         worker.alive = False
         worker.steps_before, worker.steps, worker.steps_finished = worker.steps_before + worker.steps_finished, 0, 0
         worker.not_before = time.monotonic() + AGAIN_S
@@ -438,8 +437,8 @@ class RayEngine:
         begun, warned = time.monotonic(), False
         least = min(self._config.least, len(self._workers))
         while sum(worker.joined for worker in self._workers) < least and not self._stopping:
-            self._send(None)
-            self._receive(None, WAIT_S)
+            self._send(ended=False)
+            self._receive(WAIT_S)
             if sum(not worker.gone for worker in self._workers) < least:
                 raise DsbdError(f"fewer than {least} workers are left, the last one to die was {self._last_death}")
             if not warned and time.monotonic() - begun > SLOW_START_S and not all(one.alive for one in self._workers):

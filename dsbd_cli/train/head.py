@@ -110,9 +110,9 @@ class HeadLayer(nn.Module):
         super().__init__()
         hidden, size = spec.hidden, spec.heads * spec.head_dim
         kv = spec.kv_heads * spec.head_dim
-        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
-            Norm(hidden, spec.eps) for _ in range(3)
-        )
+        self.input_layernorm = Norm(hidden, spec.eps)
+        self.hidden_norm = Norm(hidden, spec.eps)
+        self.post_attention_layernorm = Norm(hidden, spec.eps)
         self.self_attn = nn.ModuleDict({
             "q_proj": _linear(2 * hidden, size), "k_proj": _linear(2 * hidden, kv), "v_proj": _linear(2 * hidden, kv),
             "o_proj": _linear(size, hidden),

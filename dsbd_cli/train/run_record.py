@@ -108,7 +108,7 @@ def read_record(folder: Path) -> Record:
 
 
 def _milestone(found: dict[str, object]) -> Milestone:
-    step, loss, alone = (found[name] for name in ("step", "loss", "one_beam"))
+    step, loss, alone = found["step"], found["loss"], found["one_beam"]
     if not isinstance(step, int) or not isinstance(loss, float | None):
         raise TypeError
     return Milestone(step, loss, _measurement(found["measured"]), None if alone is None else _measurement(alone))

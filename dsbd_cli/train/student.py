@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dsbd_cli.config.model import DTYPES, ModelSpec
-from dsbd_cli.errors import ModelError, OutputError, UnsupportedModelError, UsageError, one_line
+from dsbd_cli.errors import ModelError, OutputError, UnsupportedModelError, UsageError, one_line, writing
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import is_gguf, load, load_config, load_tokenizer
 from dsbd_cli.models.checkpoints.registry import parts_of
@@ -115,18 +115,19 @@ def student_shape(
 def new_student(spec: ModelSpec, shape: StudentShape, seed: int) -> nn.Module:
     """Make an untrained draft of the target, in float32 on the device of `spec`, with every weight to be trained. For a
     target with adapters it begins as the base model."""
-    base = parts_of(spec.source)[0]
-    plain = replace(spec, source=base, adapters=(), role="draft", dtype="float32", device_map=None, tensor_parallel=1)
+    plain = _in_float32(spec, parts_of(spec.source)[0])
     model, _ = load(plain, _cut_config(load_config(locate(spec), spec), shape.layers if not shape.hidden_size else 1))
     return _trainable(model if shape.hidden_size is None else _small_llama(model, shape, seed))
 
 
 def load_student(folder: Path, spec: ModelSpec) -> nn.Module:
     """Load the model that `save_student` has written, in float32. Raises ModelError where the files are damaged."""
-    plain = replace(
-        spec, source=str(folder), adapters=(), role="draft", dtype="float32", device_map=None, tensor_parallel=1
-    )
-    return _trainable(load(plain)[0])
+    return _trainable(load(_in_float32(spec, str(folder)))[0])
+
+
+def _in_float32(spec: ModelSpec, source: str) -> ModelSpec:
+    """Return how to load another checkpoint whole, in float32, on the device of `spec`."""
+    return replace(spec, source=source, adapters=(), role="draft", dtype="float32", device_map=None, tensor_parallel=1)
 
 
 def stored_dtype(spec: ModelSpec) -> str:
@@ -167,21 +168,17 @@ def publish_student(student: nn.Module, spec: ModelSpec, folder: Path, dtype: st
     folder is no checkpoint. Raises OutputError."""
     whole = folder / ".draft"
     save_student(student, spec, whole, dtype)
-    try:
+    with writing(folder):
         for path in sorted(whole.iterdir(), key=lambda path: path.name == "config.json"):
             path.replace(folder / path.name)
         whole.rmdir()
-    except OSError as error:
-        raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
 
 
 def recover(folder: Path) -> None:
     """Restore what `folder` held where `save_student` was killed between its two renames. Raises OutputError."""
-    try:
+    with writing(folder):
         if not folder.exists() and _backup_path(folder).exists():
             _backup_path(folder).replace(folder)
-    except OSError as error:
-        raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
 
 
 def _backup_path(folder: Path) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dsbd_cli.config.model import DTYPES, ModelSpec
-from dsbd_cli.errors import ModelError, OutputError, UsageError
+from dsbd_cli.errors import ModelError, UsageError, writing
 from dsbd_cli.models.checkpoints.head import HEAD_FILE, TrimmedHead, head_keys, output_head, write_head
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import eos_ids, is_gguf, load, load_config, load_tokenizer
@@ -191,15 +191,14 @@ def _write(model: Any, head: TrimmedHead, folder: Path, output: Path) -> None:
     """Write all files under another name first, so that an interrupted run leaves no folder that looks whole."""
     unfinished = output.with_name(f".{output.name}.unfinished")
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        copy_beside(folder, unfinished)
-        dropped = head_keys(model)
-        state = {name: tensor for name, tensor in model.state_dict().items() if name not in dropped}
-        model.save_pretrained(unfinished, state_dict=state)
-        write_head(unfinished, head)
-        unfinished.replace(output)
-    except OSError as error:
-        raise OutputError(f"cannot write {output}: {error.strerror or error}") from error
+        with writing(output):
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            copy_beside(folder, unfinished)
+            dropped = head_keys(model)
+            state = {name: tensor for name, tensor in model.state_dict().items() if name not in dropped}
+            model.save_pretrained(unfinished, state_dict=state)
+            write_head(unfinished, head)
+            unfinished.replace(output)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

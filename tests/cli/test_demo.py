@@ -11,7 +11,7 @@ import pytest
 from dsbd_cli.cli.app import run
 from dsbd_cli.cli.commands import demo
 from dsbd_cli.errors import InvalidRowError
-from dsbd_cli.lab.bench.beside import Answer, Beam, BesideTransformers
+from dsbd_cli.lab.bench.beside import Beam, BesideTransformers, TimedBeams
 from dsbd_cli.requests import EngineInfo
 from dsbd_cli.stats import RequestStats
 from tests.cli.conftest import ROOT, Outcome
@@ -39,7 +39,7 @@ def test_its_prompts_are_the_sample_inputs() -> None:
 
 
 BEAMS = tuple(Beam(f" text\n{number}\x1b[31m", (number,), -0.5 * number) for number in range(demo.BEAMS))
-OURS = Answer(BEAMS, 0.5, RequestStats(steps=6, target_calls=2))
+OURS = TimedBeams(BEAMS, 0.5, RequestStats(steps=6, target_calls=2))
 
 
 class _Fake(BesideTransformers):
@@ -53,12 +53,12 @@ class _Fake(BesideTransformers):
     def load_theirs(self) -> None:
         return
 
-    def ours(self, prompt: str) -> Answer:
+    def ours(self, prompt: str) -> TimedBeams:
         return OURS
 
-    def theirs(self, prompt: str) -> Answer:
+    def theirs(self, prompt: str) -> TimedBeams:
         other = Beam("strange", (99,), -9.0)
-        return Answer(tuple(other if one is None else BEAMS[one] for one in self.beams), 1.0)
+        return TimedBeams(tuple(other if one is None else BEAMS[one] for one in self.beams), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_prompt_that_cannot_be_answered_is_wrong_usage(
 ) -> None:
     """Guards the exit codes: 1 is for beams that differ, 3 for rows of a file."""
 
-    def fail(self: _Fake, prompt: str) -> Answer:
+    def fail(self: _Fake, prompt: str) -> TimedBeams:
         raise InvalidRowError("request demo: prompt is empty: there is no token to start from")
 
     monkeypatch.setattr("dsbd_cli.lab.bench.beside.BesideTransformers", _Fake)

@@ -15,10 +15,10 @@ Given = list[tuple[int, str]]
 
 def drive(
     rows: int, workers: int, capacity: int, ahead: int | None, seed: int, deadly: frozenset[int], death: float
-) -> tuple[Given, Window[int, str], dict[int, int]]:
+) -> tuple[Given, Window, dict[int, int]]:
     """Work everything off. Workers die with probability `death` per step, and always of a deadly row that has begun."""
     dice = random.Random(seed)
-    window: Window[int, str] = Window(capacity, ahead)
+    window = Window(capacity, ahead)
     out: dict[int, list[int]] = {}
     given, read, deaths = Given(), 0, dict.fromkeys(range(rows), 0)
     for _ in range(200_000):
@@ -97,7 +97,7 @@ def test_a_window_that_gives_up_at_the_second_death_is_found(monkeypatch: pytest
     """The test above can fail."""
     monkeypatch.setattr("dsbd_cli.scale.window.MAX_DEATHS", 2)
     monkeypatch.setattr("dsbd_cli.scale.window.ALONE_AFTER", 2)
-    window: Window[int, str] = Window(2, None)
+    window = Window(2, None)
     window.join(0)
     lost = []
     for number in range(2):
@@ -111,7 +111,7 @@ def test_a_window_that_gives_up_at_the_second_death_is_found(monkeypatch: pytest
 
 def test_all_workers_hold_about_as_much() -> None:
     """Guards against a first worker that takes all rows of a short input."""
-    window: Window[int, str] = Window(16, None)
+    window = Window(16, None)
     for worker in range(4):
         window.join(worker)
     for number in range(10):
@@ -120,7 +120,7 @@ def test_all_workers_hold_about_as_much() -> None:
 
 
 def test_the_oldest_rows_go_first() -> None:
-    window: Window[int, str] = Window(2, 10)
+    window = Window(2, 10)
     window.join(0)
     window.join(1)
     assert window.room == 4
@@ -136,7 +136,7 @@ def test_the_oldest_rows_go_first() -> None:
 
 
 def test_nothing_is_read_further_ahead_than_allowed() -> None:
-    window: Window[int, str] = Window(2, 3)
+    window = Window(2, 3)
     window.join(0)
     for number in range(2):
         window.read(number)

@@ -96,18 +96,18 @@ def test_a_kernel_that_fails_at_a_worker_takes_the_promise_of_the_run_with_it() 
     made = worker(lambda: engine)
     info = greeted(made)
     driver = RayEngine(WorkerSetup(fake, (), 4), PoolConfig(1, 1, "auto"), lambda line: None)
-    window: Window[Any, Any] = Window(4, None)
+    driver._window = window = Window(4, None)
     place = _WorkerSlot(WorkerReport(0))
     found = []
     try:
-        driver._joined(place, window, info)
+        driver._joined(place, info)
         for promised in ("same-text", "same-law"):
             engine.exactness = promised
             window.read(row(0, "a")[1])
             exchange = made.exchange(window.take(place.number), wait_s=HANG_S)
             while not exchange.answers:
                 exchange = made.exchange((), wait_s=HANG_S)
-            driver._answered(place, window, exchange)
+            driver._answered(place, exchange)
             found += [(driver.exactness, result.text) for _, result in window.ready()]
     finally:
         driver.close()

@@ -126,7 +126,7 @@ def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> SweepPlan:
     """
     lists = {
         name: read_values(option_name(name), name, text)
-        for name, text in dataclasses.asdict(sweep).items()
+        for name, text in vars(sweep).items()
         if name not in ("methods", "index") and text is not None
     }
     methods, index = sweep.methods, None if sweep.index is None else str(sweep.index)
@@ -186,8 +186,8 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
 
     Raises UsageError for sampling options if no method samples, and for temperature 0 if some method does not take it.
     """
-    given = {item.name: getattr(drawing, item.name) for item in dataclasses.fields(drawing)}
-    idle = [name for name in ("temperature", "top_k", "top_p", "min_p", "seed") if given[name] is not None]
+    drawn = ("temperature", "top_k", "top_p", "min_p", "seed")
+    idle = [name for name in drawn if getattr(drawing, name) is not None]
     if idle and not any(one.config.samples for one in planned.settings):
         names = ", ".join(option_name(name) for name in idle)
         raise UsageError(f"{names} would do nothing, because no method of --methods samples: drop it")
@@ -196,7 +196,7 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
         raise UsageError(
             f"--temperature is 0, which {cannot_be_greedy[0]} does not take: drop it, or take the method from --methods"
         )
-    return SamplingOptions(**given)
+    return SamplingOptions(**vars(drawing))
 
 
 def _draws_always(setting: SweepSetting) -> bool:

@@ -22,7 +22,7 @@ from dsbd_cli.errors import RowError, UsageError, plural
 from dsbd_cli.lab.tasks.record import shipped
 
 if TYPE_CHECKING:
-    from dsbd_cli.lab.bench.beside import Answer, Beam, BesideTransformers
+    from dsbd_cli.lab.bench.beside import Beam, BesideTransformers, TimedBeams
     from dsbd_cli.lab.reports.screen import Screen
 
 BEAMS = 4
@@ -97,7 +97,7 @@ def _prompts(builtin: bool) -> list[str]:
     return [record.prompt for task, count in SHOWN_TASKS for record in islice(shipped(task, "test"), count)]
 
 
-def _same(one: Answer, other: Answer) -> bool:
+def _same(one: TimedBeams, other: TimedBeams) -> bool:
     return [beam.token_ids for beam in one.beams] == [beam.token_ids for beam in other.beams]
 
 
@@ -113,7 +113,7 @@ def _show_prompt(screen: Screen, beside: BesideTransformers, prompt: str) -> Non
     screen.print(Text(f"  to {info.target}{' as a chat' if beside.chat else ''}, {draft}, {info.dtype}", "dim"))
 
 
-def _show_ours(screen: Screen, answer: Answer) -> None:
+def _show_ours(screen: Screen, answer: TimedBeams) -> None:
     stats = answer.stats
     assert stats is not None
     calls = f"{plural(stats.steps, 'step')} in {plural(stats.target_calls, 'target call')}"
@@ -126,7 +126,7 @@ def _show_ours(screen: Screen, answer: Answer) -> None:
     )
 
 
-def _show_theirs(screen: Screen, ours: Answer, theirs: Answer) -> None:
+def _show_theirs(screen: Screen, ours: TimedBeams, theirs: TimedBeams) -> None:
     """Show transformers' beams. A beam that is also among ours is named by its rank, any other with its text."""
     known = {beam.token_ids: place for place, beam in enumerate(ours.beams)}
     texts = []
@@ -145,7 +145,7 @@ def _show_theirs(screen: Screen, ours: Answer, theirs: Answer) -> None:
     )
 
 
-def _show_others(screen: Screen, ours: Sequence[Answer], theirs: Sequence[Answer], same: int) -> None:
+def _show_others(screen: Screen, ours: Sequence[TimedBeams], theirs: Sequence[TimedBeams], same: int) -> None:
     seconds = [sum(answer.seconds for answer in answers) for answers in (ours, theirs)]
     screen.print(
         f"\n{len(ours)} more prompts: dsbd {seconds[0]:.2f} s, transformers {seconds[1]:.2f} s, "

@@ -138,8 +138,8 @@ def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptio
     rate = options.learning_rate
     if rate is not None and not 0 < rate < 1:
         raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
-    draft_device = devices_of(loading.device)[1]
-    devices = DeviceOptions(**vars(loading) | {"device": devices_of(loading.device)[0], "quantize": options.quantize})
+    place, draft_device = devices_of(loading.device)
+    devices = DeviceOptions(**vars(loading) | {"device": place, "quantize": options.quantize})
     settings = _run_settings(options, decoding, devices)
     with StopSignals() as signals, talking() as talk:
         _Distilling(options, settings, draft_device, options.input, options.output, signals, talk).run()
@@ -178,7 +178,7 @@ class _Distilling:
         self._spec, self._draft_device = settings.target, draft_device
         self._stopped = False
         self._losses: list[float] = []  # of the steps since the last milestone
-        self._stop_now: list[Callable[[], None]] = []
+        self._stop_now: Callable[[], None] | None = None  # ends what runs
 
     def run(self) -> None:
         """Answer the prompts, train the draft, measure it, and print the results."""
@@ -262,20 +262,20 @@ class _Distilling:
 
     def _stop(self) -> None:
         self._stopped = True
-        for stop in self._stop_now:
-            stop()
+        if self._stop_now is not None:
+            self._stop_now()
 
     @contextmanager
     def _stopping(self, stop: Callable[[], None]) -> Iterator[None]:
         """Call `stop` if a signal comes within the block. Raises StoppedError after the block if one came."""
-        self._stop_now = [stop]
+        self._stop_now = stop
         try:
             yield
         except UsageError:
             self._check_stopped()  # a stopped engine refuses to begin
             raise
         finally:
-            self._stop_now = []
+            self._stop_now = None
         self._check_stopped()
 
     def _check_stopped(self) -> None:
@@ -293,9 +293,7 @@ class _Distilling:
 
     # The target's answers
 
-    def _answer(
-        self, engine: Engine, requests: list[Request], done: int, writer: LineWriter, *, trees: bool = False
-    ) -> None:
+    def _answer(self, engine: Engine, requests: list[Request], done: int, writer: LineWriter, *, trees: bool) -> None:
         """Let the target answer the prompts that have no answer yet, and read all answers.
 
         trees: for a head, every TREES-th prompt is answered with all beams, then the others with one.
@@ -418,9 +416,8 @@ class _Distilling:
         from dsbd_cli.train.student import load_student, new_student, read_moments, recover
         from dsbd_cli.train.training import Recipe, Training
 
-        assert engine.info is not None
         plan, folder = self._record.plan, self._folder / CHECKPOINT
-        recipe = Recipe(plan.steps, plan.learning_rate, plan.seed, autocast=self._compute_dtype(engine) == "bfloat16")
+        recipe = Recipe(plan.steps, plan.learning_rate, plan.seed, autocast=_compute_dtype(engine) == "bfloat16")
         spec = self._draft_spec(self._spec.source, "float32")
         recover(folder)
         going_on = (folder / "config.json").is_file()
@@ -459,16 +456,11 @@ class _Distilling:
         teacher = HeadTeacher(target, student.taps, student.ids)
         return HeadTraining(student.to(target.device), teacher, self._answers, recipe)
 
-    def _compute_dtype(self, engine: Engine) -> str:
-        """Return the dtype that the target computes in; for an int8 target, the dtype of the layers that are not
-        int8."""
-        assert engine.info is not None
-        return engine.info.dtype.rpartition("+")[2]
-
     def _draft_spec(self, source: str, dtype: str) -> ModelSpec:
         """Return how to load a draft that is made from the target. It may use the code of the target's checkpoint."""
-        draft = replace(self._spec.of_draft(source, self._draft_device), dtype=dtype if dtype in DTYPES else "auto")
-        return replace(draft, trust_remote_code=self._spec.trust_remote_code)
+        draft = self._spec.of_draft(source, self._draft_device)
+        known = dtype if dtype in DTYPES else "auto"
+        return replace(draft, dtype=known, trust_remote_code=self._spec.trust_remote_code)
 
     def _save(self, training: Training) -> None:
         import torch
@@ -484,10 +476,9 @@ class _Distilling:
         """Measure the draft in a folder on held-out prompts; a head also with one beam, if the run has several."""
         from dsbd_cli.train.compare import with_draft
 
-        assert engine.info is not None
         plain = self._settings.method
         method = MethodConfig(rule=plain.rule, num_beams=plain.num_beams, depth=DEFAULT_DEPTH)
-        pair = with_draft(engine, self._draft_spec(str(folder), self._compute_dtype(engine)), method)
+        pair = with_draft(engine, self._draft_spec(str(folder), _compute_dtype(engine)), method)
         held = [replace(one, sampling=replace(one.sampling, n_best=1)) for one in held]
         found = self._measured(pair, held, speed=speed)
         if self._record.plan.form == "model" or method.num_beams == 1:
@@ -513,6 +504,12 @@ class _Distilling:
         self._talk.now(f"measuring speed for {SPEED_S:.0f} s{beams}", {})
         with self._stopping(budget.stop):
             return Measurement(found, measured_speed(pair, held[:HELD_OUT_BETWEEN], budget))
+
+
+def _compute_dtype(engine: Engine) -> str:
+    """Return the dtype that the target computes in; for an int8 target, the dtype of the layers that are not int8."""
+    assert engine.info is not None
+    return engine.info.dtype.rpartition("+")[2]
 
 
 def _default_rate(shape: StudentShape) -> float:

@@ -293,13 +293,13 @@ class _GenerateRun:
     def _run(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
         """Load the models and answer the rows."""
         engine = self._load(summary)
-        summary.info = engine.info
-        for line in () if engine.info is None else engine.info.notes:
-            self.reporter.warn(line)
-        if engine.info is not None:
-            self._method = replace(self._method, threads=engine.info.threads)
-            self._has_template = engine.info.chat
-            if self._files.chat and not engine.info.chat:
+        summary.info = info = engine.info
+        if info is not None:
+            for line in info.notes:
+                self.reporter.warn(line)
+            self._method = replace(self._method, threads=info.threads)
+            self._has_template = info.chat
+            if self._files.chat and not info.chat:
                 raise UsageError(f"--chat: target {self._settings.target.source} has no chat template: drop it")
         self._warn_plain()
         if engine.exactness != self._method.method.exactness:

@@ -162,7 +162,9 @@ def _missing_rows(parts: Sequence[PartFile], *, indexed: bool, partial: bool) ->
         warn("no part has come to its end, so nobody knows how many rows the input has")
         rows = max((part.indices[-1] + 1 for part in parts if part.indices), default=0)
     missing = unknown + rows - sum(part.wanted(rows) for part in parts)  # rows of the parts that were not given
-    for part in parts if indexed or not unknown else ():
+    if unknown and not indexed:
+        return missing
+    for part in parts:
         wanted = part.wanted(rows if part.rows is None else part.rows)
         lacks = wanted - part.records
         if lacks < 0:

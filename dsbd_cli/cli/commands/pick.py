@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import typer
 
@@ -41,7 +41,6 @@ NO_RECORDS = "pick reads native or openai records, which hold the key of their r
 CHOICE, FILES = "How one is chosen", "Input and output"
 
 By = Literal["score", "vote", "exec", "mbr", "model"]
-WAYS: tuple[By, ...] = ("score", "vote", "exec", "mbr", "model")
 OPTIONS_OF: dict[str, tuple[By, ...]] = {
     "answer_regex": ("vote",),
     "equal": ("vote",),
@@ -144,7 +143,7 @@ def pick(how: PickOptions, files: PickFiles, talk: TalkOptions, arguments: Seque
     """
     begin_talk(talk)
     _check(how, files)
-    chooser_of = _chooser(how)
+    chooser = _chooser(how)
     own = FileOptions(
         input=files.input,
         output=files.output,
@@ -153,7 +152,7 @@ def pick(how: PickOptions, files: PickFiles, talk: TalkOptions, arguments: Seque
         existing=files.existing,
     )
     check_files(own, [*databases(how.database or ""), how.prompts])
-    if code := _PickRun(how, files, own, talk, arguments).run(chooser_of):
+    if code := _PickRun(how, files, own, talk, arguments, chooser).run():
         raise typer.Exit(code)
 
 
@@ -161,7 +160,7 @@ def _check(how: PickOptions, files: PickFiles) -> None:
     """Refuse options that contradict each other. Raises UsageError."""
     writes_all = files.output_format == "lines"
     if how.by is None and not writes_all:
-        raise UsageError(f"--by is missing: it says how to choose, one of {', '.join(WAYS)}")
+        raise UsageError(f"--by is missing: it says how to choose, one of {', '.join(get_args(By))}")
     if writes_all and how.by is not None:
         raise UsageError(
             f"--by {how.by} would do nothing, because --output-format lines writes all candidates: drop it"
@@ -184,13 +183,8 @@ def _check(how: PickOptions, files: PickFiles) -> None:
             raise UsageError("a format lines needs --candidates N: how many lines make a row")
         raise UsageError(f"--candidates {files.candidates} would do nothing without a format lines: drop it")
     if lines and (how.by in ("score", "exec", "model") or how.weights in ("score", "probability") or writes_all):
-        what = (
-            "--output-format lines"
-            if writes_all
-            else f"--by {how.by}"
-            if how.weights is None
-            else f"--weights {how.weights}"
-        )
+        what = f"--by {how.by}" if how.weights is None else f"--weights {how.weights}"
+        what = "--output-format lines" if writes_all else what
         raise UsageError(f"--input-format lines holds texts alone, but {what} needs records: give those")
     if how.timeout is not None and not 0 < how.timeout < float("inf"):
         raise UsageError(f"--timeout is {how.timeout:g}, but must be a number of seconds above 0")
@@ -223,28 +217,35 @@ class _PickRun:
     """One run over one input."""
 
     def __init__(
-        self, how: PickOptions, files: PickFiles, own: FileOptions, talk: TalkOptions, arguments: Sequence[str]
+        self,
+        how: PickOptions,
+        files: PickFiles,
+        own: FileOptions,
+        talk: TalkOptions,
+        arguments: Sequence[str],
+        chooser: Chooser | None,
     ) -> None:
-        """own: the files as options of `dsbd generate`."""
+        """own: the files as options of `dsbd generate`. chooser: None where nothing is chosen, or by a reward model."""
         self._how, self._files, self._own, self._arguments = how, files, own, arguments
+        values = {
+            "by": how.by,
+            **{name.rstrip("_"): getattr(how, name) for name in OPTIONS_OF if name != "device"},
+            "input_format": files.input_format or "records",
+            "output_format": files.output_format or "native",
+            "candidates": files.candidates,
+            "dsbd": __version__,
+        }
         self._settings: dict[str, object] = {
-            name.rstrip("_"): value if value is None or isinstance(value, int | float) else str(value)
-            for name, value in (
-                ("by", how.by),
-                *((name, getattr(how, name)) for name in OPTIONS_OF if name != "device"),
-                ("input_format", files.input_format or "records"),
-                ("output_format", files.output_format or "native"),
-                ("candidates", files.candidates),
-                ("dsbd", __version__),
-            )
+            name: value if value is None or isinstance(value, int | float) else str(value)
+            for name, value in values.items()
         }
         self._signals = StopSignals()
         self._stopped = False
         self._reporter = Reporter(talk, files.output, says_why=(files.output_format or "native") == "native")
         self._chosen = self._not_first = self._none_ran = 0
-        self._chooser: Chooser | None = None
+        self._chooser = chooser
 
-    def run(self, chooser: Chooser | None) -> int:
+    def run(self) -> int:
         """Choose for every row, and return the exit code."""
         totals = self._reporter.totals
         with ExitStack() as stack:
@@ -256,9 +257,8 @@ class _PickRun:
             stack.callback(self._reporter.stop)
             blank = self._files.input_format == "lines"  # where a blank line is an empty candidate
             reader = stack.enter_context(LineReader(stream, name, read=partial(read_lines, blank=blank)))
-            if chooser is None and self._how.by == "model":
-                chooser = self._load_reward_model(stack)
-            self._chooser = chooser
+            if self._how.by == "model":
+                self._chooser = self._load_reward_model(stack)
             writer, _ = outputs.begin()
             self._signals.on_stop = self._stop
             for row in self._rows(reader):
@@ -271,7 +271,7 @@ class _PickRun:
                     totals.skipped += 1
                     continue
                 try:
-                    lines = self._lines(row, chooser)
+                    lines = self._lines(row)
                 except SqlStoppedError:
                     break
                 for line in lines:
@@ -328,14 +328,14 @@ class _PickRun:
             )
             yield CandidateRow(index, first, str(index), "", error=message)
 
-    def _lines(self, row: CandidateRow, chooser: Chooser | None) -> list[bytes]:
+    def _lines(self, row: CandidateRow) -> list[bytes]:
         """Return the lines to write for a row. Raises SqlStoppedError if its choice was stopped before it was made."""
         error: RowError | None = row.error
         choice: Choice | None = None
         if error is None:
             try:
-                if chooser is not None:
-                    choice = chooser.choose(row)
+                if self._chooser is not None:
+                    choice = self._chooser.choose(row)
                 elif len(row.candidates) != self._files.candidates:
                     count = len(row.candidates)
                     raise InvalidRowError(f"the row has {count} candidates, not {self._files.candidates}")
@@ -352,7 +352,7 @@ class _PickRun:
             self._chosen += 1
             self._not_first += choice is not None and choice.beam > 0
             self._none_ran += choice is not None and choice.why.get("ran") == 0
-            if len(row.candidates) == 1 and chooser is not None:
+            if len(row.candidates) == 1 and self._chooser is not None:
                 message = f"row {row.index} (id {row.id}) has one candidate: dsbd generate --n-best N reports more"
                 self._reporter.warn(message, kind="one candidate")
         if self._files.output_format == "lines":

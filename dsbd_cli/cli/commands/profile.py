@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PROMPTS, PROFILE = MAIN, "Profile"
+PROFILE = "Profile"
 RECORDS, REPEATS, SECONDS = 8, 3, 60.0
 
 
@@ -51,11 +51,11 @@ RECORDS, REPEATS, SECONDS = 8, 3, 60.0
 class PromptOptions(RowFileOptions):
     """Options of the prompts that are decoded to be measured."""
 
-    input: Path | None = option(PROMPTS, "prompts as generate reads them", "-i")
+    input: Path | None = option(MAIN, "prompts as generate reads them", "-i")
     task: Literal["sql", "qa"] | None = option(
-        PROMPTS, "prompts of one built-in task: sql or qa", default="both", metavar="TASK"
+        MAIN, "prompts of one built-in task: sql or qa", default="both", metavar="TASK"
     )
-    records: int | None = option(PROMPTS, "prompts at most", default=RECORDS, least=1)
+    records: int | None = option(MAIN, "prompts at most", default=RECORDS, least=1)
 
 
 @dataclass(frozen=True)
@@ -205,11 +205,11 @@ def _measure(
 def option_words(group: object) -> list[str]:
     """Return the options of a group as words of a command line."""
     words: list[str] = []
-    for item in dataclasses.fields(group):  # type: ignore[arg-type]
-        value, name = getattr(group, item.name), option_name(item.name)
+    for field, value in vars(group).items():
+        name = option_name(field)
         if value is None:
             continue
-        if item.name in SETTINGS:
+        if field in SETTINGS:
             flag, setting = name.split()
             words += [flag, f"{setting}={str(value).lower() if isinstance(value, bool) else value}"]
         elif isinstance(value, bool):
@@ -266,8 +266,7 @@ def _needed(groups: tuple[object, ...], changed: dict[str, object]) -> list[obje
 
 def _with_values(group: object, changed: dict[str, object]) -> object:
     assert dataclasses.is_dataclass(group)
-    names = {item.name for item in dataclasses.fields(group)}
-    return dataclasses.replace(group, **{k: v for k, v in changed.items() if k in names})  # type: ignore[type-var]
+    return dataclasses.replace(group, **{k: v for k, v in changed.items() if k in vars(group)})  # type: ignore[type-var]
 
 
 def _run_settings_of(groups: list[object]) -> RunSettings:

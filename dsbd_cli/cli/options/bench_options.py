@@ -16,7 +16,7 @@ from dsbd_cli.lab.tasks.choose import TASK_NAMES
 from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS
 from dsbd_cli.lab.tasks.scores import DEFAULT_SCORE, KINDS
 
-DATA, METHODS_PANEL, CHOICE, OUTPUT = MAIN, "Methods and their settings", "Choice of a fuzzy threshold", "Output"
+METHODS_PANEL, CHOICE, OUTPUT = "Methods and their settings", "Choice of a fuzzy threshold", "Output"
 DEFAULT_TASKS, DEFAULT_RECORDS, DEFAULT_ROUNDS = "sql,qa", 24, 1
 OWN_TASK = "jsonl"  # the task of --input; a report has the file's name
 _METHOD = MethodConfig()
@@ -27,42 +27,42 @@ class DataOptions(RowFileOptions):
     """Options of the data that is answered."""
 
     input: Path | None = option(
-        DATA,
+        MAIN,
         "prompts of your own, as generate reads them, with reference or relevant where answers are to be scored",
         "-i",
     )
     task: str | None = option(
-        DATA,
+        MAIN,
         f"{', '.join(name for name in TASK_NAMES if name != OWN_TASK)}, or both built-in ones with a comma",
         default=f"{DEFAULT_TASKS}, or what is in --input",
         metavar="TASK",
     )
     data: Path | None = option(
-        DATA,
+        MAIN,
         "squad: the official JSON file, v1.1 or v2.0; spider: the folder with dev.json, tables.json and "
         "database; mt-bench: question.jsonl",
         metavar="PATH",
     )
     metric: str | None = option(
-        DATA,
+        MAIN,
         "how all answers, best first, are held against relevant, the ids of a line of --input: hit@K, ndcg@K, mrr",
         default=DEFAULT_METRICS,
         metavar="NAME,...",
     )
     score: str | None = option(
-        DATA,
+        MAIN,
         f"how answers are scored against `reference` of each line of --input: {', '.join(KINDS)} (docs/cookbook.md)",
         default=DEFAULT_SCORE,
         metavar="KIND",
     )
-    records: int | None = option(DATA, "records of each task", default=DEFAULT_RECORDS, least=1)
+    records: int | None = option(MAIN, "records of each task", default=DEFAULT_RECORDS, least=1)
     shots: int | None = option(
         METHODS_PANEL,
         "solved dev records in front of every prompt, as a conversation where the target has a chat template",
         default=0,
         least=0,
     )
-    rounds: int | None = option(DATA, "times that every record is timed", default=DEFAULT_ROUNDS, least=1)
+    rounds: int | None = option(MAIN, "times that every record is timed", default=DEFAULT_ROUNDS, least=1)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,10 @@ def run_settings(
             f"--set gpu={devices.gpu} cannot be had with a grammar, whose masks the host makes in every iteration: "
             "drop it"
         )
-    rows = replace(_rows(sampling, config, strict=strict), grammar=grammar, chat=chat)
+    seed = _or_default(sampling.seed, RowReader().seed)
+    rows = RowReader(
+        _sampling(sampling), seed, config.rule, config.num_beams, strict=strict, grammar=grammar, chat=chat
+    )
     batch_size: int | None = None
     if devices.batch_size != "auto":
         batch_size = _or_default(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
@@ -176,13 +179,19 @@ def run_settings(
 
 def _model_specs(target: str, draft: str | None, devices: DeviceOptions) -> tuple[ModelSpec, ModelSpec | None]:
     """Return how target and draft are loaded. Raises UsageError."""
-    given = {item.name: getattr(devices, item.name) for item in fields(ModelSpec) if hasattr(devices, item.name)}
     place, draft_device = devices_of(devices.device)
     spread = place is not None and (place.startswith("{") or place in SPREADS)
-    given |= {"device_map": place, "device": None} if spread else {"device": place}
     trusted = devices.trust_remote_code
-    given["trust_remote_code"] = trusted in ("target", "both")
-    spec = ModelSpec(target, **{name: value for name, value in given.items() if value is not None})
+    given: dict[str, object] = {
+        "dtype": devices.dtype,
+        "device": None if spread else place,
+        "device_map": place if spread else None,
+        "trust_remote_code": trusted in ("target", "both"),
+        "numerics": devices.numerics,
+        "tensor_parallel": devices.tensor_parallel,
+        "quantize": devices.quantize,
+    }
+    spec = ModelSpec(target, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     if draft is None:
         if trusted in ("draft", "both"):
             raise UsageError(f"--trust-remote-code is {trusted}, but there is no draft model: name the target alone")
@@ -265,10 +274,12 @@ def _variant_fields(given: MethodOptions) -> dict[str, object]:
     except UsageError as error:
         raise UsageError(error.typed(TYPED)) from None
     found |= {"drafter": name, **settings}
-    for field, text, variants in (("rule", given.verify, sampling_rules()), ("width", given.width, WIDTHS)):
-        if text is not None:
-            name, settings = parse("--verify" if field == "rule" else option_name(field), text, variants)
-            found |= {field: found["rule"] if given.decode == "search" and field == "rule" else name, **settings}
+    if given.verify is not None:
+        name, settings = parse("--verify", given.verify, sampling_rules())
+        found |= settings if given.decode == "search" else {"rule": name, **settings}
+    if given.width is not None:
+        name, settings = parse(option_name("width"), given.width, WIDTHS)
+        found |= {"width": name, **settings}
     return found
 
 
@@ -312,11 +323,9 @@ def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: boo
     return method
 
 
-def _rows(given: SamplingOptions, method: MethodConfig, *, strict: bool) -> RowReader:
-    asked = {item.name: getattr(given, item.name, None) for item in fields(SamplingConfig)}
-    sampling = SamplingConfig(**{name: value for name, value in asked.items() if value is not None})
-    seed = _or_default(given.seed, RowReader().seed)
-    return RowReader(sampling, seed, method.rule, method.num_beams, strict)
+def _sampling(given: SamplingOptions) -> SamplingConfig:
+    asked = {name: value for name, value in vars(given).items() if value is not None and name != "seed"}
+    return SamplingConfig(**asked)
 
 
 REGEX = "regex:"

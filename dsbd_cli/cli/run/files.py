@@ -56,12 +56,18 @@ def resumes(files: FileOptions) -> bool:
     return files.existing in ("resume", "retry")
 
 
-def _can_resume(files: FileOptions) -> bool:
-    """Return whether a later run can resume this one."""
-    path = files.output
-    if path is None or path == STANDARD or is_special(path) or not output_format(files).resumable:
-        return False
-    return not any(one is not None and one.suffix in COMPRESSED for one in (path, files.stats))
+def _why_not_resumed(files: FileOptions) -> str | None:
+    """Return why no run can go on with these files, to stand behind an option's name; None where one can."""
+    if files.output is None or files.output == STANDARD:
+        return " needs the file to go on with: name it with --output"
+    if is_special(files.output):
+        return f": {files.output} is no ordinary file, so nothing can be read back from it"
+    for path in (files.output, files.stats):
+        if path is not None and path.suffix in COMPRESSED:
+            return f" cannot go on with {path}, which is compressed: write plain lines"
+    if not output_format(files).resumable:
+        return f" cannot go on with --output-format {files.output_format}{NO_KEY}"
+    return None
 
 
 def how_to_resume(files: FileOptions, arguments: Sequence[str], formats: str) -> str:
@@ -69,7 +75,7 @@ def how_to_resume(files: FileOptions, arguments: Sequence[str], formats: str) ->
 
     formats: those of the command's output that can be resumed, for the message.
     """
-    if not _can_resume(files):
+    if _why_not_resumed(files) is not None:
         return f"what is written is complete, but only a plain {formats} --output FILE can be resumed"
     again = " with the same input" if files.input in (None, STANDARD) else ""
     kept = [
@@ -99,7 +105,9 @@ def check_files(files: FileOptions, read: Iterable[str | Path | None] = ()) -> N
         raise UsageError(
             "--existing overwrite replaces --output, --set stats and --set summary, but none is given: drop it"
         )
-    _check_resume(files)
+    why_not = _why_not_resumed(files)
+    if resumes(files) and why_not is not None:
+        raise UsageError(f"--existing {files.existing}{why_not}")
     inputs = [Path(one) for one in read if one is not None and os.path.isfile(one)]
     if files.input is not None:
         inputs.append(files.input)
@@ -107,7 +115,7 @@ def check_files(files: FileOptions, read: Iterable[str | Path | None] = ()) -> N
         check_no_input(option, path, inputs)
         instead = "name another file" + (", go on with it with --existing resume" if option == "--output" else "")
         check_new(path, option=option, overwrite=files.existing not in (None, "error"), instead=instead)
-    if _can_resume(files) and files.output is not None:
+    if why_not is None and files.output is not None:
         settings = settings_file(files.output)
         check_no_input(SETTINGS, settings, inputs)
         named.append((SETTINGS, settings))
@@ -132,22 +140,6 @@ def _check_apart(named: Sequence[tuple[str, Path]]) -> None:
     for (one, path), (other, taken) in itertools.combinations(named, 2):
         if _same(path, taken):
             raise UsageError(f"{one} and {other} are both {path}: name two files")
-
-
-def _check_resume(files: FileOptions) -> None:
-    if not resumes(files):
-        return
-    given = f"--existing {files.existing}"
-    if files.output is None or files.output == STANDARD:
-        raise UsageError(f"{given} needs the file to go on with: name it with --output")
-    if is_special(files.output):
-        raise UsageError(f"{given}: {files.output} is no ordinary file, so nothing can be read back from it")
-    for path in (files.output, files.stats):
-        if path is not None and path.suffix in COMPRESSED:
-            raise UsageError(f"{given} cannot go on with {path}, which is compressed: write plain lines")
-    if not output_format(files).resumable:
-        form = f"--output-format {files.output_format}"
-        raise UsageError(f"{given} cannot go on with {form}{NO_KEY}")
 
 
 def _same(one: Path, other: Path) -> bool:
@@ -217,8 +209,9 @@ def check_rows_file(path: Path) -> None:
 
 def reads_table(files: FileOptions) -> Path | None:
     """Return the input if it is a table, else None."""
-    named = files.input is not None and files.input != STANDARD and files.input_format != "text"
-    return files.input if named and files.input is not None and is_table(files.input) else None
+    if files.input is None or files.input == STANDARD or files.input_format == "text":
+        return None
+    return files.input if is_table(files.input) else None
 
 
 def unlike_name(files: FileOptions) -> str | None:

@@ -47,11 +47,8 @@ class Reporter:
         self._output, self._says_why = output, says_why
         self._failures: list[str] = []  # the first ones
         shown = output in (None, STANDARD) and sys.stdout is not None and sys.stdout.isatty()
-        self._quiet, self._verbose, self._json = (
-            bool(talk.quiet),
-            not talk.quiet and talk.log in ("verbose", "json"),
-            talk.log == "json",
-        )
+        self._quiet, self._json = bool(talk.quiet), talk.log == "json"
+        self._verbose = not talk.quiet and talk.log in ("verbose", "json")
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
         self._live = self._terminal and not self._quiet and not self._json and not shown
         self._progress: Live | None = None

@@ -50,9 +50,10 @@ class Shard:
         UsageError."""
         with reading(f"--input {path}"), path.open("rb") as stream:
             head = hashlib.blake2b(stream.read(HEAD_BYTES), digest_size=8).hexdigest()
-            values = (f"{self.part}/{self.count}", path.stat().st_size, head, True)
-        named = SHARD_SETTINGS if path.suffix in (*COMPRESSED, PARQUET) else SHARD_SETTINGS[:-1]
-        return dict(zip(named, values, strict=False))
+            size = path.stat().st_size
+        found = {"shard": f"{self.part}/{self.count}", "input_bytes": size, "input_head": head}
+        compressed = path.suffix in (*COMPRESSED, PARQUET)
+        return {**found, "input_compressed": True} if compressed else found
 
 
 def shard_of(given: str, environment: Mapping[str, str] = os.environ) -> Shard:

@@ -12,7 +12,7 @@ from typing import BinaryIO, Self
 
 import orjson
 
-from dsbd_cli.errors import OutputError, UsageError
+from dsbd_cli.errors import OutputError, UsageError, writing
 from dsbd_cli.io.lines.compression import frame_maker
 from dsbd_cli.io.records.row import MAX_LINE_BYTES, LongLine
 
@@ -122,10 +122,8 @@ class LineWriter:
         Unless `overwrite` is set, a file that was created meanwhile is not touched.
         """
         fresh = not overwrite and not (path.exists() and not path.is_file())
-        try:
+        with writing(path):
             stream = io.FileIO(path, "xb" if fresh else "wb")
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror}") from error
         return cls(stream, str(path), owned=True, frame=frame_maker(path))
 
     def write(self, line: bytes) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import orjson
 
-from dsbd_cli.errors import OutputError, UsageError
+from dsbd_cli.errors import UsageError, writing
 from dsbd_cli.io.lines.jsonl import read_object
 from dsbd_cli.io.lines.lock import open_locked
 
@@ -126,7 +126,7 @@ def check_replaceable(path: Path) -> None:
         return
     temporary = _temporary_path(path)
     # the name is taken where another run replaces the file just now
-    with _as_output_error(path), suppress(FileExistsError):
+    with writing(path), suppress(FileExistsError):
         temporary.open("xb").close()
         temporary.unlink()
 
@@ -137,7 +137,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     A symbolic link stays one. A device or a pipe is written to. Raises OutputError.
     """
     if path.exists() and not path.is_file():
-        with _as_output_error(path):
+        with writing(path):
             path.write_bytes(data)
         return
     with replacing(path) as stream:
@@ -154,7 +154,7 @@ def replacing(path: Path) -> Iterator[io.FileIO]:
     temporary = _temporary_path(path)
     stream = open_locked(temporary, create_only=False)
     try:
-        with _as_output_error(path):
+        with writing(path):
             stream.truncate(0)
             yield stream
             stream.flush()
@@ -170,14 +170,6 @@ def _temporary_path(path: Path) -> Path:
     """Return the path at which the new file is written before it replaces the old one."""
     real = Path(os.path.realpath(path))
     return real.with_name(f".{real.name}.tmp")
-
-
-@contextmanager
-def _as_output_error(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}") from error
 
 
 # The output file

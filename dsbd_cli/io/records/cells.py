@@ -59,7 +59,7 @@ def cell_value(name: str, cell: object) -> object:
     becomes an integer.
     """
     if isinstance(cell, float):
-        return _whole(cell) if math.isfinite(cell) else None
+        return whole(cell) if math.isfinite(cell) else None
     if isinstance(cell, Decimal) and name in FIELDS:
         return _number(cell)
     if not isinstance(cell, str):
@@ -95,11 +95,11 @@ def _scalar(cell: str) -> object:
     if re.fullmatch(r"[+-]?[0-9]{1,20}", text):
         return int(text) if -(2**63) <= int(text) < 2**64 else cell
     number = float(text)
-    return _whole(number) if math.isfinite(number) else cell
+    return whole(number) if math.isfinite(number) else cell
 
 
-def _whole(number: float) -> int | float:
-    """Return an integer for a whole float, because pandas writes integers as floats in a column with empty cells."""
+def whole(number: float) -> int | float:
+    """Return an integer for a whole float. pandas writes integers as floats in a column with empty cells."""
     return int(number) if number.is_integer() and abs(number) < _LARGEST_WHOLE else number
 
 

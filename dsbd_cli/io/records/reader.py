@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import orjson
 
@@ -58,7 +59,6 @@ class RowReader:
     files_root: str | None = None
     _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     _known_sampling: dict[bytes, SamplingConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _checked_grammars: set[Grammar] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -169,14 +169,11 @@ class RowReader:
         if "response_format" not in row:
             return self.grammar
         grammar = response_format(row["response_format"])
-        if grammar is not None and grammar not in self._checked_grammars:
+        if grammar is not None:
             try:
-                grammar.source()
+                _check_grammar(grammar)
             except UsageError as error:
                 raise InvalidRowError(f"response_format.json_schema.schema cannot be used: {error}") from None
-            if len(self._checked_grammars) >= MAX_KNOWN:
-                self._checked_grammars.clear()
-            self._checked_grammars.add(grammar)
         return grammar
 
     def _sampling(self, row: Fields) -> SamplingConfig:
@@ -205,6 +202,12 @@ class RowReader:
         check_request(sampling, self.rule, self.num_beams)
         _check_limits(row, sampling)
         return sampling
+
+
+@lru_cache(maxsize=MAX_KNOWN)
+def _check_grammar(grammar: Grammar) -> None:
+    """Check that a grammar can be followed. Most rows of a file have the same one. Raises UsageError."""
+    grammar.source()
 
 
 def _rules(value: object) -> str:

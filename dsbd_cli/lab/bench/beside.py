@@ -28,7 +28,7 @@ class Beam:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedBeams:
     """Beams of one prompt, best first. seconds: from the prompt's token ids to the beams. stats: counters of our
     engine; None for transformers."""
 
@@ -54,7 +54,7 @@ class BesideTransformers:
         """Whether prompts go through the target's chat template, each as one message of a user."""
         return self.info is not None and self.info.chat
 
-    def ours(self, prompt: str) -> Answer:
+    def ours(self, prompt: str) -> TimedBeams:
         """Answer a prompt with our engine. Raises UsageError or RowError for a prompt that cannot be answered."""
         return self._ours(self._encoded(prompt), self._sampling)
 
@@ -63,7 +63,7 @@ class BesideTransformers:
         list(self._beam_search(replace(self._sampling, max_new_tokens=2)).run([self._encoded(WARM_UP).ids], 0))
         self._peer = self._beam_search(self._sampling)
 
-    def theirs(self, prompt: str) -> Answer:
+    def theirs(self, prompt: str) -> TimedBeams:
         """Answer a prompt with transformers' `generate(num_beams=W, do_sample=False)`. Call `load_theirs` first."""
         assert self._peer is not None
         ids = self._encoded(prompt).ids
@@ -71,19 +71,19 @@ class BesideTransformers:
         (found,) = self._peer.run([ids], 0)
         seconds = time.perf_counter() - start
         ranked = zip(found.ranked, found.scores, strict=True)
-        return Answer(tuple(Beam(self._peer.text(one), one, score) for one, score in ranked), seconds)
+        return TimedBeams(tuple(Beam(self._peer.text(one), one, score) for one, score in ranked), seconds)
 
     def _encoded(self, text: str) -> Prompt:
         meta = {"messages": [{"role": "user", "content": text}]} if self.chat else {}
         record = TaskRecord("demo", text, "", meta)
         return Prompt(record, tuple(encode_record(record, self._engine.codec, self._sampling)[0]))
 
-    def _ours(self, prompt: Prompt, sampling: SamplingConfig) -> Answer:
+    def _ours(self, prompt: Prompt, sampling: SamplingConfig) -> TimedBeams:
         start = time.perf_counter()
         result = self._engine.generate(prompt.request(prompt.record.id, 0, sampling))
         seconds = time.perf_counter() - start
         beams = tuple(Beam(one.text, one.token_ids, one.score) for one in result.hypotheses)
-        return Answer(beams, seconds, result.stats)
+        return TimedBeams(beams, seconds, result.stats)
 
     def _beam_search(self, sampling: SamplingConfig) -> Peer:
         config = PeerConfig("beam-search", self._engine.method.num_beams, scores=True)

@@ -61,7 +61,6 @@ class Method:
     """One way to decode.
 
     Attributes:
-        about: a description in a few words.
         fixed: fields of MethodConfig that define the method.
         axes: names in AXES that change it.
         peer: settings of another engine's method; None for a method of our engine.
@@ -69,7 +68,6 @@ class Method:
         independent: the candidates are num_beams samples of one beam each, not beams of one row.
     """
 
-    about: str
     fixed: Mapping[str, object] = field(default_factory=dict)
     axes: tuple[str, ...] = ()
     peer: PeerConfig | None = None
@@ -89,7 +87,9 @@ class Method:
 
 
 FOREST = {"depth": DEFAULT_DEPTH, "width": "fixed"}  # defaults, which the fields of a method replace
-SAMPLING, SEARCH = ({"rule": rule, "depth": 0} for rule in ("coupled", "search"))  # without a draft
+# without a draft
+SAMPLING = {"rule": "coupled", "depth": 0}
+SEARCH = {"rule": "search", "depth": 0}
 BEAMS = ("num_beams",)
 DRAFTED = ("num_beams", "drafts_per_layer", "depth")
 ANY_DRAFTER = (*DRAFTED, "drafter")
@@ -98,55 +98,37 @@ AUTO = {"adaptive_depth": True, "depth": MAX_AUTO_DEPTH}
 THRESHOLD = (*DRAFTED, "width_threshold", "min_width")
 
 METHODS: dict[str, Method] = {
-    "greedy": Method("the likeliest token", {"rule": "search", "num_beams": 1, "depth": 0}),
-    "multinomial": Method("plain sampling", {"rule": "coupled", "num_beams": 1, "depth": 0}),
-    "speculative": Method(
-        "speculative sampling of one sequence",
-        {"rule": "rejection", "num_beams": 1, "drafts_per_layer": 1},
-        ("depth",),
-    ),
-    "beam-search": Method("beam search without a draft", SEARCH, BEAMS),
-    "beam-sampling": Method("beam sampling without a draft", SAMPLING, BEAMS),
-    "dsbd-coupled": Method("rule coupled, fixed width", {"rule": "coupled"}, ANY_DRAFTER),
-    "dsbd-search": Method("rule search: beam search with a draft", {"rule": "search"}, ANY_DRAFTER),
-    "dsbd-coupled-auto": Method("rule coupled, D and K by measurement", {"rule": "coupled", **AUTO}, CHOSEN),
-    "dsbd-search-auto": Method("rule search, D and K by measurement", {"rule": "search", **AUTO}, CHOSEN),
-    "dsbd-rejection": Method("rule rejection, fixed width", {"rule": "rejection"}, ANY_DRAFTER),
-    "dsbd-with-replacement": Method("the paper's distribution, fixed width", {"rule": "with-replacement"}, DRAFTED),
-    "dsbd-coupled-threshold": Method(
-        "rule coupled, threshold width", {"rule": "coupled", "width": "threshold"}, THRESHOLD
-    ),
-    "dsbd-rejection-threshold": Method(
-        "rule rejection, threshold width", {"rule": "rejection", "width": "threshold"}, THRESHOLD
-    ),
-    "dsbd-with-replacement-threshold": Method(
-        "the paper's distribution, threshold width", {"rule": "with-replacement", "width": "threshold"}, THRESHOLD
-    ),
-    "dsbd-memory-saving": Method(
-        "rule rejection, threshold width, one beam kept between iterations",
-        {"rule": "rejection", "width": "threshold", "memory_saving": True},
-        THRESHOLD,
-    ),
-    "dsbd-fuzzy": Method(
-        "rule fuzzy: lossy on purpose",
-        {"rule": "fuzzy", "fuzzy_threshold": 0.2},
-        (*DRAFTED, "fuzzy_threshold"),
-    ),
-    "best-of-n": Method("W independent samples, the likeliest", SAMPLING, BEAMS, pick="score", independent=True),
-    "self-consistency": Method(
-        "W independent samples, the commonest answer", SAMPLING, BEAMS, pick="vote", independent=True
-    ),
-    "mbr": Method("W independent samples, the least risk (chrF)", SAMPLING, BEAMS, pick="mbr", independent=True),
-    "samples-exec": Method(
-        "W independent samples, the first SQL that runs", SAMPLING, BEAMS, pick="exec", independent=True
-    ),
-    "beams-vote": Method("beam sampling, the likeliest answer of W beams", SAMPLING, BEAMS, pick="vote"),
-    "beams-mbr": Method("beam search, the least risk (chrF) of W beams by probability", SEARCH, BEAMS, pick="mbr"),
-    "beams-exec": Method("beam search, the first SQL of W beams that runs", SEARCH, BEAMS, pick="exec"),
-    "hf-greedy": Method("transformers' greedy", peer=PeerConfig("greedy")),
-    "hf-beam-search": Method("transformers' beam search", axes=BEAMS, peer=PeerConfig("beam-search")),
-    "hf-beam-sampling": Method("transformers' beam sampling", axes=BEAMS, peer=PeerConfig("beam-sampling")),
-    "hf-assisted": Method("transformers' assisted sampling, one sequence at a time", peer=PeerConfig("assisted")),
+    "greedy": Method({"rule": "search", "num_beams": 1, "depth": 0}),
+    "multinomial": Method({"rule": "coupled", "num_beams": 1, "depth": 0}),
+    # speculative sampling of one sequence
+    "speculative": Method({"rule": "rejection", "num_beams": 1, "drafts_per_layer": 1}, ("depth",)),
+    "beam-search": Method(SEARCH, BEAMS),
+    "beam-sampling": Method(SAMPLING, BEAMS),
+    "dsbd-coupled": Method({"rule": "coupled"}, ANY_DRAFTER),
+    "dsbd-search": Method({"rule": "search"}, ANY_DRAFTER),
+    "dsbd-coupled-auto": Method({"rule": "coupled", **AUTO}, CHOSEN),
+    "dsbd-search-auto": Method({"rule": "search", **AUTO}, CHOSEN),
+    "dsbd-rejection": Method({"rule": "rejection"}, ANY_DRAFTER),
+    "dsbd-with-replacement": Method({"rule": "with-replacement"}, DRAFTED),
+    "dsbd-coupled-threshold": Method({"rule": "coupled", "width": "threshold"}, THRESHOLD),
+    "dsbd-rejection-threshold": Method({"rule": "rejection", "width": "threshold"}, THRESHOLD),
+    "dsbd-with-replacement-threshold": Method({"rule": "with-replacement", "width": "threshold"}, THRESHOLD),
+    "dsbd-memory-saving": Method({"rule": "rejection", "width": "threshold", "memory_saving": True}, THRESHOLD),
+    "dsbd-fuzzy": Method({"rule": "fuzzy", "fuzzy_threshold": 0.2}, (*DRAFTED, "fuzzy_threshold")),
+    # of W independent samples the likeliest, the commonest answer, the least risk by chrF, the first SQL that runs
+    "best-of-n": Method(SAMPLING, BEAMS, pick="score", independent=True),
+    "self-consistency": Method(SAMPLING, BEAMS, pick="vote", independent=True),
+    "mbr": Method(SAMPLING, BEAMS, pick="mbr", independent=True),
+    "samples-exec": Method(SAMPLING, BEAMS, pick="exec", independent=True),
+    # the same of W beams, which count by their probability
+    "beams-vote": Method(SAMPLING, BEAMS, pick="vote"),
+    "beams-mbr": Method(SEARCH, BEAMS, pick="mbr"),
+    "beams-exec": Method(SEARCH, BEAMS, pick="exec"),
+    # transformers' own
+    "hf-greedy": Method(peer=PeerConfig("greedy")),
+    "hf-beam-search": Method(axes=BEAMS, peer=PeerConfig("beam-search")),
+    "hf-beam-sampling": Method(axes=BEAMS, peer=PeerConfig("beam-sampling")),
+    "hf-assisted": Method(peer=PeerConfig("assisted")),
 }
 
 DEFAULT_METHODS = (

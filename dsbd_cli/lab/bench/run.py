@@ -216,7 +216,7 @@ class Bench:
                 scores = [ranks(prompt.record, answer.ranked) for prompt, answer in pairs]
             else:
                 scores = [score(prompt.record, answer.text) for prompt, answer in pairs]
-            tally.add_answers(answers, scores, runner.with_logprobs(prompts, answers))
+            tally.add_answers(answers, scores, runner.logprobs(prompts, answers))
 
     def _room(self) -> int | None:
         """Return how many tokens a prompt may have in every model that some setting uses; None for any number."""

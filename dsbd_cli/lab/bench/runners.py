@@ -106,7 +106,7 @@ class EngineRunner:
             seed = derive_seed(self._seed if own is None else own.seed, sample)
             yield prompt.request(sample, seed, sampling, self._grammar)
 
-    def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[BestAnswer]) -> list[float]:
+    def logprobs(self, prompts: Sequence[Prompt], answers: Sequence[BestAnswer]) -> list[float]:
         """Return the log-probabilities of the answers, which the engine has already summed up."""
         return [answer.logprob or 0.0 for answer in answers]
 
@@ -138,6 +138,8 @@ class PeerRunner:
     """A runner of the code of others. It has a comparator for each sampling that prompts ask for, which answers those
     prompts together."""
 
+    exactness: Exactness | None = None  # that of other code is not known
+
     def __init__(
         self, setting: SweepSetting, pair: Engine, spec: BenchSpec, longest: int, changes: Mapping[str, object]
     ):
@@ -150,11 +152,6 @@ class PeerRunner:
         self._delivered: list[tuple[Peer, Delivered]] = []
         self._stopped = False
         self._peer(replace(spec.sampling, **changes))  # type: ignore[arg-type]
-
-    @property
-    def exactness(self) -> Exactness | None:
-        """None, because the exactness of other code is not known."""
-        return None
 
     def run(self, prompts: Sequence[Prompt]) -> list[BestAnswer]:
         """Answer the prompts in order. Returns no answers for a window during which `stop` was called."""
@@ -212,7 +209,7 @@ class PeerRunner:
         answer_id = self._catalogue.id_of(ids) if known and self._catalogue is not None else None
         return _named(answer_id, peer.text(ids))
 
-    def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[BestAnswer]) -> list[float]:
+    def logprobs(self, prompts: Sequence[Prompt], answers: Sequence[BestAnswer]) -> list[float]:
         """Return the log-probabilities of the last window's answers, by one plain forward of the target for each."""
         both = zip(_peer_inputs(prompts), self._delivered, strict=True)
         return [peer.logprobs([asked], [one])[0] for asked, (peer, one) in both]

@@ -99,7 +99,8 @@ def paired_tests(pairs: Sequence[tuple[str, Sequence[float], Sequence[float]]]) 
     tests, values = [], []
     for _, mine, other in pairs:
         differences = [one - base for one, base in zip(mine, other, strict=True)]
-        better, worse = (sum(sign * one > ROUNDING for one in differences) for sign in (1, -1))
+        better = sum(one > ROUNDING for one in differences)
+        worse = sum(one < -ROUNDING for one in differences)
         exact = yes_or_no(mine) and yes_or_no(other)
         values.append(mcnemar(better, worse) if exact else sign_flip(differences))
         tests.append((better, worse, math.fsum(differences) / len(differences), "mcnemar" if exact else "sign-flip"))

@@ -4,7 +4,7 @@ checked at once."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from dsbd_cli.errors import UsageError
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dsbd_cli.lab.peers.base import Peer
 
 PeerName = Literal["greedy", "beam-search", "beam-sampling", "assisted"]
-PEERS: tuple[PeerName, ...] = ("greedy", "beam-search", "beam-sampling", "assisted")
+PEERS: tuple[PeerName, ...] = get_args(PeerName)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,16 +95,16 @@ class _Session:
         expected = self._fit()
         if self._job.show is not None:
             budget.tell("drafting the forest to be shown")
-            self._forest = _forest(self._job, self._bench)
+            self._forest = _forest(self._bench, method, self._job.show)
         budget.tell("warming up")
         began = budget.clock()
-        self._memory, self._first = _memory(self._job, self._bench)
+        self._memory, self._first = _memory(self._bench, method, self._job.resident_before)
         self._single_runs[self._now] = self._first
         budget.found(f"{self._now.label}: {_speed(self._first)}, the first run")
         expected = _scaled(expected, self._first, budget.clock() - began)
         if method.depth:
             self._run_once("the run without a draft", NO_DRAFT, expected)
-        self._roofline = _roofline(self._job, self._bench)
+        self._roofline = _roofline(self._bench)
         round_s = expected.run(self._now) + expected.run(NO_DRAFT)
         for setting in neighbours(method):
             self._run_once(f"a run of {setting.label}", setting, expected, reserved_s=round_s)
@@ -294,47 +294,48 @@ def _scaled(expected: Expected, run: ProfiledRun, seconds: float) -> Expected:
     )
 
 
-def _forest(job: ProfileSpec, bench: ProfiledPair) -> ShownForest:
-    """Decode the first prompt alone, and return the forest of the iteration to be shown."""
-    assert job.show is not None
+def _forest(bench: ProfiledPair, method: MethodConfig, number: int) -> ShownForest:
+    """Decode the first prompt alone, and return the forest of iteration `number`, from 1."""
     request = bench.requests[0]
-    engine, snapshot = bench.engine(job.method, log_steps=True), Snapshot(request.seed, job.show)
+    engine, snapshot = bench.engine(method, log_steps=True), Snapshot(request.seed, number)
     engine.observe(snapshot)
     (result,) = bench.answers(engine, [request])
     steps = result.stats.step_log
-    if snapshot.forest is None or len(steps) < job.show:
-        raise UsageError(f"--show {job.show}: the first prompt ({request.id}) took {len(steps)} iterations only")
+    if snapshot.forest is None or len(steps) < number:
+        raise UsageError(f"--show {number}: the first prompt ({request.id}) took {len(steps)} iterations only")
     size = bench.target.vocab_size
     codec = bench.loaded.codec
     pieces = codec.token_bytes()[:size]
     names = [piece.decode("utf-8", "replace") for piece in pieces] + [""] * (size - len(pieces))
     ends = codec.eos_ids
     names = [name or ("<end>" if token in ends else f"<{token}>") for token, name in enumerate(names)]
-    return snapshot.shown(request.id, job.method.rule, steps[job.show - 1].steps, names, job.method.drafter)
+    return snapshot.shown(request.id, method.rule, steps[number - 1].steps, names, method.drafter)
 
 
-def _memory(job: ProfileSpec, bench: ProfiledPair) -> tuple[tuple[MemoryOwner, ...], ProfiledRun]:
+def _memory(
+    bench: ProfiledPair, method: MethodConfig, resident_before: int | None
+) -> tuple[tuple[MemoryOwner, ...], ProfiledRun]:
     """Make a first run, which warms everything up, and measure its memory. Return the owners of memory, and the run."""
     on_gpu = [device for device in bench.devices if device.type == "cuda"]
     memories = [PeakMemory(device) for device in on_gpu or bench.devices]
     for one in memories:
         one.start()
-    run = bench.timed(job.method, log_steps=True)
+    run = bench.timed(method, log_steps=True)
     peaks = [peak for one in memories if (peak := one.peak()) is not None]
     models = [("target", bench.target)]
-    if bench.draft_model is not None and job.method.depth:
+    if bench.draft_model is not None and method.depth:
         models.append(("draft", bench.draft_model))
     sizes = [(role, found.held_bytes if (found := size_of(model)) else None) for role, model in models]
     # a draft with tokens of its own shares no slots with the target
-    shared = models if drafts_nodes(job.method) else models[:1]
+    shared = models if drafts_nodes(method) else models[:1]
     slot_bytes = sum(model.kv_bytes_per_slot() for _, model in shared)
-    before = 0 if on_gpu else job.resident_before
+    before = 0 if on_gpu else resident_before
     reserved = run.log.most_slots * slot_bytes
     peak = sum(peaks) if peaks else peak_rss_bytes()  # where it cannot be reset: since the process began
-    return owners(sizes, run.log.peak, slot_bytes, reserved, job.method.num_beams, peak, before), run
+    return owners(sizes, run.log.peak, slot_bytes, reserved, method.num_beams, peak, before), run
 
 
-def _roofline(job: ProfileSpec, bench: ProfiledPair) -> Roofline | None:
+def _roofline(bench: ProfiledPair) -> Roofline | None:
     """Measure the highest rates of the target's device. Return None where the size of the weights is not known."""
     model = bench.target
     size = size_of(model)

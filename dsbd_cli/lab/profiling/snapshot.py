@@ -83,7 +83,8 @@ class Snapshot(Observer):
             layer = forest.layers[number]
             above = self.layers[number - 1] if 0 < number <= verified else None
             log_q, proposers = _drawn(forest, number, row), _proposers(forest, number, row, drafter)
-            tokens, parents, valid = (_numbers(getattr(layer, name), row) for name in ("token", "parent", "valid"))
+            tokens, parents = _numbers(layer.token, row), _numbers(layer.parent, row)
+            valid = _numbers(layer.valid, row)
             for at, token in enumerate(tokens):
                 if not valid[at]:
                     continue

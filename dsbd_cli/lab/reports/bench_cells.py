@@ -102,7 +102,7 @@ def speed_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
     ]
 
 
-def work_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
+def work_columns() -> list[ReportColumn]:
     """Return the columns of the work: calls, widths, accepted drafts, and layers passed by depth."""
     return [
         ReportColumn("steps/target call", lambda row: number(row.steps_per_call, ".2f")),
@@ -114,7 +114,7 @@ def work_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
     ]
 
 
-def resource_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
+def resource_columns() -> list[ReportColumn]:
     """Return the columns of memory and energy."""
     return [
         ReportColumn("KV peak/request", lambda row: size(row.kv_peak_bytes)),

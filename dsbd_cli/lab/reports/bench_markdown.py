@@ -26,8 +26,8 @@ def aligned_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Se
 
 def markdown_table(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> str:
     """Return a markdown table of the rows with these columns."""
-    cells = [[column.cell(row) for column in columns] for row in rows]
-    return aligned_table([column.title for column in columns], cells, [column.text for column in columns])
+    lines = [[column.cell(row) for column in columns] for row in rows]
+    return aligned_table([column.title for column in columns], lines, [column.text for column in columns])
 
 
 def markdown_page(report: BenchReport) -> str:
@@ -44,16 +44,9 @@ def markdown_page(report: BenchReport) -> str:
         rows = report.of(task)
         head = cells.setting_columns(rows)
         parts.append(f"## {task}, {plural(max(row.records for row in rows), 'record')}\n")
-        parts.append(
-            markdown_table(
-                cells.measured(
-                    [*head, *cells.quality_columns(rows), *cells.speed_columns(rows), *cells.resource_columns(rows)],
-                    rows,
-                ),
-                rows,
-            )
-        )
-        if work := cells.measured(cells.work_columns(rows), rows):
+        results = [*head, *cells.quality_columns(rows), *cells.speed_columns(rows), *cells.resource_columns()]
+        parts.append(markdown_table(cells.measured(results, rows), rows))
+        if work := cells.measured(cells.work_columns(), rows):
             parts.append(markdown_table([*head, *work], rows))
         for choice in (one for one in report.choices if one.task == task and report.curve(one)):
             named, numbers = cells.choice_columns(report, choice)

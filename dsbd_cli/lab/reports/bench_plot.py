@@ -76,7 +76,7 @@ def bench_figure(report: BenchReport) -> Figure:
 def _title(report: BenchReport) -> str:
     """Return the title: file, models and machine."""
     run, env = report.run, report.environment
-    target, draft = (run.get(name) for name in ("target", "draft"))
+    target, draft = run.get("target"), run.get("draft")
     models = f"{_short(target)} with {_short(draft)}" if draft else _short(target)
     return f"{_short(run.get('data')) or ', '.join(report.tasks)}: {models}, on {env.get('device')}"
 

@@ -80,8 +80,8 @@ def _sections(rows: Sequence[BenchRow]) -> Iterator[Section]:
     for title, columns in (
         ("quality", cells.quality_columns(rows)),
         ("speed", cells.speed_columns(rows)),
-        ("memory and energy", cells.resource_columns(rows)),
-        ("work per record", cells.work_columns(rows)),
+        ("memory and energy", cells.resource_columns()),
+        ("work per record", cells.work_columns()),
     ):
         if kept := cells.measured(columns, rows):
             memory_only = title == "memory and energy" and len(kept) <= 2

@@ -25,7 +25,6 @@ COLOURS = {
     "orange": "#E69F00",
     "sky": "#56B4E9",
     "black": "#000000",
-    "yellow": "#F0E442",
 }
 INK, MUTED, GRID = "#222222", "#777777", "#DDDDDD"
 FORMATS = (".png", ".svg", ".pdf")

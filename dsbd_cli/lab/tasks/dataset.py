@@ -10,7 +10,7 @@ from functools import partial
 
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.tasks.record import TaskRecord, shipped
-from dsbd_cli.pick.sandbox import StatementResult
+from dsbd_cli.pick.sandbox import StatementResult, is_ordered
 
 Score = Callable[[TaskRecord, str], Mapping[str, float]]
 Execute = Callable[[TaskRecord, str], StatementResult | None]
@@ -57,6 +57,17 @@ def execution_score(gold: StatementResult | None, found: StatementResult | None,
     """Return 1 where a statement returns what the gold one returns, else 0: same columns in order, same rows with
     repeats, in the same order where the gold statement orders them (`ordered`)."""
     return {EXECUTION: float(gold is not None and found is not None and gold.same(found, ordered=ordered))}
+
+
+def execution_scorer(execute: Execute) -> Score:
+    """Return the score of SQL answers to records that hold the gold statement's `result`."""
+
+    def score(record: TaskRecord, text: str) -> Mapping[str, float]:
+        gold = record.meta["result"]
+        assert isinstance(gold, StatementResult)
+        return execution_score(gold, execute(record, text), ordered=is_ordered(record.reference))
+
+    return score
 
 
 def with_dev(dataset: Dataset) -> Dataset:

@@ -14,12 +14,13 @@ from types import ModuleType
 import orjson
 
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
-from dsbd_cli.lab.tasks.dataset import EXECUTION, Execute, Score, execution_score
+from dsbd_cli.io.records.cells import whole
+from dsbd_cli.lab.tasks.dataset import EXECUTION, Execute, Score, execution_scorer
 from dsbd_cli.lab.tasks.qa import f1
 from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.pick.choosers import last_answer, normalised, read_regex
 from dsbd_cli.pick.execution import ByExecution, database_path
-from dsbd_cli.pick.sandbox import StatementResult, is_ordered
+from dsbd_cli.pick.sandbox import StatementResult
 
 DEFAULT_SCORE = "exact"
 KINDS = ("exact", "prefix", "contains", "regex:PATTERN", "number", "f1", "chrf", "json", "exec:DB")
@@ -28,7 +29,6 @@ NUMBER = re.compile(
     r"(?<![\w.])[-+−]?[$€£]?(?:\d{1,3}(?:,\d{3})++|\d++|(?=\.\d))(?:\.\d++)?(?:e[-+]?\d++)?(?!\d)", re.IGNORECASE
 )
 FENCED = re.compile(r"```\w*+\n(.*?)```", re.DOTALL)
-LARGEST_EXACT = 2**53
 
 Accept = Callable[[TaskRecord], TaskRecord]
 
@@ -145,7 +145,7 @@ def _same_numbers(value: object) -> object:
         return {name: _same_numbers(one) for name, one in value.items()}
     if isinstance(value, list):
         return [_same_numbers(one) for one in value]
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < LARGEST_EXACT else value
+    return whole(value) if isinstance(value, float) else value
 
 
 def _chrf() -> AnswerScore:
@@ -188,12 +188,7 @@ def _by_execution(database: str) -> AnswerScore:
         found = run(record, text)
         return found if isinstance(found, StatementResult) else None
 
-    def score(record: TaskRecord, text: str) -> Mapping[str, float]:
-        gold = record.meta["result"]
-        assert isinstance(gold, StatementResult)
-        return execution_score(gold, execute(record, text), ordered=is_ordered(record.reference))
-
-    return AnswerScore(EXECUTION, score, _not_blank, check, complete, execute)
+    return AnswerScore(EXECUTION, execution_scorer(execute), _not_blank, check, complete, execute)
 
 
 _PLAIN = {

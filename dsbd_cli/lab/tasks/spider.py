@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dsbd_cli.errors import UsageError
-from dsbd_cli.lab.tasks.dataset import EXECUTION, Dataset, execution_score
+from dsbd_cli.lab.tasks.dataset import EXECUTION, Dataset, execution_scorer
 from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.lab.tasks.task_files import field, items, read_json
-from dsbd_cli.pick.sandbox import SqlProcess, StatementResult, UnreadableDatabaseError, is_ordered
+from dsbd_cli.pick.sandbox import SqlProcess, StatementResult, UnreadableDatabaseError
 
 TIMEOUT_S = 30.0
 PROCESS = SqlProcess()
@@ -65,8 +65,7 @@ def _record(folder: Path, number: int, asked: object, place: str, schemas: Mappi
     if found is None:
         raise UsageError(f"{place}.query fails on {path}: {gold}")
     prompt = f"schema: {schemas[name]}\nquestion: {question}\nsql:"
-    meta = {"database": path, "result": found, "ordered": is_ordered(gold)}
-    return TaskRecord(f"spider-{number}", prompt, gold, meta)
+    return TaskRecord(f"spider-{number}", prompt, gold, {"database": path, "result": found})
 
 
 def _ran(path: Path, sql: str) -> StatementResult | None:
@@ -84,8 +83,4 @@ def _execute(record: TaskRecord, text: str) -> StatementResult | None:
     return _ran(path, text.strip())
 
 
-def score_spider(record: TaskRecord, text: str) -> Mapping[str, float]:
-    """Return whether the statement returns what the gold one returns."""
-    gold = record.meta["result"]
-    assert isinstance(gold, StatementResult)
-    return execution_score(gold, _execute(record, text), ordered=bool(record.meta["ordered"]))
+score_spider = execution_scorer(_execute)

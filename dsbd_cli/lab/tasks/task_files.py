@@ -11,20 +11,14 @@ from dsbd_cli.errors import KINDS, UsageError, shorten
 T = TypeVar("T")
 
 
-def read_text(path: Path) -> str:
-    """Read a file as UTF-8. Raises UsageError."""
+def read_json(path: Path) -> object:
+    """Read the JSON document in a file. Raises UsageError."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        document: object = json.loads(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8: byte {error.start + 1}") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def read_json(path: Path) -> object:
-    """Read the JSON document in a file. Raises UsageError."""
-    try:
-        document: object = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise UsageError(f"{path} is not JSON: {error}") from None
     except (ValueError, RecursionError):

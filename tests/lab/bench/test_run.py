@@ -207,7 +207,7 @@ def test_transformers_keeps_to_a_line_s_own_options(pair: Engine, tmp_path: Path
     wanted = [result.hypotheses[0] for result in greedy.run(asked)]
     assert [one.text for one in found] == [one.text for one in wanted]
     assert found[0].tokens <= 3
-    assert runner.with_logprobs(prompts, found) == pytest.approx([one.logprob for one in wanted], abs=1e-3)
+    assert runner.logprobs(prompts, found) == pytest.approx([one.logprob for one in wanted], abs=1e-3)
 
 
 def test_a_line_that_asks_for_much_leaves_less_room_for_its_prompt(pair: Engine, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_llama_cpp_itself_gives_the_answers_of_ours(tmp_path: Path, monkeypatch:
     # it hands out no tokens: those of the text are counted, as a reader would
     assert [one.tokens for one in answers] == [len(own.codec.encode(one.text)) for one in ours]
     assert all(0 < one.tokens <= 8 for one in answers)
-    assert all(logprob < 0 for logprob in runner.with_logprobs(asked, answers))
+    assert all(logprob < 0 for logprob in runner.logprobs(asked, answers))
 
 
 def test_what_they_cannot_do_is_refused(engine: Any) -> None:

@@ -31,7 +31,7 @@ def test_the_folder_is_read() -> None:
         "schema: singer ( singer_id, name, age ); concert ( concert_id, singer_id, year, price )\n"
         "question: How many singers are there?\nsql:"
     )
-    assert [record.meta["ordered"] for record in records] == [False, True, False, False, False]
+    assert [is_ordered(record.reference) for record in records] == [False, True, False, False, False]
 
 
 @pytest.mark.parametrize(
