@@ -79,10 +79,8 @@ def _check_types(ctx: typer.Context, given: Mapping[str, object], place: str) ->
         if choices:
             fits, expected = value in choices, f"one of {', '.join(choices)}"
         elif typing.get_origin(hint) is list:
-            fits, expected = (
-                isinstance(value, str | list),
-                "a string or a list of strings",
-            )  # _add_defaults checks its items
+            # _add_defaults checks the items
+            fits, expected = isinstance(value, str | list), "a string or a list of strings"
         elif hint in (int, float, bool):
             fits, expected = type(value) is hint or (hint is float and type(value) is int), KINDS[hint]
         else:
