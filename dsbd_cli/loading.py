@@ -74,7 +74,7 @@ def load(
     _check_place("target", target, ModelSpec)
     _check_place("draft", draft, ModelSpec, NoneType)
     _check_place("allow", allow, NoneType)
-    spec = target if isinstance(target, ModelSpec) else ModelSpec(os.fspath(target))
+    spec = replace(target, role="target") if isinstance(target, ModelSpec) else ModelSpec(os.fspath(target))
     method = method or MethodConfig()
     if draft == "auto":
         draft = BUILTIN_DRAFT if spec.source == BUILTIN_TARGET else None

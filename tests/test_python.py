@@ -224,7 +224,9 @@ def test_a_spec_says_how_to_load_and_the_draft_follows(monkeypatch: pytest.Monke
         with pytest.raises(InterruptedError):
             loading.load(spec, draft)
     named, own = ModelSpec("builtin:draft", "draft", "bfloat16", "cpu"), ModelSpec("builtin:draft", "draft", "float32")
-    assert seen == [spec, named, spec, own]
+    with pytest.raises(InterruptedError):
+        loading.load(ModelSpec("builtin:target", "draft", "bfloat16", "cpu"), None)
+    assert seen == [spec, named, spec, own, spec, None], "the place of an argument is its role"
 
 
 def test_a_named_target_has_no_draft_unless_one_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

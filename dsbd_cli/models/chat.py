@@ -90,7 +90,7 @@ class Renderer:
             except BaseException:
                 self.close()  # its late answer would be taken for that of the next conversation
                 raise
-            if answer:
+            if answer.endswith(b"\n"):  # a child that ends may leave a part of a line
                 return answer
             self._child = None
             code = _end(child)

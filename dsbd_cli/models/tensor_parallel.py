@@ -72,6 +72,8 @@ def check_ranks(spec: ModelSpec) -> None:
     config: Any = load_config(locate(spec), spec)
     text = config.get_text_config(decoder=True)
     name = f"{spec.role} model {spec.source!r}"
+    if not getattr(text, "base_model_tp_plan", None):
+        raise UnsupportedModelError(f"{name} is a {text.model_type}, which transformers has no plan to split")
     heads = text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or heads
     if heads % count or groups % count:
@@ -79,8 +81,6 @@ def check_ranks(spec: ModelSpec) -> None:
             f"{name} has {groups} key-value heads and {heads} heads, which {count} ranks cannot share evenly: "
             "choose a --set tensor-parallel that divides both"
         )
-    if not getattr(text, "base_model_tp_plan", None):
-        raise UnsupportedModelError(f"{name} is a {text.model_type}, which transformers has no plan to split")
 
 
 class Ranks:

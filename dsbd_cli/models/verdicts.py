@@ -102,8 +102,8 @@ def write_whole(place: Path, content: bytes) -> None:
 def cache_folder() -> Path:
     """Return the folder in which loads keep their results. Raises FileNotFoundError for a user without a home, as in
     many containers."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if cache == "~/.cache":
+    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if cache.startswith("~"):
         raise FileNotFoundError("there is no home folder: set HOME or XDG_CACHE_HOME")
     return Path(cache) / "dsbd"
 

@@ -6,11 +6,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsbd_cli.errors import InvalidRowError
+from dsbd_cli.models import chat
 from dsbd_cli.models.chat import Renderer
 from tests.helpers.checkpoints import CHAT, byte_level, wrap
 
@@ -85,6 +87,14 @@ def test_a_child_that_is_killed_is_started_anew(renderer: Renderer) -> None:
         renderer.render(tokenizer, MESSAGES, opened=True)
     assert renderer.render(tokenizer, MESSAGES, opened=True) == "user"
     assert renderer.starts == 2
+
+
+def test_half_an_answer_is_none(renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a traceback where the child is ended while it answers."""
+    (tmp_path / "child.py").write_text("input(); print('{\"text\": \"ab', end='')")
+    monkeypatch.setattr(chat, "CHILD", tmp_path / "child.py")
+    with pytest.raises(InvalidRowError, match="the process that does it ended with exit code 0"):
+        renderer.render(with_template("{{ 1 }}"), MESSAGES, opened=True)
 
 
 def test_one_of_several_templates_is_taken_or_the_row_fails(lasting: Renderer) -> None:

@@ -947,6 +947,13 @@ def test_a_user_without_a_home_loads_models(
     assert not (tmp_path / "~").exists()
 
 
+def test_the_cache_folder_may_be_written_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As files of settings do, which no shell reads."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/kept")
+    assert verdicts.cache_folder() == tmp_path / "kept" / "dsbd"
+
+
 def test_nothing_is_left_of_a_file_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, content: bytes) -> None:
         path.touch()

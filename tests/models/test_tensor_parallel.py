@@ -91,9 +91,10 @@ def test_what_cannot_be_split_is_refused_before_anything_starts(tmp_path: Path) 
     odd = str(save(tmp_path / "odd", "llama one kv head"))
     with pytest.raises(UnsupportedModelError, match="1 key-value heads and 4 heads, which 2 ranks cannot share"):
         check_ranks(ModelSpec(odd, device="cpu", tensor_parallel=2))
-    plain = str(save(tmp_path / "plain", "opt"))
-    with pytest.raises(UnsupportedModelError, match="no plan to split"):
-        check_ranks(ModelSpec(plain, device="cpu", tensor_parallel=2))
+    for family in ("opt", "mamba"):  # the second has no heads
+        plain = str(save(tmp_path / family, family))
+        with pytest.raises(UnsupportedModelError, match="no plan to split"):
+            check_ranks(ModelSpec(plain, device="cpu", tensor_parallel=2))
     with pytest.raises(UsageError, match="drop one of them"):
         check_ranks(ModelSpec(odd, device_map="balanced", tensor_parallel=2))
     with pytest.raises(UsageError, match="tensor_parallel is 0, but must be 1 or more"):

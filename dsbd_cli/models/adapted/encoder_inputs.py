@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.config.token_rules import Timestamps
+from dsbd_cli.config.token_rules import Timestamps, asked_rules
 from dsbd_cli.engine.protocols import EncoderRequest
 from dsbd_cli.errors import InvalidRowError, shorten
+from dsbd_cli.models.checkpoints.generation import checkpoint_rules
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.requests import Request, Segment, Source
 
@@ -35,7 +36,7 @@ class Seq2SeqCodec(HFCodec):
         super().__init__(tokenizer, eos_ids)
         self._start = start
         self._required = model.config.model_type in MULTILINGUAL
-        self._given_bos = getattr(model.generation_config, "forced_bos_token_id", None)
+        self._rules = checkpoint_rules(model)
         self._speaks = hasattr(tokenizer, "src_lang")  # the tokenizer knows languages itself
         codes: Any = getattr(tokenizer, "lang_code_to_id", None)  # M2M100 keeps them out of its vocabulary
         self._codes: Mapping[str, int] = codes if isinstance(codes, Mapping) else {}
@@ -74,14 +75,14 @@ class Seq2SeqCodec(HFCodec):
         self, encoder_input: Tensor, begin: list[int], forced: int | None, asked: SamplingConfig
     ) -> EncoderRequest:
         """Return the request with the prefix behind the decoder's first tokens. The forced token, if any, comes before
-        the prefix."""
+        the prefix: that of the language, else that of the request's token rules."""
         if asked.prefix is None:
             return EncoderRequest(encoder_input, begin, 0, forced)
         prefix = self.encode_pieces([asked.prefix])[0]
         if not prefix:
             raise InvalidRowError(f"prefix is {shorten(asked.prefix)}, which has no tokens: drop it")
         if forced is None and len(begin) == 1:
-            forced = self._given_bos
+            forced = asked_rules(asked.token_rules, self._rules, default="checkpoint").forced_bos_token_id
         begin = begin if forced is None else [*begin, forced]
         return EncoderRequest(encoder_input, [*begin, *prefix], len(prefix), None)
 
@@ -107,7 +108,8 @@ class Seq2SeqCodec(HFCodec):
         InvalidRowError."""
         language = asked.target_lang
         if language is None:
-            if self._required and self._speaks and self._given_bos is None and not self._is_language(self._start):
+            given = self._rules.forced_bos_token_id
+            if self._required and self._speaks and given is None and not self._is_language(self._start):
                 raise InvalidRowError(
                     "target_lang is missing: the target translates into many languages: give the one that is wanted"
                 )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsbd_cli.errors import ModelError, shorten
 
+MOST_POINTER = 1024  # bytes; pointers of Git LFS have fewer
 LONGEST_HEADER = 100_000_000  # bytes; the limit of safetensors
 PARTS = ("text_config", "decoder", "encoder")  # of a config.json
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers",
@@ -39,6 +40,11 @@ def check_checkpoint(folder: Path, name: str) -> None:
     for index in sorted(folder.glob("*.index.json")):
         _check_index(index, name)
     files = _weight_files(folder)
+    for file in (*(files or sorted(folder.glob("pytorch_model*.bin"))), folder / "tokenizer.json"):
+        if _is_pointer(file):
+            raise ModelError(
+                f"{name}: {file.name} is a pointer of Git LFS, not the file itself: run git lfs pull, or get it again"
+            )
     if files:
         _check_config(folder, read_headers(files, name), name)
 
@@ -81,6 +87,13 @@ def _weight_files(folder: Path) -> list[Path]:
         return []
     files = {folder / file for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
     return sorted(file for file in files if file.is_file())
+
+
+def _is_pointer(file: Path) -> bool:
+    """Return whether a file is what a clone without Git LFS has in the place of a large one."""
+    if not file.is_file() or file.stat().st_size > MOST_POINTER:
+        return False
+    return file.read_bytes().startswith(b"version https://git-lfs.github.com/spec/")
 
 
 def _check_index(index: Path, name: str) -> None:

@@ -96,7 +96,7 @@ def checkpoint_rules(model: Any) -> TokenRules:
     config = getattr(model, "generation_config", None)
     found: dict[str, Any] = {}
     for name in NAMES:
-        value = getattr(config, name, None)
+        value: Any = getattr(config, name, None)
         if value is None or name == "timestamps":  # which no checkpoint asks for
             continue
         try:

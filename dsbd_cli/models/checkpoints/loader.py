@@ -24,6 +24,7 @@ from dsbd_cli.models.checkpoints.head import head_keys, install, read_head
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.linearised import mark, unread
 from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING, byte_tokenizer, read_config
+from dsbd_cli.models.checkpoints.registry import resolve
 from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
 from dsbd_cli.ops.select import int8_missing, packing_works
 
@@ -108,11 +109,20 @@ def load_tokenizer(folder: Path, spec: ModelSpec) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(**_source(folder), **_local(spec))
         last = max(tokenizer.get_vocab().values(), default=0)
     except Exception as error:
-        hint = "" if read_config(folder) is None else ": mamba_ssm writes none, so put a tokenizer beside its weights"
-        raise ModelError(f"{_name(spec)}: its tokenizer cannot be loaded: {one_line(error)}{hint}") from error
+        why = f"{one_line(error)}{_tokenizer_hint(folder, spec)}"
+        raise ModelError(f"{_name(spec)}: its tokenizer cannot be loaded: {why}") from error
     if last >= MOST_IDS:  # tables of all ids would fill the memory
         raise ModelError(f"{_name(spec)}: its tokenizer has the id {last}, but no model has more than {MOST_IDS} ids")
     return tokenizer
+
+
+def _tokenizer_hint(folder: Path, spec: ModelSpec) -> str:
+    """Return what a user can do about a tokenizer that is missing; nothing where its files are there."""
+    if read_config(folder) is not None:
+        return ": mamba_ssm writes none, so put a tokenizer beside its weights"
+    if folder.parent.name != "snapshots" or any(folder.glob("tokenizer*")):
+        return ""
+    return f": the hub cache has its weights alone, `hf download {resolve(spec.source).path}` fetches the rest"
 
 
 def _placement(spec: ModelSpec) -> dict[str, Any]:

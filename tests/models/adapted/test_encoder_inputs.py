@@ -59,6 +59,15 @@ def test_a_prefix_stands_behind_the_forced_language() -> None:
     assert made.prompt[:2] == [2, language]
     assert (made.forced, made.prefix) == (None, len(made.prompt) - 2)
     # that of the checkpoint, where the row names none
+    one = codec(tokenizer, "m2m_100", forced=language)
+    for rules, begin in (
+        ("none", [2]),
+        ("forced_bos_token_id=none", [2]),
+        ("forced_bos_token_id=4", [2, 4]),
+        ("min_length=3", [2, language]),
+    ):
+        made = one.encoder_input(asked(prefix="b", token_rules=rules))
+        assert made.prompt[: -made.prefix] == begin, "token rules that switch the forced token off, or set it"
     own = codec(tokenizer, "m2m_100", forced=language).encoder_input(asked(prefix="b"))
     assert own.prompt == made.prompt
 

@@ -158,6 +158,18 @@ def test_numbers_that_are_no_nan_pass() -> None:
     check_numbers([*tensors.items(), ("meta", torch.empty(3, device="meta"))], "m")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json"])
+def test_a_clone_without_its_large_files_is_told_as_such(name: str, folder: Path) -> None:
+    """Guards "a pickle of more than tensors, which could run code"."""
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
+    if name == "pytorch_model.bin":
+        (folder / name).write_text(pointer)
+        load(ModelSpec(str(folder), device="cpu"))  # which is not read beside safetensors
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_text(pointer)
+    assert refused(folder).startswith(f"{name} is a pointer of Git LFS, not the file itself: run git lfs pull")
+
+
 class Runs:
     """Asks a pickle to run something."""
 

@@ -137,6 +137,15 @@ def test_bad_device(checkpoint: Path, field: str, value: str) -> None:
     assert len(str(caught.value)) < 200
 
 
+def test_weights_without_a_tokenizer_in_the_cache(checkpoint: Path, hub_cache: Path) -> None:
+    """As a script that loads the model alone leaves them. Guards the library's words, which name no way out."""
+    folder = cache_as(hub_cache, "me/bare", checkpoint)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(ModelError, match="the hub cache has its weights alone, `hf download me/bare` fetches the rest"):
+        load(ModelSpec("me/bare", device="cpu"))
+
+
 def test_cached_hub_id_needs_no_network(checkpoint: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards work without a network, HF_HUB_OFFLINE unset: what is in the cache is loaded at once."""
     for name in ("dsbd_cli.models.checkpoints.hub.reachable", "huggingface_hub.snapshot_download"):
