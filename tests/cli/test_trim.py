@@ -223,6 +223,19 @@ def test_refusals(
     assert not (tmp_path / "new").exists()
 
 
+def test_a_head_is_no_draft_to_trim(
+    pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "config.json").write_text('{"speculators_model_type": "eagle3"}')
+    for name in ("mtp", str(head)):
+        assert run(["trim-draft", "--target", pair[0], "--draft", name, "-i", prompts, "--size", "9", "-o", "x"]) == 2
+        assert f"--draft {name} is a draft head" in capfd.readouterr().err
+    assert run(["generate", "--target", str(head), "-i", prompts]) == 1
+    assert f"target model '{head}' is a draft head, and no model" in capfd.readouterr().err
+
+
 def test_no_draft_to_trim(
     pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
