@@ -25,6 +25,7 @@ from dsbd_cli.train.target_answers import AnswerTokens
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.98), 0.01, 1.0
 WARM_UP_SHARE, WARM_UP_MOST = 0.05, 100
 UNROLLED, DECAY = 4, 0.8  # steps that a head is unrolled for, and the weight of a step relative to the one before
+LOSSES = "losses"  # their name in a checkpoint
 LOGIT_BYTES = 256 << 20  # of a forward's float32 logits
 
 
@@ -58,10 +59,11 @@ def _order(seed: int, epoch: int, count: int) -> list[int]:
 
 
 class Training:
-    """A student, its optimizer and the number of its steps. `student` is trained in place."""
+    """A student, its optimizer and the number of its steps. `student` is trained in place. losses: of the last steps;
+    the caller fills and clears them, and a checkpoint keeps them."""
 
     def __init__(self, student: nn.Module, teacher: Teacher, answers: Sequence[AnswerTokens], recipe: Recipe) -> None:
-        self.student, self.step = student, 0
+        self.student, self.step, self.losses = student, 0, list[float]()
         self._teacher, self._answers, self._recipe = teacher, answers, recipe
         parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
         self._device = parameters[0].device
@@ -84,19 +86,23 @@ class Training:
         return sum(one.learnt for one in batch)
 
     def moments(self) -> dict[str, Tensor]:
-        """Return the optimizer's state, by name."""
+        """Return the optimizer's state and the losses, by name."""
         state = self._optimizer.state_dict()["state"]
-        return {f"{number}.{name}": tensor for number, some in state.items() for name, tensor in some.items()}
+        found = {f"{number}.{name}": tensor for number, some in state.items() for name, tensor in some.items()}
+        return found | {LOSSES: torch.tensor(self.losses, dtype=torch.float64)}
 
     def restore(self, moments: dict[str, Tensor]) -> None:
         """Continue after the step at which the moments were taken, with the student of that step."""
         state: dict[int, dict[str, Tensor]] = {}
         for key, tensor in moments.items():
+            if key == LOSSES:
+                self.losses = tensor.tolist()
+                continue
             number, _, name = key.partition(".")
             state.setdefault(int(number), {})[name] = tensor
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
-        self.step = int(moments["0.step"]) if moments else 0
+        self.step = int(moments["0.step"]) if state else 0
 
     def run_step(self) -> float:
         """Train one step and return the mean divergence in nats per token. Raises DsbdError where it is not finite."""

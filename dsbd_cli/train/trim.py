@@ -20,6 +20,7 @@ from dsbd_cli.errors import ModelError, UsageError, writing
 from dsbd_cli.models.checkpoints.head import HEAD_FILE, TrimmedHead, head_keys, output_head, write_head
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import eos_ids, is_gguf, load, load_config, load_tokenizer
+from dsbd_cli.models.heads.load import names_head
 
 # not copied to the folder of the trimmed draft
 _WRITTEN = ("config.json", "generation_config.json", "dsbd_distill.json")
@@ -120,6 +121,10 @@ def check(spec: ModelSpec, output: Path, *, size: int | None, coverage: float | 
         raise UsageError(f"--output {output} exists: name a new folder")
     if not output.parent.is_dir():
         raise UsageError(f"--output {output}: the folder {output.parent} does not exist")
+    if names_head(spec):
+        raise UsageError(
+            f"--draft {spec.source} is a draft head, whose tokens are chosen when it is made: give a draft model"
+        )
     folder = locate(spec)
     if is_gguf(folder):
         raise ModelError(f"draft model {spec.source!r} is GGUF, whose head cannot be taken apart: use the original")

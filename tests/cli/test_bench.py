@@ -22,6 +22,7 @@ from dsbd_cli.cli.commands.bench import _progress_of
 from dsbd_cli.cli.run import messages
 from dsbd_cli.cli.run.messages import Talk
 from dsbd_cli.errors import OutputError
+from dsbd_cli.lab.bench import sweep
 from tests.cli.conftest import Outcome, read, terminal
 
 Call = Callable[..., Outcome]
@@ -226,6 +227,24 @@ def test_a_file_of_the_user_s_own_with_a_score_and_options(tmp_path: Path) -> No
     assert {line["method"] for line in lines} >= {"greedy", "beam-search", "hf-beam-search"}
     assert {line["tokens"] <= 12 for line in lines} == {True}
     assert all(line["scores"]["number"]["high"] > 0.3 for line in lines), "0 of 4 is not 0 for certain"
+
+
+def test_a_trimmed_draft_is_compared_without_transformers_assisted_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the default methods with drafts that our own commands make."""
+    (tmp_path / "texts.jsonl").write_text('{"text": "a b c"}\n')
+    small = str(tmp_path / "small")
+    assert run(["trim-draft", "--texts", str(tmp_path / "texts.jsonl"), "--size", "99", "-o", small, "-q"]) == 0
+    words = ("--draft", small, "--input", str(lines_of(tmp_path / "x.jsonl", 1)), "--max-new-tokens", "2", "-q")
+    monkeypatch.setattr(sweep, "DEFAULT_METHODS", ("dsbd-search", "hf-assisted"))
+    done = bench(*words)
+    assert done.code == 0, done.err
+    why = "transformers runs neither a draft head nor a trimmed draft"
+    assert f"note: left out: hf-assisted: {why}" in " ".join(done.out.split())
+    refused = bench(*words, "--methods", "hf-assisted")
+    assert (refused.code, refused.out) == (2, "")
+    assert f"--methods: hf-assisted cannot be run, because {why}: leave it out" in refused.err
 
 
 def test_a_record_that_no_method_answers_is_told(tmp_path: Path) -> None:

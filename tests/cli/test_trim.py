@@ -21,7 +21,8 @@ from dsbd_cli.train import compare
 from tests.helpers.checkpoints import byte_level, save, wrap
 
 PROMPTS = [json.dumps({"id": str(n), "prompt": "The quick fox " * (1 + n % 3), "seed": n}) for n in range(16)]
-OPTIONS = ["--dtype", "float32", "--device", "cpu", "--max-new-tokens", "6", "--num-beams", "2"]
+LOADING = ["--dtype", "float32", "--device", "cpu"]
+OPTIONS = [*LOADING, "--max-new-tokens", "6", "--num-beams", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,8 @@ def prompts(tmp_path: Path) -> str:
 
 
 def trim(pair: tuple[str, str], *options: str, code: int = 0) -> None:
-    assert run(["trim-draft", "--target", pair[0], "--draft", pair[1], *OPTIONS, *options]) == code
+    common = LOADING if "--texts" in options and "--held-out" not in options else OPTIONS
+    assert run(["trim-draft", "--target", pair[0], "--draft", pair[1], *common, *options]) == code
 
 
 def generate(pair: tuple[str, str], prompts: str, output: Path, *options: str, draft: str | None = None) -> Any:
@@ -206,6 +208,8 @@ def test_what_is_called_worse() -> None:
         ("-o {o} --input {e} --size 50", "holds no prompts"),
         ("-o {p} --input {p} --size 50", "exists: name a new folder"),
         ("-o {o} --input {p} --size 50 --json -q", "--json and --quiet cannot be used together"),
+        ("-o {o} --texts {n} --size 50 --num-beams 2", "--num-beams 2 would do nothing, because --texts are counted"),
+        ("-o {o} --texts {n} --size 50 --decode search", "--decode search would do nothing, because --texts are"),
     ],
 )
 def test_refusals(
@@ -217,6 +221,19 @@ def test_refusals(
     trim(pair, *options.format(**names).split(), code=2)
     assert message.format(**names) in capfd.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_head_is_no_draft_to_trim(
+    pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "config.json").write_text('{"speculators_model_type": "eagle3"}')
+    for name in ("mtp", str(head)):
+        assert run(["trim-draft", "--target", pair[0], "--draft", name, "-i", prompts, "--size", "9", "-o", "x"]) == 2
+        assert f"--draft {name} is a draft head" in capfd.readouterr().err
+    assert run(["generate", "--target", str(head), "-i", prompts]) == 1
+    assert f"target model '{head}' is a draft head, and no model" in capfd.readouterr().err
 
 
 def test_no_draft_to_trim(

@@ -94,6 +94,12 @@ def bench(
         from dsbd_cli.lab.bench.prepare import BenchSpec
         from dsbd_cli.lab.bench.run import Bench
 
+        engine = settings.loader(drafts=any(one.drafts for one in planned.settings))()
+        if engine.info is not None and engine.info.draft_form is not None:
+            assisted = [one for one in planned.settings if METHODS[one.method].peer and one.drafts]
+            planned = planned.without(
+                assisted, sweep.methods, "transformers runs neither a draft head nor a trimmed draft"
+            )
         spec = BenchSpec(
             datasets=datasets,
             settings=planned.settings,
@@ -108,7 +114,6 @@ def bench(
             grammar=settings.rows.grammar,
             tolerance=DEFAULT_TOLERANCE if choice.fuzzy_tolerance is None else choice.fuzzy_tolerance,
         )
-        engine = settings.loader(drafts=any(one.drafts for one in planned.settings))()
         running = Bench(engine, spec, command=[str(word) for word in arguments] or ["bench"])
         signals.on_stop = running.stop
         failed = _run(running, outputs)

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
 DISTILL = "Distillation"
 ANSWERS, CHECKPOINT = "answers.jsonl", "checkpoint"
-LOSSES = "losses"  # name in a checkpoint
 STEPS = 1000
 FEW_PROMPTS = 500
 CUT_RATE, NEW_RATE = 5e-4, 1e-3  # learning rates: for the target's own layers, for a small Llama or a head
@@ -177,7 +176,6 @@ class _Distilling:
         self._folder, self._signals, self._talk = folder, signals, talk
         self._spec, self._draft_device = settings.target, draft_device
         self._stopped = False
-        self._losses: list[float] = []  # of the steps since the last milestone
         self._stop_now: Callable[[], None] | None = None  # ends what runs
 
     def run(self) -> None:
@@ -351,13 +349,13 @@ class _Distilling:
         record = self._record
         steps = record.plan.steps
         every = max(1, steps // EVALUATIONS)
-        first, saved, losses = training.step, time.monotonic(), self._losses
+        first, saved, losses = training.step, time.monotonic(), training.losses
         trained, measured = 0.0, list[float]()  # seconds of all steps, of each measurement
         while training.step < steps:
             if training.step % every == 0 and training.step not in {one.step for one in record.milestones}:
                 self._save(training)
                 began = time.monotonic()
-                self._record_milestone(engine, training.step, self._folder / CHECKPOINT, held)
+                self._record_milestone(engine, training, self._folder / CHECKPOINT, held)
                 if training.step and _is_best(record.milestones):
                     self._publish(training)
                 saved = time.monotonic()
@@ -381,16 +379,18 @@ class _Distilling:
         self._save(training)
         self._publish(training)
         if steps not in {one.step for one in record.milestones}:
-            self._record_milestone(engine, steps, self._folder, held)
+            self._record_milestone(engine, training, self._folder, held)
         record.complete = True
         record.write(self._folder)
         shutil.rmtree(self._folder / CHECKPOINT, ignore_errors=True)
         if not self._options.quiet:
             _show(record, self._folder, len(held))
 
-    def _record_milestone(self, engine: Engine, step: int, folder: Path, held: list[Request]) -> None:
-        """Measure the draft in a folder, record the milestone and print it."""
-        record, losses, ends = self._record, self._losses, step in (0, self._record.plan.steps)
+    def _record_milestone(self, engine: Engine, training: Training, folder: Path, held: list[Request]) -> None:
+        """Measure the draft in a folder, record the milestone and print it. The losses since the milestone before are
+        cleared."""
+        record, losses, step = self._record, training.losses, training.step
+        ends = step in (0, record.plan.steps)
         timed = ends and len(held) > 1  # the first one warms up
         found = self._measure(engine, folder, held if ends else held[:HELD_OUT_BETWEEN], speed=timed)
         milestone = Milestone(step, _mean(losses) if losses else None, *found)
@@ -427,14 +427,12 @@ class _Distilling:
             student = load_student(folder, spec) if going_on else new_student(spec, shape, recipe.seed)
             training = Training(student, Teacher(engine.target), self._answers, recipe)
         if going_on:
-            moments = read_moments(folder)
-            losses = moments.pop(LOSSES, None)
-            training.restore(moments)
+            training.restore(read_moments(folder))
             # milestones after this step are dropped, because their steps are taken again
             milestones = self._record.milestones
             self._record.milestones = [one for one in milestones if one.step <= training.step]
-            if losses is not None and training.step not in {one.step for one in self._record.milestones}:
-                self._losses = losses.tolist()
+            if training.step in {one.step for one in self._record.milestones}:
+                training.losses.clear()
             say(f"going on behind step {training.step}")
         return training
 
@@ -463,12 +461,9 @@ class _Distilling:
         return replace(draft, dtype=known, trust_remote_code=self._spec.trust_remote_code)
 
     def _save(self, training: Training) -> None:
-        import torch
-
         from dsbd_cli.train.student import save_student
 
-        kept = training.moments() | {LOSSES: torch.tensor(self._losses, dtype=torch.float64)}
-        save_student(training.student, self._spec, self._folder / CHECKPOINT, "float32", kept)
+        save_student(training.student, self._spec, self._folder / CHECKPOINT, "float32", training.moments())
 
     def _measure(
         self, engine: Engine, folder: Path, held: list[Request], *, speed: bool

@@ -26,7 +26,7 @@ from dsbd_cli.cli.run.messages import say, set_style, warn
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.errors import DsbdError, UsageError, plural, reading
+from dsbd_cli.errors import DsbdError, UsageError, option_name, plural, reading
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.jsonl import read_lines, read_object
 from dsbd_cli.io.schemas import contracts
@@ -78,6 +78,11 @@ def trim_draft(trim: TrimOptions, pair: PairOptions, decoding: DecodeOptions, lo
         raise UsageError("give either --texts or --input: what shall be counted")
     if trim.json and trim.quiet:
         raise UsageError("--json and --quiet cannot be used together: give one of them")
+    if trim.texts is not None and trim.held_out is None:
+        for name, value in (*vars(decoding).items(), ("max_new_tokens", trim.max_new_tokens)):
+            if value is not None:
+                why = "because --texts are counted, and nothing is answered without --held-out: drop it"
+                raise UsageError(f"{option_name(name)} {value} would do nothing, {why}")
     method = MethodOptions(**vars(decoding))
     sampling = SamplingOptions(max_new_tokens=trim.max_new_tokens)
     settings = run_settings(pair, fixed_depth(pair, method), sampling, DeviceOptions(**vars(loading)))

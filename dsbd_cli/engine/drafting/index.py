@@ -128,8 +128,8 @@ def write_index(
     try:
         with unfinished.open("wb") as stream:
             stream.write(head.ljust(BODY, b"\0"))
-            tokens.astype("<i4").tofile(stream)
-            suffixes.astype("<i4").tofile(stream)
+            for numbers in (tokens, suffixes):
+                stream.write(numbers.astype("<i4").data)  # ndarray.tofile does not say why a disk takes no more
             stream.flush()
             os.fsync(stream.fileno())
         unfinished.replace(real)

@@ -14,7 +14,7 @@ from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.tasks.dataset import Dataset, Score
 from dsbd_cli.lab.tasks.lines import PLAIN_ROWS, jsonl_dataset
 from dsbd_cli.lab.tasks.record import TaskRecord
-from dsbd_cli.lab.tasks.scores import score_library
+from dsbd_cli.lab.tasks.scores import as_share, score_library
 
 
 def translation_dataset(path: Path, files_under: Path | None = None, rows: RowReader = PLAIN_ROWS) -> Dataset:
@@ -25,7 +25,7 @@ def translation_dataset(path: Path, files_under: Path | None = None, rows: RowRe
 
     def score(record: TaskRecord, text: str) -> Mapping[str, float]:
         found = {"chrF": chrf, "BLEU": bleu}
-        return {name: one.sentence_score(text, [record.reference]).score / 100 for name, one in found.items()}
+        return {name: as_share(one.sentence_score(text, [record.reference]).score) for name, one in found.items()}
 
     return _scored("translation", path, files_under, rows, ("chrF", "BLEU"), score)
 

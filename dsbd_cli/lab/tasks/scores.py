@@ -150,7 +150,13 @@ def _same_numbers(value: object) -> object:
 
 def _chrf() -> AnswerScore:
     chrf = score_library("sacrebleu").metrics.CHRF()
-    return _plain("chrF", lambda gold, text: chrf.sentence_score(text, [gold]).score / 100)
+    return _plain("chrF", lambda gold, text: as_share(chrf.sentence_score(text, [gold]).score))
+
+
+def as_share(percents: float) -> float:
+    """Return a score of sacrebleu from 0 to 1. A perfect one may come as 100.00000000000004, and then would be none of
+    0 and 1, for which Wilson's interval is taken."""
+    return round(percents / 100, 9)
 
 
 def _by_regex(pattern: str) -> AnswerScore:

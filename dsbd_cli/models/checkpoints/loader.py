@@ -199,6 +199,10 @@ def load_config(folder: Path, spec: ModelSpec) -> Any:
     try:
         config = AutoConfig.from_pretrained(**_source(folder), **_local(spec))
     except Exception as error:
+        if not is_gguf(folder) and '"speculators_model_type"' in _config_text(folder):
+            raise ModelError(
+                f"{_name(spec)} is a draft head, and no model: it serves as --draft of its target"
+            ) from None
         hint = "" if spec.trust_remote_code or is_gguf(folder) else _remote_code_hint(folder, spec.role)
         raise ModelError(f"{_name(spec)}: its config cannot be read: {one_line(error)}{hint}") from error
     named = getattr(config, "architectures", None)
@@ -211,8 +215,12 @@ def load_config(folder: Path, spec: ModelSpec) -> Any:
     return config
 
 
+def _config_text(folder: Path) -> str:
+    return (folder / "config.json").read_text(encoding="utf-8", errors="replace")
+
+
 def _remote_code_hint(folder: Path, role: str) -> str:
-    wants = "auto_map" in (folder / "config.json").read_text(encoding="utf-8", errors="replace")
+    wants = "auto_map" in _config_text(folder)
     return f" (it brings its own code: --trust-remote-code {role} runs it)" if wants else ""
 
 

@@ -6,6 +6,7 @@ Guards: suffixes that compare past a document's end, a file cut off by a full di
 from __future__ import annotations
 
 import random
+import resource
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -110,4 +111,15 @@ def test_an_empty_corpus_and_a_bad_place_are_refused(tmp_path: Path) -> None:
         written(tmp_path / "i", [[], []])
     with pytest.raises(OutputError, match="cannot be written"):
         written(tmp_path / "no folder" / "i", [[1]])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_called_so(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * BODY, hard))
+    try:
+        with pytest.raises(OutputError, match="i cannot be written: File too large"):
+            written(tmp_path / "i", [[1, 2, 3] * 9999])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []

@@ -205,7 +205,7 @@ def test_answers_are_scored_by_the_libraries_of_papers(tmp_path: Path) -> None:
         dataset = open_dataset(name, data)
         record = next(iter(dataset.records()))
         assert dataset.metrics == metrics
-        assert dataset.score(record, record.reference) == pytest.approx(dict.fromkeys(metrics, 1.0))
+        assert dataset.score(record, record.reference) == dict.fromkeys(metrics, 1.0), "not 1.0000000000000004"
         assert all(value < 0.2 for value in dataset.score(record, "zzz").values())
         half = dataset.score(record, "the cat sat on a rug")
         assert all(0.2 < value < 0.9 for value in half.values())
