@@ -99,6 +99,8 @@ class Grammar:
             return source
         from llguidance import LLMatcher
 
+        if self.kind == "regex" and (len(self.text) - len(self.text.rstrip("\\"))) % 2:  # llguidance would drop it
+            raise UsageError("a backslash at its end escapes nothing")
         make = LLMatcher.grammar_from_regex if self.kind == "regex" else LLMatcher.grammar_from_lark
         source = make(self.text)
         self._try(source, cheap=_is_cheap_pattern(self.text) if self.kind == "regex" else _is_cheap_lark(self.text))

@@ -135,6 +135,7 @@ FAULTS = [
     (Grammar.json_schema("[1]"), "must be an object"),
     (Grammar.json_schema("{"), "not valid JSON"),
     (Grammar.regex("a(b"), "unclosed group"),
+    (Grammar.regex("a" + 3 * "\\"), "a backslash at its end escapes nothing"),
     (Grammar.lark("start: a"), 'unknown name: "a"'),
     (Grammar.lark('begin: "a"'), "no start rule"),
 ]
