@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from dsbd_cli.config.checking import check_types
+from dsbd_cli.config.checking import check_types, require
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import InvalidRowError, RowError, UsageError, shorten
@@ -99,6 +99,7 @@ class Request:
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
         check_types(self, open_=("id", "seed"))
+        require(self.messages != (), "messages", [], "a non-empty list of objects")
         if self.seed is not None:
             check_seed(self.seed)
         sources = ("prompt", "messages", "prompt_ids", "audio", "image")
