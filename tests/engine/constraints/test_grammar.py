@@ -255,3 +255,4 @@ def test_of_many_tokens_the_likeliest_are_looked_at(monkeypatch: pytest.MonkeyPa
     assert found >= {b"b", b"c"}
     assert state._completion is not None
     assert found <= {b"b", b"c", LETTERS[state._completion[0]]}
+    assert not state.fitting(logprobs[:1]).any()  # of a draft that lacks the others
