@@ -33,9 +33,8 @@ def derive_seed(run_seed: int, request_id: str) -> int:
 
 def check_seed(seed: object) -> None:
     """Raise UsageError for a seed, of a run or of a request, that is not an integer from 0 to 2**63 - 1."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        expected = "an integer from 0 to 2**63 - 1"
-        raise UsageError(f"seed is {seed!r}, but must be {expected}", field="seed", value=seed, expected=expected)
+    fits = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**63
+    require(fits, "seed", seed, "an integer from 0 to 2**63 - 1")
 
 
 def check_ends(sampling: SamplingConfig, grammar: Grammar | None) -> None:

@@ -46,6 +46,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "early_stopping is 1, but must be true or false": lambda: SamplingConfig(early_stopping=1),
     "id is 5, but must be a string": lambda: Request("p", id=5, seed=1),
     "seed is 'z', but must be an integer": lambda: Request("p", seed="z"),
+    "seed is an integer of 16610 bits, but must be an integer": lambda: Request("p", seed=10**5000),
     f"seed is {2**63}, but must be an integer from 0 to 2**63 - 1": lambda: Request("p", seed=2**63),
     "prompt is 5, but must be a string or None": lambda: Request(5),
     "prompt_ids is ['a'], but must be a list of integers or None": lambda: Request(prompt_ids=("a",)),

@@ -113,6 +113,7 @@ def test_every_setting_is_declared_by_some_command(dsbd: Dsbd) -> None:
         ("stop = [1]", "stop is [1], but must be a list of strings"),
         ("num_beams = 3\nnum-beams = 3", "is given twice"),
         ("num_beams = ", "is not TOML"),
+        pytest.param(f"seed = 1{'0' * 5000}", "is not TOML: Exceeds the limit", id="thousands of digits"),
         ("num_beams = 0", "--num-beams is 0"),
         ("quiet = true\nlog = 'verbose'", "--quiet and --set log=verbose cannot be used together"),
     ],

@@ -48,7 +48,7 @@ def read_job(ctx: typer.Context, path: Path | None) -> Path | None:
     try:
         with reading(f"--config {path}"):
             raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # of TOML, or of an integer of thousands of digits
         raise UsageError(f"--config {path} is not TOML: {error}") from None
     known = [one.name for one in ctx.command.params if one.name not in NOT_IN_A_FILE]
     given: dict[str, object] = {}
