@@ -48,6 +48,11 @@ class _JsonRepr(reprlib.Repr):
     def repr_NoneType(self, value: None, level: int) -> str:  # noqa: N802
         return "null"
 
+    def repr_int(self, value: int, level: int) -> str:
+        if value.bit_length() > 10_000:  # Python refuses to write thousands of digits
+            return f"an integer of {value.bit_length()} bits"
+        return super().repr_int(value, level)
+
     def repr_tuple(self, value: tuple[object, ...], level: int) -> str:
         return self.repr_list(list(value), level)
 

@@ -38,9 +38,9 @@ class DsbdLM(HFLM):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Continue the token ids of context [B, T], padded on the left, and return [B, T + L]. HFLM cuts the texts at
         the stop strings."""
-        if options.get("temperature", 0.0) == 0.0:
-            options.pop("temperature", None)
-            options.setdefault("do_sample", False)
+        # as HFLM: greedy by default, and transformers refuses to sample at temperature 0
+        if options.setdefault("temperature", 0.0) == 0.0 and not options.setdefault("do_sample", False):
+            del options["temperature"]
         mask = options.pop("attention_mask", None)
         found = generate(
             self.model,

@@ -12,14 +12,14 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING
 
-from dsbd_cli.config.checking import check_value
+from dsbd_cli.config.checking import check_value, require
 from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig, check_engine_options
 from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
 from dsbd_cli.errors import UsageError, shorten
 from dsbd_cli.models.chat import begin_rendering
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.requests import EngineInfo
-from dsbd_cli.threads import processors, wait_without_spinning
+from dsbd_cli.threads import MOST_THREADS, processors, wait_without_spinning
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
@@ -67,8 +67,8 @@ def load(
     """
     check_engine_options(method, batch_size, on_too_long, log_steps, cuda_graphs, kernels)
     check_value("threads", threads, int | None)
-    if threads is not None and threads < 1:
-        raise UsageError(f"threads is {threads}, but must be 1 or more", field="threads", value=threads)
+    if threads is not None:
+        require(1 <= threads <= MOST_THREADS, "threads", threads, f"between 1 and {MOST_THREADS}")
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
     _check_place("target", target, ModelSpec)

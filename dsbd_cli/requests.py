@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from dsbd_cli.config.checking import check_types
+from dsbd_cli.config.checking import check_types, require
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import InvalidRowError, RowError, UsageError, shorten
@@ -33,9 +33,8 @@ def derive_seed(run_seed: int, request_id: str) -> int:
 
 def check_seed(seed: object) -> None:
     """Raise UsageError for a seed, of a run or of a request, that is not an integer from 0 to 2**63 - 1."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        expected = "an integer from 0 to 2**63 - 1"
-        raise UsageError(f"seed is {seed!r}, but must be {expected}", field="seed", value=seed, expected=expected)
+    fits = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**63
+    require(fits, "seed", seed, "an integer from 0 to 2**63 - 1")
 
 
 def check_ends(sampling: SamplingConfig, grammar: Grammar | None) -> None:
@@ -99,6 +98,7 @@ class Request:
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
         check_types(self, open_=("id", "seed"))
+        require(self.messages != (), "messages", [], "a non-empty list of objects")
         if self.seed is not None:
             check_seed(self.seed)
         sources = ("prompt", "messages", "prompt_ids", "audio", "image")

@@ -15,6 +15,8 @@ BLOCK_MS = 1  # the same for LLVM's OpenMP, which counts in milliseconds
 SPINNING = {"GOMP_SPINCOUNT": str(SPINS), "KMP_BLOCKTIME": str(BLOCK_MS)}
 CHOSEN = ("OMP_WAIT_POLICY", *SPINNING)  # a user who sets one of these variables has decided
 
+MOST_THREADS = 1024  # with some thousands OpenMP hangs or ends the process
+
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 

@@ -110,5 +110,5 @@ def test_an_engine_takes_the_threads_that_it_is_given(tmp_path: Path, monkeypatc
 
 
 def test_no_threads_are_refused() -> None:
-    with pytest.raises(UsageError, match="threads is 0, but must be 1 or more"):
+    with pytest.raises(UsageError, match="threads is 0, but must be between 1 and 1024"):
         dsbd_cli.load(draft=None, threads=0)

@@ -92,6 +92,8 @@ class Grammar:
             cheap = _is_cheap_schema(self.text, schema)
             source = _schema_source(schema if isinstance(schema, bool) else close_objects(schema))
         elif self.kind == "regex":
+            if (len(self.text) - len(self.text.rstrip("\\"))) % 2:  # llguidance would drop it
+                raise UsageError("a backslash at its end escapes nothing")
             source, cheap = LLMatcher.grammar_from_regex(self.text), _is_cheap_pattern(self.text)
         else:
             source, cheap = LLMatcher.grammar_from_lark(self.text), _is_cheap_lark(self.text)

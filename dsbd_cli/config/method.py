@@ -126,7 +126,11 @@ class MethodConfig:
 
     def _read_spelled(self) -> None:
         """Move settings that are spelled with a name, as in `ngram:4`, into `settings`. Raises UsageError."""
-        require(isinstance(self.settings, Mapping | tuple), "settings", self.settings, "a table of settings")
+        pairs: object = tuple(self.settings.items()) if isinstance(self.settings, Mapping) else self.settings
+        named = isinstance(pairs, tuple) and all(
+            isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) for one in pairs
+        )
+        require(named, "settings", self.settings, "a table of settings")
         given = dict(self.settings)
         for name, table in (("rule", RULES), ("width", WIDTHS)):
             text = getattr(self, name)

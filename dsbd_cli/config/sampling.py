@@ -11,6 +11,7 @@ from dsbd_cli.config.token_rules import TokenRules, asked_rules
 from dsbd_cli.errors import MOST_INTEGER
 
 MAX_TOP_LOGPROBS = 20  # as in the OpenAI API
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-38, 1e6  # below it is 0 in float32; above, all tokens are equally likely
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,16 @@ class SamplingConfig:
         require(listed, "stop", stop, "a non-empty string or a list of them")
         check_types(self)
         require(
-            math.isfinite(self.temperature) and self.temperature >= 0,
+            0 <= self.temperature < math.inf,
             "temperature",
             self.temperature,
             "a finite number, 0 or more",
+        )
+        require(
+            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
+            "temperature",
+            self.temperature,
+            f"0, or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:.0f}",
         )
         require(self.top_k >= 0, "top_k", self.top_k, "0 (keep all) or more")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")

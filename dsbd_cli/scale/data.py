@@ -14,9 +14,10 @@ from dataclasses import replace
 from functools import partial
 
 from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig, check_request
-from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
+from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec, OnTooLong
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError, shorten
+from dsbd_cli.io.records.cells import cell_value
 from dsbd_cli.io.records.fields import messages as checked_messages
 from dsbd_cli.requests import Request, RequestResult, derive_seed
 from dsbd_cli.scale.worker import Failure, Worker, WorkerSetup
@@ -29,7 +30,7 @@ class Answer:
     """A worker that answers batches of rows with one engine. It answers several batches at a time, so that the engine's
     batch stays full.
 
-        dataset.map_batches(Answer, fn_constructor_kwargs={"target": "my-llama", "draft": None},
+        dataset.map_batches(Answer, fn_constructor_kwargs={"target": "my-llama"},
                             concurrency=8, num_gpus=1, batch_size=64)
 
     A row has `prompt` or `messages`, and may have `id`. Its seed comes from the run's and its id. Without an id it
@@ -41,7 +42,7 @@ class Answer:
     def __init__(
         self,
         target: str | ModelSpec = BUILTIN_TARGET,
-        draft: str | ModelSpec | None = BUILTIN_DRAFT,
+        draft: str | ModelSpec | None = "auto",
         *,
         method: MethodConfig | None = None,
         sampling: SamplingConfig | None = None,
@@ -88,7 +89,8 @@ class Answer:
 
     def _request(self, row: Mapping[str, object]) -> Request | InvalidRowError:
         """Return the request of one row, or the error that says why it cannot be answered."""
-        prompt, messages, own = row.get("prompt"), row.get("messages"), row.get("id")
+        # Ray Data hands over integers as floats where a column has empty cells, which are NaN
+        prompt, messages, own = row.get("prompt"), row.get("messages"), cell_value("id", row.get("id"))
         try:
             if prompt is None and messages is None:
                 raise InvalidRowError("neither prompt nor messages is given")

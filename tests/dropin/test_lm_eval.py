@@ -1,19 +1,20 @@
-"""lm-eval's `dsbd` model generates what its `hf` model generates. Skipped where lm-eval is not installed, which brings
-half a hundred packages: run it in an environment of its own."""
+"""lm-eval's `dsbd` model generates what its `hf` model generates. Most is skipped where lm-eval is not installed, which
+brings half a hundred packages: run it in an environment of its own."""
 
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from itertools import islice
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec
 from dsbd_cli.models.checkpoints.hub import locate
 from training.tasks import QaGenerator
-
-lm_eval = pytest.importorskip("lm_eval")
 
 TASK = """
 task: toyqa
@@ -30,6 +31,7 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_same_samples_as_hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.api.registry import get_model
     from lm_eval.tasks import TaskManager
 
@@ -52,3 +54,34 @@ def test_the_same_samples_as_hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert samples[0] == samples[1] == samples[2]
     assert all(text for [[text]] in samples[0])
     assert get_model("dsbd") is ours.DsbdLM
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        ({}, {"do_sample": False}),
+        ({"temperature": 0.0}, {"do_sample": False}),
+        ({"do_sample": False}, {"do_sample": False}),
+        ({"temperature": 0.7}, {"temperature": 0.7}),
+        ({"do_sample": True, "temperature": 0.7}, {"do_sample": True, "temperature": 0.7}),
+        # transformers refuses these; without the temperature it would sample at 1
+        ({"do_sample": True, "temperature": 0.0}, {"do_sample": True, "temperature": 0.0}),
+        ({"do_sample": True}, {"do_sample": True, "temperature": 0.0}),
+    ],
+)
+def test_sampling_is_asked_for_as_hf_asks_for_it(
+    asked: dict[str, object], given: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.registry", "lm_eval.models", "lm_eval.models.huggingface"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(
+        sys.modules["lm_eval.api.registry"], "register_model", lambda name: lambda one: one, raising=False
+    )
+    monkeypatch.setattr(sys.modules["lm_eval.models.huggingface"], "HFLM", object, raising=False)
+    made = runpy.run_module("dsbd_cli.lm_eval")["DsbdLM"]
+    found = dict[str, object]()
+    monkeypatch.setitem(made._model_generate.__globals__, "generate", lambda *_, **options: found.update(options))
+    lm = SimpleNamespace(model=None, tokenizer=SimpleNamespace(pad_token_id=0), _assistant=None)
+    with pytest.raises(AssertionError):  # nothing was generated
+        made._model_generate(lm, None, 5, [], **asked)
+    assert {name: found[name] for name in ("do_sample", "temperature") if name in found} == given

@@ -124,7 +124,7 @@ REFUSED: list[tuple[object, str]] = [
     ({"prompt": "p", "id": "a", "custom_id": "b"}, "custom_id is 'b', but id is given under another name too"),
     ({"prompt": "p", "n": 1, "n_best": 1}, "n_best is 1, but n_best is given under another name too"),
     ({"prompt": "p", "temperature": -1}, "temperature is -1.0, but must be a finite number, 0 or more"),
-    ({"prompt": "p", "temperature": 1e300}, "temperature is 1e+300, but must be at most 1000000"),
+    ({"prompt": "p", "temperature": 1e300}, "temperature is 1e+300, but must be 0, or from 1e-38 to 1000000"),
     ({"prompt": "p", "temperature": "1"}, "temperature is '1', but must be a number"),
     ({"prompt": "p", "temperature": True}, "temperature is true, but must be a number"),
     ({"prompt": "p", "top_k": 1.0}, "top_k is 1.0, but must be an integer"),

@@ -26,7 +26,7 @@ from dsbd_cli.cli.run import messages
 from dsbd_cli.cli.run.summary import Totals
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.config.sampling import MAX_TOP_LOGPROBS
+from dsbd_cli.config.sampling import MAX_TEMPERATURE, MAX_TOP_LOGPROBS
 from dsbd_cli.config.variants import DRAFTERS, FUSION, RULES, WIDTHS
 from dsbd_cli.errors import MOST_INTEGER, PromptTooLongError
 from dsbd_cli.io.records import input_forms, reader
@@ -150,7 +150,7 @@ def test_the_schema_of_rows_has_the_readers_fields_values_and_bounds() -> None:
         "max_tokens": reader.MAX_NEW_TOKENS,
         "max_completion_tokens": reader.MAX_NEW_TOKENS,
         "top_k": MOST_INTEGER,
-        "temperature": reader.MAX_TEMPERATURE,
+        "temperature": MAX_TEMPERATURE,
         "top_logprobs": MAX_TOP_LOGPROBS,
     }
     assert {name: asked[name]["maximum"] for name in bounds} == bounds

@@ -214,6 +214,22 @@ def test_a_row_per_row_with_an_error_column(answer: Answer) -> None:
     assert [one["text"] for one in made["beams"][0]] == ["a!0", "a!1"]  # type: ignore[index, attr-defined]
 
 
+def test_the_draft_is_that_of_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other target than the built-in one was refused beside the built-in draft."""
+    given = list[object]()
+    monkeypatch.setattr(loading, "load", lambda *models, **_: given.extend(models) or fake())
+    Answer("my-llama")
+    assert given == ["my-llama", "auto"]
+
+
+def test_ids_are_those_of_a_table_with_empty_cells(answer: Answer) -> None:
+    rows: list[dict[str, object]] = [{"prompt": "a", "id": one} for one in (3, 3.0, "3", float("nan"), None)]
+    made = [answer._request(row) for row in rows]
+    names = [one.id for one in made if isinstance(one, Request)]
+    assert names[:3] == ["3"] * 3
+    assert names[3] == names[4] != "nan"
+
+
 def test_batches_overlap(answer: Answer) -> None:
     """Two batches of an event loop are answered together: a batch's suffix does not leave the engine idle."""
 

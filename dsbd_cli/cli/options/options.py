@@ -23,6 +23,7 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.spelling import help_lines
 from dsbd_cli.config.variants import DRAFTERS, FORMATS, FUSION, WIDTHS, sampling_rules
 from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.threads import MOST_THREADS
 
 MAIN = "Main options"  # what most runs set; they stand first on the page
 FILES, ROWS, METHOD = "Input and output", "Rows that fail", "How drafts are made and verified"
@@ -30,7 +31,6 @@ SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices and loadi
 SOURCES = "Encoder-decoder targets"
 JOB = "Options from a file"
 STANDARD = Path("-")
-MOST_THREADS = 1024  # with some thousands OpenMP hangs or ends the process
 MAX_ERRORS = "end the run with exit code 1 when N rows have failed"
 
 InputFormat = Literal["auto", "strict", "text"]

@@ -214,7 +214,8 @@ class GrammarState:
         looked = np.flatnonzero((logprobs >= last) & (logprobs > -np.inf)).tolist()
         assert self._completion is not None, "it is led"
         found = np.zeros(len(logprobs), dtype=np.bool_)
-        found[[token for token in {*looked, *self._completion[:1]} if self.completion_after(token) is not None]] = True
+        looked += [token for token in self._completion[:1] if token < len(found)]  # a draft may lack it
+        found[[token for token in looked if self.completion_after(token) is not None]] = True
         return found
 
     def following(self, most: int) -> list[int] | None:

@@ -192,8 +192,9 @@ def token_details(
 
     found = []
     for place, token in enumerate(ids):
-        # another row may have asked for more likeliest tokens
-        order = sorted(zip(top_logprob[place], top[place], strict=True), key=lambda pair: (-pair[0], pair[1]))
+        # another row may have asked for more likeliest tokens; what has -inf was not recorded, or is impossible
+        pairs = [pair for pair in zip(top_logprob[place], top[place], strict=True) if pair[0] != NEG_INF]
+        order = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))
         tops = tuple((other, text(other), value) for value, other in order[: sampling.top_logprobs])
         found.append(TokenDetail(token, text(token), logprob[place], beam[place], tops))
     return tuple(found)

@@ -136,6 +136,7 @@ FAULTS = [
     (Grammar.json_schema("{"), "not valid JSON"),
     (Grammar.json_schema(f'{{"const": {"9" * 5000}}}'), "a value has too many digits or levels"),
     (Grammar.regex("a(b"), "unclosed group"),
+    (Grammar.regex("a" + 3 * "\\"), "a backslash at its end escapes nothing"),
     (Grammar.lark("start: a"), 'unknown name: "a"'),
     (Grammar.lark('begin: "a"'), "no start rule"),
 ]
@@ -255,3 +256,4 @@ def test_of_many_tokens_the_likeliest_are_looked_at(monkeypatch: pytest.MonkeyPa
     assert found >= {b"b", b"c"}
     assert state._completion is not None
     assert found <= {b"b", b"c", LETTERS[state._completion[0]]}
+    assert not state.fitting(logprobs[:1]).any()  # of a draft that lacks the others

@@ -17,7 +17,7 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from tests.engine.decoding.test_transformers import model, prompts
 from tests.helpers.tiny import V
-from tests.helpers.toys import NumberCodec
+from tests.helpers.toys import NumberCodec, TableLM
 
 METHODS = {
     "search": MethodConfig(rule="search", num_beams=4, depth=3, drafts_per_layer=8),
@@ -147,3 +147,14 @@ def test_top_needs_the_tokens() -> None:
         SamplingConfig(top_logprobs=3)
     with pytest.raises(UsageError, match="top_logprobs is 21, but must be between 0 and 20"):
         SamplingConfig(token_logprobs=True, top_logprobs=21)
+
+
+def test_impossible_tokens_are_not_among_the_likeliest() -> None:
+    """Of three tokens five were recorded, token 0 several times, and of a token without a chance which one depended on
+    the batch."""
+    table = torch.tensor([[0.0, 1.0, -math.inf]] * 3).expand(3, 3, 3)
+    made = Engine(TableLM(table), None, NumberCodec(3), MethodConfig(num_beams=2, depth=0))
+    ask = SamplingConfig(max_new_tokens=2, token_logprobs=True, top_logprobs=5)
+    tokens = made.generate(Request("1", sampling=ask)).hypotheses[0].tokens
+    assert tokens is not None
+    assert [[other for other, _, _ in token.top] for token in tokens] == [[1, 0], [1, 0]]
