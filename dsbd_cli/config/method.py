@@ -13,6 +13,7 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.spelling import parse, parse_drafter
 from dsbd_cli.config.variant import Exactness, RuleSpec, Setting, Value, Variant, Width
 from dsbd_cli.config.variants import (
+    BEAM,
     DRAFTERS,
     FUSION,
     GRAMMAR,
@@ -23,6 +24,7 @@ from dsbd_cli.config.variants import (
     check_drafter_name,
     drafting_variants,
     find_extensions,
+    runs_model,
 )
 from dsbd_cli.errors import MOST_INTEGER, UsageError, shorten
 
@@ -84,7 +86,7 @@ class MethodConfig:
     warp_scope: WarpScope = "pool"
     memory_saving: bool = False
     adaptive_depth: bool = None  # type: ignore[assignment]
-    drafter: str = "beam"
+    drafter: str = BEAM
     settings: tuple[tuple[str, Value], ...] = ()
     # a given setting that needs a draft
     _asks_for_draft: str | None = field(default=None, init=False, repr=False, compare=False)
@@ -181,7 +183,7 @@ class MethodConfig:
             share, most = self.value(SECOND_DRAFTS), self.drafts_per_layer - 1
             require(most >= 1, "drafts_per_layer", self.drafts_per_layer, "2 or more for two drafters")
             require(share is None or 1 <= share <= most, SECOND_DRAFTS.field, share, f"between 1 and {most} (K - 1)")
-        if self.depth == 0 and self.drafter != MethodConfig.__dataclass_fields__["drafter"].default:
+        if self.depth == 0 and self.drafter != BEAM:
             refuse("drafter", self.drafter, "depth 0 drafts nothing: raise the depth, or drop the drafter")
         if self.depth == 0 and rule.needs_draft:
             refuse("depth", self.depth, f"rule {rule.name} compares the target with a draft: raise it")
@@ -249,7 +251,7 @@ class MethodConfig:
             reason = "depth 0 drafts nothing" if self.depth == 0 else f"drafter {self.drafter} uses no draft model"
             raise UsageError(f"draft is {shorten(draft)}, but {reason}: give draft None")
         needs = RULES[self.rule].needs_draft
-        if needs or self.drafter != self.__dataclass_fields__["drafter"].default:
+        if needs or self.drafter != BEAM:
             asks = f"rule {self.rule} compares with" if needs else f"drafter {self.drafter} runs"
             raise UsageError(f"draft is None, but {asks} a draft model: give one")
         if self._asks_for_draft is not None:
@@ -305,7 +307,7 @@ class MethodConfig:
     @property
     def needs_draft(self) -> bool:
         """True where a draft model takes part."""
-        return self.depth > 0 and any(DRAFTERS[name].runs_model for name in self.drafter_names)
+        return self.depth > 0 and runs_model(self.drafter)
 
     @property
     def second_share(self) -> int:

@@ -210,10 +210,11 @@ FUSION_TOP_K: Setting[int] = Setting(
     zero="keep all",
 )
 
+BEAM = "beam"  # the drafter where none is named
 GRAMMAR = "grammar"  # the drafter that knows which layers will pass
 DRAFTERS: dict[str, DrafterSpec] = _table(
     DrafterSpec(
-        name="beam",
+        name=BEAM,
         make="dsbd_cli.engine.drafting.beam:make",
         text="draws of the draft model's pool",
         runs_model=True,

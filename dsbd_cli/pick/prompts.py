@@ -3,8 +3,8 @@ generate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import BinaryIO, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import BinaryIO
 
 from dsbd_cli.errors import InvalidRowError
 from dsbd_cli.io.lines.jsonl import NumberedLine, ReadLines, read_lines
@@ -42,22 +42,15 @@ class PromptsById:
             yield reader.read(line, index=index, number=number)
 
 
-class _Rewarding(Protocol):
-    """Interface that a reward model must have."""
-
-    def scores(self, prompt: Asked, texts: Sequence[str]) -> list[float]:
-        """Return one number for each text, the higher the better."""
-        ...
-
-
 class ByReward:
     """A chooser of the candidate that a reward model gives the highest score; of equal ones the first."""
 
-    def __init__(self, model: _Rewarding, prompts: PromptsById) -> None:
-        self._model, self._prompts = model, prompts
+    def __init__(self, scores: Callable[[Asked, Sequence[str]], list[float]], prompts: PromptsById) -> None:
+        """scores: returns the reward of each text as an answer to a prompt."""
+        self._scores, self._prompts = scores, prompts
 
     def choose(self, row: CandidateRow) -> Choice:
         """Choose by reward. Raises InvalidRowError where the prompt is missing or too long."""
-        rewards = self._model.scores(self._prompts.of(row.id), [one.text for one in row.candidates])
+        rewards = self._scores(self._prompts.of(row.id), [one.text for one in row.candidates])
         best = max(range(len(rewards)), key=lambda place: rewards[place])
         return Choice(best, {"reward": rewards[best], "rewards": [round(value, 6) for value in rewards]})

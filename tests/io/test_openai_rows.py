@@ -46,7 +46,7 @@ def test_a_chat() -> None:
     row = read(line(body))
     sampling = SamplingConfig(temperature=0.5, top_p=0.9, max_new_tokens=9, n_best=2, stop=("a", "b"))
     assert row.request == Request(id="x", seed=7, messages=({"role": "user", "content": "hi"},), sampling=sampling)
-    assert (row.id, row.form, row.metadata, row.warnings) == ("x", "openai-chat", {"k": "v"}, ())
+    assert (row.id, row.metadata, row.warnings) == ("x", {"k": "v"}, ())
 
 
 def test_a_response_format_is_a_grammar() -> None:
@@ -70,7 +70,6 @@ def test_the_order_of_properties_is_part_of_a_row() -> None:
 def test_a_completion() -> None:
     row = read(line({"model": "m", "prompt": "p"}, "/v1/completions"))
     assert row.request == Request(id="x", seed=derive_seed(3, "x"), prompt="p", sampling=SamplingConfig())
-    assert row.form == "openai-completions"
     assert row.key == read({"id": "x", "prompt": "p"}).key
 
 
@@ -157,4 +156,4 @@ def test_unknown_fields_are_told_with_their_place() -> None:
 
 def test_a_data_set_with_a_url_or_a_body_of_its_own_is_flat() -> None:
     row = read({"prompt": "p", "url": "https://example.org", "body": "text"}, replace(RUN))
-    assert (row.form, row.error, len(row.warnings)) == ("flat", None, 2)
+    assert (row.error, len(row.warnings)) == (None, 2)

@@ -39,7 +39,7 @@ def refusal(row: object, reader: RowReader = RUN) -> str:
 def test_a_row_inherits_from_the_run() -> None:
     row = read({"prompt": "p"})
     assert row.request == Request(id="5", seed=derive_seed(3, "5"), prompt="p", sampling=SamplingConfig(top_k=7))
-    assert (row.index, row.number, row.id, row.form, row.metadata, row.warnings) == (5, 12, "5", "flat", None, ())
+    assert (row.index, row.number, row.id, row.metadata, row.warnings) == (5, 12, "5", None, ())
 
 
 def test_a_seed_depends_on_run_and_id_only() -> None:
@@ -310,7 +310,7 @@ def test_messages_of_errors_are_short_and_on_one_line() -> None:
 def test_text_lines() -> None:
     row = RUN.read_text(' a\t"b" {}\u2028 '.encode(), index=5, number=7)
     assert row.request == Request(id="5", seed=derive_seed(3, "5"), prompt=' a\t"b" {}\u2028 ', sampling=RUN.sampling)
-    assert (row.form, row.id, row.error) == ("text", "5", None)
+    assert (row.id, row.error) == ("5", None)
     failed = RUN.read_text(b"ab\xff", index=5, number=7)
     assert str(failed.error) == "line 7: not UTF-8: byte 0xff at byte 3: 'ab\ufffd'"
 

@@ -307,11 +307,11 @@ def _progress_of(talk: Talk, settings: int) -> OnWindow:
     In a log it reports at the beginning, after the first window, and after the first window of every method. settings:
     number of settings that are measured in turn.
     """
-    wanted = [0, 1, settings]
+    told = set[int]()
 
     def on_window(done: int, total: int, name: str, left_s: float | None) -> None:
-        due = done in wanted and done < total
-        wanted[:] = [one for one in wanted if one > done]
+        due = done in (0, 1, settings) and done < total and done not in told
+        told.add(done)
         left = "" if left_s is None else f", about {duration(left_s)} left"
         talk.now(f"{done} of {total} windows{left}, {name}", {"done": done, "total": total, "left_s": left_s}, due=due)
 

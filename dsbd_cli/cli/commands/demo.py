@@ -60,13 +60,13 @@ def demo(pair: PairOptions, wanted: DemoOptions) -> None:
     tokens = BUILTIN_TOKENS if builtin else OWN_TOKENS
     with StopSignals():
         with talking() as talk:
-            talk.now("importing torch", {})
+            talk.now("importing torch")
             from dsbd_cli.lab.bench.beside import BesideTransformers
             from dsbd_cli.lab.reports.screen import Screen
 
-            talk.now("loading the models (the first time compiles kernels and checks the target)", {})
+            talk.now("loading the models (the first time compiles kernels and checks the target)")
             beside = BesideTransformers(settings.target, settings.draft, settings.method, tokens)
-            talk.now("answering", {})
+            talk.now("answering")
             try:
                 ours = [beside.ours(prompt) for prompt in prompts]
             except RowError as error:
@@ -77,9 +77,9 @@ def demo(pair: PairOptions, wanted: DemoOptions) -> None:
         _show_prompt(screen, beside, prompts[0])
         _show_ours(screen, ours[0])
         with talking() as talk:
-            talk.now("loading the target into transformers", {})
+            talk.now("loading the target into transformers")
             beside.load_theirs()
-            talk.now("answering by transformers", {})
+            talk.now("answering by transformers")
             theirs = [beside.theirs(prompt) for prompt in prompts]
     _show_theirs(screen, ours[0], theirs[0])
     same = [_same(one, other) for one, other in zip(ours, theirs, strict=True)]

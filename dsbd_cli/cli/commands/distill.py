@@ -284,7 +284,7 @@ class _Distilling:
             raise StoppedError(number)
 
     def _load(self) -> Engine:
-        self._talk.now("loading the target", {})
+        self._talk.now("loading the target")
         engine = replace(self._settings, threads=self._options.threads).load()
         self._check_stopped()
         return engine
@@ -447,7 +447,7 @@ class _Distilling:
         if going_on:
             student = read_head(self._folder / CHECKPOINT, self._spec)
         else:
-            self._talk.now("choosing the tokens of the head", {})
+            self._talk.now("choosing the tokens of the head")
             assert shape.vocab is not None
             ids = likely_tokens(target, self._answers, shape.vocab)
             student = new_head(self._spec, ids, recipe.seed)
@@ -488,7 +488,7 @@ class _Distilling:
         beams = "" if pair.method.num_beams > 1 else ", with one beam"
 
         def on_answer(number: int) -> None:
-            self._talk.now(f"acceptance is measured{beams}: {number} of {len(held)} held-out prompts", {})
+            self._talk.now(f"acceptance is measured{beams}: {number} of {len(held)} held-out prompts")
 
         on_answer(0)
         with self._stopping(pair.stop):
@@ -496,7 +496,7 @@ class _Distilling:
         if found is None or not speed:
             return Measurement(found)
         budget = Budget(SPEED_S)
-        self._talk.now(f"measuring speed for {SPEED_S:.0f} s{beams}", {})
+        self._talk.now(f"measuring speed for {SPEED_S:.0f} s{beams}")
         with self._stopping(budget.stop):
             return Measurement(found, measured_speed(pair, held[:HELD_OUT_BETWEEN], budget))
 

@@ -3,13 +3,12 @@ made."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 import typer
 
@@ -299,8 +298,8 @@ class _PickRun:
         from dsbd_cli.models.reward import RewardModel
 
         return ByReward(
-            RewardModel(ModelSpec(how.model or "", device=how.device or "auto")),
-            PromptsById(cast("io.BufferedReader", stream), str(path), lines_reader(path)),
+            RewardModel(ModelSpec(how.model or "", device=how.device or "auto")).scores,
+            PromptsById(stream, str(path), lines_reader(path)),
         )
 
     def _rows(self, reader: LineReader) -> Iterator[CandidateRow | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -164,7 +163,6 @@ class _Trimming:
     def _texts(self) -> Iterator[str]:
         for name in self._trim.texts or ():
             with reading(f"--texts {name}"), open_input(Path(name)) as stream:
-                assert isinstance(stream, io.BufferedReader), "open_input gives no other"
                 for number, line in read_lines(stream):
                     record = (read_object(line) if isinstance(line, bytes) else None) or {}
                     if record.get("error") is not None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+DEFAULT_METHOD = MethodConfig()
 NO_ANSWERS, NO_ROWS = AnswerOptions(), RowOptions()  # not given
 SPREADS = ("balanced", "balanced_low_0", "sequential")  # names of device maps that are no device
 
@@ -225,7 +226,7 @@ def fixed_depth(pair: PairOptions, method: MethodOptions) -> MethodOptions:
     Without a draft the forest has its roots only, also with a grammar.
     """
     if not has_draft(pair) and method.drafter is None:
-        return replace(method, drafter=MethodConfig().drafter)
+        return replace(method, drafter=DEFAULT_METHOD.drafter)
     drafting = has_draft(pair) or not runs_model(str(_variant_fields(method)["drafter"]))
     open_ = method.depth is None and drafting
     return replace(method, depth=str(DEFAULT_DEPTH)) if open_ else method
@@ -238,7 +239,7 @@ def _with_drafter(method: MethodOptions, pair: PairOptions, grammar: Grammar | N
     The options stay as they are if there is no grammar, if a draft model or a drafter is given, or if the rule does not
     take such drafts.
     """
-    rule = SEARCH if method.decode == "search" else (method.verify or MethodConfig().rule).partition(":")[0]
+    rule = SEARCH if method.decode == "search" else (method.verify or DEFAULT_METHOD.rule).partition(":")[0]
     free = not has_draft(pair) and method.drafter is None
     if grammar is None or not free or rule not in RULES or any(one.field == "drafter" for one in RULES[rule].limits):
         return method
@@ -268,9 +269,9 @@ def _refuse(reason: str, *options: tuple[str, object]) -> None:
 
 def _variant_fields(given: MethodOptions) -> dict[str, object]:
     """Return rule, width and drafter with their settings, as fields of MethodConfig. Raises UsageError."""
-    found: dict[str, object] = {"rule": SEARCH if given.decode == "search" else MethodConfig().rule}
+    found: dict[str, object] = {"rule": SEARCH if given.decode == "search" else DEFAULT_METHOD.rule}
     try:
-        name, settings = parse_drafter(given.drafter or MethodConfig().drafter)
+        name, settings = parse_drafter(given.drafter or DEFAULT_METHOD.drafter)
     except UsageError as error:
         raise UsageError(error.typed(TYPED)) from None
     found |= {"drafter": name, **settings}
@@ -298,7 +299,7 @@ def _model_names(pair: PairOptions, method: MethodOptions, drafter: str) -> tupl
             raise UsageError(
                 f"--verify {method.verify} compares the target with a draft model, but {there}: name one with --draft"
             )
-        if drafter != MethodConfig().drafter:
+        if drafter != DEFAULT_METHOD.drafter:
             raise UsageError(f"--drafter {drafter} needs a draft model, but {there}: name one with --draft")
         if method.depth is not None:
             raise UsageError(f"--depth {method.depth} needs a draft, but {there}: name one with --draft, or drop it")

@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -119,8 +119,9 @@ def check_files(files: FileOptions, read: Iterable[str | Path | None] = ()) -> N
         settings = settings_file(files.output)
         check_no_input(SETTINGS, settings, inputs)
         named.append((SETTINGS, settings))
-        for path in () if resumes(files) else (files.output, settings):  # a resumed run may only append
-            check_replaceable(path)
+        if not resumes(files):  # a resumed run may only append
+            check_replaceable(files.output)
+            check_replaceable(settings)
     _check_apart(named)
 
 
@@ -201,7 +202,7 @@ def check_rows_file(path: Path) -> None:
     if is_table(path):
         check_table(path)
     elif path.is_file():
-        with closing(open_input(path)) as stream:
+        with open_input(path) as stream:
             begin = stream.read(HEAD_BYTES)
         if begin.removeprefix(BOM).lstrip()[:1] == b"[":
             raise UsageError(f"{path} holds a JSON array, but rows are lines with an object each: {ARRAY_HINT}")

@@ -93,13 +93,13 @@ class Talk:
         """live: replaces the line; None: there is no terminal, or messages are switched off."""
         self._live, self._clock, self._told = live, clock, -LOG_INTERVAL_S
 
-    def now(self, message: str, fields: Mapping[str, object], *, due: bool = False) -> None:
+    def now(self, message: str, fields: Mapping[str, object] | None = None, *, due: bool = False) -> None:
         """Show a message that changes all the time. due: a log prints it at once."""
         if self._live is not None:
             self._live(message)
         elif due or self._clock() - self._told >= LOG_INTERVAL_S:
             self._told = self._clock()
-            log(message, fields)
+            log(message, fields or {})
 
     def step(self, message: str) -> None:
         """Say what is done next."""

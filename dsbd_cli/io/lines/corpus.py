@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import orjson
@@ -42,7 +41,7 @@ def _pieces(path: Path) -> Iterator[str]:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines with their line ends, numbered from 1. Raises UsageError."""
-    with reading(str(path)), closing(open_input(path)) as stream:
+    with reading(str(path)), open_input(path) as stream:
         for number, line in enumerate(stream, 1):
             text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             try:

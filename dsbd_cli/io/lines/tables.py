@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from contextlib import closing
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,7 +47,7 @@ def check_table(path: Path) -> None:
         if not path.is_file():
             raise UsageError(f"{path} is no ordinary file: Parquet is not read from a pipe")
     if path.is_file():
-        with reading(str(path)), closing(open_input(path)) as stream:
+        with reading(str(path)), open_input(path) as stream:
             next(lines_reader(path)(stream), None)
 
 
@@ -69,7 +68,7 @@ def count_table_rows(path: Path) -> int | None:
         return int(read_metadata(path).num_rows)
     if path.stat().st_size > MAX_COUNTED_BYTES:
         return None
-    with closing(open_input(path)) as stream:
+    with open_input(path) as stream:
         records = _records(stream, DELIMITERS[ending(path)], MAX_LINE_BYTES)
         next(records, None)  # the header
         return sum(1 for _ in records)

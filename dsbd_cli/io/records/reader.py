@@ -17,7 +17,7 @@ from dsbd_cli.io.records.fields import messages, response_format, text
 from dsbd_cli.io.records.file_roots import file_of_row
 from dsbd_cli.io.records.input_forms import ParsedRow, as_written, other_names, parsed_row
 from dsbd_cli.io.records.parse import decoded, parse_object
-from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key
+from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, LongLine, Row, content_key
 from dsbd_cli.requests import Request, check_ends, check_seed, derive_seed
 
 WARP_FIELDS = {"temperature": None, "top_k": 0, "top_p": 1, "min_p": 0}  # by name: the value that rule search accepts
@@ -69,7 +69,6 @@ class RowReader:
 
         index: of the row, from 0. number: of the line, from 1. Nothing in the line raises.
         """
-        form: Form = "flat"
         row_id = str(index)
         raw: Fields = {}
         metadata: object | None = None
@@ -78,17 +77,17 @@ class RowReader:
             raw = parse_object(_readable_line(line))
             row_id = _row_id(raw, row_id)
             parsed = parsed_row(raw)
-            form, metadata = parsed.form, parsed.fields.get("metadata")
+            metadata = parsed.fields.get("metadata")
             warnings = self._warnings(parsed, number)
             request = self._request(parsed.fields, row_id)
         except (InvalidRowError, UsageError) as error:
             failure = InvalidRowError(f"line {number}: {as_written(str(error), raw)}")
-            return Row(index, number, row_id, None, failure, form, metadata, _raw_key(row_id, line), warnings)
+            return Row(index, number, row_id, None, failure, metadata, _raw_key(row_id, line), warnings)
         parsed.fields["id"] = row_id
         if "response_format" in parsed.fields:  # unsorted: the order of a schema's properties is the answer's
             parsed.fields["response_format"] = orjson.dumps(parsed.fields["response_format"]).decode()
         key = content_key(orjson.dumps(parsed.fields, option=orjson.OPT_SORT_KEYS))
-        return Row(index, number, row_id, request, None, form, metadata, key, warnings, other_names(raw))
+        return Row(index, number, row_id, request, None, metadata, key, warnings, other_names(raw))
 
     def read_text(self, line: bytes | LongLine, *, index: int, number: int) -> Row:
         """Return the row of a line of plain text, which is the prompt."""
@@ -98,13 +97,13 @@ class RowReader:
             prompt = decoded(_readable_line(line))
         except InvalidRowError as error:
             failure = InvalidRowError(f"line {number}: {error}")
-            return Row(index, number, row_id, None, failure, "text", None, key)
+            return Row(index, number, row_id, None, failure, None, key)
         seed = derive_seed(self.seed, row_id)
         asked, chat = self._as_chat(prompt, None)
         request = Request(
             id=row_id, seed=seed, prompt=asked, messages=chat, sampling=self.sampling, grammar=self.grammar
         )
-        return Row(index, number, row_id, request, None, "text", None, key)
+        return Row(index, number, row_id, request, None, None, key)
 
     def _warnings(self, parsed: ParsedRow, number: int) -> tuple[str, ...]:
         """Return warnings about unknown fields, once per name and reader. Raises InvalidRowError under `strict`."""

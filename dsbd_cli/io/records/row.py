@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal
 
 from dsbd_cli.errors import RowError
 from dsbd_cli.requests import Request
 
-Form = Literal["flat", "openai-completions", "openai-chat", "text"]
 Fields = dict[str, object]
 
 MAX_LINE_BYTES = 16 << 20  # a line of brackets takes 25 times its size in memory when it is parsed
@@ -39,7 +37,6 @@ class Row:
         id: `id` or `custom_id` of the row, else its index.
         request: the request for the engine.
         error: why the row cannot be answered; the message begins with `line <number>: `.
-        form: how the row was written.
         metadata: any JSON value that came with the row and is written into its record.
         key: hash of what the row asks for, whatever form it is written in. The index counts only where it is the id.
         warnings: messages about fields that are not used; a reader warns of a field name once.
@@ -51,7 +48,6 @@ class Row:
     id: str
     request: Request | None
     error: RowError | None
-    form: Form
     metadata: object | None
     key: str
     warnings: tuple[str, ...] = ()

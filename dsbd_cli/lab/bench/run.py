@@ -69,9 +69,7 @@ class Bench:
         longest = max(map(len, ids))
         self._runners = {setting: make_runner(pair, setting, spec, longest) for setting in spec.settings}
         self._tallies = {
-            (part, setting): Tally(
-                part.task, setting, min(spec.batch_size, getattr(setting.config, "max_batch", None) or spec.batch_size)
-            )
+            (part, setting): Tally(part.task, setting, self._runners[setting].batch_size)
             for part in self._parts
             for setting in part.settings
         }

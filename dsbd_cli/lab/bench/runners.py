@@ -62,10 +62,13 @@ class EngineRunner:
             changes = {**changes, "n_best": 1, "early_stopping": True}
         elif entry.pick is not None:
             changes = {**changes, "n_best": method.num_beams}
-        self._sampling, self._changes = spec.sampling, changes
+        self._sampling, self._changes, self.batch_size = spec.sampling, changes, spec.batch_size
         weights: Weights = "uniform" if entry.independent else "probability"
-        choosers: dict[str | None, Chooser] = {"vote": ByVote(weights=weights), "mbr": ByRisk(weights=weights)}
-        self._chooser = choosers.get(entry.pick, ByScore())
+        self._chooser: Chooser = ByScore()
+        if entry.pick == "vote":
+            self._chooser = ByVote(weights=weights)
+        elif entry.pick == "mbr":
+            self._chooser = ByRisk(weights=weights)
         draft = pair.draft if method.needs_draft else None
         self._engine = pair.replace(draft=draft, method=method, batch_size=spec.batch_size, log_steps=True)
         self._slot_bytes = sum(model.kv_bytes_per_slot() for model in self._engine.models)
@@ -151,7 +154,7 @@ class PeerRunner:
         self._peers: dict[SamplingConfig, Peer] = {}
         self._delivered: list[tuple[Peer, Delivered]] = []
         self._stopped = False
-        self._peer(replace(spec.sampling, **changes))  # type: ignore[arg-type]
+        self.batch_size = self._peer(replace(spec.sampling, **changes)).batch_size  # type: ignore[arg-type]
 
     def run(self, prompts: Sequence[Prompt]) -> list[BestAnswer]:
         """Answer the prompts in order. Returns no answers for a window during which `stop` was called."""
@@ -205,14 +208,15 @@ class PeerRunner:
     def _name(self, peer: Peer, ids: tuple[int, ...]) -> str:
         """Name an answer in a ranking. Where there are too few answers, transformers fills up with sequences that have
         no id. Their text names them."""
-        known = self._catalogue is not None and self._catalogue.trie.find(ids) in self._ends
-        answer_id = self._catalogue.id_of(ids) if known and self._catalogue is not None else None
+        catalogue, answer_id = self._catalogue, None
+        if catalogue is not None and catalogue.trie.find(ids) in self._ends:
+            answer_id = catalogue.id_of(ids)
         return _named(answer_id, peer.text(ids))
 
     def logprobs(self, prompts: Sequence[Prompt], answers: Sequence[BestAnswer]) -> list[float]:
         """Return the log-probabilities of the last window's answers, by one plain forward of the target for each."""
         both = zip(_peer_inputs(prompts), self._delivered, strict=True)
-        return [peer.logprobs([asked], [one])[0] for asked, (peer, one) in both]
+        return [peer.logprob(asked, one) for asked, (peer, one) in both]
 
     def stop(self) -> None:
         """End after the current token."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variant import Exactness
 from dsbd_cli.lab.bench.runners import BestAnswer
 from dsbd_cli.lab.bench.statistics import middle_half, paired_tests, score_interval
@@ -59,10 +60,11 @@ class Tally:
         self.speeds: dict[tuple[int, int], float] = {}  # (round, window) -> tokens/s
         self._tokens = 0
         self._seconds = 0.0
-        self._measured = [0.0, 0.0, 0]  # joules, seconds, tokens of windows long enough for the counter
+        # of windows long enough for the counter of joules
+        self._joules, self._metered_s, self._metered_tokens = 0.0, 0.0, 0
         self._scores: dict[str, list[float]] = {}
         self._logprob, self._logprob_tokens = 0.0, 0
-        self._counters = Counters(getattr(setting.config, "depth", 0))
+        self._counters = Counters(setting.config.depth if isinstance(setting.config, MethodConfig) else 0)
         self._kv: list[int] = []
         self._peaks: list[int] = []
         self._records = self.failed = 0
@@ -74,8 +76,9 @@ class Tally:
         self._tokens += tokens
         self._seconds += window.seconds
         if window.joules is not None:
-            for index, value in enumerate((window.joules, window.seconds, tokens)):
-                self._measured[index] += value
+            self._joules += window.joules
+            self._metered_s += window.seconds
+            self._metered_tokens += tokens
         if peak is not None:
             self._peaks.append(peak)
 
@@ -136,7 +139,7 @@ class Tally:
         )
 
     def _energy(self, meter: EnergyMeter) -> Energy:
-        joules, seconds, tokens = self._measured
+        joules, seconds, tokens = self._joules, self._metered_s, self._metered_tokens
         if not tokens:
             return Energy(source=meter.source, idle_watts=meter.idle_watts)
         idle = meter.idle_watts

@@ -91,13 +91,11 @@ class Peer:
         body = ids[:-1] if ids and ids[-1] in self._codec.eos_ids else ids
         return text_of(list(body), self._sampling.stop, self._codec)
 
-    def logprobs(self, prompts: Sequence[Asked], answers: Sequence[Delivered]) -> list[float]:
-        """Return each answer's raw target log-probability (nats) after its prompt, by separate forwards; not for
+    def logprob(self, prompt: Asked, answer: Delivered) -> float:
+        """Return an answer's raw target log-probability (nats) after its prompt, by a forward of its own; not for
         timing."""
-        return [
-            sequence_logprob(self._target, encoder_input, answer.token_ids, begin)
-            for (encoder_input, begin), answer in zip(map(self._encoded_prompt, prompts), answers, strict=True)
-        ]
+        encoder_input, begin = self._encoded_prompt(prompt)
+        return sequence_logprob(self._target, encoder_input, answer.token_ids, begin)
 
     def _encoded_prompt(self, prompt: Asked) -> tuple[Tensor, Sequence[int]]:
         """Return a prompt [T] int64, or features, and the first tokens of answers of an encoder-decoder model."""

@@ -150,7 +150,7 @@ class ProfiledPair:
             with LineWriter.create(Path(folder) / "records.jsonl", overwrite=False) as writer:
                 for index, result in enumerate(self.answers(engine, self.requests)):
                     before = time.perf_counter()
-                    row = Row(index, index + 1, result.request.id, result.request, None, "flat", None, "")
+                    row = Row(index, index + 1, result.request.id, result.request, None, None, "")
                     writer.write(native_record(row, result, record))
                     writing += time.perf_counter() - before
                     results.append(result)

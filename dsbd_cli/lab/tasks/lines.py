@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -154,7 +153,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Fields]]:
     if is_table(path):
         check_table(path)
     found = False
-    with reading(str(path)), closing(open_input(path)) as stream:
+    with reading(str(path)), open_input(path) as stream:
         for number, line in lines_reader(path)(stream):
             found = True
             if isinstance(line, LongLine):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
 
 from dsbd_cli import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.bench.prepare import BenchSpec, Prompt
 from dsbd_cli.lab.bench.runners import BestAnswer, make_runner
@@ -45,6 +47,14 @@ def test_the_likeliest_of_more_samples_is_likelier() -> None:
     one, many = answers("best-of-n", 1), answers("best-of-n", 16)
     assert all(b.logprob is not None and a.logprob is not None for a, b in zip(one, many, strict=True))
     assert sum((b.logprob or 0) / b.tokens for b in many) > sum((a.logprob or 0) / a.tokens for a in one)
+
+
+def test_only_mbr_needs_the_package_of_its_utility(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the extra `pick`, bench ended with every method of ours."""
+    monkeypatch.setitem(sys.modules, "fastchrf", None)
+    assert len(answers("beam-search", 2)) == len(answers("self-consistency", 2)) == 4
+    with pytest.raises(UsageError, match="needs the package fastchrf"):
+        answers("mbr", 2)
 
 
 def test_the_first_that_runs() -> None:

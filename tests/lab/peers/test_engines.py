@@ -44,7 +44,7 @@ def test_ctranslate2_finds_the_beams_that_ours_finds(engine: Any) -> None:
     found = list(peer.run(ids, 0))
     assert [one.text for one in found] == [one.text for one in ours]
     assert [len(one.ranked) for one in found] == [2, 2]
-    assert peer.logprobs(ids, found) == pytest.approx([one.hypotheses[0].logprob for one in ours], abs=1e-3)
+    assert list(map(peer.logprob, ids, found)) == pytest.approx([one.hypotheses[0].logprob for one in ours], abs=1e-3)
     greedy = CTranslatePeer(CTranslateConfig("greedy"), place, engine.target, engine.codec, sampling, 1)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(greedy, "stopped", True)

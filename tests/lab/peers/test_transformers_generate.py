@@ -52,7 +52,7 @@ def test_it_gives_the_texts_of_our_own_search(
     theirs = list(runner.run(prompts, seed=0))
     assert [one.token_ids for one in theirs] == [one.token_ids for one in ours]
     assert [one.text for one in theirs] == [one.text for one in ours]
-    logprobs = runner.logprobs(prompts, theirs)
+    logprobs = list(map(runner.logprob, prompts, theirs))
     assert logprobs == pytest.approx([one.logprob for one in ours], abs=1e-3)
 
 
