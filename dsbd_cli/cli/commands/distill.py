@@ -17,7 +17,6 @@ from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out, 
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
     MAIN,
-    MOST_THREADS,
     DecodeOptions,
     DeviceOptions,
     LoadOptions,
@@ -35,6 +34,7 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.variants import SEARCH
 from dsbd_cli.errors import DsbdError, UsageError, option_name, plural
 from dsbd_cli.requests import Request, check_seed
+from dsbd_cli.threads import MOST_THREADS
 from dsbd_cli.train.run_record import (
     BATCH,
     RECORD,
