@@ -40,7 +40,7 @@ from dsbd_cli.models.checkpoints.loader import (
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import DecoderCheckpoint, build_decoder, differs, pack, spec_or_reason, tensors_of
 from dsbd_cli.models.decoder.spec import DecoderSpec
-from dsbd_cli.models.forest_model import BaseForestModel, SelfTestReport
+from dsbd_cli.models.forest_model import BaseForestModel, SelfTestReport, unsupported
 from dsbd_cli.models.stored_tokenizer import store, stored
 from dsbd_cli.models.tokenizer import HFCodec, bytes_of_tokens
 from dsbd_cli.models.verdicts import LIMITS, Verdict
@@ -281,7 +281,8 @@ class _DecoderLoad:
         if packed:
             pack(model, self._spec, None)
         theirs, self._transformers_model = self._transformers_model or self._stock(), None
-        reason = differs(model, theirs)
+        with unsupported(model.architecture):  # settings with which neither of the two can run
+            reason = differs(model, theirs)
         del theirs
         if self._device.type == "cpu":  # there is no other attempt: each plain weight is freed as soon as it is packed
             self._state.clear()
