@@ -24,7 +24,7 @@ from dsbd_cli.models import verdicts
 from dsbd_cli.models.checkpoints.damage import stored_bytes
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, read_generation
 from dsbd_cli.models.checkpoints.head import read_head, trimmed_target
-from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
+from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, locate, locate_adapters
 from dsbd_cli.models.checkpoints.loader import (
     check_quantize,
     device_of,
@@ -37,10 +37,11 @@ from dsbd_cli.models.checkpoints.loader import (
     load_tokenizer,
     quiet,
 )
+from dsbd_cli.models.checkpoints.registry import parts_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import DecoderCheckpoint, build_decoder, differs, pack, spec_or_reason, tensors_of
 from dsbd_cli.models.decoder.spec import DecoderSpec
-from dsbd_cli.models.forest_model import BaseForestModel, SelfTestReport
+from dsbd_cli.models.forest_model import BaseForestModel, SelfTestReport, unsupported
 from dsbd_cli.models.stored_tokenizer import store, stored
 from dsbd_cli.models.tokenizer import HFCodec, bytes_of_tokens
 from dsbd_cli.models.verdicts import LIMITS, Verdict
@@ -61,10 +62,20 @@ def load_model(spec: ModelSpec, *, anew: bool = False) -> tuple[BaseForestModel,
     """
     size, began = stored_bytes(locate(spec)), time.monotonic()
     if size < LARGE_BYTES:
-        return _loaded(spec, anew=anew)
+        return _with_note(_loaded(spec, anew=anew), spec)
     _logger.info("loading %s (%s)", spec.source, f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB")
     loaded = _loaded(spec, anew=anew)
     _logger.info("loaded %s in %.0f s", spec.source, time.monotonic() - began)
+    return _with_note(loaded, spec)
+
+
+def _with_note(loaded: tuple[BaseForestModel, HFCodec], spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
+    """Return the model with a note where its folder holds an adapter that nobody has named."""
+    place = locate(spec)
+    if (place / ADAPTER_CONFIG).is_file() and place.resolve() not in [one.resolve() for one in locate_adapters(spec)]:
+        base = parts_of(spec.source)[0]
+        note = f"the {spec.role}'s folder holds an adapter, too, which is not merged: {base}+{base} merges it"
+        loaded[0].notes = (*loaded[0].notes, note)
     return loaded
 
 
@@ -281,7 +292,8 @@ class _DecoderLoad:
         if packed:
             pack(model, self._spec, None)
         theirs, self._transformers_model = self._transformers_model or self._stock(), None
-        reason = differs(model, theirs)
+        with unsupported(model.architecture):  # settings with which neither of the two can run
+            reason = differs(model, theirs)
         del theirs
         if self._device.type == "cpu":  # there is no other attempt: each plain weight is freed as soon as it is packed
             self._state.clear()

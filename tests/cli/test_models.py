@@ -88,6 +88,26 @@ def test_a_link_to_the_users_file_stays_a_link(dsbd: Dsbd, own_file: Path, tmp_p
     assert kept.read_text() == '[models]\nx = "org/x"\n'
 
 
+def test_what_is_no_ordinary_file_is_left_alone(dsbd: Dsbd, own_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards DSBD_MODELS_FILE=/dev/null, whose place a file took."""
+    own_file.parent.mkdir(parents=True)
+    own_file.touch()
+    monkeypatch.setattr(Path, "is_file", lambda path: path != own_file)
+    refused = dsbd("models", "add", "x", "org/x")
+    assert refused.code == 2
+    assert "is no ordinary file" in refused.err
+    assert own_file.read_text() == ""
+
+
+def test_a_path_that_is_not_utf8_is_one_line(dsbd: Dsbd, own_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    refused = dsbd("models", "add", "x", str(folder))
+    assert refused.code == 2
+    assert "whose name is not UTF-8" in refused.err
+    assert own_file.read_text() == ""
+
+
 def test_a_user_without_a_home(dsbd: Dsbd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)

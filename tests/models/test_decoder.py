@@ -27,7 +27,7 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.cache.prefill import prefill
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.errors import ModelError
+from dsbd_cli.errors import ModelError, UnsupportedModelError
 from dsbd_cli.models import load_model as stages
 from dsbd_cli.models import verdicts
 from dsbd_cli.models.adapted.causal import CausalForestModel
@@ -236,6 +236,13 @@ def test_a_setting_of_a_wrong_type_is_one_line(given: dict[str, Any], folder: Pa
     changed(folder, rope_parameters={"rope_type": "default", **given})
     with pytest.raises(ModelError, match="cannot be loaded: "):
         load_model(spec_for(folder))
+
+
+@pytest.mark.parametrize("fields", [{"sliding_window": None}, {"query_pre_attn_scalar": -1}])
+def test_settings_with_which_no_forward_runs_are_one_line(fields: dict[str, Any], tmp_path: Path) -> None:
+    place = changed(save(tmp_path, "gemma2 window"), **fields)
+    with pytest.raises(UnsupportedModelError, match=r"target model .*: Gemma2ForCausalLM .*"):
+        load_model(spec_for(place))
 
 
 @pytest.mark.parametrize("part", [-1.0, 3.0])

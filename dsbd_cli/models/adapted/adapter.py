@@ -101,7 +101,8 @@ class TransformersForest(BaseForestModel):
         self._ops = ops_for(device, model.dtype, MODEL)
         self._plan = self._masks_wanted()
         self._mask_dtype = model.dtype
-        use_grouped_attention(model)
+        with unsupported(self.architecture):
+            use_grouped_attention(model)
         self._waits_for_host = False
         self._noted_states: dict[int, Tensor] = {}  # hidden states of the last forward, by layers before them
         self._hooks: list[RemovableHandle] = []

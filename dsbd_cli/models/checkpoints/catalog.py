@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from huggingface_hub import constants
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import DsbdError, ModelNotFoundError, OutputError, UsageError
+from dsbd_cli.errors import DsbdError, ModelNotFoundError, OutputError, UsageError, is_utf8
 from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, cached_folder, gguf_files, has_weights, shown
 from dsbd_cli.models.checkpoints.registry import (
     ALIASES,
@@ -183,6 +183,8 @@ def add_name(name: str, source: str) -> Path:
         raise UsageError(
             f"{path} cannot be written, because there is no such home folder: name a file in DSBD_MODELS_FILE"
         )
+    if path.exists() and not path.is_file():  # such as /dev/null, which a file would take the place of
+        raise UsageError(f"{path} is no ordinary file, so that nothing can be added to it")
     made = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +209,7 @@ def add_name(name: str, source: str) -> Path:
 def _place(name: str, source: str, path: Path) -> str:
     """Return the meaning of the new name: a hub id with its revision, or the absolute path of a folder or a GGUF file.
 
-    Raises UsageError where the name is there already or would mean itself.
+    Raises UsageError where the name is there already or would mean itself, or the path is not UTF-8.
     """
     own = user_aliases()
     if name in own:
@@ -217,7 +219,10 @@ def _place(name: str, source: str, path: Path) -> str:
     if parts_of(source)[1]:
         raise UsageError(f"{source} has an adapter, but a name stands for a model alone: NAME+ADAPTER uses it")
     location = resolve(source, "target")
-    return shown(location) if location.kind == "hub" else str(Path(location.path).resolve())
+    place = shown(location) if location.kind == "hub" else str(Path(location.path).resolve())
+    if not is_utf8(place):
+        raise UsageError(f"SOURCE is {place!r}, whose name is not UTF-8, as {path} must be: rename the folder")
+    return place
 
 
 def _table(text: str) -> dict[str, object]:

@@ -34,6 +34,8 @@ SMALL_BYTES = 64 << 20  # with dtype auto, weights of up to this size are float3
 
 MOST_IDS = 1 << 24  # of a vocabulary; those of known models have less than a million
 
+NOWHERE = ".no-adapter"  # a folder that no checkpoint has
+
 COMPRESSED = "compressed-tensors"
 
 CAPTIONER = "blip"
@@ -235,6 +237,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, kind: Any, placement: dic
             dtype=dtype_of(spec, config, folder),
             attn_implementation=_attention(config),
             weights_only=True,  # a .bin file cannot run code
+            adapter_kwargs={"subfolder": NOWHERE},  # an adapter is merged where it is named, and only there
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # _check_report names them
             **_dequantised(folder, config),

@@ -289,6 +289,22 @@ def test_refusals(make: Any, said: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_an_adapter_beside_the_weights_is_merged_where_it_is_named(tmp_path: Path) -> None:
+    """Guards weights that an adapter has been merged into already, which transformers would merge it into again if peft
+    is installed."""
+    model = build_decoder("llama")
+    own, both = (save_decoder(tmp_path / name, model) for name in ("own", "both"))
+    merged = saved(tmp_path / "merged", adapt(model, both))
+    note = f"the target's folder holds an adapter, too, which is not merged: {both}+{both} merges it"
+    tokens = torch.arange(5, 25).reshape(1, 20)
+    for _ in range(2):
+        for source, wanted, notes in ((both, own, (note,)), (f"{both}+{both}", merged, ())):
+            forest = load_model(spec_of(source))[0]
+            assert isinstance(forest, DecoderForestModel)
+            assert forest.notes == notes
+            assert torch.equal(forest.plain(tokens), load_model(spec_of(wanted))[0].plain(tokens))
+
+
 def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
