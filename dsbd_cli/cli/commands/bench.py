@@ -281,7 +281,8 @@ def _run(running: Bench, outputs: BenchOutputs) -> bool:
         _write(report, outputs)
     finally:  # a full disk does not lose what was measured
         print_report(report, sys.stdout)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     return any(row.failed for row in report.rows)
 
 
