@@ -106,6 +106,7 @@ def test_a_file_that_exists_is_kept(dsbd: Call, tmp_path: Path) -> None:
         ("--allow", "{old}"),
         ("--methods", "greedy,dsbd-coupled", "--drafter", "retrieval", "--set", "index={old}"),
         ("--input", "y", "--score", "exec:{old}"),
+        ("--input", "y", "--target", "{old}"),
         ("--input", "y", "--score", "exec:{folder}/{{name}}.jsonl"),
     ],
 )
