@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -105,6 +106,7 @@ def test_a_file_that_exists_is_kept(dsbd: Call, tmp_path: Path) -> None:
         ("--allow", "{old}"),
         ("--methods", "greedy,dsbd-coupled", "--drafter", "retrieval", "--set", "index={old}"),
         ("--input", "y", "--score", "exec:{old}"),
+        ("--input", "y", "--target", "{old}"),
         ("--input", "y", "--score", "exec:{folder}/{{name}}.jsonl"),
     ],
 )
@@ -157,6 +159,13 @@ def test_a_report_that_cannot_be_written_in_the_end_is_printed(tmp_path: Path, m
     assert done.code == 1
     assert "x.json: No space left on device" in done.err
     assert "greedy" in done.out
+
+
+def test_a_closed_standard_output_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `dsbd bench --json x >&-` has it, which wants the file alone."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run(["bench", *SMALL[:-1], "greedy", "-q", "--json", str(tmp_path / "x.json")]) == 0
+    assert (tmp_path / "x.json").stat().st_size > 0
 
 
 def test_the_time_left_is_said_early_and_then_every_minute(capsys: pytest.CaptureFixture[str]) -> None:

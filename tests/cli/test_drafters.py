@@ -210,6 +210,12 @@ def test_an_index_does_not_replace_its_corpus(builtin: Callable[..., Outcome], t
     corpus = tmp_path / "texts.jsonl"
     corpus.write_text('{"text": "a b a b"}\n')
     (tmp_path / "link").symlink_to(corpus)
+    (tmp_path / "model.gguf").write_text('{"text": "a b a b"}\n')
+    made = builtin(
+        "index", str(corpus), "-o", str(tmp_path / "model.gguf"), "--target", str(tmp_path / "model.gguf"),
+        "--existing", "overwrite",
+    )  # fmt: skip
+    assert (made.code, "model.gguf is the input: name another file" in made.err) == (2, True), made.err
     for output in (corpus, tmp_path / "link"):
         made = builtin("index", str(corpus), "-o", str(output), "--existing", "overwrite")
         assert (made.code, f"--output {output} is the input: name another file" in made.err) == (2, True), made.err

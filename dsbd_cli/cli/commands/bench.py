@@ -85,7 +85,7 @@ def bench(
         raise UsageError("--batch-size auto would compare methods at different sizes: give a number")
     check_report_files(
         {"--json": outputs.json, "--markdown": outputs.markdown, "--plot": outputs.plot},
-        [data.data, choice.dev_data, answers.allow, sweep.index, *_databases(data.score)],
+        [data.data, choice.dev_data, answers.allow, sweep.index, *_databases(data.score), *settings.files],
         existing=outputs.existing,
     )
     datasets, notes = _datasets(data, choice, shots, settings.rows, chosen=chosen)
@@ -281,7 +281,8 @@ def _run(running: Bench, outputs: BenchOutputs) -> bool:
         _write(report, outputs)
     finally:  # a full disk does not lose what was measured
         print_report(report, sys.stdout)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     return any(row.failed for row in report.rows)
 
 

@@ -119,8 +119,7 @@ def generate(
     shard = None if scale.shard is None else shard_of(scale.shard)
     if shard is not None:
         files = sharded_files(files, shard)
-    models = [model.source for model in settings.models]  # single files, or not
-    check_files(files, [answers.allow, settings.method.value(INDEX), job.config, *models])
+    check_files(files, [answers.allow, settings.method.value(INDEX), job.config, *settings.files])
     run = _GenerateRun(
         files,
         settings,

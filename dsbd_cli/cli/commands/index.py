@@ -44,7 +44,7 @@ def index(
     Needs about 32 bytes of memory per token while it sorts; the file has 8 bytes per token.
     """
     check_replaced(output, existing=existing)
-    check_no_input("--output", output, corpus)
+    check_no_input("--output", output, [*corpus, Path(target)])
     for path in corpus:
         if not path.is_file():
             raise UsageError(f"{path} is no file")

@@ -113,9 +113,8 @@ def profile(
         )
     if wanted.quiet and wanted.show is not None and wanted.json is None:
         raise UsageError("--show prints a tree and --quiet prints nothing but a command: drop one, or add --json")
-    check_report_files(
-        {"--json": wanted.json}, [prompts.input, answers.allow, settings.method.value(INDEX)], existing=wanted.existing
-    )
+    inputs = [prompts.input, answers.allow, settings.method.value(INDEX), *settings.files]
+    check_report_files({"--json": wanted.json}, inputs, existing=wanted.existing)
     requests = _requests(prompts, settings)
     groups = (pair, method, sampling, answers, devices)
     command = shlex.join(["dsbd", *(arguments or ["profile"])])

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
     MAIN,
@@ -125,7 +127,7 @@ class _Trimming:
                 more = "a larger --size or --coverage keeps more rows"
                 warn(f"the trimmed draft is worse than the full one: {loss}: {more}")
         if self._trim.json:
-            sys.stdout.buffer.write(contracts.TRIM.line(self._record(report, len(held), measured)) + b"\n")
+            typer.echo(contracts.TRIM.line(self._record(report, len(held), measured)))
         elif not self._trim.quiet:
             _show(report, measured, len(held), str(self._output))
 

@@ -72,6 +72,11 @@ class RunSettings:
         pair = (self.target, self.draft)
         return tuple(model for model in pair if model is not None and not model.in_target)
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the models, some of which may be single files."""
+        return tuple(model.source for model in self.models)
+
     def loader(self, *, drafts: bool = True, log_steps: bool = False) -> partial[Engine]:
         """Return a function that loads the models into an engine, here or in a worker.
 

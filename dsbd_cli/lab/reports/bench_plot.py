@@ -60,7 +60,7 @@ def bench_figure(report: BenchReport) -> Figure:
     title = _title(report)
     width = sum(widths) + AXES * len(widths) + LETTER * letters * (2 if drafted else 1)
     figure = new_figure(max(width, TITLE_LETTER * len(title)), sum(heights))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE_POINTS, fontweight="bold", color=INK)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE_POINTS, fontweight="bold", color=INK, parse_math=False)
     figure.supxlabel(CAPTION, x=0.01, ha="left", fontsize=LABEL_POINTS, color=MUTED)
     panels = figure.subplots(len(tasks), len(widths), squeeze=False, width_ratios=widths, height_ratios=heights)
     for (left, *more), task, height in zip(panels, tasks, heights, strict=True):

@@ -22,8 +22,8 @@ SHORT_TITLE = 13
 Section = tuple[str, list[ReportColumn]]
 
 
-def print_report(report: BenchReport, stream: IO[str]) -> None:
-    """Write the tables. A stream that is no terminal gets plain text, 120 columns wide."""
+def print_report(report: BenchReport, stream: IO[str] | None) -> None:
+    """Write the tables. A stream that is no terminal gets plain text, 120 columns wide; None gets nothing."""
     console = Screen(stream)
     for line in cells.environment_lines(report):
         console.print(Text(line, style="dim"))

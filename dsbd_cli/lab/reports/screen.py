@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import IO
 
 from rich.console import Console, RenderableType
@@ -22,10 +23,12 @@ def before_and_after() -> Table:
 class Screen(Console):
     """A console as wide as the terminal, and at least LEAST_WIDTH columns.
 
-    A stream that is no terminal gets plain text, WIDTH_OF_FILES columns wide.
+    A stream that is no terminal gets plain text, WIDTH_OF_FILES columns wide. None, a standard output that was closed
+    before the process began, gets nothing.
     """
 
-    def __init__(self, stream: IO[str]) -> None:
+    def __init__(self, stream: IO[str] | None) -> None:
+        stream = io.StringIO() if stream is None else stream
         width = None if stream.isatty() else WIDTH_OF_FILES
         super().__init__(file=stream, width=width, highlight=False, emoji=False, markup=False)
         self.width = max(self.width, LEAST_WIDTH)

@@ -6,6 +6,7 @@ Figures are made without pyplot, so that nothing global changes and no display i
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,7 +55,8 @@ def new_figure(width: float, height: float) -> Figure:
 
 def plain_axes(axes: Axes, title: str, x: str, y: str) -> None:
     """Give the axes a title, labels and a light grid, and no frame above and to the right."""
-    axes.set_title(title, loc="left", color=INK, fontweight="bold", fontsize=11)
+    # the name of a file may hold dollars, which begin no formula
+    axes.set_title(title, loc="left", color=INK, fontweight="bold", fontsize=11, parse_math=False)
     axes.set_xlabel(x, color=INK, fontsize=10)
     axes.set_ylabel(y, color=INK, fontsize=10)
     axes.grid(True, color=GRID, linewidth=0.7)
@@ -91,5 +93,7 @@ def spread_labels(places: Sequence[float], gap: float, low: float, high: float) 
 def picture_bytes(figure: Figure, suffix: str = ".png") -> bytes:
     """Return the picture as a file of this kind: .png, .svg or .pdf."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=suffix.lower().removeprefix("."), dpi=DPI)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a file's name: a box is drawn for a letter
+        figure.savefig(buffer, format=suffix.lower().removeprefix("."), dpi=DPI)
     return buffer.getvalue()

@@ -155,6 +155,7 @@ def unloadable(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--quiet", "--show", "1"), "drop one, or add --json"),
         (("--json", "{old}"), "exists: name another file, or replace it with --existing overwrite"),
         (("--json", "{old}", "--existing", "overwrite", "--input", "{old}"), "is the input: name another file"),
+        (("--json", "{old}", "--existing", "overwrite", "--target", "{old}"), "is the input: name another file"),
         (("--json", "{old}", "--existing", "overwrite", "--drafter", "retrieval:{old}"), "is the input: name another"),
         (("--json", "-"), "--json needs a file, but - is standard output"),
         (("--json", "{folder}"), "is a folder"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -405,6 +406,15 @@ def assert_whole(figure: Figure) -> None:
 @pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
 def test_pictures_are_of_the_kind_that_their_name_says(suffix: str, start: bytes) -> None:
     assert picture_bytes(bench_figure(report()), suffix).startswith(start)
+
+
+def test_any_name_of_a_file_can_be_drawn() -> None:
+    """Guards names that matplotlib takes for a formula, or has no letters for. A warning is an error."""
+    task = "a$b_$c 数据.jsonl"
+    named = dataclasses.replace(report((task,)), run={**RUN, "data": f"/x/{task}"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert picture_bytes(bench_figure(named))
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
