@@ -18,7 +18,7 @@ from dsbd_cli.cli.options.options import MAIN, MAX_ERRORS, PIPED, Existing, File
 from dsbd_cli.cli.run.files import check_files, check_rows_file, how_to_resume, open_input_lines
 from dsbd_cli.cli.run.flow import check_errors
 from dsbd_cli.cli.run.output_files import Outputs
-from dsbd_cli.cli.run.progress import Reporter, begin_talk, row_line
+from dsbd_cli.cli.run.progress import Reporter, begin_talk, failed_row
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import rows_exit_code
 from dsbd_cli.config.model import ModelSpec
@@ -346,7 +346,7 @@ class _PickRun:
                 message = one_line(failed)
                 error = RowError(f"line {row.number}: {type(failed).__name__}: {message}".removesuffix(": "))
         kind = "" if error is None else type(error).__name__
-        self._reporter.row(error=None if error is None else row_line(row.index, row.id, error), kind=kind)
+        self._reporter.row(error=None if error is None else failed_row(row.index, row.id, error), kind=kind)
         if error is None:
             self._chosen += 1
             self._not_first += choice is not None and choice.beam > 0

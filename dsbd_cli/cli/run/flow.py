@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from dsbd_cli.cli.run.progress import Reporter, row_line
+from dsbd_cli.cli.run.progress import Reporter, failed_row
 from dsbd_cli.cli.run.shard import Shard
 from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError
 from dsbd_cli.io.lines.jsonl import LineWriter, NumberedLine
@@ -204,5 +204,5 @@ class RowFlow:
         if error is None:
             self._reporter.row()
             return
-        self._reporter.row(error=row_line(row.index, row.id, error), kind=type(error).__name__)
+        self._reporter.row(error=failed_row(row.index, row.id, error), kind=type(error).__name__)
         check_errors(self._reporter.totals.failed, self._max_errors, f", the last one at {error}")

@@ -165,10 +165,8 @@ def write_from_signal(message: str) -> None:
     """Print a line from a signal handler, which may have interrupted a write to the same stream."""
     if _quiet:
         return
-    try:
+    with suppress(AttributeError, OSError, ValueError):
         os.write(sys.stderr.fileno(), _formatted(message, "info", "signal", {}).encode())
-    except (AttributeError, OSError, ValueError):
-        return
 
 
 def _formatted(message: str, level: Level, event: str, fields: Mapping[str, object]) -> str:
@@ -211,8 +209,6 @@ def _wrapped(message: str, width: int) -> str:
 
 
 def _write(line: str) -> None:
-    try:
+    with suppress(AttributeError, OSError, ValueError):
         sys.stderr.write(line)
         sys.stderr.flush()
-    except (AttributeError, OSError, ValueError):
-        return

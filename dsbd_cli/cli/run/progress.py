@@ -32,7 +32,7 @@ def begin_talk(talk: TalkOptions) -> None:
         raise UsageError("--quiet and --set log=verbose cannot be used together: give one of them")
 
 
-def row_line(index: int, row_id: str, error: object) -> str:
+def failed_row(index: int, row_id: str, error: object) -> str:
     """Return a message about a row that failed. Control characters are escaped later, where a message is printed."""
     return f"row {index} (id {row_id}): {error}"
 

@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -159,10 +160,8 @@ class LineWriter:
     def _take_back(self) -> None:
         """Cut the file back to its last whole line, because a full disk may have taken half a line."""
         if self._truncates:
-            try:
+            with suppress(OSError):
                 os.ftruncate(self._stream.fileno(), self._size)
-            except OSError:
-                return
 
     def close(self) -> None:
         """Write the waiting lines, and close a stream that is owned; a borrowed stream stays open."""

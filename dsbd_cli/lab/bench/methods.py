@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dsbd_cli.config.method import DEFAULT_DEPTH, MAX_AUTO_DEPTH, MethodConfig
+from dsbd_cli.config.variant import Value
 from dsbd_cli.config.variants import DRAFTERS
 from dsbd_cli.lab.peers.config import PeerConfig
 
-Value = int | float | str
 PickName = Literal["score", "vote", "mbr", "exec"]
 
 

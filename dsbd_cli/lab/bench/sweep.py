@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.spelling import typed_names
+from dsbd_cli.config.variant import Value
 from dsbd_cli.config.variants import runs_model
 from dsbd_cli.errors import UsageError, option_name
-from dsbd_cli.lab.bench.methods import AXES, DEFAULT_METHODS, METHODS, Method, Value
+from dsbd_cli.lab.bench.methods import AXES, DEFAULT_METHODS, METHODS, Method
 from dsbd_cli.lab.peers.config import PeerConfig
 
 Sweep = Mapping[str, Sequence[Value]]

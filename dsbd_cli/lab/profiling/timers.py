@@ -10,10 +10,10 @@ import torch
 from dsbd_cli.engine.iteration.devices import current, events
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.request_state import RequestState
+from dsbd_cli.engine.iteration.stepper import PHASES
 from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.lab.profiling.probe import SlotPeak
 
-PHASES = ("draft", "target", "verify")
 HOST, DEVICE = ("tokenise", "detokenise"), ("prefill", "compact")
 
 
