@@ -114,10 +114,11 @@ def device_of(spec: ModelSpec) -> torch.device:
     """Return the device that a spec without a device map names. Raises UsageError where it is not there."""
     if spec.device == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
+    device = None
+    with contextlib.suppress(RuntimeError):
         device = torch.device(spec.device)
-    except RuntimeError:
-        raise UsageError(f"{spec.role} device {spec.device!r} is not a device: use auto, cpu, cuda or cuda:N") from None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UsageError(f"{spec.role} device {spec.device!r} cannot be used: give auto, cpu, cuda or cuda:N")
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise UsageError(f"{spec.role} device {spec.device!r} is not there: {count} CUDA devices are visible")

@@ -108,6 +108,8 @@ def test_device_map(checkpoint: Path, device_map: str) -> None:
     [
         ("device", "gpu0"),
         ("device", "cuda:99"),
+        ("device", "mps"),
+        ("device", "meta"),
         ("device_map", '{"a": '),
         ("device_map", "{}"),
         ("device_map", '{"": "cpu", "a": "cpu"}'),
