@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from dsbd_cli.config.checking import check_value, require
 from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig, check_engine_options
 from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
-from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.config.variants import INDEX
+from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.models.chat import begin_rendering
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.requests import EngineInfo
@@ -89,6 +90,9 @@ def load(
     method = method.fit_draft(None if draft_spec is None else draft_spec.source)
     if allow is not None:
         _check_list(os.fspath(allow))
+    if (index := method.value(INDEX)) is not None:
+        with reading(f"index {index}"):
+            open(index, "rb").close()
     for wanted in (spec, draft_spec):
         if wanted is not None and not wanted.in_target:
             locate(wanted)

@@ -61,10 +61,14 @@ WRONG: dict[str, Callable[[], object]] = {
     "settings is ['ngram'], but must be a table of settings": lambda: MethodConfig(settings=("ngram",)),
     "settings is {1: 2, 'ngram': 3}, but must be a table": lambda: MethodConfig(settings={1: 2, "ngram": 3}),
     "source is null, but must be a string": lambda: ModelSpec(None),
+    "quantize is 'int8', but dtype is float16": lambda: ModelSpec("a", quantize="int8", dtype="float16"),
     "method is 'search', but must be a MethodConfig or None": lambda: dsbd_cli.load(method="search"),
     "batch_size is 0, but must be 1 or more": lambda: dsbd_cli.load(batch_size=0),
     "threads is 1000000000, but must be between 1 and 1024": lambda: dsbd_cli.load(threads=10**9),
     "on_too_long is 'cut', but must be one of error, truncate-left": lambda: dsbd_cli.load(on_too_long="cut"),
+    "index nowhere cannot be read: No such file": lambda: dsbd_cli.load(
+        "no-model", None, method=MethodConfig(drafter="retrieval:nowhere")
+    ),
     "target is 5, but must be a name or a path": lambda: dsbd_cli.load(5),
     "draft is 5, but must be a name or a path": lambda: dsbd_cli.load(draft=5),
     "allow is 5, but must be a name or a path": lambda: dsbd_cli.load(allow=5),

@@ -69,6 +69,8 @@ class ModelSpec:
             raise UsageError("device and device_map cannot be used together: give one of them")
         if self.quantize is not None and self.device_map is not None:
             refuse("quantize", self.quantize, f"device_map is {self.device_map!r}: int8 runs on the CPU only")
+        if self.quantize is not None and self.dtype == "float16":
+            refuse("quantize", self.quantize, "dtype is float16, which kernels cannot read: use bfloat16 or float32")
         if self.quantize is not None and self.tensor_parallel > 1:
             refuse("quantize", self.quantize, f"tensor_parallel is {self.tensor_parallel}: drop one of them")
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 HELD_BATCHES = 2  # rows at a worker, in batches: one that runs, one that waits in its inbox
 AHEAD = 8  # rows that are read ahead to keep the input's order, as a multiple of what all workers can hold
 AGAIN_S = 0.5  # before a dead worker is replaced, because a node that shuts down takes a moment to be gone
+MOST_FAILED = 256  # rows that have failed before they were read, before their results go out
 WAIT_S = 0.5  # for an answer; a signal is heeded after this time
 IDLE_S = 0.01
 LOOPBACK = ("127.0.0.1", "::1")
@@ -221,17 +222,21 @@ class RayEngine:
     # Rows
 
     def _read(self, numbered: NumberedRequests) -> bool:
-        """Read the requests that there is room for. Return True where the input has nothing ready."""
-        window = self._window
+        """Read the requests that there is room for, and no more than MOST_FAILED that have failed already. Return True
+        where the input has nothing ready, or the results of these are to go out first."""
+        window, failed = self._window, 0
         while window.room > 0 and not numbered.exhausted():
             item = numbered.next()
             if item is None:
                 return not numbered.exhausted()
             number, request = item
-            if isinstance(request, RowError):
-                window.add_answered(RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
-            else:
+            if not isinstance(request, RowError):
                 window.read(request)
+                continue
+            window.add_answered(RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
+            failed += 1
+            if failed == MOST_FAILED:
+                return True
         return False
 
     def _send(self, *, ended: bool) -> None:

@@ -1,4 +1,4 @@
-"""Options of several processes that cannot be used are refused before anything starts."""
+"""Options of several processes that cannot be used are refused before anything starts; and how many rows are read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pytest
 
 from dsbd_cli.cli.options.options import TalkOptions
 from dsbd_cli.cli.run.progress import Reporter
-from dsbd_cli.scale.workers import cpus_each
+from dsbd_cli.errors import InvalidRowError
+from dsbd_cli.requests import NumberedRequests, RequestResult
+from dsbd_cli.scale.window import Window
+from dsbd_cli.scale.workers import MOST_FAILED, RayEngine, cpus_each
 from tests.cli.conftest import Outcome, dsbd
 
 __all__ = ["dsbd"]
@@ -70,3 +73,12 @@ def test_a_worker_asks_for_no_more_than_a_node_has(nodes: list[int], workers: in
     """Guards runs on several nodes: a worker that asked for its share of all of them waited for ever."""
     assert cpus_each(nodes, workers) == each
     assert sum(node // each for node in nodes) >= workers or each == 1
+
+
+@pytest.mark.parametrize("ahead", [None, 10_000])
+def test_results_of_rows_that_have_failed_go_out_before_all_are_read(ahead: int | None) -> None:
+    window: Window[object, RequestResult] = Window(8, ahead)
+    window.join(0)
+    numbered = NumberedRequests(InvalidRowError("bad") for _ in range(2000))
+    assert RayEngine._read(RayEngine.__new__(RayEngine), numbered, window)  # type: ignore[arg-type]
+    assert len(list(window.ready())) == MOST_FAILED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -111,16 +111,14 @@ class Encoder:
         limit, role = self._limit() if is_image else self._encoder_limit()
         most = self._most_characters(request, limit, f"{role}'s {'decoder' if is_image else 'encoder'} takes {limit}")
         cut = most is not None and request.prompt is not None and not is_image
+        self._check_source_ids(request.prompt_ids or ())  # first, because a tensor holds no larger ones
         asked = codec.encoder_input(replace(request, prompt=(request.prompt or "")[-(most or 0) :]) if cut else request)
         encoder_input, prompt, dropped = asked.encoder_input, asked.prompt, 0
         self._check(request, prompt)
         if not encoder_input.is_floating_point():
             if not len(encoder_input):
                 raise InvalidRowError("prompt is empty: there is nothing for the encoder to read")
-            for model, role in self.readers:
-                if foreign := encoder_input[(encoder_input < 0) | (encoder_input >= model.encoder_vocab_size)].tolist():
-                    why = f"the {role}'s encoder has {model.encoder_vocab_size} ids"
-                    raise InvalidRowError(f"prompt holds token id {foreign[0]}, but {why}")
+            self._check_source_ids(encoder_input.tolist())
             encoder_input, dropped = self._fit_encoder_input(encoder_input, codec)
             dropped = self._dropped(request, len(encoder_input), dropped) if cut else dropped
         self._check_memory(job.max_new)
@@ -141,6 +139,13 @@ class Encoder:
                 f"{given} says how an answer begins, but so does token_rules (forced_bos_token_id {forced}): switch it "
                 "off with forced_bos_token_id=none"
             )
+
+    def _check_source_ids(self, ids: Sequence[int]) -> None:
+        """Raise InvalidRowError for an id that some encoder does not have."""
+        for model, role in self.readers:
+            if foreign := [token for token in ids if not 0 <= token < model.encoder_vocab_size]:
+                why = f"the {role}'s encoder has {model.encoder_vocab_size} ids"
+                raise InvalidRowError(f"prompt holds token id {foreign[0]}, but {why}")
 
     def _encoder_limit(self) -> tuple[int | None, str]:
         """Return the smallest number of source tokens that an encoder takes, and the role of its model. The number is

@@ -19,6 +19,7 @@ from dsbd_cli.requests import NumberedRequests, Request, RequestResult
 from dsbd_cli.stats import RequestStats
 
 READ_AHEAD = 4  # batches
+MOST_FAILED = 256  # requests that fail one after the other before their results go out
 
 
 class RequestQueue:
@@ -45,11 +46,14 @@ class RequestQueue:
         return self.exhausted and not self.waiting
 
     def read(self, count: int) -> None:
-        """Read up to `count` requests that can be decoded. A request that cannot be gets its result at once."""
-        while count > 0 and (item := self._requests.next()) is not None:
+        """Read up to `count` requests that can be decoded. A request that cannot be gets its result at once, and
+        MOST_FAILED of them end the reading, so that their results go out before more are read."""
+        failed = 0
+        while count > 0 and failed < MOST_FAILED and (item := self._requests.next()) is not None:
             number, request = item
             if isinstance(request, RowError):
                 self.results.put(number, RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
+                failed += 1
                 continue
             try:
                 with self._observer.span("tokenise"):
@@ -58,6 +62,7 @@ class RequestQueue:
                 count -= 1
             except RowError as error:
                 self.results.put(number, RequestResult(request, (), 0, RequestStats(), error))
+                failed += 1
 
 
 class Scheduler:

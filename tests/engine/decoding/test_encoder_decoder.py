@@ -309,6 +309,7 @@ def test_lengths_are_checked_apart() -> None:
     ("request_", "told"),
     [
         (Request(prompt_ids=(6, V)), "prompt holds token id 97, but the target's encoder has 97 ids"),
+        (Request(prompt_ids=(6, 10**30)), f"prompt holds token id {10**30}, but the target's encoder has 97 ids"),
         (Request(audio="x.wav"), "the target reads text"),
         (Request("6", sampling=SamplingConfig(source_lang="de")), "source_lang is 'de'"),
         (Request("6", sampling=SamplingConfig(target_lang="de")), "target_lang is 'de'"),

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.decoding.scheduler import READ_AHEAD, RequestQueue, Scheduler
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.request_state import CompletionOrder, RequestState
-from dsbd_cli.errors import InvalidRowError
+from dsbd_cli.errors import InvalidRowError, RowError
 from dsbd_cli.requests import NumberedRequests, Request
+from tests.helpers.toys import NumberCodec, table_pair
 
 BAD = 3
 
@@ -60,6 +62,23 @@ def test_a_batch_is_read_and_no_more_and_a_bad_request_takes_no_row() -> None:
     assert (numbers(some), read) == ([0, 1, 2, 4], [0, 1, 2, 3, 4])
     assert [result.request.id for result in some.results.ready()] == ["3"]  # type: ignore[attr-defined]
     assert not some.exhausted
+
+
+def test_results_of_requests_that_fail_go_out_before_all_are_read() -> None:
+    """A file of bad lines was read to its end, and held in memory, before the first record was written."""
+    made = Engine(table_pair(1, 12, 0.5)[0], None, NumberCodec(12, (2,)), MethodConfig(num_beams=2, depth=0))
+    read = list[int]()
+
+    def requests() -> Iterator[Request | RowError]:
+        for number in range(3000):
+            read.append(number)
+            yield Request("1 2") if number == 0 else Request("") if number % 2 else InvalidRowError("bad")
+
+    for ordered in (True, False):
+        read.clear()
+        for place, _ in enumerate(made.run(requests(), ordered=ordered)):
+            assert len(read) < place + 1000
+        assert place + 1 == 3000
 
 
 def test_free_rows_are_filled_unless_too_many_results_wait_or_a_larger_batch_can_begin() -> None:
