@@ -202,6 +202,7 @@ def test_what_is_called_worse() -> None:
         ),
         ("-o {o} --input {p} --size 4000", "--size is 4000, but the draft has only 380 logits"),
         ("-o {o} --texts {p} --size 50", "prompts.jsonl, line 1: beams is missing"),
+        ("-o {o} --texts {o}.csv --size 50", "--texts {o}.csv is a table, whose texts are not counted"),
         ("-o {o} --texts {o}.none --size 50", "error: --texts {o}.none cannot be read: No such file"),
         ("-o {o} --input {o}.none --size 50", "error: --input {o}.none cannot be read: No such file"),
         ("-o {o} --input {p} --held-out {o}.none --size 50", "--held-out {o}.none cannot be read: No such file"),

@@ -31,6 +31,7 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import DsbdError, UsageError, option_name, plural, reading
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.jsonl import read_lines, read_object
+from dsbd_cli.io.lines.tables import is_table
 from dsbd_cli.io.schemas import contracts
 from dsbd_cli.pick.candidate_rows import record_row
 from dsbd_cli.requests import Request
@@ -165,6 +166,8 @@ class _Trimming:
 
     def _texts(self) -> Iterator[str]:
         for name in self._trim.texts or ():
+            if is_table(Path(name)):
+                raise UsageError(f"--texts {name} is a table, whose texts are not counted: give native or openai lines")
             with reading(f"--texts {name}"), open_input(Path(name)) as stream:
                 assert isinstance(stream, io.BufferedReader), "open_input gives no other"
                 for number, line in read_lines(stream):
