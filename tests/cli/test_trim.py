@@ -84,7 +84,7 @@ def test_prompts_that_do_not_fit_are_left_out(
 ) -> None:
     """Guards a folder that is written though its measurement fails, and one long prompt that ends the run of others."""
     path, alone = tmp_path / "prompts.jsonl", tmp_path / "alone.jsonl"
-    long = [json.dumps({"id": f"long-{n}", "prompt": "fox " * 2000}) for n in range(2)]
+    long = [json.dumps({"id": f"long-{n}", "prompt": "fox " * 2000, "max_token": 3}) for n in range(2)]
     path.write_text("\n".join([long[0], *PROMPTS[:6], long[1], *PROMPTS[8:]]) + "\n")
     alone.write_text(long[0] + "\n")
     trim(pair, "--input", str(path), "--size", "120", "-o", str(tmp_path / "small"))
@@ -92,6 +92,8 @@ def test_prompts_that_do_not_fit_are_left_out(
     for kind, name in (("prompt", "long-0"), ("held-out prompt", "long-1")):
         assert f"left out, because they cannot be answered: 1 {kind}, the first with id '{name}': prompt has" in err
     assert "measured on 1 held-out prompt" in out
+    told = f"warning: --input {path}: line 1: unknown field 'max_token' (value 3): did you mean max_tokens?; not used"
+    assert err.count("unknown field") == err.count(told) == 1
     trim(pair, "--input", str(alone), "--size", "120", "-o", str(tmp_path / "none"), code=1)
     assert f"no prompt of {alone} can be answered" in capfd.readouterr().err
     assert not (tmp_path / "none").exists()

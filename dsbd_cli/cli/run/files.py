@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dsbd_cli.cli.options.options import STANDARD, FileOptions
-from dsbd_cli.cli.run.messages import quote_command
+from dsbd_cli.cli.run.messages import quote_command, warn
 from dsbd_cli.config.variant import Format
 from dsbd_cli.config.variants import FORMATS
 from dsbd_cli.errors import UsageError, reading, shorten
@@ -286,8 +286,8 @@ def read_prompts(
 ) -> list[Request]:
     """Return the requests of a file as generate reads it, the first `most` of them.
 
-    seen: called with every line. files_under: the only folder that rows may name files in. Raises UsageError with the
-    first bad line, and if the file cannot be read.
+    Fields that are not used are warned of. seen: called with every line. files_under: the only folder that rows may
+    name files in. Raises UsageError with the first bad line, and if the file cannot be read.
     """
     check_files_under(files_under)
     rows = replace(rows, files_root=files_root(files_under, path))
@@ -301,6 +301,8 @@ def read_prompts(
             if row.request is None:
                 raise UsageError(f"{option} {path}: {row.error}")
             found.append(row.request)
+            for warning in row.warnings:
+                warn(f"{option} {path}: {warning}")
             if seen is not None and isinstance(line, bytes):
                 seen(line)
     return found
