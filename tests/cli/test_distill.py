@@ -341,6 +341,7 @@ def test_a_held_out_prompt_that_cannot_be_answered_is_left_out(
         ("-i {f} -o {o}", "--input {f} holds 3 prompts, but 8 or more are needed"),
         ("-i {b} -o {o}", "--input {b}: line 2: "),
         ("-i {p} -o {t}", "--output {t} exists: name a new folder"),
+        ("-i {p} -o {o}\udcff", "--output is '{o}\\udcff', which is not UTF-8"),
         ("-i {p} -o {o}/a/b", "--output {o}/a/b: No such file or directory"),
         ("-i {p} -o {u}", "--steps was 9 and is 1000: go on with what --output {u} was begun with, or name a new"),
         ("-i {p} -o {d}", "dsbd_distill.json cannot be read: name a new folder with --output"),

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out, warn_left_out
+from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST, check_model_folder, hold_out, warn_left_out
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
     MAIN,
@@ -132,6 +132,7 @@ def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptio
         raise UsageError("--input is missing: name a file of prompts")
     if options.output is None:
         raise UsageError("--output is missing: name a folder for the draft")
+    check_model_folder(options.output)
     if options.seed is not None:
         check_seed(options.seed)  # --decode search draws no answers, but batches and weights
     rate = options.learning_rate

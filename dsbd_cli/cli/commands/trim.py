@@ -28,7 +28,7 @@ from dsbd_cli.cli.run.messages import say, set_style, warn
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.errors import DsbdError, UsageError, option_name, plural, reading
+from dsbd_cli.errors import DsbdError, UsageError, is_utf8, option_name, plural, reading
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.jsonl import read_lines, read_object
 from dsbd_cli.io.lines.tables import is_table
@@ -77,6 +77,7 @@ def trim_draft(trim: TrimOptions, pair: PairOptions, decoding: DecodeOptions, lo
     set_style(quiet=trim.quiet)
     if trim.output is None:
         raise UsageError("--output is missing: name a new folder for the trimmed draft")
+    check_model_folder(trim.output)
     if (trim.texts is None) == (trim.input is None):
         raise UsageError("give either --texts or --input: what shall be counted")
     if trim.json and trim.quiet:
@@ -221,6 +222,12 @@ class _Trimming:
         for name, numbers in zip(("before", "after"), measured or (None, None), strict=True):
             record[name] = numbers if numbers is None else {**_sums(numbers), **_rates(numbers)}
         return record
+
+
+def check_model_folder(output: Path) -> None:
+    """Refuse a name that no --draft could give, and no library could read. Raises UsageError."""
+    if not is_utf8(str(output)):
+        raise UsageError(f"--output is {str(output)!r}, which is not UTF-8")
 
 
 def hold_out(prompts: Sequence[Request]) -> tuple[list[Request], list[Request]]:

@@ -76,6 +76,16 @@ def test_numbers_that_cannot_be_written_in_the_end_are_printed(
     assert done.out.startswith("dsbd generate ")
 
 
+def test_files_may_have_any_bytes(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
+    named = prompts.rename(prompts.with_name("x\udcff.jsonl"))
+    path = tmp_path / "p.json"
+    done = dsbd("profile", "--input", str(named), *FEW, "--records", "1", "--json", str(path), "-q")
+    assert done.code == 0
+    found = json.loads(path.read_text())
+    assert "x\ufffd.jsonl" in found["command"]
+    assert "x\ufffd.jsonl" in found["recommended_command"]
+
+
 def test_without_a_draft_and_with_threshold_width(dsbd: Dsbd, prompts: Path) -> None:
     done = dsbd("profile", "--input", str(prompts), "--records", "2", "--repeats", "1", "--draft", "none")
     assert (done.code, done.faults) == (0, [])
