@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -194,7 +194,12 @@ class _Distilling:
 
         # the file stays locked to the end, so that no second run trains in this folder
         with open_answers(self._folder / ANSWERS) as (done, writer):
-            engine = self._load()
+            try:
+                engine = self._load()
+            except DsbdError:
+                if not done:
+                    self._forget()
+                raise
             held, failed = answerable(engine, held)
             warn_left_out(failed, "held-out prompt")
             self._answer(engine, learnt, done, writer, trees=shape.form == "head")
@@ -284,6 +289,13 @@ class _Distilling:
             say("stopped; the same command goes on")
             raise StoppedError(number)
 
+    def _forget(self) -> None:
+        """Remove a folder in which nothing was done, so that it does not hold the next command to its settings."""
+        for name in (ANSWERS, RECORD):
+            (self._folder / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            self._folder.rmdir()
+
     def _load(self) -> Engine:
         self._talk.now("loading the target", {})
         engine = replace(self._settings, threads=self._options.threads).load()
@@ -323,6 +335,7 @@ class _Distilling:
         warn_left_out(failed)
         self._answers = read_answers(path)
         if not self._answers:
+            self._forget()
             raise DsbdError(f"no prompt of {self._input} could be answered, so there is nothing to learn from")
         self._record.answers = len(self._answers)
         tokens = sum(len(one.tokens) for one in self._answers)
