@@ -209,6 +209,7 @@ def test_what_is_called_worse() -> None:
         ("-o {o} --input {o}.none --size 50", "error: --input {o}.none cannot be read: No such file"),
         ("-o {o} --input {p} --held-out {o}.none --size 50", "--held-out {o}.none cannot be read: No such file"),
         ("-o {o} --input {e} --size 50", "holds no prompts"),
+        ("-o {o} --input {p} --held-out {p} --size 50", "--input and --held-out are both {p}"),
         ("-o {o}\udcff --input {p} --size 50", "--output is '{o}\\udcff', which is not UTF-8"),
         ("-o {p} --input {p} --size 50", "exists: name a new folder"),
         ("-o {o} --input {p} --size 50 --json -q", "--json and --quiet cannot be used together"),

@@ -80,6 +80,11 @@ def trim_draft(trim: TrimOptions, pair: PairOptions, decoding: DecodeOptions, lo
     check_model_folder(trim.output)
     if (trim.texts is None) == (trim.input is None):
         raise UsageError("give either --texts or --input: what shall be counted")
+    if trim.input is not None and trim.held_out is not None and trim.input.resolve() == trim.held_out.resolve():
+        raise UsageError(
+            f"--input and --held-out are both {trim.input}, but a draft is not measured on what it is made from: "
+            "name other prompts, or drop --held-out"
+        )
     if trim.json and trim.quiet:
         raise UsageError("--json and --quiet cannot be used together: give one of them")
     if trim.texts is not None and trim.held_out is None:
