@@ -45,7 +45,7 @@ def is_special(path: Path) -> bool:
 
 def output_format(files: FileOptions) -> Format:
     """Return the output format. Raises UsageError for one that does not exist."""
-    name = files.output_format or "native"
+    name = "native" if files.output_format is None else files.output_format
     if name not in FORMATS:
         raise UsageError(f"--output-format is {shorten(name)}, but must be one of {', '.join(FORMATS)}")
     return FORMATS[name]
