@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import typer
 
+from dsbd_cli.cli.commands.trim import warn_left_out
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
     MAIN,
@@ -174,6 +175,12 @@ def _measure(
 
     before = resident_bytes()
     engine = settings.load()
+    from dsbd_cli.train.target_answers import answerable
+
+    kept, failed = answerable(engine, requests)
+    if kept:  # else the first run says what is wrong
+        warn_left_out(failed)
+        requests = tuple(kept)
     from dsbd_cli.lab.profiling.budget import Budget
     from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
     from dsbd_cli.lab.profiling.runs import ProfiledPair

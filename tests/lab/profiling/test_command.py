@@ -207,6 +207,13 @@ def test_a_prompt_that_cannot_be_decoded(dsbd: Dsbd, tmp_path: Path) -> None:
     done = dsbd("profile", "--input", str(path), *FEW)
     assert done.code == 1
     assert "the prompt with id 'x' cannot be profiled: prompt holds token id 99" in done.err
+    written = tmp_path / "p.json"
+    path.write_text('{"id": "x", "prompt": "99"}\n{"id": "y", "prompt": "1"}\n')
+    done = dsbd("profile", "--input", str(path), *FEW, "--json", str(written))
+    why = "prompt holds token id 99, but the target has 12 ids"
+    said = f"dsbd: warning: left out, because they cannot be answered: 1 prompt, the first with id 'x': {why}"
+    assert (done.code, done.faults) == (0, [said])
+    assert json.loads(written.read_text())["prompts"] == 1
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
