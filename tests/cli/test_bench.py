@@ -66,6 +66,7 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
         (("--batch-size", "0"), "--batch-size is 0"),
         (("--json", "no/such/folder/x.jsonl"), "the folder no/such/folder does not exist"),
         (("--json", "-"), "--json needs a file, but - is standard output"),
+        (("--json", "x.jsonl.gz"), "--json x.jsonl.gz is not compressed: name it without .gz"),
         (("--plot", "x.jpeg"), "must end in .png"),
         (("--json", "x", "--markdown", "x"), "are both x"),
         (("--existing", "overwrite"), "but none is given"),

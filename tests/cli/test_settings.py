@@ -91,6 +91,7 @@ REFUSED = {
     "--set on-too-long=cut": "Invalid value for '--set on-too-long': 'cut' is not one of 'error'",
     "--config no-such-file": "--config no-such-file cannot be read: No such file",
     "--output x --set stats=x": "--output and --set stats are both x",
+    "--set summary=x.json.zst": "--set summary x.json.zst is not compressed: name it without .zst",
     "--input README.md --output README.md --existing overwrite": "--output README.md is the input",
     "--verify fuzzy": "--verify fuzzy: threshold is missing: it is spelled fuzzy:THRESHOLD[,divergence=...,",
     "--verify fuzzy:-1": "--verify fuzzy:-1: threshold is -1, but must be 0 or more",

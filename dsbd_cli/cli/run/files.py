@@ -95,6 +95,8 @@ def check_files(files: FileOptions, read: Iterable[str | Path | None] = ()) -> N
     for option, path in (("--set stats", files.stats), ("--set summary", files.summary)):
         if path == STANDARD:
             raise UsageError(f"{option} needs a file: on standard output its lines would mix with the records")
+    if files.summary is not None:
+        _check_plain("--set summary", files.summary)
     if files.existing == "overwrite" and not named:
         raise UsageError(
             "--existing overwrite replaces --output, --set stats and --set summary, but none is given: drop it"
@@ -266,6 +268,7 @@ def check_report_files(
     for name, path in named:
         check_new(path, option=name, overwrite=existing == "overwrite")
         check_no_input(name, path, read)
+        _check_plain(name, path)
     _check_apart(named)
     for _, path in named:
         check_replaceable(path)
@@ -273,6 +276,12 @@ def check_report_files(
         from dsbd_cli.lab.reports.style import require_plots
 
         require_plots("--plot", plot)
+
+
+def _check_plain(option: str, path: Path) -> None:
+    """Refuse the name of a compressed file for a report, which is none. Raises UsageError."""
+    if path.suffix in COMPRESSED:
+        raise UsageError(f"{option} {path} is not compressed: name it without {path.suffix}")
 
 
 def read_prompts(
