@@ -52,6 +52,7 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
         (("--task", "squad"), "needs the path of its data"),
         (("--task", "sql,sql"), "sql stands there twice"),
         (("--task", "nothing"), "task is 'nothing'"),
+        (("--task", ""), "--task '' names no task"),
         (("--data", "x"), "belongs to one task"),
         (("--input", "x", "--task", "sql"), "--input and --task cannot be used together"),
         (("--input", "x", "--data", "y"), "--input and --data cannot be used together"),
@@ -65,6 +66,7 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
         (("--batch-size", "0"), "--batch-size is 0"),
         (("--json", "no/such/folder/x.jsonl"), "the folder no/such/folder does not exist"),
         (("--json", "-"), "--json needs a file, but - is standard output"),
+        (("--json", "x.jsonl.gz"), "--json x.jsonl.gz is not compressed: name it without .gz"),
         (("--plot", "x.jpeg"), "must end in .png"),
         (("--json", "x", "--markdown", "x"), "are both x"),
         (("--existing", "overwrite"), "but none is given"),
@@ -164,7 +166,7 @@ def test_a_report_that_cannot_be_written_in_the_end_is_printed(tmp_path: Path, m
 def test_a_closed_standard_output_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `dsbd bench --json x >&-` has it, which wants the file alone."""
     monkeypatch.setattr(sys, "stdout", None)
-    assert run(["bench", *SMALL[:-1], "greedy", "-q", "--json", str(tmp_path / "x.json")]) == 0
+    assert run(["bench", *SMALL[:-1], "greedy", "--json", str(tmp_path / "x.json")]) == 0
     assert (tmp_path / "x.json").stat().st_size > 0
 
 
@@ -209,6 +211,7 @@ def test_scores_and_options_of_lines_that_cannot_be(dsbd: Call, tmp_path: Path) 
     for path, arguments, message in (
         (plain, ("--score", "same"), "--score is 'same', but must be one of exact, prefix, contains, regex:PATTERN"),
         (plain, ("--score", "regex:("), "must be a regex: "),
+        (plain, ("--score", ""), "--score is '', but must be one of exact"),
         (plain, ("--score", "number"), "line 1: reference is 'x', but must be a number"),
         (plain, ("--score", f"exec:{tmp_path / 'x.sqlite'}"), "x.sqlite cannot be read: file is not a database"),
         (cold, ("--methods", "hf-beam-sampling"), "some line asks for temperature 0, which it does not take"),

@@ -333,6 +333,7 @@ def test_a_held_out_prompt_that_cannot_be_answered_is_left_out(
         ("-i {p} -o {o} --form head --hidden-size 16", "--hidden-size would do nothing, because a head is one layer"),
         ("-i {p} -o {o} --layers 1 --vocab 100", "--vocab would do nothing, because --form model keeps all tokens"),
         ("-i {p} -o {o} --vocab 3", "--vocab is 3, but must be 64 or more"),
+        ("-i {p} -o {o} --device cuda:99", "device 'cuda:99' is not there"),
         ("-i {p} -o {o} --form tail", "'tail' is not one of 'head', 'model'"),
         ("-i {p} -o {o} --num-beams 0", "--num-beams is 0, but must be 1 or more"),
         ("-i {p} -o {o} --seed -1", "seed is -1, but must be an integer from 0"),
@@ -341,6 +342,7 @@ def test_a_held_out_prompt_that_cannot_be_answered_is_left_out(
         ("-i {f} -o {o}", "--input {f} holds 3 prompts, but 8 or more are needed"),
         ("-i {b} -o {o}", "--input {b}: line 2: "),
         ("-i {p} -o {t}", "--output {t} exists: name a new folder"),
+        ("-i {p} -o {o}\udcff", "--output is '{o}\\udcff', which is not UTF-8"),
         ("-i {p} -o {o}/a/b", "--output {o}/a/b: No such file or directory"),
         ("-i {p} -o {u}", "--steps was 9 and is 1000: go on with what --output {u} was begun with, or name a new"),
         ("-i {p} -o {d}", "dsbd_distill.json cannot be read: name a new folder with --output"),
@@ -369,6 +371,16 @@ def test_refusals(
     assert run(["distill", "--target", target, *options.format(**names).split()]) == 2
     assert message.format(**names) in capfd.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_did_nothing_leaves_no_folder(
+    target: str, prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards a first command that was wrong, by whose settings the right one would be refused."""
+    folder = tmp_path / "draft"
+    distil(target, prompts, folder, "--max-new-tokens", "99999", code=1)
+    assert "no prompt of " in capfd.readouterr().err
+    assert not folder.exists()
 
 
 def test_another_file_of_prompts_or_a_second_run_at_once(

@@ -345,6 +345,11 @@ def test_a_merge_replaces_files_only_and_keeps_links(folder: Folder) -> None:
     done = folder.dsbd("merge", *names, "-o", str(pipe))
     assert (done.code, "is no ordinary file" in done.err) == (2, True), done.err
     assert pipe.is_fifo()
+    settings = Path(names[0] + ".dsbd-run")
+    before = settings.read_bytes()
+    done = folder.dsbd("merge", *names, "-o", str(settings), "--existing", "overwrite")
+    assert (done.code, f"--output {settings} is the input" in done.err) == (2, True), done.err
+    assert settings.read_bytes() == before
     done = folder.dsbd("merge", *names, "-o", "-")
     assert (done.code, "--output needs a file, but - is standard output" in done.err) == (2, True), done.err
     (folder.path / "there.jsonl").touch()

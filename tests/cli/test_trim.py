@@ -84,7 +84,7 @@ def test_prompts_that_do_not_fit_are_left_out(
 ) -> None:
     """Guards a folder that is written though its measurement fails, and one long prompt that ends the run of others."""
     path, alone = tmp_path / "prompts.jsonl", tmp_path / "alone.jsonl"
-    long = [json.dumps({"id": f"long-{n}", "prompt": "fox " * 2000}) for n in range(2)]
+    long = [json.dumps({"id": f"long-{n}", "prompt": "fox " * 2000, "max_token": 3}) for n in range(2)]
     path.write_text("\n".join([long[0], *PROMPTS[:6], long[1], *PROMPTS[8:]]) + "\n")
     alone.write_text(long[0] + "\n")
     trim(pair, "--input", str(path), "--size", "120", "-o", str(tmp_path / "small"))
@@ -92,6 +92,8 @@ def test_prompts_that_do_not_fit_are_left_out(
     for kind, name in (("prompt", "long-0"), ("held-out prompt", "long-1")):
         assert f"left out, because they cannot be answered: 1 {kind}, the first with id '{name}': prompt has" in err
     assert "measured on 1 held-out prompt" in out
+    told = f"warning: --input {path}: line 1: unknown field 'max_token' (value 3): did you mean max_tokens?; not used"
+    assert err.count("unknown field") == err.count(told) == 1
     trim(pair, "--input", str(alone), "--size", "120", "-o", str(tmp_path / "none"), code=1)
     assert f"no prompt of {alone} can be answered" in capfd.readouterr().err
     assert not (tmp_path / "none").exists()
@@ -202,10 +204,13 @@ def test_what_is_called_worse() -> None:
         ),
         ("-o {o} --input {p} --size 4000", "--size is 4000, but the draft has only 380 logits"),
         ("-o {o} --texts {p} --size 50", "prompts.jsonl, line 1: beams is missing"),
+        ("-o {o} --texts {o}.csv --size 50", "--texts {o}.csv is a table, whose texts are not counted"),
         ("-o {o} --texts {o}.none --size 50", "error: --texts {o}.none cannot be read: No such file"),
         ("-o {o} --input {o}.none --size 50", "error: --input {o}.none cannot be read: No such file"),
         ("-o {o} --input {p} --held-out {o}.none --size 50", "--held-out {o}.none cannot be read: No such file"),
         ("-o {o} --input {e} --size 50", "holds no prompts"),
+        ("-o {o} --input {p} --held-out {p} --size 50", "--input and --held-out are both {p}"),
+        ("-o {o}\udcff --input {p} --size 50", "--output is '{o}\\udcff', which is not UTF-8"),
         ("-o {p} --input {p} --size 50", "exists: name a new folder"),
         ("-o {o} --input {p} --size 50 --json -q", "--json and --quiet cannot be used together"),
         ("-o {o} --texts {n} --size 50 --num-beams 2", "--num-beams 2 would do nothing, because --texts are counted"),

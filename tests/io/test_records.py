@@ -191,7 +191,9 @@ def test_plain_text_is_told_from_broken_json() -> None:
         str(RUN.read(line, index=0, number=1).error)
         for line in (b"Once upon a time", b" 3 apples", b'{"prompt": x}', b"[")
     ]
-    assert [error.endswith("; plain text needs --input-format text, CSV a file named .csv") for error in said] == [
+    assert [
+        error.endswith("; plain text needs dsbd generate --input-format text, CSV a file named .csv") for error in said
+    ] == [
         True,
         True,
         False,

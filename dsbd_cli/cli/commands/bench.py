@@ -236,10 +236,12 @@ def _datasets(
     rows: settings that lines inherit. chosen: thresholds are chosen on dev records, for which answers must be scored.
     Raises UsageError.
     """
-    names = [name.strip() for name in (data.task or DEFAULT_TASKS).split(",")]
+    names = [name.strip() for name in (DEFAULT_TASKS if data.task is None else data.task).split(",")]
     for place, name in enumerate(names):
         if not name:
-            raise UsageError(f"--task {data.task} names no task: write names with one comma between them")
+            raise UsageError(
+                f"--task {data.task or repr(data.task)} names no task: write names with one comma between them"
+            )
         if name in names[:place]:
             raise UsageError(f"--task: {name} stands there twice: drop one")
     if data.data is not None and len(names) > 1:

@@ -7,13 +7,13 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out, warn_left_out
+from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST, check_model_folder, hold_out, warn_left_out
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
     MAIN,
@@ -132,6 +132,7 @@ def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptio
         raise UsageError("--input is missing: name a file of prompts")
     if options.output is None:
         raise UsageError("--output is missing: name a folder for the draft")
+    check_model_folder(options.output)
     if options.seed is not None:
         check_seed(options.seed)  # --decode search draws no answers, but batches and weights
     rate = options.learning_rate
@@ -193,7 +194,12 @@ class _Distilling:
 
         # the file stays locked to the end, so that no second run trains in this folder
         with open_answers(self._folder / ANSWERS) as (done, writer):
-            engine = self._load()
+            try:
+                engine = self._load()
+            except DsbdError:
+                if not done:
+                    self._forget()
+                raise
             held, failed = answerable(engine, held)
             warn_left_out(failed, "held-out prompt")
             self._answer(engine, learnt, done, writer, trees=shape.form == "head")
@@ -283,6 +289,13 @@ class _Distilling:
             say("stopped; the same command goes on")
             raise StoppedError(number)
 
+    def _forget(self) -> None:
+        """Remove a folder in which nothing was done, so that it does not hold the next command to its settings."""
+        for name in (ANSWERS, RECORD):
+            (self._folder / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            self._folder.rmdir()
+
     def _load(self) -> Engine:
         self._talk.now("loading the target")
         engine = replace(self._settings, threads=self._options.threads).load()
@@ -320,6 +333,7 @@ class _Distilling:
         warn_left_out(failed)
         self._answers = read_answers(path)
         if not self._answers:
+            self._forget()
             raise DsbdError(f"no prompt of {self._input} could be answered, so there is nothing to learn from")
         self._record.answers = len(self._answers)
         tokens = sum(len(one.tokens) for one in self._answers)

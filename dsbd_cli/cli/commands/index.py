@@ -13,7 +13,7 @@ from dsbd_cli.cli.run.files import check_no_input, check_replaced
 from dsbd_cli.cli.run.messages import say, set_style
 from dsbd_cli.cli.run.signals import StopSignals
 from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, plural
 from dsbd_cli.io.lines.corpus import read_documents
 from dsbd_cli.io.lines.resume import check_replaceable
 
@@ -65,7 +65,8 @@ def index(
                 reported = len(tokens.ids)
                 say(f"{reported} tokens read")
         write_index(output, tokens, codec.token_bytes(), say)
-    say(f"{output}: {tokens.documents} documents, {len(tokens.ids) - tokens.documents} tokens")
+    counts = plural(tokens.documents, "document"), plural(len(tokens.ids) - tokens.documents, "token")
+    say(f"{output}: {', '.join(counts)}")
 
 
 def _pieces(corpus: list[Path], field: str) -> Iterator[str | None]:

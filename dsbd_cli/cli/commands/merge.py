@@ -11,11 +11,11 @@ import typer
 
 from dsbd_cli.cli.options.declare import Existing, Output, Quiet
 from dsbd_cli.cli.options.settings import TYPED
-from dsbd_cli.cli.run.files import NO_KEY, check_replaced
+from dsbd_cli.cli.run.files import NO_KEY, SETTINGS, check_no_input, check_replaced
 from dsbd_cli.cli.run.messages import say, set_style, warn
 from dsbd_cli.cli.run.shard import SHARD_SETTINGS, shard_of
 from dsbd_cli.cli.run.summary import ROWS_FAILED
-from dsbd_cli.errors import DsbdError, UsageError
+from dsbd_cli.errors import DsbdError, UsageError, plural
 from dsbd_cli.io.lines.compression import frame_maker
 from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.io.lines.lock import open_locked, open_shared
@@ -50,6 +50,8 @@ def merge(
     check_replaced(output, existing=existing)
     if any(path.resolve() == output.resolve() for path in parts):
         raise UsageError(f"--output {output} is a part: name another file")
+    check_no_input("--output", output, map(settings_file, parts))
+    check_no_input(SETTINGS, settings_file(output), parts)
     with ExitStack() as stack:
         if output.exists():  # a run that is writing it would go on in a file without a name
             stack.enter_context(open_locked(output, create_only=False))
@@ -64,7 +66,8 @@ def merge(
         common: Settings = {name: value for name, value in settings.items() if name not in SHARD_SETTINGS}
         _write(output, in_order(found) if indexed else one_after_another(found), common, created)
     records, failed = sum(part.records for part in found), sum(part.failed for part in found)
-    say(f"{output}: {records} records of {len(found)} parts" + (f", {failed} failed" if failed else ""))
+    of = f"{plural(records, 'record')} of {plural(len(found), 'part')}"
+    say(f"{output}: {of}" + (f", {failed} failed" if failed else ""))
     if failed or missing:
         raise typer.Exit(ROWS_FAILED)
 

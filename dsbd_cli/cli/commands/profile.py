@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import typer
 
+from dsbd_cli.cli.commands.trim import warn_left_out
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
     MAIN,
@@ -32,7 +33,7 @@ from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH
 from dsbd_cli.config.spelling import parse, spell
 from dsbd_cli.config.variants import INDEX, MIN_WIDTH, RULES, WIDTHS
-from dsbd_cli.errors import SETTINGS, UsageError, option_name
+from dsbd_cli.errors import SETTINGS, UsageError, as_utf8, option_name
 from dsbd_cli.io.lines.resume import write_atomically
 from dsbd_cli.io.schemas import contracts
 from dsbd_cli.lab.tasks.choose import TASKS
@@ -117,7 +118,7 @@ def profile(
     check_report_files({"--json": wanted.json}, inputs, existing=wanted.existing)
     requests = _requests(prompts, settings)
     groups = (pair, method, sampling, answers, devices)
-    command = shlex.join(["dsbd", *(arguments or ["profile"])])
+    command = as_utf8(shlex.join(["dsbd", *(arguments or ["profile"])]))
     # libraries turn a KeyboardInterrupt in the middle of an import into errors of their own
     with StopSignals() as signals:
         with talking() as talk:
@@ -174,6 +175,12 @@ def _measure(
 
     before = resident_bytes()
     engine = settings.load()
+    from dsbd_cli.train.target_answers import answerable
+
+    kept, failed = answerable(engine, requests)
+    if kept:  # else the first run says what is wrong
+        warn_left_out(failed)
+        requests = tuple(kept)
     from dsbd_cli.lab.profiling.budget import Budget
     from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
     from dsbd_cli.lab.profiling.runs import ProfiledPair
@@ -282,6 +289,7 @@ def _write(found: Profile, wanted: ProfileOptions) -> None:
     try:
         if wanted.json is not None:
             document = {"schema": contracts.PROFILE.id, **dataclasses.asdict(found)}
+            document["recommended_command"] = as_utf8(found.recommended_command)  # files may have any bytes
             write_atomically(wanted.json, contracts.PROFILE.page(document))
     finally:  # a full disk does not lose what was measured
         _print(found, quiet=bool(wanted.quiet))

@@ -27,9 +27,10 @@ from dsbd_cli.cli.run.messages import say, set_style, warn
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.errors import DsbdError, UsageError, option_name, plural, reading
+from dsbd_cli.errors import DsbdError, UsageError, is_utf8, option_name, plural, reading
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.jsonl import read_lines, read_object
+from dsbd_cli.io.lines.tables import is_table
 from dsbd_cli.io.schemas import contracts
 from dsbd_cli.pick.candidate_rows import record_row
 from dsbd_cli.requests import Request
@@ -75,8 +76,14 @@ def trim_draft(trim: TrimOptions, pair: PairOptions, decoding: DecodeOptions, lo
     set_style(quiet=trim.quiet)
     if trim.output is None:
         raise UsageError("--output is missing: name a new folder for the trimmed draft")
+    check_model_folder(trim.output)
     if (trim.texts is None) == (trim.input is None):
         raise UsageError("give either --texts or --input: what shall be counted")
+    if trim.input is not None and trim.held_out is not None and trim.input.resolve() == trim.held_out.resolve():
+        raise UsageError(
+            f"--input and --held-out are both {trim.input}, but a draft is not measured on what it is made from: "
+            "name other prompts, or drop --held-out"
+        )
     if trim.json and trim.quiet:
         raise UsageError("--json and --quiet cannot be used together: give one of them")
     if trim.texts is not None and trim.held_out is None:
@@ -164,6 +171,8 @@ class _Trimming:
 
     def _texts(self) -> Iterator[str]:
         for name in self._trim.texts or ():
+            if is_table(Path(name)):
+                raise UsageError(f"--texts {name} is a table, whose texts are not counted: give native or openai lines")
             with reading(f"--texts {name}"), open_input(Path(name)) as stream:
                 for number, line in read_lines(stream):
                     record = (read_object(line) if isinstance(line, bytes) else None) or {}
@@ -216,6 +225,12 @@ class _Trimming:
         for name, numbers in zip(("before", "after"), measured or (None, None), strict=True):
             record[name] = numbers if numbers is None else {**_sums(numbers), **_rates(numbers)}
         return record
+
+
+def check_model_folder(output: Path) -> None:
+    """Refuse a name that no --draft could give, and no library could read. Raises UsageError."""
+    if not is_utf8(str(output)):
+        raise UsageError(f"--output is {str(output)!r}, which is not UTF-8")
 
 
 def hold_out(prompts: Sequence[Request]) -> tuple[list[Request], list[Request]]:

@@ -118,8 +118,9 @@ def run_settings(
 
     strict: rows with unknown fields fail. chat: prompts become messages.
     """
-    if _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
-        raise UsageError("--depth is 0, but must be 1 or more: --draft none decodes without a draft")
+    layers = _number("--depth", method.depth, MAX_AUTO_DEPTH)
+    if layers is not None and layers < 1:
+        raise UsageError(f"--depth is {layers}, but must be 1 or more: --draft none decodes without a draft")
     allow, grammar = allowed_answers(answers.allow)
     method = _with_drafter(method, pair, grammar)
     chosen = _variant_fields(method)
@@ -276,7 +277,7 @@ def _variant_fields(given: MethodOptions) -> dict[str, object]:
     """Return rule, width and drafter with their settings, as fields of MethodConfig. Raises UsageError."""
     found: dict[str, object] = {"rule": SEARCH if given.decode == "search" else DEFAULT_METHOD.rule}
     try:
-        name, settings = parse_drafter(given.drafter or DEFAULT_METHOD.drafter)
+        name, settings = parse_drafter(_or_default(given.drafter, DEFAULT_METHOD.drafter))
     except UsageError as error:
         raise UsageError(error.typed(TYPED)) from None
     found |= {"drafter": name, **settings}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dsbd_cli.cli.options.options import STANDARD, FileOptions
-from dsbd_cli.cli.run.messages import quote_command
+from dsbd_cli.cli.run.messages import quote_command, warn
 from dsbd_cli.config.variant import Format
 from dsbd_cli.config.variants import FORMATS
 from dsbd_cli.errors import UsageError, reading, shorten
@@ -45,7 +45,7 @@ def is_special(path: Path) -> bool:
 
 def output_format(files: FileOptions) -> Format:
     """Return the output format. Raises UsageError for one that does not exist."""
-    name = files.output_format or "native"
+    name = "native" if files.output_format is None else files.output_format
     if name not in FORMATS:
         raise UsageError(f"--output-format is {shorten(name)}, but must be one of {', '.join(FORMATS)}")
     return FORMATS[name]
@@ -101,6 +101,8 @@ def check_files(files: FileOptions, read: Iterable[str | Path | None] = ()) -> N
     for option, path in (("--set stats", files.stats), ("--set summary", files.summary)):
         if path == STANDARD:
             raise UsageError(f"{option} needs a file: on standard output its lines would mix with the records")
+    if files.summary is not None:
+        _check_plain("--set summary", files.summary)
     if files.existing == "overwrite" and not named:
         raise UsageError(
             "--existing overwrite replaces --output, --set stats and --set summary, but none is given: drop it"
@@ -260,6 +262,7 @@ def check_report_files(
     for name, path in named:
         check_new(path, option=name, overwrite=existing == "overwrite")
         check_no_input(name, path, read)
+        _check_plain(name, path)
     _check_apart(named)
     for _, path in named:
         check_replaceable(path)
@@ -267,6 +270,12 @@ def check_report_files(
         from dsbd_cli.lab.reports.style import require_plots
 
         require_plots("--plot", plot)
+
+
+def _check_plain(option: str, path: Path) -> None:
+    """Refuse the name of a compressed file for a report, which is none. Raises UsageError."""
+    if path.suffix in COMPRESSED:
+        raise UsageError(f"{option} {path} is not compressed: name it without {path.suffix}")
 
 
 def read_prompts(
@@ -280,8 +289,8 @@ def read_prompts(
 ) -> list[Request]:
     """Return the requests of a file as generate reads it, the first `most` of them.
 
-    seen: called with every line. files_under: the only folder that rows may name files in. Raises UsageError with the
-    first bad line, and if the file cannot be read.
+    Fields that are not used are warned of. seen: called with every line. files_under: the only folder that rows may
+    name files in. Raises UsageError with the first bad line, and if the file cannot be read.
     """
     check_files_under(files_under)
     rows = replace(rows, files_root=files_root(files_under, path))
@@ -295,6 +304,8 @@ def read_prompts(
             if row.request is None:
                 raise UsageError(f"{option} {path}: {row.error}")
             found.append(row.request)
+            for warning in row.warnings:
+                warn(f"{option} {path}: {warning}")
             if seen is not None and isinstance(line, bytes):
                 seen(line)
     return found

@@ -109,7 +109,7 @@ def _hint(line: bytes) -> str:
     begin = line.lstrip()[:1]
     if begin == b"[":
         return f"; {ARRAY_HINT}"
-    return "" if begin in b'{"' else "; plain text needs --input-format text, CSV a file named .csv"
+    return "" if begin in b'{"' else "; plain text needs dsbd generate --input-format text, CSV a file named .csv"
 
 
 def _shown(line: bytes) -> str:

@@ -204,7 +204,7 @@ def environment_lines(report: BenchReport) -> list[str]:
     packages = ", ".join(f"{name} {named[name]}" for name in ("dsbd", "torch", "transformers") if named.get(name))
     return [
         f"target {run.get('target')}{draft}; {run.get('dtype')}, batches of {run.get('batch_size')}, "
-        f"at most {run.get('max_new_tokens')} new tokens",
+        f"at most {plural(run.get('max_new_tokens'), 'new token')}",
         f"{env.get('device')}, {plural(env.get('threads'), 'thread')}; {packages}{commit}",
     ]
 

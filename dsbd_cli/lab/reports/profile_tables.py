@@ -56,7 +56,7 @@ def _head(profile: Profile) -> Text:
     text.append(f"{models}, {profile.dtype}\n", style="bold")
     text.append(
         f"{profile.rule}, W={profile.num_beams}, {_drafting(profile)}, width {profile.width}; "
-        f"{plural(profile.prompts, 'prompt')}, {profile.prompt_tokens} tokens, "
+        f"{plural(profile.prompts, 'prompt')}, {plural(profile.prompt_tokens, 'token')}, "
         f"{plural(profile.batch_size, 'row')} at most together\n"
     )
     loaded = "" if load is None else f", load average {load:.2f}"
@@ -88,7 +88,8 @@ def _phases(profile: Profile) -> RenderableType:
     return _part(
         f"Time by phase, {now.setting.label} (measured)",
         table,
-        f"{now.iterations} iterations, {now.tokens} tokens in {seconds_text(now.seconds.median)}: "
+        f"{plural(now.iterations, 'iteration')}, {plural(now.tokens, 'token')} in "
+        f"{seconds_text(now.seconds.median)}: "
         f"{now.tokens_per_s.median:.1f} tokens/s ({now.tokens_per_s.low:.1f} to {now.tokens_per_s.high:.1f})",
     )
 

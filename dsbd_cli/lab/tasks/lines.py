@@ -62,7 +62,7 @@ def jsonl_dataset(
 
     Raises UsageError naming line and field.
     """
-    how = read_score(score or DEFAULT_SCORE)
+    how = read_score(DEFAULT_SCORE if score is None else score)
     reader = dataclasses.replace(rows, num_beams=MOST_ASKED, files_root=files_root(files_under, path))
     records: list[TaskRecord] = []
     asks: set[str] = set()
@@ -86,7 +86,7 @@ def jsonl_dataset(
             records.append(how.check(_record(row, row.request, gold, how)))
         except InvalidRowError as error:
             raise UsageError(f"{path} line {number}: {error}") from None
-    names = read_metrics(metric or DEFAULT_METRICS)
+    names = read_metrics(DEFAULT_METRICS if metric is None else metric)
     if metric is not None and scored != "relevant":
         raise UsageError(f"--metric {metric} needs relevant, a list of ids, on every line of {path}")
     if score is not None and scored != "reference":

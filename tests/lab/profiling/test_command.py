@@ -76,6 +76,16 @@ def test_numbers_that_cannot_be_written_in_the_end_are_printed(
     assert done.out.startswith("dsbd generate ")
 
 
+def test_files_may_have_any_bytes(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
+    named = prompts.rename(prompts.with_name("x\udcff.jsonl"))
+    path = tmp_path / "p.json"
+    done = dsbd("profile", "--input", str(named), *FEW, "--records", "1", "--json", str(path), "-q")
+    assert done.code == 0
+    found = json.loads(path.read_text())
+    assert "x\ufffd.jsonl" in found["command"]
+    assert "x\ufffd.jsonl" in found["recommended_command"]
+
+
 def test_without_a_draft_and_with_threshold_width(dsbd: Dsbd, prompts: Path) -> None:
     done = dsbd("profile", "--input", str(prompts), "--records", "2", "--repeats", "1", "--draft", "none")
     assert (done.code, done.faults) == (0, [])
@@ -197,6 +207,13 @@ def test_a_prompt_that_cannot_be_decoded(dsbd: Dsbd, tmp_path: Path) -> None:
     done = dsbd("profile", "--input", str(path), *FEW)
     assert done.code == 1
     assert "the prompt with id 'x' cannot be profiled: prompt holds token id 99" in done.err
+    written = tmp_path / "p.json"
+    path.write_text('{"id": "x", "prompt": "99"}\n{"id": "y", "prompt": "1"}\n')
+    done = dsbd("profile", "--input", str(path), *FEW, "--json", str(written))
+    why = "prompt holds token id 99, but the target has 12 ids"
+    said = f"dsbd: warning: left out, because they cannot be answered: 1 prompt, the first with id 'x': {why}"
+    assert (done.code, done.faults) == (0, [said])
+    assert json.loads(written.read_text())["prompts"] == 1
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -205,6 +205,12 @@ def test_titles_and_ranges_say_what_there_is() -> None:
     assert "0.47x (" not in text
 
 
+def test_one_is_not_plural() -> None:
+    stream = io.StringIO()
+    print_report(dataclasses.replace(report(), run={**RUN, "max_new_tokens": 1}), stream)
+    assert "batches of 8, at most 1 new token\n" in stream.getvalue()
+
+
 def test_columns_without_a_measurement_are_left_out() -> None:
     bare = BenchReport([row("sql", "greedy", 0)], {}, {})
     stream = io.StringIO()
