@@ -820,10 +820,16 @@ def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch
     finally:
         torch.set_num_threads(before)
     assert len(made) == 6
+    torch.set_float32_matmul_precision("high")
+    try:
+        decoder_of(folder)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert len(made) == 7
     stat = (folder / "model.safetensors").stat()
     os.utime(folder / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1000))
     decoder_of(folder)
-    assert len(made) == 7
+    assert len(made) == 8
     for name, other in (("_code", lambda: "other"), ("processor", lambda: ("other", frozenset()))):
         monkeypatch.setattr(verdicts, name, other)
         decoder_of(folder)
@@ -831,7 +837,11 @@ def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch
     decoder_of(folder)
     monkeypatch.setattr(torch, "__version__", "99.0.0")
     decoder_of(folder)
-    assert len(made) == 11
+    assert len(made) == 12
+    real = verdicts._installed
+    monkeypatch.setattr(verdicts, "_installed", lambda name: None if name == "numba" else real(name))
+    decoder_of(folder)
+    assert len(made) == 13
 
 
 @pytest.mark.parametrize("named", [None, "int8", "float16"])
