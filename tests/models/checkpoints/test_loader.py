@@ -307,6 +307,16 @@ def test_a_missing_key_is_told_as_such(checkpoint: Path, tmp_path: Path) -> None
         load(ModelSpec(str(folder), device="cpu"))
 
 
+def test_a_tokenizer_with_code_of_its_own_names_the_option(checkpoint: Path, tmp_path: Path) -> None:
+    """Guards the library's words, which are cut before they come to the point."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    settings = {"auto_map": {"AutoTokenizer": ["tokenization_x.X", None]}, "tokenizer_class": "X"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenization_x.py").write_text("raise SystemExit")
+    with pytest.raises(ModelError, match=r"it brings its own code: --trust-remote-code target runs it"):
+        load(ModelSpec(str(folder), device="cpu"))
+
+
 def test_an_id_beyond_all_vocabularies_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     """Guards gigabytes of tables for a few bytes of a tokenizer.json, at which the process ended."""
     folder = shutil.copytree(checkpoint, tmp_path / "model")
