@@ -229,6 +229,9 @@ def test_proxy_is_what_must_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "getproxies", dict)
     assert hub.reachable("https://huggingface.co")
     assert asked == [("proxy.here", 3128), ("huggingface.co", 443)]
+    assert not hub.reachable("https://huggingface.co:port"), "guards a traceback for a port that is none"
+    monkeypatch.setattr(hub, "getproxies", lambda: {"https": "http://proxy.here:PORT"})
+    assert not hub.reachable("https://huggingface.co")
 
 
 class Runs:
