@@ -244,6 +244,12 @@ def test_settings_with_which_no_forward_runs_are_one_line(fields: dict[str, Any]
         load_model(spec_for(place))
 
 
+def test_a_list_of_more_layers_than_there_are(tmp_path: Path) -> None:
+    """As in a checkpoint that has lost its last layers. Guards a traceback."""
+    place = changed(save_decoder(tmp_path, build_decoder("smollm3")), no_rope_layers=[1, 0, 1, 1, 0, 1])
+    assert decoder_of(place).decoder.spec.rotary == (0, 1, 0)
+
+
 @pytest.mark.parametrize("part", [-1.0, 3.0])
 def test_heads_are_not_rotated_by_more_than_their_width(part: float, folder: Path) -> None:
     """Guards a traceback: transformers' Llama does not read this setting."""
