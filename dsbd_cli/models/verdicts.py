@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,19 @@ def fingerprint(spec: ModelSpec, *places: Path) -> str:
         "torch": torch.__version__,
         "transformers": version("transformers"),  # without its import, which takes seconds
         "tokenizers": version("tokenizers"),
+        "kernels": [_installed(name) for name in ("numba", "llvmlite", "triton")],
+        "precision": torch.get_float32_matmul_precision(),
         "spec": {name: value for name, value in asdict(spec).items() if name != "source"},
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _installed(name: str) -> str | None:
+    """Return the version of a package; None where it is not installed."""
+    with suppress(PackageNotFoundError):
+        return version(name)
+    return None
 
 
 LIBRARIES = ("ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_", "ATEN_", "NUMBA_", "OPENBLAS_")

@@ -21,7 +21,7 @@ from dsbd_cli.cli.app import run
 from dsbd_cli.cli.commands import bench as command
 from dsbd_cli.cli.commands.bench import _progress_of
 from dsbd_cli.cli.run import messages
-from dsbd_cli.cli.run.messages import Talk
+from dsbd_cli.cli.run.messages import Talk, set_style
 from dsbd_cli.errors import OutputError
 from dsbd_cli.lab.bench import sweep
 from tests.cli.conftest import Outcome, read, terminal
@@ -171,6 +171,7 @@ def test_a_closed_standard_output_is_no_error(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_time_left_is_said_early_and_then_every_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    set_style()
     now = 0.0
     log = _progress_of(Talk(None, lambda: now), 3)
     for done, seconds, left in [(0, 0, None), (0, 1, None), (1, 2, 80.0), (2, 3, 90.0), (3, 4, 3700.4), (4, 5, 60.0)]:

@@ -245,6 +245,12 @@ def test_settings_with_which_no_forward_runs_are_one_line(fields: dict[str, Any]
         load_model(spec_for(place))
 
 
+def test_a_list_of_more_layers_than_there_are(tmp_path: Path) -> None:
+    """As in a checkpoint that has lost its last layers. Guards a traceback."""
+    place = changed(save_decoder(tmp_path, build_decoder("smollm3")), no_rope_layers=[1, 0, 1, 1, 0, 1])
+    assert decoder_of(place).decoder.spec.rotary == (0, 1, 0)
+
+
 @pytest.mark.parametrize("part", [-1.0, 3.0])
 def test_heads_are_not_rotated_by_more_than_their_width(part: float, folder: Path) -> None:
     """Guards a traceback: transformers' Llama does not read this setting."""
@@ -863,10 +869,16 @@ def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch
     finally:
         torch.set_num_threads(before)
     assert len(made) == 6
+    torch.set_float32_matmul_precision("high")
+    try:
+        decoder_of(folder)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert len(made) == 7
     stat = (folder / "model.safetensors").stat()
     os.utime(folder / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1000))
     decoder_of(folder)
-    assert len(made) == 7
+    assert len(made) == 8
     for name, other in (("_code", lambda: "other"), ("processor", lambda: ("other", frozenset()))):
         monkeypatch.setattr(verdicts, name, other)
         decoder_of(folder)
@@ -874,7 +886,11 @@ def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch
     decoder_of(folder)
     monkeypatch.setattr(torch, "__version__", "99.0.0")
     decoder_of(folder)
-    assert len(made) == 11
+    assert len(made) == 12
+    real = verdicts._installed
+    monkeypatch.setattr(verdicts, "_installed", lambda name: None if name == "numba" else real(name))
+    decoder_of(folder)
+    assert len(made) == 13
 
 
 @pytest.mark.parametrize("named", [None, "int8", "float16"])

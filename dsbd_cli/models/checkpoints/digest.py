@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
+from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS, locate, locate_adapters
 
 SAMPLES = 512  # blocks of a file of weights that are read
 BLOCK = 4096  # bytes
@@ -29,7 +29,7 @@ def checkpoint_digest(spec: ModelSpec) -> dict[str, str]:
     digests = {part: blake2b(digest_size=8) for part in ("config", "tokenizer", "weights")}
     for number, place in enumerate((locate(spec), *locate_adapters(spec))):
         for path in sorted(place.iterdir()) if place.is_dir() else [place]:
-            part = _part(path) if number == 0 else "weights"
+            part = _part(path) if number == 0 else "weights" if path.name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) else None
             if part is None or not path.is_file():
                 continue
             named = path.name if place.is_dir() else path.suffix  # a GGUF file may have any name

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError, UnsupportedModelError, one_line
+from dsbd_cli.errors import ModelError, UnsupportedModelError, one_line, shorten
 
 HEAD_FILE = "dsbd_head.safetensors"
 FORMAT = "dsbd.head/1"
@@ -88,10 +88,14 @@ def read_head(folder: Path) -> TrimmedHead | None:
         raise _damaged(path, "its contents are not what was written")
     ids, weight, size = tensors["ids"].to(torch.int64), tensors["weight"], about.get("vocab_size", "")
     if not size.isdecimal() or ids.ndim != 1 or weight.ndim != 2 or len(ids) != len(weight) or not len(ids):
-        raise _damaged(path, f"{len(ids)} ids for {len(weight)} rows of a vocabulary of {size or 'no'} tokens")
+        shapes = f"ids {list(ids.shape)} for rows {list(weight.shape)}"
+        raise _damaged(path, f"{shapes} of a vocabulary of {shorten(size) if size else 'no'} tokens")
     if not (int(ids[0]) >= 0 and int(ids[-1]) < int(size) and bool((ids.diff() > 0).all())):
         raise _damaged(path, f"the ids are not ascending ids below {size}")
-    return TrimmedHead(ids, weight, tensors.get("bias"), int(size))
+    bias = tensors.get("bias")
+    if bias is not None and bias.shape != ids.shape:
+        raise _damaged(path, f"the bias is for {bias.numel()} rows, not for {len(ids)}")
+    return TrimmedHead(ids, weight, bias, int(size))
 
 
 def head_rows(folder: Path) -> int | None:
@@ -141,7 +145,7 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -164,8 +164,8 @@ def _shards(index: Path) -> set[str]:
         return set()
 
 
-def reachable(endpoint: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
-    """Return whether a connection to the endpoint (or to its proxy) opens in time, name look-up included."""
+def _contact(endpoint: str) -> tuple[str, int]:
+    """Return host and port of the endpoint, or of its proxy. Raises ValueError for an address that is none."""
     url = urlsplit(endpoint)
     host, scheme = url.hostname or "", url.scheme or "https"
     port = url.port or (80 if scheme == "http" else 443)
@@ -173,6 +173,16 @@ def reachable(endpoint: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
     if proxy and not proxy_bypass(host):
         via = urlsplit(proxy if "//" in proxy else f"//{proxy}")
         host, port = via.hostname or host, via.port or port
+    return host, port
+
+
+def reachable(endpoint: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
+    """Return whether a connection to the endpoint (or to its proxy) opens in time, name look-up included. An address
+    that is none is not reachable."""
+    try:
+        host, port = _contact(endpoint)
+    except ValueError:
+        return False
     opened = threading.Event()
 
     def connect() -> None:

@@ -119,11 +119,11 @@ def load_tokenizer(folder: Path, spec: ModelSpec) -> Any:
 
 
 def _tokenizer_hint(folder: Path, spec: ModelSpec) -> str:
-    """Return what a user can do about a tokenizer that is missing; nothing where its files are there."""
+    """Return what a user can do about a tokenizer that cannot be loaded; nothing where that is not known."""
     if read_config(folder) is not None:
         return ": mamba_ssm writes none, so put a tokenizer beside its weights"
     if folder.parent.name != "snapshots" or any(folder.glob("tokenizer*")):
-        return ""
+        return _remote_code_hint(folder / "tokenizer_config.json", spec)
     return f": the hub cache has its weights alone, `hf download {resolve(spec.source).path}` fetches the rest"
 
 
@@ -201,11 +201,12 @@ def load_config(folder: Path, spec: ModelSpec) -> Any:
     try:
         config = AutoConfig.from_pretrained(**_source(folder), **_local(spec))
     except Exception as error:
-        if not is_gguf(folder) and '"speculators_model_type"' in _config_text(folder):
+        settings = folder / "config.json"
+        if not is_gguf(folder) and '"speculators_model_type"' in _text(settings):
             raise ModelError(
                 f"{_name(spec)} is a draft head, and no model: it serves as --draft of its target"
             ) from None
-        hint = "" if spec.trust_remote_code or is_gguf(folder) else _remote_code_hint(folder, spec.role)
+        hint = _remote_code_hint(settings, spec)
         raise ModelError(f"{_name(spec)}: its config cannot be read: {one_line(error)}{hint}") from error
     named = getattr(config, "architectures", None)
     if not isinstance(named, list | str | None):
@@ -217,13 +218,17 @@ def load_config(folder: Path, spec: ModelSpec) -> Any:
     return config
 
 
-def _config_text(folder: Path) -> str:
-    return (folder / "config.json").read_text(encoding="utf-8", errors="replace")
+def _text(settings: Path) -> str:
+    return settings.read_text(encoding="utf-8", errors="replace")
 
 
-def _remote_code_hint(folder: Path, role: str) -> str:
-    wants = "auto_map" in _config_text(folder)
-    return f" (it brings its own code: --trust-remote-code {role} runs it)" if wants else ""
+def _remote_code_hint(settings: Path, spec: ModelSpec) -> str:
+    """Return what a user can do where a file of settings names code that is not trusted; nothing where it names
+    none."""
+    if spec.trust_remote_code or not settings.is_file():
+        return ""
+    wants = "auto_map" in _text(settings)
+    return f" (it brings its own code: --trust-remote-code {spec.role} runs it)" if wants else ""
 
 
 def _model(folder: Path, spec: ModelSpec, config: Any, kind: Any, placement: dict[str, Any]) -> Any:

@@ -97,8 +97,8 @@ def self_test(model: CheckableModel) -> SelfTestReport:
     expected = separate()
     if not bool(expected.isfinite().all()):
         raise UnsupportedModelError(
-            f"{model.architecture} gives logits that are no finite numbers: its weights are damaged, or need another "
-            "dtype (try float32)"
+            f"{model.architecture} gives logits that are no finite numbers: its weights or its config are damaged, or "
+            "it needs another dtype (try float32)"
         )
     with unsupported(model.architecture):
         packed = _packed(model, tokens, slots, encoder_inputs)

@@ -260,7 +260,7 @@ def _smollm3(config: Any) -> dict[str, Any]:
         "out_bias": bias,
         "mlp_bias": bool(getattr(config, "mlp_bias", False)),
         "rotaries": (*common["rotaries"], Rotary(None)),
-        "rotary": tuple(0 if rotates else 1 for rotates in config.no_rope_layers),
+        "rotary": tuple(0 if config.no_rope_layers[layer] else 1 for layer in range(common["layers"])),
     }
 
 

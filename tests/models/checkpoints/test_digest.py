@@ -103,6 +103,12 @@ def test_adapters_count(saved: Path, tmp_path: Path) -> None:
     assert changed(before, one) == {"weights"}
     assert changed(checkpoint_digest(ModelSpec(one)), both) == {"weights"}
     assert changed(checkpoint_digest(ModelSpec(both)), turned) == {"weights"}
+    before = checkpoint_digest(ModelSpec(one))
+    for name in ("README.md", "optimizer.pt"):  # which peft and a trainer leave there, and no run reads
+        (tmp_path / "1" / name).write_text("other", encoding="utf-8")
+    assert changed(before, one) == set()
+    (tmp_path / "1" / "adapter_config.json").write_text("{}", encoding="utf-8")
+    assert changed(before, one) == {"weights"}
 
 
 def test_the_commit_of_a_hub_model(hub_cache: Path, saved: Path) -> None:  # noqa: F811

@@ -229,6 +229,9 @@ def test_proxy_is_what_must_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "getproxies", dict)
     assert hub.reachable("https://huggingface.co")
     assert asked == [("proxy.here", 3128), ("huggingface.co", 443)]
+    assert not hub.reachable("https://huggingface.co:port"), "guards a traceback for a port that is none"
+    monkeypatch.setattr(hub, "getproxies", lambda: {"https": "http://proxy.here:PORT"})
+    assert not hub.reachable("https://huggingface.co")
 
 
 class Runs:
@@ -304,6 +307,16 @@ def test_a_missing_key_is_told_as_such(checkpoint: Path, tmp_path: Path) -> None
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "foo"}))
     with pytest.raises(ModelError, match="cannot be loaded: KeyError: 'foo'"):
+        load(ModelSpec(str(folder), device="cpu"))
+
+
+def test_a_tokenizer_with_code_of_its_own_names_the_option(checkpoint: Path, tmp_path: Path) -> None:
+    """Guards the library's words, which are cut before they come to the point."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    settings = {"auto_map": {"AutoTokenizer": ["tokenization_x.X", None]}, "tokenizer_class": "X"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenization_x.py").write_text("raise SystemExit")
+    with pytest.raises(ModelError, match=r"it brings its own code: --trust-remote-code target runs it"):
         load(ModelSpec(str(folder), device="cpu"))
 
 
