@@ -202,7 +202,7 @@ def load_config(folder: Path, spec: ModelSpec) -> Any:
         config = AutoConfig.from_pretrained(**_source(folder), **_local(spec))
     except Exception as error:
         settings = folder / "config.json"
-        if not is_gguf(folder) and '"speculators_model_type"' in _text(settings):
+        if '"speculators_model_type"' in _text(settings):
             raise ModelError(
                 f"{_name(spec)} is a draft head, and no model: it serves as --draft of its target"
             ) from None
@@ -219,16 +219,16 @@ def load_config(folder: Path, spec: ModelSpec) -> Any:
 
 
 def _text(settings: Path) -> str:
-    return settings.read_text(encoding="utf-8", errors="replace")
+    """Return the text of a file of settings; nothing where it is none."""
+    return settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else ""
 
 
 def _remote_code_hint(settings: Path, spec: ModelSpec) -> str:
     """Return what a user can do where a file of settings names code that is not trusted; nothing where it names
     none."""
-    if spec.trust_remote_code or not settings.is_file():
+    if spec.trust_remote_code or "auto_map" not in _text(settings):
         return ""
-    wants = "auto_map" in _text(settings)
-    return f" (it brings its own code: --trust-remote-code {spec.role} runs it)" if wants else ""
+    return f" (it brings its own code: --trust-remote-code {spec.role} runs it)"
 
 
 def _model(folder: Path, spec: ModelSpec, config: Any, kind: Any, placement: dict[str, Any]) -> Any:
