@@ -138,6 +138,8 @@ def test_from_texts(pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: 
     shown = capfd.readouterr().out
     for word in ("before", "after", "head rows", "drafts accepted", "steps per target call", "16 held-out prompts"):
         assert word in shown
+    assert "100.00%" in shown
+    assert "100 %" not in shown
     trim(pair, *texts, "--coverage", "0.9", "-o", str(tmp_path / "b"))
     out, err = capfd.readouterr()
     assert "drafts accepted" not in out
