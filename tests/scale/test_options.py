@@ -11,7 +11,7 @@ import pytest
 from dsbd_cli.cli.options.options import TalkOptions
 from dsbd_cli.cli.run.progress import Reporter
 from dsbd_cli.errors import InvalidRowError
-from dsbd_cli.requests import NumberedRequests, RequestResult
+from dsbd_cli.requests import NumberedRequests
 from dsbd_cli.scale.window import Window
 from dsbd_cli.scale.workers import MOST_FAILED, RayEngine, cpus_each
 from tests.cli.conftest import Outcome, dsbd
@@ -77,8 +77,8 @@ def test_a_worker_asks_for_no_more_than_a_node_has(nodes: list[int], workers: in
 
 @pytest.mark.parametrize("ahead", [None, 10_000])
 def test_results_of_rows_that_have_failed_go_out_before_all_are_read(ahead: int | None) -> None:
-    window: Window[object, RequestResult] = Window(8, ahead)
+    engine, window = RayEngine.__new__(RayEngine), Window(8, ahead)
     window.join(0)
-    numbered = NumberedRequests(InvalidRowError("bad") for _ in range(2000))
-    assert RayEngine._read(RayEngine.__new__(RayEngine), numbered, window)  # type: ignore[arg-type]
+    engine._window = window
+    assert engine._read(NumberedRequests(InvalidRowError("bad") for _ in range(2000)))
     assert len(list(window.ready())) == MOST_FAILED
