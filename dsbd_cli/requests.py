@@ -266,6 +266,9 @@ class EngineInfo:
     chat: bool = False
 
 
+MOST_FAILED = 256  # requests that cannot be decoded, of those read at a time, before their results go out
+
+
 class NumberedRequests:
     """An input of requests that are read one at a time, each numbered and given an id and a seed.
 

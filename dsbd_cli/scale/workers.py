@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from dsbd_cli.config.variant import Exactness
 from dsbd_cli.errors import DsbdError, RowError, UsageError, WorkerLostError, plural, shorten
 from dsbd_cli.models.checkpoints.hub import locate
-from dsbd_cli.requests import EngineInfo, NumberedRequests, Request, RequestResult
+from dsbd_cli.requests import MOST_FAILED, EngineInfo, NumberedRequests, Request, RequestResult
 from dsbd_cli.scale.quiet import quiet
 from dsbd_cli.scale.window import MAX_DEATHS, Window
 from dsbd_cli.scale.worker import Exchange, Failure, Worker, WorkerInfo, WorkerSetup
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 HELD_BATCHES = 2  # rows at a worker, in batches: one that runs, one that waits in its inbox
 AHEAD = 8  # rows that are read ahead to keep the input's order, as a multiple of what all workers can hold
 AGAIN_S = 0.5  # before a dead worker is replaced, because a node that shuts down takes a moment to be gone
-MOST_FAILED = 256  # rows that have failed before they were read, before their results go out
 WAIT_S = 0.5  # for an answer; a signal is heeded after this time
 IDLE_S = 0.01
 LOOPBACK = ("127.0.0.1", "::1")

@@ -11,9 +11,9 @@ import pytest
 from dsbd_cli.cli.options.options import TalkOptions
 from dsbd_cli.cli.run.progress import Reporter
 from dsbd_cli.errors import InvalidRowError
-from dsbd_cli.requests import NumberedRequests
+from dsbd_cli.requests import MOST_FAILED, NumberedRequests
 from dsbd_cli.scale.window import Window
-from dsbd_cli.scale.workers import MOST_FAILED, RayEngine, cpus_each
+from dsbd_cli.scale.workers import RayEngine, cpus_each
 from tests.cli.conftest import Outcome, dsbd
 
 __all__ = ["dsbd"]

@@ -176,7 +176,7 @@ class _Distilling:
         self._options, self._settings, self._input = options, settings, source
         self._folder, self._signals, self._talk = folder, signals, talk
         self._spec, self._draft_device = settings.target, draft_device
-        self._stopped = False
+        self._stopped = self._made_folder = False
         self._stop_now: Callable[[], None] | None = None  # ends what runs
 
     def run(self) -> None:
@@ -244,6 +244,7 @@ class _Distilling:
         if not (folder / RECORD).is_file():
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise UsageError(f"--output {folder} exists: name a new folder")
+            self._made_folder = not folder.exists()
             try:
                 folder.mkdir(exist_ok=True)
             except OSError as error:
@@ -293,8 +294,9 @@ class _Distilling:
         """Remove a folder in which nothing was done, so that it does not hold the next command to its settings."""
         for name in (ANSWERS, RECORD):
             (self._folder / name).unlink(missing_ok=True)
-        with suppress(OSError):
-            self._folder.rmdir()
+        if self._made_folder:
+            with suppress(OSError):
+                self._folder.rmdir()
 
     def _load(self) -> Engine:
         self._talk.now("loading the target")

@@ -249,8 +249,8 @@ class Batch:
         self.state.release(rows)
 
     def shrink(self) -> list[int]:
-        """Drop free rows where at least a quarter is free, so that the last requests do not pay for empty ones. Return
-        the rows that are kept, in their order; an empty list where nothing is dropped."""
+        """Drop free rows where at least a quarter is free (on a GPU half), so that the last requests do not pay for
+        empty ones. Return the rows that are kept, in their order; an empty list where nothing is dropped."""
         taken = [row for row, _ in self.running]
         most = 0.75 if self._caches.target.device.type == "cpu" else 0.5  # a GPU captures each number of rows anew
         if not taken or len(taken) > most * len(self.jobs):

@@ -141,9 +141,11 @@ class Encoder:
             )
 
     def _check_source_ids(self, ids: Sequence[int]) -> None:
-        """Raise InvalidRowError for an id that some encoder does not have."""
+        """Raise InvalidRowError for an id that some encoder does not have. Encoders of speech and pictures have
+        none."""
         for model, role in self.readers:
-            if foreign := [token for token in ids if not 0 <= token < model.encoder_vocab_size]:
+            foreign = [token for token in ids if not 0 <= token < model.encoder_vocab_size]
+            if foreign and model.encoder_vocab_size:
                 why = f"the {role}'s encoder has {model.encoder_vocab_size} ids"
                 raise InvalidRowError(f"prompt holds token id {foreign[0]}, but {why}")
 

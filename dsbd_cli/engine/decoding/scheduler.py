@@ -15,11 +15,10 @@ from dsbd_cli.engine.iteration.request_state import RequestState, Results
 from dsbd_cli.engine.planning.memory_limit import REQUESTS_SEEN, fitting_rows
 from dsbd_cli.engine.planning.planner import deepest
 from dsbd_cli.errors import RowError
-from dsbd_cli.requests import NumberedRequests, Request, RequestResult
+from dsbd_cli.requests import MOST_FAILED, NumberedRequests, Request, RequestResult
 from dsbd_cli.stats import RequestStats
 
 READ_AHEAD = 4  # batches
-MOST_FAILED = 256  # requests that fail one after the other before their results go out
 
 
 class RequestQueue:
@@ -87,6 +86,8 @@ class Scheduler:
         if self._fit_batch:
             queue.read(REQUESTS_SEEN)
             self._fit_rows(queue.waiting)
+            if self._fit_batch:  # all of these have failed: their results go out before more are read
+                return
         queue.read(self.rows - len(queue.waiting))
 
     def refill(self, queue: RequestQueue, batch: Batch) -> None:

@@ -179,6 +179,8 @@ def add_name(name: str, source: str) -> Path:
     if name.startswith("builtin") or not _NAME.fullmatch(name):
         raise UsageError(f"NAME is {name!r}, but must be letters, digits and . _ + - (and not begin with builtin)")
     path = user_file()
+    if path.is_symlink():  # a link stays a link
+        path = path.resolve()
     if str(path).startswith("~"):
         raise UsageError(
             f"{path} cannot be written, because there is no such home folder: name a file in DSBD_MODELS_FILE"
@@ -193,10 +195,9 @@ def add_name(name: str, source: str) -> Path:
         text = _with_line(path.read_text(encoding="utf-8"), name, place)
         if _table(text).get(name) != place:
             raise UsageError(f"{path} is written in a way that nothing can be added to: add {name} by hand")
-        file = path.resolve()  # a link stays a link
-        temporary = file.with_name(f".{file.name}.tmp")
+        temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_text(text, encoding="utf-8")
-        temporary.replace(file)
+        temporary.replace(path)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
     except DsbdError:

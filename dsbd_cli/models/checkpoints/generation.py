@@ -115,7 +115,7 @@ def checkpoint_rules(model: Any) -> TokenRules:
                 value = None if value < 0 else value
         except (TypeError, ValueError):
             shown = shorten(getattr(config, name))
-            raise ModelError(f"generation_config.json of the target: {name} is {shown}, which it cannot be") from None
+            raise ModelError(f"generation settings of the checkpoint: {name} is {shown}, which it cannot be") from None
         if value is not None:
             found[name] = value
     return TokenRules(**found)

@@ -51,11 +51,12 @@ class Arena:
         self._part, self._next = self._parts[layer % 2], 0
 
     def block(self, nbytes: int) -> Tensor:
-        """Return at least [nbytes] uint8 that no other result of this layer uses."""
+        """Return at least [nbytes] uint8 that no other result of this layer uses. Sizes are powers of two, because
+        earlier programs keep the blocks that were too small."""
         if self._next == len(self._part):
             self._part.append(torch.empty(0, dtype=torch.uint8))
         if self._part[self._next].nbytes < nbytes:
-            self._part[self._next] = torch.empty(nbytes, dtype=torch.uint8)
+            self._part[self._next] = torch.empty(1 << (nbytes - 1).bit_length(), dtype=torch.uint8)
         self._next += 1
         return self._part[self._next - 1]
 

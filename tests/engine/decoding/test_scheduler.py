@@ -15,7 +15,7 @@ from dsbd_cli.engine.decoding.scheduler import READ_AHEAD, RequestQueue, Schedul
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.request_state import CompletionOrder, RequestState
 from dsbd_cli.errors import InvalidRowError, RowError
-from dsbd_cli.requests import NumberedRequests, Request
+from dsbd_cli.requests import MOST_FAILED, NumberedRequests, Request
 from tests.helpers.toys import NumberCodec, table_pair
 
 BAD = 3
@@ -79,6 +79,17 @@ def test_results_of_requests_that_fail_go_out_before_all_are_read() -> None:
         for place, _ in enumerate(made.run(requests(), ordered=ordered)):
             assert len(read) < place + 1000
         assert place + 1 == 3000
+
+
+def test_requests_that_fail_first_do_not_decide_how_many_rows_fit() -> None:
+    """A batch of one row was taken for the whole run where 256 bad requests came first."""
+    made = Engine(
+        table_pair(1, 12, 0.5)[0], None, NumberCodec(12, (2,)), MethodConfig(num_beams=2, depth=0), batch_size=None
+    )
+    bad: list[Request | RowError] = [InvalidRowError("bad")] * MOST_FAILED
+    results = list(made.run([*bad, *(Request("1 2") for _ in range(8))]))
+    assert [result.error is None for result in results] == [False] * len(bad) + [True] * 8
+    assert made.batch_size > 1
 
 
 def test_free_rows_are_filled_unless_too_many_results_wait_or_a_larger_batch_can_begin() -> None:

@@ -55,7 +55,7 @@ def test_rules_are_read() -> None:
 )
 def test_a_rule_that_is_none_is_one_line(name: str, value: object) -> None:
     """Guards tracebacks at load, also of a target that applies no rules."""
-    with pytest.raises(ModelError, match=rf"generation_config.json of the target: {name} is .*, which it cannot be"):
+    with pytest.raises(ModelError, match=rf"generation settings of the checkpoint: {name} is .*, which it cannot be"):
         settings_notes(model(**{name: value}))
 
 
