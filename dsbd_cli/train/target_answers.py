@@ -146,7 +146,8 @@ def make_answers(
 
 
 def answerable(engine: Engine, requests: Sequence[Request]) -> tuple[list[Request], list[str]]:
-    """Return the requests that fit the engine's models, and for each other one its id and why it does not."""
+    """Return the requests that fit the engine's models, and for each other one its id and why it does not. Memory is
+    not looked at, and no catalogue is known."""
     draft = next(iter(engine.models[1:]), None)
     encoder = replace(Encoder.alone(engine.target, engine.codec, engine.method), draft=draft)
     kept, failed = list[Request](), list[str]()
