@@ -75,19 +75,8 @@ def load(
     _check_place("target", target, ModelSpec)
     _check_place("draft", draft, ModelSpec, NoneType)
     _check_place("allow", allow, NoneType)
-    spec = replace(target, role="target") if isinstance(target, ModelSpec) else ModelSpec(os.fspath(target))
-    method = method or MethodConfig()
-    if draft == "auto":
-        draft = BUILTIN_DRAFT if spec.source == BUILTIN_TARGET else None
-    draft_spec = None
-    if isinstance(draft, ModelSpec):
-        draft_spec = replace(draft, role="draft")
-    elif draft is not None:
-        draft_spec = spec.of_draft(os.fspath(draft))
-    if kernels is False:
-        spec = replace(spec, kernels=False)
-        draft_spec = None if draft_spec is None else replace(draft_spec, kernels=False)
-    method = method.fit_draft(None if draft_spec is None else draft_spec.source)
+    spec, draft_spec = _specs(target, draft, kernels)
+    method = (method or MethodConfig()).fit_draft(None if draft_spec is None else draft_spec.source)
     if allow is not None:
         _check_list(os.fspath(allow))
     if (index := method.value(INDEX)) is not None:
@@ -148,6 +137,22 @@ def load(
     )
     prove_captures(engine)
     return engine
+
+
+def _specs(target: ModelRef, draft: ModelRef | None, kernels: bool | None) -> tuple[ModelSpec, ModelSpec | None]:
+    """Return how target and draft are loaded, from these arguments of `load`."""
+    spec = replace(target, role="target") if isinstance(target, ModelSpec) else ModelSpec(os.fspath(target))
+    if draft == "auto":
+        draft = BUILTIN_DRAFT if spec.source == BUILTIN_TARGET else None
+    draft_spec = None
+    if isinstance(draft, ModelSpec):
+        draft_spec = replace(draft, role="draft")
+    elif draft is not None:
+        draft_spec = spec.of_draft(os.fspath(draft))
+    if kernels is False:
+        spec = replace(spec, kernels=False)
+        draft_spec = None if draft_spec is None else replace(draft_spec, kernels=False)
+    return spec, draft_spec
 
 
 def _check_place(name: str, value: object, *others: type) -> None:
