@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.cache.prefill import prefill
+from dsbd_cli.engine.planning.memory_limit import free_bytes
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.models.forest_model import BaseForestModel, StateTap
 from dsbd_cli.train.target_answers import AnswerTokens
@@ -20,7 +21,7 @@ TOP = 64
 CHUNK = 256  # answer tokens whose logits are held at once
 STEP = 32
 MASS_ANSWERS = 128  # answers from which the tokens of a head are chosen
-KEPT_BYTES = 1 << 30
+KEPT_SHARE = 3  # distributions may take the free memory divided by this number
 LEAST = 1e-7  # least probability that a logarithm is taken of
 
 
@@ -46,14 +47,16 @@ class TopDistribution:
 
 
 class Teacher:
-    """Distributions of answers, computed when they are first asked for and kept as long as there is room.
+    """Distributions of answers, computed when they are first asked for and kept while there is room.
 
     Each answer is run alone, so that a distribution has the same bits whenever it is computed. So a resumed run gives
     the same draft.
     """
 
-    def __init__(self, target: ForestModel, kept_bytes: int = KEPT_BYTES) -> None:
-        self._target, self._left = target, kept_bytes
+    def __init__(self, target: ForestModel, kept_bytes: int | None = None) -> None:
+        """kept_bytes: of the distributions that are kept, at most; None: a third of the free memory."""
+        self._target = target
+        self._left = free_bytes(torch.device("cpu")) // KEPT_SHARE if kept_bytes is None else kept_bytes
         self._kept: dict[AnswerTokens, TopDistribution] = {}
 
     def distribution(self, answer: AnswerTokens) -> TopDistribution:
@@ -100,9 +103,10 @@ class HeadTeacher(Teacher):
     """A teacher of draft heads, with distributions over the tokens of a head, and the hidden states that it reads."""
 
     def __init__(
-        self, target: BaseForestModel, layers: Sequence[int], ids: Tensor, kept_bytes: int = KEPT_BYTES
+        self, target: BaseForestModel, layers: Sequence[int], ids: Tensor, kept_bytes: int | None = None
     ) -> None:
-        """layers: numbers of target layers after which states are taken. ids: [C], tokens of the head."""
+        """layers: numbers of target layers after which states are taken. ids: [C], tokens of the head. kept_bytes: see
+        Teacher."""
         super().__init__(target, kept_bytes)
         self._model, self._ids = target, ids.to(target.device)
         self._tap = StateTap(tuple(layers), len(layers) * target.hidden_size, lambda taken: torch.cat(taken, -1))

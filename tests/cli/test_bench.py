@@ -124,6 +124,14 @@ def test_a_report_does_not_replace_what_is_read(
     assert f"{output} {old} is the input: name another file" in done.err
 
 
+def test_a_report_does_not_replace_a_file_of_spider(dsbd: Call, tmp_path: Path) -> None:
+    old = tmp_path / "dev.json"
+    old.write_text("[]")
+    done = dsbd("bench", "--task", "spider", "--data", str(tmp_path), "--json", str(old), "--existing", "overwrite")
+    assert (done.code, done.loads, old.read_text()) == (2, [], "[]")
+    assert f"--json {old} is the input: name another file" in done.err
+
+
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="a folder where nobody can make a file is needed")
 def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(dsbd: Call) -> None:
     done = dsbd("bench", "--json", "/proc/x.jsonl")

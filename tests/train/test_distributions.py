@@ -72,6 +72,18 @@ def test_a_distribution_has_the_same_bits_whenever_it_is_computed(checkpoint: Pa
         assert torch.equal(again.logs, distribution.logs)
 
 
+def test_distributions_are_kept_in_a_third_of_the_free_memory(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _ = load_model(spec_of(checkpoint))
+    size = Teacher(target).distribution(ANSWERS[0]).held_bytes
+    monkeypatch.setattr(distributions, "free_bytes", lambda _: 3 * size)
+    teacher = Teacher(target)
+    first, second = (teacher.distribution(answer) for answer in ANSWERS[:2])
+    assert teacher.distribution(ANSWERS[0]) is first
+    assert teacher.distribution(ANSWERS[1]) is not second
+
+
 def test_a_forward_that_fails_leaves_no_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, _ = load_model(spec_of(checkpoint))
     calls = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -43,6 +44,7 @@ from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS
 from dsbd_cli.lab.bench.sweep import SweepPlan, SweepSetting, choose_methods, plan, read_values
 from dsbd_cli.lab.tasks.choose import open_dataset
 from dsbd_cli.lab.tasks.dataset import Dataset, with_dev, with_shots
+from dsbd_cli.lab.tasks.spider import QUESTIONS, SCHEMAS
 from dsbd_cli.pick.execution import databases
 
 if TYPE_CHECKING:
@@ -85,7 +87,7 @@ def bench(
         raise UsageError("--batch-size auto would compare methods at different sizes: give a number")
     check_report_files(
         {"--json": outputs.json, "--markdown": outputs.markdown, "--plot": outputs.plot},
-        [data.data, choice.dev_data, answers.allow, sweep.index, *_databases(data.score), *settings.files],
+        [*_data_files(data), choice.dev_data, answers.allow, sweep.index, *_databases(data.score), *settings.files],
         existing=outputs.existing,
     )
     datasets, notes = _datasets(data, choice, shots, settings.rows, chosen=chosen)
@@ -220,6 +222,13 @@ def _with_own_prompts(data: DataOptions) -> DataOptions:
         if getattr(data, name) is not None:
             raise UsageError(f"--input and --{name} cannot be used together: give one of them")
     return dataclasses.replace(data, task=OWN_TASK, data=data.input)
+
+
+def _data_files(data: DataOptions) -> list[Path]:
+    """Return the files that the task's data are read from."""
+    if data.data is None:
+        return []
+    return [data.data / QUESTIONS, data.data / SCHEMAS] if data.task == "spider" else [data.data]
 
 
 def _databases(score: str | None) -> list[str]:

@@ -74,9 +74,14 @@ def with_dev(dataset: Dataset) -> Dataset:
     """Return the data set with dev records, none of which is among its own records.
 
     Data without such a split is divided, and a note says how: every second record is dev, so that both halves are of
-    one kind, however the file is ordered. Raises UsageError where there is only one record.
+    one kind, however the file is ordered. Raises UsageError where there is only one record, or no dev record.
     """
     if dataset.dev is not None:
+        if next(dataset.dev.records(), None) is None:
+            raise UsageError(
+                f"{dataset.dev.name} has no record left, but a threshold is chosen on dev records: "
+                "show fewer with --shots, name more with --dev-data, or choose nothing with --dev-records 0"
+            )
         return dataset
     if len(list(itertools.islice(dataset.records(), 2))) < 2:
         raise UsageError(

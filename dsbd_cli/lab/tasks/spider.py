@@ -11,6 +11,7 @@ from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.lab.tasks.task_files import field, items, read_json
 from dsbd_cli.pick.sandbox import SqlProcess, StatementResult, UnreadableDatabaseError
 
+QUESTIONS, SCHEMAS = "dev.json", "tables.json"  # files of the folder
 TIMEOUT_S = 30.0
 PROCESS = SqlProcess()
 
@@ -23,10 +24,10 @@ def spider_dataset(folder: Path) -> Dataset:
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder: --task spider takes the one with dev.json, tables.json and database")
-    schemas = _schemas(folder / "tables.json")
-    questions = items({"dev": read_json(folder / "dev.json")}, "dev", str(folder))
+    schemas = _schemas(folder / SCHEMAS)
+    questions = items({"dev": read_json(folder / QUESTIONS)}, "dev", str(folder))
     if not questions:
-        raise UsageError(f"{folder / 'dev.json'} holds no question")
+        raise UsageError(f"{folder / QUESTIONS} holds no question")
 
     def records() -> Iterator[TaskRecord]:
         for number, (place, asked) in enumerate(questions):
