@@ -60,7 +60,7 @@ def test_a_ray_that_is_not_there_is_one_line(dsbd: Dsbd) -> None:
 
 
 def test_the_line_of_progress_has_the_workers() -> None:
-    made = Reporter(TalkOptions(quiet=True), Path("out.jsonl"))
+    made = Reporter(TalkOptions(quiet=True), Path("out.jsonl"), says_why=True)
     made.note = lambda: "2 of 2 workers, 1 death"
     assert made._progress_line().endswith(", 2 of 2 workers, 1 death")
 

@@ -208,8 +208,7 @@ class _GenerateRun:
             # bytes do not measure the progress in a table, whose rows have other sizes than the lines made of them
             self.reporter.input_bytes, rows = size if table is None else None, count_rows(self._files, size)
             self.reporter.input_rows = rows if rows is None or self._shard is None else self._shard.rows(rows)
-            outputs = stack.enter_context(Outputs(self._files, self._fingerprint))
-            outputs.tell(self.reporter)
+            outputs = stack.enter_context(Outputs(self._files, self._fingerprint, self.reporter))
             settings = {**self._fingerprint, "batch_size": self._settings.batch_size, **self._commits}
             summary = stack.enter_context(Summary(self._files.summary, self.reporter.totals, settings))
             stack.callback(self.reporter.stop)
@@ -272,7 +271,7 @@ class _GenerateRun:
         if (number := self._signals.number) is not None:
             self.reporter.summary(f"stopped: {totals.line()}; {self._how_to_resume()}", always=True)
             raise StoppedError(number)
-        if outputs.done is not None and outputs.done.left:
+        if outputs.done.left:
             self.reporter.warn(
                 f"{self._files.output} holds {plural(outputs.done.left, 'record')} of rows that are not in the input "
                 "any more"

@@ -38,12 +38,11 @@ from dsbd_cli.io.records.record_parts import fingerprint_difference
 class Outputs:
     """Output files of a run. Entering the `with` block opens and locks them; `begin` makes them ready to be written."""
 
-    def __init__(self, files: FileOptions, settings: Settings) -> None:
-        self.done: DoneRows | None = None
-        self.notes: list[str] = []
-        self.retried = 0
+    def __init__(self, files: FileOptions, settings: Settings, reporter: Reporter) -> None:
+        """reporter: is told what an earlier run has left."""
+        self.done = DoneRows()
         self.created = int(time.time())
-        self._files, self._settings = files, settings
+        self._files, self._settings, self._reporter = files, settings, reporter
         self._stack = ExitStack()
         self._output: io.FileIO | None = None
         self._steps: io.FileIO | None = None
@@ -67,13 +66,6 @@ class Outputs:
         for path in self._new_files:
             if path.is_file() and path.stat().st_size == 0:
                 path.unlink()
-
-    def tell(self, reporter: Reporter) -> None:
-        """Report and count what an earlier run has left."""
-        for note in self.notes:
-            reporter.warn(note)
-        if self.done is not None:
-            reporter.totals.skipped_failed, reporter.totals.retried = self.done.failed, self.retried
 
     @property
     def is_empty(self) -> bool:
@@ -143,9 +135,8 @@ class Outputs:
 
     def _read_earlier_run(self, stream: io.FileIO) -> None:
         """Read what an earlier run has left. A file that is not ours is refused before a byte of it is changed."""
-        output = self._files.output
+        output, totals = self._files.output, self._reporter.totals
         assert output is not None
-        self.done = DoneRows()
         if stream.seek(0, io.SEEK_END) > 0:
             before, self.created, _ = read_run(output, "--existing resume")
             if difference := fingerprint_difference(before, self._settings, TYPED):
@@ -156,14 +147,15 @@ class Outputs:
             end = whole_size(stream)
             self.done = read_done(stream, output, end)
             if torn := truncate_at(stream, end):
-                self.notes.append(f"{output}: the last line was torn ({torn} bytes); its row is answered again")
+                self._reporter.warn(f"{output}: the last line was torn ({torn} bytes); its row is answered again")
             if self._files.existing == "retry":
-                stream, self.retried = drop_failed(stream, output)
+                stream, totals.retried = drop_failed(stream, output)
                 self._stack.callback(stream.close)
                 self._output = stream
                 end = stream.seek(0, io.SEEK_END)
                 self.done = read_done(stream, output, end)
             stream.seek(end)
+        totals.skipped_failed = self.done.failed
         if self._steps is not None:
             cut_unfinished_steps(self._steps, self.done)
 

@@ -55,6 +55,8 @@ class DoneRows:
 
     def take(self, row_id: str, key: str) -> bool:
         """Return whether a row of the input is done. Each record counts for one row."""
+        if not self.rows:
+            return False
         name = _digest(row_id, key)
         left = self.rows.get(name, 0)
         if left == 1:
