@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
 from dsbd_cli.errors import InvalidRowError
-from dsbd_cli.io.lines.jsonl import NumberedLine, ReadLines, read_lines
+from dsbd_cli.io.lines.jsonl import NumberedLine, ReadLines
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.io.records.row import Row
 from dsbd_cli.pick.candidate_rows import CandidateRow
@@ -19,7 +19,7 @@ Asked = str | Sequence[Mapping[str, str]]
 class PromptsById:
     """Prompts by id. The file is read as far as the rows need. Prompts of rows that are passed over stay in memory."""
 
-    def __init__(self, stream: BinaryIO, name: str, read: ReadLines = read_lines) -> None:
+    def __init__(self, stream: BinaryIO, name: str, read: ReadLines) -> None:
         """name: name of the file, for messages. read: read_lines, or a function that reads a table as such lines."""
         self._name = name
         self._rows = self._read(read(stream))
