@@ -13,7 +13,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST, check_model_folder, hold_out, warn_left_out
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
     MAIN,
@@ -25,8 +24,9 @@ from dsbd_cli.cli.options.options import (
     SamplingOptions,
 )
 from dsbd_cli.cli.options.settings import RunSettings, devices_of, run_settings
-from dsbd_cli.cli.run.files import read_prompts
+from dsbd_cli.cli.run.files import check_model_folder
 from dsbd_cli.cli.run.messages import Talk, duration, quote_command, say, set_style, talking, warn
+from dsbd_cli.cli.run.prompts import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out, read_prompts, warn_left_out
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
 from dsbd_cli.config.model import BUILTIN_TARGET, DTYPES, ModelSpec, Quantize
@@ -176,8 +176,7 @@ class _Distilling:
         self._options, self._settings, self._input = options, settings, source
         self._folder, self._signals, self._talk = folder, signals, talk
         self._spec, self._draft_device = settings.target, draft_device
-        self._stopped = self._made_folder = False
-        self._stop_now: Callable[[], None] | None = None  # ends what runs
+        self._made_folder = False
 
     def run(self) -> None:
         """Answer the prompts, train the draft, measure it, and print the results."""
@@ -189,7 +188,7 @@ class _Distilling:
         held, learnt = hold_out(requests)
         self._record = self._begin(shape, digest)
         self._record.prompts = len(learnt)
-        self._signals.on_stop = self._stop
+        self._signals.on_stop = _go_on
         from dsbd_cli.train.target_answers import answerable, open_answers
 
         # the file stays locked to the end, so that no second run trains in this folder
@@ -265,28 +264,21 @@ class _Distilling:
                 )
         return record
 
-    def _stop(self) -> None:
-        self._stopped = True
-        if self._stop_now is not None:
-            self._stop_now()
-
     @contextmanager
     def _stopping(self, stop: Callable[[], None]) -> Iterator[None]:
         """Call `stop` if a signal comes within the block. Raises StoppedError after the block if one came."""
-        self._stop_now = stop
+        self._signals.on_stop = stop
         try:
             yield
         except UsageError:
             self._check_stopped()  # a stopped engine refuses to begin
             raise
         finally:
-            self._stop_now = None
+            self._signals.on_stop = _go_on
         self._check_stopped()
 
     def _check_stopped(self) -> None:
-        if self._stopped:
-            number = self._signals.number
-            assert number is not None
+        if (number := self._signals.number) is not None:
             say("stopped; the same command goes on")
             raise StoppedError(number)
 
@@ -357,9 +349,9 @@ class _Distilling:
 
     def _publish(self, training: Training) -> None:
         """Write the draft as it is now to --output."""
-        from dsbd_cli.train.student import publish_student, stored_dtype
+        from dsbd_cli.train.student import publish_student
 
-        publish_student(training.student, self._spec, self._folder, stored_dtype(self._spec))
+        publish_student(training.student, self._spec, self._folder)
 
     def _take_steps(self, engine: Engine, training: Training, held: list[Request]) -> None:
         record = self._record
@@ -388,7 +380,7 @@ class _Distilling:
                 f"{_milestone_line(latest)}",
                 {"step": training.step, "steps": steps, "loss": recent},
             )
-            if self._stopped or time.monotonic() - saved > CHECKPOINT_S:
+            if self._signals.number is not None or time.monotonic() - saved > CHECKPOINT_S:
                 self._save(training)
                 saved = time.monotonic()
                 self._check_stopped()
@@ -515,6 +507,10 @@ class _Distilling:
         self._talk.now(f"measuring speed for {SPEED_S:.0f} s{beams}")
         with self._stopping(budget.stop):
             return Measurement(found, measured_speed(pair, held[:HELD_OUT_BETWEEN], budget))
+
+
+def _go_on() -> None:
+    """Do nothing when a signal comes: the run ends at the next `_check_stopped`."""
 
 
 def _compute_dtype(engine: Engine) -> str:

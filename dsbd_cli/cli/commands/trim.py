@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,12 +22,13 @@ from dsbd_cli.cli.options.options import (
     SamplingOptions,
 )
 from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, run_settings
-from dsbd_cli.cli.run.files import read_prompts
+from dsbd_cli.cli.run.files import check_model_folder
 from dsbd_cli.cli.run.messages import say, set_style, warn
+from dsbd_cli.cli.run.prompts import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out, read_prompts, warn_left_out
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.errors import DsbdError, UsageError, is_utf8, option_name, plural, reading
+from dsbd_cli.errors import DsbdError, UsageError, option_name, plural, reading
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.jsonl import read_lines, read_object
 from dsbd_cli.io.lines.tables import is_table
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 TRIM = "Trimming"
 COUNTERS = ("steps", "target_calls", "draft_calls", "drafted", "accepted")
-HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
 
 
 @dataclass(frozen=True)
@@ -225,24 +225,6 @@ class _Trimming:
         for name, numbers in zip(("before", "after"), measured or (None, None), strict=True):
             record[name] = numbers if numbers is None else {**_sums(numbers), **_rates(numbers)}
         return record
-
-
-def check_model_folder(output: Path) -> None:
-    """Refuse a name that no --draft could give, and no library could read. Raises UsageError."""
-    if not is_utf8(str(output)):
-        raise UsageError(f"--output is {str(output)!r}, which is not UTF-8")
-
-
-def hold_out(prompts: Sequence[Request]) -> tuple[list[Request], list[Request]]:
-    """Split prompts into those to measure on, which are every eighth one, 64 at most, and all others."""
-    places = range(HELD_OUT_EVERY - 1, len(prompts), HELD_OUT_EVERY)[:HELD_OUT_MOST]
-    return [prompts[place] for place in places], [one for place, one in enumerate(prompts) if place not in places]
-
-
-def warn_left_out(failed: Sequence[str], kind: str = "prompt") -> None:
-    """Warn of prompts that cannot be answered. failed: for each its id and why."""
-    if failed:
-        warn(f"left out, because they cannot be answered: {plural(len(failed), kind)}, the first with {failed[0]}")
 
 
 def _sums(measured: Measure) -> dict[str, float]:
