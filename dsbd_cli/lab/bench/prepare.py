@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 from dsbd_cli.config.grammars import Grammar
@@ -48,7 +48,7 @@ class BenchSpec:
     sampling: SamplingConfig
     seed: int = 0
     data: str | None = None
-    notes: Sequence[str] = field(default_factory=tuple)
+    notes: Sequence[str] = ()
     dev_records: int = 0
     grammar: Grammar | None = None
     tolerance: float = DEFAULT_TOLERANCE
@@ -71,8 +71,7 @@ class Prompt:
 
     def sampling(self, run_sampling: SamplingConfig, changes: Mapping[str, object]) -> SamplingConfig:
         """Return the options of the record, or of the run where it has none. changes: fields that the method sets."""
-        record_sampling = run_sampling if self.record.request is None else self.record.request.sampling
-        return replace(record_sampling, **changes) if changes else record_sampling  # type: ignore[arg-type]
+        return replace(self.record.sampling(run_sampling), **changes)  # type: ignore[arg-type]
 
     def seed(self, run_seed: int) -> int:
         """Return the seed of the record's own request, else one derived from `run_seed` and the record's id."""
@@ -115,7 +114,7 @@ def prepare(
     for record in itertools.islice(dataset.records(), MAX_SKIPPED_PER_RECORD * count):
         if len(prompts) == count:
             break
-        record_sampling = sampling if record.request is None else record.request.sampling
+        record_sampling = record.sampling(sampling)
         source = _source(record, record_sampling)
         if source is not None:
             if _fits(record, source, codec):
