@@ -124,31 +124,12 @@ def run_settings(
     allow, grammar = allowed_answers(answers.allow)
     method = _with_drafter(method, pair, grammar)
     chosen = _variant_fields(method)
-    rule, width = RULES[str(chosen["rule"])], chosen.get("width")
-    wide = None if width is None or not WIDTHS[str(width)].dynamic else method.width
     target, draft = _model_names(pair, method, str(chosen["drafter"]))
     own = devices_of(devices.device)[1]
     if draft is None:
         _refuse("there is no draft", (f"{own} in --device {devices.device}", own))
     drafting = draft is not None or not runs_model(str(chosen["drafter"]))
-    if not drafting:
-        _refuse(
-            "there is no draft",
-            ("--drafts-per-layer", method.drafts_per_layer),
-            (f"{option_name('width')}={wide}", wide),
-        )
-    if not rule.samples:
-        _refuse(
-            "--decode search is deterministic beam search",
-            (f"--verify {method.verify}", method.verify),
-            ("--temperature", sampling.temperature or None),
-            ("--top-k", sampling.top_k),
-            ("--top-p", sampling.top_p),
-            (option_name("min_p"), sampling.min_p),
-            (option_name("warp_scope"), method.warp_scope),
-            (f"{option_name('width')}={wide}", wide),
-            ("--seed", sampling.seed),
-        )
+    _refuse_idle(method, sampling, chosen, drafting=drafting)
     if allow is not None and sampling.stop:
         raise UsageError(f"--stop {sampling.stop[0]!r} would cut answers, but --allow says where one ends: drop it")
     config = _method(method, chosen, drafting=drafting)
@@ -271,6 +252,32 @@ def _refuse(reason: str, *options: tuple[str, object]) -> None:
     if given := [name for name, value in options if value is not None]:
         drop = "drop it" if len(given) == 1 else "drop them"
         raise UsageError(f"{', '.join(given)} would do nothing, because {reason}: {drop}")
+
+
+def _refuse_idle(
+    method: MethodOptions, sampling: SamplingOptions, chosen: Mapping[str, object], *, drafting: bool
+) -> None:
+    """Raise UsageError for options that could not act without drafts, or under the rule of --decode search."""
+    width = chosen.get("width")
+    wide = None if width is None or not WIDTHS[str(width)].dynamic else method.width
+    if not drafting:
+        _refuse(
+            "there is no draft",
+            ("--drafts-per-layer", method.drafts_per_layer),
+            (f"{option_name('width')}={wide}", wide),
+        )
+    if not RULES[str(chosen["rule"])].samples:
+        _refuse(
+            "--decode search is deterministic beam search",
+            (f"--verify {method.verify}", method.verify),
+            ("--temperature", sampling.temperature or None),
+            ("--top-k", sampling.top_k),
+            ("--top-p", sampling.top_p),
+            (option_name("min_p"), sampling.min_p),
+            (option_name("warp_scope"), method.warp_scope),
+            (f"{option_name('width')}={wide}", wide),
+            ("--seed", sampling.seed),
+        )
 
 
 def _variant_fields(given: MethodOptions) -> dict[str, object]:
