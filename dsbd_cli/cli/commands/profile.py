@@ -182,7 +182,7 @@ def _measure(
         warn_left_out(failed)
         requests = tuple(kept)
     from dsbd_cli.lab.profiling.budget import Budget
-    from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
+    from dsbd_cli.lab.profiling.profile import take_profile
     from dsbd_cli.lab.profiling.runs import ProfiledPair
 
     shown = False
@@ -194,17 +194,8 @@ def _measure(
 
     budget = Budget(wanted.seconds or SECONDS, talk.step, found=announce)
     signals.on_stop = budget.stop
-    found = take_profile(
-        ProfileSpec(
-            bench=ProfiledPair(engine, requests, settings.batch_size or len(requests), budget),
-            method=settings.method,
-            repeats=wanted.repeats or REPEATS,
-            command=command,
-            resident_before=before,
-            render=render,
-            show=wanted.show,
-        )
-    )
+    bench = ProfiledPair(engine, requests, settings.batch_size or len(requests), budget)
+    found = take_profile(bench, settings.method, wanted.repeats or REPEATS, command, before, render, wanted.show)
     return shown, found
 
 
