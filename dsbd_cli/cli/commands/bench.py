@@ -29,7 +29,7 @@ from dsbd_cli.cli.options.options import (
     PairOptions,
     SamplingOptions,
 )
-from dsbd_cli.cli.options.settings import has_draft, run_settings
+from dsbd_cli.cli.options.settings import has_draft, refuse_idle, run_settings
 from dsbd_cli.cli.run.files import check_files_under, check_report_files
 from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
@@ -80,9 +80,9 @@ def bench(
     planned = _plan(sweep, draft_wanted, tuned=dev_records > 0)
     chosen = _check_choice(choice, planned, dev_records, shots)
     sampling = _sampling(drawing, planned)
-    settings = run_settings(pair, MethodOptions(), sampling, devices, answers=answers)
-    if pair.draft is not None and draft_wanted and not any(one.drafts for one in planned.settings):
-        raise UsageError(f"--draft {pair.draft} would do nothing, because no method of --methods drafts: drop it")
+    settings = run_settings(pair, MethodOptions(), sampling, devices, allow=answers.allow)
+    if draft_wanted and not any(one.drafts for one in planned.settings):
+        refuse_idle("no method of --methods drafts", (f"--draft {pair.draft}", pair.draft))
     if settings.batch_size is None:
         raise UsageError("--batch-size auto would compare methods at different sizes: give a number")
     check_report_files(
@@ -192,11 +192,9 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
 
     Raises UsageError for sampling options if no method samples, and for temperature 0 if some method does not take it.
     """
-    drawn = ("temperature", "top_k", "top_p", "min_p", "seed")
-    idle = [name for name in drawn if getattr(drawing, name) is not None]
-    if idle and not any(one.config.samples for one in planned.settings):
-        names = ", ".join(option_name(name) for name in idle)
-        raise UsageError(f"{names} would do nothing, because no method of --methods samples: drop it")
+    if not any(one.config.samples for one in planned.settings):
+        drawn = ("temperature", "top_k", "top_p", "min_p", "seed")
+        refuse_idle("no method of --methods samples", *((option_name(one), getattr(drawing, one)) for one in drawn))
     cannot_be_greedy = [one.name for one in planned.settings if not one.config.takes_greedy]
     if drawing.temperature == 0 and cannot_be_greedy:
         raise UsageError(

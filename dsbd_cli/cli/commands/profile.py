@@ -104,7 +104,7 @@ def profile(
     The most useful measurements come first, within --seconds. Ctrl-C prints what is measured by then.
     """
     set_style(quiet=wanted.quiet)
-    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, answers=answers)
+    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, allow=answers.allow)
     if settings.allow is not None:
         raise UsageError(f"--allow {settings.allow} is not profiled, because a profile cuts answers short: drop it")
     if settings.method.adaptive_depth:
@@ -268,8 +268,8 @@ def _settings_of(options: Mapping[str, object]) -> RunSettings:
     def group(kind: type[T]) -> T:
         return kind(**{item.name: options.get(item.name) for item in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
-    method, sampling = group(MethodOptions), group(SamplingOptions)
-    return run_settings(group(PairOptions), method, sampling, group(DeviceOptions), answers=group(AnswerOptions))
+    method, sampling, allow = group(MethodOptions), group(SamplingOptions), group(AnswerOptions).allow
+    return run_settings(group(PairOptions), method, sampling, group(DeviceOptions), allow=allow)
 
 
 def _write(found: Profile, wanted: ProfileOptions) -> None:
