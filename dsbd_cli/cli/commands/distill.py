@@ -138,7 +138,8 @@ def distill(target: TargetOptions, options: DistillOptions, decoding: DecodeOpti
     if rate is not None and not 0 < rate < 1:
         raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
     place, draft_device = devices_of(loading.device)
-    devices = DeviceOptions(**vars(loading) | {"device": place, "quantize": options.quantize})
+    own = {"device": place, "quantize": options.quantize, "threads": options.threads}
+    devices = DeviceOptions(**vars(loading) | own)
     settings = _run_settings(target, options, decoding, devices)
     with StopSignals() as signals, talking() as talk:
         _Distilling(options, settings, draft_device, options.input, options.output, signals, talk).run()
@@ -195,7 +196,9 @@ class _Distilling:
         # the file stays locked to the end, so that no second run trains in this folder
         with open_answers(self._folder / ANSWERS) as (done, writer):
             try:
-                engine = self._load()
+                self._talk.now("loading the target")
+                engine = self._settings.load()
+                self._check_stopped()
             except DsbdError:
                 if not done:
                     self._forget()
@@ -290,12 +293,6 @@ class _Distilling:
         if self._made_folder:
             with suppress(OSError):
                 self._folder.rmdir()
-
-    def _load(self) -> Engine:
-        self._talk.now("loading the target")
-        engine = replace(self._settings, threads=self._options.threads).load()
-        self._check_stopped()
-        return engine
 
     # The target's answers
 
