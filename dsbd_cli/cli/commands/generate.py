@@ -110,7 +110,7 @@ def generate(
     begin_talk(talk)
     strict = files.input_format == "strict"
     settings = run_settings(
-        pair, method, sampling, devices, failing, strict=strict, chat=bool(files.chat), answers=answers
+        pair, method, sampling, devices, failing, strict=strict, chat=bool(files.chat), allow=answers.allow
     )
     groups = (files, failing, pair, method, sampling, answers, devices, scale, talk)
     if job.print_config:
@@ -218,7 +218,7 @@ class _GenerateRun:
             self._answer(flow, outputs, summary)
             if self._shard is not None:
                 reader.check()
-                outputs.complete(flow.rows_read, flow.input_digest)
+                outputs.complete(flow.input_end)
         return rows_exit_code(self.reporter.totals)
 
     def _flow(self, reader: LineReader, outputs: Outputs) -> RowFlow:

@@ -11,7 +11,7 @@ from dsbd_cli.cli.run.progress import Reporter
 from dsbd_cli.cli.run.shard import Shard
 from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError
 from dsbd_cli.io.lines.jsonl import LineWriter, NumberedLine
-from dsbd_cli.io.lines.resume import DoneRows
+from dsbd_cli.io.lines.resume import DoneRows, InputEnd
 from dsbd_cli.io.records.native_record import step_records
 from dsbd_cli.io.records.record_parts import row_error
 from dsbd_cli.io.records.row import LongLine, Row, held_bytes
@@ -41,15 +41,6 @@ def check_errors(failed: int, most: int | None, details: str) -> None:
     if most is not None and failed >= most:
         rows = "a row has" if most == 1 else f"{most} rows have"
         raise TooManyErrorsError(f"{rows} failed{details}")
-
-
-def _cut_error(result: RequestResult) -> InvalidRowError:
-    """Return the error of a row whose text must match its grammar and was cut before it did."""
-    limit = result.request.sampling.max_new_tokens
-    return InvalidRowError(
-        f"max_new_tokens is {limit}, which cut the text before it matched its grammar: raise it, or bound what the "
-        "grammar leaves open"
-    )
 
 
 class RowFlow:
@@ -85,17 +76,9 @@ class RowFlow:
         self._digest = hashlib.blake2b(digest_size=16)
 
     @property
-    def input_digest(self) -> str:
-        """Hex digest of all lines so far, if a part is answered.
-
-        Parts whose inputs differ anywhere do not belong together.
-        """
-        return self._digest.hexdigest()
-
-    @property
-    def rows_read(self) -> int:
-        """Number of rows of the input so far, those of other parts too."""
-        return self._index
+    def input_end(self) -> InputEnd:
+        """Rows of the input so far, those of other parts too. Only the digest of a part is taken."""
+        return InputEnd(self._index, self._digest.hexdigest())
 
     def needs_engine(self, record: MakeRecord) -> bool:
         """Skip the rows that are done, and write those that cannot be read, up to the first row that needs an engine.
@@ -190,7 +173,12 @@ class RowFlow:
     def _write(self, position: int, row: Row, result: RequestResult | None) -> None:
         """Write a row's steps, and then its record, because a record says that all of its row is written."""
         if self._require_valid and result is not None and result.error is None and result.invalid:
-            result = replace(result, error=_cut_error(result))
+            limit = result.request.sampling.max_new_tokens
+            cut = InvalidRowError(
+                f"max_new_tokens is {limit}, which cut the text before it matched its grammar: raise it, or bound what "
+                "the grammar leaves open"
+            )
+            result = replace(result, error=cut)
         error = row_error(row, result)
         self._writers = self._writers or self._begin()
         writer, steps = self._writers

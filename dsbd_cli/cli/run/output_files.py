@@ -82,41 +82,38 @@ class Outputs:
         return self._writers
 
     def _make_writers(self) -> tuple[LineWriter, LineWriter | None]:
-        output, steps = self._files.output, self._files.stats
+        output, steps, form = self._files.output, self._files.stats, output_format(self._files)
         if self._output is not None and output is not None:
             if self._files.existing == "overwrite":
                 self._output.truncate(0)
-            if self._output.tell() == 0 and output_format(self._files).resumable:
+            if self._output.tell() == 0 and form.resumable:
                 write_settings(output, self._settings, self.created)
             elif self._output.tell() == 0:
                 settings_file(output).unlink(missing_ok=True)
         if self._steps is not None and self._files.existing == "overwrite":
             self._steps.truncate(0)
         self._new_files = []
-        form = output_format(self._files)
         if form.parquet:
-            return self._table_writer(form.columns), None if steps is None else self._writer(steps, self._steps)
-        records = self._writer(output, self._output)
-        if form.columns:
-            records.write(",".join(form.columns).encode())
+            from dsbd_cli.io.lines.parquet_writer import TableWriter
+
+            assert self._output is not None, "a Parquet file is an ordinary one"
+            records: LineWriter = TableWriter(self._output, str(output), form.columns)
+            self._stack.enter_context(records)
+        else:
+            records = self._writer(output, self._output)
+            if form.columns:
+                records.write(",".join(form.columns).encode())
         return records, None if steps is None else self._writer(steps, self._steps)
-
-    def _table_writer(self, columns: tuple[str, ...]) -> LineWriter:
-        from dsbd_cli.io.lines.parquet_writer import TableWriter
-
-        assert self._output is not None
-        assert self._files.output is not None
-        return self._stack.enter_context(TableWriter(self._output, str(self._files.output), columns))
 
     def finish(self) -> None:
         """Close the output, if it was begun, so that what is reported afterwards is true. Raises OutputError."""
         if self._writers is not None:
             self._writers[0].close()
 
-    def complete(self, rows: int, digest: str) -> None:
-        """Note in the settings file that all rows of a part are written. rows, digest: of the whole input."""
+    def complete(self, end: InputEnd) -> None:
+        """Note in the settings file that all rows of a part are written."""
         assert self._files.output is not None
-        write_settings(self._files.output, self._settings, self.created, InputEnd(rows, digest))
+        write_settings(self._files.output, self._settings, self.created, end)
 
     def _claim(self, path: Path | None) -> io.FileIO | None:
         """Open and lock a file. Return None for standard output, and for devices and pipes, which are opened

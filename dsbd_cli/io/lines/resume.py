@@ -33,7 +33,8 @@ Settings = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class InputEnd:
-    """Facts about an input that was read to its end: the number of its rows, and a digest of them."""
+    """Facts about an input that was read to its end: the number of its rows, and a digest of all its lines. Parts whose
+    inputs differ anywhere do not belong together."""
 
     rows: int
     digest: str

@@ -126,10 +126,6 @@ def _last_number(text: str) -> str | None:
     return None if found is None else normalised(found.replace("−", "-"))
 
 
-def _same_json(reference: str, text: str) -> bool:
-    return _canonical(text) == _canonical(reference)
-
-
 def _canonical(text: str) -> bytes | None:
     """Return the JSON value in a text, or in its last block between ``` fences, in one normal form, or None."""
     try:
@@ -203,6 +199,6 @@ _PLAIN = {
     "contains": _plain("contains", lambda gold, text: _folded(gold) in _folded(text), _not_blank),
     "number": _plain("number", lambda gold, text: _last_number(gold) == _last_number(text), _numeric),
     "f1": _plain("F1", f1),
-    "json": _plain("JSON", _same_json, _json),
+    "json": _plain("JSON", lambda gold, text: _canonical(text) == _canonical(gold), _json),
 }
 _DETAILED = {"regex": _by_regex, "exec": _by_execution}
