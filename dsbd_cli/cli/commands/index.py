@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from dsbd_cli.cli.options.declare import ExistingOption, OutputOption, QuietOption
+from dsbd_cli.cli.options.declare import Existing, Output, Quiet
 from dsbd_cli.cli.run.files import check_no_input, check_replaced
 from dsbd_cli.cli.run.messages import say, set_style
 from dsbd_cli.cli.run.signals import StopSignals
@@ -30,11 +30,11 @@ Trust = Annotated[
 
 def index(
     corpus: Corpus,
-    output: OutputOption,
+    output: Output,
     target: Target = BUILTIN_TARGET,
     field: Field = "text",
-    existing: ExistingOption = "error",
-    quiet: QuietOption = False,
+    existing: Existing = "error",
+    quiet: Quiet = False,
     trust_remote_code: Trust = None,
 ) -> None:
     """Index texts for dsbd generate --drafter retrieval:FILE: tokens of the target, and their suffix array.

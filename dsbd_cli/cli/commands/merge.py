@@ -9,7 +9,7 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from dsbd_cli.cli.options.declare import ExistingOption, OutputOption, QuietOption
+from dsbd_cli.cli.options.declare import Existing, Output, Quiet
 from dsbd_cli.cli.options.settings import TYPED
 from dsbd_cli.cli.run.files import NO_KEY, SETTINGS, check_no_input, check_replaced
 from dsbd_cli.cli.run.messages import say, set_style, warn
@@ -36,11 +36,7 @@ Partial = Annotated[
 
 
 def merge(
-    parts: Parts,
-    output: OutputOption,
-    existing: ExistingOption = "error",
-    partial: Partial = False,
-    quiet: QuietOption = False,
+    parts: Parts, output: Output, existing: Existing = "error", partial: Partial = False, quiet: Quiet = False
 ) -> None:
     """Put the parts of dsbd generate --shard together: the records of all rows, in the order of the input.
 

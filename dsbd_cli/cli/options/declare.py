@@ -20,12 +20,12 @@ T = TypeVar("T")
 METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}  # for options that name no metavar
 
 # options of commands that take nothing from a job file or the environment
-OutputOption = Annotated[Path, typer.Option("--output", "-o", help="file to write", metavar="FILE", show_default=False)]
-ExistingOption = Annotated[
+Output = Annotated[Path, typer.Option("--output", "-o", help="file to write", metavar="FILE", show_default=False)]
+Existing = Annotated[
     Literal["error", "overwrite"],
     typer.Option("--existing", help="where the file exists: error or overwrite", metavar="WHAT"),
 ]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on standard error but errors", metavar="")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on standard error but errors", metavar="")]
 
 
 def option(
