@@ -257,7 +257,8 @@ class _PickRun:
                 self._chooser = self._load_reward_model(stack)
             writer, _ = outputs.begin()
             self._signals.on_stop = self._stop
-            for row in self._rows(reader):
+            of_lines = self._files.input_format == "lines" and self._files.candidates
+            for row in self._groups(reader, of_lines) if of_lines else self._records(reader):
                 if self._signals.number is not None:
                     break
                 if row is None:
@@ -298,20 +299,27 @@ class _PickRun:
             PromptsById(stream, str(path), lines_reader(path)),
         )
 
-    def _rows(self, reader: LineReader) -> Iterator[CandidateRow | None]:
-        index, group, first = 0, list[bytes](), 0
-        count = self._files.candidates if self._files.input_format == "lines" else None
+    def _records(self, reader: LineReader) -> Iterator[CandidateRow | None]:
+        """Yield a row for each record, and None where no line is ready."""
+        index = 0
         for item in reader:
             if item is None:
                 yield None
                 continue
             number, line = item
-            if count is None:
-                if number == 1 and line == ",".join(BEAM_COLUMNS).encode():
-                    raise UsageError(f"{NO_RECORDS}, not lines of --output-format csv")
-                yield record_row(line, index=index, number=number)
-                index += 1
+            if number == 1 and line == ",".join(BEAM_COLUMNS).encode():
+                raise UsageError(f"{NO_RECORDS}, not lines of --output-format csv")
+            yield record_row(line, index=index, number=number)
+            index += 1
+
+    def _groups(self, reader: LineReader, count: int) -> Iterator[CandidateRow | None]:
+        """Yield a row for every `count` lines, and None where no line is ready."""
+        index, group, first = 0, list[bytes](), 0
+        for item in reader:
+            if item is None:
+                yield None
                 continue
+            number, line = item
             first = first if group else number
             group.append(held_bytes(line))
             if len(group) == count:
@@ -331,8 +339,7 @@ class _PickRun:
             try:
                 if self._chooser is not None:
                     choice = self._chooser.choose(row)
-                elif len(row.candidates) != self._files.candidates:
-                    count = len(row.candidates)
+                elif (count := len(row.candidates)) != self._files.candidates:
                     raise InvalidRowError(f"the row has {count} candidates, not {self._files.candidates}")
             except RowError as failed:
                 error = type(failed)(f"line {row.number}: {failed}")
