@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -10,7 +9,7 @@ from dsbd_cli.cli.options.declare import option
 from dsbd_cli.cli.options.options import DeviceOptions
 from dsbd_cli.config.spelling import parse_settings
 from dsbd_cli.config.variant import Setting, spelling
-from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.errors import UsageError, require_package, shorten
 
 if TYPE_CHECKING:
     from dsbd_cli.scale.workers import PoolConfig
@@ -80,8 +79,7 @@ def pool_config(scale: ScaleOptions, devices: DeviceOptions) -> PoolConfig | Non
         raise UsageError(
             "--batch-size auto cannot be used with --workers, which fill batches of a known size: give one"
         )
-    if importlib.util.find_spec("ray") is None:
-        raise UsageError("--workers needs Ray, which is not installed: pip install 'dsbd[ray]'")
+    require_package("--workers", "ray", "ray")
     address = given.get(RAY.field)
     if address is not None and str(address).startswith("ray://"):
         raise UsageError(

@@ -6,11 +6,10 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from dsbd_cli.errors import InvalidRowError, UsageError, one_line, plural, reading, shorten
+from dsbd_cli.errors import InvalidRowError, UsageError, one_line, plural, reading, require_package, shorten
 from dsbd_cli.io.lines.compression import ending, open_input
 from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, BOM, HEAD_BYTES, NumberedLine, ReadLines, read_lines
 from dsbd_cli.io.records.cells import FIELDS, check_columns, row_line
@@ -43,18 +42,12 @@ def check_table(path: Path) -> None:
     if ending(path) == PARQUET:
         if path.suffix.lower() != PARQUET:
             raise UsageError(f"{path}: a Parquet file is compressed inside: unpack it, and name it .parquet")
-        require_parquet(str(path))
+        require_package(str(path), "pyarrow", "parquet")
         if not path.is_file():
             raise UsageError(f"{path} is no ordinary file: Parquet is not read from a pipe")
     if path.is_file():
         with reading(str(path)), open_input(path) as stream:
             next(lines_reader(path)(stream), None)
-
-
-def require_parquet(wanted_by: str) -> None:
-    """Raise UsageError if pyarrow is not installed."""
-    if find_spec("pyarrow") is None:
-        raise UsageError(f"{wanted_by} needs pyarrow: pip install 'dsbd[parquet]'")
 
 
 def count_table_rows(path: Path) -> int | None:

@@ -31,7 +31,7 @@ def paired_dataset(name: str, path: Path, files_under: Path | None, rows: RowRea
 
 def _translation() -> Metrics:
     """Return chrF and BLEU of a sentence, by sacrebleu, from 0 to 1."""
-    metrics = score_library("sacrebleu").metrics
+    metrics = score_library("sacrebleu.metrics")
     found = {"chrF": metrics.CHRF(), "BLEU": metrics.BLEU(effective_order=True)}
 
     def score(record: TaskRecord, text: str) -> Mapping[str, float]:

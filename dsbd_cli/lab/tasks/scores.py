@@ -13,7 +13,7 @@ from types import ModuleType
 
 import orjson
 
-from dsbd_cli.errors import InvalidRowError, UsageError, shorten
+from dsbd_cli.errors import InvalidRowError, UsageError, require_package, shorten
 from dsbd_cli.io.records.cells import whole
 from dsbd_cli.lab.tasks.dataset import EXECUTION, Execute, Score, execution_scorer
 from dsbd_cli.lab.tasks.qa import f1
@@ -70,11 +70,8 @@ def read_score(text: str) -> AnswerScore:
 @cache
 def score_library(name: str) -> ModuleType:
     """Import a library of the extra `scores`. Raises UsageError where it is not installed."""
-    try:
-        import_module(name.partition(".")[0] + (".metrics" if name == "sacrebleu" else ""))
-        return import_module(name)
-    except ImportError as error:
-        raise UsageError(f"scores by {name} need the extra scores ({error}): pip install 'dsbd[scores]'") from None
+    require_package("this score", name.partition(".")[0], "scores")
+    return import_module(name)
 
 
 def _text(value: object) -> str:
@@ -145,7 +142,7 @@ def _same_numbers(value: object) -> object:
 
 
 def _chrf() -> AnswerScore:
-    chrf = score_library("sacrebleu").metrics.CHRF()
+    chrf = score_library("sacrebleu.metrics").CHRF()
     return _plain("chrF", lambda gold, text: as_share(chrf.sentence_score(text, [gold]).score))
 
 
