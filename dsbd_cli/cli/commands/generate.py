@@ -129,7 +129,6 @@ def generate(
         arguments,
         ordered=scale.order != "done",
         demonstrates=pair.target is None,
-        require_valid=bool(failing.require_valid),
     )
     if code := run.answer():
         raise typer.Exit(code)
@@ -149,11 +148,9 @@ class _GenerateRun:
         *,
         ordered: bool,
         demonstrates: bool,
-        require_valid: bool,
     ) -> None:
-        """demonstrates: no model was named, so a line says that the built-in pair answers. require_valid: a row fails
-        if its best text does not match its grammar."""
-        self._demonstrates, self._require_valid = demonstrates, require_valid
+        """demonstrates: no model was named, so a line says that the built-in pair answers."""
+        self._demonstrates = demonstrates
         self._has_plain_prompt = False  # whether a row with a plain prompt was read
         self._has_template = False  # whether the target is loaded and has a chat template
         self._files, self._settings, self._arguments = files, settings, arguments
@@ -179,7 +176,7 @@ class _GenerateRun:
             output_format=files.output_format or "native",
             allow=None if settings.allow is None else file_hash("--allow", settings.allow),
             grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
-            require_valid=require_valid,
+            require_valid=settings.require_valid,
             files_under=None if files.files_under is None else str(files.files_under.resolve()),
             dsbd=__version__,
             **(_digests(settings) if pinned else {}),
@@ -234,7 +231,7 @@ class _GenerateRun:
             begin=outputs.begin,
             ordered=self._ordered,
             shard=self._shard,
-            require_valid=self._require_valid,
+            require_valid=self._settings.require_valid,
         )
 
     def _reporting_plain(self, read: ReadRow) -> ReadRow:

@@ -50,8 +50,9 @@ TYPED = {
 class RunSettings:
     """Settings of a run.
 
-    `draft` is None if no draft model runs, `batch_size` if memory decides. allow: a list of answers; a grammar is in
-    `rows`. threads, cuda_graphs, kernels: see loading.load.
+    `draft` is None if no draft model runs, `batch_size` if memory decides. require_valid: a row fails if its best text
+    does not match its grammar. allow: a list of answers; a grammar is in `rows`. threads, cuda_graphs, kernels: see
+    loading.load.
     """
 
     target: ModelSpec
@@ -61,6 +62,7 @@ class RunSettings:
     batch_size: int | None
     on_too_long: OnTooLong
     max_errors: int | None
+    require_valid: bool
     allow: Path | None
     threads: int | None
     cuda_graphs: bool | None
@@ -160,6 +162,7 @@ def run_settings(
         batch_size=batch_size,
         on_too_long=failing.on_too_long or "error",
         max_errors=failing.max_errors,
+        require_valid=bool(failing.require_valid),
         allow=answers,
         threads=devices.threads,
         cuda_graphs=devices.cuda_graphs,

@@ -17,15 +17,15 @@ from dsbd_cli.cli.options.options import STANDARD, FileOptions
 from dsbd_cli.cli.run.messages import quote_command
 from dsbd_cli.config.variant import Format
 from dsbd_cli.config.variants import FORMATS
-from dsbd_cli.errors import UsageError, is_utf8, reading, shorten
+from dsbd_cli.errors import UsageError, is_utf8, reading, require_package, shorten
 from dsbd_cli.io.lines.compression import COMPRESSED, check_whole, open_input
 from dsbd_cli.io.lines.jsonl import BOM, HEAD_BYTES, check_new, read_lines
 from dsbd_cli.io.lines.resume import check_replaceable, settings_file
-from dsbd_cli.io.lines.tables import check_table, count_table_rows, is_table, require_parquet
+from dsbd_cli.io.lines.tables import check_table, count_table_rows, is_table
 from dsbd_cli.io.records.parse import ARRAY_HINT
 
 MAX_COUNTED_BYTES = 256 << 20
-SETTINGS = "the settings file of --output"
+SETTINGS_FILE = "the settings file of --output"
 NO_KEY = ", whose lines do not say what was asked: native and openai lines have a key that does"
 
 
@@ -81,7 +81,7 @@ def how_to_resume(files: FileOptions, arguments: Sequence[str], formats: str) ->
     return f"what is written is complete; go on{again} with: {command}"
 
 
-def check_files(files: FileOptions, read: Iterable[str | Path | None] = ()) -> None:
+def check_files(files: FileOptions, read: Iterable[str | Path | None]) -> None:
     """Refuse names and switches that cannot work together. read: what the run reads beside --input, files or not.
     Raises UsageError."""
     output_format(files).load()
@@ -113,8 +113,8 @@ def check_files(files: FileOptions, read: Iterable[str | Path | None] = ()) -> N
         check_new(path, option=option, overwrite=files.existing not in (None, "error"), instead=instead)
     if why_not is None and files.output is not None:
         settings = settings_file(files.output)
-        check_no_input(SETTINGS, settings, inputs)
-        named.append((SETTINGS, settings))
+        check_no_input(SETTINGS_FILE, settings, inputs)
+        named.append((SETTINGS_FILE, settings))
         if not resumes(files):  # a resumed run may only append
             check_replaceable(files.output)
             check_replaceable(settings)
@@ -130,7 +130,7 @@ def _check_parquet(files: FileOptions) -> None:
         raise UsageError(f"{given} needs an ordinary file, which a pipe is not: name it with --output")
     if files.output.suffix in COMPRESSED:
         raise UsageError(f"{given} is compressed inside: name --output without {files.output.suffix}")
-    require_parquet(given)
+    require_package(given, "pyarrow", "parquet")
 
 
 def _check_apart(named: Sequence[tuple[str, Path]]) -> None:
