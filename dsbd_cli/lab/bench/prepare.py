@@ -140,13 +140,12 @@ def prepare(
             "the prompts, lower --max-new-tokens or the lines' own max_new_tokens, or use other models"
         )
     notes = list(dataset.notes)
-    if too_long:
-        notes.append(
-            f"{dataset.name}: left out, because prompt and new tokens do not fit the models: "
-            f"{plural(too_long, 'record')}"
-        )
-    if too_long_sources:
-        notes.append(f"{dataset.name}: left out, because their audio is too long: {plural(too_long_sources, 'record')}")
+    for left_out, why in (
+        (too_long, "prompt and new tokens do not fit the models"),
+        (too_long_sources, "their audio is too long"),
+    ):
+        if left_out:
+            notes.append(f"{dataset.name}: left out, because {why}: {plural(left_out, 'record')}")
     if len(prompts) < count and too_long + too_long_sources == 0:
         notes.append(
             f"{dataset.name}: the data holds {plural(len(prompts), 'record')}, fewer than the {count} asked for"
