@@ -16,7 +16,7 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import DsbdError, ModelNotFoundError, denial, plural
-from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, installed, versions
+from dsbd_cli.lab.metrics.environment import cpu_name, installed, own_commit, versions
 from dsbd_cli.lab.reports.units import bytes_text, figure, seconds_text
 from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.models.checkpoints.catalog import fit, local_folder
@@ -121,7 +121,7 @@ def _broken(name: str, error: Exception) -> Check:
 
 def _versions() -> tuple[State, str, Facts]:
     found = versions() | {name: installed(name) for name in OPTIONAL}
-    commit = commit_of()
+    commit = own_commit()
     shown = [f"{name} {version}" for name, version in found.items() if version is not None]
     shown[0] += f" ({commit})" if commit else ""
     return "ok", ", ".join(shown), {"versions": found, "commit": commit}
