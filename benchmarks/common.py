@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, versions
+from dsbd_cli.lab.metrics.environment import cpu_name, own_commit, versions
 from dsbd_cli.lab.reports.bench_markdown import aligned_table
 from dsbd_cli.requests import Request, RequestResult
 
@@ -44,7 +44,7 @@ def environment() -> dict[str, Any]:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return {
         "command": " ".join(["python -m", sys.argv[0] if spec is None else spec.name, *sys.argv[1:]]),
-        "commit": commit_of(),
+        "commit": own_commit(),
         "device": device_name(),
         **versions(),
     }

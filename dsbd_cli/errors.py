@@ -20,6 +20,7 @@ Every message is one line, names the offending value and says what to do.
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import reprlib
 from collections.abc import Iterator, Mapping
@@ -174,6 +175,12 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def require_package(wanted_by: str, package: str, extra: str) -> None:
+    """Raise UsageError where a package that comes with an extra of this one is missing. wanted_by: what needs it."""
+    if importlib.util.find_spec(package) is None:
+        raise UsageError(f"{wanted_by} needs {package}: pip install 'dsbd[{extra}]'")
 
 
 def denial(error: BaseException) -> str | None:

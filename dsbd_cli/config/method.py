@@ -150,7 +150,8 @@ class MethodConfig:
     def _resolve(self) -> None:
         """Set the defaults that follow from other settings."""
         given = {name: getattr(self, name) for name in DERIVED}
-        width, adaptive, depth = given["width"], given["adaptive_depth"], given["depth"]
+        asking = [name for name, value in given.items() if value and value != "fixed"]
+        depth, adaptive, width, drafts = given.values()
         if width is None:
             first = DRAFTERS.get(self.drafter_names[0])
             # a width can only be estimated from a pool distribution
@@ -159,19 +160,15 @@ class MethodConfig:
         if adaptive is None:
             same_text = RULES[self.rule].exactness == "same-text"
             adaptive = depth is None and same_text and not WIDTHS[width].dynamic and not self.memory_saving
-        resolved = {"width": width, "adaptive_depth": adaptive}
-        drafts = given["drafts_per_layer"]
         if drafts is None:
             drafts = max(DEFAULT_DRAFTS, self.num_beams + min(self.num_beams, SPARE_DRAFTS))
-        resolved["drafts_per_layer"] = drafts
-        most = max(1, MOST_DRAFTED // max(1, drafts))
-        usual = MAX_AUTO_DEPTH if adaptive else DEFAULT_DEPTH
-        usual = MAX_CERTAIN_DEPTH if self.drafter == GRAMMAR else usual
-        resolved["depth"] = min(usual, most) if depth is None else depth
-        asking = [name for name, value in given.items() if value and value != "fixed"]
-        resolved["_asks_for_draft"] = asking[0] if asking else None
-        for name, value in resolved.items():
+        if depth is None:
+            usual = MAX_AUTO_DEPTH if adaptive else DEFAULT_DEPTH
+            usual = MAX_CERTAIN_DEPTH if self.drafter == GRAMMAR else usual
+            depth = min(usual, max(1, MOST_DRAFTED // max(1, drafts)))
+        for name, value in zip(DERIVED, (depth, adaptive, width, drafts), strict=True):
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "_asks_for_draft", asking[0] if asking else None)
 
     def _check_variants(self) -> None:
         """Check that rule, width and drafter fit each other, and that every setting has an allowed value. Raises

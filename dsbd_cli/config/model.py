@@ -54,15 +54,10 @@ class ModelSpec:
     adapters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        expected = "1 or more, and 1 of a draft"
-        require(
-            self.tensor_parallel == 1 or (self.tensor_parallel > 1 and self.role == "target"),
-            "tensor_parallel",
-            self.tensor_parallel,
-            expected,
-        )
+        processes, expected = self.tensor_parallel, "1 or more, and 1 of a draft"
+        several = self.role == "target" and processes > 1
+        require(processes == 1 or several, "tensor_parallel", processes, expected)
         require(self.quantize in (None, *QUANTIZE), "quantize", self.quantize, f"one of {', '.join(QUANTIZE)}")
-        require(self.numerics in NUMERICS, "numerics", self.numerics, f"one of {', '.join(NUMERICS)}")
         check_types(self)
         require(self.dtype in DTYPES, f"{self.role} dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         if self.device_map is not None and self.device != "auto":

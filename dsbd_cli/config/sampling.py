@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,18 +62,9 @@ class SamplingConfig:
         listed = isinstance(self.stop, tuple) and all(isinstance(one, str) and one for one in self.stop)
         require(listed, "stop", stop, "a non-empty string or a list of them")
         check_types(self)
-        require(
-            0 <= self.temperature < math.inf,
-            "temperature",
-            self.temperature,
-            "a finite number, 0 or more",
-        )
-        require(
-            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
-            "temperature",
-            self.temperature,
-            f"0, or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:.0f}",
-        )
+        temperature, expected = self.temperature, f"0, or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:.0f}"
+        fits = temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE
+        require(fits, "temperature", temperature, expected)
         require(self.top_k >= 0, "top_k", self.top_k, "0 (keep all) or more")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")

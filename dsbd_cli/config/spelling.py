@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from dsbd_cli.config.checking import require
-from dsbd_cli.config.variant import Setting, Value, Variant, spelling
+from dsbd_cli.config.variant import Setting, Value, Variant, spelled, spelling
 from dsbd_cli.config.variants import DRAFTERS, FUSION, RULES, WIDTHS, check_drafter_name, drafting_variants
 from dsbd_cli.errors import KINDS, UsageError, option_name, shorten
 
@@ -40,7 +40,7 @@ def parse_drafter(text: str, option: str = "--drafter", *, complete: bool = True
         known, usage = drafters[place].settings, drafters[place].usage
         if place == 1:  # settings of the two together are spelled with the second
             known += drafters[2].settings
-            usage = f"{drafters[0].name}+{Variant(name=drafters[1].name, text='', settings=known).usage}"
+            usage = f"{drafters[0].name}+{spelled(drafters[1].name, known)}"
         found |= _settings(f"{option} {text}", usage, known, part.partition(":")[2], complete)
     return name, found
 

@@ -117,20 +117,22 @@ class Variant:
     @property
     def usage(self) -> str:
         """Spelling of the variant, as in `fuzzy:THRESHOLD[,divergence=...]`."""
-        return self._spelled(spelling(self.settings))
+        return spelled(self.name, self.settings)
 
     @property
     def help(self) -> str:
         """Line of help: how the variant is spelled, what it is, and what its settings are for."""
         # a narrow terminal cuts a long word off; the names of the settings follow anyway
-        many = len(self.settings) > 2
-        head = self._spelled(f"{spelling(self.settings[:1])}[,NAME=...]") if many else self.usage
+        head = spelled(self.name, self.settings, short=len(self.settings) > 2)
         return f"{head}  {self.text}" + "".join(f"; {one.name}: {one.help}" for one in self.settings)
 
-    def _spelled(self, settings: str) -> str:
-        if not self.settings:
-            return self.name
-        return f"{self.name}:{settings}" if self.settings[0].required else f"{self.name}[:{settings}]"
+
+def spelled(name: str, settings: Sequence[Setting[object]], *, short: bool = False) -> str:
+    """Return how a variant with these settings is spelled. short: only the first setting is named."""
+    if not settings:
+        return name
+    given = f"{spelling(settings[:1])}[,NAME=...]" if short else spelling(settings)
+    return f"{name}:{given}" if settings[0].required else f"{name}[:{given}]"
 
 
 def spelling(settings: Sequence[Setting[object]]) -> str:

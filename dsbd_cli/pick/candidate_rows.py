@@ -49,7 +49,9 @@ def record_row(line: bytes | LongLine, *, index: int, number: int) -> CandidateR
         record = parse_object(line)
         named = record.get("custom_id", record.get("id"))
         row_id = named if isinstance(named, str) and named else row_id
-        _check_failed(record)
+        if (failed := record.get("error")) is not None:
+            message = failed.get("message") if isinstance(failed, dict) else failed
+            raise InvalidRowError(f"the row had failed before: {shorten(message)}")
         found, metadata = _of_openai(record) if "response" in record else _of_native(record)
     except InvalidRowError as error:
         failure = InvalidRowError(f"line {number}: {error}")
@@ -67,13 +69,6 @@ def group_of_lines(lines: Sequence[bytes], *, index: int, number: int) -> Candid
         return CandidateRow(index, number, str(index), key, error=error)
     found = tuple(Candidate(text.strip(), None, None, {"text": text.strip()}) for text in texts)
     return CandidateRow(index, number, str(index), key, found)
-
-
-def _check_failed(record: Fields) -> None:
-    failed = record.get("error")
-    if failed is not None:
-        message = failed.get("message") if isinstance(failed, dict) else failed
-        raise InvalidRowError(f"the row had failed before: {shorten(message)}")
 
 
 def _of_native(record: Fields) -> tuple[tuple[Candidate, ...], object | None]:

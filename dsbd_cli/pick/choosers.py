@@ -7,10 +7,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Context, Decimal, InvalidOperation
-from types import ModuleType
 from typing import Literal, Protocol
 
-from dsbd_cli.errors import InvalidRowError, UsageError
+from dsbd_cli.errors import InvalidRowError, UsageError, require_package
 from dsbd_cli.io.records.row import Fields
 from dsbd_cli.pick.candidate_rows import Candidate, CandidateRow
 
@@ -70,7 +69,7 @@ class ByVote:
 
     def __post_init__(self) -> None:
         if self.equal == "math":
-            _math_verify()
+            require_package("--equal math", "math_verify", "math")
 
     def choose(self, row: CandidateRow) -> Choice:
         """Choose by vote. A candidate without an answer has no vote. Raises InvalidRowError where none has an
@@ -119,27 +118,18 @@ def last_answer(pattern: re.Pattern[str], text: str) -> str | None:
     return (found[-1][1 if pattern.groups else 0] or "") if found else None
 
 
-def _math_verify() -> ModuleType:
-    """Import the package math_verify. Raises UsageError where it is missing."""
-    try:
-        import math_verify
-    except ImportError:
-        raise UsageError("--equal math needs a package: pip install 'dsbd[math]'") from None
-    library: ModuleType = math_verify
-    return library
-
-
 def _same_values(answers: Sequence[str | None]) -> list[str | None]:
     """Return every answer as the first one of the same value is written; None where no value is found in the text."""
-    library = _math_verify()
+    from math_verify import parse, verify
+
     known: list[tuple[list[object], str]] = []
     found: list[str | None] = []
     for answer in answers:
-        value = [] if answer is None else library.parse(answer)
+        value = [] if answer is None else parse(answer)
         if not value:
             found.append(None)
             continue
-        same = next((shown for other, shown in known if library.verify(other, value)), None)
+        same = next((shown for other, shown in known if verify(other, value)), None)
         if same is None:
             same = str(value[-1])
             known.append((value, same))
@@ -193,16 +183,13 @@ class ByRisk:
 def _utility(metric: str) -> Utility:
     """Return a function of the pairwise utility of texts: hypotheses down, references across, 0 to 100. Raises
     UsageError where its package is missing."""
-    try:
-        if metric == "chrf":
-            import fastchrf
+    require_package(f"--metric {metric}", "fastchrf" if metric == "chrf" else "sacrebleu", "pick")
+    if metric == "chrf":
+        import fastchrf
 
-            return lambda texts: fastchrf.pairwise_chrf([list(texts)], [list(texts)])[0]
-        from sacrebleu.metrics.bleu import BLEU
-    except ImportError as error:
-        raise UsageError(
-            f"--metric {metric} needs the package {error.name}: pip install 'dsbd[pick]'", value=metric
-        ) from None
+        return lambda texts: fastchrf.pairwise_chrf([list(texts)], [list(texts)])[0]
+    from sacrebleu.metrics.bleu import BLEU
+
     bleu = BLEU(effective_order=True)
     return lambda texts: [[float(bleu.sentence_score(a, [b]).score) for b in texts] for a in texts]
 

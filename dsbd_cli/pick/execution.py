@@ -14,7 +14,6 @@ from dsbd_cli.pick.candidate_rows import CandidateRow
 from dsbd_cli.pick.choosers import Choice
 from dsbd_cli.pick.sandbox import SqlProcess, StatementResult, UnreadableDatabaseError, is_ordered
 
-Agree = Literal["first", "majority"]
 Otherwise = Literal["first", "error"]
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -72,14 +71,14 @@ class ByExecution:
 
     Attributes:
         database: template of the path, see database_path.
-        agree: `first` or `majority`.
+        majority: choose by the results; else the first candidate that runs.
         timeout_s: seconds that one candidate may run.
         otherwise: where none runs, `first` chooses the first candidate, and the record says so; `error` is an error of
             the row.
     """
 
     database: str
-    agree: Agree = "first"
+    majority: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
     otherwise: Otherwise = "first"
     process: SqlProcess = field(default_factory=SqlProcess, repr=False, compare=False)
@@ -101,7 +100,7 @@ class ByExecution:
         results: list[StatementResult | str] = []
         for text in texts:
             results.append(self.run(path, text))
-            if self.agree == "first" and isinstance(results[-1], StatementResult):
+            if not self.majority and isinstance(results[-1], StatementResult):
                 break
         ran = {place: found for place, found in enumerate(results) if isinstance(found, StatementResult)}
         errors = [found for found in results if isinstance(found, str)]
@@ -110,7 +109,7 @@ class ByExecution:
             if self.otherwise == "error":
                 raise InvalidRowError(f"none of {len(texts)} candidates runs; the first: {errors[0]}")
             return Choice(0, why)
-        if self.agree == "first":
+        if not self.majority:
             return Choice(min(ran), why)
         groups = _groups(ran, texts)
         most = max(groups, key=len)

@@ -3,13 +3,12 @@ generate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO
 
 from dsbd_cli.errors import InvalidRowError
-from dsbd_cli.io.lines.jsonl import NumberedLine, ReadLines, read_lines
+from dsbd_cli.io.lines.jsonl import ReadLines
 from dsbd_cli.io.records.reader import RowReader
-from dsbd_cli.io.records.row import Row
 from dsbd_cli.pick.candidate_rows import CandidateRow
 from dsbd_cli.pick.choosers import Choice
 
@@ -19,10 +18,10 @@ Asked = str | Sequence[Mapping[str, str]]
 class PromptsById:
     """Prompts by id. The file is read as far as the rows need. Prompts of rows that are passed over stay in memory."""
 
-    def __init__(self, stream: BinaryIO, name: str, read: ReadLines = read_lines) -> None:
+    def __init__(self, stream: BinaryIO, name: str, read: ReadLines) -> None:
         """name: name of the file, for messages. read: read_lines, or a function that reads a table as such lines."""
-        self._name = name
-        self._rows = self._read(read(stream))
+        self._name, reader = name, RowReader()
+        self._rows = (reader.read(line, index=i, number=number) for i, (number, line) in enumerate(read(stream)))
         self._seen: dict[str, Asked] = {}
 
     def of(self, row_id: str) -> Asked:
@@ -34,12 +33,6 @@ class PromptsById:
             if row.request is not None:
                 self._seen[row.id] = row.request.messages or row.request.prompt or ""
         return self._seen.pop(row_id)
-
-    @staticmethod
-    def _read(lines: Iterator[NumberedLine]) -> Iterator[Row]:
-        reader = RowReader()
-        for index, (number, line) in enumerate(lines):
-            yield reader.read(line, index=index, number=number)
 
 
 class ByReward:

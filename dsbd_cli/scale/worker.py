@@ -77,7 +77,7 @@ class WorkerInfo:
     exactness: Exactness
     allowed: str | None
     host: str
-    engine: EngineInfo | None = None
+    engine: EngineInfo | None
 
     def difference(self, other: WorkerInfo) -> str | None:
         """Return why another worker would not give the same texts, as in `dsbd is 0.1.0 there and 0.2.0 here`; None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from operator import add, truediv
 
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
@@ -55,27 +54,26 @@ def measured_speed(engine: Engine, requests: Sequence[Request], budget: Budget) 
         )
         for setting in settings
     ]
-    tokens, seconds, rounds = [0] * len(engines), [0.0] * len(engines), 0
+    rounds: list[list[tuple[int, float]]] = []  # of each request, by engine: tokens and seconds
     budget.start()
     with suppress(CutOffError):
         for request in requests:
-            start, took, made = budget.clock(), list[float](), list[int]()
+            start, found = budget.clock(), list[tuple[int, float]]()
             for one in engines:
                 began = budget.clock()
                 with budget.running(one.stop):
-                    made += [result.hypotheses[0].num_tokens for result in one.run([request]) if result.hypotheses]
-                took.append(budget.clock() - began)
+                    made = [result.hypotheses[0].num_tokens for result in one.run([request]) if result.hypotheses]
+                found += [(tokens, budget.clock() - began) for tokens in made]
                 if budget.left <= 0:
                     break
-            if len(made) == len(engines):  # else the request fails, or there was no time for all
-                if rounds:
-                    tokens, seconds = [*map(add, tokens, made)], [*map(add, seconds, took)]
-                rounds += 1
+            if len(found) == len(engines):  # else the request fails, or there was no time for all
+                rounds.append(found)
             # the first round takes longer than those to come
-            if budget.left < (budget.clock() - start if rounds > 1 else 0.0):
+            if budget.left < (budget.clock() - start if len(rounds) > 1 else 0.0):
                 break
-    if rounds < 2:
+    if len(rounds) < 2:
         return None
-    plain, *drafted = map(truediv, tokens, seconds)
+    by_engine = zip(*rounds[1:], strict=True)
+    plain, *drafted = (sum(tokens for tokens, _ in some) / sum(seconds for _, seconds in some) for some in by_engine)
     best = max(range(len(drafted)), key=drafted.__getitem__)
     return Speed(plain, drafted[best], settings[1 + best].label)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dsbd_cli.config.model import DTYPES, ModelSpec
+from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, OutputError, UnsupportedModelError, UsageError, one_line, writing
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import is_gguf, load, load_config, load_tokenizer
@@ -27,7 +27,7 @@ from dsbd_cli.models.checkpoints.registry import parts_of
 from dsbd_cli.models.decoder.load import spec_or_reason
 from dsbd_cli.train.head import HeadStudent
 from dsbd_cli.train.run_record import Form
-from dsbd_cli.train.trim import copy_beside
+from dsbd_cli.train.trim import copy_beside, stored_dtype
 
 SHARE_OF_LAYERS = 4  # the draft has the target's layers divided by this number
 LLAMA_LAYERS = 2
@@ -130,13 +130,6 @@ def _in_float32(spec: ModelSpec, source: str) -> ModelSpec:
     return replace(spec, source=source, adapters=(), role="draft", dtype="float32", device_map=None, tensor_parallel=1)
 
 
-def stored_dtype(spec: ModelSpec) -> str:
-    """Return the dtype that the target's weights are stored in, which its draft is stored in too."""
-    text = load_config(locate(spec), spec).get_text_config(decoder=True)
-    found = str(getattr(text, "dtype", None)).removeprefix("torch.")
-    return found if found in DTYPES and found != "auto" else "float32"
-
-
 def save_student(
     student: nn.Module, spec: ModelSpec, folder: Path, dtype: str, moments: Mapping[str, Tensor] | None = None
 ) -> None:
@@ -163,11 +156,12 @@ def save_student(
             recover(folder)
 
 
-def publish_student(student: nn.Module, spec: ModelSpec, folder: Path, dtype: str) -> None:
-    """Write the trained student into `folder`, next to what it holds. The config comes last, because without it the
-    folder is no checkpoint. Raises OutputError."""
+def publish_student(student: nn.Module, spec: ModelSpec, folder: Path) -> None:
+    """Write the trained student into `folder`, next to what it holds, in the target's dtype. The config comes last,
+    because without it the folder is no checkpoint. Raises OutputError."""
     whole = folder / ".draft"
-    save_student(student, spec, whole, dtype)
+    text = load_config(locate(spec), spec).get_text_config(decoder=True)
+    save_student(student, spec, whole, stored_dtype(text))
     with writing(folder):
         for path in sorted(whole.iterdir(), key=lambda path: path.name == "config.json"):
             path.replace(folder / path.name)

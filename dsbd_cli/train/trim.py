@@ -155,9 +155,7 @@ def trim(
     OutputError, and the ModelError family of the loader.
     """
     folder, config = check(spec, output, size=size, coverage=coverage)
-    # a checkpoint keeps its own dtype, wherever it is trimmed
-    own = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    model, tokenizer = load(replace(spec, dtype=own if own in DTYPES else "float32", device="cpu"))
+    model, tokenizer = load(replace(spec, dtype=stored_dtype(config), device="cpu"))
     head = output_head(model)
     always = _special(tokenizer) | set(eos_ids(model, tokenizer)) | set(end_tokens)
     ids = choose_ids(counts, always, head.out_features, size=size, coverage=coverage)
@@ -177,6 +175,13 @@ def trim(
         head_bytes_before=head.out_features * row,
         head_bytes_after=len(ids) * row,
     )
+
+
+def stored_dtype(config: Any) -> str:
+    """Return the dtype of a checkpoint's weights by its config, in which its draft is stored too; float32 where that is
+    none that we load."""
+    found = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return found if found in DTYPES and found != "auto" else "float32"
 
 
 def copy_beside(folder: Path, to: Path) -> None:

@@ -47,6 +47,7 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
         (("--methods", "dsbd-coupled", "--draft", "none"), "needs a draft, but there is none: name one with --draft"),
         (("--methods", "greedy", "--draft", "builtin:draft"), "no method of --methods drafts"),
         (("--methods", "greedy", "--temperature", "2"), "no method of --methods samples"),
+        (("--methods", "greedy", "--temperature", "2", "--seed", "1"), "--methods samples: drop them"),
         (("--methods", "greedy", "--num-beams", "4"), "--num-beams would do nothing"),
         (("--num-beams", "4,x"), "--num-beams is '4,x', but must be an integer"),
         (("--task", "squad"), "needs the path of its data"),

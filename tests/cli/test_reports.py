@@ -43,7 +43,7 @@ def test_repeated_warnings_are_counted_not_told(dsbd: Dsbd) -> None:
 def test_the_share_and_the_time_left_are_told_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: 1000.0)
     talk = progress.TalkOptions()
-    reporter = progress.Reporter(talk, Path("out.jsonl"))
+    reporter = progress.Reporter(talk, Path("out.jsonl"), says_why=True)
     assert reporter._share_done() == ""
     reporter.input_bytes = 1000
     reporter.at(500, skipped=True)

@@ -16,6 +16,7 @@ from dsbd_cli.cli.options.options import FileOptions, TalkOptions
 from dsbd_cli.cli.run.files import count_rows
 from dsbd_cli.cli.run.progress import Reporter
 from dsbd_cli.cli.run.shard import Shard
+from dsbd_cli.errors import InvalidRowError
 from tests.cli.conftest import pipe, read, terminal
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -49,14 +50,14 @@ def test_the_log_counts_tokens_of_rows_that_are_not_done(start: Start) -> None:
 
 def reporter(rows: int, *, input_bytes: int = 1000, row_bytes: int = 10, steps: int = 0) -> Reporter:
     """After so many rows of 20 tokens; steps: of rows under way."""
-    made = Reporter(TalkOptions(quiet=True), Path("out.jsonl"))
+    made = Reporter(TalkOptions(quiet=True), Path("out.jsonl"), says_why=True)
     made.input_bytes = input_bytes
     made.begin("", steps=lambda: made.totals.stats.steps + steps)
     for row in range(rows):
         made.totals.tokens += 20
         made.totals.stats.steps += 20
         made.at(row_bytes * (row + 1))
-        made.row()
+        made.row(row, str(row), None)
     made.totals.started -= 100  # seconds ago
     return made
 
@@ -77,7 +78,7 @@ def test_the_time_left_is_told_when_it_can_be_and_does_not_jump(monkeypatch: pyt
     failed = reporter(0)
     for number in range(20):
         failed.at(10 * number + 10)
-        failed.row(error="x", kind="y")
+        failed.row(number, str(number), InvalidRowError("x"))
     assert left(failed) == "20% done", "refused rows tell nothing of the time of the others"
 
 

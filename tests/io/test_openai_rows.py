@@ -101,7 +101,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ),
     (line({**CHAT, "max_tokens": 0}), "body.max_tokens is 0, but must be 1 or more"),
     (line({**CHAT, "n": 9}), "body.n is 9, but num_beams is 4: lower it, or raise that"),
-    (line({**CHAT, "temperature": -1}), "body.temperature is -1.0, but must be a finite number, 0 or more"),
+    (line({**CHAT, "temperature": -1}), "body.temperature is -1.0, but must be 0, or from 1e-38 to 1000000"),
     (line({**CHAT, "temperature": "hot"}), "body.temperature is 'hot', but must be a number"),
     (line({**CHAT, "seed": -1}), "body.seed is -1, but must be an integer from 0"),
     (line({"messages": [{"role": "user", "content": 1}]}), "body.messages[0].content is 1, but must be a string"),

@@ -123,7 +123,7 @@ REFUSED: list[tuple[object, str]] = [
     ({"prompt": "p", "custom_id": 1.5}, "custom_id is 1.5, but must be a non-empty string or an integer"),
     ({"prompt": "p", "id": "a", "custom_id": "b"}, "custom_id is 'b', but id is given under another name too"),
     ({"prompt": "p", "n": 1, "n_best": 1}, "n_best is 1, but n_best is given under another name too"),
-    ({"prompt": "p", "temperature": -1}, "temperature is -1.0, but must be a finite number, 0 or more"),
+    ({"prompt": "p", "temperature": -1}, "temperature is -1.0, but must be 0, or from 1e-38 to 1000000"),
     ({"prompt": "p", "temperature": 1e300}, "temperature is 1e+300, but must be 0, or from 1e-38 to 1000000"),
     ({"prompt": "p", "temperature": "1"}, "temperature is '1', but must be a number"),
     ({"prompt": "p", "temperature": True}, "temperature is true, but must be a number"),

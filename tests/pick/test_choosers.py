@@ -197,7 +197,7 @@ def test_most_equal_results() -> None:
         "SELECT name FROM singer",  # the same rows; their order counts only where both are ordered
         "SELECT name FROM singer ORDER BY name DESC",
     )
-    choice = ByExecution(TEMPLATE, "majority").choose(row(*texts, metadata={"db_id": "concert"}))
+    choice = ByExecution(TEMPLATE, majority=True).choose(row(*texts, metadata={"db_id": "concert"}))
     assert choice.beam == 2
     assert (choice.why["ran"], choice.why["failed"], choice.why["votes"]) == (4, 1, 2)
 
@@ -246,5 +246,5 @@ def test_nothing_runs_as_an_error() -> None:
 def test_an_order_in_a_comment_is_none() -> None:
     """Guards a wrong answer: equal rows in another order were two results."""
     texts = ("SELECT age FROM singer ORDER BY age", "SELECT age FROM singer -- order by age", "SELECT 1", "SELECT 1")
-    choice = ByExecution(TEMPLATE, "majority").choose(row(*texts, metadata={"db_id": "concert"}))
+    choice = ByExecution(TEMPLATE, majority=True).choose(row(*texts, metadata={"db_id": "concert"}))
     assert (choice.beam, choice.why["votes"], choice.why["results"]) == (0, 2, 2)

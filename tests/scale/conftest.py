@@ -157,6 +157,8 @@ def cluster(ray_folder: Path) -> Iterator[object]:
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(ray_folder)}
     from ray.cluster_utils import Cluster
 
+    # else Ray's handler stays, and a signal of a later test ends the process of all tests
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     made = Cluster(
         initialize_head=True,
         head_node_args={
@@ -167,6 +169,8 @@ def cluster(ray_folder: Path) -> Iterator[object]:
             "no_monitor": True,
         },
     )
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     try:
         yield made
     finally:

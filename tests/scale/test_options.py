@@ -48,7 +48,7 @@ def test_without_ray_the_extra_is_named(dsbd: Dsbd, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     done = dsbd("generate", "--workers", "2", lines=[{"prompt": "a"}])
     assert done.code == 2
-    assert "--workers needs Ray, which is not installed: pip install 'dsbd[ray]'" in done.err
+    assert "--workers needs ray: pip install 'dsbd[ray]'" in done.err
 
 
 def test_a_ray_that_is_not_there_is_one_line(dsbd: Dsbd) -> None:
@@ -60,7 +60,7 @@ def test_a_ray_that_is_not_there_is_one_line(dsbd: Dsbd) -> None:
 
 
 def test_the_line_of_progress_has_the_workers() -> None:
-    made = Reporter(TalkOptions(quiet=True), Path("out.jsonl"))
+    made = Reporter(TalkOptions(quiet=True), Path("out.jsonl"), says_why=True)
     made.note = lambda: "2 of 2 workers, 1 death"
     assert made._progress_line().endswith(", 2 of 2 workers, 1 death")
 

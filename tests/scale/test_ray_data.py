@@ -8,6 +8,7 @@ import pytest
 
 from dsbd_cli import MethodConfig, SamplingConfig
 from dsbd_cli.scale import Answer
+from dsbd_cli.scale.workers import _handlers_kept
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("pyarrow", reason="needs ray[data]")
@@ -21,7 +22,8 @@ def test_every_row_of_a_data_set_has_an_answer_or_an_error(cluster: Any) -> None
 
     options = {"method": MethodConfig(num_beams=2), "sampling": SamplingConfig(max_new_tokens=6)}
     rows = [{"id": f"r{n}", "prompt": f"question: what {n}" if n != 5 else "", "n": n} for n in range(12)]
-    ray.init(cluster.address, log_to_driver=False)
+    with _handlers_kept():
+        ray.init(cluster.address, log_to_driver=False)
     try:
         ray.data.DataContext.get_current().enable_progress_bars = False
         made = ray.data.from_items(rows).map_batches(

@@ -29,7 +29,7 @@ from dsbd_cli.cli.options.options import (
     PairOptions,
     SamplingOptions,
 )
-from dsbd_cli.cli.options.settings import has_draft, run_settings
+from dsbd_cli.cli.options.settings import has_draft, refuse_idle, run_settings
 from dsbd_cli.cli.run.files import check_files_under, check_report_files
 from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
@@ -41,7 +41,7 @@ from dsbd_cli.io.lines.resume import write_atomically
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
 from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS
-from dsbd_cli.lab.bench.sweep import SweepPlan, SweepSetting, choose_methods, plan, read_values
+from dsbd_cli.lab.bench.sweep import SweepPlan, choose_methods, plan, read_values
 from dsbd_cli.lab.tasks.choose import open_dataset
 from dsbd_cli.lab.tasks.dataset import Dataset, with_dev, with_shots
 from dsbd_cli.lab.tasks.spider import QUESTIONS, SCHEMAS
@@ -80,9 +80,9 @@ def bench(
     planned = _plan(sweep, draft_wanted, tuned=dev_records > 0)
     chosen = _check_choice(choice, planned, dev_records, shots)
     sampling = _sampling(drawing, planned)
-    settings = run_settings(pair, MethodOptions(), sampling, devices, answers=answers)
-    if pair.draft is not None and draft_wanted and not any(one.drafts for one in planned.settings):
-        raise UsageError(f"--draft {pair.draft} would do nothing, because no method of --methods drafts: drop it")
+    settings = run_settings(pair, MethodOptions(), sampling, devices, allow=answers.allow)
+    if draft_wanted and not any(one.drafts for one in planned.settings):
+        refuse_idle("no method of --methods drafts", (f"--draft {pair.draft}", pair.draft))
     if settings.batch_size is None:
         raise UsageError("--batch-size auto would compare methods at different sizes: give a number")
     check_report_files(
@@ -160,7 +160,7 @@ def _runnable(
             peers = [one for one in planned.settings if not isinstance(one.config, MethodConfig)]
             planned = planned.without(peers, methods, f"only methods of our own engine follow {name}")
     if "greedy" in asks:
-        cannot_be_greedy = [one for one in planned.settings if _draws_always(one)]
+        cannot_be_greedy = [one for one in planned.settings if not one.config.takes_greedy]
         planned = planned.without(cannot_be_greedy, methods, "some line asks for temperature 0, which it does not take")
     theirs = [one.name for one in planned.settings if one.config.samples and not isinstance(one.config, MethodConfig)]
     if "seed" in asks and theirs:
@@ -180,8 +180,7 @@ def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int, s
         raise UsageError(f"{option_name('fuzzy_tolerance')} is {tolerance:g}, but must be from 0 to 1")
     several = bool(curves(planned.settings))
     reason = "--dev-records is 0" if several else "no two values of --fuzzy-threshold are run"
-    for name in ("dev_records", "dev_data", "fuzzy_tolerance"):
-        value = getattr(choice, name)
+    for name, value in vars(choice).items():
         if value is None or (several and (dev_records or name == "dev_records")) or (name == "dev_data" and shots):
             continue
         raise UsageError(f"{option_name(name)} {value} would do nothing, because {reason}: drop it")
@@ -193,23 +192,15 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
 
     Raises UsageError for sampling options if no method samples, and for temperature 0 if some method does not take it.
     """
-    drawn = ("temperature", "top_k", "top_p", "min_p", "seed")
-    idle = [name for name in drawn if getattr(drawing, name) is not None]
-    if idle and not any(one.config.samples for one in planned.settings):
-        names = ", ".join(option_name(name) for name in idle)
-        raise UsageError(f"{names} would do nothing, because no method of --methods samples: drop it")
-    cannot_be_greedy = [one.name for one in planned.settings if _draws_always(one)]
+    if not any(one.config.samples for one in planned.settings):
+        drawn = ("temperature", "top_k", "top_p", "min_p", "seed")
+        refuse_idle("no method of --methods samples", *((option_name(one), getattr(drawing, one)) for one in drawn))
+    cannot_be_greedy = [one.name for one in planned.settings if not one.config.takes_greedy]
     if drawing.temperature == 0 and cannot_be_greedy:
         raise UsageError(
             f"--temperature is 0, which {cannot_be_greedy[0]} does not take: drop it, or take the method from --methods"
         )
     return SamplingOptions(**vars(drawing))
-
-
-def _draws_always(setting: SweepSetting) -> bool:
-    """Return whether a setting samples and does not take temperature 0."""
-    config = setting.config
-    return config.samples and not (isinstance(config, MethodConfig) and config.takes_greedy)
 
 
 def _with_own_prompts(data: DataOptions) -> DataOptions:
@@ -269,8 +260,8 @@ def _datasets(
         if dataset.metrics:
             found.append(with_dev(dataset))
             continue
-        for name in ("dev_records", "dev_data", "fuzzy_tolerance"):
-            if (value := getattr(choice, name)) is not None:
+        for name, value in vars(choice).items():
+            if value is not None:
                 given = f"{option_name(name)} {value}"
                 raise UsageError(f"{given} would do nothing, because answers of {dataset.name} are not scored: drop it")
         found.append(dataset)

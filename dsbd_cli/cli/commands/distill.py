@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST, check_model_folder, hold_out, warn_left_out
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
     MAIN,
@@ -23,13 +23,15 @@ from dsbd_cli.cli.options.options import (
     MethodOptions,
     PairOptions,
     SamplingOptions,
+    TargetOptions,
 )
 from dsbd_cli.cli.options.settings import RunSettings, devices_of, run_settings
-from dsbd_cli.cli.run.files import read_prompts
+from dsbd_cli.cli.run.files import check_model_folder
 from dsbd_cli.cli.run.messages import Talk, duration, quote_command, say, set_style, talking, warn
+from dsbd_cli.cli.run.prompts import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out, read_prompts, warn_left_out
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
-from dsbd_cli.config.model import BUILTIN_TARGET, DTYPES, ModelSpec, Quantize
+from dsbd_cli.config.model import DTYPES, ModelSpec, Quantize
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.variants import SEARCH
 from dsbd_cli.errors import DsbdError, UsageError, option_name, plural
@@ -70,11 +72,8 @@ SPEED_S = 60.0  # for runs with and without the draft, before and after training
 
 @dataclass(frozen=True)
 class DistillOptions:
-    """Options of `dsbd distill`: what is distilled into what, from which prompts, and how long."""
+    """Options of `dsbd distill`: from which prompts a target is distilled, into what, and how long."""
 
-    target: str | None = option(
-        MAIN, "alias, folder or hub id; @REVISION and +ADAPTER may follow", default=BUILTIN_TARGET, metavar="MODEL"
-    )
     input: Path | None = option(
         MAIN,
         f"prompts as generate reads them (required); every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is "
@@ -118,7 +117,7 @@ class DistillOptions:
 
 
 @grouped
-def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptions) -> None:
+def distill(target: TargetOptions, options: DistillOptions, decoding: DecodeOptions, loading: LoadOptions) -> None:
     """Train a draft for a target of your own on the target's answers to your own prompts.
 
     The target answers the prompts, and the draft, in float32, learns the target's distribution after every token of all
@@ -139,18 +138,21 @@ def distill(options: DistillOptions, decoding: DecodeOptions, loading: LoadOptio
     if rate is not None and not 0 < rate < 1:
         raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
     place, draft_device = devices_of(loading.device)
-    devices = DeviceOptions(**vars(loading) | {"device": place, "quantize": options.quantize})
-    settings = _run_settings(options, decoding, devices)
+    own = {"device": place, "quantize": options.quantize, "threads": options.threads}
+    devices = DeviceOptions(**vars(loading) | own)
+    settings = _run_settings(target, options, decoding, devices)
     with StopSignals() as signals, talking() as talk:
         _Distilling(options, settings, draft_device, options.input, options.output, signals, talk).run()
 
 
-def _run_settings(options: DistillOptions, decoding: DecodeOptions, devices: DeviceOptions) -> RunSettings:
+def _run_settings(
+    target: TargetOptions, options: DistillOptions, decoding: DecodeOptions, devices: DeviceOptions
+) -> RunSettings:
     """Return the settings of the target without a draft, as generate would run it, with all beams reported."""
     search = decoding.decode == "search"
     beams = MethodConfig().num_beams if decoding.num_beams is None else decoding.num_beams
     return run_settings(
-        PairOptions(target=options.target, draft="none"),
+        PairOptions(target=target.target, draft="none"),
         MethodOptions(num_beams=beams, decode=decoding.decode),
         SamplingOptions(
             max_new_tokens=options.max_new_tokens, n_best=max(1, beams), seed=None if search else options.seed
@@ -176,8 +178,7 @@ class _Distilling:
         self._options, self._settings, self._input = options, settings, source
         self._folder, self._signals, self._talk = folder, signals, talk
         self._spec, self._draft_device = settings.target, draft_device
-        self._stopped = self._made_folder = False
-        self._stop_now: Callable[[], None] | None = None  # ends what runs
+        self._made_folder = False
 
     def run(self) -> None:
         """Answer the prompts, train the draft, measure it, and print the results."""
@@ -189,13 +190,15 @@ class _Distilling:
         held, learnt = hold_out(requests)
         self._record = self._begin(shape, digest)
         self._record.prompts = len(learnt)
-        self._signals.on_stop = self._stop
+        self._signals.on_stop = _go_on
         from dsbd_cli.train.target_answers import answerable, open_answers
 
         # the file stays locked to the end, so that no second run trains in this folder
         with open_answers(self._folder / ANSWERS) as (done, writer):
             try:
-                engine = self._load()
+                self._talk.now("loading the target")
+                engine = self._settings.load()
+                self._check_stopped()
             except DsbdError:
                 if not done:
                     self._forget()
@@ -265,28 +268,21 @@ class _Distilling:
                 )
         return record
 
-    def _stop(self) -> None:
-        self._stopped = True
-        if self._stop_now is not None:
-            self._stop_now()
-
     @contextmanager
     def _stopping(self, stop: Callable[[], None]) -> Iterator[None]:
         """Call `stop` if a signal comes within the block. Raises StoppedError after the block if one came."""
-        self._stop_now = stop
+        self._signals.on_stop = stop
         try:
             yield
         except UsageError:
             self._check_stopped()  # a stopped engine refuses to begin
             raise
         finally:
-            self._stop_now = None
+            self._signals.on_stop = _go_on
         self._check_stopped()
 
     def _check_stopped(self) -> None:
-        if self._stopped:
-            number = self._signals.number
-            assert number is not None
+        if (number := self._signals.number) is not None:
             say("stopped; the same command goes on")
             raise StoppedError(number)
 
@@ -298,12 +294,6 @@ class _Distilling:
             with suppress(OSError):
                 self._folder.rmdir()
 
-    def _load(self) -> Engine:
-        self._talk.now("loading the target")
-        engine = replace(self._settings, threads=self._options.threads).load()
-        self._check_stopped()
-        return engine
-
     # The target's answers
 
     def _answer(self, engine: Engine, requests: list[Request], done: int, writer: LineWriter, *, trees: bool) -> None:
@@ -314,21 +304,21 @@ class _Distilling:
         from dsbd_cli.train.target_answers import make_answers, read_answers
 
         path, began, failed = self._folder / ANSWERS, time.monotonic(), list[str]()
-        parts = [(engine.replace(batch_size=ANSWERED), requests)]
-        if trees:
-            parts = _with_trees(parts[0][0], requests)
-        before, first = 0, done
-        for answering, some in parts:
+        answered = done
+
+        def on_answer(_: int) -> None:
+            nonlocal answered
+            answered += 1
+            left = (time.monotonic() - began) / (answered - done) * (len(requests) - answered)
+            self._talk.now(
+                f"the target answers: {answered} of {len(requests)} prompts, {duration(left)} left",
+                {"answered": answered, "prompts": len(requests)},
+            )
+
+        together = engine.replace(batch_size=ANSWERED)
+        before = 0
+        for answering, some in _with_trees(together, requests) if trees else [(together, requests)]:
             todo = some[max(0, done - before) :]
-
-            def on_answer(number: int, answered: int = max(done, before)) -> None:
-                count = answered + number
-                left = (time.monotonic() - began) / (count - first) * (len(requests) - count)
-                self._talk.now(
-                    f"the target answers: {count} of {len(requests)} prompts, {duration(left)} left",
-                    {"answered": count, "prompts": len(requests)},
-                )
-
             with self._stopping(answering.stop):
                 failed += make_answers(answering, todo, writer, on_answer, trees=trees)
             before += len(some)
@@ -357,9 +347,9 @@ class _Distilling:
 
     def _publish(self, training: Training) -> None:
         """Write the draft as it is now to --output."""
-        from dsbd_cli.train.student import publish_student, stored_dtype
+        from dsbd_cli.train.student import publish_student
 
-        publish_student(training.student, self._spec, self._folder, stored_dtype(self._spec))
+        publish_student(training.student, self._spec, self._folder)
 
     def _take_steps(self, engine: Engine, training: Training, held: list[Request]) -> None:
         record = self._record
@@ -382,13 +372,13 @@ class _Distilling:
             left = trained / (training.step - first) * (steps - training.step)
             to_measure = math.ceil(steps / every) - math.ceil(training.step / every) + 1
             left += (measured[-1] if measured else 0.0) * to_measure
-            recent, latest = _mean(losses[-RECENT:]), record.milestones[-1]
+            recent, latest = fmean(losses[-RECENT:]), record.milestones[-1]
             self._talk.now(
                 f"step {training.step} of {steps}, loss {recent:.3f}, {duration(left)} left, at step {latest.step} "
                 f"{_milestone_line(latest)}",
                 {"step": training.step, "steps": steps, "loss": recent},
             )
-            if self._stopped or time.monotonic() - saved > CHECKPOINT_S:
+            if self._signals.number is not None or time.monotonic() - saved > CHECKPOINT_S:
                 self._save(training)
                 saved = time.monotonic()
                 self._check_stopped()
@@ -409,7 +399,7 @@ class _Distilling:
         ends = step in (0, record.plan.steps)
         timed = ends and len(held) > 1  # the first one warms up
         found = self._measure(engine, folder, held if ends else held[:HELD_OUT_BETWEEN], speed=timed)
-        milestone = Milestone(step, _mean(losses) if losses else None, *found)
+        milestone = Milestone(step, fmean(losses) if losses else None, *found)
         losses.clear()
         record.milestones.append(milestone)
         record.write(self._folder)
@@ -517,6 +507,10 @@ class _Distilling:
             return Measurement(found, measured_speed(pair, held[:HELD_OUT_BETWEEN], budget))
 
 
+def _go_on() -> None:
+    """Do nothing when a signal comes: the run ends at the next `_check_stopped`."""
+
+
 def _compute_dtype(engine: Engine) -> str:
     """Return the dtype that the target computes in; for an int8 target, the dtype of the layers that are not int8."""
     assert engine.info is not None
@@ -538,10 +532,6 @@ def _with_trees(engine: Engine, requests: list[Request]) -> list[tuple[Engine, l
         return [(engine, one)]
     single = engine.replace(method=MethodConfig(num_beams=1, depth=0))
     return [(engine, one[::TREES]), (single, [row for place, row in enumerate(one) if place % TREES])]
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _is_best(milestones: Sequence[Milestone]) -> bool:

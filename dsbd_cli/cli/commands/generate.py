@@ -110,7 +110,7 @@ def generate(
     begin_talk(talk)
     strict = files.input_format == "strict"
     settings = run_settings(
-        pair, method, sampling, devices, failing, strict=strict, chat=bool(files.chat), answers=answers
+        pair, method, sampling, devices, failing, strict=strict, chat=bool(files.chat), allow=answers.allow
     )
     groups = (files, failing, pair, method, sampling, answers, devices, scale, talk)
     if job.print_config:
@@ -129,7 +129,6 @@ def generate(
         arguments,
         ordered=scale.order != "done",
         demonstrates=pair.target is None,
-        require_valid=bool(failing.require_valid),
     )
     if code := run.answer():
         raise typer.Exit(code)
@@ -149,11 +148,9 @@ class _GenerateRun:
         *,
         ordered: bool,
         demonstrates: bool,
-        require_valid: bool,
     ) -> None:
-        """demonstrates: no model was named, so a line says that the built-in pair answers. require_valid: a row fails
-        if its best text does not match its grammar."""
-        self._demonstrates, self._require_valid = demonstrates, require_valid
+        """demonstrates: no model was named, so a line says that the built-in pair answers."""
+        self._demonstrates = demonstrates
         self._has_plain_prompt = False  # whether a row with a plain prompt was read
         self._has_template = False  # whether the target is loaded and has a chat template
         self._files, self._settings, self._arguments = files, settings, arguments
@@ -179,7 +176,7 @@ class _GenerateRun:
             output_format=files.output_format or "native",
             allow=None if settings.allow is None else file_hash("--allow", settings.allow),
             grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
-            require_valid=require_valid,
+            require_valid=settings.require_valid,
             files_under=None if files.files_under is None else str(files.files_under.resolve()),
             dsbd=__version__,
             **(_digests(settings) if pinned else {}),
@@ -208,8 +205,7 @@ class _GenerateRun:
             # bytes do not measure the progress in a table, whose rows have other sizes than the lines made of them
             self.reporter.input_bytes, rows = size if table is None else None, count_rows(self._files, size)
             self.reporter.input_rows = rows if rows is None or self._shard is None else self._shard.rows(rows)
-            outputs = stack.enter_context(Outputs(self._files, self._fingerprint))
-            outputs.tell(self.reporter)
+            outputs = stack.enter_context(Outputs(self._files, self._fingerprint, self.reporter))
             settings = {**self._fingerprint, "batch_size": self._settings.batch_size, **self._commits}
             summary = stack.enter_context(Summary(self._files.summary, self.reporter.totals, settings))
             stack.callback(self.reporter.stop)
@@ -219,7 +215,7 @@ class _GenerateRun:
             self._answer(flow, outputs, summary)
             if self._shard is not None:
                 reader.check()
-                outputs.complete(flow.rows_read, flow.input_digest)
+                outputs.complete(flow.input_end)
         return rows_exit_code(self.reporter.totals)
 
     def _flow(self, reader: LineReader, outputs: Outputs) -> RowFlow:
@@ -235,7 +231,7 @@ class _GenerateRun:
             begin=outputs.begin,
             ordered=self._ordered,
             shard=self._shard,
-            require_valid=self._require_valid,
+            require_valid=self._settings.require_valid,
         )
 
     def _reporting_plain(self, read: ReadRow) -> ReadRow:
@@ -272,7 +268,7 @@ class _GenerateRun:
         if (number := self._signals.number) is not None:
             self.reporter.summary(f"stopped: {totals.line()}; {self._how_to_resume()}", always=True)
             raise StoppedError(number)
-        if outputs.done is not None and outputs.done.left:
+        if outputs.done.left:
             self.reporter.warn(
                 f"{self._files.output} holds {plural(outputs.done.left, 'record')} of rows that are not in the input "
                 "any more"

@@ -11,7 +11,7 @@ import typer
 
 from dsbd_cli.cli.options.declare import Existing, Output, Quiet
 from dsbd_cli.cli.options.settings import TYPED
-from dsbd_cli.cli.run.files import NO_KEY, SETTINGS, check_no_input, check_replaced
+from dsbd_cli.cli.run.files import NO_KEY, SETTINGS_FILE, check_no_input, check_replaced
 from dsbd_cli.cli.run.messages import say, set_style, warn
 from dsbd_cli.cli.run.shard import SHARD_SETTINGS, shard_of
 from dsbd_cli.cli.run.summary import ROWS_FAILED
@@ -51,7 +51,7 @@ def merge(
     if any(path.resolve() == output.resolve() for path in parts):
         raise UsageError(f"--output {output} is a part: name another file")
     check_no_input("--output", output, map(settings_file, parts))
-    check_no_input(SETTINGS, settings_file(output), parts)
+    check_no_input(SETTINGS_FILE, settings_file(output), parts)
     with ExitStack() as stack:
         if output.exists():  # a run that is writing it would go on in a file without a name
             stack.enter_context(open_locked(output, create_only=False))

@@ -18,7 +18,7 @@ from dsbd_cli.cli.options.options import MAIN, MAX_ERRORS, PIPED, Existing, File
 from dsbd_cli.cli.run.files import check_files, check_rows_file, how_to_resume, open_input_lines
 from dsbd_cli.cli.run.flow import check_errors
 from dsbd_cli.cli.run.output_files import Outputs
-from dsbd_cli.cli.run.progress import Reporter, begin_talk, failed_row
+from dsbd_cli.cli.run.progress import Reporter, begin_talk
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import rows_exit_code
 from dsbd_cli.config.model import ModelSpec
@@ -28,7 +28,7 @@ from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.jsonl import read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.lines.tables import is_table, lines_reader
-from dsbd_cli.io.records.row import LongLine
+from dsbd_cli.io.records.row import held_bytes
 from dsbd_cli.io.schemas.contracts import PICK, dump_line
 from dsbd_cli.pick.candidate_rows import CandidateRow, group_of_lines, record_row
 from dsbd_cli.pick.choosers import METRICS, ByRisk, ByScore, ByVote, Choice, Chooser, Equal, Weights, read_regex
@@ -201,9 +201,8 @@ def _chooser(how: PickOptions) -> Chooser | None:
             answer = None if how.answer_regex is None else read_regex("--answer-regex", how.answer_regex)
             return ByVote(answer, how.weights or "uniform", how.equal or "text")
         case "exec":
-            agree: Literal["first", "majority"] = "majority" if how.majority else "first"
             timeout_s = how.timeout or DEFAULT_TIMEOUT_S
-            chooser = ByExecution(how.database or "", agree, timeout_s, how.else_ or "first")
+            chooser = ByExecution(how.database or "", bool(how.majority), timeout_s, how.else_ or "first")
             chooser.check("--database")
             return chooser
         case "mbr":
@@ -239,7 +238,6 @@ class _PickRun:
             for name, value in values.items()
         }
         self._signals = StopSignals()
-        self._stopped = False
         self._reporter = Reporter(talk, files.output, says_why=(files.output_format or "native") == "native")
         self._chosen = self._not_first = self._none_ran = 0
         self._chooser = chooser
@@ -251,8 +249,7 @@ class _PickRun:
             stack.enter_context(self._signals)
             stream, name, size = open_input_lines(self._own, stack)
             self._reporter.input_bytes = size
-            outputs = stack.enter_context(Outputs(self._own, self._settings))
-            outputs.tell(self._reporter)
+            outputs = stack.enter_context(Outputs(self._own, self._settings, self._reporter))
             stack.callback(self._reporter.stop)
             blank = self._files.input_format == "lines"  # where a blank line is an empty candidate
             reader = stack.enter_context(LineReader(stream, name, read=partial(read_lines, blank=blank)))
@@ -260,13 +257,14 @@ class _PickRun:
                 self._chooser = self._load_reward_model(stack)
             writer, _ = outputs.begin()
             self._signals.on_stop = self._stop
-            for row in self._rows(reader):
-                if self._stopped:
+            of_lines = self._files.input_format == "lines" and self._files.candidates
+            for row in self._groups(reader, of_lines) if of_lines else self._records(reader):
+                if self._signals.number is not None:
                     break
                 if row is None:
                     writer.flush()
                     continue
-                if outputs.done is not None and outputs.done.take(row.id, row.key):
+                if outputs.done.take(row.id, row.key):
                     totals.skipped += 1
                     continue
                 try:
@@ -284,7 +282,6 @@ class _PickRun:
         return rows_exit_code(totals)
 
     def _stop(self) -> None:
-        self._stopped = True
         if isinstance(self._chooser, ByExecution):
             self._chooser.stop()
 
@@ -302,22 +299,29 @@ class _PickRun:
             PromptsById(stream, str(path), lines_reader(path)),
         )
 
-    def _rows(self, reader: LineReader) -> Iterator[CandidateRow | None]:
-        index, group, first = 0, list[bytes](), 0
-        count = self._files.candidates if self._files.input_format == "lines" else None
+    def _records(self, reader: LineReader) -> Iterator[CandidateRow | None]:
+        """Yield a row for each record, and None where no line is ready."""
+        index = 0
         for item in reader:
             if item is None:
                 yield None
                 continue
             number, line = item
-            if count is None:
-                if number == 1 and line == ",".join(BEAM_COLUMNS).encode():
-                    raise UsageError(f"{NO_RECORDS}, not lines of --output-format csv")
-                yield record_row(line, index=index, number=number)
-                index += 1
+            if number == 1 and line == ",".join(BEAM_COLUMNS).encode():
+                raise UsageError(f"{NO_RECORDS}, not lines of --output-format csv")
+            yield record_row(line, index=index, number=number)
+            index += 1
+
+    def _groups(self, reader: LineReader, count: int) -> Iterator[CandidateRow | None]:
+        """Yield a row for every `count` lines, and None where no line is ready."""
+        index, group, first = 0, list[bytes](), 0
+        for item in reader:
+            if item is None:
+                yield None
                 continue
+            number, line = item
             first = first if group else number
-            group.append(line.head if isinstance(line, LongLine) else line)
+            group.append(held_bytes(line))
             if len(group) == count:
                 yield group_of_lines(group, index=index, number=first)
                 index, group = index + 1, []
@@ -335,8 +339,7 @@ class _PickRun:
             try:
                 if self._chooser is not None:
                     choice = self._chooser.choose(row)
-                elif len(row.candidates) != self._files.candidates:
-                    count = len(row.candidates)
+                elif (count := len(row.candidates)) != self._files.candidates:
                     raise InvalidRowError(f"the row has {count} candidates, not {self._files.candidates}")
             except RowError as failed:
                 error = type(failed)(f"line {row.number}: {failed}")
@@ -345,8 +348,7 @@ class _PickRun:
             except Exception as failed:  # whatever a text causes in a library is an error of its row
                 message = one_line(failed)
                 error = RowError(f"line {row.number}: {type(failed).__name__}: {message}".removesuffix(": "))
-        kind = "" if error is None else type(error).__name__
-        self._reporter.row(error=None if error is None else failed_row(row.index, row.id, error), kind=kind)
+        self._reporter.row(row.index, row.id, error)
         if error is None:
             self._chosen += 1
             self._not_first += choice is not None and choice.beam > 0

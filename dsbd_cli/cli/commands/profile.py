@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import typer
 
-from dsbd_cli.cli.commands.trim import warn_left_out
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
     MAIN,
@@ -27,8 +26,9 @@ from dsbd_cli.cli.options.options import (
     SamplingOptions,
 )
 from dsbd_cli.cli.options.settings import RunSettings, devices_of, fixed_depth, run_settings
-from dsbd_cli.cli.run.files import check_files_under, check_report_files, read_prompts
+from dsbd_cli.cli.run.files import check_files_under, check_report_files
 from dsbd_cli.cli.run.messages import Talk, say, set_style, talking
+from dsbd_cli.cli.run.prompts import read_prompts, warn_left_out
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH
 from dsbd_cli.config.spelling import parse, spell
@@ -104,7 +104,7 @@ def profile(
     The most useful measurements come first, within --seconds. Ctrl-C prints what is measured by then.
     """
     set_style(quiet=wanted.quiet)
-    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, answers=answers)
+    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, allow=answers.allow)
     if settings.allow is not None:
         raise UsageError(f"--allow {settings.allow} is not profiled, because a profile cuts answers short: drop it")
     if settings.method.adaptive_depth:
@@ -117,12 +117,12 @@ def profile(
     inputs = [prompts.input, answers.allow, settings.method.value(INDEX), *settings.files]
     check_report_files({"--json": wanted.json}, inputs, existing=wanted.existing)
     requests = _requests(prompts, settings)
-    groups = (pair, method, sampling, answers, devices)
+    options = given_options(pair, method, sampling, answers, devices)
     command = as_utf8(shlex.join(["dsbd", *(arguments or ["profile"])]))
     # libraries turn a KeyboardInterrupt in the middle of an import into errors of their own
     with StopSignals() as signals:
         with talking() as talk:
-            render = _renderer(groups, prompts)
+            render = _renderer(options, prompts)
             shown, found = _measure(settings, requests, wanted, command, render, talk, signals)
         if found is not None:
             _write(found, wanted)
@@ -182,7 +182,7 @@ def _measure(
         warn_left_out(failed)
         requests = tuple(kept)
     from dsbd_cli.lab.profiling.budget import Budget
-    from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
+    from dsbd_cli.lab.profiling.profile import take_profile
     from dsbd_cli.lab.profiling.runs import ProfiledPair
 
     shown = False
@@ -194,24 +194,20 @@ def _measure(
 
     budget = Budget(wanted.seconds or SECONDS, talk.step, found=announce)
     signals.on_stop = budget.stop
-    found = take_profile(
-        ProfileSpec(
-            bench=ProfiledPair(engine, requests, settings.batch_size or len(requests), budget),
-            method=settings.method,
-            repeats=wanted.repeats or REPEATS,
-            command=command,
-            resident_before=before,
-            render=render,
-            show=wanted.show,
-        )
-    )
+    bench = ProfiledPair(engine, requests, settings.batch_size or len(requests), budget)
+    found = take_profile(bench, settings.method, wanted.repeats or REPEATS, command, before, render, wanted.show)
     return shown, found
 
 
-def option_words(group: object) -> list[str]:
-    """Return the options of a group as words of a command line."""
+def given_options(*groups: object) -> dict[str, object]:
+    """Return the options of groups, by field; None: not given."""
+    return {name: value for group in groups for name, value in vars(group).items()}
+
+
+def option_words(options: Mapping[str, object]) -> list[str]:
+    """Return options as words of a command line."""
     words: list[str] = []
-    for field, value in vars(group).items():
+    for field, value in options.items():
         name = option_name(field)
         if value is None:
             continue
@@ -225,21 +221,22 @@ def option_words(group: object) -> list[str]:
     return words
 
 
-def _renderer(groups: tuple[object, ...], prompts: PromptOptions) -> Callable[[ForestSize], str]:
+def _renderer(options: Mapping[str, object], prompts: PromptOptions) -> Callable[[ForestSize], str]:
     """Return a function that writes a setting as a ready command line, with the options that change something."""
+    verify, width, device = (
+        None if options.get(name) is None else str(options[name]) for name in ("verify", "width", "device")
+    )
 
     def render(setting: ForestSize) -> str:
         changed: dict[str, object] = {"depth": str(setting.depth), "drafts_per_layer": setting.drafts_per_layer}
         if setting.min_width is not None:
-            changed["width"] = _narrowed(groups, setting.min_width)
+            changed["width"] = _narrowed(width, setting.min_width)
         if not setting.depth:
             names = ["depth", "drafts_per_layer", "width", "drafter"]
-            verify = next((one.verify for one in groups if isinstance(one, MethodOptions)), None)
-            device = next((one.device for one in groups if isinstance(one, DeviceOptions)), None)
             if verify is not None and RULES[parse("--verify", verify, RULES)[0]].needs_draft:
                 names.append("verify")  # without a draft it is plain sampling
             changed = {**dict.fromkeys(names), "draft": "none", "device": devices_of(device)[0]}
-        words = [word for group in _needed(groups, changed) for word in option_words(group)]
+        words = option_words(_needed({**options, **changed}))
         words += [] if prompts.files_under is None else ["--files-under", str(prompts.files_under)]
         source = shlex.quote(str(prompts.input)) if prompts.input is not None else "prompts.jsonl"
         return f"{shlex.join(['dsbd', 'generate', *words])} --input {source}"
@@ -247,42 +244,32 @@ def _renderer(groups: tuple[object, ...], prompts: PromptOptions) -> Callable[[F
     return render
 
 
-def _narrowed(groups: tuple[object, ...], min_width: int) -> str:
+def _narrowed(width: str | None, min_width: int) -> str:
     """Return the spelling of the threshold width as given, with another minimum width."""
-    given = next((one.width for one in groups if isinstance(one, MethodOptions)), None)
-    name, settings = parse(option_name("width"), given, WIDTHS) if given is not None else ("", {})
+    name, settings = parse(option_name("width"), width, WIDTHS) if width is not None else ("", {})
     wide = WIDTHS[name] if name and WIDTHS[name].dynamic else next(one for one in WIDTHS.values() if one.dynamic)
     return spell(wide, {**settings, MIN_WIDTH.field: min_width})
 
 
-def _needed(groups: tuple[object, ...], changed: dict[str, object]) -> list[object]:
-    """Return the groups with changed values, without the options that make no difference to generate."""
-    kept = [_with_values(group, changed) for group in groups]
-    wanted = _run_settings_of(kept)
-    names = [(place, name) for place, group in enumerate(kept) for name in vars(group)]
-    for place, name in names:
-        if getattr(kept[place], name) is None:
-            continue
-        fewer = [*kept[:place], _with_values(kept[place], {name: None}), *kept[place + 1 :]]
+def _needed(options: dict[str, object]) -> dict[str, object]:
+    """Return the options without those that make no difference to generate."""
+    kept, wanted = options, _settings_of(options)
+    for name in options:
+        fewer = {**kept, name: None}
         # an option without which the others contradict each other is needed
         with suppress(UsageError):
-            kept = fewer if _run_settings_of(fewer) == wanted else kept
+            kept = fewer if _settings_of(fewer) == wanted else kept
     return kept
 
 
-def _with_values(group: object, changed: dict[str, object]) -> object:
-    assert dataclasses.is_dataclass(group)
-    return dataclasses.replace(group, **{k: v for k, v in changed.items() if k in vars(group)})  # type: ignore[type-var]
-
-
-def _run_settings_of(groups: list[object]) -> RunSettings:
+def _settings_of(options: Mapping[str, object]) -> RunSettings:
     """Return all settings that `dsbd generate` would use with these options."""
 
     def group(kind: type[T]) -> T:
-        return next((one for one in groups if isinstance(one, kind)), kind())
+        return kind(**{item.name: options.get(item.name) for item in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
-    method, sampling = group(MethodOptions), group(SamplingOptions)
-    return run_settings(group(PairOptions), method, sampling, group(DeviceOptions), answers=group(AnswerOptions))
+    method, sampling, allow = group(MethodOptions), group(SamplingOptions), group(AnswerOptions).allow
+    return run_settings(group(PairOptions), method, sampling, group(DeviceOptions), allow=allow)
 
 
 def _write(found: Profile, wanted: ProfileOptions) -> None:

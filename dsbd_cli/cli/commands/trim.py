@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,14 @@ from dsbd_cli.cli.options.options import (
     PairOptions,
     SamplingOptions,
 )
-from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, run_settings
-from dsbd_cli.cli.run.files import read_prompts
+from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, refuse_idle, run_settings
+from dsbd_cli.cli.run.files import check_model_folder
 from dsbd_cli.cli.run.messages import say, set_style, warn
+from dsbd_cli.cli.run.prompts import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out, read_prompts, warn_left_out
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.errors import DsbdError, UsageError, is_utf8, option_name, plural, reading
+from dsbd_cli.errors import DsbdError, UsageError, option_name, plural, reading
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.jsonl import read_lines, read_object
 from dsbd_cli.io.lines.tables import is_table
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
 
 TRIM = "Trimming"
 COUNTERS = ("steps", "target_calls", "draft_calls", "drafted", "accepted")
-HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,11 @@ def trim_draft(trim: TrimOptions, pair: PairOptions, decoding: DecodeOptions, lo
     if trim.json and trim.quiet:
         raise UsageError("--json and --quiet cannot be used together: give one of them")
     if trim.texts is not None and trim.held_out is None:
-        for name, value in (*vars(decoding).items(), ("max_new_tokens", trim.max_new_tokens)):
-            if value is not None:
-                why = "because --texts are counted, and nothing is answered without --held-out: drop it"
-                raise UsageError(f"{option_name(name)} {value} would do nothing, {why}")
+        idle = {**vars(decoding), "max_new_tokens": trim.max_new_tokens}
+        refuse_idle(
+            "--texts are counted, and nothing is answered without --held-out",
+            *((f"{option_name(name)} {value}", value) for name, value in idle.items()),
+        )
     method = MethodOptions(**vars(decoding))
     sampling = SamplingOptions(max_new_tokens=trim.max_new_tokens)
     settings = run_settings(pair, fixed_depth(pair, method), sampling, DeviceOptions(**vars(loading)))
@@ -105,11 +107,11 @@ class _Trimming:
 
     def __init__(self, trim: TrimOptions, settings: RunSettings, draft: ModelSpec, output: Path) -> None:
         self._trim, self._settings, self._draft, self._output = trim, settings, draft, output
-        self._loaded_engine: Engine | None = None
 
     def run(self) -> None:
         """Count tokens, write the trimmed draft, measure both drafts, and print the results."""
-        from dsbd_cli.train.trim import check
+        from dsbd_cli.models.checkpoints.catalog import end_tokens
+        from dsbd_cli.train.trim import check, trim
 
         check(self._draft, self._output, size=self._trim.size, coverage=self._trim.coverage)
         prompts = self._prompts(self._trim.input, "--input")
@@ -118,7 +120,8 @@ class _Trimming:
             held, prompts = hold_out(prompts)
         counts = self._count(prompts)
         held = self._answerable(held, "held-out prompt")  # nothing may fail once the draft is written
-        report = self._write(counts)
+        size, coverage, ends = self._trim.size, self._trim.coverage, end_tokens(self._settings.target)
+        report = trim(self._draft, self._output, counts, size=size, coverage=coverage, end_tokens=ends)
         try:
             measured = self._measure(held) if held else None
         except StoppedError as stopped:
@@ -150,7 +153,7 @@ class _Trimming:
             return []
         from dsbd_cli.train.target_answers import answerable
 
-        kept, failed = answerable(self._engine(), prompts)
+        kept, failed = answerable(self._engine, prompts)
         warn_left_out(failed, kind)
         return kept
 
@@ -163,7 +166,7 @@ class _Trimming:
         prompts = self._answerable(prompts, "prompt")
         if not prompts:
             raise DsbdError(f"no prompt of {self._trim.input} can be answered, so there is nothing to count")
-        for result in self._engine().run(prompts):
+        for result in self._engine.run(prompts):
             if result.error is not None:
                 raise DsbdError(f"prompt {result.request.id} cannot be answered: {result.error}")
             counts.update(result.hypotheses[0].token_ids)
@@ -186,32 +189,17 @@ class _Trimming:
                         raise UsageError(f"--texts {name}, {row.error}")
                     yield row.candidates[0].text
 
-    def _write(self, counts: Counter[int]) -> TrimReport:
-        from dsbd_cli.models.checkpoints.catalog import end_tokens
-        from dsbd_cli.train.trim import trim
-
-        return trim(
-            self._draft,
-            self._output,
-            counts,
-            size=self._trim.size,
-            coverage=self._trim.coverage,
-            end_tokens=end_tokens(self._settings.target),
-        )
-
     def _measure(self, held: list[Request]) -> tuple[Measure, Measure]:
         from dsbd_cli.train.compare import measure, with_draft
 
-        before = self._engine()
         small = replace(self._draft, source=str(self._output))
-        first, second = measure((before, with_draft(before, small)), held)
+        first, second = measure((self._engine, with_draft(self._engine, small)), held)
         return first, second
 
+    @cached_property
     def _engine(self) -> Engine:
-        """Return the target with the full draft, which is loaded when it is first needed."""
-        if self._loaded_engine is None:
-            self._loaded_engine = self._settings.load()
-        return self._loaded_engine
+        """The target with the full draft, which is loaded when it is first needed."""
+        return self._settings.load()
 
     def _record(self, report: TrimReport, prompts: int, measured: tuple[Measure, Measure] | None) -> dict[str, object]:
         record: dict[str, object] = {
@@ -225,24 +213,6 @@ class _Trimming:
         for name, numbers in zip(("before", "after"), measured or (None, None), strict=True):
             record[name] = numbers if numbers is None else {**_sums(numbers), **_rates(numbers)}
         return record
-
-
-def check_model_folder(output: Path) -> None:
-    """Refuse a name that no --draft could give, and no library could read. Raises UsageError."""
-    if not is_utf8(str(output)):
-        raise UsageError(f"--output is {str(output)!r}, which is not UTF-8")
-
-
-def hold_out(prompts: Sequence[Request]) -> tuple[list[Request], list[Request]]:
-    """Split prompts into those to measure on, which are every eighth one, 64 at most, and all others."""
-    places = range(HELD_OUT_EVERY - 1, len(prompts), HELD_OUT_EVERY)[:HELD_OUT_MOST]
-    return [prompts[place] for place in places], [one for place, one in enumerate(prompts) if place not in places]
-
-
-def warn_left_out(failed: Sequence[str], kind: str = "prompt") -> None:
-    """Warn of prompts that cannot be answered. failed: for each its id and why."""
-    if failed:
-        warn(f"left out, because they cannot be answered: {plural(len(failed), kind)}, the first with {failed[0]}")
 
 
 def _sums(measured: Measure) -> dict[str, float]:

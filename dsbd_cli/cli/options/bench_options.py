@@ -11,7 +11,7 @@ from dsbd_cli.cli.options.options import MAIN, RowFileOptions
 from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
 from dsbd_cli.config.variants import MIN_WIDTH, WIDTH_THRESHOLD
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
-from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS, own_tokens
+from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS, bench_drafters
 from dsbd_cli.lab.tasks.choose import TASK_NAMES
 from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS
 from dsbd_cli.lab.tasks.scores import DEFAULT_SCORE, KINDS
@@ -94,7 +94,7 @@ class SweepOptions:
     )
     drafter: str | None = option(
         METHODS_PANEL,
-        f"who proposes: {', '.join(own_tokens())}, or two joined by +",
+        f"who proposes: {', '.join(bench_drafters())}, or two joined by +",
         default=_METHOD.drafter,
         metavar="NAME,...",
     )

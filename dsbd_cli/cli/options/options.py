@@ -116,12 +116,18 @@ class JobOptions:
 
 
 @dataclass(frozen=True)
-class PairOptions:
-    """Options of the two models."""
+class TargetOptions:
+    """Options of the target."""
 
     target: str | None = option(
         MAIN, "alias, folder or hub id; @REVISION and +ADAPTER may follow", default=BUILTIN_TARGET, metavar="MODEL"
     )
+
+
+@dataclass(frozen=True)
+class PairOptions(TargetOptions):
+    """Options of the two models."""
+
     draft: str | None = option(
         MAIN,
         "alias, folder or hub id of a model or a draft head; mtp: the target's own MTP layer; none: no draft",

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from dsbd_cli.cli.options.declare import option
 from dsbd_cli.cli.options.options import DeviceOptions
 from dsbd_cli.config.spelling import parse_settings
 from dsbd_cli.config.variant import Setting, spelling
-from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.errors import UsageError, require_package, shorten
 
 if TYPE_CHECKING:
     from dsbd_cli.scale.workers import PoolConfig
+
+T = TypeVar("T")
 
 SCALE = "Several processes"
 NUMBER: Setting[str | None] = Setting(
@@ -75,30 +76,26 @@ def pool_config(scale: ScaleOptions, devices: DeviceOptions) -> PoolConfig | Non
     if scale.workers is None:
         return None
     given = parse_settings("--workers", scale.workers, WORKERS)
-    least, most = _worker_range(str(given[NUMBER.field]))
+
+    def value(setting: Setting[T]) -> T:
+        return given.get(setting.field, setting.default)  # type: ignore[return-value]
+
+    least, most = _worker_range(value(NUMBER) or "")
     if devices.batch_size == "auto":
         raise UsageError(
             "--batch-size auto cannot be used with --workers, which fill batches of a known size: give one"
         )
-    if importlib.util.find_spec("ray") is None:
-        raise UsageError("--workers needs Ray, which is not installed: pip install 'dsbd[ray]'")
-    address = given.get(RAY.field)
-    if address is not None and str(address).startswith("ray://"):
+    require_package("--workers", "ray", "ray")
+    address = value(RAY)
+    if address is not None and address.startswith("ray://"):
         raise UsageError(
             f"--workers: ray is {address}, but must be auto or HOST:PORT: the command has to run inside the cluster, "
             "as with ray job submit"
         )
     from dsbd_cli.scale.workers import PoolConfig
 
-    gpus, timeout_s = given.get(GPUS.field), float(given.get(TIMEOUT.field, TIMEOUT.default))
-    return PoolConfig(
-        least,
-        most,
-        None if address is None else str(address),
-        _gpus(None if gpus is None else int(gpus), devices),
-        devices.tensor_parallel or 1,
-        timeout_s,
-    )
+    gpus, processes = _gpus(value(GPUS), devices), devices.tensor_parallel or 1
+    return PoolConfig(least, most, address, gpus, processes, timeout_s=value(TIMEOUT))
 
 
 def _worker_range(given: str) -> tuple[int, int | None]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DEFAULT_METHOD = MethodConfig()
-NO_ANSWERS, NO_ROWS = AnswerOptions(), RowOptions()  # not given
+NO_ROWS = RowOptions()  # not given
 SPREADS = ("balanced", "balanced_low_0", "sequential")  # names of device maps that are no device
 
 # by setting of a run: its name as the user types it
@@ -50,8 +50,9 @@ TYPED = {
 class RunSettings:
     """Settings of a run.
 
-    `draft` is None if no draft model runs, `batch_size` if memory decides. allow: a list of answers; a grammar is in
-    `rows`. threads, cuda_graphs, kernels: see loading.load.
+    `draft` is None if no draft model runs, `batch_size` if memory decides. require_valid: a row fails if its best text
+    does not match its grammar. allow: a list of answers; a grammar is in `rows`. threads, cuda_graphs, kernels: see
+    loading.load.
     """
 
     target: ModelSpec
@@ -61,6 +62,7 @@ class RunSettings:
     batch_size: int | None
     on_too_long: OnTooLong
     max_errors: int | None
+    require_valid: bool
     allow: Path | None
     threads: int | None
     cuda_graphs: bool | None
@@ -112,48 +114,31 @@ def run_settings(
     *,
     strict: bool = False,
     chat: bool = False,
-    answers: AnswerOptions = NO_ANSWERS,
+    allow: str | None = None,
 ) -> RunSettings:
     """Return the settings of a run, with defaults filled in. Raises UsageError for options that contradict each other.
 
-    strict: rows with unknown fields fail. chat: prompts become messages.
+    strict: rows with unknown fields fail. chat: prompts become messages. allow: the text of --allow.
     """
     layers = _number("--depth", method.depth, MAX_AUTO_DEPTH)
     if layers is not None and layers < 1:
         raise UsageError(f"--depth is {layers}, but must be 1 or more: --draft none decodes without a draft")
-    allow, grammar = allowed_answers(answers.allow)
+    answers, grammar = allowed_answers(allow)
     method = _with_drafter(method, pair, grammar)
     chosen = _variant_fields(method)
-    rule, width = RULES[str(chosen["rule"])], chosen.get("width")
-    wide = None if width is None or not WIDTHS[str(width)].dynamic else method.width
     target, draft = _model_names(pair, method, str(chosen["drafter"]))
     own = devices_of(devices.device)[1]
     if draft is None:
-        _refuse("there is no draft", (f"{own} in --device {devices.device}", own))
+        refuse_idle("there is no draft", (f"{own} in --device {devices.device}", own))
     drafting = draft is not None or not runs_model(str(chosen["drafter"]))
-    if not drafting:
-        _refuse(
-            "there is no draft",
-            ("--drafts-per-layer", method.drafts_per_layer),
-            (f"{option_name('width')}={wide}", wide),
-        )
-    if not rule.samples:
-        _refuse(
-            "--decode search is deterministic beam search",
-            (f"--verify {method.verify}", method.verify),
-            ("--temperature", sampling.temperature or None),
-            ("--top-k", sampling.top_k),
-            ("--top-p", sampling.top_p),
-            (option_name("min_p"), sampling.min_p),
-            (option_name("warp_scope"), method.warp_scope),
-            (f"{option_name('width')}={wide}", wide),
-            ("--seed", sampling.seed),
-        )
-    if allow is not None and sampling.stop:
+    _check_idle(method, sampling, chosen, drafting=drafting)
+    if answers is not None and sampling.stop:
         raise UsageError(f"--stop {sampling.stop[0]!r} would cut answers, but --allow says where one ends: drop it")
     config = _method(method, chosen, drafting=drafting)
-    if allow is not None and GRAMMAR in config.drafter_names:
-        _refuse("a list of --allow leaves no grammar to draft from", (f"--drafter {method.drafter}", method.drafter))
+    if answers is not None and GRAMMAR in config.drafter_names:
+        refuse_idle(
+            "a list of --allow leaves no grammar to draft from", (f"--drafter {method.drafter}", method.drafter)
+        )
     if grammar is not None and devices.cuda_graphs:
         raise UsageError(
             f"--set gpu={devices.gpu} cannot be had with a grammar, whose masks the host makes in every iteration: "
@@ -177,7 +162,8 @@ def run_settings(
         batch_size=batch_size,
         on_too_long=failing.on_too_long or "error",
         max_errors=failing.max_errors,
-        allow=allow,
+        require_valid=bool(failing.require_valid),
+        allow=answers,
         threads=devices.threads,
         cuda_graphs=devices.cuda_graphs,
         kernels=devices.wanted_kernels,
@@ -266,11 +252,37 @@ def _number(option: str, given: str | None, auto: int) -> int | None:
         raise UsageError(f"{option} is {given!r}, but must be a number or auto") from None
 
 
-def _refuse(reason: str, *options: tuple[str, object]) -> None:
+def refuse_idle(reason: str, *options: tuple[str, object]) -> None:
     """Raise UsageError for options that were given although they could not act."""
     if given := [name for name, value in options if value is not None]:
         drop = "drop it" if len(given) == 1 else "drop them"
         raise UsageError(f"{', '.join(given)} would do nothing, because {reason}: {drop}")
+
+
+def _check_idle(
+    method: MethodOptions, sampling: SamplingOptions, chosen: Mapping[str, object], *, drafting: bool
+) -> None:
+    """Raise UsageError for options that could not act without drafts, or under the rule of --decode search."""
+    width = chosen.get("width")
+    wide = None if width is None or not WIDTHS[str(width)].dynamic else method.width
+    if not drafting:
+        refuse_idle(
+            "there is no draft",
+            ("--drafts-per-layer", method.drafts_per_layer),
+            (f"{option_name('width')}={wide}", wide),
+        )
+    if not RULES[str(chosen["rule"])].samples:
+        refuse_idle(
+            "--decode search is deterministic beam search",
+            (f"--verify {method.verify}", method.verify),
+            ("--temperature", sampling.temperature or None),
+            ("--top-k", sampling.top_k),
+            ("--top-p", sampling.top_p),
+            (option_name("min_p"), sampling.min_p),
+            (option_name("warp_scope"), method.warp_scope),
+            (f"{option_name('width')}={wide}", wide),
+            ("--seed", sampling.seed),
+        )
 
 
 def _variant_fields(given: MethodOptions) -> dict[str, object]:

@@ -8,30 +8,24 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 from dsbd_cli.cli.options.options import STANDARD, FileOptions
-from dsbd_cli.cli.run.messages import quote_command, warn
+from dsbd_cli.cli.run.messages import quote_command
 from dsbd_cli.config.variant import Format
 from dsbd_cli.config.variants import FORMATS
-from dsbd_cli.errors import UsageError, reading, shorten
-from dsbd_cli.io.lines.compression import check_whole, open_input
+from dsbd_cli.errors import UsageError, is_utf8, reading, require_package, shorten
+from dsbd_cli.io.lines.compression import COMPRESSED, check_whole, open_input
 from dsbd_cli.io.lines.jsonl import BOM, HEAD_BYTES, check_new, read_lines
-from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.lines.resume import check_replaceable, settings_file
-from dsbd_cli.io.lines.tables import check_table, count_table_rows, is_table, lines_reader, require_parquet
-from dsbd_cli.io.records.file_roots import files_root
+from dsbd_cli.io.lines.tables import check_table, count_table_rows, is_table
 from dsbd_cli.io.records.parse import ARRAY_HINT
-from dsbd_cli.io.records.reader import RowReader
-from dsbd_cli.requests import Request
 
-COMPRESSED = (".gz", ".zst")
 MAX_COUNTED_BYTES = 256 << 20
-SETTINGS = "the settings file of --output"
+SETTINGS_FILE = "the settings file of --output"
 NO_KEY = ", whose lines do not say what was asked: native and openai lines have a key that does"
 
 
@@ -87,7 +81,7 @@ def how_to_resume(files: FileOptions, arguments: Sequence[str], formats: str) ->
     return f"what is written is complete; go on{again} with: {command}"
 
 
-def check_files(files: FileOptions, read: Iterable[str | Path | None] = ()) -> None:
+def check_files(files: FileOptions, read: Iterable[str | Path | None]) -> None:
     """Refuse names and switches that cannot work together. read: what the run reads beside --input, files or not.
     Raises UsageError."""
     output_format(files).load()
@@ -119,8 +113,8 @@ def check_files(files: FileOptions, read: Iterable[str | Path | None] = ()) -> N
         check_new(path, option=option, overwrite=files.existing not in (None, "error"), instead=instead)
     if why_not is None and files.output is not None:
         settings = settings_file(files.output)
-        check_no_input(SETTINGS, settings, inputs)
-        named.append((SETTINGS, settings))
+        check_no_input(SETTINGS_FILE, settings, inputs)
+        named.append((SETTINGS_FILE, settings))
         if not resumes(files):  # a resumed run may only append
             check_replaceable(files.output)
             check_replaceable(settings)
@@ -136,7 +130,7 @@ def _check_parquet(files: FileOptions) -> None:
         raise UsageError(f"{given} needs an ordinary file, which a pipe is not: name it with --output")
     if files.output.suffix in COMPRESSED:
         raise UsageError(f"{given} is compressed inside: name --output without {files.output.suffix}")
-    require_parquet(given)
+    require_package(given, "pyarrow", "parquet")
 
 
 def _check_apart(named: Sequence[tuple[str, Path]]) -> None:
@@ -278,34 +272,7 @@ def _check_plain(option: str, path: Path) -> None:
         raise UsageError(f"{option} {path} is not compressed: name it without {path.suffix}")
 
 
-def read_prompts(
-    option: str,
-    path: Path,
-    rows: RowReader,
-    *,
-    most: int | None = None,
-    seen: Callable[[bytes], object] | None = None,
-    files_under: Path | None = None,
-) -> list[Request]:
-    """Return the requests of a file as generate reads it, the first `most` of them.
-
-    Fields that are not used are warned of. seen: called with every line. files_under: the only folder that rows may
-    name files in. Raises UsageError with the first bad line, and if the file cannot be read.
-    """
-    check_files_under(files_under)
-    rows = replace(rows, files_root=files_root(files_under, path))
-    found: list[Request] = []
-    with reading(f"{option} {path}"), ExitStack() as stack:
-        check_rows_file(path)
-        stream = stack.enter_context(open_input(path))
-        reader = stack.enter_context(LineReader(stream, str(path), read=lines_reader(path)))
-        for number, line in itertools.islice(filter(None, reader), most):
-            row = rows.read(line, index=len(found), number=number)
-            if row.request is None:
-                raise UsageError(f"{option} {path}: {row.error}")
-            found.append(row.request)
-            for warning in row.warnings:
-                warn(f"{option} {path}: {warning}")
-            if seen is not None and isinstance(line, bytes):
-                seen(line)
-    return found
+def check_model_folder(output: Path) -> None:
+    """Refuse a name that no --draft could give, and no library could read. Raises UsageError."""
+    if not is_utf8(str(output)):
+        raise UsageError(f"--output is {str(output)!r}, which is not UTF-8")

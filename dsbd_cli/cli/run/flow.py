@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from dsbd_cli.cli.run.progress import Reporter, failed_row
+from dsbd_cli.cli.run.progress import Reporter
 from dsbd_cli.cli.run.shard import Shard
 from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError
 from dsbd_cli.io.lines.jsonl import LineWriter, NumberedLine
-from dsbd_cli.io.lines.resume import DoneRows
+from dsbd_cli.io.lines.resume import DoneRows, InputEnd
 from dsbd_cli.io.records.native_record import step_records
 from dsbd_cli.io.records.record_parts import row_error
-from dsbd_cli.io.records.row import LongLine, Row
+from dsbd_cli.io.records.row import LongLine, Row, held_bytes
 from dsbd_cli.requests import Request, RequestResult
 
 if TYPE_CHECKING:
@@ -43,15 +43,6 @@ def check_errors(failed: int, most: int | None, details: str) -> None:
         raise TooManyErrorsError(f"{rows} failed{details}")
 
 
-def _cut_error(result: RequestResult) -> InvalidRowError:
-    """Return the error of a row whose text must match its grammar and was cut before it did."""
-    limit = result.request.sampling.max_new_tokens
-    return InvalidRowError(
-        f"max_new_tokens is {limit}, which cut the text before it matched its grammar: raise it, or bound what the "
-        "grammar leaves open"
-    )
-
-
 class RowFlow:
     """The rows of one run. What was written stays, whatever ends it early."""
 
@@ -61,13 +52,13 @@ class RowFlow:
         read: ReadRow,
         reporter: Reporter,
         *,
-        done: DoneRows | None,
+        done: DoneRows,
         max_errors: int | None,
         stopping: Callable[[], bool],
         begin: Callable[[], tuple[LineWriter, LineWriter | None]],
-        ordered: bool = True,
-        shard: Shard | None = None,
-        require_valid: bool = False,
+        ordered: bool,
+        shard: Shard | None,
+        require_valid: bool,
     ) -> None:
         """done: rows that an earlier run has answered. stopping: returns whether a signal has come. begin: returns the
         writers of records and steps, before the first record. ordered: records come in input order, else as they are
@@ -85,17 +76,9 @@ class RowFlow:
         self._digest = hashlib.blake2b(digest_size=16)
 
     @property
-    def input_digest(self) -> str:
-        """Hex digest of all lines so far, if a part is answered.
-
-        Parts whose inputs differ anywhere do not belong together.
-        """
-        return self._digest.hexdigest()
-
-    @property
-    def rows_read(self) -> int:
-        """Number of rows of the input so far, those of other parts too."""
-        return self._index
+    def input_end(self) -> InputEnd:
+        """Rows of the input so far, those of other parts too. Only the digest of a part is taken."""
+        return InputEnd(self._index, self._digest.hexdigest())
 
     def needs_engine(self, record: MakeRecord) -> bool:
         """Skip the rows that are done, and write those that cannot be read, up to the first row that needs an engine.
@@ -164,12 +147,12 @@ class RowFlow:
             self._index += 1
             self._position += (line.size if isinstance(line, LongLine) else len(line)) + 1
             if self._shard is not None:
-                self._digest.update((line.head if isinstance(line, LongLine) else line) + b"\n")
+                self._digest.update(held_bytes(line) + b"\n")
                 if not self._shard.has(index):
                     continue
             row = self._read_row(line, index=index, number=number)
             self._note_id(row)
-            if self._done is not None and self._done.take(row.id, row.key):
+            if self._done.take(row.id, row.key):
                 self._reporter.totals.skipped += 1
                 self._reporter.at(self._position, skipped=True)
                 continue
@@ -190,7 +173,12 @@ class RowFlow:
     def _write(self, position: int, row: Row, result: RequestResult | None) -> None:
         """Write a row's steps, and then its record, because a record says that all of its row is written."""
         if self._require_valid and result is not None and result.error is None and result.invalid:
-            result = replace(result, error=_cut_error(result))
+            limit = result.request.sampling.max_new_tokens
+            cut = InvalidRowError(
+                f"max_new_tokens is {limit}, which cut the text before it matched its grammar: raise it, or bound what "
+                "the grammar leaves open"
+            )
+            result = replace(result, error=cut)
         error = row_error(row, result)
         self._writers = self._writers or self._begin()
         writer, steps = self._writers
@@ -201,8 +189,6 @@ class RowFlow:
             self._reporter.totals.add(result)
         writer.write(self._record(row, result))
         self._reporter.at(position)
-        if error is None:
-            self._reporter.row()
-            return
-        self._reporter.row(error=failed_row(row.index, row.id, error), kind=type(error).__name__)
-        check_errors(self._reporter.totals.failed, self._max_errors, f", the last one at {error}")
+        self._reporter.row(row.index, row.id, error)
+        if error is not None:
+            check_errors(self._reporter.totals.failed, self._max_errors, f", the last one at {error}")

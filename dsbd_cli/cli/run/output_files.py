@@ -38,12 +38,11 @@ from dsbd_cli.io.records.record_parts import fingerprint_difference
 class Outputs:
     """Output files of a run. Entering the `with` block opens and locks them; `begin` makes them ready to be written."""
 
-    def __init__(self, files: FileOptions, settings: Settings) -> None:
-        self.done: DoneRows | None = None
-        self.notes: list[str] = []
-        self.retried = 0
+    def __init__(self, files: FileOptions, settings: Settings, reporter: Reporter) -> None:
+        """reporter: is told what an earlier run has left."""
+        self.done = DoneRows()
         self.created = int(time.time())
-        self._files, self._settings = files, settings
+        self._files, self._settings, self._reporter = files, settings, reporter
         self._stack = ExitStack()
         self._output: io.FileIO | None = None
         self._steps: io.FileIO | None = None
@@ -68,13 +67,6 @@ class Outputs:
             if path.is_file() and path.stat().st_size == 0:
                 path.unlink()
 
-    def tell(self, reporter: Reporter) -> None:
-        """Report and count what an earlier run has left."""
-        for note in self.notes:
-            reporter.warn(note)
-        if self.done is not None:
-            reporter.totals.skipped_failed, reporter.totals.retried = self.done.failed, self.retried
-
     @property
     def is_empty(self) -> bool:
         """Whether nothing is in the file yet, so that even a run without rows has to make it."""
@@ -90,41 +82,38 @@ class Outputs:
         return self._writers
 
     def _make_writers(self) -> tuple[LineWriter, LineWriter | None]:
-        output, steps = self._files.output, self._files.stats
+        output, steps, form = self._files.output, self._files.stats, output_format(self._files)
         if self._output is not None and output is not None:
             if self._files.existing == "overwrite":
                 self._output.truncate(0)
-            if self._output.tell() == 0 and output_format(self._files).resumable:
+            if self._output.tell() == 0 and form.resumable:
                 write_settings(output, self._settings, self.created)
             elif self._output.tell() == 0:
                 settings_file(output).unlink(missing_ok=True)
         if self._steps is not None and self._files.existing == "overwrite":
             self._steps.truncate(0)
         self._new_files = []
-        form = output_format(self._files)
         if form.parquet:
-            return self._table_writer(form.columns), None if steps is None else self._writer(steps, self._steps)
-        records = self._writer(output, self._output)
-        if form.columns:
-            records.write(",".join(form.columns).encode())
+            from dsbd_cli.io.lines.parquet_writer import TableWriter
+
+            assert self._output is not None, "a Parquet file is an ordinary one"
+            records: LineWriter = TableWriter(self._output, str(output), form.columns)
+            self._stack.enter_context(records)
+        else:
+            records = self._writer(output, self._output)
+            if form.columns:
+                records.write(",".join(form.columns).encode())
         return records, None if steps is None else self._writer(steps, self._steps)
-
-    def _table_writer(self, columns: tuple[str, ...]) -> LineWriter:
-        from dsbd_cli.io.lines.parquet_writer import TableWriter
-
-        assert self._output is not None
-        assert self._files.output is not None
-        return self._stack.enter_context(TableWriter(self._output, str(self._files.output), columns))
 
     def finish(self) -> None:
         """Close the output, if it was begun, so that what is reported afterwards is true. Raises OutputError."""
         if self._writers is not None:
             self._writers[0].close()
 
-    def complete(self, rows: int, digest: str) -> None:
-        """Note in the settings file that all rows of a part are written. rows, digest: of the whole input."""
+    def complete(self, end: InputEnd) -> None:
+        """Note in the settings file that all rows of a part are written."""
         assert self._files.output is not None
-        write_settings(self._files.output, self._settings, self.created, InputEnd(rows, digest))
+        write_settings(self._files.output, self._settings, self.created, end)
 
     def _claim(self, path: Path | None) -> io.FileIO | None:
         """Open and lock a file. Return None for standard output, and for devices and pipes, which are opened
@@ -143,9 +132,8 @@ class Outputs:
 
     def _read_earlier_run(self, stream: io.FileIO) -> None:
         """Read what an earlier run has left. A file that is not ours is refused before a byte of it is changed."""
-        output = self._files.output
+        output, totals = self._files.output, self._reporter.totals
         assert output is not None
-        self.done = DoneRows()
         if stream.seek(0, io.SEEK_END) > 0:
             before, self.created, _ = read_run(output, "--existing resume")
             if difference := fingerprint_difference(before, self._settings, TYPED):
@@ -156,14 +144,15 @@ class Outputs:
             end = whole_size(stream)
             self.done = read_done(stream, output, end)
             if torn := truncate_at(stream, end):
-                self.notes.append(f"{output}: the last line was torn ({torn} bytes); its row is answered again")
+                self._reporter.warn(f"{output}: the last line was torn ({torn} bytes); its row is answered again")
             if self._files.existing == "retry":
-                stream, self.retried = drop_failed(stream, output)
+                stream, totals.retried = drop_failed(stream, output)
                 self._stack.callback(stream.close)
                 self._output = stream
                 end = stream.seek(0, io.SEEK_END)
                 self.done = read_done(stream, output, end)
             stream.seek(end)
+        totals.skipped_failed = self.done.failed
         if self._steps is not None:
             cut_unfinished_steps(self._steps, self.done)
 

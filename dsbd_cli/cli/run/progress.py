@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from dsbd_cli.cli.options.options import STANDARD, TalkOptions
 from dsbd_cli.cli.run.messages import LOG_INTERVAL_S, duration, live_line, log, say, set_style, warn
 from dsbd_cli.cli.run.summary import Totals
-from dsbd_cli.errors import UsageError, plural
+from dsbd_cli.errors import RowError, UsageError, plural
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -32,15 +32,10 @@ def begin_talk(talk: TalkOptions) -> None:
         raise UsageError("--quiet and --set log=verbose cannot be used together: give one of them")
 
 
-def failed_row(index: int, row_id: str, error: object) -> str:
-    """Return a message about a row that failed. Control characters are escaped later, where a message is printed."""
-    return f"row {index} (id {row_id}): {error}"
-
-
 class Reporter:
     """A counter of the rows of a run, which reports on them as the options say."""
 
-    def __init__(self, talk: TalkOptions, output: Path | None = None, *, says_why: bool = True) -> None:
+    def __init__(self, talk: TalkOptions, output: Path | None, *, says_why: bool) -> None:
         """output: where records go; if that is a terminal, no live line is shown. says_why: the record of a row that
         failed holds its error."""
         self.totals = Totals()
@@ -90,16 +85,18 @@ class Reporter:
         if not self._quiet:
             warn(message)
 
-    def row(self, *, error: str | None = None, kind: str = "") -> None:
-        """Count a row that was written. error: why it failed; kind: the type of that error."""
+    def row(self, index: int, row_id: str, error: RowError | None) -> None:
+        """Count a row that was written. error: why it failed."""
         self.totals.rows += 1
-        if error is not None:
-            self.totals.failed += 1
-            self.totals.errors[kind] += 1
-            if len(self._failures) < MAX_NAMED_FAILURES:
-                self._failures.append(error)
-            if self._verbose:
-                say(error, level="warning", event="row_failed")
+        if error is None:
+            return
+        self.totals.failed += 1
+        self.totals.errors[type(error).__name__] += 1
+        message = f"row {index} (id {row_id}): {error}"
+        if len(self._failures) < MAX_NAMED_FAILURES:
+            self._failures.append(message)
+        if self._verbose:
+            say(message, level="warning", event="row_failed")
 
     def at(self, position: int, *, skipped: bool = False) -> None:
         """Note that the input is done up to this byte. skipped: an earlier run had done it."""

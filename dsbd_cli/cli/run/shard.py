@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsbd_cli.cli.options.options import STANDARD, FileOptions
-from dsbd_cli.cli.run.files import COMPRESSED, NO_KEY, is_special, output_format
+from dsbd_cli.cli.run.files import NO_KEY, is_special, output_format
 from dsbd_cli.errors import UsageError, reading, shorten
+from dsbd_cli.io.lines.compression import COMPRESSED
 from dsbd_cli.io.lines.tables import PARQUET
 
 SHARD_SETTINGS = ("shard", "input_bytes", "input_head", "input_compressed")  # which only a part has

@@ -6,12 +6,14 @@ import gzip
 import io
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
+COMPRESSED = (".gz", ".zst")
 PIECE_BYTES = 1 << 10  # read at a time when compressed: bounds the decompressed size (32 MiB at worst)
 BLOCK_BYTES = 1 << 20  # decompressed at a time when a file is only checked
 GZIP_FORMAT = 31  # zlib's number for a gzip header and trailer
@@ -35,19 +37,22 @@ class _Frame(Protocol):
 
 def ending(path: Path) -> str:
     """Return the ending of a name before .gz or .zst, in lower case: `.csv` for rows.CSV.gz."""
-    plain = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+    plain = path.with_suffix("") if path.suffix in COMPRESSED else path
     return plain.suffix.lower()
 
 
 def open_input(path: Path) -> BinaryIO:
     """Open a file to read bytes from, decompressed if its name ends in .gz or .zst. Raises OSError."""
-    if path.suffix not in (".gz", ".zst"):
-        return path.open("rb")
+    make: Callable[[], _Frame]
     if path.suffix == ".gz":
-        return io.BufferedReader(_Decompressing(path.open("rb"), lambda: zlib.decompressobj(GZIP_FORMAT)))
-    import zstandard
+        make = partial(zlib.decompressobj, GZIP_FORMAT)
+    elif path.suffix == ".zst":
+        import zstandard
 
-    return io.BufferedReader(_Decompressing(path.open("rb"), lambda: zstandard.ZstdDecompressor().decompressobj()))
+        make = zstandard.ZstdDecompressor().decompressobj
+    else:
+        return path.open("rb")
+    return io.BufferedReader(_Decompressing(path.open("rb"), make))
 
 
 def check_whole(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import orjson
 
 from dsbd_cli.errors import UsageError, reading
 from dsbd_cli.io.lines.compression import ending, open_input
+from dsbd_cli.io.lines.jsonl import BOM
 
 PIECE_CHARACTERS = 1 << 18
 
@@ -43,7 +43,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines with their line ends, numbered from 1. Raises UsageError."""
     with reading(str(path)), open_input(path) as stream:
         for number, line in enumerate(stream, 1):
-            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            text = line.removeprefix(BOM) if number == 1 else line
             try:
                 yield number, text.decode()
             except UnicodeDecodeError:

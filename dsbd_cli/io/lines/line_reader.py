@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO, Self
 
 from dsbd_cli.errors import DsbdError, one_line
 from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, NumberedLine, ReadLines, read_lines
-from dsbd_cli.io.records.row import LongLine
+from dsbd_cli.io.records.row import held_bytes
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -108,7 +108,7 @@ class LineReader:
             if self._closed:
                 return False
             self._held.append(line)
-            self._held_bytes += _size(line)
+            self._held_bytes += len(held_bytes(line[1]))
             self._changed.notify_all()
             return True
 
@@ -137,11 +137,6 @@ class LineReader:
                 self.check()
         finally:
             self.close()
-
-
-def _size(numbered: NumberedLine) -> int:
-    _, line = numbered
-    return len(line.head if isinstance(line, LongLine) else line)
 
 
 class _Stoppable(io.RawIOBase):

@@ -33,7 +33,8 @@ Settings = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class InputEnd:
-    """Facts about an input that was read to its end: the number of its rows, and a digest of them."""
+    """Facts about an input that was read to its end: the number of its rows, and a digest of all its lines. Parts whose
+    inputs differ anywhere do not belong together."""
 
     rows: int
     digest: str
@@ -55,6 +56,8 @@ class DoneRows:
 
     def take(self, row_id: str, key: str) -> bool:
         """Return whether a row of the input is done. Each record counts for one row."""
+        if not self.rows:
+            return False
         name = _digest(row_id, key)
         left = self.rows.get(name, 0)
         if left == 1:

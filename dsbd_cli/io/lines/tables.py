@@ -6,11 +6,10 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from dsbd_cli.errors import InvalidRowError, UsageError, one_line, plural, reading, shorten
+from dsbd_cli.errors import InvalidRowError, UsageError, one_line, plural, reading, require_package, shorten
 from dsbd_cli.io.lines.compression import ending, open_input
 from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, BOM, HEAD_BYTES, NumberedLine, ReadLines, read_lines
 from dsbd_cli.io.records.cells import FIELDS, check_columns, row_line
@@ -43,18 +42,12 @@ def check_table(path: Path) -> None:
     if ending(path) == PARQUET:
         if path.suffix.lower() != PARQUET:
             raise UsageError(f"{path}: a Parquet file is compressed inside: unpack it, and name it .parquet")
-        require_parquet(str(path))
+        require_package(str(path), "pyarrow", "parquet")
         if not path.is_file():
             raise UsageError(f"{path} is no ordinary file: Parquet is not read from a pipe")
     if path.is_file():
         with reading(str(path)), open_input(path) as stream:
             next(lines_reader(path)(stream), None)
-
-
-def require_parquet(wanted_by: str) -> None:
-    """Raise UsageError if pyarrow is not installed."""
-    if find_spec("pyarrow") is None:
-        raise UsageError(f"{wanted_by} needs pyarrow: pip install 'dsbd[parquet]'")
 
 
 def count_table_rows(path: Path) -> int | None:
@@ -69,7 +62,7 @@ def count_table_rows(path: Path) -> int | None:
     if path.stat().st_size > MAX_COUNTED_BYTES:
         return None
     with open_input(path) as stream:
-        records = _records(stream, DELIMITERS[ending(path)], MAX_LINE_BYTES)
+        records = _records(_RecordLines(stream, MAX_LINE_BYTES), DELIMITERS[ending(path)])
         next(records, None)  # the header
         return sum(1 for _ in records)
 
@@ -86,7 +79,8 @@ def read_csv(
     messages. Raises UsageError for a header that cannot be used.
     """
     names: list[str] | None = None
-    for lines, cells, reason in _records(stream, delimiter, limit):
+    lines = _RecordLines(stream, limit)
+    for cells, reason in _records(lines, delimiter):
         if names is None:
             names = _header(cells, reason, name)
             continue
@@ -100,13 +94,12 @@ def read_csv(
             yield lines.first, LongLine(lines.size, lines.head, str(error))
 
 
-def _records(stream: BinaryIO, delimiter: str, limit: int) -> Iterator[tuple[_RecordLines, list[str] | None, str]]:
-    """Yield the lines of every record, and its cells.
+def _records(lines: _RecordLines, delimiter: str) -> Iterator[tuple[list[str] | None, str]]:
+    """Yield the cells of every record, while `lines` tells where it stands.
 
     The cells of a record that cannot be read are None, with a reason; the reason is empty if the record is too long.
     """
-    csv.field_size_limit(max(limit, csv.field_size_limit()))
-    lines = _RecordLines(stream, limit)
+    csv.field_size_limit(max(lines.limit, csv.field_size_limit()))
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
         lines.begin()
@@ -115,13 +108,13 @@ def _records(stream: BinaryIO, delimiter: str, limit: int) -> Iterator[tuple[_Re
             if cells is None:
                 return
             if cells:
-                yield lines, cells, ""
+                yield cells, ""
         except _LongRecordError:
             lines.skip()
-            yield lines, None, ""
+            yield None, ""
         except csv.Error as error:
             wording = "a line end stands in a cell without quotes" if "new-line" in str(error) else one_line(error)
-            yield lines, None, f"not valid CSV: {wording}"
+            yield None, f"not valid CSV: {wording}"
 
 
 def _header(cells: list[str] | None, reason: str, file: str) -> list[str]:
@@ -154,11 +147,12 @@ class _RecordLines:
     Bytes that are not UTF-8 are kept as surrogates, so that the rest of the record can be read.
 
     Attributes:
-        first: number of the record's first line, from 1. size: bytes of the record so far. head: its first bytes.
+        limit: bytes that a record may have. first: number of the record's first line, from 1. size: bytes of the record
+            so far. head: its first bytes.
     """
 
     def __init__(self, stream: BinaryIO, limit: int) -> None:
-        self._stream, self._limit = stream, limit
+        self._stream, self.limit = stream, limit
         self._number = self._quotes = self.size = 0
         self._ended = True  # the last line was read to its end
         self.head = b""
@@ -172,10 +166,10 @@ class _RecordLines:
         return self
 
     def __next__(self) -> str:
-        line = self._read(self._limit - self.size + len(BOM) + 1)
+        line = self._read(self.limit - self.size + len(BOM) + 1)
         if not line:
             raise StopIteration
-        if self.size > self._limit:
+        if self.size > self.limit:
             raise _LongRecordError
         return line.decode("utf-8", "surrogateescape")
 

@@ -104,27 +104,27 @@ def as_written(message: str, raw: Fields) -> str:
     name = re.split(r"[ .\[]", message, maxsplit=1)[0]
     if name not in ROW_FIELDS:
         return message
-    body = raw.get("body")
-    for prefix, row in (("", raw), ("body.", body)):
-        if isinstance(row, dict):
-            written: list[str] = [
-                key for key, value in row.items() if ALIASES.get(key, key) == name and value is not None
-            ]
-            if written:
-                return prefix + (name if name in written else written[0]) + message[len(name) :]
+    for prefix, row in _places(raw):
+        written = [key for key, value in row.items() if ALIASES.get(key, key) == name and value is not None]
+        if written:
+            return prefix + (name if name in written else written[0]) + message[len(name) :]
     return message
 
 
 def other_names(raw: Fields) -> tuple[tuple[str, str], ...]:
     """Return our name and the row's, of each option that a row gives under another name, as in `body.max_tokens`."""
-    body = raw.get("body")
-    places = (("", raw), ("body.", body)) if isinstance(body, dict) else (("", raw),)
     return tuple(
         (own, prefix + name)
-        for prefix, row in places
+        for prefix, row in _places(raw)
         for name, own in ALIASES.items()
         if own != "id" and row.get(name) is not None
     )
+
+
+def _places(raw: Fields) -> list[tuple[str, Fields]]:
+    """Return a row, and the body of an envelope, each with what the names of its fields begin with in messages."""
+    body = raw.get("body")
+    return [("", raw), ("body.", body)] if isinstance(body, dict) else [("", raw)]
 
 
 def _envelope(raw: Fields) -> ParsedRow:

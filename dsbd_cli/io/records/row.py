@@ -27,6 +27,11 @@ class LongLine:
     reason: str = ""
 
 
+def held_bytes(line: bytes | LongLine) -> bytes:
+    """Return the bytes of a line, or the first ones of a line that is not held."""
+    return line.head if isinstance(line, LongLine) else line
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """An input row. Exactly one of `request` and `error` is given.

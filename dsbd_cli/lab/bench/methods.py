@@ -31,7 +31,7 @@ class _Axis:
         return value if isinstance(value, str) else f"{self.letter}={value:g}"
 
 
-def own_tokens() -> tuple[str, ...]:
+def bench_drafters() -> tuple[str, ...]:
     """Return the drafters that a loaded pair can be run with. A bridge is not among them: it needs a draft with a
     tokenizer of its own."""
     return tuple(name for name, one in DRAFTERS.items() if not one.bridges)
@@ -40,7 +40,7 @@ def own_tokens() -> tuple[str, ...]:
 def _drafter(text: str) -> str:
     """Return the name of a drafter, or of two joined by +, that the loaded pair can be run with. Raises ValueError for
     other texts."""
-    if not set(text.split("+")) <= set(own_tokens()):
+    if not set(text.split("+")) <= set(bench_drafters()):
         raise ValueError(text)
     return text
 
@@ -51,7 +51,7 @@ AXES: dict[str, _Axis] = {
     "depth": _Axis("D", int, "an integer"),
     "width_threshold": _Axis("t", float, "a number"),
     "min_width": _Axis("Wmin", int, "an integer"),
-    "drafter": _Axis("", _drafter, f"one of {', '.join(own_tokens())}, or two joined by +"),
+    "drafter": _Axis("", _drafter, f"one of {', '.join(bench_drafters())}, or two joined by +"),
     "fuzzy_threshold": _Axis("T", float, "a number"),
 }
 
@@ -77,7 +77,7 @@ class Method:
     @property
     def drafts(self) -> bool:
         """Whether the method needs a draft model."""
-        return self.peer.kind == "assisted" if self.peer else self.fixed.get("depth") != 0
+        return self.peer.needs_draft if self.peer else self.fixed.get("depth") != 0
 
     def config(self, point: Mapping[str, object]) -> MethodConfig | PeerConfig:
         """Return the settings at one point of a sweep. Raises UsageError where the fields do not go together."""

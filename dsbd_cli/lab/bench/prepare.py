@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 from dsbd_cli.config.grammars import Grammar
@@ -48,7 +48,7 @@ class BenchSpec:
     sampling: SamplingConfig
     seed: int = 0
     data: str | None = None
-    notes: Sequence[str] = field(default_factory=tuple)
+    notes: Sequence[str] = ()
     dev_records: int = 0
     grammar: Grammar | None = None
     tolerance: float = DEFAULT_TOLERANCE
@@ -71,8 +71,7 @@ class Prompt:
 
     def sampling(self, run_sampling: SamplingConfig, changes: Mapping[str, object]) -> SamplingConfig:
         """Return the options of the record, or of the run where it has none. changes: fields that the method sets."""
-        record_sampling = run_sampling if self.record.request is None else self.record.request.sampling
-        return replace(record_sampling, **changes) if changes else record_sampling  # type: ignore[arg-type]
+        return replace(self.record.sampling(run_sampling), **changes)  # type: ignore[arg-type]
 
     def seed(self, run_seed: int) -> int:
         """Return the seed of the record's own request, else one derived from `run_seed` and the record's id."""
@@ -115,7 +114,7 @@ def prepare(
     for record in itertools.islice(dataset.records(), MAX_SKIPPED_PER_RECORD * count):
         if len(prompts) == count:
             break
-        record_sampling = sampling if record.request is None else record.request.sampling
+        record_sampling = record.sampling(sampling)
         source = _source(record, record_sampling)
         if source is not None:
             if _fits(record, source, codec):
@@ -141,13 +140,12 @@ def prepare(
             "the prompts, lower --max-new-tokens or the lines' own max_new_tokens, or use other models"
         )
     notes = list(dataset.notes)
-    if too_long:
-        notes.append(
-            f"{dataset.name}: left out, because prompt and new tokens do not fit the models: "
-            f"{plural(too_long, 'record')}"
-        )
-    if too_long_sources:
-        notes.append(f"{dataset.name}: left out, because their audio is too long: {plural(too_long_sources, 'record')}")
+    for left_out, why in (
+        (too_long, "prompt and new tokens do not fit the models"),
+        (too_long_sources, "their audio is too long"),
+    ):
+        if left_out:
+            notes.append(f"{dataset.name}: left out, because {why}: {plural(left_out, 'record')}")
     if len(prompts) < count and too_long + too_long_sources == 0:
         notes.append(
             f"{dataset.name}: the data holds {plural(len(prompts), 'record')}, fewer than the {count} asked for"

@@ -120,13 +120,12 @@ class Bench:
             if not self._stopping:
                 progress(0, self.units, f"warming up {setting.name}", None)
                 runner.run(first)  # warm-up: lazy set-up and the first use of kernels
-        done = 0
         for number in range(self._spec.rounds):
             for window in range(max(len(part.data.windows) for part in self._parts)):
                 for part in self._parts:
                     if number < part.rounds and window < len(part.data.windows):
-                        done = self._window(part, number, window, done, progress)
-        progress(done, self.units, "", self.left_s())
+                        self._window(part, number, window, progress)
+        progress(self._done, self.units, "", self.left_s())
         return self.report()
 
     def report(self) -> BenchReport:
@@ -180,20 +179,22 @@ class Bench:
             tally.row(ratios_of(tally, tallies), self._meter, self._memory.source, paired[tally]) for tally in tallies
         ]
 
-    def _window(self, part: BenchPart, number: int, window: int, done: int, progress: OnWindow) -> int:
-        """Measure one window by every method, each time beginning with another one. Returns `done` plus the windows
-        done."""
+    @property
+    def _done(self) -> int:
+        """Number of timed windows so far."""
+        return sum(map(len, self._window_seconds.values()))
+
+    def _window(self, part: BenchPart, number: int, window: int, progress: OnWindow) -> None:
+        """Measure one window by every method, each time beginning with another one."""
         data, settings = part.data, part.settings
         first = (number * len(data.windows) + window) % len(settings)
         for setting in (*settings[first:], *settings[:first]):
             if self._stopping:
-                return done
-            progress(done, self.units, f"{data.dataset.name}: {setting.name}", self.left_s())
+                return
+            progress(self._done, self.units, f"{data.dataset.name}: {setting.name}", self.left_s())
             began = self._clock()
             self._measure(part, setting, number, window)
             self._window_seconds[part, setting].append(self._clock() - began)
-            done += 1
-        return done
 
     def _measure(self, part: BenchPart, setting: SweepSetting, number: int, window: int) -> None:
         prompts, runner = part.data.windows[window], self._runners[setting]

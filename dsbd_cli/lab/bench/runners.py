@@ -144,9 +144,9 @@ class PeerRunner:
     exactness: Exactness | None = None  # that of other code is not known
 
     def __init__(
-        self, setting: SweepSetting, pair: Engine, spec: BenchSpec, longest: int, changes: Mapping[str, object]
-    ):
-        """longest: tokens of the longest prompt. changes: as in EngineRunner. Raises ModelError where the other code
+        self, pair: Engine, setting: SweepSetting, spec: BenchSpec, changes: Mapping[str, object], longest: int
+    ) -> None:
+        """changes: as in EngineRunner. longest: tokens of the longest prompt. Raises ModelError where the other code
         does not take the target."""
         self._setting, self._pair, self._spec, self._longest, self._changes = setting, pair, spec, longest, changes
         self._catalogue = pair.catalogues.get("")
@@ -245,4 +245,4 @@ def make_runner(pair: Engine, setting: SweepSetting, spec: BenchSpec, longest: i
     if isinstance(setting.config, MethodConfig):
         return EngineRunner(pair, setting, spec, changes)
     assert spec.grammar is None, "checked by the command"
-    return PeerRunner(setting, pair, spec, longest, changes)
+    return PeerRunner(pair, setting, spec, changes, longest)

@@ -35,7 +35,7 @@ class SweepSetting:
     @property
     def drafts(self) -> bool:
         """Whether a draft model runs."""
-        return self.config.kind == "assisted" if isinstance(self.config, PeerConfig) else self.config.needs_draft
+        return self.config.needs_draft
 
     def fields(self) -> dict[str, object]:
         """Return all settings under the library's names."""

@@ -71,7 +71,7 @@ class RaplReader:
 
     min_window_s = 0.05  # the counters move every millisecond or so
 
-    def __init__(self, root: Path = POWERCAP) -> None:
+    def __init__(self, root: Path) -> None:
         """Find the counters. Raises OSError where there is none, or it may not be read (only root may, since 2020)."""
         self._zones = _zones(root)
         if not self._zones:

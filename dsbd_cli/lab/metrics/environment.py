@@ -29,7 +29,7 @@ def environment(command: Sequence[str], device: str) -> dict[str, object]:
     return {
         "command": as_utf8(shlex.join(["dsbd", *command])),
         "date": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        "commit": commit_of(),
+        "commit": own_commit(),
         "versions": versions(),
         "device": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
         "device_kind": "gpu" if on_gpu else "cpu",
@@ -62,7 +62,7 @@ def cpu_name(cpuinfo: Path = CPUINFO) -> str:
     return platform.processor() or platform.machine()
 
 
-def commit_of(folder: Path = PACKAGE) -> str | None:
+def own_commit(folder: Path = PACKAGE) -> str | None:
     """Return the short commit of the git tree this code runs from; None outside one. A `+` is added where tracked files
     in `folder` differ from it.
 

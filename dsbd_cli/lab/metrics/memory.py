@@ -41,7 +41,7 @@ def peak_rss_bytes(proc: Path = PROC) -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def reset_peak_rss(proc: Path = PROC) -> bool:
+def reset_peak_rss(proc: Path) -> bool:
     """Reset the peak to what is resident now. Return False where the system cannot do that (Linux can)."""
     try:
         (proc / "clear_refs").write_text("5")

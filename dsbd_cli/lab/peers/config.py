@@ -48,9 +48,19 @@ class PeerConfig:
         return self.kind in ("beam-sampling", "assisted")
 
     @property
+    def takes_greedy(self) -> bool:
+        """Whether the method accepts temperature 0."""
+        return not self.samples
+
+    @property
+    def needs_draft(self) -> bool:
+        """Whether a draft model takes part."""
+        return self.kind == "assisted"
+
+    @property
     def max_batch(self) -> int | None:
         """Sequences that can be decoded together; None: any number."""
-        return 1 if self.kind == "assisted" else None
+        return 1 if self.needs_draft else None
 
     def peer(self, pair: Engine, sampling: SamplingConfig, batch_size: int, longest: int) -> Peer:
         """Make the comparator over the models of `pair`. longest: tokens of the longest prompt. Raises ModelError where

@@ -18,10 +18,6 @@ class CutOffError(Exception):
     """An end of the measuring by a signal. What was measured until then is the profile."""
 
 
-def _ignore(message: str) -> None:
-    """Do nothing with a message."""
-
-
 @dataclass(slots=True)
 class Budget:
     """Seconds that may be spent on measuring, counted from `start`. Without a limit everything is measured.
@@ -31,9 +27,9 @@ class Budget:
     """
 
     seconds: float = float("inf")
-    announce: Callable[[str], None] = _ignore
+    announce: Callable[[str], None] = lambda message: None
     clock: Callable[[], float] = time.perf_counter
-    found: Callable[[str], None] = _ignore
+    found: Callable[[str], None] = lambda message: None
     left_out: list[str] = field(default_factory=list)
     stopped: bool = False
     _began: float = 0.0

@@ -16,7 +16,7 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import DsbdError, ModelNotFoundError, denial, plural
-from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, installed, versions
+from dsbd_cli.lab.metrics.environment import cpu_name, installed, own_commit, versions
 from dsbd_cli.lab.reports.units import bytes_text, figure, seconds_text
 from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.models.checkpoints.catalog import fit, local_folder
@@ -75,13 +75,14 @@ def check_up(target: ModelSpec, draft: ModelSpec | None, seconds: float) -> Iter
         fits = _check("pair", partial(_pair, target, draft))
         yield fits
         draft = None if fits.state == "broken" else draft
-    loaded: list[LoadedPair] = []
-    yield _check("models", lambda: _models(target, draft, loaded))
-    if not loaded:
+    try:
+        pair, load_s = _load(target, draft)
+    except Exception as error:
+        yield _broken("models", error)
         return
     from dsbd_cli.engine.protocols import EncoderDecoderCodec
 
-    pair = loaded[0]
+    yield _check("models", lambda: _models(target, draft, pair, load_s))
     yield _check("forest", lambda: _forest(pair))
     yield _check("numerics", lambda: _numerics(pair, target))
     graphs = _check("graphs", lambda: _graphs(pair))
@@ -102,13 +103,17 @@ def _check(name: str, part: Callable[[], tuple[State, str, Facts]]) -> Check:
     """Try a part and return its check. An error that it raises becomes a check, too."""
     try:
         return Check(name, *part())
-    except (DsbdError, _BrokenError) as error:
-        return Check(name, "broken", str(error), {"error": str(error)})
     except Exception as error:
-        if (line := denial(error)) is not None:
-            return Check(name, "broken", line, {"error": line})
-        message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
-        return Check(name, "broken", f"{message[:300]} (unexpected)", {"error": message})
+        return _broken(name, error)
+
+
+def _broken(name: str, error: Exception) -> Check:
+    """Return the check of a part that has raised an error."""
+    line = str(error) if isinstance(error, DsbdError | _BrokenError) else denial(error)
+    if line is not None:
+        return Check(name, "broken", line, {"error": line})
+    message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+    return Check(name, "broken", f"{message[:300]} (unexpected)", {"error": message})
 
 
 # The machine
@@ -116,7 +121,7 @@ def _check(name: str, part: Callable[[], tuple[State, str, Facts]]) -> Check:
 
 def _versions() -> tuple[State, str, Facts]:
     found = versions() | {name: installed(name) for name in OPTIONAL}
-    commit = commit_of()
+    commit = own_commit()
     shown = [f"{name} {version}" for name, version in found.items() if version is not None]
     shown[0] += f" ({commit})" if commit else ""
     return "ok", ", ".join(shown), {"versions": found, "commit": commit}
@@ -179,10 +184,10 @@ def _pair(target: ModelSpec, draft: ModelSpec) -> tuple[State, str, Facts]:
     return "ok", text, {"tokens": found.tokens, "positions": found.positions, "notes": list(found.notes)}
 
 
-def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]) -> tuple[State, str, Facts]:
+def _load(target: ModelSpec, draft: ModelSpec | None) -> tuple[LoadedPair, float]:
+    """Load and test the models, and return them with the seconds that it took."""
     from dsbd_cli.models.checkpoints.hub import has_weights
     from dsbd_cli.models.checkpoints.loader import is_gguf
-    from dsbd_cli.models.forest_model import size_of
     from dsbd_cli.models.pair import load_pair
 
     for spec in (target, draft):
@@ -193,10 +198,14 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
             raise ModelNotFoundError(f"{spec.role} model {spec.source!r}: its weights are not on this machine")
     begin = time.monotonic()
     pair = load_pair(target, draft, anew=True)
-    took = time.monotonic() - begin
-    loaded.append(pair)
+    return pair, time.monotonic() - begin
+
+
+def _models(target: ModelSpec, draft: ModelSpec | None, pair: LoadedPair, load_s: float) -> tuple[State, str, Facts]:
+    from dsbd_cli.models.forest_model import size_of
+
     lines: list[str] = []
-    facts: Facts = {"load_s": took}
+    facts: Facts = {"load_s": load_s}
     for spec, model, dtype in zip((target, draft), _members(pair), (pair.target_dtype, pair.draft_dtype), strict=False):
         assert spec is not None
         size = size_of(model)
@@ -215,7 +224,7 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
         lines.append("no draft")
     notes = [*([] if pair.draft_form is None else [f"draft: {pair.draft_form}"]), *pair.notes]
     facts["told"] = notes
-    return "ok", "; ".join([*lines, f"loaded and tested in {took:.1f} s", *notes]), facts
+    return "ok", "; ".join([*lines, f"loaded and tested in {load_s:.1f} s", *notes]), facts
 
 
 def _members(pair: LoadedPair) -> list[ForestModel]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, versions
+from dsbd_cli.lab.metrics.environment import cpu_name, own_commit, versions
 from dsbd_cli.lab.metrics.memory import synchronise
 from dsbd_cli.lab.reports.profile_data import Machine
 from dsbd_cli.threads import processors
@@ -23,7 +23,7 @@ def describe_machine(device: torch.device) -> Machine:
     except (AttributeError, OSError):
         load = None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return Machine(name, torch.get_num_threads(), processors(), load, versions(), commit_of())
+    return Machine(name, torch.get_num_threads(), processors(), load, versions(), own_commit())
 
 
 def _fastest(run: Callable[[], object], device: torch.device, rounds: int) -> float:

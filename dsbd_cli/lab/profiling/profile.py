@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -43,44 +43,37 @@ RUN_SHARE = 0.2  # of the time, for one run at most; texts that end early and dr
 FEWER_TOKENS = (16, 4)
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileSpec:
-    """Settings of a profile. The budget of `bench` limits its time.
+def take_profile(
+    bench: ProfiledPair,
+    method: MethodConfig,
+    repeats: int,
+    command: str,
+    resident_before: int | None,
+    render: Callable[[ForestSize], str],
+    show: int | None = None,
+) -> Profile | None:
+    """Measure what the budget of `bench` has time for, the most valuable parts first. Return None where it was stopped
+    before the first run.
 
-    resident_before: bytes that the process held before models were loaded. render: returns a command line that uses a
-    setting. show: number of the iteration to be shown, from 1.
-    """
-
-    bench: ProfiledPair
-    method: MethodConfig
-    repeats: int
-    command: str
-    resident_before: int | None
-    render: Callable[[ForestSize], str]
-    show: int | None = None
-
-
-def take_profile(job: ProfileSpec) -> Profile | None:
-    """Measure what there is time for, the most valuable parts first. Return None where it was stopped before the first
-    run.
+    repeats: rounds of timed runs, at most. resident_before: bytes that the process held before models were loaded.
+    render: returns a command line that uses a setting. show: number of the iteration to be shown, from 1.
 
     Raises DsbdError where a prompt cannot be decoded, UsageError where --show asks for an iteration that there is not.
     """
-    job.bench.budget.start()
-    session = _Session(job)
+    bench.budget.start()
+    session = _Session(bench, method)
     with suppress(CutOffError):
-        session.measure()
-    return session.profile()
+        session.measure(repeats, resident_before, show)
+    return session.profile(command, render)
 
 
 class _Session:
     """The measurements of a profile so far."""
 
-    def __init__(self, job: ProfileSpec) -> None:
-        self._job, self._budget, self._method = job, job.bench.budget, job.method
-        self._bench = job.bench
-        self._now = setting_of(job.method)
-        self._machine = describe_machine(job.bench.target.device)
+    def __init__(self, bench: ProfiledPair, method: MethodConfig) -> None:
+        self._bench, self._budget, self._method = bench, bench.budget, method
+        self._now = setting_of(method)
+        self._machine = describe_machine(bench.target.device)
         self._forest: ShownForest | None = None
         self._memory: tuple[MemoryOwner, ...] = ()
         self._first: ProfiledRun | None = None
@@ -89,16 +82,16 @@ class _Session:
         self._rounds: dict[ForestSize, list[ProfiledRun]] = {}
         self._repeats = 1
 
-    def measure(self) -> None:
-        """Measure everything, the most valuable parts first."""
+    def measure(self, repeats: int, resident_before: int | None, show: int | None) -> None:
+        """Measure everything, the most valuable parts first. See take_profile."""
         method, budget = self._method, self._budget
         expected = self._fit()
-        if self._job.show is not None:
+        if show is not None:
             budget.tell("drafting the forest to be shown")
-            self._forest = _forest(self._bench, method, self._job.show)
+            self._forest = _forest(self._bench, method, show)
         budget.tell("warming up")
         began = budget.clock()
-        self._memory, self._first = _memory(self._bench, method, self._job.resident_before)
+        self._memory, self._first = _memory(self._bench, method, resident_before)
         self._single_runs[self._now] = self._first
         budget.found(f"{self._now.label}: {_speed(self._first)}, the first run")
         expected = _scaled(expected, self._first, budget.clock() - began)
@@ -108,7 +101,7 @@ class _Session:
         round_s = expected.run(self._now) + expected.run(NO_DRAFT)
         for setting in neighbours(method):
             self._run_once(f"a run of {setting.label}", setting, expected, reserved_s=round_s)
-        self._take_rounds(expected)
+        self._take_rounds(expected, repeats)
 
     def _run_once(self, what: str, setting: ForestSize, expected: Expected, *, reserved_s: float = 0.0) -> None:
         """Run a setting if there is time for it, and for `reserved_s` seconds of what comes after it."""
@@ -156,19 +149,19 @@ class _Session:
                 budget.left_out.append(f"new tokens beyond {tokens} of each prompt")
         return expected
 
-    def _take_rounds(self, expected: Expected) -> None:
+    def _take_rounds(self, expected: Expected, repeats: int) -> None:
         """Run in turn, in several rounds, the setting in use, the fastest one that was run, and no draft."""
         found = [(setting, run.tokens / run.seconds) for setting, run in self._single_runs.items()]
         fastest = advice.choose(found, self._method.num_beams)
         settings = list(dict.fromkeys([self._now, fastest, NO_DRAFT]))
         seconds = sum(expected.run(setting) for setting in settings)
-        for number in range(1, self._job.repeats + 1):
-            rest = f"round {number}" + (f" to {self._job.repeats}" if number < self._job.repeats else "")
+        for number in range(1, repeats + 1):
+            rest = f"round {number}" + (f" to {repeats}" if number < repeats else "")
             if not self._budget.affords(f"{rest} of runs in turn", seconds):
                 return
             runs: dict[ForestSize, ProfiledRun] = {}
             for setting in settings:
-                what = f"round {number} of {self._job.repeats}: {setting.label}"
+                what = f"round {number} of {repeats}: {setting.label}"
                 self._budget.tell(what, expected.run(setting))
                 runs[setting] = self._timed(setting)
             # only whole rounds count, so that a drift of the machine affects all settings
@@ -176,11 +169,11 @@ class _Session:
                 self._rounds.setdefault(setting, []).append(run)
             self._repeats = number
 
-    def profile(self) -> Profile | None:
+    def profile(self, command: str, render: Callable[[ForestSize], str]) -> Profile | None:
         """Return the profile of what is measured; None where no run was made."""
         if self._first is None:
             return None
-        job, bench, method, now = self._job, self._bench, self._method, self._now
+        bench, method, now = self._bench, self._method, self._now
         runs = {setting: [run] for setting, run in self._single_runs.items()} | self._rounds
         measured = {setting: _measured(setting, some, self._roofline) for setting, some in runs.items()}
         # where some settings were run in rounds, only these are compared: single runs are less certain
@@ -194,7 +187,7 @@ class _Session:
         notes += advice.notes(measured[now], tried, best)
         notes += advice.missing(self._budget)
         return Profile(
-            command=job.command,
+            command=command,
             target=bench.info.target,
             draft=bench.info.draft if method.depth else None,
             drafter=method.drafter if method.depth else None,
@@ -217,7 +210,7 @@ class _Session:
             best=best,
             memory=self._memory,
             notes=tuple(notes),
-            recommended_command=job.render(best),
+            recommended_command=render(best),
             forest=self._forest,
             drafters=tuple(
                 DrafterRate(name, part.drafted, part.accepted) for name, part in self._first.stats.drafters.items()

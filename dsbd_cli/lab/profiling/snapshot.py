@@ -98,9 +98,10 @@ class Snapshot(Observer):
                     ShownNode(names[token], number, index_of[parent] if number else None, state, p, q, proposers[at])
                 )
             if above is not None:
-                nodes += _undrafted(above, number, index_of, tokens, parents, valid, names)
+                drafted = {(parents[at], token) for at, token in enumerate(tokens) if valid[at]}
+                nodes += _undrafted(above, number, drafted, index_of, names)
         if verified > forest.depth:
-            nodes += _undrafted(self.layers[forest.depth], forest.depth + 1, index_of, [], [], [], names)
+            nodes += _undrafted(self.layers[forest.depth], forest.depth + 1, set(), index_of, names)
         return ShownForest(prompt_id, self.number, rule, forest.num_beams, verified, forest.depth, tuple(nodes))
 
 
@@ -116,16 +117,13 @@ def _state(above: _Layer | None, index: int, pair: tuple[int, int]) -> NodeState
 
 
 def _undrafted(
-    layer: _Layer,
-    number: int,
-    index_of: dict[int, int],
-    tokens: list[int],
-    parents: list[int],
-    valid: list[int],
-    names: list[str],
+    layer: _Layer, number: int, drafted: set[tuple[int, int]], index_of: dict[int, int], names: list[str]
 ) -> list[ShownNode]:
-    """Return the pairs that the exact distribution drew and no drafter proposed: live beams, and ended hypotheses."""
-    drafted = {pair for pair, real in zip(zip(parents, tokens, strict=True), valid, strict=True) if real}
+    """Return the pairs that the exact distribution drew and no drafter proposed: live beams, and ended hypotheses.
+
+    number: of their layer. drafted: pairs of (forest node, token) in it. index_of: place of each forest node among the
+    shown nodes. names: texts of the tokens, by id.
+    """
     ended = sorted(layer.finished - drafted, key=lambda pair: -layer.distribution[pair])
     drawn: list[tuple[NodeState, list[tuple[int, int]]]] = [("completed", layer.completed), ("finished", ended)]
     return [

@@ -65,6 +65,11 @@ def paired(test: PairedTest | None) -> str:
     return f"{test.better}/{test.worse} ({'<0.001' if p < 0.001 else format(p, '.2g' if p < 0.1 else '.2f')})"
 
 
+def task_title(task: str, rows: Sequence[BenchRow]) -> str:
+    """Return the name of a task with the number of its records."""
+    return f"{task}, {plural(max(row.records for row in rows), 'record')}"
+
+
 def baselines(rows: Sequence[BenchRow]) -> list[str]:
     """Return the methods of these rows that others are compared with. The first one is what a user has today."""
     return [name for name in BASELINES if any(name in row.ratios for row in rows)][:MOST_COMPARED]

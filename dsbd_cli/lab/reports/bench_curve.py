@@ -32,7 +32,7 @@ def curve_panel(axes: Axes, report: BenchReport, task: str, colours: Mapping[str
         return
     test = {row.name: row for row in rows}
     for number, (choice, colour) in enumerate(zip(choices, _hues(choices, colours, rows), strict=False)):
-        name = _common_name(choice)
+        name = choice.curve[0].rsplit(" ", 1)[0]  # without the threshold at its end
         for found, style, filled in ((test, "-", True), (dev, ":", False)):
             shown = [found[one] for one in choice.curve if one in found]
             face = colour if filled else "white"
@@ -103,8 +103,3 @@ def _label(axes: Axes, rows: Sequence[BenchRow], *, below: bool) -> None:
 def _points(rows: Sequence[BenchRow]) -> tuple[list[float], list[float]]:
     """Return steps per call and scores in percent. Both exist wherever a threshold was chosen."""
     return [row.steps_per_call or 0.0 for row in rows], [100 * row.quality.value for row in rows if row.quality]
-
-
-def _common_name(choice: ChosenThreshold) -> str:
-    """Return the name of the settings without the threshold at its end."""
-    return choice.curve[0].rsplit(" ", 1)[0]

@@ -202,6 +202,10 @@ class BenchReport:
         """Return the rows of the dev records of one task, by name."""
         return {row.name: row for row in self.dev_rows if row.task == task}
 
+    def choices_of(self, task: str) -> list[ChosenThreshold]:
+        """Return the choices on one task of whose curves something was measured."""
+        return [choice for choice in self.choices if choice.task == task and self.curve(choice)]
+
     def curve(self, choice: ChosenThreshold) -> list[BenchRow]:
         """Return the test rows of the reference and of the curve, the smallest threshold first. Settings that were not
         measured are left out."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports import bench_cells as cells
 from dsbd_cli.lab.reports.bench_cells import ReportColumn
 from dsbd_cli.lab.reports.bench_closing import closing_lines
@@ -43,12 +42,12 @@ def markdown_page(report: BenchReport) -> str:
     for task in report.tasks:
         rows = report.of(task)
         head = cells.setting_columns(rows)
-        parts.append(f"## {task}, {plural(max(row.records for row in rows), 'record')}\n")
+        parts.append(f"## {cells.task_title(task, rows)}\n")
         results = [*head, *cells.quality_columns(rows), *cells.speed_columns(rows), *cells.resource_columns()]
         parts.append(markdown_table(cells.measured(results, rows), rows))
         if work := cells.measured(cells.work_columns(), rows):
             parts.append(markdown_table([*head, *work], rows))
-        for choice in (one for one in report.choices if one.task == task and report.curve(one)):
+        for choice in report.choices_of(task):
             named, numbers = cells.choice_columns(report, choice)
             columns = [*named, *(column for pair in numbers.values() for column in pair)]
             parts.append(f"### {cells.choice_title(report, choice)}\n")

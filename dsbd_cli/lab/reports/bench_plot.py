@@ -10,7 +10,7 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsbd_cli.errors import plural
+from dsbd_cli.lab.reports.bench_cells import task_title
 from dsbd_cli.lab.reports.bench_curve import curve_panel
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, pareto_front
 from dsbd_cli.lab.reports.style import COLOURS, INK, MUTED, new_figure, plain_axes, score_limits, spread_labels
@@ -113,11 +113,10 @@ def _quality_value(row: BenchRow) -> float | None:
 def _quality(axes: Axes, shown: Sequence[BenchRow], rows: Sequence[BenchRow], task: str, height: float) -> None:
     """Draw scores with their intervals, or log-probabilities, against speeds with their middle halves. Rows that no
     other one beats in both have bold names. height: of the panel, in inches."""
-    records = plural(max(row.records for row in rows), "record")
     metric = next((row.metric for row in shown if row.metric), None)
     some = f" (best {len(shown)} of {len(rows)} settings)" if len(shown) < len(rows) else ""
     quality = f"{metric} (%)" if metric else "log-probability per token"
-    plain_axes(axes, f"{task}, {records}: quality against speed", f"tokens per second{some}", quality)
+    plain_axes(axes, f"{task_title(task, rows)}: quality against speed", f"tokens per second{some}", quality)
     front = {row.name for row in _front(rows)}
     drawn = [(level, row.tokens_per_s.value, row) for row in shown if (level := _quality_value(row)) is not None]
     drawn.sort(key=lambda one: (one[0], -one[1]))  # on one level the slower point has name and line above

@@ -9,7 +9,6 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports import bench_cells as cells
 from dsbd_cli.lab.reports.bench_cells import ReportColumn
 from dsbd_cli.lab.reports.bench_closing import closing_lines
@@ -29,11 +28,10 @@ def print_report(report: BenchReport, stream: IO[str] | None) -> None:
         console.print(Text(line, style="dim"))
     for task in report.tasks:
         rows = report.of(task)
-        heading = f"{task}, {plural(max(row.records for row in rows), 'record')}"
         for title, columns in _packed(cells.setting_columns(rows), _sections(rows), rows, console.width):
             console.print()
-            console.show(_table(f"{heading}: {title}", columns, rows))
-        for choice in (one for one in report.choices if one.task == task and report.curve(one)):
+            console.show(_table(f"{cells.task_title(task, rows)}: {title}", columns, rows))
+        for choice in report.choices_of(task):
             _print_choice(console, report, choice)
     console.print()
     for line in cells.reading_lines(report.rows):

@@ -219,9 +219,9 @@ class Profile:
     memory: tuple[MemoryOwner, ...]
     notes: tuple[str, ...]
     recommended_command: str
-    forest: ShownForest | None = None
-    drafters: tuple[DrafterRate, ...] = ()
-    tree: str | None = None
-    seconds: float = float("inf")
-    left_out: tuple[str, ...] = ()
-    complete: bool = True
+    forest: ShownForest | None
+    drafters: tuple[DrafterRate, ...]
+    tree: str | None
+    seconds: float
+    left_out: tuple[str, ...]
+    complete: bool

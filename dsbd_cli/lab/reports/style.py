@@ -8,11 +8,10 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, require_package
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,8 +37,7 @@ def require_plots(option: str, path: Path) -> None:
     UsageError."""
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"{option} {path}: the name must end in {', '.join(FORMATS)}")
-    if find_spec("matplotlib") is None:
-        raise UsageError(f"{option} needs matplotlib: pip install 'dsbd[plots]'")
+    require_package(option, "matplotlib", "plots")
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -11,7 +11,7 @@ from dsbd_cli.errors import UsageError
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.lines import PLAIN_ROWS, jsonl_dataset, mt_bench_dataset
-from dsbd_cli.lab.tasks.pairs import summary_dataset, translation_dataset, words_dataset
+from dsbd_cli.lab.tasks.pairs import PAIRED_TASKS, paired_dataset
 from dsbd_cli.lab.tasks.qa import QA
 from dsbd_cli.lab.tasks.spider import spider_dataset
 from dsbd_cli.lab.tasks.sql import SQL
@@ -25,9 +25,7 @@ FROM_DISK: dict[str, Callable[[Path], Dataset]] = {
 }
 OF_LINES: dict[str, Callable[..., Dataset]] = {  # tasks of JSON lines, which may name files
     "jsonl": jsonl_dataset,
-    "translation": translation_dataset,
-    "summary": summary_dataset,
-    "words": words_dataset,
+    **{name: partial(paired_dataset, name) for name in PAIRED_TASKS},
 }
 TASK_NAMES: tuple[str, ...] = (*TASKS, *FROM_DISK, *OF_LINES)
 

@@ -12,26 +12,36 @@ from pathlib import Path
 from dsbd_cli.errors import UsageError
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.tasks.dataset import Dataset, Score
-from dsbd_cli.lab.tasks.lines import PLAIN_ROWS, jsonl_dataset
+from dsbd_cli.lab.tasks.lines import jsonl_dataset
 from dsbd_cli.lab.tasks.record import TaskRecord
 from dsbd_cli.lab.tasks.scores import as_share, score_library
 
+Metrics = tuple[tuple[str, ...], Score]
 
-def translation_dataset(path: Path, files_under: Path | None = None, rows: RowReader = PLAIN_ROWS) -> Dataset:
-    """Read lines with `prompt` and `reference`. Scores are chrF and BLEU of each sentence, by sacrebleu, from 0 to
-    1."""
-    metrics = score_library("sacrebleu").metrics
-    chrf, bleu = metrics.CHRF(), metrics.BLEU(effective_order=True)
+
+def paired_dataset(name: str, path: Path, files_under: Path | None, rows: RowReader) -> Dataset:
+    """Read lines that have `prompt`, `audio` or `image`, and `reference`, as the data of one of PAIRED_TASKS. Raises
+    UsageError where they have no references, or a library is missing."""
+    metrics, score = PAIRED_TASKS[name]()
+    data = jsonl_dataset(path, files_under=files_under, rows=rows)
+    if not data.metrics or data.ranks is not None:
+        raise UsageError(f"{path}: task {name} scores against a reference: give one to every line")
+    return dataclasses.replace(data, name=name, metrics=metrics, score=score)
+
+
+def _translation() -> Metrics:
+    """Return chrF and BLEU of a sentence, by sacrebleu, from 0 to 1."""
+    metrics = score_library("sacrebleu.metrics")
+    found = {"chrF": metrics.CHRF(), "BLEU": metrics.BLEU(effective_order=True)}
 
     def score(record: TaskRecord, text: str) -> Mapping[str, float]:
-        found = {"chrF": chrf, "BLEU": bleu}
         return {name: as_share(one.sentence_score(text, [record.reference]).score) for name, one in found.items()}
 
-    return _scored("translation", path, files_under, rows, ("chrF", "BLEU"), score)
+    return tuple(found), score
 
 
-def summary_dataset(path: Path, files_under: Path | None = None, rows: RowReader = PLAIN_ROWS) -> Dataset:
-    """Read lines with `prompt` and `reference`. The scores are F measures of ROUGE-1, -2 and -L, by rouge-score."""
+def _summary() -> Metrics:
+    """Return the F measures of ROUGE-1, -2 and -L, by rouge-score."""
     scorer = score_library("rouge_score.rouge_scorer").RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     names = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 
@@ -39,25 +49,18 @@ def summary_dataset(path: Path, files_under: Path | None = None, rows: RowReader
         found = scorer.score(record.reference, text)
         return {names[name]: one.fmeasure for name, one in found.items()}
 
-    return _scored("summary", path, files_under, rows, tuple(names.values()), score)
+    return tuple(names.values()), score
 
 
-def words_dataset(path: Path, files_under: Path | None = None, rows: RowReader = PLAIN_ROWS) -> Dataset:
-    """Read lines with `prompt`, `audio` or `image`, and `reference`. The score is 1 - WER by jiwer, 0 at least. Where
-    every word is one phoneme or one character, WER is their error rate."""
+def _words() -> Metrics:
+    """Return 1 - WER by jiwer, 0 at least. Where every word is one phoneme or one character, WER is their error
+    rate."""
     jiwer = score_library("jiwer")
 
     def score(record: TaskRecord, text: str) -> Mapping[str, float]:
         return {"1 - WER": max(0.0, 1.0 - jiwer.wer(record.reference, text))}
 
-    return _scored("words", path, files_under, rows, ("1 - WER",), score)
+    return ("1 - WER",), score
 
 
-def _scored(
-    name: str, path: Path, files_under: Path | None, rows: RowReader, metrics: tuple[str, ...], score: Score
-) -> Dataset:
-    """Return the lines of a file with another score. Raises UsageError where they have no references."""
-    data = jsonl_dataset(path, files_under=files_under, rows=rows)
-    if not data.metrics or data.ranks is not None:
-        raise UsageError(f"{path}: task {name} scores against a reference: give one to every line")
-    return dataclasses.replace(data, name=name, metrics=metrics, score=score)
+PAIRED_TASKS = {"translation": _translation, "summary": _summary, "words": _words}

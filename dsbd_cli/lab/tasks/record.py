@@ -10,6 +10,7 @@ from typing import Literal
 
 import orjson
 
+from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.requests import Request
 
 RECORDS = Path(__file__).parent / "records"  # TASK-SPLIT.jsonl.gz, written by training.tasks.ship
@@ -25,6 +26,10 @@ class TaskRecord:
     reference: str
     meta: Mapping[str, object]
     request: Request | None = None
+
+    def sampling(self, run: SamplingConfig) -> SamplingConfig:
+        """Return the options of the record's own request, else those of the run."""
+        return run if self.request is None else self.request.sampling
 
 
 def shipped(task: str, split: Literal["dev", "test"]) -> Iterator[TaskRecord]:

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import orjson
 
-from dsbd_cli.errors import InvalidRowError, UsageError, shorten
+from dsbd_cli.errors import InvalidRowError, UsageError, require_package, shorten
 from dsbd_cli.io.records.cells import whole
 from dsbd_cli.lab.tasks.dataset import EXECUTION, Execute, Score, execution_scorer
 from dsbd_cli.lab.tasks.qa import f1
@@ -70,11 +70,8 @@ def read_score(text: str) -> AnswerScore:
 @cache
 def score_library(name: str) -> ModuleType:
     """Import a library of the extra `scores`. Raises UsageError where it is not installed."""
-    try:
-        import_module(name.partition(".")[0] + (".metrics" if name == "sacrebleu" else ""))
-        return import_module(name)
-    except ImportError as error:
-        raise UsageError(f"scores by {name} need the extra scores ({error}): pip install 'dsbd[scores]'") from None
+    require_package("this score", name.partition(".")[0], "scores")
+    return import_module(name)
 
 
 def _text(value: object) -> str:
@@ -126,10 +123,6 @@ def _last_number(text: str) -> str | None:
     return None if found is None else normalised(found.replace("−", "-"))
 
 
-def _same_json(reference: str, text: str) -> bool:
-    return _canonical(text) == _canonical(reference)
-
-
 def _canonical(text: str) -> bytes | None:
     """Return the JSON value in a text, or in its last block between ``` fences, in one normal form, or None."""
     try:
@@ -149,7 +142,7 @@ def _same_numbers(value: object) -> object:
 
 
 def _chrf() -> AnswerScore:
-    chrf = score_library("sacrebleu").metrics.CHRF()
+    chrf = score_library("sacrebleu.metrics").CHRF()
     return _plain("chrF", lambda gold, text: as_share(chrf.sentence_score(text, [gold]).score))
 
 
@@ -203,6 +196,6 @@ _PLAIN = {
     "contains": _plain("contains", lambda gold, text: _folded(gold) in _folded(text), _not_blank),
     "number": _plain("number", lambda gold, text: _last_number(gold) == _last_number(text), _numeric),
     "f1": _plain("F1", f1),
-    "json": _plain("JSON", _same_json, _json),
+    "json": _plain("JSON", lambda gold, text: _canonical(text) == _canonical(gold), _json),
 }
 _DETAILED = {"regex": _by_regex, "exec": _by_execution}

@@ -6,19 +6,17 @@ import json
 from pathlib import Path
 from typing import TypeVar
 
-from dsbd_cli.errors import KINDS, UsageError, shorten
+from dsbd_cli.errors import KINDS, UsageError, reading, shorten
 
 T = TypeVar("T")
 
 
 def read_json(path: Path) -> object:
     """Read the JSON document in a file. Raises UsageError."""
+    with reading(str(path)):
+        text = path.read_text(encoding="utf-8-sig")
     try:
-        document: object = json.loads(path.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8: byte {error.start + 1}") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+        document: object = json.loads(text)
     except json.JSONDecodeError as error:
         raise UsageError(f"{path} is not JSON: {error}") from None
     except (ValueError, RecursionError):

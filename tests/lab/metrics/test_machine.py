@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dsbd_cli
-from dsbd_cli.lab.metrics.environment import PACKAGE, commit_of, cpu_name, environment
+from dsbd_cli.lab.metrics.environment import PACKAGE, cpu_name, environment, own_commit
 from dsbd_cli.lab.metrics.memory import PeakMemory, peak_rss_bytes
 
 MIB = 2**20
@@ -59,12 +59,12 @@ def test_the_commit_is_that_of_a_tracked_folder(tmp_path: Path) -> None:
 
     git("init")
     (tmp_path / "__init__.py").write_text("")
-    assert commit_of(tmp_path) is None
+    assert own_commit(tmp_path) is None
     git("add", "__init__.py")
     git("commit", "-m", "one")
-    clean = commit_of(tmp_path)
+    clean = own_commit(tmp_path)
     assert clean is not None
     assert not clean.endswith("+")
     (tmp_path / "__init__.py").write_text("x = 1\n")
-    assert commit_of(tmp_path) == f"{clean}+"
+    assert own_commit(tmp_path) == f"{clean}+"
     assert Path(dsbd_cli.__file__).parent == PACKAGE  # a change anywhere in the package counts

@@ -18,7 +18,7 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.profiling import advice
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
-from dsbd_cli.lab.profiling.profile import ProfileSpec, _one_forward, take_profile
+from dsbd_cli.lab.profiling.profile import _one_forward, take_profile
 from dsbd_cli.lab.profiling.runs import ProfiledPair
 from dsbd_cli.lab.reports.profile_data import ForestSize, Profile
 from dsbd_cli.lab.reports.profile_tables import profile_tables
@@ -45,7 +45,7 @@ def profiled(per_node: float, seconds: float, method: MethodConfig = METHOD) -> 
     def render(setting: ForestSize) -> str:
         return setting.label
 
-    found = take_profile(ProfileSpec(bench, method, 3, "dsbd profile", None, render))
+    found = take_profile(bench, method, 3, "dsbd profile", None, render)
     assert found is not None
     return found, clock, told
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dsbd_cli.cli.commands import profile as command
-from dsbd_cli.cli.commands.profile import PromptOptions, _renderer, option_words
+from dsbd_cli.cli.commands.profile import PromptOptions, _renderer, given_options, option_words
 from dsbd_cli.cli.options.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.cli.options.settings import run_settings
 from dsbd_cli.config.variants import MIN_WIDTH
@@ -334,7 +334,9 @@ def test_what_is_measured_is_said_in_plain_lines(dsbd: Dsbd, prompts: Path) -> N
 def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions, setting: ForestSize) -> None:
     """Guards against options that contradict each other, and against a setting that is lost on the way."""
     words = shlex.split(
-        _renderer((PairOptions(), given), PromptOptions(Path("my files"), Path("my prompts.jsonl")))(setting)
+        _renderer(given_options(PairOptions(), given), PromptOptions(Path("my files"), Path("my prompts.jsonl")))(
+            setting
+        )
     )
     assert words[:2] == ["dsbd", "generate"]
     assert words[-4:] == ["--files-under", "my files", "--input", "my prompts.jsonl"]
@@ -380,13 +382,13 @@ def test_the_recommended_command_leaves_defaults_out(
     groups: tuple[object, ...], setting: ForestSize, words: str
 ) -> None:
     given = {type(group) for group in groups}
-    whole = (*groups, *[kind() for kind in (PairOptions, MethodOptions) if kind not in given])
+    whole = given_options(*groups, *[kind() for kind in (PairOptions, MethodOptions) if kind not in given])
     assert _renderer(whole, PromptOptions())(setting) == f"dsbd generate {words} --input prompts.jsonl"
 
 
 def test_words_of_options() -> None:
     given = MethodOptions(num_beams=3, memory_saving=False, decode="search")
-    assert option_words(replace(given, depth="2", decode=None)) == [
+    assert option_words(given_options(replace(given, depth="2", decode=None))) == [
         "--num-beams",
         "3",
         "--depth",

@@ -427,6 +427,6 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before(monkeypatch: pytest.Mo
     with pytest.raises(UsageError, match=r"must end in .png"):
         require_plots("--plot", Path("x.jpeg"))
 
-    monkeypatch.setattr("dsbd_cli.lab.reports.style.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'dsbd\[plots\]'"):
         require_plots("--plot", Path("x.png"))

@@ -1,0 +1,66 @@
+"""Prompts that a draft is made from, or that something is measured on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from dsbd_cli.cli.run.files import check_files_under, check_rows_file
+from dsbd_cli.cli.run.messages import warn
+from dsbd_cli.errors import UsageError, plural, reading
+from dsbd_cli.io.lines.compression import open_input
+from dsbd_cli.io.lines.line_reader import LineReader
+from dsbd_cli.io.lines.tables import lines_reader
+from dsbd_cli.io.records.file_roots import files_root
+from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.requests import Request
+
+HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
+
+
+def read_prompts(
+    option: str,
+    path: Path,
+    rows: RowReader,
+    *,
+    most: int | None = None,
+    seen: Callable[[bytes], object] | None = None,
+    files_under: Path | None = None,
+) -> list[Request]:
+    """Return the requests of a file as generate reads it, the first `most` of them.
+
+    Fields that are not used are warned of. seen: called with every line. files_under: the only folder that rows may
+    name files in. Raises UsageError with the first bad line, and if the file cannot be read.
+    """
+    check_files_under(files_under)
+    rows = replace(rows, files_root=files_root(files_under, path))
+    found: list[Request] = []
+    with reading(f"{option} {path}"), ExitStack() as stack:
+        check_rows_file(path)
+        stream = stack.enter_context(open_input(path))
+        reader = stack.enter_context(LineReader(stream, str(path), read=lines_reader(path)))
+        for number, line in itertools.islice(filter(None, reader), most):
+            row = rows.read(line, index=len(found), number=number)
+            if row.request is None:
+                raise UsageError(f"{option} {path}: {row.error}")
+            found.append(row.request)
+            for warning in row.warnings:
+                warn(f"{option} {path}: {warning}")
+            if seen is not None and isinstance(line, bytes):
+                seen(line)
+    return found
+
+
+def hold_out(prompts: Sequence[Request]) -> tuple[list[Request], list[Request]]:
+    """Split prompts into those to measure on, which are every eighth one, 64 at most, and all others."""
+    places = range(HELD_OUT_EVERY - 1, len(prompts), HELD_OUT_EVERY)[:HELD_OUT_MOST]
+    return [prompts[place] for place in places], [one for place, one in enumerate(prompts) if place not in places]
+
+
+def warn_left_out(failed: Sequence[str], kind: str = "prompt") -> None:
+    """Warn of prompts that cannot be answered. failed: for each its id and why."""
+    if failed:
+        warn(f"left out, because they cannot be answered: {plural(len(failed), kind)}, the first with {failed[0]}")
