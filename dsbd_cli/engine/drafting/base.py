@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -129,9 +128,8 @@ class DraftContext:
         return self.buffer.keys
 
 
-class Drafter(Protocol):
-    """Interface of a drafter, which proposes a forest. A drafter inherits from this class, and takes the defaults from
-    it.
+class Drafter:
+    """A drafter, which proposes a forest: the base class of all drafters.
 
     Attributes:
         model: the draft model that runs the forest's nodes, in the same cache slots as the target. None where the
@@ -150,7 +148,7 @@ class Drafter(Protocol):
 
     def propose(self, context: DraftContext) -> Forest:
         """Return a forest of the roots and at most D layers of K nodes."""
-        ...
+        raise NotImplementedError
 
     def sure_to_pass(self, beams: Beams, depth: int, count: int) -> list[list[int]] | None:
         """Return, for each row that runs, the node counts of the layers that are certain to pass. Return None where the
@@ -169,16 +167,13 @@ class Drafter(Protocol):
         On a GPU propose and learn are captured as parts of a CUDA graph. No Python runs at a replay, so a tensor that
         is kept from one iteration for the next must be written in place.
         """
-        return
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows [n] int64 of the batch, in this order. A drafter that keeps data of each row overrides
         it."""
-        return
 
     def release(self) -> None:
         """Free the memory of a cache of the drafter's own. The cache of `model` belongs to the engine."""
-        return
 
 
 @dataclass(slots=True)
