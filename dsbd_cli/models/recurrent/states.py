@@ -53,7 +53,8 @@ SILU = ("silu", "swish")
 
 
 class LayerMemory:
-    """Memory of one recurrent layer: planes [R, lead + T + 1, ...] of the suffix, and tensors [R, ...] of the state.
+    """Memory of one recurrent layer: planes [R, lead + T + 1, ...] of the suffix, and the state [R, ...], if it has
+    one.
 
     The first `lead` places of a plane hold the last tokens of the common prefix. Nodes without a place are written to
     the last one, which nobody reads. Shapes are learnt from the first forward.
@@ -67,17 +68,18 @@ class LayerMemory:
         self.cache, self.device = cache, device
         self.by_kernel = self.has_kernel and cache.has_kernel(device)
         self.planes: dict[str, Tensor] = {}
-        self.states: dict[str, Tensor] = {}
+        self.state: Tensor | None = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all planes and states, whose first dimension is the row."""
+        """Yield the planes and the state, whose first dimension is the row."""
         yield from self.planes.values()
-        yield from self.states.values()
+        if self.state is not None:
+            yield self.state
 
     def bytes_of_row(self, window: int) -> int:
         """Return the bytes of a row with `window` places."""
         place = sum(math.prod(one.shape[2:]) * one.element_size() for one in self.planes.values())
-        state = sum(math.prod(one.shape[1:]) * one.element_size() for one in self.states.values())
+        state = 0 if self.state is None else math.prod(self.state.shape[1:]) * self.state.element_size()
         return (self.lead + window + 1) * place + state
 
     def plane(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -89,20 +91,21 @@ class LayerMemory:
             cache.generation += 1
         return self.planes[name]
 
-    def state(self, shape: tuple[int, ...], name: str = "state") -> Tensor:
-        """Return a state, which is made where there is none."""
-        if name not in self.states:
+    def state_of(self, *shape: int) -> Tensor:
+        """Return the state [R, *shape], which is made where there is none."""
+        if self.state is None:
             precision = torch.float32 if self.by_kernel else self.cache.precision
-            self.states[name] = torch.zeros((self.cache.rows, *shape), dtype=precision, device=self.device)
+            self.state = torch.zeros((self.cache.rows, *shape), dtype=precision, device=self.device)
             self.cache.generation += 1
-        return self.states[name]
+        return self.state
 
     def keep_in(self, precision: torch.dtype) -> None:
-        """Hold states, and planes that are computed from states, in this dtype. Where kernels run, all stay in
+        """Hold the state, and planes that are computed from states, in this dtype. Where kernels run, all stay in
         float32."""
         if self.by_kernel:
             return
-        self.states = {name: held.to(precision) for name, held in self.states.items()}
+        if self.state is not None:
+            self.state = self.state.to(precision)
         self.planes |= {name: self.planes[name].to(precision) for name in self.wide}
 
     def resize(self, rows: int, window: int, base: Tensor) -> None:
@@ -118,10 +121,10 @@ class LayerMemory:
                 row = torch.arange(count, device=self.device).unsqueeze(1)
                 new[row, lead + slots % window] = old[row, lead + slots % before]
             self.planes[name] = new
-        for name, old in self.states.items():
-            wide = old.new_zeros((rows, *old.shape[1:]))
-            wide[: len(old)] = old[:rows]
-            self.states[name] = wide
+        if self.state is not None:
+            new = self.state.new_zeros((rows, *self.state.shape[1:]))
+            new[: len(self.state)] = self.state[:rows]
+            self.state = new
 
     def write(self, name: str, values: Tensor, dtype: torch.dtype) -> None:
         """Write values [R, n, ...] to the nodes' places of a plane."""
@@ -256,8 +259,7 @@ class LinearState(LayerMemory):
 
     def _attend(self, q: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
         """Compute `attend` by tensor code."""
-        places = self.places
-        state = self._state_of(k, u)
+        places, state = self.places, self._grouped_state(k, u)
         held = self.rows_of(state)
         if places.chain:
             y, after = chain(q, k, _masked(u, places.real), _masked(g, places.real), held)
@@ -272,8 +274,7 @@ class LinearState(LayerMemory):
         """Return y as `attend` does, but by the gated delta rule: v [R, n, H, P], beta [R, n, H]."""
         if self.by_kernel:
             return self._by_kernel(q, k, v, g, beta=beta)
-        places = self.places
-        state = self._state_of(k, v)
+        places, state = self.places, self._grouped_state(k, v)
         held = self.rows_of(state)
         if places.chain:
             y, after = delta_chain(q, k, v, _masked(g, places.real), _masked(beta, places.real), held)
@@ -326,7 +327,7 @@ class LinearState(LayerMemory):
         if decays == 1 and beta is not None:
             alike = kernels.pairs(keys, arrays[0], held, plan.lines, plan.counts)
         kernels.shared(
-            kernels.recurrent_scan, rows * heads, as_array(self.state((heads, dim, width))), numbers, held, queries,
+            kernels.recurrent_scan, rows * heads, as_array(self.state_of(heads, dim, width)), numbers, held, queries,
             values, step, betas, asked, alike, *arrays, *plan, as_array(y),
         )  # fmt: skip
         if places.chain:
@@ -335,9 +336,10 @@ class LinearState(LayerMemory):
             y = y[np.arange(rows)[:, None], places.scan_mask.first]
         return y
 
-    def _state_of(self, k: Tensor, u: Tensor) -> Tensor:
+    def _grouped_state(self, k: Tensor, u: Tensor) -> Tensor:
+        """Return the state [R, G, N, E] for keys k [R, n, G, N] and inputs u [R, n, H, P]."""
         groups, heads = k.shape[2], u.shape[2]
-        return self.state((groups, k.shape[3], heads // groups * u.shape[3]))
+        return self.state_of(groups, k.shape[3], heads // groups * u.shape[3])
 
     def _write_keys(self, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Write keys and decays of the nodes. Return the keys of the suffix [R, T, G, N] and the sums of log-decays of
@@ -357,17 +359,18 @@ class LinearState(LayerMemory):
 
     def fold(self, shift: Shift) -> None:
         """Take the tokens that joined the common prefix into the state. Sums of decays begin anew after them."""
-        rows = len(shift.base)
         if self.by_kernel:
             self._fold_by_kernel(shift)
             return
+        rows = len(shift.base)
+        assert self.state is not None
         k, u, c = (shift.first(self.planes[name], self.lead) for name in ("k", "u", "c"))
-        fold(self.states["state"][:rows], k, u, c, shift.count)
+        fold(self.state[:rows], k, u, c, shift.count)
         self.planes["c"][:rows] -= last_sums(c, shift.count).unsqueeze(1)
 
     def _fold_by_kernel(self, shift: Shift) -> None:
-        """Take the tokens that joined the common prefix into the state by a kernel."""
-        state, rows, kernels, plan = self.states["state"], len(shift.base), _kernels(), shift.plan(self.lead)
+        state, rows, kernels, plan = self.state, len(shift.base), _kernels(), shift.plan(self.lead)
+        assert state is not None
         if plan.sizes.max() < 2:  # no state moves on
             return
         keys, inputs, decays = (as_array(self.planes[name]) for name in ("k", "u", "e"))
@@ -444,7 +447,7 @@ class SelectiveState(LayerMemory):
     def run(self, dt: Tensor, u: Tensor, b: Tensor, a: Tensor, out: Tensor) -> Tensor:
         """Return y [R, n, I] of nodes with dt, u [R, n, I], b, out [R, n, N] and a [I, N]."""
         places, self.a = self.places, a
-        state = self.state(tuple(a.shape))
+        state = self.state_of(*a.shape)
         held = self.rows_of(state)
         if places.chain:
             y, after = selective_chain(_masked(dt, places.real), _masked(u, places.real), b, a, held, out)
@@ -457,7 +460,8 @@ class SelectiveState(LayerMemory):
 
     def fold(self, shift: Shift) -> None:
         """Take the tokens that joined the common prefix into the state."""
-        state = self.states["state"][: len(shift.base)]
+        assert self.state is not None
+        state = self.state[: len(shift.base)]
         dt, u, b = (shift.first(self.planes[name]) for name in ("dt", "u", "b"))
         state[:] = selective_fold(state, dt, u, b, self.a, shift.count)
 
