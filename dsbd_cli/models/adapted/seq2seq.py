@@ -26,6 +26,7 @@ from dsbd_cli.models.adapted.own_attention import attend_by_function
 from dsbd_cli.models.adapted.patching import PackedLinear
 from dsbd_cli.models.adapted.positions import DecoderPositions, decoder_of
 from dsbd_cli.models.forest_attention import AttentionMetadata, additive_mask
+from dsbd_cli.models.forest_model import calibration_tokens
 
 TABLE_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
 ENCODER_LIMITS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
@@ -267,7 +268,8 @@ class Seq2SeqForestModel(TransformersForest):
         logits: Tensor = output.logits
         return logits.to(self._device)
 
-    def _calibrate(self, tokens: Tensor) -> None:
+    def calibrate(self) -> None:
+        tokens = calibration_tokens(len(self.embeddings), self.max_positions)
         size = tokens.shape[1] if self.max_encoder_input is None else min(tokens.shape[1], self.max_encoder_input)
         for seed, answer in enumerate(tokens):
             self.plain(answer.unsqueeze(0), sample_encoder_input(self, size, seed))
