@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,24 @@ def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
 
+@dataclass(slots=True)
+class LayerMask:
+    """The mask of the layers of one kind, and what these layers need of it, which is computed once for all of them.
+
+    Attributes:
+        additive: [R, 1, n, S], added to scores. seen: [R, n, S] bool, the same. whole: all nodes see all prompt slots.
+        paths: the suffix slots that each node sees. suffix: [R, 1, 1, n, T] float32, added to the scores of the suffix.
+        heads: by number of queries, what is added to the scores of prompt slots.
+    """
+
+    additive: Tensor
+    seen: Tensor
+    whole: bool
+    paths: SlotPaths | None = None
+    suffix: Tensor | None = None
+    heads: dict[int, Tensor] = field(default_factory=dict)
+
+
 class AttentionMetadata:
     """Slots that the nodes of the current forward see, split into prompt slots and suffix. Made once per forward and
     used by every layer.
@@ -69,8 +87,9 @@ class AttentionMetadata:
         prompt_slots: number of leading slots of each row that count as prompt slots.
         width: T, number of slots of the suffix.
         used: number of layers that have attended by it or by `across`. A layer with an attention function of its own
-            does
-            not.
+            does not.
+        across: metadata of the source's places, which the nodes see in addition to their own slots; None without a
+            source.
     """
 
     def __init__(
@@ -109,23 +128,14 @@ class AttentionMetadata:
                 0 if count < LEAST_PROMPT_SLOTS else count - count % PROMPT_SLOTS_STEP for count in prompt_slots
             )
         self.used = 0
-        self.width = (
-            0
-            if masked
-            else suffix + max(count - own for count, own in zip(prompt_slots, self.prompt_slots, strict=True))
-        )
-        self._seen: dict[object, tuple[Tensor, Tensor]] = {}
+        rests = (count - own for count, own in zip(prompt_slots, self.prompt_slots, strict=True))
+        self.width = 0 if masked else suffix + max(rests)
+        self.across: AttentionMetadata | None = None
+        self._masks: dict[object, LayerMask] = {}  # by address and shape of the mask that the model is given
         self._all_suffix: AttentionMetadata | None = None
         self._positions = positions
-        self._suffix_masks: dict[object, Tensor] = {}
-        self._paths: dict[object, SlotPaths] = {}
-        self._prompt_masks: dict[object, Tensor | None] = {}
-        self._repeated_masks: dict[tuple[object, int], Tensor | None] = {}
         self._at: Tensor | None = None
         self._counts: Tensor | None = None
-        self.across: AttentionMetadata | None = (
-            None  # metadata of the source's places, which the nodes see in addition to their own slots
-        )
 
     def add(self, additive: Tensor, seen: Tensor, whole: bool) -> None:
         """Register the mask of one kind of layer: additive [R, 1, n, S], which the model is given, and seen [R, n, S]
@@ -133,19 +143,17 @@ class AttentionMetadata:
 
         whole: all nodes see all prompt slots.
         """
-        key = self._key(additive)
-        self._seen[key] = additive, seen
-        self._prompt_masks[key] = None if whole else additive
+        self._masks[self._key(additive)] = LayerMask(additive, seen, whole)
 
     def all_suffix(self) -> AttentionMetadata:
         """Return the same with no prompt slots, for layers that the fused kernel cannot serve."""
         if self._all_suffix is None:
-            slots = max(seen.shape[-1] for _, seen in self._seen.values())
+            slots = max(one.seen.shape[-1] for one in self._masks.values())
             self._all_suffix = AttentionMetadata(
                 (0,) * len(self.prompt_slots), slots, path_attention=self.path_attention, positions=self._positions
             )
-            for additive, seen in self._seen.values():
-                self._all_suffix.add(additive, seen, whole=True)
+            for one in self._masks.values():
+                self._all_suffix.add(one.additive, one.seen, whole=True)
         return self._all_suffix
 
     def of(self, mask: Tensor | None) -> tuple[AttentionMetadata, Tensor] | None:
@@ -157,40 +165,40 @@ class AttentionMetadata:
         if mask is not None and self.knows(mask):
             return self, mask
         if self.across is not None and (mask is None or self.across.knows(mask)):
-            return self.across, next(iter(self.across._seen.values()))[0]
+            return self.across, next(iter(self.across._masks.values())).additive
         return None
 
     def knows(self, mask: Tensor | None) -> bool:
         """Return whether the mask was given to `add`; a model may make masks of its own."""
-        return mask is not None and self._key(mask) in self._seen
+        return mask is not None and self._key(mask) in self._masks
 
     def served(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor | None:
         """Return the attention that the kernel computes; None where it does not serve this kind of layer."""
-        if self._prompt_masks[self._key(mask)] is not None:
+        one = self._masks[self._key(mask)]
+        if not one.whole:
             return None
         assert self.kernel is not None
-        return self.kernel(query, key, value, self._seen[self._key(mask)][1], self.prompt, scale)
+        return self.kernel(query, key, value, one.seen, self.prompt, scale)
 
     def paths(self, mask: Tensor) -> SlotPaths:
         """Return the suffix slots that each node sees, in order of depth."""
-        key = self._key(mask)
-        if key not in self._paths:
-            seen = self._seen[key][1]
-            self._paths[key] = SlotPaths.of(seen, self.counts, self._suffix_width(seen.shape[-1]), self._positions)
-        return self._paths[key]
+        one = self._masks[self._key(mask)]
+        if one.paths is None:
+            width = self._suffix_width(one.seen.shape[-1])
+            one.paths = SlotPaths.of(one.seen, self.counts, width, self._positions)
+        return one.paths
 
     def suffix(self, mask: Tensor) -> Tensor:
         """Return the mask [R, 1, 1, n, T] float32 that is added to the scores of the suffix."""
-        key = self._key(mask)
-        if key not in self._suffix_masks:
-            seen = self._seen[key][1]
-            rows, nodes, slots = seen.shape
-            places = self._suffix_slots(slots, seen.device)
+        one = self._masks[self._key(mask)]
+        if one.suffix is None:
+            rows, nodes, slots = one.seen.shape
+            places = self._suffix_slots(slots, one.seen.device)
             at = places.unsqueeze(1).expand(-1, nodes, -1)
-            found = seen.gather(2, at.clamp(max=slots - 1)) & (at < slots)
-            fresh = torch.full((rows, 1, 1, nodes, at.shape[2]), MASKED, device=seen.device)
-            self._suffix_masks[key] = fresh.masked_fill_(found[:, None, None], 0.0)
-        return self._suffix_masks[key]
+            found = one.seen.gather(2, at.clamp(max=slots - 1)) & (at < slots)
+            hidden = torch.full((rows, 1, 1, nodes, at.shape[2]), MASKED, device=one.seen.device)
+            one.suffix = hidden.masked_fill_(found[:, None, None], 0.0)
+        return one.suffix
 
     def _suffix_slots(self, slots: int, device: torch.device) -> Tensor:
         """Return the slots [R, T] int64 of the suffix. Numbers past the last slot stand for no slot."""
@@ -209,14 +217,13 @@ class AttentionMetadata:
     def head(self, mask: Tensor, queries: int) -> Tensor | None:
         """Return the mask [R, 1, m, S] whose prompt slots are added to their scores; None where nothing is masked. The
         nodes are repeated to fill m queries."""
-        key = self._key(mask)
-        if (key, queries) not in self._repeated_masks:
-            prompt_mask = self._prompt_masks[key]
-            if prompt_mask is not None:
-                nodes = prompt_mask.shape[2]
-                prompt_mask = prompt_mask[:, :, torch.arange(queries, device=prompt_mask.device) % nodes]
-            self._repeated_masks[key, queries] = prompt_mask
-        return self._repeated_masks[key, queries]
+        one = self._masks[self._key(mask)]
+        if one.whole:
+            return None
+        if queries not in one.heads:
+            nodes = torch.arange(queries, device=mask.device) % one.additive.shape[2]
+            one.heads[queries] = one.additive[:, :, nodes]
+        return one.heads[queries]
 
     @property
     def counts(self) -> Tensor:
@@ -472,10 +479,6 @@ def _by_parts(
     return out.div_(total).flatten(1, 2).to(query.dtype)
 
 
-def _capped(scores: Tensor, scale: float, softcap: float | None) -> Tensor:
-    return scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
-
-
 def prompt_attention(
     prompt_slots: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -530,7 +533,8 @@ def _written_out(
     rows, heads, count, dim = query.shape
     groups = heads // key.shape[1]
     grouped = query.reshape(rows, key.shape[1], groups, count, dim).to(torch.float32)
-    scores = _capped(grouped @ key.unsqueeze(2).transpose(3, 4).to(torch.float32), scale, softcap)
+    scores = grouped @ key.unsqueeze(2).transpose(3, 4).to(torch.float32)
+    scores = scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
     if mask is None and count > 1:  # transformers passes no mask for plain causal attention
         mask = torch.ones(count, key.shape[2], dtype=torch.bool, device=key.device).tril()[None, None]
     if mask is not None and mask.dtype == torch.bool:

@@ -112,6 +112,7 @@ def _choose_layers(model: HeadForestModel, found: FoundHead) -> str:
     words."""
     if not found.layers[0]:
         return AFTER_NORM
+    best, other = 0, ""
     if len(found.layers) > 1:
         text = _greedy_text(model.target)
         losses = []
@@ -121,9 +122,7 @@ def _choose_layers(model: HeadForestModel, found: FoundHead) -> str:
         best = min(range(len(losses)), key=losses.__getitem__)
         model.read_from(found.layers[best])
         other = f" (loss {losses[best]:.2f} on a text of the target; {losses[1 - best]:.2f} one layer off)"
-    else:
-        best, other = 0, ""
-    return f"it reads the states after {_numbers(found.layers[best])} layers{other}"
+    return f"it reads the states after {', '.join(map(str, found.layers[best]))} layers{other}"
 
 
 @torch.inference_mode()
@@ -149,10 +148,6 @@ def _loss(model: HeadForestModel, text: Sequence[int]) -> float:
     said: Tensor = wide.log_softmax(-1)[1:-1].gather(1, tokens[0, 2:, None])
     there = said[said > float("-inf")]
     return float(-there.mean()) if len(there) else 0.0
-
-
-def _numbers(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers))
 
 
 def _why_unfit(target: BaseForestModel, spec: ModelSpec) -> str | None:
