@@ -130,7 +130,7 @@ class BaseForestModel:
         return self._dtype
 
     @property
-    def paired(self) -> bool:
+    def has_encoder(self) -> bool:
         """Whether the model has an encoder."""
         return False
 

@@ -79,20 +79,20 @@ def use_grouped_attention(model: Any) -> None:
     if its logits stay the same, because its function might do more.
     """
     stock = getattr(model.config, "_attn_implementation", None)
-    paired = bool(getattr(model.config, "is_encoder_decoder", False))
-    if not (getattr(model, "_supports_attention_backend", False) or paired or _looks_up(model)):
+    has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    if not (getattr(model, "_supports_attention_backend", False) or has_encoder or _looks_up(model)):
         return
     model.stock_attention = stock  # for comparators
     if stock == "sdpa":
         model.set_attn_implementation(NAME)
     elif stock == "eager" and (
-        (paired and model.main_input_name == "input_ids")
+        (has_encoder and model.main_input_name == "input_ids")
         or getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
         or any(hasattr(module, "sinks") for module in model.modules())
     ):
         embeddings = model.get_input_embeddings().weight
         tokens = torch.arange(24, device=embeddings.device).remainder(len(embeddings)).unsqueeze(0)
-        inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if paired else {})
+        inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if has_encoder else {})
         with torch.no_grad():
             before = model(**inputs, use_cache=False).logits
             model.set_attn_implementation(NAME)

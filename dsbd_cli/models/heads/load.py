@@ -10,7 +10,8 @@ from torch import Tensor
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, PairError
 from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
-from dsbd_cli.models.checkpoints.loader import check_quantize, device_of, too_small
+from dsbd_cli.models.checkpoints.loader import check_quantize, too_small
+from dsbd_cli.models.checkpoints.placement import device_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import tensors_of
 from dsbd_cli.models.decoder.own_rows import OWN_IDS, OwnRows
@@ -152,7 +153,7 @@ def _loss(model: HeadForestModel, text: Sequence[int]) -> float:
 
 def _why_unfit(target: BaseForestModel, spec: ModelSpec) -> str | None:
     """Return why no head can read this target; None where one can."""
-    if target.paired:
+    if target.has_encoder:
         return "a model with an encoder has none that a head was made for"
     if not target.kv_bytes_per_slot():
         return "all layers of this one are recurrent: no slot holds a token, and a head attends to tokens"
