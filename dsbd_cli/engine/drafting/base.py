@@ -17,7 +17,7 @@ from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import Warp
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.forest_buffer import ForestBuffer
+from dsbd_cli.engine.core.forest_buffer import ForestBuffer, TensorBuffer
 from dsbd_cli.engine.core.nodes import DistributionScope, DraftDistribution, LayerNodes, at_nodes
 from dsbd_cli.engine.core.noise import extend_path
 from dsbd_cli.engine.core.pool import match_pairs
@@ -242,8 +242,9 @@ def children(
     """
     if context.stopping():
         raise EngineStopped
-    nodes, above, token = forest.layers[layer], drafts.above, drafts.token
+    nodes, above, token, buffer = forest.layers[layer], drafts.above, drafts.token, forest.buffer
     assert above.shape[1] == forest.drafts_per_layer
+    assert isinstance(buffer, TensorBuffer), "a kernel writes the others"
     path_tokens = at_nodes(nodes.path_tokens, above)
     path_tokens[:, :, layer] = token
     state = nodes.stop_state.gather(1, above)
@@ -259,12 +260,12 @@ def children(
         sampled=drafts.sampled,
         weight=drafts.weight,
         path_tokens=path_tokens,
-        ancestors=at_nodes(nodes.ancestors, above) | forest.buffer.own(layer + 1),
+        ancestors=at_nodes(nodes.ancestors, above) | buffer.own(layer + 1),
         drafter_id=torch.zeros_like(token),
         legal_state=legal_state,
     )
-    assert layer + 1 == len(forest.buffer.written), "a buffer holds one forest"
-    forest.buffer.written.append(made)
+    assert layer + 1 == len(buffer.written), "a buffer holds one forest"
+    buffer.written.append(made)
     return forest.add(distribution)
 
 
