@@ -29,10 +29,7 @@ _metadata: ContextVar[AttentionMetadata | Blocks | None] = ContextVar("metadata"
 
 @contextlib.contextmanager
 def attention_over(metadata: AttentionMetadata | Blocks | None) -> Iterator[None]:
-    """Enclose forwards of a forest whose slots `metadata` knows, or of a prompt that is read in blocks.
-
-    transformers calls the attention function by name and passes nothing of ours on to it.
-    """
+    """Enclose forwards of a forest whose slots `metadata` knows, or of a prompt that is read in blocks."""
     token = _metadata.set(metadata)
     try:
         yield

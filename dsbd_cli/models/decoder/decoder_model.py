@@ -165,7 +165,9 @@ class DecoderForestModel(BaseForestModel):
         table = weights.table
         shared = any(address(one) == table.data_ptr() for one in held)
         read = sum(one.nbytes for one in held)
-        count = sum(sum(linear.parts) * wide for linear, wide in _widths(linears, spec)) + self._width * spec.hidden
+        inputs = (spec.hidden, spec.heads * spec.head_dim, spec.hidden, spec.inner) * spec.layers
+        count = sum(sum(linear.parts) * wide for linear, wide in zip(linears, inputs, strict=True))
+        count += self._width * spec.hidden
         return ModelSize(read + (0 if shared else table.nbytes), read, 2 * count)
 
     def shallow(self, each: int) -> DecoderForestModel:
@@ -378,9 +380,3 @@ def stored(linear: object) -> Sequence[Tensor]:
         return linear.weights
     found: Any = linear
     return [found.backend.weights]
-
-
-def _widths(linears: Sequence[Any], spec: Any) -> list[tuple[Any, int]]:
-    """Return each product with its number of inputs."""
-    inputs = (spec.hidden, spec.heads * spec.head_dim, spec.hidden, spec.inner)
-    return [(linear, inputs[number % 4]) for number, linear in enumerate(linears)]
