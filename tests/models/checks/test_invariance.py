@@ -24,7 +24,8 @@ from dsbd_cli.models.checks.invariance import Surroundings, _logits, check
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import LoadedPair, load_pair
 from dsbd_cli.models.recurrent import mixers
-from dsbd_cli.models.recurrent.states import LinearState, StateCache
+from dsbd_cli.models.recurrent.linear_state import LinearState
+from dsbd_cli.models.recurrent.states import StateCache
 from dsbd_cli.ops.cpu.attention import attend
 from dsbd_cli.ops.cpu.runtime import features, on_amd
 from dsbd_cli.requests import Request
