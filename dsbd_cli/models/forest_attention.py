@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,25 @@ def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     -inf, because a row of nothing else would give NaN."""
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How scores are made of the products of queries and keys, which are first multiplied by `scale`.
+
+    softcap: scores become softcap * tanh(score / softcap). sinks [H * G]: a score per head that takes weight and has no
+    value. bias [R or 1, H * G, n, S] is added to the scores (T5).
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """True where products are scaled and nothing else."""
+        return self.softcap is None and self.sinks is None and self.bias is None
 
 
 @dataclass(slots=True)
@@ -276,23 +295,14 @@ class Blocks:
             return None
         return cls(batch.prompt_slots[0])
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
         """Compute `attention` block by block."""
         parts = []
         for start in range(0, query.shape[2], PREFIX_STEP):
             end = min(start + PREFIX_STEP, query.shape[2])
             seen = slice(self.first + end)
             states = query[:, :, start:end], key[:, :, seen], value[:, :, seen], mask[:, :, start:end, seen]
-            part = attention(None, *states, scale, softcap, sinks)
+            part = attention(None, *states, scoring)
             assert part is not None, "a mask that all heads share"
             parts.append(part)
         return torch.cat(parts, 1)
@@ -304,29 +314,25 @@ def attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
+    scoring: Scoring,
 ) -> Tensor | None:
     """Return attention of query [R, H * G, n, E] over key and value [R, H, S, E]: [R, n, H * G, E].
 
-    mask [R, 1, n, S] is added to the scores. softcap: scores become softcap * tanh(score / softcap). sinks [H * G]: a
-    score per head that takes weight and has no value. bias [R or 1, H * G, n, S] is added to the scores (T5). Returns
-    None where the mask is missing, differs from head to head or comes with a bias: torch's own function serves then.
+    mask [R, 1, n, S] is added to the scores. Returns None where the mask is missing, differs from head to head or comes
+    with a bias: torch's own function serves then.
     """
     if isinstance(metadata, Blocks):
-        if mask is not None and bias is None:
-            return metadata.attend(query, key, value, mask, scale, softcap, sinks)
+        if mask is not None and scoring.bias is None:
+            return metadata.attend(query, key, value, mask, scoring)
         metadata = None
-    out = None if metadata is None else _by_metadata(metadata, query, key, value, mask, scale, softcap, sinks, bias)
+    out = None if metadata is None else _by_metadata(metadata, query, key, value, mask, scoring)
     if out is not None:
         return out
-    if softcap is not None or sinks is not None:
-        return _written_out(query, key, value, mask, scale, softcap, sinks).transpose(1, 2).contiguous()
-    if mask is None or mask.shape[1] != 1 or bias is not None:
+    if scoring.softcap is not None or scoring.sinks is not None:
+        return _written_out(query, key, value, mask, scoring).transpose(1, 2).contiguous()
+    if mask is None or mask.shape[1] != 1 or scoring.bias is not None:
         return None
-    return _over_all_slots(query, key, value, mask, scale)
+    return _over_all_slots(query, key, value, mask, scoring.scale)
 
 
 def _by_metadata(
@@ -335,10 +341,7 @@ def _by_metadata(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor | None:
     """Return attention [R, n, H * G, E] of a forward whose slots are split, by a kernel or in two parts; None where
     torch's attention over all slots serves."""
@@ -347,20 +350,21 @@ def _by_metadata(
         return None
     part, mask = known
     if part is metadata.across:
-        bias = None  # T5 passes zeros here, because a source has no distance to an answer
+        scoring = replace(scoring, bias=None)  # T5 passes zeros here, because a source has no distance to an answer
     found = None
-    if part.kernel is not None and softcap is None and sinks is None and bias is None:
-        found = part.served(query, key, value, mask, scale)
+    if part.kernel is not None and scoring.plain:
+        found = part.served(query, key, value, mask, scoring.scale)
     if found is None and part.fast:
         return None
     metadata.used += 1
-    unsplit = softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None
-    if found is None and (unsplit or part.kernel is not None):
-        part = part.all_suffix()
-    if found is None and part.width and part.path_attention is not None and takes(query, key, value):
-        return _by_paths(part, query, key, value, mask, scale, softcap, sinks, bias)
-    out = _by_parts(part, query, key, value, mask, scale, softcap, sinks, bias) if found is None else found
-    return out.transpose(1, 2).contiguous()
+    if found is None:
+        unlike = key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM
+        if part.kernel is not None or unlike or scoring.softcap is not None or scoring.bias is not None:
+            part = part.all_suffix()
+        if part.width and part.path_attention is not None and takes(query, key, value):
+            return _by_paths(part, query, key, value, mask, scoring)
+        found = _by_parts(part, query, key, value, mask, scoring)
+    return found.transpose(1, 2).contiguous()
 
 
 def _over_all_slots(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -387,24 +391,22 @@ def _by_paths(
     key: Tensor,
     value: Tensor,
     mask: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor:
     """Return attention [R, n, H * G, E]: a kernel computes the suffix and joins it with the prompt slots."""
     prompt_part = None
     if max(metadata.prompt_slots):
         head = metadata.head_for(mask, query, key)
         if head is None and metadata.prompt_attention is not None and cpu_prompts.takes(query, key, value):
-            prompt_part = metadata.prompt_attention(query, key, value, metadata.counts, scale)
+            prompt_part = metadata.prompt_attention(query, key, value, metadata.counts, scoring.scale)
         else:
-            prompt_part = prompt_attention(metadata.prompt_slots, query, key, value, head, scale)
+            prompt_part = prompt_attention(metadata.prompt_slots, query, key, value, head, scoring.scale)
     assert metadata.path_attention is not None
-    paths = metadata.paths(mask)
+    softcap, sinks, bias = scoring.softcap, scoring.sinks, scoring.bias
     return metadata.path_attention(
-        paths, query, key, value, scale, prompt_part=prompt_part, softcap=softcap, sinks=sinks, bias=bias
-    )
+        *(metadata.paths(mask), query, key, value, scoring.scale),
+        prompt_part=prompt_part, softcap=softcap, sinks=sinks, bias=bias,
+    )  # fmt: skip
 
 
 def filled_queries(heads: int, kv_heads: int, count: int, dim: int) -> int:
@@ -433,10 +435,7 @@ def _by_parts(
     key: Tensor,
     value: Tensor,
     mask: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor:
     """Return attention [R, H * G, n, E]: the fused kernel computes the prompt slots, sums in float64 the suffix, and
     their log-sums join both."""
@@ -446,19 +445,19 @@ def _by_parts(
     grouped = _grouped(query, key.shape[1])
     prompt_part = None
     if max(metadata.prompt_slots):
-        prompt_part = prompt_attention(
-            metadata.prompt_slots, query, key, value, metadata.head_for(mask, query, key), scale
-        )
+        head = metadata.head_for(mask, query, key)
+        prompt_part = prompt_attention(metadata.prompt_slots, query, key, value, head, scoring.scale)
     if not metadata.width:
         assert prompt_part is not None
         return prompt_part[0][:, :, :queries].reshape(rows, heads, count, -1)
     scores = torch.matmul(grouped.to(torch.float32), metadata.pick(key, torch.float32).transpose(2, 3))
     scores = scores[:, :, :queries].unflatten(2, (groups, count))  # [R, H, G, n, T]
+    scale, softcap = scoring.scale, scoring.softcap
     if softcap is not None:
         scores, scale = torch.tanh(scores.to(torch.float64) * (scale / softcap)).to(torch.float32), softcap
     scores = torch.add(metadata.suffix(mask), scores, alpha=scale * LOG2_E)  # to base 2
-    if bias is not None:  # it covers all slots, and with a bias all slots are suffix
-        scores.add_(bias.to(torch.float32).unflatten(1, (-1, groups)), alpha=LOG2_E)
+    if scoring.bias is not None:  # it covers all slots, and with a bias all slots are suffix
+        scores.add_(scoring.bias.to(torch.float32).unflatten(1, (-1, groups)), alpha=LOG2_E)
     highest = scores.amax(-1, keepdim=True)
     if prompt_part is not None:
         prompt_slots, log_sum = (part[:, :, :queries].unflatten(2, (groups, count)) for part in prompt_part)
@@ -473,8 +472,8 @@ def _by_parts(
         share = (log_sum - highest).to(torch.float64).exp2_()
         out.addcmul_(prompt_slots.to(torch.float64), share)
         total.add_(share)
-    if sinks is not None:
-        sink = sinks.to(torch.float32).view(-1, groups, 1, 1) * LOG2_E
+    if scoring.sinks is not None:
+        sink = scoring.sinks.to(torch.float32).view(-1, groups, 1, 1) * LOG2_E
         total.add_((sink - highest).to(torch.float64).exp2_())
     return out.div_(total).flatten(1, 2).to(query.dtype)
 
@@ -517,21 +516,13 @@ def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], len(numbers)], strict=True))
 
 
-def _written_out(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
     """Compute attention with a softcap or sinks, which the fused kernel does not offer, in float32.
 
     Returns [R, H * G, n, E] in the dtype of the query.
     """
     rows, heads, count, dim = query.shape
-    groups = heads // key.shape[1]
+    groups, scale, softcap = heads // key.shape[1], scoring.scale, scoring.softcap
     grouped = query.reshape(rows, key.shape[1], groups, count, dim).to(torch.float32)
     scores = grouped @ key.unsqueeze(2).transpose(3, 4).to(torch.float32)
     scores = scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
@@ -541,10 +532,10 @@ def _written_out(
         scores = scores.masked_fill(~mask.unsqueeze(1), MASKED)
     elif mask is not None:
         scores = scores + mask.unsqueeze(1)
-    if sinks is not None:
-        sink = sinks.to(torch.float32).view(1, -1, groups, 1, 1).expand(rows, -1, -1, count, 1)
+    if scoring.sinks is not None:
+        sink = scoring.sinks.to(torch.float32).view(1, -1, groups, 1, 1).expand(rows, -1, -1, count, 1)
         scores = torch.cat((scores, sink), -1)
     weights = torch.softmax(scores, -1)
-    if sinks is not None:
+    if scoring.sinks is not None:
         weights = weights[..., :-1]
     return (weights @ value.unsqueeze(2).to(torch.float32)).flatten(1, 2).to(query.dtype)

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, attention
+from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, Scoring, attention
 from dsbd_cli.models.verdicts import LIMITS
 
 NAME = "dsbd_grouped"
@@ -58,7 +58,7 @@ def grouped_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     bias = kwargs.get("position_bias")
     assert bias is None or isinstance(bias, Tensor)
-    out = attention(_metadata.get(), query, key, value, attention_mask, scale, softcap, s_aux, bias)
+    out = attention(_metadata.get(), query, key, value, attention_mask, Scoring(scale, softcap, s_aux, bias))
     if out is not None:
         return out, None
     stock: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, attention, prompt_attention
+from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, Scoring, attention, prompt_attention
 from dsbd_cli.ops.cpu.attention import SlotPaths
 from dsbd_cli.ops.cpu.runtime import Eager
 
@@ -154,7 +154,7 @@ class MaskView:
             seen = [plane[:, :active] for plane in (keys, values)]
             seen = [one[: len(query)] if self.rows is None else one.index_select(0, self.rows) for one in seen]
             key, value = (one.transpose(1, 2) for one in seen)
-            found = attention(self.metadata, query, key, value, self.mask, scale, softcap)
+            found = attention(self.metadata, query, key, value, self.mask, Scoring(scale, softcap))
             assert found is not None, "the mask is one of all heads"
             return found
 

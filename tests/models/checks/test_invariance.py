@@ -178,10 +178,10 @@ def test_experts_of_the_library_are_not_trusted(packed: bool, monkeypatch: pytes
 def all_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused kernel over all slots, gaps included."""
 
-    def fused(metadata, query, key, value, mask, scale, *more):  # type: ignore[no-untyped-def]
+    def fused(metadata, query, key, value, mask, scoring):  # type: ignore[no-untyped-def]
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scoring.scale)
 
     monkeypatch.setattr(forest_attention, "_by_parts", fused)
     in_torch(monkeypatch)
