@@ -19,7 +19,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, Scoring, attention
+from dsbd_cli.models.attention_metadata import AttentionMetadata
+from dsbd_cli.models.forest_attention import Blocks, Scoring, attention
 from dsbd_cli.models.verdicts import LIMITS
 
 NAME = "dsbd_grouped"

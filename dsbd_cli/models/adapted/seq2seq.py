@@ -26,7 +26,7 @@ from dsbd_cli.models.adapted.own_attention import attend_by_function
 from dsbd_cli.models.adapted.patching import PackedLinear
 from dsbd_cli.models.adapted.picture_sizes import any_size, picture_shape, sample_shape, swin_places
 from dsbd_cli.models.adapted.positions import DecoderPositions, decoder_of
-from dsbd_cli.models.forest_attention import AttentionMetadata, additive_mask
+from dsbd_cli.models.attention_metadata import AttentionMetadata, additive_mask
 from dsbd_cli.models.forest_model import calibration_tokens
 
 DECODER_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")

@@ -18,18 +18,12 @@ from torch import Tensor, nn
 
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.models.attention_metadata import AttentionMetadata, PromptKernel, additive_mask, filled_queries
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
 from dsbd_cli.models.decoder.views import MaskView, PathView, PrefixView, View
 from dsbd_cli.models.decoder.weights import PlainLinear
-from dsbd_cli.models.forest_attention import (
-    LEAST_DIM,
-    AttentionMetadata,
-    Blocks,
-    PromptKernel,
-    additive_mask,
-    filled_queries,
-)
+from dsbd_cli.models.forest_attention import LEAST_DIM, Blocks
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops.cpu.linear import PackedProduct, Product, address

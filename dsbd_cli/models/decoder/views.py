@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, Scoring, attention, prompt_attention
+from dsbd_cli.models.attention_metadata import AttentionMetadata
+from dsbd_cli.models.forest_attention import Blocks, Scoring, attention, prompt_attention
 from dsbd_cli.ops.cpu.attention import SlotPaths
 from dsbd_cli.ops.cpu.runtime import Eager
 
