@@ -16,7 +16,7 @@ from typing import Protocol
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.planning.acceptance import Acceptance
-from dsbd_cli.engine.planning.planner import AdaptivePlanner, DraftWork, Gate, Shape
+from dsbd_cli.engine.planning.planner import AdaptivePlanner, DraftWork, Gate, Observation, Shape
 
 __all__ = ["WORLDS", "World", "best_fixed", "planner_of", "serve", "serve_fixed"]
 
@@ -171,15 +171,9 @@ def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
         if shape.depth and unread:
             times = times | {"read": world.read * unread + world.setup * first}
             first = False
-        planner.observe(
-            shape,
-            shown,
-            layers,
-            times,
-            reading if shape.depth or not reading.draft_backlog else replace(reading, draft_backlog=0),
-            not world.captured or number > 3,
-            gate,
-        )
+        read = reading if shape.depth or not reading.draft_backlog else replace(reading, draft_backlog=0)
+        steady = not world.captured or number > 3
+        planner.observe(Observation(shape, shown, layers, times, read, steady, gate))
         seconds, iterations, drafted = seconds + sum(times.values()), iterations + 1, drafted + (shape.depth > 0)
         for one, found in zip(running, layers, strict=True):
             taken = 1 + sum([layer.passed for layer in found])

@@ -26,7 +26,7 @@ LAYERS = (
     ("config", "ops.reference", "lab.metrics", "io.schemas"),
     ("requests", "lab.reports", "models.chat", "ops.interface", "ops.triton"),
     ("engine.protocols", "io.records", "ops.select", "models.verdicts"),
-    ("io.lines", "engine.core", "models.stored_tokenizer"),
+    ("io.lines", "engine.core", "models.stored_tokenizer", "models.attention_metadata"),
     ("engine.planning", "models.tokenizer", "models.kv_cache", "models.forest_attention"),
     ("pick", "engine.constraints", "engine.cache", "engine.verify", "models.cache", "models.forest_model"),
     ("models.recurrent",),

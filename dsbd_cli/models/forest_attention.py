@@ -22,232 +22,38 @@ slots, T suffix slots, E head dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.models.attention_metadata import MASKED, AttentionMetadata, filled_queries
 from dsbd_cli.ops.cpu import prompt_attention as cpu_prompts
-from dsbd_cli.ops.cpu.attention import SlotPaths, takes
-from dsbd_cli.ops.cpu.runtime import on_amd
+from dsbd_cli.ops.cpu.attention import takes
 
-PROMPT_SLOTS_STEP = 32  # prompt slots are counted in steps of this size: torch uses another kernel for a remainder
-LEAST_PROMPT_SLOTS = 64  # a shorter prompt is all suffix
-QUERY_STEP = 4  # queries are filled up to such steps: torch uses another kernel for fewer than four remaining rows
-# Torch takes queries in blocks of a multiple of 32. Where heads are wider than 64, it also uses another kernel for a
-# remainder of fewer than 12 rows: in float32, and in half types where the processor multiplies these as float32. On
-# AMD's processors it does not.
-QUERY_BLOCK, LEAST_REST, NARROW_DIM = 32, 12, 64
-LEAST_SUFFIX = 16  # slots: torch uses another kernel for products of fewer than twelve columns
 LEAST_DIM = 32  # torch uses other kernels for smaller heads
 LOG2_E = math.log2(math.e)
-AttentionFunction = Callable[..., Tensor | None]
-"""The operation `Ops.attention` with its argument `exact` bound."""
-PathKernel = Callable[..., Tensor]
-"""The operation `Ops.path_attention`."""
-PromptKernel = Callable[..., tuple[Tensor, Tensor]]
-"""The operation `Ops.prompt_attention`."""
-# exp2 takes the same time for every number; exp takes longer where its result is zero or subnormal
-MASKED = torch.finfo(torch.float32).min
 
 
-def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask [R, 1, n, S] that is added to scores, of the slots that nodes see [R, n, S] bool. It holds no
-    -inf, because a row of nothing else would give NaN."""
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How scores are made of the products of queries and keys, which are first multiplied by `scale`.
 
-
-class AttentionMetadata:
-    """Slots that the nodes of the current forward see, split into prompt slots and suffix. Made once per forward and
-    used by every layer.
-
-    Attributes:
-        prompt_slots: number of leading slots of each row that count as prompt slots.
-        width: T, number of slots of the suffix.
-        used: number of layers that have attended by it or by `across`. A layer with an attention function of its own
-            does
-            not.
+    softcap: scores become softcap * tanh(score / softcap). sinks [H * G]: a score per head that takes weight and has no
+    value. bias [R or 1, H * G, n, S] is added to the scores (T5).
     """
 
-    def __init__(
-        self,
-        prompt_slots: tuple[int, ...],
-        suffix: int,
-        *,
-        masked: bool = False,
-        kernel: AttentionFunction | None = None,
-        path_attention: PathKernel | None = None,
-        prompt_attention: PromptKernel | None = None,
-        prompt: Tensor | None = None,
-        positions: Tensor | None = None,
-        fast: bool = False,
-    ) -> None:
-        """prompt_slots: leading slots of each row that hold its prompt. suffix: number of slots behind them that may
-        hold anything.
-
-        masked: all slots are prompt slots, rounded up to whole steps, and those past a row's own number are masked.
-        Otherwise the number is rounded down, and the suffix begins with the remainder.
-
-        kernel: serves the layers that it fits. prompt [R]: number of leading slots of a row that the kernel takes as
-        prompt slots. path_attention: serves suffixes whose slots are listed. prompt_attention: serves prompt slots that
-        all nodes see. positions [R, S]: depth of the token in each slot; None: the slots themselves are in order of
-        depth. fast: no bits are promised, and torch serves the layers that the kernel does not fit.
-        """
-        self.fast = fast
-        self.kernel = None if prompt is None else kernel
-        self.path_attention = path_attention
-        self.prompt_attention = prompt_attention
-        self.prompt = prompt
-        if masked:
-            self.prompt_slots = tuple(-(-count // PROMPT_SLOTS_STEP) * PROMPT_SLOTS_STEP for count in prompt_slots)
-        else:
-            self.prompt_slots = tuple(
-                0 if count < LEAST_PROMPT_SLOTS else count - count % PROMPT_SLOTS_STEP for count in prompt_slots
-            )
-        self.used = 0
-        self.width = (
-            0
-            if masked
-            else suffix + max(count - own for count, own in zip(prompt_slots, self.prompt_slots, strict=True))
-        )
-        self._seen: dict[object, tuple[Tensor, Tensor]] = {}
-        self._all_suffix: AttentionMetadata | None = None
-        self._positions = positions
-        self._suffix_masks: dict[object, Tensor] = {}
-        self._paths: dict[object, SlotPaths] = {}
-        self._prompt_masks: dict[object, Tensor | None] = {}
-        self._repeated_masks: dict[tuple[object, int], Tensor | None] = {}
-        self._at: Tensor | None = None
-        self._counts: Tensor | None = None
-        self.across: AttentionMetadata | None = (
-            None  # metadata of the source's places, which the nodes see in addition to their own slots
-        )
-
-    def add(self, additive: Tensor, seen: Tensor, whole: bool) -> None:
-        """Register the mask of one kind of layer: additive [R, 1, n, S], which the model is given, and seen [R, n, S]
-        bool.
-
-        whole: all nodes see all prompt slots.
-        """
-        key = self._key(additive)
-        self._seen[key] = additive, seen
-        self._prompt_masks[key] = None if whole else additive
-
-    def all_suffix(self) -> AttentionMetadata:
-        """Return the same with no prompt slots, for layers that the fused kernel cannot serve."""
-        if self._all_suffix is None:
-            slots = max(seen.shape[-1] for _, seen in self._seen.values())
-            self._all_suffix = AttentionMetadata(
-                (0,) * len(self.prompt_slots), slots, path_attention=self.path_attention, positions=self._positions
-            )
-            for additive, seen in self._seen.values():
-                self._all_suffix.add(additive, seen, whole=True)
-        return self._all_suffix
-
-    def of(self, mask: Tensor | None) -> tuple[AttentionMetadata, Tensor] | None:
-        """Return the metadata that the mask was registered with, which is this one or `across`, and the mask. None for
-        a mask that the model has made itself.
-
-        A layer without a mask reads the whole source, because the tokens of the answer always have a mask.
-        """
-        if mask is not None and self.knows(mask):
-            return self, mask
-        if self.across is not None and (mask is None or self.across.knows(mask)):
-            return self.across, next(iter(self.across._seen.values()))[0]
-        return None
-
-    def knows(self, mask: Tensor | None) -> bool:
-        """Return whether the mask was given to `add`; a model may make masks of its own."""
-        return mask is not None and self._key(mask) in self._seen
-
-    def served(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor | None:
-        """Return the attention that the kernel computes; None where it does not serve this kind of layer."""
-        if self._prompt_masks[self._key(mask)] is not None:
-            return None
-        assert self.kernel is not None
-        return self.kernel(query, key, value, self._seen[self._key(mask)][1], self.prompt, scale)
-
-    def paths(self, mask: Tensor) -> SlotPaths:
-        """Return the suffix slots that each node sees, in order of depth."""
-        key = self._key(mask)
-        if key not in self._paths:
-            seen = self._seen[key][1]
-            self._paths[key] = SlotPaths.of(seen, self.counts, self._suffix_width(seen.shape[-1]), self._positions)
-        return self._paths[key]
-
-    def suffix(self, mask: Tensor) -> Tensor:
-        """Return the mask [R, 1, 1, n, T] float32 that is added to the scores of the suffix."""
-        key = self._key(mask)
-        if key not in self._suffix_masks:
-            seen = self._seen[key][1]
-            rows, nodes, slots = seen.shape
-            places = self._suffix_slots(slots, seen.device)
-            at = places.unsqueeze(1).expand(-1, nodes, -1)
-            found = seen.gather(2, at.clamp(max=slots - 1)) & (at < slots)
-            fresh = torch.full((rows, 1, 1, nodes, at.shape[2]), MASKED, device=seen.device)
-            self._suffix_masks[key] = fresh.masked_fill_(found[:, None, None], 0.0)
-        return self._suffix_masks[key]
-
-    def _suffix_slots(self, slots: int, device: torch.device) -> Tensor:
-        """Return the slots [R, T] int64 of the suffix. Numbers past the last slot stand for no slot."""
-        if self._at is None:
-            at = torch.arange(self._suffix_width(slots), device=device)
-            if len(set(self.prompt_slots)) == 1:  # always on a GPU, where a capture takes nothing from the host
-                self._at = (at + self.prompt_slots[0]).expand(len(self.prompt_slots), -1)
-            else:
-                self._at = torch.tensor(self.prompt_slots, device=device).unsqueeze(1) + at
-        return self._at
-
-    def _suffix_width(self, slots: int) -> int:
-        """Return T. A source may be all prompt slots."""
-        return max(LEAST_SUFFIX, min(self.width, slots - min(self.prompt_slots)))
-
-    def head(self, mask: Tensor, queries: int) -> Tensor | None:
-        """Return the mask [R, 1, m, S] whose prompt slots are added to their scores; None where nothing is masked. The
-        nodes are repeated to fill m queries."""
-        key = self._key(mask)
-        if (key, queries) not in self._repeated_masks:
-            prompt_mask = self._prompt_masks[key]
-            if prompt_mask is not None:
-                nodes = prompt_mask.shape[2]
-                prompt_mask = prompt_mask[:, :, torch.arange(queries, device=prompt_mask.device) % nodes]
-            self._repeated_masks[key, queries] = prompt_mask
-        return self._repeated_masks[key, queries]
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
 
     @property
-    def counts(self) -> Tensor:
-        """`prompt_slots` as [R, 1] int64."""
-        if self._counts is None:
-            self._counts = torch.tensor(self.prompt_slots).unsqueeze(1)
-        return self._counts
-
-    def head_for(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
-        """Return the mask of `head` for queries [R, H * G, n, E] and keys [R, H, S, E]."""
-        _, heads, count, dim = query.shape
-        return self.head(mask, filled_queries(heads, key.shape[1], count, dim))
-
-    def pick(self, states: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the suffix [R, H, T, E] of keys or values [R, H, S, E]. Slots past the last one are 0."""
-        rows, heads, slots, dim = states.shape
-        width = self._suffix_slots(slots, states.device).shape[1]
-        if len(set(self.prompt_slots)) == 1 and self.prompt_slots[0] + width <= slots:
-            # each head's numbers side by side: otherwise a product would copy them number by number
-            part = states[:, :, self.prompt_slots[0] : self.prompt_slots[0] + width]
-            return part.to(dtype, memory_format=torch.contiguous_format).contiguous()
-        found = states.new_empty((rows, heads, width, dim), dtype=dtype)
-        for row, start in enumerate(self.prompt_slots):  # one index over rows and slots would copy number by number
-            part = states[row, :, start : start + width]
-            found[row, :, : part.shape[1]] = part
-            found[row, :, part.shape[1] :] = 0
-        return found
-
-    @staticmethod
-    def _key(mask: Tensor) -> object:
-        return mask.data_ptr(), mask.shape
+    def plain(self) -> bool:
+        """True where products are scaled and nothing else."""
+        return self.softcap is None and self.sinks is None and self.bias is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,23 +75,14 @@ class Blocks:
             return None
         return cls(batch.prompt_slots[0])
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
         """Compute `attention` block by block."""
         parts = []
         for start in range(0, query.shape[2], PREFIX_STEP):
             end = min(start + PREFIX_STEP, query.shape[2])
             seen = slice(self.first + end)
             states = query[:, :, start:end], key[:, :, seen], value[:, :, seen], mask[:, :, start:end, seen]
-            part = attention(None, *states, scale, softcap, sinks)
+            part = attention(None, *states, scoring)
             assert part is not None, "a mask that all heads share"
             parts.append(part)
         return torch.cat(parts, 1)
@@ -297,29 +94,25 @@ def attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
+    scoring: Scoring,
 ) -> Tensor | None:
     """Return attention of query [R, H * G, n, E] over key and value [R, H, S, E]: [R, n, H * G, E].
 
-    mask [R, 1, n, S] is added to the scores. softcap: scores become softcap * tanh(score / softcap). sinks [H * G]: a
-    score per head that takes weight and has no value. bias [R or 1, H * G, n, S] is added to the scores (T5). Returns
-    None where the mask is missing, differs from head to head or comes with a bias: torch's own function serves then.
+    mask [R, 1, n, S] is added to the scores. Returns None where the mask is missing, differs from head to head or comes
+    with a bias: torch's own function serves then.
     """
     if isinstance(metadata, Blocks):
-        if mask is not None and bias is None:
-            return metadata.attend(query, key, value, mask, scale, softcap, sinks)
+        if mask is not None and scoring.bias is None:
+            return metadata.attend(query, key, value, mask, scoring)
         metadata = None
-    out = None if metadata is None else _by_metadata(metadata, query, key, value, mask, scale, softcap, sinks, bias)
+    out = None if metadata is None else _by_metadata(metadata, query, key, value, mask, scoring)
     if out is not None:
         return out
-    if softcap is not None or sinks is not None:
-        return _written_out(query, key, value, mask, scale, softcap, sinks).transpose(1, 2).contiguous()
-    if mask is None or mask.shape[1] != 1 or bias is not None:
+    if scoring.softcap is not None or scoring.sinks is not None:
+        return _written_out(query, key, value, mask, scoring).transpose(1, 2).contiguous()
+    if mask is None or mask.shape[1] != 1 or scoring.bias is not None:
         return None
-    return _over_all_slots(query, key, value, mask, scale)
+    return _over_all_slots(query, key, value, mask, scoring.scale)
 
 
 def _by_metadata(
@@ -328,10 +121,7 @@ def _by_metadata(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor | None:
     """Return attention [R, n, H * G, E] of a forward whose slots are split, by a kernel or in two parts; None where
     torch's attention over all slots serves."""
@@ -340,20 +130,21 @@ def _by_metadata(
         return None
     part, mask = known
     if part is metadata.across:
-        bias = None  # T5 passes zeros here, because a source has no distance to an answer
+        scoring = replace(scoring, bias=None)  # T5 passes zeros here, because a source has no distance to an answer
     found = None
-    if part.kernel is not None and softcap is None and sinks is None and bias is None:
-        found = part.served(query, key, value, mask, scale)
+    if part.kernel is not None and scoring.plain:
+        found = part.served(query, key, value, mask, scoring.scale)
     if found is None and part.fast:
         return None
     metadata.used += 1
-    unsplit = softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None
-    if found is None and (unsplit or part.kernel is not None):
-        part = part.all_suffix()
-    if found is None and part.width and part.path_attention is not None and takes(query, key, value):
-        return _by_paths(part, query, key, value, mask, scale, softcap, sinks, bias)
-    out = _by_parts(part, query, key, value, mask, scale, softcap, sinks, bias) if found is None else found
-    return out.transpose(1, 2).contiguous()
+    if found is None:
+        unlike = key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM
+        if part.kernel is not None or unlike or scoring.softcap is not None or scoring.bias is not None:
+            part = part.all_suffix()
+        if part.width and part.path_attention is not None and takes(query, key, value):
+            return _by_paths(part, query, key, value, mask, scoring)
+        found = _by_parts(part, query, key, value, mask, scoring)
+    return found.transpose(1, 2).contiguous()
 
 
 def _over_all_slots(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -380,35 +171,22 @@ def _by_paths(
     key: Tensor,
     value: Tensor,
     mask: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor:
     """Return attention [R, n, H * G, E]: a kernel computes the suffix and joins it with the prompt slots."""
     prompt_part = None
     if max(metadata.prompt_slots):
         head = metadata.head_for(mask, query, key)
         if head is None and metadata.prompt_attention is not None and cpu_prompts.takes(query, key, value):
-            prompt_part = metadata.prompt_attention(query, key, value, metadata.counts, scale)
+            prompt_part = metadata.prompt_attention(query, key, value, metadata.counts, scoring.scale)
         else:
-            prompt_part = prompt_attention(metadata.prompt_slots, query, key, value, head, scale)
+            prompt_part = prompt_attention(metadata.prompt_slots, query, key, value, head, scoring.scale)
     assert metadata.path_attention is not None
-    paths = metadata.paths(mask)
+    softcap, sinks, bias = scoring.softcap, scoring.sinks, scoring.bias
     return metadata.path_attention(
-        paths, query, key, value, scale, prompt_part=prompt_part, softcap=softcap, sinks=sinks, bias=bias
-    )
-
-
-def filled_queries(heads: int, kv_heads: int, count: int, dim: int) -> int:
-    """Return m, the number of queries per kv head that torch's kernel is given so that the bits of each stay the
-    same."""
-    queries = heads // kv_heads * count
-    missing = -queries % QUERY_STEP
-    rest = (queries + missing) % QUERY_BLOCK
-    if 0 < rest < LEAST_REST and dim > NARROW_DIM and not on_amd():
-        missing += LEAST_REST - rest
-    return queries + missing
+        *(metadata.paths(mask), query, key, value, scoring.scale),
+        prompt_part=prompt_part, softcap=softcap, sinks=sinks, bias=bias,
+    )  # fmt: skip
 
 
 def _grouped(query: Tensor, kv_heads: int) -> Tensor:
@@ -426,10 +204,7 @@ def _by_parts(
     key: Tensor,
     value: Tensor,
     mask: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor:
     """Return attention [R, H * G, n, E]: the fused kernel computes the prompt slots, sums in float64 the suffix, and
     their log-sums join both."""
@@ -439,19 +214,19 @@ def _by_parts(
     grouped = _grouped(query, key.shape[1])
     prompt_part = None
     if max(metadata.prompt_slots):
-        prompt_part = prompt_attention(
-            metadata.prompt_slots, query, key, value, metadata.head_for(mask, query, key), scale
-        )
+        head = metadata.head_for(mask, query, key)
+        prompt_part = prompt_attention(metadata.prompt_slots, query, key, value, head, scoring.scale)
     if not metadata.width:
         assert prompt_part is not None
         return prompt_part[0][:, :, :queries].reshape(rows, heads, count, -1)
     scores = torch.matmul(grouped.to(torch.float32), metadata.pick(key, torch.float32).transpose(2, 3))
     scores = scores[:, :, :queries].unflatten(2, (groups, count))  # [R, H, G, n, T]
+    scale, softcap = scoring.scale, scoring.softcap
     if softcap is not None:
         scores, scale = torch.tanh(scores.to(torch.float64) * (scale / softcap)).to(torch.float32), softcap
     scores = torch.add(metadata.suffix(mask), scores, alpha=scale * LOG2_E)  # to base 2
-    if bias is not None:  # it covers all slots, and with a bias all slots are suffix
-        scores.add_(bias.to(torch.float32).unflatten(1, (-1, groups)), alpha=LOG2_E)
+    if scoring.bias is not None:  # it covers all slots, and with a bias all slots are suffix
+        scores.add_(scoring.bias.to(torch.float32).unflatten(1, (-1, groups)), alpha=LOG2_E)
     highest = scores.amax(-1, keepdim=True)
     if prompt_part is not None:
         prompt_slots, log_sum = (part[:, :, :queries].unflatten(2, (groups, count)) for part in prompt_part)
@@ -466,14 +241,10 @@ def _by_parts(
         share = (log_sum - highest).to(torch.float64).exp2_()
         out.addcmul_(prompt_slots.to(torch.float64), share)
         total.add_(share)
-    if sinks is not None:
-        sink = sinks.to(torch.float32).view(-1, groups, 1, 1) * LOG2_E
+    if scoring.sinks is not None:
+        sink = scoring.sinks.to(torch.float32).view(-1, groups, 1, 1) * LOG2_E
         total.add_((sink - highest).to(torch.float64).exp2_())
     return out.div_(total).flatten(1, 2).to(query.dtype)
-
-
-def _capped(scores: Tensor, scale: float, softcap: float | None) -> Tensor:
-    return scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
 
 
 def prompt_attention(
@@ -514,33 +285,26 @@ def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], len(numbers)], strict=True))
 
 
-def _written_out(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
     """Compute attention with a softcap or sinks, which the fused kernel does not offer, in float32.
 
     Returns [R, H * G, n, E] in the dtype of the query.
     """
     rows, heads, count, dim = query.shape
-    groups = heads // key.shape[1]
+    groups, scale, softcap = heads // key.shape[1], scoring.scale, scoring.softcap
     grouped = query.reshape(rows, key.shape[1], groups, count, dim).to(torch.float32)
-    scores = _capped(grouped @ key.unsqueeze(2).transpose(3, 4).to(torch.float32), scale, softcap)
+    scores = grouped @ key.unsqueeze(2).transpose(3, 4).to(torch.float32)
+    scores = scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
     if mask is None and count > 1:  # transformers passes no mask for plain causal attention
         mask = torch.ones(count, key.shape[2], dtype=torch.bool, device=key.device).tril()[None, None]
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask.unsqueeze(1), MASKED)
     elif mask is not None:
         scores = scores + mask.unsqueeze(1)
-    if sinks is not None:
-        sink = sinks.to(torch.float32).view(1, -1, groups, 1, 1).expand(rows, -1, -1, count, 1)
+    if scoring.sinks is not None:
+        sink = scoring.sinks.to(torch.float32).view(1, -1, groups, 1, 1).expand(rows, -1, -1, count, 1)
         scores = torch.cat((scores, sink), -1)
     weights = torch.softmax(scores, -1)
-    if sinks is not None:
+    if scoring.sinks is not None:
         weights = weights[..., :-1]
     return (weights @ value.unsqueeze(2).to(torch.float32)).flatten(1, 2).to(query.dtype)

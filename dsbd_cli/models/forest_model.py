@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.errors import ModelError, UnsupportedModelError, one_line
-from dsbd_cli.models.forest_attention import AttentionMetadata
+from dsbd_cli.models.attention_metadata import AttentionMetadata
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops.interface import Ops
 
@@ -93,7 +93,10 @@ class BaseForestModel:
         quantized: the precision to which linear layers were quantized at load; None where they were not.
     """
 
-    def __init__(self, name: str, device: torch.device, cache: KVCache) -> None:
+    def __init__(
+        self, name: str, device: torch.device, cache: KVCache, load_stock: Callable[[], Any] | None = None
+    ) -> None:
+        """load_stock: loads the model as transformers runs it."""
         self.name = name
         self.invariant = False
         self.varies: str | None = None
@@ -101,6 +104,8 @@ class BaseForestModel:
         self.tested: SelfTestReport | None = None
         self.attention: Callable[..., Tensor | None] | None = None
         self.quantized: str | None = None
+        self._load_stock = load_stock
+        self._stock: Any = None
         self._device, self._cache = device, cache
         self._metadata: AttentionMetadata | None = None
         self._tap: StateTap | None = None
@@ -125,7 +130,7 @@ class BaseForestModel:
         return self._dtype
 
     @property
-    def paired(self) -> bool:
+    def has_encoder(self) -> bool:
         """Whether the model has an encoder."""
         return False
 
@@ -195,8 +200,12 @@ class BaseForestModel:
         raise NotImplementedError
 
     def stock(self) -> nn.Module:
-        """Return the model as transformers runs it, for comparisons."""
-        raise NotImplementedError
+        """Return the model as transformers runs it, for comparisons. It is loaded at the first call."""
+        if self._stock is None:
+            assert self._load_stock is not None, "a model of a checkpoint"
+            self._stock = self._load_stock()
+        module: nn.Module = self._stock
+        return module
 
     def plain(self, tokens: Tensor) -> Tensor:
         """Return logits [B, T, V] of separate sequences [B, T] by an ordinary causal forward."""
@@ -205,6 +214,11 @@ class BaseForestModel:
     def leave_kernels(self) -> bool:
         """Run without kernels from now on. Return False where no kernel ran."""
         raise NotImplementedError
+
+    def _distrust_kernels(self) -> None:
+        """Drop the result of the check of invariance, which was made with kernels."""
+        if self.invariant:
+            self.invariant, self.varies = False, "it was checked with kernels, one of which fails"
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         """Run one forward: write the nodes of a batch to the cache and return their logits [R, n, V]; None without

@@ -129,7 +129,7 @@ class KVCache:
     def release(self) -> None:
         """Free all memory; the shapes of the layers stay known."""
         self.rows = self.slots = 0
-        self._begin_generation()
+        self.generation += 1
         self._slabs.clear()
         self._write = None
         self._bind()
@@ -213,23 +213,13 @@ class KVCache:
         assert step is not None, "begin() comes before a forward"
         flat, rows = step.on(plane.device)
         plane.flatten(0, 1).index_copy_(0, flat, states.transpose(1, 2).flatten(0, 1))
-        return self._active_slots(plane, step, rows)
-
-    def planes(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [R', S', H, E] of a layer."""
-        return self._planes[layer, 0], self._planes[layer, 1]
-
-    @staticmethod
-    def _active_slots(plane: Tensor, step: WritePositions, rows: Tensor | None) -> Tensor:
-        """Return all active slots [R, H, S, E] of a plane [R', S', H, E]; they are copied only where rows are
-        chosen."""
         seen = plane[:, : step.active]
         seen = seen[: step.count] if rows is None else seen.index_select(0, rows)
         return seen.transpose(1, 2)
 
-    def _begin_generation(self) -> None:
-        """Begin a new generation, because addresses of this memory are no longer valid."""
-        self.generation += 1
+    def planes(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [R', S', H, E] of a layer."""
+        return self._planes[layer, 0], self._planes[layer, 1]
 
     def _members(self, spec: PlaneSpec) -> list[tuple[int, int]]:
         return [key for key, value in self._plane_specs.items() if value == spec]
@@ -237,7 +227,7 @@ class KVCache:
     def _grow(self, spec: PlaneSpec) -> None:
         """Make the slab of one kind of plane cover all its planes, rows and slots. New memory is zero, because 0 * NaN
         is NaN."""
-        self._begin_generation()
+        self.generation += 1
         width = spec.heads * spec.dim
         shape = (len(self._members(spec)), self.rows, self.slots, width)
         if spec.device.type == "cpu":  # a long text is read at every step

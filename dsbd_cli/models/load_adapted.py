@@ -32,8 +32,8 @@ def load_adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
     Raises ModelError, UnsupportedModelError and UsageError.
     """
     model, tokenizer, ranks = _loaded(spec)
-    paired = bool(getattr(model.config, "is_encoder_decoder", False))
-    digest = encoder_digest(model) if paired else None
+    has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    digest = encoder_digest(model) if has_encoder else None
     # a draft only proposes: what it computes cannot reach the text
     wanted = spec.role == "target" and spec.numerics == "invariant"
     try:
@@ -41,7 +41,7 @@ def load_adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
             forest: CausalForestModel | Seq2SeqForestModel = ShardedForestModel(model, spec.source, ranks)
         else:
             packed = _on_cpu(model) and spec.quantize is None and pack(model) > 0
-            kind = Seq2SeqForestModel if paired else CausalForestModel
+            kind = Seq2SeqForestModel if has_encoder else CausalForestModel
             forest = kind(model, spec.source, stock=(lambda: load(spec)[0]) if packed or spec.quantize else None)
         forest.keep_states_in(torch.float64 if wanted else torch.float32)
         forest.tested = self_test(forest)

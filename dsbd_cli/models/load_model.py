@@ -27,7 +27,6 @@ from dsbd_cli.models.checkpoints.head import read_head, trimmed_target
 from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, locate, locate_adapters
 from dsbd_cli.models.checkpoints.loader import (
     check_quantize,
-    device_of,
     dtype_of,
     eos_ids,
     import_decoder_code,
@@ -37,6 +36,7 @@ from dsbd_cli.models.checkpoints.loader import (
     load_tokenizer,
     quiet,
 )
+from dsbd_cli.models.checkpoints.placement import device_of
 from dsbd_cli.models.checkpoints.registry import parts_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import DecoderCheckpoint, build_decoder, differs, pack, spec_or_reason, tensors_of

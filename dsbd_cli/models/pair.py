@@ -22,8 +22,7 @@ class LoadedPair:
 
     Attributes:
         target_dtype: torch's name without prefix: float32, bfloat16, float16; `int8+bfloat16` where linear layers are
-            int8
-            and the rest is bfloat16.
+            int8 and the rest is bfloat16.
         draft_dtype: the same, None without a draft.
         differences: differences that do not matter for the result, for the user to read.
         notes: what the user should know: generation settings that are not applied, kernels of layers that are left out.
@@ -66,7 +65,7 @@ def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = Fal
         )
     differences = check_pair(codec, small_codec, model.vocab_size, small.vocab_size)
     small.fit_width(model.vocab_size)
-    if model.paired and small.paired:
+    if model.has_encoder and small.has_encoder:
         from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
 
         assert isinstance(model, Seq2SeqForestModel)
@@ -77,7 +76,7 @@ def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = Fal
         ):
             raise PairError("target and draft read sources of different forms: choose a draft of its family")
         if model.encoder_digest == small.encoder_digest:
-            model.lead(small)
+            model.share_encoder(small)
             differences += ("the draft's encoder is the target's: it reads each source once for both",)
     return LoadedPair(model, small, codec, *dtypes, differences, notes, _trimmed_form(small))
 
@@ -92,11 +91,11 @@ def _trimmed_form(draft: BaseForestModel) -> str | None:
 def _check_kinds(target: BaseForestModel, draft: BaseForestModel, *, bridged: bool) -> None:
     """Raise PairError unless both models have an encoder or neither has, or where a bridge is to draft for an
     encoder-decoder model."""
-    paired = [model.paired for model in (target, draft)]
-    if paired[0] != paired[1]:
-        one, other = ("the target", "the draft") if paired[0] else ("the draft", "the target")
+    target_has, draft_has = target.has_encoder, draft.has_encoder
+    if target_has != draft_has:
+        one, other = ("the target", "the draft") if target_has else ("the draft", "the target")
         raise PairError(f"{one} has an encoder and {other} has none: choose a draft of the target's kind")
-    if bridged and paired[0]:
+    if bridged and target_has:
         raise PairError("--drafter bridge takes decoder-only models: choose a draft with the target's vocabulary")
 
 

@@ -12,7 +12,8 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import InvalidRowError, NumericalError, UnsupportedModelError
 from dsbd_cli.models.chat import render
 from dsbd_cli.models.checkpoints.hub import locate
-from dsbd_cli.models.checkpoints.loader import device_of, load_config, load_network, load_tokenizer, quiet
+from dsbd_cli.models.checkpoints.loader import load_config, load_network, load_tokenizer, quiet
+from dsbd_cli.models.checkpoints.placement import device_of
 
 Asked = str | Sequence[Mapping[str, str]]
 

@@ -27,6 +27,7 @@ FORMAT = "dsbd.verdict/3"
 KEYS = {
     "architecture", "copies", "dtype", "eos", "kernels", "outliers", "plain", "spec", "tested", "tokenizer", "varies",
 }  # fmt: skip
+LIBRARIES = ("ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_", "ATEN_", "NUMBA_", "OPENBLAS_")  # beginnings of variables
 UNASKED = "nobody asked for the work that it takes"
 
 
@@ -59,9 +60,6 @@ def _installed(name: str) -> str | None:
     with suppress(PackageNotFoundError):
         return version(name)
     return None
-
-
-LIBRARIES = ("ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_", "ATEN_", "NUMBA_", "OPENBLAS_")
 
 
 def read_verdict(digest: str) -> dict[str, Any] | None:
@@ -137,8 +135,7 @@ class Verdict:
     Attributes:
         varies: why a node's logits may depend on what else is in the forward; None where they do not.
         copies: whether they also stay the same where the beginning of the prompt was copied from another row; None
-            where
-            that was not checked.
+            where that was not checked.
     """
 
     varies: str | None

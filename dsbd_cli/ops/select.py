@@ -124,11 +124,6 @@ NUMBA = {
 _unloadable = functools.cache(unloadable)
 
 
-def numba_ops(names: Iterable[str]) -> dict[str, Any]:
-    """Return the named operations by CPU kernels, which must be loadable here."""
-    return {name: NUMBA[name].op for name in names}
-
-
 def _numba_missing(name: str, dtype: torch.dtype, widths: frozenset[int]) -> str | None:
     """Return why the CPU kernel of an operation cannot serve; None where it can."""
     if name in (*LAYERS, "path_attention", "prompt_attention") and dtype not in FLOATS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
@@ -149,7 +149,7 @@ def answerable(engine: Engine, requests: Sequence[Request]) -> tuple[list[Reques
     """Return the requests that fit the engine's models, and for each other one its id and why it does not. Memory is
     not looked at, and no catalogue is known."""
     draft = next(iter(engine.models[1:]), None)
-    encoder = replace(Encoder.alone(engine.target, engine.codec, engine.method), draft=draft)
+    encoder = Encoder.alone(engine.target, engine.codec, engine.method, draft)
     kept, failed = list[Request](), list[str]()
     for request in requests:
         try:

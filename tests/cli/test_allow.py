@@ -12,7 +12,7 @@ import orjson
 import psutil
 import pytest
 
-from dsbd_cli.engine.constraints import catalogues
+from dsbd_cli.engine.constraints import catalogues, compiled
 from dsbd_cli.engine.constraints.answers import CatalogueAnswer, CatalogueCompiler
 from dsbd_cli.errors import UsageError
 from dsbd_cli.models.tokenizer import HFCodec
@@ -161,7 +161,7 @@ def test_a_damaged_compiled_file_is_compiled_anew(
     whole = kept.read_bytes()
     head, at = _first_line(kept)
     for place, count in enumerate(head["catalogues"][0][2]):
-        at += -at % catalogues.ALIGNED
+        at += -at % compiled.ALIGNED
         size = count * (8 if place < 4 else 1)
         if place == array:
             data = bytearray(whole)
@@ -170,7 +170,7 @@ def test_a_damaged_compiled_file_is_compiled_anew(
             kept.write_bytes(bytes(data))
         at += size
     if signed:
-        monkeypatch.setattr(catalogues, "_checksum", lambda arrays: head["body"])
+        monkeypatch.setattr(compiled, "_checksum", lambda arrays: head["body"])
     found = catalogues.open_catalogues(path, codec(), 400, told.append)
     assert len(told) == 1
     assert "is damaged (" in told[0]
@@ -189,10 +189,10 @@ def test_a_compiled_file_whose_numbers_do_not_fit(change: str, tmp_path: Path, m
     [kept] = tmp_path.glob("c.jsonl.*.trie")
     head, begin = _first_line(kept)
     [[name, fanout, counts]] = head["catalogues"]
-    body = bytearray(kept.read_bytes()[begin + -begin % catalogues.ALIGNED :])
+    body = bytearray(kept.read_bytes()[begin + -begin % compiled.ALIGNED :])
     if change == "key":
         body[8:16] = (399 + 401 * 5).to_bytes(8, "little")
-        monkeypatch.setattr(catalogues, "_checksum", lambda arrays: head["body"])
+        monkeypatch.setattr(compiled, "_checksum", lambda arrays: head["body"])
     elif change == "fanout":
         fanout[0] += 1
     elif change == "counts":
@@ -200,7 +200,7 @@ def test_a_compiled_file_whose_numbers_do_not_fit(change: str, tmp_path: Path, m
     else:
         head["catalogues"] = [name]
     line = orjson.dumps(head) + b"\n"
-    kept.write_bytes(line + bytes(-len(line) % catalogues.ALIGNED) + bytes(body))
+    kept.write_bytes(line + bytes(-len(line) % compiled.ALIGNED) + bytes(body))
     assert len(catalogues.open_catalogues(path, codec(), 400, told.append)[""]) == 9
     assert len(told) == 1
     assert "is damaged (" in told[0]
@@ -234,7 +234,7 @@ def test_a_run_that_is_stopped_while_it_keeps_leaves_nothing(tmp_path: Path, mon
         raise KeyboardInterrupt
 
     monkeypatch.setattr(catalogues, "KEPT_FROM", 1)
-    monkeypatch.setattr(catalogues.np, "ascontiguousarray", stopped)
+    monkeypatch.setattr(compiled.np, "ascontiguousarray", stopped)
     path = lines(tmp_path / "c.txt", " a")
     with pytest.raises(KeyboardInterrupt):
         catalogues.open_catalogues(path, codec(), 400)
@@ -262,9 +262,9 @@ def test_a_folder_that_cannot_be_written_sends_it_to_the_cache(tmp_path: Path, m
     monkeypatch.setattr(catalogues, "KEPT_FROM", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = lines(tmp_path / "c.txt", " a", " b")
-    keep = catalogues._write_compiled
+    keep = catalogues.write_compiled
     monkeypatch.setattr(
-        catalogues, "_write_compiled", lambda place, *rest: False if place.parent == tmp_path else keep(place, *rest)
+        catalogues, "write_compiled", lambda place, *rest: False if place.parent == tmp_path else keep(place, *rest)
     )
     assert len(catalogues.open_catalogues(path, codec(), 400)[""]) == 2
     assert len(list((tmp_path / "cache" / "dsbd").glob("*.trie"))) == 1

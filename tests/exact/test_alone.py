@@ -25,7 +25,7 @@ from dsbd_cli.engine.core.beams import Beams, Finished
 from dsbd_cli.engine.core.candidates import Candidates, LegalTokens
 from dsbd_cli.engine.core.distribution import pool_distribution, row_distribution
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.forest_buffer import ForestBuffer, ForestSizes
+from dsbd_cli.engine.core.forest_buffer import ForestSizes, TensorBuffer
 from dsbd_cli.engine.core.noise import extend_path, path_gumbel, stream_keys
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import Endings
@@ -215,7 +215,7 @@ def _state(rows: Sequence[Row], method: MethodConfig, stops: StopTable) -> Batch
 def _roots(state: BatchState) -> Forest:
     """The forest of an iteration without drafts."""
     sizes = ForestSizes(state.beams.token.shape[1], 1, 0, state.table.positions.shape[1])
-    return Forest(ForestBuffer.begin("coupled", sizes, state.beams, state.table, (state.row_key, state.iteration)))
+    return Forest(TensorBuffer(sizes, state.beams, state.table, (state.row_key, state.iteration)))
 
 
 def random_row(seed: int, width: int, vocabulary: int, rule: str, kind: str) -> Row:

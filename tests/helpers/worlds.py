@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.planning.acceptance import Acceptance
-from dsbd_cli.engine.planning.planner import NOTHING, AdaptivePlanner, DraftWork, Gate, Planner, Shape
+from dsbd_cli.engine.planning.planner import NOTHING, AdaptivePlanner, DraftWork, Gate, Observation, Planner, Shape
 
 
 @dataclass(slots=True)
@@ -47,17 +47,8 @@ class RandomPlanner(Planner):
         self.used.add(shape)
         return shape
 
-    def observe(
-        self,
-        shape: Shape,
-        requests: Sequence[Acceptance],
-        layers: Sequence[object],
-        seconds: dict[str, float],
-        reading: DraftWork = NOTHING,
-        steady: bool = True,
-        gate: Gate | None = None,
-    ) -> None:
-        assert set(seconds) >= {"draft", "target", "verify"}
+    def observe(self, seen: Observation) -> None:
+        assert set(seen.seconds) >= {"draft", "target", "verify"}
 
     def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
         return False
@@ -106,7 +97,7 @@ class World:
             shown[3]["draft"] += self.node * reading.draft_backlog
         if reading.unread and shown[0].depth:
             shown[3]["read"] = self.node * reading.unread
-        planner.observe(*shown, reading)
+        planner.observe(Observation(*shown, reading))
         return shown[0], 1 + sum(layer.passed for layer in shown[2][0])
 
     def iterate(self, planner: AdaptivePlanner, reading: DraftWork = NOTHING) -> Shape:

@@ -34,11 +34,11 @@ from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.checkpoints import loader
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
-from dsbd_cli.models.decoder import decoder_model
+from dsbd_cli.models.decoder import decoder_model, views
 from dsbd_cli.models.decoder import load as decoder_load
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
-from dsbd_cli.models.decoder.forward import MaskView, PathView, PrefixView
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
+from dsbd_cli.models.decoder.views import MaskView, PathView, PrefixView
 from dsbd_cli.models.forest_model import BaseForestModel, StateTap
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.verdicts import Verdict
@@ -496,14 +496,13 @@ def test_programs_of_bfloat16(name: str, tmp_path: Path) -> None:
 def test_programs_of_drafts_and_trees(invariant: bool, loaded: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes in several numbers; where no bits are promised, forwards go by masks, a draft's as its target's."""
     kinds: set[type] = set()
-    key_of = decoder_model._key_of
 
-    def noting(view: Any) -> Any:
-        kinds.add(type(view))
-        return key_of(view)
+    def noted(key: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda view: (kinds.add(type(view)), key(view))[1]
 
     (target, _), (draft, _) = loaded("llama"), loaded("llama", 2)
-    monkeypatch.setattr(decoder_model, "_key_of", noting)
+    for kind in (MaskView, PathView, PrefixView):
+        monkeypatch.setattr(kind, "key", noted(kind.key))
     monkeypatch.setattr(target, "invariant", invariant)
     method = MethodConfig(rule="coupled", num_beams=3, depth=2, drafts_per_layer=4)
     given = [prompt(12), prompt(80, 1)]
@@ -521,21 +520,20 @@ def test_programs_of_drafts_and_trees(invariant: bool, loaded: Loads, monkeypatc
 @ON_CPU
 @KERNELS
 def test_paths_that_outgrow_a_program(loaded: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_model, "LEAST_PADDED", 4)
+    monkeypatch.setattr(views, "LEAST_PADDED", 4)
     target, _ = loaded("llama")
     target.release()
     with eager(target):
         wanted = answers(target, [prompt(9)], SEARCH, new=40)
     rooms: set[int] = set()
-    place_of = decoder_model._program_view
+    copy = PathView.copy
 
-    def noting(view: Any) -> Any:
-        place = place_of(view)
-        if isinstance(place, PathView):
-            rooms.add(place.paths.slots.shape[2])
+    def noting(view: PathView) -> PathView:
+        place = copy(view)
+        rooms.add(place.paths.slots.shape[2])
         return place
 
-    monkeypatch.setattr(decoder_model, "_program_view", noting)
+    monkeypatch.setattr(PathView, "copy", noting)
     assert answers(target, [prompt(9)], SEARCH, new=40) == wanted
     assert len(rooms) > 1
     assert min(rooms) < 40

@@ -210,10 +210,9 @@ class Caches:
     def _prefill(self, place: int, prompts: Mapping[int, Sequence[int]], *, apart: bool) -> dict[int, int]:
         model, index, trash = self.models[place], self._indexes.get(place), self.slots - 1
         if index is None:
+            # while it rested, its states advanced with the common prefix, over a prompt that it had not read
             for row in prompts if place and self.draft_rests else ():
-                model.clear(
-                    row
-                )  # while it rested, its states advanced with the common prefix, over a prompt that it had not read
+                model.clear(row)
             prefill(model, list(prompts), list(prompts.values()), trash=trash, apart=apart)
             return {}
         found: dict[int, int] = {}
@@ -256,12 +255,8 @@ class Caches:
         with self.observer.span("compact"):
             self._move(self.target, src_slots, dst_slots, common_prefix)
             if draft and self.draft is not None:
-                self._move(
-                    self.draft,
-                    src_slots,
-                    dst_slots,
-                    torch.minimum(common_prefix, drafted) if self.draft_rests else common_prefix,
-                )
+                known = torch.minimum(common_prefix, drafted) if self.draft_rests else common_prefix
+                self._move(self.draft, src_slots, dst_slots, known)
 
     def _move(self, model: ForestModel, *slots: Tensor) -> None:
         src_slots, dst_slots, common_prefix = (part.to(model.device) for part in slots)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -67,19 +67,14 @@ class Catalogue:
         return found
 
 
-@dataclass(frozen=True, slots=True)
 class CatalogueCompiler:
     """A compiler of catalogues for one target. end: the end token that closes an answer."""
 
-    codec: TextCodec
-    vocab_size: int
-    end: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        ends = [token for token in self.codec.eos_ids if token < self.vocab_size]
+    def __init__(self, codec: TextCodec, vocab_size: int) -> None:
+        ends = [token for token in codec.eos_ids if token < vocab_size]
         if not ends:
             raise UsageError("allow needs a target with an end token, but this one has none")
-        object.__setattr__(self, "end", ends[0])
+        self.codec, self.vocab_size, self.end = codec, vocab_size, ends[0]
 
     def compile(self, answers: Iterable[CatalogueAnswer]) -> Catalogue:
         """Compile these answers into a catalogue. Raises InvalidRowError, which names the place of the answer to

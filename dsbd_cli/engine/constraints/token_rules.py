@@ -30,29 +30,21 @@ class RuleTable:
         acts on logits, as transformers does it with one beam; with several it acts on log-probabilities."""
         self.eos, self.times, self.on_logits = eos, times, on_logits
         self.version = 0  # changes whenever a tensor is replaced
-        self.rules: list[TokenRules] = []
-        self.prompt = self._numbers(0, 1)
-        # [R] each: tokens of the prompt; fewest tokens before an end; forced first and forced last token (-1: none);
-        # place of the last token; n of n-grams
-        self.lengths, self.min_generated, self.forced_first = (self._numbers(0) for _ in range(3))
-        self.forced_last, self.last_place, self.ngram_size = (self._numbers(0) for _ in range(3))
-        self.penalty = torch.ones(0, dtype=torch.float32, device=eos.device)
-        self.banned, self.begin_banned = (torch.zeros(0, len(eos), dtype=torch.bool, device=eos.device) for _ in "ab")
-        self.timed = torch.zeros(0, dtype=torch.bool, device=eos.device)  # [R] rows with timestamps
-
-    def _numbers(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int64, device=self.eos.device)
+        self.allocate(0)
 
     def allocate(self, rows: int) -> None:
         """Begin a batch of `rows` rows without rules."""
         self.version += 1
         self.rules = [TokenRules()] * rows
-        self.prompt = self._numbers(rows, 1)
-        self.lengths, self.min_generated, self.last_place, self.ngram_size = (self._numbers(rows) for _ in range(4))
-        self.forced_first, self.forced_last = self._numbers(rows) - 1, self._numbers(rows) - 1
-        self.penalty = torch.ones(rows, dtype=torch.float32, device=self.eos.device)
+        zeros = torch.zeros(rows, dtype=torch.int64, device=self.eos.device)
+        self.prompt, self.lengths = zeros.unsqueeze(1).clone(), zeros.clone()  # [R, P] and [R]
+        # [R] each: fewest tokens before an end, place of the last token, n of n-grams
+        self.min_generated, self.last_place, self.ngram_size = zeros.clone(), zeros.clone(), zeros.clone()
+        self.forced_first, self.forced_last = zeros + NO_TOKEN, zeros + NO_TOKEN  # [R] each
+        self.penalty = torch.ones_like(zeros, dtype=torch.float32)  # [R]
+        self.timed = self.eos.new_zeros(rows)  # [R], rows with timestamps
+        # [R, V] each: tokens that are suppressed, always or at the beginning. Without rows until a request has some.
         self.banned, self.begin_banned = (self.eos.new_zeros(0, len(self.eos)) for _ in "ab")
-        self.timed = self.eos.new_zeros(rows)
 
     def begin(self, row: int, rules: TokenRules, prompt: Sequence[int], max_new: int) -> None:
         """Set the rules of a row whose request begins. prompt: tokens of the decoder's prompt. max_new: tokens that it

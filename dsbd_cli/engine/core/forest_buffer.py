@@ -6,7 +6,7 @@ the backlog.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 
 import torch
@@ -56,62 +56,73 @@ class ForestSizes:
         return 0 if layer == 0 else self.roots + (layer - 1) * self.drafts
 
 
-@dataclass(slots=True)
 class ForestBuffer:
-    """Nodes of one iteration, and their cache slots. The roots are in it from the beginning.
+    """Nodes of one iteration, and their cache slots. The roots are in it from the beginning: the beams' pending tokens,
+    whose weights are the target's.
 
-    Tensor code appends its layers one after another, and they are joined once. Kernels write into one block of memory,
-    and the layers are views of it. If tensor code wrote there too, field by field, it would take a hundred more
-    operations.
+    `TensorBuffer` and `KernelBuffer` say who writes the layers below.
 
     Attributes:
-        rule: name of the verification rule. sizes: of the forest. table: slots of the rows. beams: the live ones.
+        sizes: of the forest. table: slots of the rows. beams: the live ones.
         keys: [R, D + 1, STREAMS] int64, stream keys.
-        layout: slots of the nodes and slots that they see, for tensor code. written: layers that tensor code has
-            written.
-        kernel: module of ops that writes the forest; None: tensor code does. tensors: its output, FIELDS [8, R, N]
-            int64 and FLAGS [3, R, N] bool of ops/layout.py, weight [R, N], path tokens [R, N, D], ancestors
-            [R, N, T], mask [R, N, S]. backlog_input: input of the forward that runs tokens of the backlog before the
-            roots, [3, R, L + W0] int64 and mask [R, L + W0, S].
-        distribution: draft distributions that `extend` records, where a rule compares with them; allocated at the first
-            layer.
+        distribution: draft distributions that a kernel has recorded, where a rule compares with them.
     """
 
-    rule: str
-    sizes: ForestSizes
-    beams: Beams
-    table: SlotTable
-    keys: Tensor
-    layout: Layout | None = None
-    written: list[LayerNodes] = field(default_factory=list)
-    kernel: ModuleType | None = None
-    tensors: list[Tensor] = field(default_factory=list)
-    backlog_input: list[Tensor] = field(default_factory=list)
-    distribution: list[Tensor] = field(default_factory=list)
-    _nodes: LayerNodes | None = field(default=None, init=False, repr=False)
+    def __init__(self, sizes: ForestSizes, beams: Beams, table: SlotTable, keys: Tensor) -> None:
+        self.sizes, self.beams, self.table, self.keys = sizes, beams, table, keys
+        self.distribution: list[Tensor] = []
 
-    @classmethod
-    def begin(
-        cls,
-        rule: str,
-        sizes: ForestSizes,
-        beams: Beams,
-        table: SlotTable,
-        noise: tuple[Tensor, Tensor],
-        *,
-        kernel: ModuleType | None = None,
-        legal: bool = False,
-    ) -> ForestBuffer:
-        """Return a buffer with the roots in it: the beams' pending tokens, whose weights are the target's.
+    @property
+    def nodes(self) -> LayerNodes:
+        """All N nodes. The forest must be complete."""
+        raise NotImplementedError
 
-        noise: row_key, iteration, [R] int64 each. kernel: writes the forest; None: tensor code does. legal: a
-        constraint acts.
-        """
-        if kernel is not None:
-            return cls._by_kernel(rule, sizes, beams, table, noise, kernel)
+    def layer(self, number: int) -> LayerNodes:
+        """Return the nodes of a layer."""
+        raise NotImplementedError
+
+    def input(self, number: int | None = None) -> ForestInput:
+        """Return the input of a forward over the nodes of a layer. None: over all nodes, whose tokens are then in the
+        slot table."""
+        raise NotImplementedError
+
+    def backlog_and_roots(self) -> ForestInput:
+        """Return the input of a forward over the tokens of the backlog and the roots."""
+        raise NotImplementedError
+
+    def end(self, layers: int) -> None:
+        """Reduce the forest to the roots and the first `layers` layers, the only ones that are written."""
+        self.sizes = replace(self.sizes, layers=layers)
+
+    def _range(self, number: int | None) -> tuple[int, int]:
+        """Return the index of a layer's first node and the number of its nodes; for None those of all layers
+        together."""
+        sizes = self.sizes
+        if number is None:
+            return 0, sizes.nodes
+        return sizes.offset(number), sizes.roots if number == 0 else sizes.drafts
+
+    @property
+    def _positions(self) -> Tensor:
+        return self.table.positions[:, : self.sizes.slots]
+
+
+class TensorBuffer(ForestBuffer):
+    """Nodes that tensor code writes, layer after layer. The layers are joined once: to write each field into one block
+    of memory, as kernels do, would take a hundred more operations.
+
+    Attributes:
+        layout: slots of the nodes and slots that they see. written: the layers so far.
+    """
+
+    def __init__(
+        self, sizes: ForestSizes, beams: Beams, table: SlotTable, noise: tuple[Tensor, Tensor], *, legal: bool = False
+    ) -> None:
+        """noise: row_key, iteration, [R] int64 each. legal: a constraint acts."""
+        super().__init__(sizes, beams, table, stream_keys(*noise, sizes.layers + 1))
         rows, roots = beams.token.shape
         device = beams.token.device
-        layout = Layout.of(table, sizes.nodes, beams.ancestors.shape[2], sizes.slots)
+        self.layout = layout = Layout.of(table, sizes.nodes, beams.ancestors.shape[2], sizes.slots)
         layer_of = torch.arange(sizes.nodes, device=device) - roots
         layer_of = torch.div(layer_of, sizes.drafts, rounding_mode="floor") + 1
         layer_of[:roots] = 0
@@ -119,7 +130,6 @@ class ForestBuffer:
         positions = (beams.depth.unsqueeze(1) + layer_of).clamp(max=sizes.last_position)
         table.positions.scatter_(1, layout.slots, positions)
         index = torch.arange(roots, device=device).expand(rows, roots)
-        buffer = cls(rule, sizes, beams, table, stream_keys(*noise, sizes.layers + 1), layout)
         first = LayerNodes(
             token=beams.token,
             parent=index,
@@ -135,96 +145,32 @@ class ForestBuffer:
             drafter_id=torch.zeros_like(index),
             legal_state=beams.legal_state if legal else None,
         )
-        buffer.written.append(first)
-        return buffer
-
-    @classmethod
-    def _by_kernel(
-        cls,
-        rule: str,
-        sizes: ForestSizes,
-        beams: Beams,
-        table: SlotTable,
-        noise: tuple[Tensor, Tensor],
-        kernel: ModuleType,
-    ) -> ForestBuffer:
-        rows, nodes, device = len(beams.token), sizes.nodes, beams.token.device
-
-        def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        tensors = [
-            new(len(FIELDS), rows, nodes),
-            new(len(FLAGS), rows, nodes, dtype=torch.bool),
-            new(rows, nodes, dtype=torch.float32),
-            new(rows, nodes, sizes.layers),
-            new(rows, nodes, beams.ancestors.shape[2], dtype=torch.bool),
-            new(rows, nodes, sizes.slots, dtype=torch.bool),
-        ]
-        wide = sizes.draft_backlog + sizes.roots
-        slots = sizes.slots if sizes.draft_backlog else 0
-        backlog_input = [new(3, rows, wide), new(rows, wide, slots, dtype=torch.bool)]
-        keys = new(rows, sizes.layers + 1, STREAMS)
-        buffer = cls(rule, sizes, beams, table, keys, kernel=kernel, tensors=tensors, backlog_input=backlog_input)
-        own = [beams.token, beams.path, beams.stop_state, beams.valid, beams.weight, beams.ancestors, beams.depth]
-        own = [value.contiguous() for value in own]  # a single root may be a slice of W beams
-        trash = table.positions.shape[1] - 1
-        kernel.begin(own, buffer._table, list(noise), tensors, keys, backlog_input, trash, sizes.last_position)
-        return buffer
-
-    def end(self, layers: int) -> None:
-        """Reduce the forest to the roots and the first `layers` layers, the only ones that are written."""
-        assert self.kernel is not None or len(self.written) == layers + 1
-        self.sizes = replace(self.sizes, layers=layers)
-
-    @property
-    def _table(self) -> list[Tensor]:
-        """The slot table's tensors, in the order in which kernels take them."""
-        return [self.table.used, self.table.common_prefix, self.table.positions, self.table.tokens]
+        self.written = [first]
+        self._nodes: LayerNodes | None = None
 
     @property
     def nodes(self) -> LayerNodes:
-        """All N nodes. The forest must be complete."""
         if self._nodes is None:
-            self._nodes = self._part(0, self.sizes.nodes) if self.kernel is not None else _joined(self.written)
+            first = self.written[0]
+            names = [item.name for item in fields(LayerNodes) if getattr(first, item.name) is not None]
+            joined = {name: torch.cat([getattr(one, name) for one in self.written], 1) for name in names}
+            self._nodes = LayerNodes(**joined)
         return self._nodes
 
     def layer(self, number: int) -> LayerNodes:
-        """Return the nodes of a layer."""
-        return self.written[number] if self.kernel is None else self._part(*self._range(number))
+        return self.written[number]
+
+    def end(self, layers: int) -> None:
+        assert len(self.written) == layers + 1
+        super().end(layers)
 
     def own(self, number: int) -> Tensor:
-        """Return each node's own slot in the suffix window, as a mask [R, n, T] bool, for the nodes of a layer. For
-        tensor code."""
-        assert self.layout is not None
+        """Return each node's own slot in the suffix window, as a mask [R, n, T] bool, for the nodes of a layer."""
         first, count = self._range(number)
         return self.layout.own[:, first : first + count]
 
-    def _range(self, number: int | None) -> tuple[int, int]:
-        """Return the index of a layer's first node and the number of its nodes; for None those of all layers
-        together."""
-        sizes = self.sizes
-        if number is None:
-            return 0, sizes.nodes
-        return sizes.offset(number), sizes.roots if number == 0 else sizes.drafts
-
-    def _part(self, first: int, count: int) -> LayerNodes:
-        ints, flags, weight, paths, ancestors, _ = (
-            value.narrow(2 if place < 2 else 1, first, count) for place, value in enumerate(self.tensors)
-        )
-        token, parent, root, path, stop_state, drafter_id, _, _ = ints.unbind(0)
-        valid, ends, sampled = flags.unbind(0)
-        return LayerNodes(
-            token, parent, root, path, stop_state, valid, ends, sampled, weight, paths, ancestors, drafter_id
-        )
-
     def input(self, number: int | None = None) -> ForestInput:
-        """Return the input of a forward over the nodes of a layer. None: over all nodes, whose tokens are then in the
-        slot table."""
         first, count = self._range(number)
-        if self.layout is None:
-            ints, mask = self.tensors[0].narrow(2, first, count), self.tensors[5].narrow(1, first, count)
-            return ForestInput(ints[0], ints[7], ints[6], mask, self._positions)
         nodes = self.nodes if number is None else self.written[number]
         slots = self.layout.slots[:, first : first + count]
         if number is None:
@@ -235,7 +181,6 @@ class ForestBuffer:
     def draft_backlog(self) -> ForestInput:
         """Return the input of a forward over the last L slots in use: those that the draft has not run, and as many
         others as fill the shape."""
-        assert self.layout is not None
         table = self.table
         behind, mask = backlog_slots(table, self.layout, self.beams.ancestors, self.sizes.draft_backlog)
         known, trash = behind.clamp(min=0), table.positions.shape[1] - 1
@@ -248,10 +193,6 @@ class ForestBuffer:
         )
 
     def backlog_and_roots(self) -> ForestInput:
-        """Return the input of a forward over the tokens of the backlog and the roots."""
-        if self.layout is None:
-            (tokens, positions, slots), mask = self.backlog_input[0].unbind(0), self.backlog_input[1]
-            return ForestInput(tokens, positions, slots, mask, self._positions, late=self.sizes.draft_backlog)
         draft_backlog, own = self.draft_backlog(), self.input(0)
         tokens, positions, slots, mask = (
             torch.cat((getattr(draft_backlog, name), getattr(own, name)), 1)
@@ -259,9 +200,71 @@ class ForestBuffer:
         )
         return ForestInput(tokens, positions, slots, mask, self._positions, late=self.sizes.draft_backlog)
 
+
+class KernelBuffer(ForestBuffer):
+    """Nodes that kernels write into one block of memory, of which the layers are views.
+
+    Attributes:
+        rule: name of the verification rule. kernel: the module of ops that writes the forest.
+        tensors: its output, FIELDS [8, R, N] int64 and FLAGS [3, R, N] bool of ops/layout.py, weight [R, N], path
+            tokens [R, N, D], ancestors [R, N, T], mask [R, N, S].
+        backlog_input: input of the forward that runs tokens of the backlog before the roots, [3, R, L + W0] int64 and
+            mask [R, L + W0, S].
+    """
+
+    def __init__(
+        self,
+        rule: str,
+        sizes: ForestSizes,
+        beams: Beams,
+        table: SlotTable,
+        noise: tuple[Tensor, Tensor],
+        kernel: ModuleType,
+    ) -> None:
+        """noise: row_key, iteration, [R] int64 each."""
+        rows, nodes, device = len(beams.token), sizes.nodes, beams.token.device
+
+        def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        super().__init__(sizes, beams, table, new(rows, sizes.layers + 1, STREAMS))
+        self.rule, self.kernel = rule, kernel
+        self.tensors = [
+            new(len(FIELDS), rows, nodes),
+            new(len(FLAGS), rows, nodes, dtype=torch.bool),
+            new(rows, nodes, dtype=torch.float32),
+            new(rows, nodes, sizes.layers),
+            new(rows, nodes, beams.ancestors.shape[2], dtype=torch.bool),
+            new(rows, nodes, sizes.slots, dtype=torch.bool),
+        ]
+        wide = sizes.draft_backlog + sizes.roots
+        slots = sizes.slots if sizes.draft_backlog else 0
+        self.backlog_input = [new(3, rows, wide), new(rows, wide, slots, dtype=torch.bool)]
+        own = [beams.token, beams.path, beams.stop_state, beams.valid, beams.weight, beams.ancestors, beams.depth]
+        own = [value.contiguous() for value in own]  # a single root may be a slice of W beams
+        trash = table.positions.shape[1] - 1
+        kernel.begin(
+            *(own, self._table, list(noise), self.tensors, self.keys, self.backlog_input, trash, sizes.last_position)
+        )
+        self._nodes: LayerNodes | None = None
+
     @property
-    def _positions(self) -> Tensor:
-        return self.table.positions[:, : self.sizes.slots]
+    def nodes(self) -> LayerNodes:
+        if self._nodes is None:
+            self._nodes = self._part(0, self.sizes.nodes)
+        return self._nodes
+
+    def layer(self, number: int) -> LayerNodes:
+        return self._part(*self._range(number))
+
+    def input(self, number: int | None = None) -> ForestInput:
+        first, count = self._range(number)
+        ints, mask = self.tensors[0].narrow(2, first, count), self.tensors[5].narrow(1, first, count)
+        return ForestInput(ints[0], ints[7], ints[6], mask, self._positions)
+
+    def backlog_and_roots(self) -> ForestInput:
+        (tokens, positions, slots), mask = self.backlog_input[0].unbind(0), self.backlog_input[1]
+        return ForestInput(tokens, positions, slots, mask, self._positions, late=self.sizes.draft_backlog)
 
     def extend(
         self,
@@ -272,10 +275,9 @@ class ForestBuffer:
         flags: list[bool],
         distribution: bool,
     ) -> None:
-        """Draft layer + 1 below the nodes of `layer`, which have these candidates, with the kernel. endings: eos and
-        the stop automaton's table. warp, flags: of warp_tensors and warp_flags. distribution: record the distribution
-        that the drafts are drawn from."""
-        assert self.kernel is not None
+        """Draft layer + 1 below the nodes of `layer`, which have these candidates. endings: eos and the stop
+        automaton's table. warp, flags: of warp_tensors and warp_flags. distribution: record the distribution that the
+        drafts are drawn from."""
         tokens, logprobs, sizes = candidates.tokens.contiguous(), candidates.logprobs.contiguous(), self.sizes
         rows, _, width = tokens.shape
         if distribution and not self.distribution:
@@ -296,8 +298,17 @@ class ForestBuffer:
         here = log_q.narrow(1, self.sizes.offset(layer), candidates.tokens.shape[1])
         return DraftDistribution(candidates, here, left[0, :, layer], left[1, :, layer])
 
+    @property
+    def _table(self) -> list[Tensor]:
+        """The slot table's tensors, in the order in which kernels take them."""
+        return [self.table.used, self.table.common_prefix, self.table.positions, self.table.tokens]
 
-def _joined(layers: list[LayerNodes]) -> LayerNodes:
-    """Return the nodes of all layers, concatenated."""
-    names = [item.name for item in fields(LayerNodes) if getattr(layers[0], item.name) is not None]
-    return LayerNodes(**{name: torch.cat([getattr(one, name) for one in layers], 1) for name in names})
+    def _part(self, first: int, count: int) -> LayerNodes:
+        ints, flags, weight, paths, ancestors, _ = (
+            value.narrow(2 if place < 2 else 1, first, count) for place, value in enumerate(self.tensors)
+        )
+        token, parent, root, path, stop_state, drafter_id, _, _ = ints.unbind(0)
+        valid, ends, sampled = flags.unbind(0)
+        return LayerNodes(
+            token, parent, root, path, stop_state, valid, ends, sampled, weight, paths, ancestors, drafter_id
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import takewhile
 
 from torch import Tensor
@@ -23,34 +23,36 @@ from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongE
 from dsbd_cli.requests import Request
 
 
-@dataclass(frozen=True, slots=True)
 class Encoder:
-    """Encoder and checker of requests, and what they are checked against. memory: all bytes of the target's device."""
+    """Encoder and checker of requests, and what they are checked against."""
 
-    target: ForestModel
-    draft: ForestModel | None
-    codec: TextCodec
-    method: MethodConfig
-    on_too_long: OnTooLong
-    memory: int
-    catalogues: Mapping[str, Catalogue]
-    grammars: GrammarCompiler
-    # found once, because isinstance with a protocol reads every property
-    encoder_inputs: EncoderDecoderCodec | None = field(init=False)
-    sized: SizedCodec | None = field(init=False)
-    readers: tuple[tuple[EncoderDecoderModel, str], ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        roles = ((self.target, "target"), (self.draft, "draft"))
-        object.__setattr__(self, "encoder_inputs", self.codec if isinstance(self.codec, EncoderDecoderCodec) else None)
-        object.__setattr__(self, "sized", self.codec if isinstance(self.codec, SizedCodec) else None)
-        object.__setattr__(self, "readers", tuple(pair for pair in roles if isinstance(pair[0], EncoderDecoderModel)))
+    def __init__(
+        self,
+        target: ForestModel,
+        draft: ForestModel | None,
+        codec: TextCodec,
+        method: MethodConfig,
+        on_too_long: OnTooLong,
+        memory: int,
+        catalogues: Mapping[str, Catalogue],
+        grammars: GrammarCompiler,
+    ) -> None:
+        """memory: all bytes of the target's device."""
+        self.target, self.draft, self.codec, self.method = target, draft, codec, method
+        self.on_too_long, self.memory, self.catalogues, self.grammars = on_too_long, memory, catalogues, grammars
+        # found once, because isinstance with a protocol reads every property
+        self.encoder_inputs = codec if isinstance(codec, EncoderDecoderCodec) else None
+        self.sized = codec if isinstance(codec, SizedCodec) else None
+        roles = ((target, "target"), (draft, "draft"))
+        self.readers = [(model, role) for model, role in roles if isinstance(model, EncoderDecoderModel)]
 
     @classmethod
-    def alone(cls, target: ForestModel, codec: TextCodec, method: MethodConfig) -> Encoder:
-        """Return an encoder for a target alone: without a draft, catalogues and bounds of memory."""
+    def alone(
+        cls, target: ForestModel, codec: TextCodec, method: MethodConfig, draft: ForestModel | None = None
+    ) -> Encoder:
+        """Return an encoder without catalogues and bounds of memory. draft: prompts must fit its positions, too."""
         grammars = GrammarCompiler(codec, target.vocab_size)
-        return cls(target, None, codec, method, "error", sys.maxsize, {}, grammars)
+        return cls(target, draft, codec, method, "error", sys.maxsize, {}, grammars)
 
     def catalogue(self, request: Request) -> Catalogue | None:
         """Return the answers that a request may give, None for any. Raises InvalidRowError."""

@@ -21,7 +21,7 @@ from dsbd_cli.engine.drafting.base import Drafter, EngineStopped
 from dsbd_cli.engine.iteration.devices import current, events
 from dsbd_cli.engine.iteration.request_state import Results
 from dsbd_cli.engine.iteration.stepper import Stepper
-from dsbd_cli.engine.planning.planner import Planner, Shape
+from dsbd_cli.engine.planning.planner import Observation, Planner, Shape
 from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.engine.protocols import TextCodec
 
@@ -115,8 +115,10 @@ class Loop(Generic[Item]):
         self.stepper.observer.iterated(dict(running), nodes, seconds)
         # how far each row came, and how long it took, decides on the next forest
         layers = [report.layers[row] for row, _ in running]
-        steady, seconds_of_all = self.stepper.steady, seconds | prompt_timer.seconds()
-        self.planner.observe(shape, requests, layers, seconds_of_all, draft_work, steady, gate)
+        seconds_of_all = seconds | prompt_timer.seconds()
+        self.planner.observe(
+            Observation(shape, requests, layers, seconds_of_all, draft_work, self.stepper.steady, gate)
+        )
         names = self.method.drafter_names if "+" in self.method.drafter else ()
         for row, job in running:
             counters = report.rows[row]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import Warp
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.forest_buffer import ForestBuffer
+from dsbd_cli.engine.core.forest_buffer import ForestBuffer, TensorBuffer
 from dsbd_cli.engine.core.nodes import DistributionScope, DraftDistribution, LayerNodes, at_nodes
 from dsbd_cli.engine.core.noise import extend_path
 from dsbd_cli.engine.core.pool import match_pairs
@@ -129,9 +128,8 @@ class DraftContext:
         return self.buffer.keys
 
 
-class Drafter(Protocol):
-    """Interface of a drafter, which proposes a forest. A drafter inherits from this class, and takes the defaults from
-    it.
+class Drafter:
+    """A drafter, which proposes a forest: the base class of all drafters.
 
     Attributes:
         model: the draft model that runs the forest's nodes, in the same cache slots as the target. None where the
@@ -150,7 +148,7 @@ class Drafter(Protocol):
 
     def propose(self, context: DraftContext) -> Forest:
         """Return a forest of the roots and at most D layers of K nodes."""
-        ...
+        raise NotImplementedError
 
     def sure_to_pass(self, beams: Beams, depth: int, count: int) -> list[list[int]] | None:
         """Return, for each row that runs, the node counts of the layers that are certain to pass. Return None where the
@@ -169,16 +167,13 @@ class Drafter(Protocol):
         On a GPU propose and learn are captured as parts of a CUDA graph. No Python runs at a replay, so a tensor that
         is kept from one iteration for the next must be written in place.
         """
-        return
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows [n] int64 of the batch, in this order. A drafter that keeps data of each row overrides
         it."""
-        return
 
     def release(self) -> None:
         """Free the memory of a cache of the drafter's own. The cache of `model` belongs to the engine."""
-        return
 
 
 @dataclass(slots=True)
@@ -247,8 +242,9 @@ def children(
     """
     if context.stopping():
         raise EngineStopped
-    nodes, above, token = forest.layers[layer], drafts.above, drafts.token
+    nodes, above, token, buffer = forest.layers[layer], drafts.above, drafts.token, forest.buffer
     assert above.shape[1] == forest.drafts_per_layer
+    assert isinstance(buffer, TensorBuffer), "a kernel writes the others"
     path_tokens = at_nodes(nodes.path_tokens, above)
     path_tokens[:, :, layer] = token
     state = nodes.stop_state.gather(1, above)
@@ -264,12 +260,12 @@ def children(
         sampled=drafts.sampled,
         weight=drafts.weight,
         path_tokens=path_tokens,
-        ancestors=at_nodes(nodes.ancestors, above) | forest.buffer.own(layer + 1),
+        ancestors=at_nodes(nodes.ancestors, above) | buffer.own(layer + 1),
         drafter_id=torch.zeros_like(token),
         legal_state=legal_state,
     )
-    assert layer + 1 == len(forest.buffer.written), "a buffer holds one forest"
-    forest.buffer.written.append(made)
+    assert layer + 1 == len(buffer.written), "a buffer holds one forest"
+    buffer.written.append(made)
     return forest.add(distribution)
 
 

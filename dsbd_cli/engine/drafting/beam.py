@@ -10,7 +10,7 @@ from dsbd_cli.engine.constraints.legal import NodePaths
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import pool_distribution
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.forest_buffer import warp_flags, warp_tensors
+from dsbd_cli.engine.core.forest_buffer import KernelBuffer, TensorBuffer, warp_flags, warp_tensors
 from dsbd_cli.engine.core.nodes import DraftDistribution
 from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
@@ -61,8 +61,8 @@ class BeamDrafter(Drafter):
         forest = Forest(context.buffer)
         for layer in range(context.depth):
             logits = self.forward(context, forest, layer)
-            if context.buffer.kernel is not None:
-                if not self._extend(context, forest, layer, logits):
+            if isinstance(context.buffer, KernelBuffer):
+                if not self._extend(context, context.buffer, forest, layer, logits):
                     break
             else:
                 drafts, distribution = self.drafts(context, forest, layer, logits, context.drafts_per_layer)
@@ -78,6 +78,7 @@ class BeamDrafter(Drafter):
         device, count = nodes.token.device, nodes.token.shape[1]
         with_backlog = layer == 0 and context.draft_backlog > 0
         if with_backlog and context.draft_backlog > MERGED_BACKLOG:
+            assert isinstance(buffer, TensorBuffer), "no kernel drafts behind a long backlog"
             run(self.model, buffer.draft_backlog(), device, logits=False)
             with_backlog = False
         batch = buffer.backlog_and_roots() if with_backlog else buffer.input(layer)
@@ -119,7 +120,9 @@ class BeamDrafter(Drafter):
         )
         return drafts, record_distribution(candidates, log_q, index, valid) if context.record_distribution else None
 
-    def _extend(self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits) -> bool:
+    def _extend(
+        self, context: DraftContext, buffer: KernelBuffer, forest: Forest, layer: int, logits: DraftLogits
+    ) -> bool:
         """Do the work of `drafts`, `goes_on` and `children` with a kernel. Return False where the gate has ended the
         forest. Raises EngineStopped where the engine was asked to stop."""
         if context.stopping():
@@ -133,7 +136,6 @@ class BeamDrafter(Drafter):
         endings, warp = context.endings, context.warp
         flags = warp_flags(warp, stops=endings.stops.used, warps=context.sampler.random)
         tables = [endings.eos, endings.stops.table]
-        buffer = context.buffer
         buffer.extend(layer, candidates, tables, warp_tensors(warp), flags, context.record_distribution)
         forest.add(buffer.drafted_distribution(layer, candidates))
         return True
@@ -152,7 +154,7 @@ def draft_candidates(context: DraftContext, forest: Forest, layer: int, logits: 
     wanted = wanted.at_least(min(context.drafts_per_layer + 8, logits.width))
     legal = None if context.legal is None else context.legal.of(NodePaths.of(forest, context.beams, layer))
     candidates = logits.candidates(wanted, legal, context.ops)
-    if context.buffer.kernel is None:  # the kernel `extend` takes NaN for impossible by itself
+    if isinstance(context.buffer, TensorBuffer):  # the kernel `extend` takes NaN for impossible by itself
         candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEG_INF, neginf=NEG_INF)
     return candidates
 

@@ -3,8 +3,6 @@ by + become one drafter with merged drafts."""
 
 from __future__ import annotations
 
-from typing import cast
-
 from dsbd_cli.config.variants import DRAFTERS, FUSION_TOP_K
 from dsbd_cli.engine.drafting.base import Drafter, DrafterInputs
 from dsbd_cli.engine.drafting.beam import BeamDrafter, NoDrafter
@@ -30,6 +28,6 @@ def make_drafter(inputs: DrafterInputs) -> Drafter:
 def _made(name: str, inputs: DrafterInputs) -> Drafter:
     make = DRAFTERS[name].load()
     made = make(inputs) if callable(make) else None
-    if Drafter not in type(made).__mro__:
+    if not isinstance(made, Drafter):
         raise UsageError(f"drafter {name} cannot be used: {DRAFTERS[name].make} makes no Drafter")
-    return cast("Drafter", made)
+    return made

@@ -144,15 +144,15 @@ class IterationGraphs(Generic[WorkT]):
     Attributes:
         replays: iterations that were replayed. steady: the last one replayed an earlier capture, or nothing is captured
             any more; so it took the time that its shape will take again.
-        failed: why nothing is captured any more; None while captures work.
+        failed: why nothing is captured any more; None while captures work. tell: receives the line that reports a
+            failed capture.
     """
 
-    def __init__(
-        self, recorder: Recorder, *, required: bool = False, tell: Callable[[str], None] = lambda line: None
-    ) -> None:
-        """required: a failed capture is an error. tell: receives the line that reports it otherwise."""
+    def __init__(self, recorder: Recorder, *, required: bool = False) -> None:
+        """required: a failed capture is an error."""
         self._recorder, self._static_buffers = recorder, StaticBuffers()
-        self.required, self.tell = required, tell
+        self.required = required
+        self.tell: Callable[[str], None] = lambda line: None
         self.failed: str | None = None
         self._entries: dict[Hashable, _Entry[WorkT]] = {}
         self._seen: dict[Hashable, int] = {}

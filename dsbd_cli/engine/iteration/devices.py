@@ -38,19 +38,13 @@ def captures(models: Sequence[ForestModel], on_host: bool, wanted: bool | None) 
     whole = all(model.capturable for model in models)
     possible = whole and len({model.device for model in models}) == 1 and not on_host
     if wanted and not possible:
-        reason = (
-            "the drafter works on the host"
-            if on_host
-            else (
-                "they need both models whole on one and the same GPU, and forwards that read nothing back to the host"
-            )
-        )
+        reason = "they need both models whole on one and the same GPU, and forwards that read nothing back to the host"
+        if on_host:
+            reason = "the drafter works on the host"
         raise UsageError(f"cuda_graphs cannot be had: {reason}", field="cuda_graphs", value=wanted)
-    return (
-        IterationGraphs(CudaRecorder(models[0].device), required=bool(wanted))
-        if possible and wanted is not False
-        else None
-    )
+    if not possible or wanted is False:
+        return None
+    return IterationGraphs(CudaRecorder(models[0].device), required=bool(wanted))
 
 
 def iteration_ops(device: torch.device, kernels: bool | None) -> Ops:

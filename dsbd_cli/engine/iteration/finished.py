@@ -10,7 +10,8 @@ Letters: R requests, W beams, L = D + 1 layers, F finished hypotheses kept, E ne
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -37,7 +38,8 @@ class Live:
 
 @dataclass(slots=True)
 class Verified:
-    """Parts of one verified layer that are kept. None of them is as large as the pool.
+    """Parts of one verified layer that are kept. None of them is as large as the pool. Of all layers together, after
+    `stack_layers`, every field has the layers as its second dimension: [R, L, ...].
 
     Attributes:
         live: beams of the next step. countable, passed, accepted: as in LayerDraws.
@@ -64,7 +66,7 @@ def verified(view: LayerView, draws: LayerDraws, live: Live, kept: int) -> Verif
     before, before_valid = view.node, view.valid
     if (more := kept - before.shape[1]) > 0:  # a step that began with fewer beams
         pad = torch.nn.functional.pad
-        before, before_valid = pad(before, (0, more)), pad(before_valid, (0, more))
+        before, before_valid = pad(before, (0, more), value=-1), pad(before_valid, (0, more))
         flat = pad(flat, (0, max(0, kept - flat.shape[1])), value=NEG_INF)
     ended, index = best_first(flat, kept)
     beam, token = view.pair(index.clamp(max=draws.ends.shape[1] - 1))
@@ -82,6 +84,16 @@ def verified(view: LayerView, draws: LayerDraws, live: Live, kept: int) -> Verif
     )
 
 
+def stack_layers(layers: list[Verified]) -> Verified:
+    """Join the layers of a forest in one record."""
+
+    def stack(name: str, records: Sequence[object]) -> Tensor:
+        return torch.stack([getattr(one, name) for one in records], 1)
+
+    live = Live(*(stack(item.name, [one.live for one in layers]) for item in fields(Live)))
+    return Verified(live, *(stack(item.name, layers) for item in fields(Verified) if item.name != "live"))
+
+
 @dataclass(slots=True)
 class Progress:
     """Progress of each row: active [R, L] bool, the layers that count; steps [R], their number; done, invalid [R]
@@ -93,45 +105,42 @@ class Progress:
     invalid: Tensor
 
 
-def progress_of(state: BatchState, layers: list[Verified], rows: Tensor, broken: Tensor) -> Progress:
+def progress_of(state: BatchState, layers: Verified, rows: Tensor, broken: Tensor) -> Progress:
     """Add new hypotheses to the best finished ones, layer by layer, until a layer does not pass or the request is done.
-    rows: [R] bool, rows that are verified. broken: [R, N] bool, nodes with NaN. A request whose layer begins with one
-    takes no further step and is invalid. Updates `state.finished`.
+    layers: all of them, stacked. rows: [R] bool, rows that are verified. broken: [R, N] bool, nodes with NaN. A request
+    whose layer begins with one takes no further step and is invalid. Updates `state.finished`.
 
     The end test is that of transformers: no live beam, scored at its present length, beats the worst of the best
     `num_beams` finished ones.
     """
-    finished, limits = state.finished, state.limits
-    number = torch.arange(1, len(layers) + 1, device=rows.device)
+    finished, limits, live = state.finished, state.limits, layers.live
+    number = torch.arange(1, live.valid.shape[1] + 1, device=rows.device)
     length = state.beams.length.unsqueeze(1) + number  # [R, L]
     scale = _power(length, limits.length_penalty.unsqueeze(1))
     out_of_length = length >= limits.max_new.unsqueeze(1)
-    live_logprob, valid = _stack([item.live.logprob for item in layers]), _stack([item.live.valid for item in layers])
-    countable = _stack([item.countable for item in layers]) & out_of_length.unsqueeze(2)
-    cut = torch.where(countable, live_logprob, NEG_INF)
-    logprob = torch.cat((_stack([item.logprob for item in layers]), cut), 2)  # [R, L, E]
+    cut = torch.where(layers.countable & out_of_length.unsqueeze(2), live.logprob, NEG_INF)
+    logprob = torch.cat((layers.logprob, cut), 2)  # [R, L, E]
     best_score, index = finished.best_after(logprob / scale.unsqueeze(2))
     full = (best_score > NEG_INF).all(2)
-    best_live = torch.where(valid, live_logprob, NEG_INF).amax(2) / scale
+    best_live = torch.where(live.valid, live.logprob, NEG_INF).amax(2) / scale
     cannot_improve = full & (best_live <= best_score[:, :, -1])
-    done = out_of_length | cannot_improve | (limits.early.unsqueeze(1) & full) | ~valid.any(2)
-    goes_on = _stack([item.passed for item in layers]) & ~done
-    before = _stack([item.before for item in layers])
-    at_beams = broken.gather(1, before.clamp(min=0).flatten(1)).view_as(before)
-    begins_broken = (at_beams & _stack([item.before_valid for item in layers])).any(2)
+    done = out_of_length | cannot_improve | (limits.early.unsqueeze(1) & full) | ~live.valid.any(2)
+    goes_on = layers.passed & ~done
+    at_beams = broken.gather(1, layers.before.clamp(min=0).flatten(1)).view_as(layers.before)
+    begins_broken = (at_beams & layers.before_valid).any(2)
     reached = torch.cat((rows.unsqueeze(1), goes_on[:, :-1]), 1)
     active = (reached & ~begins_broken).to(torch.int64).cumprod(1)
     so_far = torch.cat((torch.ones_like(active[:, :1]), active[:, :-1]), 1) > 0
     invalid = (so_far & reached & begins_broken).any(1)
     steps = active.sum(1)
-    by_length = torch.arange(logprob.shape[2], device=rows.device) >= layers[0].logprob.shape[1]
+    by_length = torch.arange(logprob.shape[2], device=rows.device) >= layers.logprob.shape[2]
     new = {
         "logprob": logprob,
         "length": length.unsqueeze(2).expand_as(logprob),
         "by_length": by_length.expand_as(logprob),
         "origin": torch.full_like(logprob, -1, dtype=torch.int64),
-        "node": torch.cat((_stack([item.node for item in layers]), _stack([item.live.parent for item in layers])), 2),
-        "token": torch.cat((_stack([item.token for item in layers]), _stack([item.live.token for item in layers])), 2),
+        "node": torch.cat((layers.node, live.parent), 2),
+        "token": torch.cat((layers.token, live.token), 2),
     }
     finished.take(new, best_score, index, steps)
     active = active.to(torch.bool)
@@ -144,19 +153,20 @@ def _power(length: Tensor, penalty: Tensor) -> Tensor:
     return torch.exp(penalty.to(torch.float64) * torch.log(length.to(torch.float64))).to(torch.float32)
 
 
-def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:
-    """Return the LayerCounters of the drafted layers: [R, D, fields] int64. active: [R, L] bool."""
-    depth = len(layers)
+def counters(forest: Forest, layers: Verified, active: Tensor) -> Tensor:
+    """Return the LayerCounters of the drafted layers: [R, D, fields] int64. layers: all of them, stacked. active:
+    [R, L] bool."""
+    depth = forest.depth
     if not depth:
         return active.new_zeros(len(active), 0, len(LayerCounters._fields), dtype=torch.int64)
     drafted, parent, drafter_id = (
         value[:, forest.num_beams :].view(len(value), depth, -1)
         for value in (forest.flat.valid, forest.flat.parent, forest.flat.drafter_id)
     )
-    before, before_valid = _stack([item.before for item in layers]), _stack([item.before_valid for item in layers])
-    has_live_parent = ((parent.unsqueeze(3) == before.unsqueeze(2)) & before_valid.unsqueeze(2)).any(3) & drafted
-    passed, reached = _stack([item.passed for item in layers]), active[:, :depth]
-    node, valid = _stack([item.live.node for item in layers]), _stack([item.live.valid for item in layers])
+    before, before_valid = layers.before[:, :depth].unsqueeze(2), layers.before_valid[:, :depth].unsqueeze(2)
+    has_live_parent = ((parent.unsqueeze(3) == before) & before_valid).any(3) & drafted
+    passed, reached = layers.passed[:, :depth], active[:, :depth]
+    node, valid = layers.live.node[:, :depth], layers.live.valid[:, :depth]
     offset = forest.num_beams + forest.drafts_per_layer * torch.arange(depth, device=node.device)
     place = torch.where(valid & (node >= 0), node - offset.unsqueeze(1), -1)  # [R, D, W]
     accepted, second = place >= 0, drafter_id.gather(2, place.clamp(min=0)) == 1
@@ -164,16 +174,11 @@ def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:
         reached,
         drafted.sum(2),
         has_live_parent.sum(2),
-        _stack([item.width for item in layers]),
-        _stack([item.accepted for item in layers]),
+        layers.width[:, :depth],
+        layers.accepted[:, :depth],
         passed & reached,
         torch.where(second, 0, place + 1).amax(2) * passed,
         (drafter_id * drafted).sum(2),
         (accepted & second).sum(2),
     ]
     return torch.stack([column.to(torch.int64) for column in columns], 2)
-
-
-def _stack(values: list[Tensor]) -> Tensor:
-    """Stack the values [R, ...] of each layer: [R, L, ...]."""
-    return torch.stack(values, 1)

@@ -17,7 +17,7 @@ from dsbd_cli.engine.constraints.legal import FREE, Legal, NodePaths
 from dsbd_cli.engine.constraints.stops import NO_STOPS
 from dsbd_cli.engine.core.candidates import CandidateCount, Candidates, LegalTokens, top_candidates
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.forest_buffer import ForestBuffer, ForestSizes
+from dsbd_cli.engine.core.forest_buffer import ForestBuffer, ForestSizes, KernelBuffer, TensorBuffer
 from dsbd_cli.engine.core.own_ids import KEPT
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, Endings
 from dsbd_cli.engine.drafting.beam import MERGED_BACKLOG, run
@@ -212,8 +212,9 @@ class Iteration:
             last_position=self.last_position,
         )
         noise, kernel = (state.row_key, state.iteration), self._draft_kernel(sizes)
-        legal = self.legal is not None
-        return ForestBuffer.begin(state.method.rule, sizes, state.beams, state.table, noise, kernel=kernel, legal=legal)
+        if kernel is None:
+            return TensorBuffer(sizes, state.beams, state.table, noise, legal=self.legal is not None)
+        return KernelBuffer(state.method.rule, sizes, state.beams, state.table, noise, kernel)
 
     def _draft_kernel(self, sizes: ForestSizes) -> ModuleType | None:
         """Return the kernels that write the forest; None where tensor code does. Those of a GPU know no gate."""

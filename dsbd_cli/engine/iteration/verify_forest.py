@@ -19,7 +19,7 @@ from dsbd_cli.engine.core.nodes import at_nodes
 from dsbd_cli.engine.core.noise import path_gumbel
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import Endings
-from dsbd_cli.engine.iteration.finished import Live, Verified, counters, progress_of, verified
+from dsbd_cli.engine.iteration.finished import Live, counters, progress_of, stack_layers, verified
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule
@@ -54,19 +54,13 @@ class VerifiedForest:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Facts of all N nodes that verify_forest looks up: candidates, path keys and stop states [R, N]."""
+    """Facts of all N nodes that verify_forest looks up: candidates, path keys and stop states [R, N], and the noise
+    G(x, v) of the candidates [R, N, C], or None."""
 
     candidates: Candidates
     path: Tensor
     stop_state: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Noise:
-    """Noise of one iteration: keys [R, D + 1, STREAMS] of the streams, and G(x, v) of all nodes [R, N, C] or None."""
-
-    keys: Tensor
-    of_nodes: Tensor | None
+    noise: Tensor | None
 
 
 def verify_forest(
@@ -87,62 +81,57 @@ def verify_forest(
     # NaN at a node that no beam stands for must not reach the pool, where it would end the request
     logprobs = candidates.logprobs.nan_to_num(nan=NEG_INF, neginf=NEG_INF)
     known = Candidates(candidates.tokens, logprobs, candidates.full)
-    nodes = Nodes(known, forest.flat.path, forest.flat.stop_state)
-    noise = Noise(keys, _path_noise(nodes, state.warp.greedy_rows) if rule.sampler.path_noise else None)
-    layers: list[Verified] = []
+    path = forest.flat.path
+    noise = _path_noise(path, known.tokens, state.warp.greedy_rows) if rule.sampler.path_noise else None
+    nodes = Nodes(known, path, forest.flat.stop_state, noise)
+    each = []
     for layer in range(forest.depth + 1):
-        view, weight = _view(state, forest, nodes, noise, rule, endings, live, layer)
+        view, weight = _view(state, forest, nodes, keys[:, layer], rule, endings, live, layer)
         draws = rule.verify(view)
         if observer is not None:
             observer.verified(view, draws)
         live = _advance(view, weight, draws)
-        layers.append(verified(view, draws, live, state.finished.score.shape[1]))
+        each.append(verified(view, draws, live, state.finished.score.shape[1]))
+    layers = stack_layers(each)
     progress = progress_of(state, layers, state.active, broken)
     last = (progress.steps - 1).clamp(min=0)
     return VerifiedForest(
-        live=Live(*(_at_layer([getattr(item.live, f.name) for item in layers], last) for f in fields(Live))),
+        live=Live(*(_at_layer(getattr(layers.live, item.name), last) for item in fields(Live))),
         steps=progress.steps,
-        width_sum=(torch.stack([item.live.valid for item in layers], 1).sum(2) * progress.active).sum(1),
+        width_sum=(layers.live.valid.sum(2) * progress.active).sum(1),
         done=progress.done,
         invalid=progress.invalid,
-        counters=counters(forest, layers[: forest.depth], progress.active),
-        before=None if state.trace is None else _stacked([item.before for item in layers]),
+        counters=counters(forest, layers, progress.active),
+        before=None if state.trace is None else layers.before,
     )
 
 
-def _stacked(nodes: list[Tensor]) -> Tensor:
-    """Stack the nodes [R, w] of each layer: [R, L, W], -1 where a layer has fewer, as the first one of a request
-    may."""
-    width = max(one.shape[1] for one in nodes)
-    return torch.stack([torch.nn.functional.pad(one, (0, width - one.shape[1]), value=-1) for one in nodes], 1)
-
-
-def _path_noise(nodes: Nodes, greedy_rows: Tensor | None) -> Tensor | None:
+def _path_noise(path: Tensor, tokens: Tensor, greedy_rows: Tensor | None) -> Tensor | None:
     """Return G(x, v) of every node's candidates, [R, N, C], made at once. It is enough, because every live beam of a
     layer that is used is a node. Return None where it would be much more than the live nodes need."""
-    if nodes.candidates.tokens.numel() > MOST_NOISE:
+    if tokens.numel() > MOST_NOISE:
         return None
-    return path_gumbel(nodes.path, nodes.candidates.tokens, greedy_rows)
+    return path_gumbel(path, tokens, greedy_rows)
 
 
-def _at_layer(values: list[Tensor], layer: Tensor) -> Tensor:
-    """Select one layer [R] for each row from the values [R, W] of each layer: [R, W]."""
-    wide = layer.view(-1, 1, 1).expand(-1, 1, values[0].shape[1])
-    return torch.stack(values, 1).gather(1, wide).squeeze(1)
+def _at_layer(values: Tensor, layer: Tensor) -> Tensor:
+    """Select one layer [R] for each row from the values [R, L, W] of all layers: [R, W]."""
+    wide = layer.view(-1, 1, 1).expand(-1, 1, values.shape[2])
+    return values.gather(1, wide).squeeze(1)
 
 
 def _view(
     state: BatchState,
     forest: Forest,
     nodes: Nodes,
-    noise: Noise,
+    keys: Tensor,
     rule: Rule,
     endings: Endings,
     live: Live,
     layer: int,
 ) -> tuple[LayerView, Tensor]:
     """Return the rule's view of one layer, with the target's distribution over its live beams, and the running weight
-    of every child, [R, W, C]."""
+    of every child, [R, W, C]. keys: of the layer's streams."""
     known = live.node.clamp(min=0)
     own = nodes.candidates.at(known)
     logprob = torch.where(live.valid, live.logprob, NEG_INF).unsqueeze(-1) + own.logprobs
@@ -163,9 +152,9 @@ def _view(
         drafts=_drafts(forest, layer),
         width=torch.full_like(state.row_key, state.method.num_beams),
         dynamic=state.method.dynamic,
-        keys=noise.keys[:, layer],
+        keys=keys,
         num_beams=state.method.num_beams,
-        noise=None if noise.of_nodes is None else at_nodes(noise.of_nodes, known),
+        noise=None if nodes.noise is None else at_nodes(nodes.noise, known),
         greedy_rows=state.warp.greedy_rows,
     )
     method = state.method

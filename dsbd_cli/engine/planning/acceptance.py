@@ -24,19 +24,18 @@ Numbers = NDArray[np.float64]
 
 @dataclass(slots=True, eq=False)
 class Acceptance:
-    """Counts [D, M] of verifications that reached a layer, and of those that passed it. None before the first."""
+    """Counts [2, D, M]: verifications that reached a layer, and those that passed it. None before the first."""
 
-    reached: Numbers | None = None
-    passed: Numbers | None = None
+    counts: Numbers | None = None
 
-    def add(self, reached: Numbers, passed: Numbers) -> None:
+    def add(self, reached: Numbers, passed: Numbers, depth: int) -> None:
         """Add the observations of one iteration, and fade the earlier ones. reached, passed: [layers, M], verifications
-        that reached the layer, and those that passed it."""
-        assert self.reached is not None
-        assert self.passed is not None
-        fade, layers = np.where(reached > 0, FADE, 1.0), len(reached)
-        self.reached[:layers] = fade * self.reached[:layers] + reached
-        self.passed[:layers] = fade * self.passed[:layers] + passed
+        that reached the layer, and those that passed it. depth: D."""
+        layers, choices = reached.shape
+        if self.counts is None:
+            self.counts = np.zeros((2, depth, choices))
+        fade = np.where(reached > 0, FADE, 1.0)
+        self.counts[:, :layers] = fade * self.counts[:, :layers] + np.stack((reached, passed))
 
 
 class PassRates:
@@ -53,13 +52,9 @@ class PassRates:
         layer's `needed` counts only those of the first. least: least confidences, ascending."""
         self._least, self._depth = np.array(least), depth
         self._numbers, self._enough = np.array(numbers), np.array(numbers) - second
-        self._all = self._zero_counts()
+        self._all = Acceptance(np.zeros((2, depth, len(least) * len(numbers))))
         # [D, confidences]: layers that were drafted, and of them those that went to the target
         self._drafted, self._given = np.zeros((depth, len(least))), np.zeros((depth, len(least)))
-
-    def _zero_counts(self) -> Acceptance:
-        size = self._depth, len(self._least) * len(self._numbers)
-        return Acceptance(np.zeros(size), np.zeros(size))
 
     def count(
         self,
@@ -91,11 +86,9 @@ class PassRates:
         reached, passed, needed = np.array(shown).transpose(2, 0, 1)[..., None]
         arrived = reached_layer & (reached > 0)  # [requests, layers, M]
         passed_layer = arrived & given & (passed > 0) & (needed <= enough)
-        for request, *own in zip(requests, arrived, passed_layer, strict=True):
-            if request.reached is None:
-                request.reached, request.passed = (np.zeros((self._depth, len(enough))) for _ in range(2))
-            request.add(*own)
-        self._all.add(arrived.sum(0), passed_layer.sum(0))
+        for request, came, held in zip(requests, arrived, passed_layer, strict=True):
+            request.add(came, held, self._depth)
+        self._all.add(arrived.sum(0), passed_layer.sum(0), self._depth)
 
     def reach_target(self) -> Numbers:
         """Return the chance that all layers down to each one go to the target, where they are to be drafted:
@@ -108,18 +101,19 @@ class PassRates:
         [confidences, numbers, D]. Each request yields 1 + the sum over the layers of the chance that all layers down to
         that one pass."""
         size = self._depth, len(self._least), len(self._numbers)
-        reached, passed = (x.reshape(size) for x in (self._all.reached, self._all.passed) if x is not None)
+        assert self._all.counts is not None
+        reached, passed = self._all.counts.reshape(2, *size)
         rates, first = np.empty(size), np.full(len(self._least), FIRST_RATE)
         for choice in range(len(self._numbers)):  # more drafts pass no less often
             rates[0, :, choice] = (passed[0, :, choice] + PRIOR * first) / (reached[0, :, choice] + PRIOR)
             first = np.maximum(first, rates[0, :, choice])
         for layer in range(1, self._depth):  # the rate of the layer above is the assumed rate of each
             rates[layer] = (passed[layer] + PRIOR * rates[layer - 1]) / (reached[layer] + PRIOR)
-        own = [request for request in requests if request.reached is not None]
+        own = [request.counts for request in requests if request.counts is not None]
         alive = (len(requests) - len(own)) * rates.cumprod(0)
         if own:
-            came, held = (np.stack([getattr(one, name) for one in own]) for name in ("reached", "passed"))
-            chances = (held.reshape(-1, *size) + SHARED_WEIGHT * rates) / (came.reshape(-1, *size) + SHARED_WEIGHT)
+            came, held = np.stack(own, 1).reshape(2, -1, *size)
+            chances = (held + SHARED_WEIGHT * rates) / (came + SHARED_WEIGHT)
             alive += chances.cumprod(1).sum(0)
         return len(requests) + alive.cumsum(0).transpose(1, 2, 0)
 

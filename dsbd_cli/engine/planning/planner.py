@@ -101,6 +101,28 @@ class DraftWork:
 NOTHING = DraftWork()
 
 
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Record of an iteration, from which a planner learns.
+
+    Attributes:
+        shape: the shape that was chosen for it. requests: of the running rows. layers: counters of each of these rows.
+        seconds: of the phases draft, target and verify, and `read` where the draft read prompts before.
+        reading: the draft's work before the iteration.
+        steady: the three phases took the time that an iteration of this shape will take again (no capture, no plain run
+            of what will be replayed).
+        gate: that of the iteration.
+    """
+
+    shape: Shape
+    requests: Sequence[Acceptance]
+    layers: Sequence[Sequence[LayerCounters]]
+    seconds: dict[str, float]
+    reading: DraftWork = NOTHING
+    steady: bool = True
+    gate: Gate | None = None
+
+
 class Planner:
     """Chooser of the shape of each iteration; this class always takes the configured one. requests: what was observed
     of each running request, the same objects from iteration to iteration."""
@@ -122,23 +144,8 @@ class Planner:
         running rows."""
         return None
 
-    def observe(
-        self,
-        shape: Shape,
-        requests: Sequence[Acceptance],
-        layers: Sequence[Sequence[LayerCounters]],
-        seconds: dict[str, float],
-        reading: DraftWork = NOTHING,
-        steady: bool = True,
-        gate: Gate | None = None,
-    ) -> None:
-        """Learn from what an iteration did.
-
-        layers: counters of every running row. seconds: of the phases draft, target and verify, and `read` where the
-        draft read prompts before. reading: the draft's work before the iteration. steady: the three phases took the
-        time that an iteration of this shape will take again (no capture, no plain run of what will be replayed). gate:
-        that of the iteration.
-        """
+    def observe(self, seen: Observation) -> None:
+        """Learn from what an iteration did."""
 
     def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
         """Learn that an iteration of this shape, or the work before one, did not fit into memory. The running requests
@@ -174,20 +181,11 @@ class CertainPlanner(Planner):
                 best, most = now, goodput
         return best
 
-    def observe(
-        self,
-        shape: Shape,
-        requests: Sequence[Acceptance],
-        layers: Sequence[Sequence[LayerCounters]],
-        seconds: dict[str, float],
-        reading: DraftWork = NOTHING,
-        steady: bool = True,
-        gate: Gate | None = None,
-    ) -> None:
+    def observe(self, seen: Observation) -> None:
         """Learn what nodes cost. The time of a shape that runs for the first time is not used."""
-        rows = len(requests)
-        if steady and (rows, shape) in self._has_run:
-            self._line.add(rows * shape.nodes(self._beams), sum(seconds.values()))
+        rows, shape = len(seen.requests), seen.shape
+        if seen.steady and (rows, shape) in self._has_run:
+            self._line.add(rows * shape.nodes(self._beams), sum(seen.seconds.values()))
         self._has_run.add((rows, shape))
 
 
@@ -276,29 +274,21 @@ class AdaptivePlanner(Planner):
         """Return what decides during an iteration of this shape which layers go to the target."""
         return Gate(shape.least_confidence, rows) if self._gated and shape.depth else None
 
-    def observe(
-        self,
-        shape: Shape,
-        requests: Sequence[Acceptance],
-        layers: Sequence[Sequence[LayerCounters]],
-        seconds: dict[str, float],
-        reading: DraftWork = NOTHING,
-        steady: bool = True,
-        gate: Gate | None = None,
-    ) -> None:
+    def observe(self, seen: Observation) -> None:
         """Learn from an iteration. A shape that runs for the first time allocates memory and fills caches, so its time
         is not used."""
-        rows, self._idle = len(requests), 0 if shape.depth else self._idle + 1
-        self._lengths.see(requests)
-        confidences = (gate and gate.confidences) or None  # without confidences all layers go to the target
-        self._rates.count(requests, layers, shape.drafts_per_layer, shape.least_confidence, confidences)
+        shape, layers, seconds, reading = seen.shape, seen.layers, seen.seconds, seen.reading
+        rows, self._idle = len(seen.requests), 0 if shape.depth else self._idle + 1
+        self._lengths.see(seen.requests)
+        confidences = (seen.gate and seen.gate.confidences) or None  # without confidences all layers go to the target
+        self._rates.count(seen.requests, layers, shape.drafts_per_layer, shape.least_confidence, confidences)
         if "read" in seconds:
             if None in self._has_run:
                 self._prompt_line.add(reading.unread, seconds["read"])
             self._has_run.add(None)
         ran = Shape(len(layers[0]) if layers else 0, shape.drafts_per_layer)
         drafted = ran._replace(depth=max(ran.depth, len(confidences or ())))
-        steady = steady and {(rows, ran), (rows, drafted)} <= self._has_run
+        steady = seen.steady and {(rows, ran), (rows, drafted)} <= self._has_run
         self._has_run |= {(rows, ran), (rows, drafted)}
         if steady:
             self._target_line.add(rows * ran.nodes(self._beams), seconds["target"] + seconds["verify"])

@@ -21,9 +21,9 @@ from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models.adapted.attention import use_grouped_attention
 from dsbd_cli.models.adapted.patching import Int8Linear, PackedExperts, PackedLinear
 from dsbd_cli.models.adapted.reads import HostReads
+from dsbd_cli.models.attention_metadata import AttentionMetadata, additive_mask
 from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.checkpoints.generation import checkpoint_rules, positions_of
-from dsbd_cli.models.forest_attention import AttentionMetadata, additive_mask
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, calibration_tokens, unsupported
 from dsbd_cli.ops.cpu.linear import address
 from dsbd_cli.ops.interface import Ops
@@ -91,13 +91,11 @@ class TransformersForest(BaseForestModel):
 
     def __init__(self, model: Any, name: str, stock: Callable[[], Any] | None = None) -> None:
         """stock: loads the model once more, as it was before its weights were packed."""
-        self._load_stock = stock
-        self._stock: Any = None
         self._model = model
         self._body = model.base_model if model.base_model is not model else model.get_decoder()
         self._config = model.config.get_text_config(decoder=True)
         device = _input_device(model)
-        super().__init__(name, device, self._new_cache(device))
+        super().__init__(name, device, self._new_cache(device), stock)
         self._ops = ops_for(device, model.dtype, MODEL)
         self._plan = self._masks_wanted()
         self._mask_dtype = model.dtype
@@ -174,12 +172,7 @@ class TransformersForest(BaseForestModel):
     def stock(self) -> nn.Module:
         """Return the model as transformers runs it, for comparisons. It is loaded a second time where ours has packed
         weights."""
-        if self._load_stock is None:
-            return self.module
-        if self._stock is None:
-            self._stock = self._load_stock()
-        module: nn.Module = self._stock
-        return module
+        return self.module if self._load_stock is None else super().stock()
 
     @property
     def architecture(self) -> str:
@@ -205,13 +198,10 @@ class TransformersForest(BaseForestModel):
         return ModelSize(held, held - table.numel() * table.element_size(), 2 * (count - table.numel()))
 
     def leave_kernels(self) -> bool:
-        """Run without the attention kernel from now on; results of the check of invariance no longer apply. Return
-        False where no kernel ran."""
         if self.attention is None:
             return False
         self.attention = None
-        if self.invariant:
-            self.invariant, self.varies = False, "it was checked with kernels, one of which fails"
+        self._distrust_kernels()
         return True
 
     @torch.no_grad()
@@ -223,10 +213,7 @@ class TransformersForest(BaseForestModel):
 
     def calibrate(self) -> None:
         """Run the random tokens by which `quantize` finds outliers."""
-        self._calibrate(calibration_tokens(len(self.embeddings), self.max_positions))
-
-    def _calibrate(self, tokens: Tensor) -> None:
-        self.plain(tokens)
+        self.plain(calibration_tokens(len(self.embeddings), self.max_positions))
 
     def tap(self, tap: StateTap | None) -> None:
         stack = getattr(self._body, "layers", None)

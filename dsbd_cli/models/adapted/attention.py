@@ -19,7 +19,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, attention
+from dsbd_cli.models.attention_metadata import AttentionMetadata
+from dsbd_cli.models.forest_attention import Blocks, Scoring, attention
 from dsbd_cli.models.verdicts import LIMITS
 
 NAME = "dsbd_grouped"
@@ -29,10 +30,7 @@ _metadata: ContextVar[AttentionMetadata | Blocks | None] = ContextVar("metadata"
 
 @contextlib.contextmanager
 def attention_over(metadata: AttentionMetadata | Blocks | None) -> Iterator[None]:
-    """Enclose forwards of a forest whose slots `metadata` knows, or of a prompt that is read in blocks.
-
-    transformers calls the attention function by name and passes nothing of ours on to it.
-    """
+    """Enclose forwards of a forest whose slots `metadata` knows, or of a prompt that is read in blocks."""
     token = _metadata.set(metadata)
     try:
         yield
@@ -61,7 +59,7 @@ def grouped_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     bias = kwargs.get("position_bias")
     assert bias is None or isinstance(bias, Tensor)
-    out = attention(_metadata.get(), query, key, value, attention_mask, scale, softcap, s_aux, bias)
+    out = attention(_metadata.get(), query, key, value, attention_mask, Scoring(scale, softcap, s_aux, bias))
     if out is not None:
         return out, None
     stock: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward
@@ -79,20 +77,20 @@ def use_grouped_attention(model: Any) -> None:
     if its logits stay the same, because its function might do more.
     """
     stock = getattr(model.config, "_attn_implementation", None)
-    paired = bool(getattr(model.config, "is_encoder_decoder", False))
-    if not (getattr(model, "_supports_attention_backend", False) or paired or _looks_up(model)):
+    has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    if not (getattr(model, "_supports_attention_backend", False) or has_encoder or _looks_up(model)):
         return
     model.stock_attention = stock  # for comparators
     if stock == "sdpa":
         model.set_attn_implementation(NAME)
     elif stock == "eager" and (
-        (paired and model.main_input_name == "input_ids")
+        (has_encoder and model.main_input_name == "input_ids")
         or getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
         or any(hasattr(module, "sinks") for module in model.modules())
     ):
         embeddings = model.get_input_embeddings().weight
         tokens = torch.arange(24, device=embeddings.device).remainder(len(embeddings)).unsqueeze(0)
-        inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if paired else {})
+        inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if has_encoder else {})
         with torch.no_grad():
             before = model(**inputs, use_cache=False).logits
             model.set_attn_implementation(NAME)

@@ -181,17 +181,13 @@ class CrossCache(Cache):
 class ForestPairCache(EncoderDecoderCache):
     """The forest's own cache and that of the sources, as one decoder reads them."""
 
-    def __init__(self, own: ForestCache, cross: CrossCache) -> None:
+    def __init__(self, own: ForestCache, cross: CrossCache, *, known: bool) -> None:
+        """known: the layers find their source's keys and values in the cache; otherwise they project them."""
         # the base class's constructor is not called, because it asks the caches how long they are
         self.self_attention_cache: Any = own
         self.cross_attention_cache: Any = cross
-        self.is_updated: dict[int, bool] = {}
-
+        self.is_updated = dict.fromkeys(range(len(cross.layers) or 1), known)
         self.layers = own.layers
 
     def __len__(self) -> int:
         return 1  # some models take an empty cache for none
-
-    def kept(self, layers: int, whether: bool) -> None:
-        """Set whether the layers find their source's keys and values in the cache, or have to project them."""
-        self.is_updated = dict.fromkeys(range(layers), whether)

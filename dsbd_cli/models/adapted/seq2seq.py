@@ -24,10 +24,12 @@ from dsbd_cli.models.adapted.attention import NAME, attention_over
 from dsbd_cli.models.adapted.crossing import STEP, CrossCache, ForestPairCache
 from dsbd_cli.models.adapted.own_attention import attend_by_function
 from dsbd_cli.models.adapted.patching import PackedLinear
+from dsbd_cli.models.adapted.picture_sizes import any_size, picture_shape, sample_shape, swin_places
 from dsbd_cli.models.adapted.positions import DecoderPositions, decoder_of
-from dsbd_cli.models.forest_attention import AttentionMetadata, additive_mask
+from dsbd_cli.models.attention_metadata import AttentionMetadata, additive_mask
+from dsbd_cli.models.forest_model import calibration_tokens
 
-TABLE_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
+DECODER_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
 ENCODER_LIMITS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
 MASK = "encoder_attention_mask"  # argument of a decoder; with audio the whole model's mask of the source is another
 PADDED_TO = 128  # tokens: a longer source fills the processor by itself
@@ -42,7 +44,7 @@ class Seq2SeqForestModel(TransformersForest):
     def __init__(self, model: Any, name: str, stock: Callable[[], Any] | None = None) -> None:
         self._encoder = model.get_encoder()
         self._cross = CrossCache(model.get_input_embeddings().weight.device)
-        self._places = DecoderPositions(model, _limit(model.config, TABLE_LIMITS) or UNLIMITED)
+        self._positions = DecoderPositions(model, _decoder_positions(model.config) or UNLIMITED)
         self._hidden: Tensor | None = None  # of the sources that are being encoded: [R, Z, d]
         self._output: Any = None  # class of the encoder's output
         self._encoder_width = 1
@@ -60,21 +62,21 @@ class Seq2SeqForestModel(TransformersForest):
         self.copies_prefixes = False  # what the decoder keeps of its first tokens depends on the source
 
     @property
-    def paired(self) -> bool:
+    def has_encoder(self) -> bool:
         return True
 
     @property
     def max_positions(self) -> int | None:
         """Number of positions of the decoder; None where it uses distances instead."""
-        return _limit(self._config, TABLE_LIMITS) if "bias" not in self._places.kinds else None
+        return _decoder_positions(self._config) if "bias" not in self._positions.kinds else None
 
     @property
     def max_encoder_input(self) -> int | None:
         """Largest number of tokens of a source; None where the encoder uses distances instead, or reads no tokens."""
-        if self.encoder_input_name != "input_ids" or "bias" in self._places.kinds:
+        if self.encoder_input_name != "input_ids" or "bias" in self._positions.kinds:
             return None
-        encoder = getattr(self._model.config, "encoder", None)
-        return _limit(self._model.config if encoder is None else encoder, ENCODER_LIMITS)
+        config = self._model.config
+        return _first_number(getattr(config, "encoder", None) or config, ENCODER_LIMITS)
 
     @property
     def encoder_input_name(self) -> str:
@@ -110,7 +112,7 @@ class Seq2SeqForestModel(TransformersForest):
         layers = len(self._cache.layers) + len(self._cross.layers)
         return self._metadata is not None and self._metadata.used == layers
 
-    def lead(self, follower: Seq2SeqForestModel) -> None:
+    def share_encoder(self, follower: Seq2SeqForestModel) -> None:
         """Give the follower, whose encoder is the same, the output of this model's encoder for each source from now
         on."""
         self._follower, follower._shared = follower, True
@@ -144,7 +146,7 @@ class Seq2SeqForestModel(TransformersForest):
             return len(encoder_input)
         if self.encoder_input_name == "pixel_values":
             config = self._encoder.config
-            return swin_places(config, encoder_input) if _any_size(config) else self._picture_places
+            return swin_places(config, encoder_input) if any_size(config) else self._picture_places
         return getattr(self._model.config, "max_source_positions", None) or encoder_input.shape[-1]
 
     @torch.no_grad()
@@ -267,7 +269,8 @@ class Seq2SeqForestModel(TransformersForest):
         logits: Tensor = output.logits
         return logits.to(self._device)
 
-    def _calibrate(self, tokens: Tensor) -> None:
+    def calibrate(self) -> None:
+        tokens = calibration_tokens(len(self.embeddings), self.max_positions)
         size = tokens.shape[1] if self.max_encoder_input is None else min(tokens.shape[1], self.max_encoder_input)
         for seed, answer in enumerate(tokens):
             self.plain(answer.unsqueeze(0), sample_encoder_input(self, size, seed))
@@ -281,9 +284,8 @@ class Seq2SeqForestModel(TransformersForest):
             runner = self._runner()
         rows = len(batch.tokens)
         self._cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
-        hidden, writing = self._hidden, self._hidden is not None
-        pair = ForestPairCache(self._cache, self._cross)
-        pair.kept(len(self._cross.layers) or 1, not writing)
+        hidden = self._hidden
+        pair = ForestPairCache(self._cache, self._cross, known=hidden is None)
         metadata = self._attention_metadata(batch)
         if hidden is None:
             self._cross.read(rows if batch.rows is None else batch.rows)
@@ -297,14 +299,14 @@ class Seq2SeqForestModel(TransformersForest):
             "encoder_outputs": self._output(last_hidden_state=hidden),
             "past_key_values": pair,
         }
-        if self._places.argument:
-            inputs[self._places.argument] = batch.positions
+        if self._positions.argument:
+            inputs[self._positions.argument] = batch.positions
         self._mask = self._source_mask(batch, hidden.shape[1], metadata)
         head = self._head if runner is self._model else None
         try:
             with (
                 attention_over(metadata),
-                self._places.at(batch.positions, batch.slot_positions, inputs["decoder_input_ids"]),
+                self._positions.at(batch.positions, batch.slot_positions, inputs["decoder_input_ids"]),
             ):
                 output = (self._body if head else runner)(**inputs, use_cache=True, return_dict=True)
         finally:
@@ -375,59 +377,6 @@ def sample_encoder_input(model: Seq2SeqForestModel, size: int, seed: int) -> Ten
     return torch.randn(8 * size, int(config.input_feat_per_channel), generator=generator)
 
 
-def picture_shape(config: Any) -> tuple[int, ...]:
-    """Return the shape [C, H, W] that an encoder of pictures takes; C alone where it takes any size."""
-    size, channels = config.image_size, _channels(config)
-    if _any_size(config):
-        return (channels,)
-    return (channels, size, size) if isinstance(size, int) else (channels, *map(int, size))
-
-
-def sample_shape(config: Any) -> tuple[int, ...]:
-    """Return the shape [C, H, W] of a picture that an encoder takes: a small one where it takes any size."""
-    if not _any_size(config):
-        return picture_shape(config)
-    patch = config.patch_size if isinstance(config.patch_size, int) else max(config.patch_size)
-    side = config.window_size * patch * 2 ** (len(config.depths) - 1)
-    return (_channels(config), side, side)
-
-
-def picture_fault(config: Any, picture: Tensor) -> str | None:
-    """Return in words what an encoder of pictures takes, where it does not take this one; None where it does."""
-    wanted = picture_shape(config)
-    if picture.ndim != 3 or tuple(picture.shape[: len(wanted)]) != wanted:
-        return " x ".join(map(str, wanted)) + (" x any size" if len(wanted) == 1 else "")
-    if _any_size(config) and min(_swin_sides(config, picture)) < config.window_size:
-        return f"a side of {sample_shape(config)[1]} or more"
-    return None
-
-
-def swin_places(config: Any, picture: Tensor) -> int:
-    """Return the number of places that Swin makes of a picture [C, H, W]."""
-    height, width = _swin_sides(config, picture)
-    return height * width
-
-
-def _swin_sides(config: Any, picture: Tensor) -> list[int]:
-    """Return height and width in places: patches, which every stage but the last merges by four."""
-    patches = (config.patch_size,) * 2 if isinstance(config.patch_size, int) else config.patch_size
-    sides = [-(-side // patch) for side, patch in zip(picture.shape[1:], patches, strict=True)]
-    for _ in config.depths[1:]:
-        sides = [-(-side // 2) for side in sides]
-    return sides
-
-
-def _channels(config: Any) -> int:
-    """Return the number of channels, which is three where the config does not name it (BLIP)."""
-    return int(getattr(config, "num_channels", 3))
-
-
-def _any_size(config: Any) -> bool:
-    """Return whether an encoder takes pictures of any size. Swin does: it pads a picture to whole windows, and has no
-    table of positions unless its config asks for one."""
-    return bool(getattr(config, "depths", None)) and not getattr(config, "use_absolute_embeddings", False)
-
-
 def encoder_digest(model: Any) -> str:
     """Return a hash of the encoder's weights, their names and dtypes. It has to be taken before the weights are
     packed."""
@@ -447,9 +396,13 @@ def _biased_head(model: Any) -> PackedLinear | None:
     return head.with_bias(bias.flatten()) if bias.numel() == head.out_features else None
 
 
-def _limit(config: Any, names: Sequence[str]) -> int | None:
+def _decoder_positions(config: Any) -> int | None:
+    """Return the number of positions that a config names for its decoder; None where it names none."""
+    return _first_number(getattr(config, "decoder", None) or config, DECODER_LIMITS)
+
+
+def _first_number(config: Any, names: Sequence[str]) -> int | None:
     """Return the first of these settings that the config has; None where it has none."""
-    config = getattr(config, "decoder", None) or config if names is TABLE_LIMITS else config
     for name in names:
         if isinstance(value := getattr(config, name, None), int):
             return value

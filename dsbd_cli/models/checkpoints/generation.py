@@ -146,11 +146,11 @@ def settings_notes(model: Any) -> tuple[str, ...]:
         notes.append(
             f"the target's generation settings ask for {', '.join(unsupported)}, which is not supported and not done"
         )
-    paired = bool(getattr(model.config, "is_encoder_decoder", False))
-    if paired and (search := checkpoint_search(model)):
+    has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    if has_encoder and (search := checkpoint_search(model)):
         asked = ", ".join(f"{name} {value}" for name, value in search.items())
         notes.append(f"the target's generation settings ask for {asked}: options of the run decide, not they")
-    if not paired and rules:
+    if not has_encoder and rules:
         asked = ", ".join(f"{name} {value}" for name, value in rules.items())
         notes.append(f"the target's generation settings ask for {asked}: not done without --set token-rules=checkpoint")
     return tuple(notes)

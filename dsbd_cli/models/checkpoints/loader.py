@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import json
 import logging
 import operator
 import warnings
@@ -24,6 +23,7 @@ from dsbd_cli.models.checkpoints.head import head_keys, install, read_head
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.linearised import mark, unread
 from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING, byte_tokenizer, read_config
+from dsbd_cli.models.checkpoints.placement import check_device_map, device_map_of, device_of, placement
 from dsbd_cli.models.checkpoints.registry import resolve
 from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
 from dsbd_cli.ops.select import int8_missing, packing_works
@@ -61,7 +61,7 @@ def load(spec: ModelSpec, config: Any = None, **more: Any) -> Checkpoint:
 def load_network(spec: ModelSpec, config: Any = None, kind: Any = None, **more: Any) -> Any:
     """Return the model of `load` without its tokenizer. kind: the transformers class that loads it, where it is not to
     generate."""
-    placement = more or _placement(spec)
+    placed = more or placement(spec)
     with quiet():
         folder = locate(spec)
         config = config or load_config(folder, spec)
@@ -70,7 +70,7 @@ def load_network(spec: ModelSpec, config: Any = None, kind: Any = None, **more: 
         # transformers draws progress bars while it unpacks these, whatever its settings are
         draws_bars = is_gguf(folder) or _method_of(config) == COMPRESSED
         with contextlib.redirect_stderr(io.StringIO()) if draws_bars else contextlib.nullcontext():
-            model = merge_adapters(_model(folder, spec, config, kind or _class(config), placement), spec)
+            model = merge_adapters(_model(folder, spec, config, kind or _class(config), placed), spec)
     model.eval()
     model.requires_grad_(False)
     return model
@@ -127,67 +127,6 @@ def _tokenizer_hint(folder: Path, spec: ModelSpec) -> str:
     return f": the hub cache has its weights alone, `hf download {resolve(spec.source).path}` fetches the rest"
 
 
-def _placement(spec: ModelSpec) -> dict[str, Any]:
-    """Return the keyword arguments that put the weights where the spec wants them."""
-    if spec.device_map is not None:
-        return {"device_map": _device_map(spec)}
-    device = device_of(spec)
-    return {} if device.type == "cpu" else {"device_map": {"": str(device)}}
-
-
-def device_of(spec: ModelSpec) -> torch.device:
-    """Return the device that a spec without a device map names. Raises UsageError where it is not there."""
-    if spec.device == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    return _device(spec, spec.device)
-
-
-def _device(spec: ModelSpec, name: str) -> torch.device:
-    """Return the CPU or the CUDA device of this name. Raises UsageError."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise UsageError(f"{spec.role} device {name!r} is not a device: use auto, cpu, cuda or cuda:N")
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise UsageError(f"{spec.role} device {name!r} is not there: {count} CUDA devices are visible")
-    return device
-
-
-def _device_map(spec: ModelSpec) -> Any:
-    given = spec.device_map or ""
-    if not given.startswith("{"):
-        return given
-    try:
-        found = json.loads(given)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UsageError(f"{spec.role} device map {shorten(given)} is not JSON: {error}") from None
-    if not found:
-        raise UsageError(f"{spec.role} device map {given!r} is empty: name at least one module, '' for all")
-    for module, place in found.items():
-        if type(place) not in (int, str):
-            raise UsageError(
-                f"{spec.role} device map {given!r} puts {module!r} on {shorten(place)}, which is no device"
-            )
-        if place != "disk":
-            _device(spec, f"cuda:{place}" if type(place) is int else place)
-    return found
-
-
-def _check_device_map(model: Any, spec: ModelSpec) -> None:
-    """Refuse a device map with a name that no module has: it would have no effect. Raises UsageError."""
-    places = _device_map(spec)
-    parts = (model.named_modules, model.named_parameters, model.named_buffers)
-    known = {name for named in parts for name, _ in named(remove_duplicate=False)}
-    unknown = [] if not isinstance(places, dict) else [name for name in places if name not in known]
-    if unknown:
-        raise UsageError(
-            f"{spec.role} device map {spec.device_map!r} names {shorten(unknown[0])}, but the model has no such module"
-        )
-
-
 def load_config(folder: Path, spec: ModelSpec) -> Any:
     """Return the config in a checkpoint folder or a GGUF file."""
     from transformers import AutoConfig
@@ -231,8 +170,9 @@ def _remote_code_hint(settings: Path, spec: ModelSpec) -> str:
     return f" (it brings its own code: --trust-remote-code {spec.role} runs it)"
 
 
-def _model(folder: Path, spec: ModelSpec, config: Any, kind: Any, placement: dict[str, Any]) -> Any:
-    _check_weights(folder, spec)
+def _model(folder: Path, spec: ModelSpec, config: Any, kind: Any, placed: dict[str, Any]) -> Any:
+    if not is_gguf(folder) and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ModelError(f"{_name(spec)}: {folder} holds no weights (*.safetensors, *.bin)")
     head = read_head(folder)
     try:
         loaded: Any = kind.from_pretrained(
@@ -247,7 +187,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, kind: Any, placement: dic
             ignore_mismatched_sizes=True,  # _check_report names them
             **_dequantised(folder, config),
             **_renamed(folder),
-            **placement,
+            **placed,
         )
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(f"{_name(spec)} does not fit in memory: {one_line(error)}") from error
@@ -261,7 +201,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, kind: Any, placement: dic
             ) from None
         raise ModelError(f"{_name(spec)} cannot be loaded: {one_line(error)}") from error
     model, report = loaded
-    _check_device_map(model, spec)
+    check_device_map(model, spec)
     if config.model_type == CAPTIONER:
         model.begin_as_blip()
     _check_report(report, spec, set() if head is None else head_keys(model))
@@ -413,13 +353,6 @@ def _renamed(folder: Path) -> dict[str, Any]:
     return {} if read_config(folder) is None else {"key_mapping": KEY_MAPPING}
 
 
-def _check_weights(folder: Path, spec: ModelSpec) -> None:
-    if is_gguf(folder) or any(folder.glob("*.safetensors")):
-        return
-    if not any(folder.glob("*.bin")):
-        raise ModelError(f"{_name(spec)}: {folder} holds no weights (*.safetensors, *.bin)")
-
-
 def _check_report(report: dict[str, Any], spec: ModelSpec, elsewhere: set[str]) -> None:
     """Raise ModelError for weights that are missing or have another shape. transformers would draw them at random, and
     the text would be noise without any warning.
@@ -446,7 +379,7 @@ def dtype_of(spec: ModelSpec, config: Any, folder: Path) -> Any:
     stored = getattr(config.get_text_config(decoder=True), "dtype", None)
     if stored in (torch.float64, "float64"):  # nothing here computes in it
         return torch.float32
-    places = spec.device if spec.device_map is None else _device_map(spec)
+    places = spec.device if spec.device_map is None else device_map_of(spec)
     named = set(places.values()) if isinstance(places, dict) else {places}
     if not named <= {"cpu", "disk"} and torch.cuda.is_available():
         return "auto"

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, sample_encoder_input
-from dsbd_cli.models.checks.selftest import CheckableModel
+from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.verdicts import Verdict
 
 PROMPT = 161  # tokens: five steps of prompt slots and one that is left over
@@ -94,7 +94,7 @@ class HalfProducts(TorchDispatchMode):
 
 
 @torch.inference_mode()
-def check(model: CheckableModel) -> Verdict:
+def check(model: BaseForestModel) -> Verdict:
     """Check whether all layers attend by our function and the text's logits have the same bits alone and in all
     COMPANIES.
 
@@ -122,7 +122,7 @@ def check(model: CheckableModel) -> Verdict:
         model.release()
 
 
-def _copies(model: CheckableModel, alone: Tensor) -> bool | None:
+def _copies(model: BaseForestModel, alone: Tensor) -> bool | None:
     """Return whether the text's logits [A, V] stay the same with a beginning of its prompt copied; None where it is too
     short."""
     count = _size(model) // PREFIX_STEP * PREFIX_STEP
@@ -130,7 +130,7 @@ def _copies(model: CheckableModel, alone: Tensor) -> bool | None:
 
 
 @torch.inference_mode()
-def shift_by_splitting(model: CheckableModel) -> float:
+def shift_by_splitting(model: BaseForestModel) -> float:
     """Return how far the logits of the text's last token move where layers split their keys: root mean square, relative
     to the spread. The cache's memory is freed."""
     try:
@@ -140,7 +140,7 @@ def shift_by_splitting(model: CheckableModel) -> float:
     return float((parted - plain).square().mean().sqrt() / plain.std())
 
 
-def _logits(model: CheckableModel, company: Surroundings, *, by_parts: bool = True, read: bool = True) -> Tensor:
+def _logits(model: BaseForestModel, company: Surroundings, *, by_parts: bool = True, read: bool = True) -> Tensor:
     """Return the logits [A, V] of the tokens of the answer in one company.
 
     by_parts: run forwards with `prompt_slots`. read: read the prompt; otherwise it is still in its slots from the last
@@ -173,7 +173,7 @@ def _logits(model: CheckableModel, company: Surroundings, *, by_parts: bool = Tr
     return torch.cat((first, _answer(model, company, text, lengths, places, split, ANSWER, by_parts)))
 
 
-def _size(model: CheckableModel) -> int:
+def _size(model: BaseForestModel) -> int:
     """Return the number of tokens of the prompt, fewer where the model has no room for them."""
     limit = model.max_positions
     return PROMPT if limit is None else min(PROMPT, limit - ANSWER)
@@ -187,7 +187,7 @@ def _encode(model: Seq2SeqForestModel, company: Surroundings) -> None:
     model.encode(range(company.rows), encoder_inputs)
 
 
-def _copied_prompt(model: CheckableModel, text: Tensor, copied: int) -> None:
+def _copied_prompt(model: BaseForestModel, text: Tensor, copied: int) -> None:
     """Read two prompts that begin alike. The second, as long as the model takes, is read whole. Its beginning is copied
     to the first, which is read from there on."""
     limit = min(LONGER, model.max_positions or LONGER)
@@ -201,7 +201,7 @@ def _copied_prompt(model: CheckableModel, text: Tensor, copied: int) -> None:
 
 
 def _prompt(
-    model: CheckableModel, text: Tensor, lengths: Tensor, *, rows: Tensor | None = None, first: int = 0
+    model: BaseForestModel, text: Tensor, lengths: Tensor, *, rows: Tensor | None = None, first: int = 0
 ) -> None:
     """Read the tokens first .. lengths [R] of texts [R, n] in one forward, whose width is a multiple of WIDTH_STEP."""
     width = -(-(int(lengths.max()) - first) // WIDTH_STEP) * WIDTH_STEP
@@ -226,7 +226,7 @@ def _prompt(
 
 
 def _answer(
-    model: CheckableModel,
+    model: BaseForestModel,
     company: Surroundings,
     text: Tensor,
     lengths: Tensor,

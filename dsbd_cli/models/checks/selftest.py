@@ -10,15 +10,14 @@ Shape letters: N nodes of the test forest, B its paths, T tokens of the longest 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.protocols import EncoderDecoderModel, ForestInput, ForestModel
+from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, sample_encoder_input
-from dsbd_cli.models.forest_model import SelfTestReport, unsupported
+from dsbd_cli.models.forest_model import BaseForestModel, SelfTestReport, unsupported
 from dsbd_cli.models.recurrent.states import StateCache
 from dsbd_cli.models.verdicts import LIMITS, PADDING, TIMES_ROUNDING, limit_for
 
@@ -37,25 +36,6 @@ ENCODER_LENGTHS = (13, 40)
 OUTLIER = 3
 
 
-class CheckableModel(ForestModel, Protocol):
-    """A forest model that can also run separate sequences in its plain way."""
-
-    @property
-    def architecture(self) -> str: ...
-
-    @property
-    def weights_dtype(self) -> torch.dtype: ...
-
-    @property
-    def by_parts(self) -> bool: ...
-
-    def plain(self, tokens: Tensor) -> Tensor:
-        """Return logits [B, T, V] of sequences [B, T]."""
-        ...
-
-    def release(self) -> None: ...
-
-
 def _path(node: int) -> list[int]:
     """Return the nodes from the root to `node`."""
     parent = PARENTS[node]
@@ -72,7 +52,7 @@ def _prompt_of(tokens: Tensor) -> int:
     return len(tokens) - len(PARENTS)
 
 
-def self_test(model: CheckableModel) -> SelfTestReport:
+def self_test(model: BaseForestModel) -> SelfTestReport:
     """Compare the logits of a packed forest, before and after a move of its slots, with those of its separate paths.
     Return the errors; the cache's memory is freed.
 
@@ -114,14 +94,14 @@ def self_test(model: CheckableModel) -> SelfTestReport:
     return report
 
 
-def _plain(model: CheckableModel, encoder_input: Tensor | None) -> Callable[[Tensor], Tensor]:
+def _plain(model: BaseForestModel, encoder_input: Tensor | None) -> Callable[[Tensor], Tensor]:
     if isinstance(model, Seq2SeqForestModel):
         return lambda ids: model.plain(ids, encoder_input)
     return model.plain
 
 
 def _checked(
-    model: CheckableModel, logits: Tensor, expected: Tensor, padded: Callable[[], Tensor], cause: str
+    model: BaseForestModel, logits: Tensor, expected: Tensor, padded: Callable[[], Tensor], cause: str
 ) -> SelfTestReport:
     dtype = model.weights_dtype
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
@@ -157,7 +137,7 @@ def _separate(plain: Callable[[Tensor], Tensor], tokens: Tensor, padding: int = 
 
 
 def _packed(
-    model: CheckableModel, tokens: Tensor, slots: Tensor, encoder_inputs: Sequence[Tensor | None] = (None,)
+    model: BaseForestModel, tokens: Tensor, slots: Tensor, encoder_inputs: Sequence[Tensor | None] = (None,)
 ) -> Tensor:
     """Return the logits [R * N, V] of the nodes, in one row per source. The first six nodes run with the prompt, the
     others after the slots have moved and the rows have changed places."""
@@ -186,7 +166,7 @@ def _packed(
 
     try:
         model.reserve(rows, SLOTS)
-        if isinstance(model, EncoderDecoderModel):
+        if isinstance(model, Seq2SeqForestModel):
             for row in reversed(range(rows)):
                 encoder_input = encoder_inputs[row]
                 assert encoder_input is not None
@@ -206,7 +186,7 @@ def _packed(
     return torch.cat((before, after), 1).flatten(0, 1)
 
 
-def _in_production_order(model: CheckableModel, tokens: Tensor) -> tuple[Tensor, list[int]]:
+def _in_production_order(model: BaseForestModel, tokens: Tensor) -> tuple[Tensor, list[int]]:
     """Return the logits [m, V] of nodes in the order of production, and the numbers of these nodes.
 
     A prompt is read as a chain, and six nodes follow. Then the subtree of node 0 alone lives on, and node 0 joins the

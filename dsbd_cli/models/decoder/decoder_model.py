@@ -18,20 +18,14 @@ from torch import Tensor, nn
 
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.models.attention_metadata import AttentionMetadata, PromptKernel, additive_mask, filled_queries
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules
-from dsbd_cli.models.decoder.forward import Decoder, LayerInputs, MaskView, PathView, PrefixView, View
+from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
+from dsbd_cli.models.decoder.views import MaskView, PathView, PrefixView, View
 from dsbd_cli.models.decoder.weights import PlainLinear
-from dsbd_cli.models.forest_attention import (
-    LEAST_DIM,
-    AttentionMetadata,
-    Blocks,
-    PromptKernel,
-    additive_mask,
-    filled_queries,
-)
+from dsbd_cli.models.forest_attention import LEAST_DIM, Blocks
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
-from dsbd_cli.ops.cpu.attention import SlotPaths
 from dsbd_cli.ops.cpu.linear import PackedProduct, Product, address
 from dsbd_cli.ops.cpu.program import Arena, Program
 from dsbd_cli.ops.cpu.prompt_attention import STEP
@@ -41,7 +35,6 @@ from dsbd_cli.ops.select import LAYERS
 
 MOST_NODES = 256  # of a program: with more nodes Python takes a small part of the time
 MOST_PROGRAMS = 64
-LEAST_PADDED = 64  # slots that a program has room for in a path, and between its ends; more are a power of two
 PROMPT_STEP = 8  # widths of prompts' forwards are multiples of it, so that programs repeat
 POSITION_STEP = 1024  # rotary tables grow in steps of this size
 
@@ -74,7 +67,7 @@ class _LayerProgram:
             home[0].copy_(given[0])
             home[1].copy_(given[1])
         for view, given_view in zip(self.inputs.views, inputs.views, strict=True):
-            _load_view(view, given_view)
+            view.load(given_view)
 
 
 class DecoderForestModel(BaseForestModel):
@@ -90,10 +83,8 @@ class DecoderForestModel(BaseForestModel):
         """stock: loads the model as transformers runs it."""
         spec, weights = decoder.spec, decoder.weights
         device = weights.table.device
-        super().__init__(name, device, KVCache())
+        super().__init__(name, device, KVCache(), stock)
         self.decoder, self._settings = decoder, settings
-        self._load_stock = stock
-        self._stock: Any = None
         self._watched: frozenset[int] = frozenset()  # numbers of layers after which hidden states are taken
         plane = PlaneSpec(spec.kv_heads, spec.head_dim, weights.dtype, device)
         self._cache.learn_all([(plane, plane)] * spec.layers)
@@ -168,15 +159,10 @@ class DecoderForestModel(BaseForestModel):
         table = weights.table
         shared = any(address(one) == table.data_ptr() for one in held)
         read = sum(one.nbytes for one in held)
-        count = sum(sum(linear.parts) * wide for linear, wide in _widths(linears, spec)) + self._width * spec.hidden
+        inputs = (spec.hidden, spec.heads * spec.head_dim, spec.hidden, spec.inner) * spec.layers
+        count = sum(sum(linear.parts) * wide for linear, wide in zip(linears, inputs, strict=True))
+        count += self._width * spec.hidden
         return ModelSize(read + (0 if shared else table.nbytes), read, 2 * count)
-
-    def stock(self) -> nn.Module:
-        if self._stock is None:
-            assert self._load_stock is not None, "a decoder of a checkpoint"
-            self._stock = self._load_stock()
-        module: nn.Module = self._stock
-        return module
 
     def shallow(self, each: int) -> DecoderForestModel:
         """Return a model of the same weights with the first `each` layers of every kind, and a cache of its own."""
@@ -206,8 +192,7 @@ class DecoderForestModel(BaseForestModel):
         if self.attention is None and plain is self.ops:
             return False
         self.attention, self.decoder.ops = None, plain
-        if self.invariant:
-            self.invariant, self.varies = False, "it was checked with kernels, one of which fails"
+        self._distrust_kernels()
         return True
 
     def release(self) -> None:
@@ -254,14 +239,14 @@ class DecoderForestModel(BaseForestModel):
 
     def _results(self, batch: ForestInput, hidden: Tensor, inputs: LayerInputs, logits: bool) -> _Results:
         """Run the layers, the final norm and, with `logits`, the LM head, as a program where there is one."""
-        few = hidden.shape[:2].numel() <= MOST_NODES
-        if self.ops.program is None or not few or not all(map(_fits_program, inputs.views)):
+        few, keys = hidden.shape[:2].numel() <= MOST_NODES, [view.key() for view in inputs.views]
+        if self.ops.program is None or not few or None in keys:
             return self._computed(hidden, inputs, logits, EAGER)
         if self._programs_of != self.generation:
             self.forget_programs()
         head = self.decoder.weights.head  # a program would keep a copy of the result of torch's product
         ends = logits and isinstance(head, Product) and head.compiled
-        key = (torch.get_num_threads(), hidden.shape, ends, *map(_key_of, inputs.views))
+        key = (torch.get_num_threads(), hidden.shape, ends, *keys)
         made = self._programs.pop(key, None)
         if made is None:
             while len(self._programs) >= MOST_PROGRAMS:
@@ -290,7 +275,7 @@ class DecoderForestModel(BaseForestModel):
             places = LayerInputs(
                 inputs.slots.clone(),
                 [(cos.clone(), sin.clone()) for cos, sin in inputs.angles],
-                [_program_view(view) for view in inputs.views],
+                [view.copy() for view in inputs.views],
                 inputs.planes,
             )
             first = hidden.clone()
@@ -383,78 +368,9 @@ def _seen(batch: ForestInput, window: int | None) -> Tensor:
     return batch.mask & (batch.positions[:, :, None] - batch.slot_positions[:, None, :] < window)
 
 
-def _fits_program(view: View) -> bool:
-    """Return whether a program can hold the view: a later forward of its shape differs in the contents of tensors
-    alone."""
-    return not isinstance(view, MaskView) or (view.rows is None and view.metadata is None)
-
-
-def _key_of(view: View) -> Hashable:
-    """Return the properties of a view that a program depends on."""
-    if isinstance(view, PrefixView):
-        return view.counts.shape, view.rows is None
-    if isinstance(view, PathView):
-        return view.prompt is None, view.prompt_slots, _padded(view.paths.slots.shape[2]), _padded(view.paths.span)
-    assert isinstance(view, MaskView)
-    return view.mask.shape
-
-
-def _padded(size: int) -> int:
-    """Return how many slots a program has room for, where a forward has `size` of them."""
-    return max(LEAST_PADDED, 1 << (size - 1).bit_length())
-
-
-def _program_view(view: View) -> View:
-    """Return a copy of a view for a program, with room for longer paths."""
-    if isinstance(view, MaskView):
-        return replace(view, mask=view.mask.clone(memory_format=torch.contiguous_format))
-    if isinstance(view, PrefixView):
-        return _program_prefix(view)
-    assert isinstance(view, PathView)
-    paths = view.paths
-    slots = torch.zeros(*paths.slots.shape[:2], _padded(paths.slots.shape[2]), dtype=torch.int32)
-    place = SlotPaths(slots, paths.counts.clone(), paths.bounds.clone(), _padded(paths.span), 0)
-    slots[:, :, : paths.slots.shape[2]].copy_(paths.slots)
-    head = None if view.head is None else view.head.clone(memory_format=torch.contiguous_format)
-    prompt = None if view.prompt is None else _program_prefix(view.prompt)
-    return PathView(view.prompt_slots, place, head, view.kernel, prompt)
-
-
-def _program_prefix(view: PrefixView) -> PrefixView:
-    return replace(view, counts=view.counts.clone(), rows=None if view.rows is None else view.rows.clone())
-
-
-def _load_view(place: View, view: View) -> None:
-    if isinstance(place, MaskView):
-        assert isinstance(view, MaskView)
-        place.mask.copy_(view.mask)
-        return
-    if isinstance(place, PrefixView):
-        assert isinstance(view, PrefixView)
-        place.counts.copy_(view.counts)
-        if place.rows is not None and view.rows is not None:
-            place.rows.copy_(view.rows)
-        return
-    assert isinstance(place, PathView)
-    assert isinstance(view, PathView)
-    place.paths.slots[:, :, : view.paths.slots.shape[2]].copy_(view.paths.slots)
-    place.paths.counts.copy_(view.paths.counts)
-    place.paths.bounds.copy_(view.paths.bounds)
-    if place.head is not None and view.head is not None:
-        place.head.copy_(view.head)
-    if place.prompt is not None and view.prompt is not None:
-        _load_view(place.prompt, view.prompt)
-
-
 def stored(linear: object) -> Sequence[Tensor]:
     """Return the tensors in which a product's weights are stored."""
     if isinstance(linear, (PlainLinear, PackedProduct)):
         return linear.weights
     found: Any = linear
     return [found.backend.weights]
-
-
-def _widths(linears: Sequence[Any], spec: Any) -> list[tuple[Any, int]]:
-    """Return each product with its number of inputs."""
-    inputs = (spec.hidden, spec.heads * spec.head_dim, spec.hidden, spec.inner)
-    return [(linear, inputs[number % 4]) for number, linear in enumerate(linears)]

@@ -10,113 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.models.decoder.own_rows import OwnRows
 from dsbd_cli.models.decoder.spec import DecoderSpec
+from dsbd_cli.models.decoder.views import View
 from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights, PlainLinear
-from dsbd_cli.models.forest_attention import AttentionMetadata, Blocks, attention, prompt_attention
-from dsbd_cli.ops.cpu.attention import SlotPaths
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
 from dsbd_cli.ops.interface import Ops
-
-
-class View(Protocol):
-    """The way in which the nodes of one forward attend to cached keys, in all layers with the same window."""
-
-    def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        softcap: float | None,
-        run: Eager,
-    ) -> Tensor:
-        """Return attention [R, n, Q, E] of query [R, Q, n, E] over planes [R', S', K, E]."""
-
-
-@dataclass(slots=True)
-class PrefixView:
-    """A view of the first slots of each row, as many as each node sees, for a CPU kernel.
-
-    counts: [R, n or 1] int64, how many. kernel: Ops.prompt_attention. rows: [R] int64, rows of the planes; None for the
-    first ones.
-    """
-
-    counts: Tensor
-    kernel: Callable[..., tuple[Tensor, Tensor]]
-    rows: Tensor | None = None
-
-    def part(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, run: Eager) -> tuple[Tensor, Tensor]:
-        """Return attention [R, K, m, E] and its natural log-sums [R, K, m]."""
-        key, value = keys.transpose(1, 2), values.transpose(1, 2)
-        return self.kernel(query, key, value, self.counts, scale, rows=self.rows, run=run)
-
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, run: Eager
-    ) -> Tensor:
-        assert softcap is None
-        found = self.part(query, keys, values, scale, run)[0]
-        return run.compute(lambda: found.view(query.shape).transpose(1, 2).contiguous())
-
-
-@dataclass(slots=True)
-class PathView:
-    """A view that lists the slots which each node sees, for a CPU kernel that joins them with the prompt slots.
-
-    prompt_slots: leading slots of each row that torch's attention serves, none or one number per row. paths: the other
-    slots. head: [R, 1, m, S or fewer], added to the scores of prompt slots; None where all nodes see all of them.
-    kernel: Ops.path_attention. prompt: serves the prompt slots in place of torch.
-    """
-
-    prompt_slots: tuple[int, ...]
-    paths: SlotPaths
-    head: Tensor | None
-    kernel: Callable[..., Tensor]
-    prompt: PrefixView | None = None
-
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, run: Eager
-    ) -> Tensor:
-        key, value = (plane[: len(query)].transpose(1, 2) for plane in (keys, values))
-        known: tuple[Tensor, Tensor] | None = None
-        if self.prompt is not None:
-            known = self.prompt.part(query, keys, values, scale, run)
-        elif max(self.prompt_slots, default=0):
-            known = run.compute(lambda: prompt_attention(self.prompt_slots, query, key, value, self.head, scale))
-        return self.kernel(self.paths, query, key, value, scale, prompt_part=known, softcap=softcap, run=run)
-
-
-@dataclass(slots=True)
-class MaskView:
-    """A view by a mask [R, 1, n, S] that is added to the scores. rows: [R], rows of the planes; None for the first
-    ones.
-
-    metadata: how the slots are split, or the blocks in which a prompt is read; None: torch's attention takes all slots.
-    """
-
-    mask: Tensor
-    rows: Tensor | None = None
-    metadata: AttentionMetadata | Blocks | None = None
-
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, run: Eager
-    ) -> Tensor:
-        active = self.mask.shape[-1]
-
-        def attended() -> Tensor:
-            seen = [plane[:, :active] for plane in (keys, values)]
-            seen = [one[: len(query)] if self.rows is None else one.index_select(0, self.rows) for one in seen]
-            key, value = (one.transpose(1, 2) for one in seen)
-            found = attention(self.metadata, query, key, value, self.mask, scale, softcap)
-            assert found is not None, "the mask is one of all heads"
-            return found
-
-        return run.compute(attended)
 
 
 @dataclass(slots=True)

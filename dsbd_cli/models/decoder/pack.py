@@ -32,9 +32,9 @@ def quantize_decoder(decoder: Decoder, outliers: Outliers, least: int = LEAST_WE
     int8."""
     made = 0
     for full, owner, name in decoder.plain_products():
-        linear = getattr(owner, name)
-        if _count(linear) >= least:
-            setattr(owner, name, _quantized(linear, decoder.weights.dtype, outliers[full]))
+        linear: PlainLinear = getattr(owner, name)
+        if sum(weight.numel() for weight in linear.weights) >= least:
+            setattr(owner, name, int8_linear(*linear.converted(decoder.weights.dtype), outliers[full]))
             made += 1
     pack_decoder(decoder, torch.device("cpu"))
     return made
@@ -70,17 +70,6 @@ class _Watched:
         return self._inner.compute(x, run)
 
 
-def _count(linear: PlainLinear) -> int:
-    return sum(weight.numel() for weight in linear.weights)
-
-
 def packed(linear: PlainLinear, dtype: torch.dtype, device: torch.device, ops: Ops) -> Linear:
     """Return a product packed for a device, or the plain product where nothing packs it."""
-    weights = [weight.to(device, dtype) for weight in linear.weights]
-    biases = [None if bias is None else bias.to(device, dtype) for bias in linear.biases]
-    return ops.linear(weights, biases) or linear
-
-
-def _quantized(linear: PlainLinear, dtype: torch.dtype, outliers: Tensor) -> Linear:
-    weights = [weight.to(dtype) for weight in linear.weights]
-    return int8_linear(weights, [None if bias is None else bias.to(dtype) for bias in linear.biases], outliers)
+    return ops.linear(*linear.converted(dtype, device)) or linear

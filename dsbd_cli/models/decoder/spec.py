@@ -228,18 +228,27 @@ def _rotary(config: Any, parameters: Mapping[str, Any], dim: int, kind: str | No
 # Families: the settings in which each differs from the common ones.
 
 
-def _llama(config: Any) -> dict[str, Any]:
+def _attention_bias(config: Any) -> dict[str, Any]:
+    """Return whether the products of attention have a bias, all of them or none."""
     bias = bool(getattr(config, "attention_bias", False))
-    mlp = bool(getattr(config, "mlp_bias", False))
-    return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": mlp, "windows": _no_windows(config)}
+    return {"qkv_bias": bias, "out_bias": bias}
+
+
+def _biases(config: Any) -> dict[str, Any]:
+    """Return whether the products of attention have a bias, and those of the MLP."""
+    return {**_attention_bias(config), "mlp_bias": bool(getattr(config, "mlp_bias", False))}
 
 
 def _no_windows(config: Any) -> tuple[None, ...]:
     return (None,) * int(config.num_hidden_layers)
 
 
-def _mistral(config: Any) -> dict[str, Any]:
+def _as_common(config: Any) -> dict[str, Any]:
     return {}
+
+
+def _llama(config: Any) -> dict[str, Any]:
+    return {**_biases(config), "windows": _no_windows(config)}
 
 
 def _qwen2(config: Any) -> dict[str, Any]:
@@ -247,30 +256,24 @@ def _qwen2(config: Any) -> dict[str, Any]:
 
 
 def _qwen3(config: Any) -> dict[str, Any]:
-    bias = bool(getattr(config, "attention_bias", False))
-    return {"qkv_bias": bias, "out_bias": bias, "head_norms": True}
+    return {**_attention_bias(config), "head_norms": True}
 
 
 def _smollm3(config: Any) -> dict[str, Any]:
     """Return the settings of SmolLM3, some of whose layers do not rotate: their angles are 0."""
     common = _common(config)
-    bias = bool(getattr(config, "attention_bias", False))
     return {
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "mlp_bias": bool(getattr(config, "mlp_bias", False)),
+        **_biases(config),
         "rotaries": (*common["rotaries"], Rotary(None)),
         "rotary": tuple(0 if config.no_rope_layers[layer] else 1 for layer in range(common["layers"])),
     }
 
 
 def _gemma(config: Any) -> dict[str, Any]:
-    bias = bool(getattr(config, "attention_bias", False))
     return {
+        **_attention_bias(config),
         "unit_offset": True,
         "embedding_scale": config.hidden_size**0.5,
-        "qkv_bias": bias,
-        "out_bias": bias,
         "windows": _no_windows(config),
     }
 
@@ -290,10 +293,6 @@ def _gemma3(config: Any) -> dict[str, Any]:
     return {**_gemma2(config), "head_norms": True}
 
 
-def _phi3(config: Any) -> dict[str, Any]:
-    return {}
-
-
 def _granite(config: Any) -> dict[str, Any]:
     return {
         **_llama(config),
@@ -305,10 +304,8 @@ def _granite(config: Any) -> dict[str, Any]:
 
 
 def _olmo2(config: Any) -> dict[str, Any]:
-    bias = bool(getattr(config, "attention_bias", False))
     return {
-        "qkv_bias": bias,
-        "out_bias": bias,
+        **_attention_bias(config),
         "norms_over_all_heads": True,
         "pre_norms": False,
         "post_norms": True,
@@ -328,15 +325,15 @@ def _seed_oss(config: Any) -> dict[str, Any]:
 
 FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "llama": _llama,
-    "mistral": _mistral,
-    "ministral": _mistral,
+    "mistral": _as_common,
+    "ministral": _as_common,
     "smollm3": _smollm3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
-    "phi3": _phi3,
+    "phi3": _as_common,
     "granite": _granite,
     "olmo2": _olmo2,
     "olmo3": _olmo2,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,14 @@ class PlainLinear:
 
     def to(self, device: torch.device) -> None:
         """Move the weights to a device, in place."""
-        self.weights = [weight.to(device) for weight in self.weights]
-        self.biases = [None if bias is None else bias.to(device) for bias in self.biases]
+        self.weights, self.biases = self.converted(device=device)
+
+    def converted(
+        self, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return weights and biases in another dtype, on another device."""
+        weights = [weight.to(device, dtype) for weight in self.weights]
+        return weights, [None if bias is None else bias.to(device, dtype) for bias in self.biases]
 
     def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
         """Return the products [..., o] of x [..., i], side by side."""
@@ -123,11 +129,7 @@ def read_tensors(folder: Path) -> Tensors:
     found: dict[str, Callable[[], Tensor]] = {}
     for path in files:
         file = safe_open(path, "pt")
-
-        def getter(name: str, file: Any = file) -> Callable[[], Tensor]:
-            return lambda: file.get_tensor(name)
-
-        found.update({name: getter(name) for name in file.keys()})  # noqa: SIM118
+        found.update({name: partial(file.get_tensor, name) for name in file.keys()})  # noqa: SIM118
     return found
 
 

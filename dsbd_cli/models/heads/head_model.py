@@ -35,7 +35,9 @@ AFTER_NORM = "it reads the states after the final norm"
 class HeadDecoder(Decoder):
     """A decoder of one layer whose inputs are a token and a state, and whose outputs are logits and a state."""
 
-    parts: Eagle3Parts | MtpParts
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops, parts: Eagle3Parts | MtpParts) -> None:
+        super().__init__(spec, weights, ops)
+        self.parts = parts
 
     def plain_products(self) -> list[tuple[str, Any, str]]:
         found = super().plain_products()
@@ -85,10 +87,6 @@ class Eagle3Decoder(HeadDecoder):
 
     parts: Eagle3Parts
 
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops, parts: Eagle3Parts) -> None:
-        super().__init__(spec, weights, ops)
-        self.parts = parts
-
     def fuse(self, taken: list[Tensor]) -> Tensor:
         parts, eps = self.parts, self.spec.eps
         if parts.tap_norms:
@@ -134,10 +132,6 @@ class MtpDecoder(HeadDecoder):
     target's kind. States are those after the final norm."""
 
     parts: MtpParts
-
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops, parts: MtpParts) -> None:
-        super().__init__(spec, weights, ops)
-        self.parts = parts
 
     def fuse(self, taken: list[Tensor]) -> Tensor:
         return taken[0]

@@ -10,7 +10,8 @@ from torch import Tensor
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, PairError
 from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
-from dsbd_cli.models.checkpoints.loader import check_quantize, device_of, too_small
+from dsbd_cli.models.checkpoints.loader import check_quantize, too_small
+from dsbd_cli.models.checkpoints.placement import device_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import tensors_of
 from dsbd_cli.models.decoder.own_rows import OWN_IDS, OwnRows
@@ -112,6 +113,7 @@ def _choose_layers(model: HeadForestModel, found: FoundHead) -> str:
     words."""
     if not found.layers[0]:
         return AFTER_NORM
+    best, other = 0, ""
     if len(found.layers) > 1:
         text = _greedy_text(model.target)
         losses = []
@@ -121,9 +123,7 @@ def _choose_layers(model: HeadForestModel, found: FoundHead) -> str:
         best = min(range(len(losses)), key=losses.__getitem__)
         model.read_from(found.layers[best])
         other = f" (loss {losses[best]:.2f} on a text of the target; {losses[1 - best]:.2f} one layer off)"
-    else:
-        best, other = 0, ""
-    return f"it reads the states after {_numbers(found.layers[best])} layers{other}"
+    return f"it reads the states after {', '.join(map(str, found.layers[best]))} layers{other}"
 
 
 @torch.inference_mode()
@@ -151,13 +151,9 @@ def _loss(model: HeadForestModel, text: Sequence[int]) -> float:
     return float(-there.mean()) if len(there) else 0.0
 
 
-def _numbers(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers))
-
-
 def _why_unfit(target: BaseForestModel, spec: ModelSpec) -> str | None:
     """Return why no head can read this target; None where one can."""
-    if target.paired:
+    if target.has_encoder:
         return "a model with an encoder has none that a head was made for"
     if not target.kv_bytes_per_slot():
         return "all layers of this one are recurrent: no slot holds a token, and a head attends to tokens"

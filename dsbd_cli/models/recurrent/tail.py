@@ -6,7 +6,6 @@ Letters as in models/recurrent/states.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -176,23 +175,23 @@ class TailBuffer:
         return found[:, : int(used.sum(1).max())] if found.device.type == "cpu" else found
 
 
-@dataclass(frozen=True, slots=True)
 class Shift:
-    """A move of the suffix, in places, after which the first `count` [R] tokens of the suffix join the common prefix.
+    """A move of the suffix, after which the first `count` [R] tokens of the suffix join the common prefix. What layers
+    need of it is computed once for all of them.
 
-    src_slots, dst_slots: [m] int64, indices into rows of T + 1 places that are flattened. base, common_prefix: [R]
-    int64, slots of the common prefix before and after. width: T. most: an upper bound of `count`. found, plans: results
-    that are computed from these once for all layers.
+    sources, targets: [m] int64, places as indices into rows of T + 1 places that are flattened. base, common_prefix:
+    [R] int64, slots of the common prefix before and after. width: T. most: an upper bound of `count`.
     """
 
-    src_slots: Tensor
-    dst_slots: Tensor
-    base: Tensor
-    common_prefix: Tensor
-    width: int
-    most: int
-    found: dict[str, Tensor] = field(default_factory=dict)
-    plans: dict[int, ScanSchedule] = field(default_factory=dict)
+    def __init__(
+        self, sources: Tensor, targets: Tensor, base: Tensor, common_prefix: Tensor, width: int, most: int
+    ) -> None:
+        self.sources, self.targets, self.base, self.common_prefix = sources, targets, base, common_prefix
+        self.width, self.most = width, most
+        # by number of places before the suffix
+        self._plans: dict[int, ScanSchedule] = {}
+        self._moves: dict[int, tuple[Tensor, Tensor]] = {}
+        self._last_tokens: dict[int, Tensor] = {}
 
     @classmethod
     def of(cls, src_slots: Tensor, dst_slots: Tensor, base: Tensor, common_prefix: Tensor, width: int) -> Shift:
@@ -212,28 +211,23 @@ class Shift:
             here, there = here.index_select(0, moved), there.index_select(0, moved)
         return cls(here, there, base.clone(), common_prefix, width, most)
 
-    @property
+    @cached_property
     def count(self) -> Tensor:
         """Number of tokens that join the common prefix, [R] int64."""
-        if "count" not in self.found:
-            self.found["count"] = (self.common_prefix - self.base).clamp(0, self.width)
-        return self.found["count"]
+        return (self.common_prefix - self.base).clamp(0, self.width)
 
-    @property
+    @cached_property
     def joined(self) -> Tensor:
         """Places of the tokens that join the common prefix, in order, and of those that follow them: [R, most]
         int64."""
-        if "joined" not in self.found:
-            ahead = torch.arange(self.most, device=self.base.device)
-            self.found["joined"] = (self.base.unsqueeze(1) + ahead) % self.width
-        return self.found["joined"]
+        return (self.base.unsqueeze(1) + torch.arange(self.most, device=self.base.device)) % self.width
 
     def plan(self, lead: int) -> ScanSchedule:
         """Return the schedule by which a kernel takes the tokens that join the common prefix into states."""
-        if lead not in self.plans:
+        if lead not in self._plans:
             parts = (as_array(part) for part in (self.base, self.count, self.joined))
-            self.plans[lead] = _kernels().fold(*parts, lead)
-        return self.plans[lead]
+            self._plans[lead] = _kernels().fold(*parts, lead)
+        return self._plans[lead]
 
     def first(self, plane: Tensor, lead: int = 0) -> Tensor:
         """Return the places `joined` of a plane [rows, lead + T + 1, ...]: [R, most, ...]."""
@@ -243,44 +237,43 @@ class Shift:
 
     def move(self, plane: Tensor, lead: int) -> None:
         """Move the suffix of a plane [rows, lead + T + 1, ...]."""
-        if len(self.src_slots):
-            flat = plane.flatten(0, 1)
-            src_slots, dst_slots = (self._in(name, lead) for name in ("src_slots", "dst_slots"))
-            flat.index_copy_(0, dst_slots, flat.index_select(0, src_slots))
+        if not len(self.sources):
+            return
+        if lead not in self._moves:
+            sources, targets = (
+                places + lead * (places.div(self.width + 1, rounding_mode="floor") + 1)
+                for places in (self.sources, self.targets)
+            )
+            self._moves[lead] = sources, targets
+        sources, targets = self._moves[lead]
+        flat = plane.flatten(0, 1)
+        flat.index_copy_(0, targets, flat.index_select(0, sources))
 
     def join(self, plane: Tensor, lead: int) -> None:
         """Copy the last `lead` tokens of the grown common prefix to the first places of a plane."""
         if lead and self.most:
-            last = plane.flatten(0, 1).index_select(0, self._last(lead))
+            last = plane.flatten(0, 1).index_select(0, self._last_of_prefix(lead))
             plane[: len(self.base), :lead] = last.view(len(self.base), lead, *plane.shape[2:])
 
-    def _in(self, name: str, lead: int) -> Tensor:
-        """Return src_slots or dst_slots as indices into planes with `lead` places before the suffix."""
-        flat: Tensor = getattr(self, name)
-        key = f"{name} {lead}"
-        if key not in self.found:
-            self.found[key] = flat + lead * (flat.div(self.width + 1, rounding_mode="floor") + 1)
-        return self.found[key]
-
-    def _last(self, lead: int) -> Tensor:
-        """Return the indices [R * lead] int64, in such a plane, of the last tokens of the grown common prefix, as they
-        are before `join` copies them."""
-        if (key := f"last {lead}") not in self.found:
+    def _last_of_prefix(self, lead: int) -> Tensor:
+        """Return the indices [R * lead] int64, in a flattened plane [rows, lead + T + 1, ...], of the last tokens of
+        the grown common prefix, as they are before `join` copies them."""
+        if lead not in self._last_tokens:
             device = self.base.device
             ahead = self.count.unsqueeze(1) + torch.arange(-lead, 0, device=device)  # from the old common prefix's end
             place = torch.where(ahead < 0, lead + ahead, lead + (self.base.unsqueeze(1) + ahead) % self.width)
             starts = torch.arange(len(self.base), device=device).unsqueeze(1) * (lead + self.width + 1)
-            self.found[key] = (starts + place).flatten()
-        return self.found[key]
+            self._last_tokens[lead] = (starts + place).flatten()
+        return self._last_tokens[lead]
 
     def on(self, device: torch.device) -> Shift:
         """Return the same for a layer on another device."""
         if device == self.base.device:
             return self
-        src_slots, dst_slots, base, common_prefix = (
-            part.to(device) for part in (self.src_slots, self.dst_slots, self.base, self.common_prefix)
+        sources, targets, base, common_prefix = (
+            part.to(device) for part in (self.sources, self.targets, self.base, self.common_prefix)
         )
-        return Shift(src_slots, dst_slots, base, common_prefix, self.width, self.most)
+        return Shift(sources, targets, base, common_prefix, self.width, self.most)
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:

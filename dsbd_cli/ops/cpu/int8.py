@@ -101,18 +101,21 @@ class Torch:
         integers = ordinary.div_(scales.unsqueeze(1)).round_().to(torch.int8)
         del ordinary
         packed = linear([outlier_weights], [bias])
-        self._outlier_product = partial(_linear, outlier_weights, bias) if packed is None else packed.compute
+        self._outlier_product = (
+            partial(nn.functional.linear, weight=outlier_weights, bias=bias) if packed is None else packed.compute
+        )
         self.scales, self._outliers, self._ordinary_mask = scales, outliers, kept.to(outlier_weights.dtype)
         self.weights: Tensor = torch.ops.onednn.qlinear_prepack(integers, None)
         self._zeros = torch.zeros(len(integers), dtype=torch.int32)
 
     def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
         """Compute the product: x [r, i] -> [r, o]."""
-        return run.compute(lambda: self._in_parts(x))
 
-    def _in_parts(self, x: Tensor) -> Tensor:
-        parts = [self.multiply(*self.levels(rows)) for rows in x.split(PRODUCT_ROWS)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        def compute() -> Tensor:
+            parts = [self.multiply(*self.levels(rows)) for rows in x.split(PRODUCT_ROWS)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        return run.compute(compute)
 
     def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize x [r, i]. Return integers [r, i] in 1 .. 255, the scale of each row [r, 1], and outliers [r, k]."""
@@ -203,10 +206,6 @@ class Compiled:
         )  # fmt: skip
         run.launch(compiled()[1], arguments, rows * columns * self._inputs, parts.items)
         return out if columns == self._outputs else out[:, : self._outputs]
-
-
-def _linear(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
-    return nn.functional.linear(x, weight, bias)
 
 
 def _ordinary_mask(inputs: int, outliers: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ RULES = ("coupled", "search")
 MOST_CANDIDATES = 256  # they are kept in order while they are found, which takes longer than sorting if there are many
 WORK = 16  # multiplications that take as long as a pair of a pool, about
 KINDS = {"w": torch.int64, "f": torch.float32, "b": torch.bool, "s": torch.int32}
-BUFFER = ("numbers", "flags", "node_weight", "node_path", "node_ancestors", "mask")  # tensors of a ForestBuffer
+BUFFER = ("numbers", "flags", "node_weight", "node_path", "node_ancestors", "mask")  # tensors of a KernelBuffer
 ENDINGS = ("eos", "stops", "vocabulary", "stopping")
 WARP = ("temperature", "top_k", "top_p", "min_p", "greedy", "by_beam")  # in this order: a kernel is given the first one
 
@@ -172,10 +172,10 @@ def begin(
     trash: int,
     last_position: int,
 ) -> None:
-    """Write the roots, their slots, positions and mask, and the keys of the streams, as `ForestBuffer.begin` does.
+    """Write the roots, their slots, positions and mask, and the keys of the streams, as a `TensorBuffer` does.
 
     beams: token, path, stop_state, valid, weight, ancestors, depth. table: used, common_prefix, positions, tokens.
-    noise: row_key, iteration. buffer: the tensors of a ForestBuffer. keys [R, D + 1, STREAMS]. joined: tokens,
+    noise: row_key, iteration. buffer: the tensors of a KernelBuffer. keys [R, D + 1, STREAMS]. joined: tokens,
     positions and slots [3, R, L + W0] and mask [R, L + W0, S] of the forward that runs L tokens of the backlog first; L
     may be 0. trash: a slot for tokens of the backlog that do not exist.
     """

@@ -92,14 +92,15 @@ class Program(Eager):
 
     def compute(self, function: Callable[[], Results]) -> Results:
         self.close()
-        alone, buffers = isinstance(found := function(), Tensor), [self._static_buffer(one) for one in _several(found)]
+        found = function()
+        buffers = [self.empty(*one.shape, dtype=one.dtype) for one in _several(found)]
 
         def step() -> None:
             for buffer, result in zip(buffers, _several(function()), strict=True):
                 buffer.copy_(result)
 
         self._steps.append(step)
-        result: Any = buffers[0] if alone else tuple(buffers)
+        result: Any = buffers[0] if isinstance(found, Tensor) else tuple(buffers)
         return result
 
     def copy(self, value: Tensor) -> Tensor:
@@ -134,9 +135,6 @@ class Program(Eager):
         for step in self._steps:
             step()
         return result
-
-    def _static_buffer(self, like: Tensor) -> Tensor:
-        return self.empty(*like.shape, dtype=like.dtype)
 
 
 def _several(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -187,7 +187,8 @@ def test_a_failed_capture_restores_every_field() -> None:
             raise CaptureError("no")
 
     told: list[str] = []
-    graphs = IterationGraphs(Never(), tell=told.append)
+    graphs = IterationGraphs(Never())
+    graphs.tell = told.append
     state = State(Inner(torch.zeros(2), "a"), None)
 
     def phase() -> None:

@@ -373,7 +373,7 @@ def test_a_shared_encoder_gives_the_same_texts() -> None:
     copy = perturbed(plain, 0.03)
     copy.get_encoder().load_state_dict(plain.get_encoder().state_dict())
     target, draft = Seq2SeqForestModel(plain, "bart"), Seq2SeqForestModel(copy, "bart")
-    target.lead(draft)
+    target.share_encoder(draft)
     codec, batch = pair_codec(plain, ENDS), encoder_inputs(7)
     sampling = SamplingConfig(max_new_tokens=NEW, n_best=4)
 

@@ -15,7 +15,7 @@ import torch
 
 from dsbd_cli.engine.constraints.stops import StopTable
 from dsbd_cli.engine.core.beams import Beams
-from dsbd_cli.engine.core.forest_buffer import ForestBuffer, ForestSizes
+from dsbd_cli.engine.core.forest_buffer import ForestSizes, TensorBuffer
 from dsbd_cli.engine.core.slots import SlotTable
 from dsbd_cli.engine.drafting.base import DraftContext, Endings
 from dsbd_cli.engine.drafting.index import CorpusIndex, CorpusTokens, sort_suffixes
@@ -59,7 +59,7 @@ def make_context(texts: Sequence[Sequence[Sequence[int]]], prompt: int, count: i
         num_beams=width,
         depth=depth,
         drafts_per_layer=count,
-        buffer=ForestBuffer.begin("coupled", ForestSizes(width, count, depth, 64), beams, table, noise),
+        buffer=TensorBuffer(ForestSizes(width, count, depth, 64), beams, table, noise),
         row_key=noise[0],
         iteration=noise[1],
         draft_backlog=0,

@@ -214,7 +214,8 @@ def test_a_capture_makes_no_tensor_that_outlives_it() -> None:
         x: Tensor
 
     told: list[str] = []
-    graphs, state = IterationGraphs(FakeRecorder(), tell=told.append), State(torch.zeros(1))
+    graphs, state = IterationGraphs(FakeRecorder()), State(torch.zeros(1))
+    graphs.tell = told.append
     for turn in range(4):
         state.x = torch.zeros(1)
 

@@ -19,7 +19,16 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.planning.acceptance import Acceptance, PassRates
-from dsbd_cli.engine.planning.planner import NOTHING, AdaptivePlanner, DraftWork, Gate, Planner, Shape, planner_for
+from dsbd_cli.engine.planning.planner import (
+    NOTHING,
+    AdaptivePlanner,
+    DraftWork,
+    Gate,
+    Observation,
+    Planner,
+    Shape,
+    planner_for,
+)
 from dsbd_cli.engine.planning.timing import FittedLine
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UsageError
@@ -183,7 +192,7 @@ def test_no_draft_is_tried_before_an_iteration_without_drafts_is_timed() -> None
     for _ in range(60):
         shown = world.at(planner.choose([world.request], DraftWork(unread=320)))
         assert not shown[0].depth
-        planner.observe(*shown, DraftWork(unread=320), False)
+        planner.observe(Observation(*shown, DraftWork(unread=320), False))
 
 
 def test_the_planner_knows_how_large_the_draft_is() -> None:
@@ -240,7 +249,7 @@ def test_a_batch_takes_the_shape_of_the_largest_sum() -> None:
     for request, rate in ((good, 1.0), (bad, 0.0)):
         world.rate, world.request = rate, request
         for _ in range(60):
-            planner.observe(*world.at(Shape(4, 8)))
+            planner.observe(Observation(*world.at(Shape(4, 8))))
     planner._probe_budget_s = 0.0  # no probe
     assert planner.choose([good]).depth > 2
     planner._now = Shape(0, 8)
@@ -292,7 +301,7 @@ def test_one_slow_iteration_is_no_verdict() -> None:
     for number in range(1200):
         shown = world.at(planner.choose([world.request]))
         shown[3]["draft"] += 0.08 * (number == 1)
-        planner.observe(*shown)
+        planner.observe(Observation(*shown))
     assert all(world.iterate(planner).depth > 3 for _ in range(50))
 
 
@@ -310,7 +319,7 @@ def test_runs_before_a_capture_and_the_capture_tell_nothing_about_time(stable: b
             shown[3]["draft"] *= 6
             shown[3]["target"] *= 2
         shown[3]["draft"] += 1.0 * (seen[key] == 3)
-        planner.observe(*shown, NOTHING, seen[key] > 3)
+        planner.observe(Observation(*shown, NOTHING, seen[key] > 3))
         depths.append(shown[0].depth)
     assert sum(depth > 4 for depth in depths[-1000:]) > 900
 
@@ -349,7 +358,8 @@ def test_planning_is_cheap_for_many_rows() -> None:
     requests = [Acceptance() for _ in range(32)]
     passed = [[LayerCounters(reached=1, passed=1, needed=4)] * 8] * 32
     for _ in range(20):
-        planner.observe(planner.choose(requests), requests, passed, {"draft": 0.01, "target": 0.05, "verify": 0.001})
+        seconds = {"draft": 0.01, "target": 0.05, "verify": 0.001}
+        planner.observe(Observation(planner.choose(requests), requests, passed, seconds))
     sys.setprofile(count)
     shape = planner.choose(requests)
     sys.setprofile(None)
@@ -441,7 +451,8 @@ def test_seconds_are_of_what_is_drafted_and_of_what_goes_to_the_target() -> None
     for turn in range(400):
         shape = Shape(2, 8 if turn % 4 < 2 else 4)
         seconds = {"draft": 2 * 0.003, "target": 0.05 + 0.001 * shape.nodes(4), "verify": 0.0}
-        planner.observe(shape, [request], layers, seconds, gate=Gate(0.0, [0], [0.6, 0.6] if turn % 2 else [0.3, 0.3]))
+        gate = Gate(0.0, [0], [0.6, 0.6] if turn % 2 else [0.3, 0.3])
+        planner.observe(Observation(shape, [request], layers, seconds, gate=gate))
     found = planner._seconds(1)
     assert found[planner._index[Shape(2, 8)]] == pytest.approx(0.05 + 0.001 * 20 + 0.003 * 2, rel=0.02)
     assert found[planner._index[Shape(2, 8, 0.5)]] == pytest.approx(0.05 + 0.001 * 12 + 0.003 * 1.5, rel=0.02)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from dsbd_cli.engine.planning.acceptance import Acceptance, RequestLengths
-from dsbd_cli.engine.planning.planner import AdaptivePlanner, DraftWork
+from dsbd_cli.engine.planning.planner import AdaptivePlanner, DraftWork, Observation
 from tests.helpers.worlds import World, method
 
 
@@ -58,7 +58,7 @@ def test_the_first_reading_says_nothing_about_the_next() -> None:
         shown = world.at(planner.choose([world.request], DraftWork(0, 0 if number > 1 else 500, 500)))
         if number == 0:
             shown[3]["read"] = 2.0
-        planner.observe(*shown, DraftWork(0, 500 if number == 0 else 0, 500))
+        planner.observe(Observation(*shown, DraftWork(0, 500 if number == 0 else 0, 500)))
         depths.append(shown[0].depth)
     assert sum(depth > 0 for depth in depths) > 550
 

@@ -84,7 +84,7 @@ def test_mutants_are_refused(name: str, break_it: Any, monkeypatch: pytest.Monke
 
 
 def test_positions_come_in_the_ways_that_are_known() -> None:
-    kinds = {name: Seq2SeqForestModel(build_pair(name), name)._places.kinds for name in ("t5", "bart", "whisper")}
+    kinds = {name: Seq2SeqForestModel(build_pair(name), name)._positions.kinds for name in ("t5", "bart", "whisper")}
     assert kinds == {"t5": ["bias"], "bart": ["table"], "whisper": ["argument"]}
     assert positions.ARGUMENT == "decoder_position_ids"
 
@@ -206,7 +206,7 @@ def test_the_draft_takes_over_what_the_targets_encoder_read() -> None:
     assert encoder_digest(target) == encoder_digest(draft) == encoder_digest(other)
     assert encoder_digest(target) != encoder_digest(perturbed(target, 0.1))
     leader, follower, alone = (Seq2SeqForestModel(one, "bart") for one in (target, draft, perturbed(draft, 0.0)))
-    leader.lead(follower)
+    leader.share_encoder(follower)
     ran = []
     draft.get_encoder().register_forward_hook(lambda *_: ran.append(1))
     for model in (leader, follower, alone):

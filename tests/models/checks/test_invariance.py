@@ -16,7 +16,7 @@ from dsbd_cli.engine.cache import prefill
 from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.protocols import ForestModel
-from dsbd_cli.models import forest_attention
+from dsbd_cli.models import attention_metadata, forest_attention
 from dsbd_cli.models.adapted import attention, patching
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.patching import pack
@@ -24,7 +24,8 @@ from dsbd_cli.models.checks.invariance import Surroundings, _logits, check
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import LoadedPair, load_pair
 from dsbd_cli.models.recurrent import mixers
-from dsbd_cli.models.recurrent.states import LinearState, StateCache
+from dsbd_cli.models.recurrent.linear_state import LinearState
+from dsbd_cli.models.recurrent.states import StateCache
 from dsbd_cli.ops.cpu.attention import attend
 from dsbd_cli.ops.cpu.runtime import features, on_amd
 from dsbd_cli.requests import Request
@@ -177,10 +178,10 @@ def test_experts_of_the_library_are_not_trusted(packed: bool, monkeypatch: pytes
 def all_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused kernel over all slots, gaps included."""
 
-    def fused(metadata, query, key, value, mask, scale, *more):  # type: ignore[no-untyped-def]
+    def fused(metadata, query, key, value, mask, scoring):  # type: ignore[no-untyped-def]
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scoring.scale)
 
     monkeypatch.setattr(forest_attention, "_by_parts", fused)
     in_torch(monkeypatch)
@@ -200,7 +201,7 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def odd_remainders(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many queries in torch's fused kernel as there happen to be."""
     by_torch(monkeypatch)
-    monkeypatch.setattr(forest_attention, "QUERY_STEP", 1)
+    monkeypatch.setattr(attention_metadata, "QUERY_STEP", 1)
 
 
 def test_torch_may_attend_to_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +227,7 @@ def attended(suffix: int) -> torch.Tensor:
     seen[..., :64] = True
     seen[..., 64:70] = torch.ones(6, 6).tril().bool()
     additive = torch.zeros(1, 1, 6, 128).masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
-    metadata = forest_attention.AttentionMetadata((64,), suffix, path_attention=attend)
+    metadata = attention_metadata.AttentionMetadata((64,), suffix, path_attention=attend)
     metadata.add(additive, seen, whole=True)
     with attention.attention_over(metadata):
         return attention.grouped_attention(torch.nn.Module(), query[:, :, :6], key, value, additive)[0]
@@ -246,7 +247,7 @@ def test_a_suffix_that_is_not_filled_up_is_found(monkeypatch: pytest.MonkeyPatch
     """Guards the test above."""
     in_torch(monkeypatch)
     wide = attended(64)
-    monkeypatch.setattr(forest_attention, "LEAST_SUFFIX", 1)
+    monkeypatch.setattr(attention_metadata, "LEAST_SUFFIX", 1)
     assert not all(torch.equal(attended(suffix), wide) for suffix in range(6, 12))
 
 
@@ -257,7 +258,7 @@ def of_queries(count: int, dim: int, dtype: torch.dtype = torch.float32) -> torc
     seen = torch.zeros(1, count, 128, dtype=torch.bool)
     seen[..., :97] = True
     additive = torch.zeros(1, 1, count, 128, dtype=dtype).masked_fill_(~seen[:, None], torch.finfo(dtype).min)
-    metadata = forest_attention.AttentionMetadata((96,), 32, path_attention=attend)
+    metadata = attention_metadata.AttentionMetadata((96,), 32, path_attention=attend)
     metadata.add(additive, seen, whole=True)
     with attention.attention_over(metadata):
         return attention.grouped_attention(torch.nn.Module(), query[:, :, :count], key, value, additive)[0][:, 0]
@@ -279,7 +280,7 @@ def test_a_query_has_the_same_bits_beside_any_number_of_others(
 @pytest.mark.parametrize("dim", [128, 256])
 def test_queries_that_are_not_filled_up_are_found(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the test above."""
-    monkeypatch.setattr(forest_attention, "LEAST_REST", 1)
+    monkeypatch.setattr(attention_metadata, "LEAST_REST", 1)
     few = [torch.equal(of_queries(count, dim), of_queries(96, dim)) for count in range(1, 40)]
     if all(few) and "avx512f" not in features():
         pytest.skip("only processors with AVX-512 are known for it")

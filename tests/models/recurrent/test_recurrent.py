@@ -16,14 +16,10 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.checks.selftest import self_test
-from dsbd_cli.models.recurrent import states
-from dsbd_cli.models.recurrent.states import (
-    GroupedState,
-    LayerMemory,
-    LinearState,
-    SelectiveState,
-    StateCache,
-)
+from dsbd_cli.models.recurrent import linear_state
+from dsbd_cli.models.recurrent.linear_state import GroupedState, LinearState
+from dsbd_cli.models.recurrent.memory import LayerMemory, SelectiveState
+from dsbd_cli.models.recurrent.states import StateCache
 from dsbd_cli.models.recurrent.tail import Shift, TailBuffer
 from dsbd_cli.ops.cpu.kernels import scan
 from tests.helpers.tiny import HEAD, RECURRENT, V, build
@@ -73,7 +69,7 @@ def test_accepts_halves(name: str, dtype: torch.dtype, by_kernel: bool) -> None:
     assert report.median_error < report.limit / 2
     assert isinstance(forest._cache, StateCache)
     for memory in forest._cache.memories.values():
-        assert all(tensor.dtype == torch.float32 for tensor in memory.states.values())
+        assert memory.state is None or memory.state.dtype == torch.float32
         assert all(memory.planes[name].dtype == torch.float32 for name in ("k", "u", "g") if name in memory.planes)
 
 
@@ -128,7 +124,7 @@ def by_kernel_convolution_by_slot(patch: pytest.MonkeyPatch) -> None:
 
 
 def uncorrected(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(states, "solve", lambda a, r: r)
+    patch.setattr(linear_state, "solve", lambda a, r: r)
 
 
 def base_not_cleared(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsbd_cli.models import forest_attention
+from dsbd_cli.models import attention_metadata, forest_attention
 from dsbd_cli.models.adapted import attention
 from dsbd_cli.models.recurrent import states
 from dsbd_cli.ops.cpu import attention as cpu_attention
@@ -49,7 +49,7 @@ class Case:
         """[R, n, H * G, E] by the attention function of the models, with the whole range of slots as suffix."""
         additive = torch.zeros(self.seen.shape, dtype=self.query.dtype)
         additive = additive.masked_fill_(~self.seen, torch.finfo(self.query.dtype).min)[:, None]
-        metadata = forest_attention.AttentionMetadata(
+        metadata = attention_metadata.AttentionMetadata(
             self.prompt_part,
             self.seen.shape[-1],
             path_attention=ops_for(CPU, self.query.dtype, ("path_attention",)).path_attention,

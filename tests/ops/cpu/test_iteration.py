@@ -7,7 +7,7 @@ Guards: an order of ties, a state that is read after it was written, NaN of a no
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.ops.cpu import iteration
 from dsbd_cli.ops.interface import Ops
-from dsbd_cli.ops.select import ITERATION_KERNELS, numba_ops
+from dsbd_cli.ops.select import ITERATION_KERNELS, NUMBA
 from dsbd_cli.ops.triton import differences
 from tests.helpers.iterations import SETTINGS, made
 from tests.helpers.kernels import CPU, serves
@@ -30,6 +30,11 @@ from tests.helpers.toys import NumberCodec, table_pair
 pytestmark = pytest.mark.skipif(not serves("verify"), reason="kernels of numba do not run here")
 VOCABULARY = 3000
 SERVED = [name for name in ITERATION_KERNELS if name not in ("candidates", "move")]
+
+
+def numba_ops(names: Iterable[str]) -> dict[str, Any]:
+    """The named operations by CPU kernels."""
+    return {name: NUMBA[name].op for name in names}
 
 
 @pytest.fixture

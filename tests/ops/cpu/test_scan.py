@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.recurrent import scans
-from dsbd_cli.models.recurrent.states import _flat_tokens
+from dsbd_cli.models.recurrent.memory import flat_tokens
 from dsbd_cli.models.recurrent.tail import Shift, TailBuffer
 from dsbd_cli.ops.cpu.kernels import scan
 from tests.models.recurrent.test_scans import Tree
@@ -272,7 +272,7 @@ def test_tokens_of_any_layout_become_lines() -> None:
         turned = torch.randn(rows, heads, count, 5).transpose(1, 2)
         apart = torch.randn(rows, count + 2, heads, 5)[:, :count]
         for x in (whole, wide, turned, apart, whole.transpose(2, 3), whole.bfloat16()):
-            flat, step = _flat_tokens(x)
+            flat, step = flat_tokens(x)
             size = x[0, 0].numel()
             for token, values in enumerate(x.float().flatten(0, 1)):
                 assert (flat[token * step : token * step + size] == values.flatten().numpy()).all()

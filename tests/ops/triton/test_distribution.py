@@ -26,6 +26,7 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.checks.kernels import IterationCase
 from dsbd_cli.engine.constraints.stops import StopTable
+from dsbd_cli.engine.core.forest_buffer import KernelBuffer
 from dsbd_cli.engine.core.noise import COMPLETION, DRAFT, RESIDUAL
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.iteration.iteration import Iteration, IterationShape
@@ -130,7 +131,7 @@ def iteration(rule: str, drafts: int) -> Iteration:
 def drafted(rule: str, drafts: int) -> Iteration:
     made = iteration(rule, drafts)
     made.draft()
-    assert made.context.buffer.kernel is not None, "the kernel drafts"
+    assert isinstance(made.context.buffer, KernelBuffer), "the kernel drafts"
     return made
 
 

@@ -1,0 +1,207 @@
+"""Arguments of transformers' `generate`: refused where our engine does not do the same, and else read as settings of
+ours.
+
+Letters: B prompts, T their padded length, W beams, L new tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.errors import UsageError, shorten
+
+# logits processors that are settings of ours, with the attribute that holds the value
+WARPERS = {
+    "TemperatureLogitsWarper": "temperature",
+    "TopKLogitsWarper": "top_k",
+    "TopPLogitsWarper": "top_p",
+    "MinPLogitsWarper": "min_p",
+}
+PREFIXES = "PrefixConstrainedLogitsProcessor"
+# logits processors that are token rules of ours
+RULES = (
+    "RepetitionPenaltyLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+)
+# logits processors that we refuse, with the argument that makes transformers add them
+ARGUMENTS = {
+    "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
+    "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
+    "EpsilonLogitsWarper": "epsilon_cutoff",
+    "EtaLogitsWarper": "eta_cutoff",
+    "ExponentialDecayLengthPenalty": "exponential_decay_length_penalty",
+    "ForcedBOSTokenLogitsProcessor": "forced_bos_token_id",
+    "ForcedEOSTokenLogitsProcessor": "forced_eos_token_id",
+    "InfNanRemoveLogitsProcessor": "remove_invalid_values",
+    "LogitNormalization": "renormalize_logits",
+    "NoBadWordsLogitsProcessor": "bad_words_ids",
+    "SequenceBiasLogitsProcessor": "sequence_bias",
+    "SuppressTokensAtBeginLogitsProcessor": "begin_suppress_tokens",
+    "SuppressTokensLogitsProcessor": "suppress_tokens",
+    "TopHLogitsWarper": "top_h",
+}
+CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
+# fields of a generation config that would change what comes back, with the values that change nothing
+REFUSED: dict[str, tuple[object, ...]] = {
+    "output_attentions": (False, None),
+    "output_hidden_states": (False, None),
+    "output_logits": (False, None),
+    "num_beam_groups": (1, None),
+    "diversity_penalty": (0.0, None),
+    "penalty_alpha": (0.0, None),
+    "dola_layers": (None,),
+    "token_healing": (False, None),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "max_time": (None,),
+    "stop_strings": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "watermarking_config": (None,),
+    "low_memory": (False, None),
+    "typical_p": (1.0, None),
+    "guidance_scale": (1.0, None),
+}
+WITHOUT_EFFECT = ("use_cache", "logits_to_keep", "cache_position", "position_ids", "attention_mask", "past_key_values")
+
+
+def check_arguments(config: Any, criteria: Any, model_kwargs: dict[str, Any]) -> None:
+    """Refuse what our engine does not do. Raises UsageError."""
+    for name, neutral in REFUSED.items():
+        value = getattr(config, name, None)
+        if value not in neutral:
+            raise UsageError(f"{name} is {shorten(value)}, which is not supported: drop it")
+    for one in criteria:
+        name = type(one).__name__
+        if name not in CRITERIA:
+            raise UsageError(f"stopping_criteria has {name}, which is not supported: drop it")
+        if name == "MaxLengthCriteria" and one.max_length != config.max_length:
+            raise UsageError(f"stopping_criteria has MaxLengthCriteria({one.max_length}): give max_length instead")
+        if name == "EosTokenCriteria" and set(_token_ids(one.eos_token_id)) != set(end_tokens(config)):
+            raise UsageError("stopping_criteria has EosTokenCriteria with other ids: give eos_token_id instead")
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise UsageError("past_key_values holds tokens, but every prompt is read from its beginning: drop it")
+    for name, value in model_kwargs.items():
+        if name not in WITHOUT_EFFECT and value is not None:
+            raise UsageError(f"{name} is given to the model, which is not supported: drop it")
+
+
+def prompts_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None, copies: int) -> list[tuple[int, ...]]:
+    """Return the prompts without their padding, which must be on the left. Raises UsageError."""
+    if mask is None:
+        mask = torch.ones_like(ids)
+    attended = mask.to(torch.int64)
+    if (attended.diff(dim=1) < 0).any() or (attended[:, -1] == 0).any():
+        raise UsageError("attention_mask hides tokens behind others: pad on the left (tokenizer.padding_side = 'left')")
+    if positions is not None:
+        seen, rows = attended.bool(), len(ids) * copies
+        given = positions.expand(rows, -1)[::copies] if len(positions) in (1, rows) else None
+        if given is None or (given[seen] != (attended.cumsum(1) - 1)[seen]).any():
+            raise UsageError(
+                "position_ids do not count the tokens of a prompt from 0, which is not supported: drop them"
+            )
+    return [tuple(row[keep].tolist()) for row, keep in zip(ids, attended.bool(), strict=True)]
+
+
+def _warps(processors: Any, drawn: bool) -> dict[str, float | int]:
+    """Return sampling settings of the prepared logits processors. Raises UsageError for one that is none of ours."""
+    found: dict[str, float | int] = {"top_k": 0}
+    seen: set[str] = set()
+    for one in processors:
+        name = type(one).__name__
+        if name in seen:
+            raise UsageError(f"logits_processor has two of {name}, and only one is supported: drop one")
+        seen.add(name)
+        if name in WARPERS and drawn:
+            found[WARPERS[name]] = getattr(one, WARPERS[name])
+        elif name != PREFIXES and name not in RULES:
+            asked = f", which {ARGUMENTS[name]} asks for," if name in ARGUMENTS else ""
+            raise UsageError(f"logits_processor has {name}{asked} and it is not supported: drop it")
+    return found
+
+
+def rules_of(processors: Any, ids: Tensor, mask: Tensor | None, eos: tuple[int, ...]) -> str:
+    """Return the token rules of the prepared logits processors. ids, mask: [B, T] or more rows. eos: end tokens of the
+    config. Raises UsageError."""
+    rules = {"min_new_tokens": 0}
+    for one in processors:
+        name = type(one).__name__
+        if name == "RepetitionPenaltyLogitsProcessor":
+            _check_ignored(one.prompt_ignore_length, mask)
+            rules["repetition_penalty"] = one.penalty
+        elif name == "NoRepeatNGramLogitsProcessor":
+            rules["no_repeat_ngram_size"] = one.ngram_size
+        elif name in RULES:  # transformers' lengths count the padding
+            skipped = getattr(one, "prompt_length_to_skip", ids.shape[1])
+            if set(_token_ids(one.eos_token_id)) != set(eos) or skipped != ids.shape[1]:
+                raise UsageError(
+                    f"logits_processor has {name} with other end tokens or another prompt: give "
+                    f"{'min_length' if name.startswith('MinLength') else 'min_new_tokens'} instead"
+                )
+            least = one.min_length - ids.shape[1] if name.startswith("MinLength") else one.min_new_tokens
+            rules["min_new_tokens"] = max(rules["min_new_tokens"], least)
+    return "none" + "".join(f",{name}={value}" for name, value in rules.items())
+
+
+def _check_ignored(ignored: Any, mask: Tensor | None) -> None:
+    """Refuse a repetition penalty that ignores anything but the padding of the prompts. Raises UsageError."""
+    padding: Any = 0 if mask is None else (mask != 0).int().argmax(dim=1)
+    if (ignored is None and mask is not None) or (ignored is not None and (torch.as_tensor(ignored) != padding).any()):
+        raise UsageError(
+            "logits_processor has a RepetitionPenaltyLogitsProcessor whose prompt_ignore_length is not the padding of "
+            "the prompts, which is not supported: give repetition_penalty"
+        )
+
+
+def check_not_synced(synced: object) -> None:
+    """Refuse GPUs that wait for each other. Raises UsageError."""
+    if synced:
+        raise UsageError(f"synced_gpus is {shorten(synced)}, which is not supported: drop it")
+
+
+def sampling_of(config: Any, processors: Any, new: int) -> SamplingConfig:
+    """Return the settings of one request. new: L, tokens at most."""
+    beams, drawn = int(config.num_beams or 1), bool(config.do_sample)
+    single = drawn and beams == 1
+    return SamplingConfig(
+        **_warps(processors, drawn),  # type: ignore[arg-type]
+        # A single sample ends with the first end token that is drawn. In our last step that end would compete with the
+        # beam that goes on. So the last step is one more than was asked for, and generate.py removes its token.
+        max_new_tokens=new + single,
+        length_penalty=float(1.0 if config.length_penalty is None else config.length_penalty),
+        early_stopping=_early(config.early_stopping) or single,
+        n_best=int(config.num_return_sequences or 1) if beams > 1 else 1,
+        token_logprobs=bool(config.output_scores) and beams > 1,
+    )
+
+
+def _early(value: object) -> bool:
+    if value not in (True, False, None):
+        raise UsageError(f"early_stopping is {shorten(value)}, but must be True or False")
+    return bool(value)
+
+
+def method_of(beams: int, drawn: bool, drafts: bool) -> MethodConfig:
+    """Return the method. drawn: with sampling. drafts: with an assistant."""
+    rule = "coupled" if drawn else "search"
+    options: dict[str, object] = {} if drafts else {"depth": 0}
+    if drawn:
+        options["warp_scope"] = "beam"
+    return MethodConfig(rule=rule, num_beams=beams, **options)  # type: ignore[arg-type]
+
+
+def end_tokens(config: Any) -> tuple[int, ...]:
+    """Return the end tokens of a generation config."""
+    return () if config.eos_token_id is None else _token_ids(config.eos_token_id)
+
+
+def _token_ids(given: Any) -> tuple[int, ...]:
+    """Return one id, a list of them or a tensor as a tuple."""
+    return tuple(torch.as_tensor(given, dtype=torch.int64).flatten().tolist())
