@@ -372,10 +372,10 @@ def begin(
     trash: int,
     last_position: int,
 ) -> None:
-    """Write the roots, their slots, positions and mask, and the keys of the streams, as `ForestBuffer.begin` does.
+    """Write the roots, their slots, positions and mask, and the keys of the streams, as a `TensorBuffer` does.
 
     beams: token, path, stop_state, valid, weight, ancestors, depth. table: used, common_prefix, positions, tokens.
-    noise: row_key, iteration. buffer: the tensors of a ForestBuffer. keys [R, D + 1, STREAMS]. joined: tokens,
+    noise: row_key, iteration. buffer: the tensors of a KernelBuffer. keys [R, D + 1, STREAMS]. joined: tokens,
     positions and slots [3, R, L + W0] and mask [R, L + W0, S] of the forward that runs L tokens of the backlog first; L
     may be 0. trash: a slot for tokens of the backlog that do not exist.
     """
