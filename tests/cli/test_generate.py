@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,6 +259,23 @@ def test_standard_error_is_silent_unless_somebody_watches(dsbd: Dsbd) -> None:
     assert "rule coupled, 4 beams" in verbose
     assert "row 1 (id r1): line 2: prompt has 900 tokens" in verbose
     assert "1.50 steps per call, 25% accepted" in verbose
+
+
+def test_what_is_loaded_is_told_to_somebody_who_watches(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a mail from cron every night, because the model is large."""
+    library, load = logging.getLogger("dsbd_cli.models.load_model"), sys.modules[fake.MODULE].load
+
+    def loading(*arguments: object, **options: object) -> object:
+        library.info("loading it")
+        library.warning("compiling it")
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(sys.modules[fake.MODULE], "load", loading)
+    assert dsbd("generate").err == "dsbd: compiling it\n"
+    assert dsbd("generate", "--quiet").err == ""
+    for options in ({"terminals": ("stderr",)}, {}):
+        words = () if options else ("--set", "log=verbose")
+        assert dsbd("generate", *words, **options).err.startswith("dsbd: loading it\ndsbd: compiling it\n")
 
 
 def test_a_terminal_gets_a_live_line_and_a_summary(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsbd_cli.cli.options.options import STANDARD, TalkOptions
-from dsbd_cli.cli.run.messages import LOG_INTERVAL_S, duration, live_line, log, say, set_style, warn
+from dsbd_cli.cli.run.messages import LOG_INTERVAL_S, duration, live_line, log, on_terminal, say, set_style, warn
 from dsbd_cli.cli.run.summary import Totals
 from dsbd_cli.errors import UsageError, plural
 
@@ -27,7 +27,7 @@ ROWS_THAT_TELL = 10  # rows whose mean length is an estimate for the rows to com
 
 def begin_talk(talk: TalkOptions) -> None:
     """Set how messages are printed, by the options. Raises UsageError for two that contradict each other."""
-    set_style(json_lines=talk.log == "json", quiet=talk.quiet)
+    set_style(json_lines=talk.log == "json", verbose=talk.log == "verbose", quiet=talk.quiet)
     if talk.quiet and talk.log == "verbose":
         raise UsageError("--quiet and --set log=verbose cannot be used together: give one of them")
 
@@ -49,7 +49,7 @@ class Reporter:
         shown = output in (None, STANDARD) and sys.stdout is not None and sys.stdout.isatty()
         self._quiet, self._json = bool(talk.quiet), talk.log == "json"
         self._verbose = not talk.quiet and talk.log in ("verbose", "json")
-        self._terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._terminal = on_terminal()
         self._live = self._terminal and not self._quiet and not self._json and not shown
         self._progress: Live | None = None
         self.input_bytes: int | None = None
