@@ -96,8 +96,7 @@ def run(arguments: Sequence[str]) -> int:
         return _report(str(error), error.exit_code, arguments)
     except typer.TyperException as error:
         hint = f" ({_help(error, arguments)})" if error.exit_code == 2 else ""
-        message = error.format_message().replace("Value error, ", "")
-        return _report(f"{message}{hint}", error.exit_code, arguments)
+        return _report(f"{error.format_message().rstrip('.')}{hint}", error.exit_code, arguments)
     except StoppedError as stopped:
         if stopped.early:
             say(STOPPED, level="error")

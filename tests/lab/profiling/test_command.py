@@ -156,11 +156,11 @@ def unloadable(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--repeats", "0"), "'--repeats': 0 is less than 1"),
-        (("--show", "0"), "'--show': 0 is less than 1"),
-        (("--seconds", "0"), "'--seconds': 0 is not above 0"),
-        (("--seconds", "nan"), "'--seconds': nan is not above 0"),
-        (("--records", "0"), "'--records': 0 is less than 1"),
+        (("--repeats", "0"), "--repeats is 0, but must be 1 or more"),
+        (("--show", "0"), "--show is 0, but must be 1 or more"),
+        (("--seconds", "0"), "--seconds is 0, but must be above 0"),
+        (("--seconds", "nan"), "--seconds is nan, but must be above 0"),
+        (("--records", "0"), "--records is 0, but must be 1 or more"),
         (("--existing", "overwrite"), "--existing overwrite replaces"),
         (("--quiet", "--show", "1"), "drop one, or add --json"),
         (("--json", "{old}"), "exists: name another file, or replace it with --existing overwrite"),
