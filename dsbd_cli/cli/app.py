@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 import traceback
@@ -142,5 +143,7 @@ def _drop_output() -> None:
 
 
 def main() -> NoReturn:
-    """Run the command line of this process."""
+    """Run the command line of this process. All that it prints is UTF-8, as its files are, whatever the locale is."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
     sys.exit(run(sys.argv[1:]))

@@ -43,6 +43,13 @@ def wait_for(process: subprocess.Popen[bytes], line: bytes) -> bytes:
     raise AssertionError(f"{line!r} never came: {seen!r}")
 
 
+def test_what_is_printed_is_utf8_whatever_the_locale(start: Start) -> None:
+    """Guards a traceback in place of tables, after all has been measured."""
+    code, out, _ = finish(start("pick", "--help", env={**os.environ, "PYTHONIOENCODING": "ascii"}))
+    assert code == 0
+    assert "\u256d" in out.decode()
+
+
 def test_a_pipe_through_another_program(start: Start) -> None:
     code, out, err = finish(start("generate"), ROW * 3)
     assert (code, err) == (0, b"")
