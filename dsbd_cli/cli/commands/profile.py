@@ -49,14 +49,19 @@ RECORDS, REPEATS, SECONDS = 8, 3, 60.0
 
 
 @dataclass(frozen=True)
-class PromptOptions(RowFileOptions):
-    """Options of the prompts that are decoded to be measured."""
+class RecordOptions:
+    """Options of the records that are decoded to be measured."""
 
     input: Path | None = option(MAIN, "prompts as generate reads them", "-i")
     task: Literal["sql", "qa"] | None = option(
         MAIN, "prompts of one built-in task: sql or qa", default="both", metavar="TASK"
     )
     records: int | None = option(MAIN, "prompts at most", default=RECORDS, least=1)
+
+
+@dataclass(frozen=True)
+class PromptOptions(RowFileOptions, RecordOptions):
+    """Options of the prompts that are decoded to be measured."""
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,18 @@ from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
 from dsbd_cli.config.variants import MIN_WIDTH, WIDTH_THRESHOLD
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
 from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS, own_tokens
-from dsbd_cli.lab.tasks.choose import TASK_NAMES
+from dsbd_cli.lab.tasks.choose import OWN_TASK, TASK_NAMES
 from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS
 from dsbd_cli.lab.tasks.scores import DEFAULT_SCORE, KINDS
 
 METHODS_PANEL, CHOICE, OUTPUT = "Methods and their settings", "Choice of a fuzzy threshold", "Output"
 DEFAULT_TASKS, DEFAULT_RECORDS, DEFAULT_ROUNDS = "sql,qa", 24, 1
-OWN_TASK = "jsonl"  # the task of --input; a report has the file's name
 _METHOD = MethodConfig()
 
 
 @dataclass(frozen=True)
-class DataOptions(RowFileOptions):
-    """Options of the data that is answered."""
+class RecordOptions:
+    """Options of the records that are answered and scored."""
 
     input: Path | None = option(
         MAIN,
@@ -63,6 +62,11 @@ class DataOptions(RowFileOptions):
         least=0,
     )
     rounds: int | None = option(MAIN, "times that every record is timed", default=DEFAULT_ROUNDS, least=1)
+
+
+@dataclass(frozen=True)
+class DataOptions(RowFileOptions, RecordOptions):
+    """Options of the data that is answered."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,12 @@ METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}  # for option
 Output = Annotated[Path, typer.Option("--output", "-o", help="file to write", metavar="FILE", show_default=False)]
 Existing = Annotated[
     Literal["error", "overwrite"],
-    typer.Option("--existing", help="where the file exists: error or overwrite", metavar="WHAT"),
+    typer.Option(
+        "--existing",
+        help="where the file exists: error or overwrite (default: error)",
+        metavar="WHAT",
+        show_default=False,
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on standard error but errors", metavar="")]
 
@@ -211,16 +216,24 @@ def _settings_as_options(words: Sequence[str], ctx: typer.Context) -> Iterator[s
 
 
 class _PlainHelp:
-    """A command whose --help page shows a switch without a value, and without a column for its --no- form.
+    """A command whose --help page shows a switch without a value and without a column for its --no- form, an argument
+    without the type that it has in Python, and paragraphs that are as wide as the terminal.
 
     The text of the page explains --no- once.
     """
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)
+        paragraphs = inspect.cleandoc(self.help or "").split("\n\n")
+        self.help = "\n\n".join(" ".join(one.split()) for one in paragraphs)
 
     def get_params(self, ctx: typer.Context) -> list[object]:
         params: list[object] = super().get_params(ctx)  # type: ignore[misc]
         for one in params:
             if getattr(one, "is_flag", False):
                 one.metavar = ""  # type: ignore[attr-defined]
+            if getattr(one, "param_type_name", "") == "argument":
+                one.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
         return params
 
     def format_help(self, ctx: typer.Context, formatter: object) -> None:

@@ -334,7 +334,9 @@ def test_what_is_measured_is_said_in_plain_lines(dsbd: Dsbd, prompts: Path) -> N
 def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions, setting: ForestSize) -> None:
     """Guards against options that contradict each other, and against a setting that is lost on the way."""
     words = shlex.split(
-        _renderer((PairOptions(), given), PromptOptions(Path("my files"), Path("my prompts.jsonl")))(setting)
+        _renderer((PairOptions(), given), PromptOptions(input=Path("my prompts.jsonl"), files_under=Path("my files")))(
+            setting
+        )
     )
     assert words[:2] == ["dsbd", "generate"]
     assert words[-4:] == ["--files-under", "my files", "--input", "my prompts.jsonl"]
