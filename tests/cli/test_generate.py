@@ -234,8 +234,15 @@ def test_files_are_written_and_never_replaced_by_accident(dsbd: Dsbd, tmp_path: 
     before = output.read_bytes()
     refused = dsbd(*arguments)
     assert (refused.code, output.read_bytes(), len(refused.loads)) == (2, before, 1)
-    assert "exists" in refused.err
+    assert f"--output {output} exists: name another file, go on with it with --existing resume, or " in refused.err
     assert dsbd(*arguments, "--existing", "overwrite").code == 3
+
+
+@pytest.mark.parametrize(("name", "form"), [("out.jsonl.gz", "native"), ("out.txt", "text")])
+def test_nobody_is_told_to_go_on_with_what_cannot_be_resumed(dsbd: Dsbd, tmp_path: Path, name: str, form: str) -> None:
+    (tmp_path / name).write_text("")
+    refused = dsbd("generate", "-o", str(tmp_path / name), "--output-format", form)
+    assert refused.err.endswith(f"{name} exists: name another file, or replace it with --existing overwrite\n")
 
 
 def test_a_failed_load_leaves_no_output_file(dsbd: Dsbd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from dsbd_cli.cli.options.bench_options import (
     DEFAULT_RECORDS,
     DEFAULT_ROUNDS,
     DEFAULT_TASKS,
-    OWN_TASK,
     BenchOutputs,
     ChoiceOptions,
     DataOptions,
@@ -42,7 +41,7 @@ from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
 from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS
 from dsbd_cli.lab.bench.sweep import SweepPlan, SweepSetting, choose_methods, plan, read_values
-from dsbd_cli.lab.tasks.choose import open_dataset
+from dsbd_cli.lab.tasks.choose import OWN_TASK, open_dataset
 from dsbd_cli.lab.tasks.dataset import Dataset, with_dev, with_shots
 from dsbd_cli.lab.tasks.spider import QUESTIONS, SCHEMAS
 from dsbd_cli.pick.execution import databases

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -38,12 +39,13 @@ from dsbd_cli.io.records.record_parts import fingerprint_difference
 class Outputs:
     """Output files of a run. Entering the `with` block opens and locks them; `begin` makes them ready to be written."""
 
-    def __init__(self, files: FileOptions, settings: Settings) -> None:
+    def __init__(self, files: FileOptions, settings: Settings, typed: Mapping[str, str] = TYPED) -> None:
+        """settings: of the run, which one that goes on must share. typed: their names as the user types them."""
         self.done: DoneRows | None = None
         self.notes: list[str] = []
         self.retried = 0
         self.created = int(time.time())
-        self._files, self._settings = files, settings
+        self._files, self._settings, self._typed = files, settings, typed
         self._stack = ExitStack()
         self._output: io.FileIO | None = None
         self._steps: io.FileIO | None = None
@@ -148,7 +150,7 @@ class Outputs:
         self.done = DoneRows()
         if stream.seek(0, io.SEEK_END) > 0:
             before, self.created, _ = read_run(output, "--existing resume")
-            if difference := fingerprint_difference(before, self._settings, TYPED):
+            if difference := fingerprint_difference(before, self._settings, self._typed):
                 raise UsageError(
                     f"--existing {self._files.existing}: {output} was made with other settings: {difference}; "
                     "use the same, or name another file"
