@@ -136,6 +136,11 @@ class BenchRow:
         return next(iter(self.scores.values()), None)
 
     @property
+    def drafted(self) -> bool:
+        """Whether anything was drafted, which `--depth auto` may leave out."""
+        return self.acceptance_rate is not None or any(self.passed_by_depth)
+
+    @property
     def metric(self) -> str | None:
         """Name of the main metric."""
         return next(iter(self.scores), None)

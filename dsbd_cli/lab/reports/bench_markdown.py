@@ -25,8 +25,8 @@ def aligned_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Se
 
 
 def markdown_table(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> str:
-    """Return a markdown table of the rows with these columns."""
-    lines = [[column.cell(row) for column in columns] for row in rows]
+    """Return a markdown table of the rows with these columns. Rows in which nothing was measured are left out."""
+    lines = cells.table_lines(columns, rows)
     return aligned_table([column.title for column in columns], lines, [column.text for column in columns])
 
 

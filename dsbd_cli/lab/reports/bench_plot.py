@@ -52,7 +52,7 @@ def _colour_of(method: str) -> str:
 def bench_figure(report: BenchReport) -> Figure:
     """Draw one row of panels for each task that has a row. Where a threshold was chosen, it includes the curve."""
     tasks = report.tasks
-    drafted = any(row.passed_by_depth for row in report.rows)
+    drafted = any(row.drafted for row in report.rows)
     widths = [WIDTH, *([DEPTH_WIDTH] if drafted else []), *([CURVE_WIDTH] if report.choices else [])]
     shown = {task: _shown(report.of(task)) for task in tasks}
     heights = [max(LEAST, MARGIN + ROW * len(shown[task])) for task in tasks]
@@ -174,7 +174,7 @@ def _depth(axes: Axes, rows: Sequence[BenchRow], task: str, height: float) -> No
     from matplotlib.ticker import MaxNLocator
 
     chosen: dict[tuple[str, object], BenchRow] = {}
-    for row in rows:
+    for row in (one for one in rows if one.drafted):
         key = row.method, row.settings.get("drafter")
         if len(row.passed_by_depth) > len(chosen[key].passed_by_depth if key in chosen else ()):
             chosen[key] = row

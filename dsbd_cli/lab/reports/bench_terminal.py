@@ -123,8 +123,6 @@ def _table(title: str, columns: Sequence[ReportColumn], rows: Sequence[BenchRow]
         table.add_column(
             column.title, justify="left" if column.text else "right", width=_width(column, rows), vertical="bottom"
         )
-    for row in rows:
-        shown = [column.cell(row) for column in columns]
-        if any(cell != cells.DASH for cell, column in zip(shown, columns, strict=True) if not column.text):
-            table.add_row(*shown)
+    for line in cells.table_lines(columns, rows):
+        table.add_row(*line)
     return table

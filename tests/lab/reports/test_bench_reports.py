@@ -392,6 +392,22 @@ def test_settings_of_a_sweep_and_drafters_are_told_apart() -> None:
     assert_whole(figure)
 
 
+def test_a_method_that_drafted_nothing_has_no_acceptance() -> None:
+    """Guards a line at 0 %, which says that all drafts were refused. The tables have a dash there."""
+    idle = dataclasses.replace(row("sql", "dsbd-coupled-auto", 1), passed_by_depth=(0.0, 0.0))
+    figure = bench_figure(BenchReport([row("sql", "dsbd-coupled", 0), idle], {}, {}))
+    assert [line.get_label() for line in panel(figure, "by depth").get_lines()] == ["dsbd-coupled"]
+    alone = bench_figure(BenchReport([idle], {}, {}))
+    assert not any("by depth" in axes.get_title(loc="left") for axes in alone.axes)
+
+
+def test_markdown_leaves_out_rows_without_a_number() -> None:
+    """As the tables on the terminal do."""
+    theirs = dataclasses.replace(row("sql", "hf-beam-search", 1), steps_per_call=None)
+    page = markdown_page(BenchReport([row("sql", "greedy", 0), theirs], {}, {}))
+    assert sum(line.startswith("| hf-beam-search") for line in page.splitlines()) == 1
+
+
 def assert_whole(figure: Figure) -> None:
     """No artist reaches over the edge."""
     figure.draw_without_rendering()
