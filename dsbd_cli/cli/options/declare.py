@@ -222,6 +222,8 @@ class _PlainHelp:
     The text of the page explains --no- once.
     """
 
+    help: str | None
+
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)
         paragraphs = inspect.cleandoc(self.help or "").split("\n\n")
