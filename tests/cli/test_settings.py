@@ -15,7 +15,7 @@ from dsbd_cli.cli.options.settings import fixed_depth, run_settings
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, shown_names
 from tests.cli.conftest import Outcome, of_rule
 
 Dsbd = Callable[..., Outcome]
@@ -253,6 +253,13 @@ def test_an_error_knows_its_field_and_the_command_line_names_the_option() -> Non
     assert UsageError("depth is mentioned").typed({"depth": "--depth"}) == "depth is mentioned"
     other = fault(lambda: MethodConfig(rule="search", warp_scope="beam"))
     assert (other.field, other.value) == ("warp_scope", "beam")
+
+
+def test_a_list_of_names_in_a_message_is_bounded() -> None:
+    """Guards records of a megabyte each, where a file has thousands of catalogues."""
+    assert shown_names(["a", "b"]) == "a, b"
+    assert shown_names([f"{number}" * 99 for number in range(1000)]).endswith(", .. (1000 in all)")
+    assert len(shown_names([f"{number}" * 99 for number in range(1000)])) < 600
 
 
 def test_values_are_shown_in_plain_words() -> None:
