@@ -67,6 +67,9 @@ class PairedTest:
         return self.p_holm < SIGNIFICANT
 
 
+STOPPED = "Stopped early: this is what was measured until then."
+
+
 @dataclass(frozen=True, slots=True)
 class BenchRow:
     """One method at one setting on one task.

@@ -8,7 +8,7 @@ from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports import bench_cells as cells
 from dsbd_cli.lab.reports.bench_cells import ReportColumn
 from dsbd_cli.lab.reports.bench_closing import closing_lines
-from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
+from dsbd_cli.lab.reports.bench_data import STOPPED, BenchReport, BenchRow
 
 
 def aligned_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[bool]) -> str:
@@ -39,7 +39,7 @@ def markdown_page(report: BenchReport) -> str:
         "\n".join(f"- {line}" for line in [*cells.environment_lines(report), *cells.reading_lines(report.rows)]) + "\n"
     )
     if not report.complete:
-        parts.append("**Stopped early: this is what was measured until then.**\n")
+        parts.append(f"**{STOPPED}**\n")
     for task in report.tasks:
         rows = report.of(task)
         head = cells.setting_columns(rows)

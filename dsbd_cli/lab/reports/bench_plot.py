@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports.bench_curve import curve_panel
-from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, pareto_front
+from dsbd_cli.lab.reports.bench_data import STOPPED, BenchReport, BenchRow, pareto_front
 from dsbd_cli.lab.reports.style import COLOURS, INK, MUTED, new_figure, plain_axes, score_limits, spread_labels
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ def bench_figure(report: BenchReport) -> Figure:
     width = sum(widths) + AXES * len(widths) + LETTER * letters * (2 if drafted else 1)
     figure = new_figure(max(width, TITLE_LETTER * len(title)), sum(heights))
     figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE_POINTS, fontweight="bold", color=INK, parse_math=False)
-    figure.supxlabel(CAPTION, x=0.01, ha="left", fontsize=LABEL_POINTS, color=MUTED)
+    caption = CAPTION if report.complete else f"{CAPTION}\n{STOPPED}"
+    figure.supxlabel(caption, x=0.01, ha="left", fontsize=LABEL_POINTS, color=MUTED)
     panels = figure.subplots(len(tasks), len(widths), squeeze=False, width_ratios=widths, height_ratios=heights)
     for (left, *more), task, height in zip(panels, tasks, heights, strict=True):
         rows = report.of(task)

@@ -13,7 +13,7 @@ from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports import bench_cells as cells
 from dsbd_cli.lab.reports.bench_cells import ReportColumn
 from dsbd_cli.lab.reports.bench_closing import closing_lines
-from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, ChosenThreshold
+from dsbd_cli.lab.reports.bench_data import STOPPED, BenchReport, BenchRow, ChosenThreshold
 from dsbd_cli.lab.reports.screen import Screen
 
 GAP = 3  # between columns, as rich draws them
@@ -27,6 +27,8 @@ def print_report(report: BenchReport, stream: IO[str] | None) -> None:
     console = Screen(stream)
     for line in cells.environment_lines(report):
         console.print(Text(line, style="dim"))
+    if not report.complete:
+        console.print(Text(STOPPED, style="bold"))
     for task in report.tasks:
         rows = report.of(task)
         heading = f"{task}, {plural(max(row.records for row in rows), 'record')}"

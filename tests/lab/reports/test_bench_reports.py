@@ -263,6 +263,17 @@ def test_markdown_tables_are_whole() -> None:
     assert "`dsbd bench --num-beams 4`" in page
 
 
+def test_a_run_that_was_stopped_says_so_everywhere() -> None:
+    stopped, stream = dataclasses.replace(report(("sql",)), complete=False), io.StringIO()
+    print_report(stopped, stream)
+    caption = bench_figure(stopped)._supxlabel  # type: ignore[attr-defined]
+    for text in (stream.getvalue(), markdown_page(stopped), caption.get_text()):
+        assert "Stopped early: this is what was measured until then." in text
+    whole = io.StringIO()
+    print_report(report(("sql",)), whole)
+    assert "Stopped early" not in whole.getvalue()
+
+
 def test_the_front_is_what_nothing_beats_in_both() -> None:
     points = [(1.0, 5.0), (2.0, 4.0), (2.0, 3.0), (3.0, 4.5), (4.0, 1.0), (0.5, 5.0), (4.0, 0.5)]
     assert pareto_front(points) == [0, 3, 4]
