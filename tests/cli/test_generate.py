@@ -262,6 +262,7 @@ def test_standard_error_is_silent_unless_somebody_watches(dsbd: Dsbd) -> None:
     assert dsbd("generate", lines=prompts("a")).err == ""
     assert dsbd("generate", "--quiet", lines=rows).err == ""
     assert "1 failed" in dsbd("generate", lines=rows).err
+    assert dsbd("generate", lines=prompts("fail")).err.endswith("dsbd: 1 row, 1 failed\n"), "no speed of nothing"
     verbose = dsbd("generate", "--set", "log=verbose", lines=rows).err
     assert "rule coupled, 4 beams" in verbose
     assert "row 1 (id r1): line 2: prompt has 900 tokens" in verbose

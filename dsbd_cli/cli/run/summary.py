@@ -125,7 +125,9 @@ class Totals:
         unfinished: tokens of rows that are not written yet.
         """
         stats, tokens = self.stats, self.tokens + unfinished
-        parts = [plural(self.rows, "row"), f"{tokens} tokens", f"{tokens / self.seconds:.1f} tokens/s"]
+        parts = [plural(self.rows, "row")]
+        if tokens:
+            parts += [plural(tokens, "token"), f"{tokens / self.seconds:.1f} tokens/s"]
         if stats.target_calls:
             parts.append(f"{stats.steps_per_call:.2f} steps per call")
         if stats.prompt_tokens_reused:
