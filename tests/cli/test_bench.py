@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -17,6 +18,7 @@ from typing import TextIO
 
 import pytest
 
+import dsbd_cli.models
 from dsbd_cli.cli.app import run
 from dsbd_cli.cli.commands import bench as command
 from dsbd_cli.cli.commands.bench import _progress_of
@@ -56,6 +58,8 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
             "error: --task is 'nothing', but must be one of sql, qa, squad, spider, mt-bench, translation,",
         ),
         (("--task", ""), "--task '' names no task"),
+        (("--chat",), "--chat would do nothing, because sql and qa bring their own prompts: drop it"),
+        (("--no-chat", "--task", "qa"), "--chat would do nothing, because qa brings its own prompts: drop it"),
         (("--data", "x"), "belongs to one task"),
         (("--input", "x", "--task", "sql"), "--input and --task cannot be used together"),
         (("--input", "x", "--data", "y"), "--input and --data cannot be used together"),
@@ -172,6 +176,22 @@ def test_a_report_that_cannot_be_written_in_the_end_is_printed(tmp_path: Path, m
     assert done.code == 1
     assert "x.json: No space left on device" in done.err
     assert "greedy" in done.out
+
+
+def test_prompts_go_through_the_chat_template_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Guards methods that are compared on texts that the user's own runs never see."""
+    prompts, target = tmp_path / "in.jsonl", tmp_path / "chat"
+    prompts.write_text('{"prompt": "question: who"}\n')
+    shutil.copytree(Path(dsbd_cli.models.__file__).parent / "builtin" / "target", target)
+    (target / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    words = ("--input", str(prompts), "--methods", "greedy", "--max-new-tokens", "2", "--target")
+    plain = bench(*words, str(target))
+    assert "note: the target has a chat template, but prompts are given to it as they stand: --chat puts" in plain.out
+    for given in ("--chat", "--no-chat"):
+        told = bench(*words, str(target), given)
+        assert (told.code, "chat template" in told.out) == (0, False)
+    refused = bench(*words, "builtin:target", "--chat")
+    assert "record 0: the model's tokenizer has no chat template" in refused.err
 
 
 def test_a_closed_standard_output_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

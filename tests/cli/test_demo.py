@@ -88,7 +88,8 @@ def test_beams_that_differ_are_shown_and_end_with_an_error_code(
     theirs = next(place for place, line in enumerate(lines) if line.startswith("transformers, 4 beams"))
     assert lines[theirs] == "transformers, 4 beams: 1.00 s; 2.0 times as long"
     assert re.split(r"\s{2,}", lines[theirs + 2].strip()) == says
-    assert any("dsbd generate --target 'my model' --chat" in line for line in lines[theirs:])
+    for command in ("generate", "bench"):
+        assert any(f"dsbd {command} --target 'my model' --chat" in line for line in lines[theirs:])
     assert all(len(line) <= 120 for line in lines)
 
 

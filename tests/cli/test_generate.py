@@ -6,11 +6,13 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dsbd_cli.cli.run.files import lack_template
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.requests import EngineInfo, Request
 from tests.cli.conftest import Outcome
@@ -155,6 +157,16 @@ def with_template(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
         monkeypatch.setattr(fake.FakeEngine, "__init__", begin)
 
     return set_
+
+
+def test_plain_prompts_are_those_that_are_no_messages() -> None:
+    """What profile, distill and trim-draft warn of."""
+    plain, chat = Request("a"), Request(messages=({"role": "user", "content": "a"},))
+    info = EngineInfo("t", None, "float32", "cpu", chat=True)
+    assert lack_template(info, [chat, plain])
+    assert not lack_template(info, [chat])
+    assert not lack_template(replace(info, chat=False), [plain])
+    assert not lack_template(None, [plain])
 
 
 def test_plain_prompts_to_a_chat_model_are_told_of_once(dsbd: Dsbd, with_template: Callable[[bool], None]) -> None:

@@ -179,12 +179,12 @@ def _show_next(screen: Screen, target: str | None, *, chat: bool) -> None:
     """Show which commands to type next, with the target's name where the user gave one."""
     from rich.text import Text
 
-    model = "MODEL" if target is None else shlex.quote(target)
+    model, as_chat = "MODEL" if target is None else shlex.quote(target), " --chat" if chat else ""
     again = ("", "a folder, a hub id, a GGUF") if target is None else (" --prompt TEXT", "another prompt")
     lines = (
         (f"dsbd demo --target {model}{again[0]}", again[1]),
-        (f"dsbd generate --target {model}{' --chat' if chat else ''} -i prompts.jsonl", 'each line {"prompt": "..."}'),
-        (f"dsbd bench --target {model} --input prompts.jsonl", "which method pays there"),
+        (f"dsbd generate --target {model}{as_chat} -i prompts.jsonl", 'each line {"prompt": "..."}'),
+        (f"dsbd bench --target {model}{as_chat} --input prompts.jsonl", "which method pays there"),
         ("dsbd --help", "every command"),
     )
     screen.print()

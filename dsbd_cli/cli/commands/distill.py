@@ -25,7 +25,7 @@ from dsbd_cli.cli.options.options import (
     SamplingOptions,
 )
 from dsbd_cli.cli.options.settings import RunSettings, devices_of, run_settings
-from dsbd_cli.cli.run.files import read_prompts
+from dsbd_cli.cli.run.files import AS_THEY_STAND, lack_template, read_prompts
 from dsbd_cli.cli.run.messages import Talk, duration, quote_command, say, set_style, talking, warn
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
@@ -200,6 +200,8 @@ class _Distilling:
                 if not done:
                     self._forget()
                 raise
+            if lack_template(engine.info, requests):
+                warn(f"{AS_THEY_STAND}: give messages in place of prompt")
             held, failed = answerable(engine, held)
             warn_left_out(failed, "held-out prompt")
             self._answer(engine, learnt, done, writer, trees=shape.form == "head")

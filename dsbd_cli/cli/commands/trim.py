@@ -22,7 +22,7 @@ from dsbd_cli.cli.options.options import (
     SamplingOptions,
 )
 from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, run_settings
-from dsbd_cli.cli.run.files import read_prompts
+from dsbd_cli.cli.run.files import AS_THEY_STAND, lack_template, read_prompts
 from dsbd_cli.cli.run.messages import say, set_style, warn
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.model import ModelSpec
@@ -117,6 +117,9 @@ class _Trimming:
         if self._trim.held_out is None:
             held, prompts = hold_out(prompts)
         counts = self._count(prompts)
+        asked = (*prompts, *held)
+        if asked and lack_template(self._engine().info, asked):
+            warn(f"{AS_THEY_STAND}: give messages in place of prompt")
         held = self._answerable(held, "held-out prompt")  # nothing may fail once the draft is written
         report = self._write(counts)
         try:

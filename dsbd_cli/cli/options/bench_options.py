@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from dsbd_cli.cli.options.declare import flag, option
-from dsbd_cli.cli.options.options import MAIN, RowFileOptions
+from dsbd_cli.cli.options.options import CHAT, MAIN, RowFileOptions
 from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
 from dsbd_cli.config.variants import MIN_WIDTH, WIDTH_THRESHOLD
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
@@ -30,6 +30,7 @@ class RecordOptions:
         "prompts of your own, as generate reads them, with reference or relevant where answers are to be scored",
         "-i",
     )
+    chat: bool | None = flag(MAIN, CHAT)
     task: str | None = option(
         MAIN,
         f"{', '.join(name for name in TASK_NAMES if name != OWN_TASK)}, or both built-in ones with a comma",

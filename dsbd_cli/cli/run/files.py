@@ -27,8 +27,10 @@ from dsbd_cli.io.lines.tables import check_table, count_table_rows, is_table, li
 from dsbd_cli.io.records.file_roots import files_root
 from dsbd_cli.io.records.parse import ARRAY_HINT
 from dsbd_cli.io.records.reader import RowReader
-from dsbd_cli.requests import Request
+from dsbd_cli.requests import EngineInfo, Request
 
+AS_THEY_STAND = "the target has a chat template, but prompts are given to it as they stand"
+CHAT_OR_NOT = f"{AS_THEY_STAND}: --chat puts each through the template, --no-chat ends this line"
 COMPRESSED = (".gz", ".zst")
 MAX_COUNTED_BYTES = 256 << 20
 SETTINGS = "the settings file of --output"
@@ -310,3 +312,8 @@ def read_prompts(
             if seen is not None and isinstance(line, bytes):
                 seen(line)
     return found
+
+
+def lack_template(info: EngineInfo | None, requests: Iterable[Request]) -> bool:
+    """Return whether a request is a plain prompt although the target has a chat template."""
+    return info is not None and info.chat and any(one.prompt is not None for one in requests)

@@ -156,6 +156,7 @@ def unloadable(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--chat",), "--chat would do nothing, because there is no --input: drop it"),
         (("--repeats", "0"), "--repeats is 0, but must be 1 or more"),
         (("--show", "0"), "--show is 0, but must be 1 or more"),
         (("--seconds", "0"), "--seconds is 0, but must be above 0"),
@@ -384,6 +385,8 @@ def test_the_recommended_command_leaves_defaults_out(
     given = {type(group) for group in groups}
     whole = (*groups, *[kind() for kind in (PairOptions, MethodOptions) if kind not in given])
     assert _renderer(whole, PromptOptions())(setting) == f"dsbd generate {words} --input prompts.jsonl"
+    as_chat = PromptOptions(input=Path("x.jsonl"), chat=True)
+    assert _renderer(whole, as_chat)(setting) == f"dsbd generate {words} --chat --input x.jsonl"
 
 
 def test_words_of_options() -> None:
