@@ -403,6 +403,19 @@ def test_settings_of_a_sweep_and_drafters_are_told_apart() -> None:
     assert_whole(figure)
 
 
+@pytest.mark.parametrize("methods", [("dsbd-rejection",), tuple(METHODS)])
+def test_the_key_of_the_curve_stands_below_the_axis(methods: tuple[str, ...]) -> None:
+    """Guards a key that is drawn over the label of the axis where the panel is low."""
+    whole = tuned(("sql",))
+    rows = [one for one in whole.rows if one.method in methods or one.setting]
+    figure = bench_figure(dataclasses.replace(whole, rows=rows, choices=whole.choices[:1]))
+    figure.draw_without_rendering()
+    curve = panel(figure, "thresholds")
+    key = curve.get_legend()
+    assert key is not None
+    assert key.get_window_extent().y1 < curve.xaxis.label.get_window_extent().y0
+
+
 def test_a_method_that_drafted_nothing_has_no_acceptance() -> None:
     """Guards a line at 0 %, which says that all drafts were refused. The tables have a dash there."""
     idle = dataclasses.replace(row("sql", "dsbd-coupled-auto", 1), passed_by_depth=(0.0, 0.0))
