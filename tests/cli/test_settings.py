@@ -125,7 +125,7 @@ REFUSED = {
     "--set min-p=2": "--set min-p is 2.0, but must be",
     "--set tensor-parallel=two": "--set tensor-parallel is 'two', but must be an integer",
     "--set tensor-parallel=0": "--set tensor-parallel is 0, but must be",
-    "file.jsonl": "unexpected extra argument",
+    "file.jsonl": "file.jsonl stands without an option: --input FILE names what is read",
 }
 
 

@@ -18,6 +18,7 @@ from dsbd_cli.config.spelling import typed_names
 from dsbd_cli.errors import KINDS, MOST_INTEGER, SETTINGS, UsageError, is_utf8, option_name, shorten
 
 T = TypeVar("T")
+EXTRA = "Got unexpected extra argument(s)"  # of the parser
 METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}  # for options that name no metavar
 
 # options of commands that take nothing from a job file or the environment
@@ -265,6 +266,12 @@ class Command(_PlainHelp, TyperCommand):  # type: ignore[misc]
                 raise
             place = place_of(ctx, error.param.name) or max(error.param.opts, key=len)
             raise UsageError(f"{place} {_refusal(error.message)}") from None
+        except typer.TyperException as error:
+            known = [name for one in self.params for name in one.opts]
+            if not error.message.startswith(EXTRA) or "--input" not in known:
+                raise
+            words = error.message.removeprefix(EXTRA).strip(" ()")
+            raise UsageError(f"{words} stands without an option: --input FILE names what is read") from None
 
 
 def _refusal(message: str) -> str:
