@@ -34,6 +34,7 @@ from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
 
 INTERRUPTED = 130
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # without a file name: standard output cannot be written
+DEBUG = "--debug"
 STOPPED = "stopped before there was a result"
 
 app = typer.Typer(name="dsbd", cls=Group, pretty_exceptions_enable=False)
@@ -56,7 +57,7 @@ def _root(
         typer.Option("--version", help="show the version", callback=_version, is_eager=True, metavar=""),
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="show the traceback of an error; also DSBD_DEBUG=1", metavar="")
+        bool, typer.Option(DEBUG, help="show the traceback of an error; also DSBD_DEBUG=1", metavar="")
     ] = False,
 ) -> None:
     """Beam search and beam sampling from language models, sped up by a draft model, with unchanged output.
@@ -74,7 +75,10 @@ def run(arguments: Sequence[str]) -> int:
     set_style()
     try:
         code = typer.main.get_command(app).main(
-            list(arguments), prog_name="dsbd", standalone_mode=False, obj=list(arguments)
+            [word for word in arguments if word != DEBUG],  # it may stand anywhere
+            prog_name="dsbd",
+            standalone_mode=False,
+            obj=list(arguments),
         )
         if code == INTERRUPTED:  # the parser has caught a KeyboardInterrupt
             say(STOPPED, level="error")
@@ -126,7 +130,7 @@ def _help(error: typer.TyperException, arguments: Sequence[str]) -> str:
 
 
 def _report(message: str, code: int, arguments: Sequence[str]) -> int:
-    if "--debug" in arguments or os.environ.get("DSBD_DEBUG", "") not in ("", "0"):
+    if DEBUG in arguments or os.environ.get("DSBD_DEBUG", "") not in ("", "0"):
         traceback.print_exc()
     error_line(message)
     return code

@@ -105,6 +105,7 @@ def test_a_bug_is_one_line_and_a_traceback_only_on_demand(dsbd: Dsbd, monkeypatc
         outcome.err == "dsbd: error: RuntimeError: a bug in two lines (unexpected; dsbd --debug shows the traceback)\n"
     )
     assert "Traceback" in dsbd("--debug", "generate", lines=prompts("crash")).err
+    assert "RuntimeError: a bug" in dsbd("generate", "--debug", lines=prompts("crash")).err.partition("Traceback")[2]
     monkeypatch.setenv("DSBD_DEBUG", "1")
     assert "Traceback" in dsbd("generate", lines=prompts("crash")).err
 
