@@ -147,7 +147,8 @@ def _drop_output() -> None:
 
 
 def main() -> NoReturn:
-    """Run the command line of this process. All that it prints is UTF-8, as its files are, whatever the locale is."""
+    """Run the command line of this process. All that it prints is UTF-8, as its files are, whatever the locale is.
+    Names of files keep their bytes."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")
+        sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
     sys.exit(run(sys.argv[1:]))

@@ -50,6 +50,13 @@ def test_what_is_printed_is_utf8_whatever_the_locale(start: Start) -> None:
     assert "\u256d" in out.decode()
 
 
+def test_a_name_of_a_file_is_printed_with_its_bytes(start: Start, tmp_path: Path) -> None:
+    own = os.fsencode(tmp_path) + b"/\xff.toml"
+    environment = {**os.environ, "DSBD_MODELS_FILE": os.fsdecode(own)}
+    code, out, err = finish(start("models", "add", "mine", "org/mine", env=environment))
+    assert (code, out.count(own)) == (0, 1), err
+
+
 def test_a_pipe_through_another_program(start: Start) -> None:
     code, out, err = finish(start("generate"), ROW * 3)
     assert (code, err) == (0, b"")
