@@ -148,7 +148,8 @@ class Reporter:
     def _progress_line(self, *, live: bool = False) -> str:
         """Return the line of progress. live: what changes most comes first, because a narrow terminal cuts off the
         end."""
-        left, totals, note = self._share_done(), self.totals.line(self._unfinished), self.note()
+        left, note = self._share_done(), self.note()
+        totals = self.totals.line(self._unfinished, counts_rows=not self.input_rows)  # else `left` counts them
         return ", ".join(filter(None, (left, totals, note) if live else (totals, note, left)))
 
     def _share_done(self) -> str:
@@ -157,12 +158,12 @@ class Reporter:
         totals, steps = self.totals, self.totals.stats.steps
         if self.input_rows:
             whole, now, before = self.input_rows, totals.rows + totals.skipped, totals.skipped
-            of = f"of {plural(whole, 'row')}"
+            text = f"{now} of {plural(whole, 'row')}"
         elif self.input_bytes:
-            whole, now, before, of = self.input_bytes, self._bytes, self._bytes_before, "done"
+            whole, now, before = self.input_bytes, self._bytes, self._bytes_before
+            text = f"{min(1.0, now / whole):.0%} done"
         else:
             return ""
-        text = f"{min(1.0, now / whole):.0%} {of}"
         if now <= before or not steps or totals.rows - totals.failed < ROWS_THAT_TELL:
             return text
         left = (whole - now) * steps / (now - before) - self._unfinished
