@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 
 import typer
@@ -82,18 +83,13 @@ def _row(option) -> str:
     names = f"`{option.metavar}`" if argument else ", ".join(f"`{name}`" for name in option.opts)
     value = f" {option.metavar}" if option.metavar and not argument else ""
     help_text = _cell(option.help or "")
-    return f"| {names}{value} | {help_text}{_mark(option, argument)} |"
-
-
-def _mark(option, argument: bool) -> str:
-    """What its help does not say: that an option is required, or its default."""
-    if option.required and not argument:
-        return " (required)"
-    return f" (default: {option.default})" if option.show_default and option.default not in (None, False) else ""
+    mark = " (required)" if option.required and not argument else ""
+    return f"| {names}{value} | {help_text}{mark} |"
 
 
 def _paragraphs(text: str) -> list[str]:
-    return [" ".join(part.split()) if part.strip() else "" for part in text.strip().split("\n")]
+    lines = (textwrap.wrap(part, 120, break_long_words=False, break_on_hyphens=False) for part in text.split("\n"))
+    return [line for some in lines for line in some or [""]]
 
 
 def main() -> None:

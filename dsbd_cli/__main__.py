@@ -18,7 +18,7 @@ def main() -> NoReturn:
         try:
             find_extensions()
         except UsageError as error:
-            sys.stderr.write(f"dsbd: {error}\n")
+            sys.stderr.write(f"dsbd: error: {error}\n")
             sys.exit(2)
         from dsbd_cli.cli import app
     except KeyboardInterrupt:

@@ -23,11 +23,12 @@ import errno
 import importlib.util
 import os
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 MAX_SHOWN = 60  # characters of a value in a message
+MAX_NAMES = 8  # of a list in a message
 MAX_REASON = 200  # characters of another library's message
 DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)  # the system refuses a name
 KINDS: dict[type, str] = {int: "an integer", float: "a number", bool: "true or false"}
@@ -73,6 +74,12 @@ def shorten(value: object) -> str:
     value."""
     text = repr(value[:MAX_SHOWN]) if isinstance(value, str) else " ".join(_json_repr.repr(value).split())
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
+
+
+def shown_names(names: Sequence[str]) -> str:
+    """Return names as an error message lists them: the first MAX_NAMES, and how many there are if there are more."""
+    shown = ", ".join(name[:MAX_SHOWN] for name in names[:MAX_NAMES])
+    return shown if len(names) <= MAX_NAMES else f"{shown}, .. ({len(names)} in all)"
 
 
 MOST_INTEGER = 2**31 - 1  # of any setting

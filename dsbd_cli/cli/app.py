@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 import traceback
@@ -33,6 +34,7 @@ from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
 
 INTERRUPTED = 130
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # without a file name: standard output cannot be written
+DEBUG = "--debug"
 STOPPED = "stopped before there was a result"
 
 app = typer.Typer(name="dsbd", cls=Group, pretty_exceptions_enable=False)
@@ -55,7 +57,7 @@ def _root(
         typer.Option("--version", help="show the version", callback=_version, is_eager=True, metavar=""),
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="show the traceback of an error; also DSBD_DEBUG=1", metavar="")
+        bool, typer.Option(DEBUG, help="show the traceback of an error; also DSBD_DEBUG=1", metavar="")
     ] = False,
 ) -> None:
     """Beam search and beam sampling from language models, sped up by a draft model, with unchanged output.
@@ -73,7 +75,10 @@ def run(arguments: Sequence[str]) -> int:
     set_style()
     try:
         code = typer.main.get_command(app).main(
-            list(arguments), prog_name="dsbd", standalone_mode=False, obj=list(arguments)
+            [word for word in arguments if word != DEBUG],  # it may stand anywhere
+            prog_name="dsbd",
+            standalone_mode=False,
+            obj=list(arguments),
         )
         if code == INTERRUPTED:  # the parser has caught a KeyboardInterrupt
             say(STOPPED, level="error")
@@ -96,8 +101,7 @@ def run(arguments: Sequence[str]) -> int:
         return _report(str(error), error.exit_code, arguments)
     except typer.TyperException as error:
         hint = f" ({_help(error, arguments)})" if error.exit_code == 2 else ""
-        message = error.format_message().replace("Value error, ", "")
-        return _report(f"{message}{hint}", error.exit_code, arguments)
+        return _report(f"{error.format_message().rstrip('.')}{hint}", error.exit_code, arguments)
     except StoppedError as stopped:
         if stopped.early:
             say(STOPPED, level="error")
@@ -126,7 +130,7 @@ def _help(error: typer.TyperException, arguments: Sequence[str]) -> str:
 
 
 def _report(message: str, code: int, arguments: Sequence[str]) -> int:
-    if "--debug" in arguments or os.environ.get("DSBD_DEBUG", "") not in ("", "0"):
+    if DEBUG in arguments or os.environ.get("DSBD_DEBUG", "") not in ("", "0"):
         traceback.print_exc()
     error_line(message)
     return code
@@ -143,5 +147,8 @@ def _drop_output() -> None:
 
 
 def main() -> NoReturn:
-    """Run the command line of this process."""
+    """Run the command line of this process. All that it prints is UTF-8, as its files are, whatever the locale is.
+    Names of files keep their bytes."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
     sys.exit(run(sys.argv[1:]))

@@ -91,7 +91,7 @@ class ByExecution:
         try:
             self.run(database_path(self.database, None), "SELECT 1")
         except InvalidRowError as error:
-            raise UsageError(f"{option}: {error}") from None
+            raise UsageError(f"{option}: {str(error).removeprefix('the database ')}") from None
 
     def choose(self, row: CandidateRow) -> Choice:
         """Run the candidates and choose one. Raises InvalidRowError where there is no database to run on, or where none

@@ -64,7 +64,7 @@ def test_rows_choose_a_catalogue_or_bring_their_own(generate: Call, tmp_path: Pa
     assert [beams(one) for one in found[:2]] == [[(" fox", 1)], [(" red", 1)]]
     assert {text for text, _ in beams(found[2])} == {" one", " two"}
     told = [str(one["error"]["message"]) for one in found[3:]]  # type: ignore[index]
-    assert "line 4: allow is not given, but the catalogues have names: give one of 'animals, colours'" in told[0]
+    assert "line 4: allow is not given, but the catalogues have names: give one of animals, colours" in told[0]
     assert "line 5: allow is 'films', but the catalogues are animals, colours" in told[1]
     assert "line 6: allow is [' one', ''], but must be a catalogue's name or a list of answers" in told[2]
     assert "line 7: stop is ['e'], but allow says where an answer ends" in told[3]

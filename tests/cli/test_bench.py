@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -17,6 +18,7 @@ from typing import TextIO
 
 import pytest
 
+import dsbd_cli.models
 from dsbd_cli.cli.app import run
 from dsbd_cli.cli.commands import bench as command
 from dsbd_cli.cli.commands.bench import _progress_of
@@ -52,30 +54,35 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
         (("--num-beams", "4,x"), "--num-beams is '4,x', but must be an integer"),
         (("--task", "squad"), "needs the path of its data"),
         (("--task", "sql,sql"), "sql stands there twice"),
-        (("--task", "nothing"), "task is 'nothing'"),
+        (
+            ("--task", "nothing"),
+            "error: --task is 'nothing', but must be one of sql, qa, squad, spider, mt-bench, translation,",
+        ),
         (("--task", ""), "--task '' names no task"),
+        (("--chat",), "--chat would do nothing, because sql and qa bring their own prompts: drop it"),
+        (("--no-chat", "--task", "qa"), "--chat would do nothing, because qa brings its own prompts: drop it"),
         (("--data", "x"), "belongs to one task"),
         (("--input", "x", "--task", "sql"), "--input and --task cannot be used together"),
         (("--input", "x", "--data", "y"), "--input and --data cannot be used together"),
         (("--task", "jsonl", "--data", "x"), "--task jsonl is no task: name the prompts with --input"),
         (("--task", "qa", "--score", "f1"), "--score f1 is for prompts of --input, but the task is qa: drop it"),
-        (("--records", "0"), "'--records': 0 is less than 1"),
-        (("--records", "9" * 20), f"'--records': {'9' * 20} is more than 2147483647"),
-        (("--records", "9" * 5000), f"'--records': '{'9' * 58}… is not an integer"),
-        (("--rounds", "0"), "'--rounds': 0 is less than 1"),
-        (("--threads", "1025"), "'--threads': 1025 is more than 1024"),
+        (("--records", "0"), "--records is 0, but must be 1 or more"),
+        (("--records", "9" * 20), f"--records is {'9' * 20}, but must be at most 2147483647"),
+        (("--records", "9" * 5000), f"--records is '{'9' * 58}…, but must be an integer"),
+        (("--rounds", "0"), "--rounds is 0, but must be 1 or more"),
+        (("--threads", "1025"), "--threads is 1025, but must be at most 1024"),
         (("--batch-size", "0"), "--batch-size is 0"),
         (("--json", "no/such/folder/x.jsonl"), "the folder no/such/folder does not exist"),
         (("--json", "-"), "--json needs a file, but - is standard output"),
         (("--json", "x.jsonl.gz"), "--json x.jsonl.gz is not compressed: name it without .gz"),
-        (("--plot", "x.jpeg"), "must end in .png"),
+        (("--plot", "x.jpeg"), "must end in .png, .svg or .pdf"),
         (("--json", "x", "--markdown", "x"), "are both x"),
         (("--existing", "overwrite"), "but none is given"),
         (("--target", "somebody/model", "--methods", "dsbd-coupled"), "needs a draft, but there is none: name one"),
         (("--dev-records", "3"), "no two values of --fuzzy-threshold are run"),
         (("--fuzzy-threshold", "0.1", "--set", "fuzzy-tolerance=0.1"), "no two values of --fuzzy-threshold are run"),
         (("--fuzzy-threshold", "0.1,0.2", "--set", "fuzzy-tolerance=2"), "must be from 0 to 1"),
-        (("--fuzzy-threshold", "0.1,0.2", "--dev-records", "-1"), "'--dev-records': -1 is less than 0"),
+        (("--fuzzy-threshold", "0.1,0.2", "--dev-records", "-1"), "--dev-records is -1, but must be 0 or more"),
         (
             ("--fuzzy-threshold", "0.1,0.2", "--dev-records", "0", "--set", "fuzzy-tolerance=0.1"),
             "because --dev-records is 0",
@@ -170,6 +177,22 @@ def test_a_report_that_cannot_be_written_in_the_end_is_printed(tmp_path: Path, m
     assert done.code == 1
     assert "x.json: No space left on device" in done.err
     assert "greedy" in done.out
+
+
+def test_prompts_go_through_the_chat_template_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Guards methods that are compared on texts that the user's own runs never see."""
+    prompts, target = tmp_path / "in.jsonl", tmp_path / "chat"
+    prompts.write_text('{"prompt": "question: who"}\n')
+    shutil.copytree(Path(dsbd_cli.models.__file__).parent / "builtin" / "target", target)
+    (target / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    words = ("--input", str(prompts), "--methods", "greedy", "--max-new-tokens", "2", "--target")
+    plain = bench(*words, str(target))
+    assert "note: the target has a chat template, but prompts are given to it as they stand: --chat puts" in plain.out
+    for given in ("--chat", "--no-chat"):
+        told = bench(*words, str(target), given)
+        assert (told.code, "chat template" in told.out) == (0, False)
+    refused = bench(*words, "builtin:target", "--chat")
+    assert "record 0: the model's tokenizer has no chat template" in refused.err
 
 
 def test_a_closed_standard_output_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,7 @@ def test_beams_that_differ_are_shown_and_end_with_an_error_code(
 ) -> None:
     monkeypatch.setattr("dsbd_cli.lab.bench.beside.BesideTransformers", _Fake)
     monkeypatch.setattr(_Fake, "beams", beams)
+    monkeypatch.setattr(demo, "locate", lambda spec: None)
     assert run(["demo", "--target", "my model", "--prompt", "a\nb\x07"]) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:4] == ["  a", "  b\\x07", "  to T as a chat, no draft, float32"]
@@ -87,8 +88,26 @@ def test_beams_that_differ_are_shown_and_end_with_an_error_code(
     theirs = next(place for place, line in enumerate(lines) if line.startswith("transformers, 4 beams"))
     assert lines[theirs] == "transformers, 4 beams: 1.00 s; 2.0 times as long"
     assert re.split(r"\s{2,}", lines[theirs + 2].strip()) == says
-    assert any("dsbd generate --target 'my model' --chat" in line for line in lines[theirs:])
+    for command in ("generate", "bench"):
+        assert any(f"dsbd {command} --target 'my model' --chat" in line for line in lines[theirs:])
     assert all(len(line) <= 120 for line in lines)
+
+
+def test_a_long_prompt_stays_below_its_heading(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsbd_cli.lab.bench.beside.BesideTransformers", _Fake)
+    monkeypatch.setattr(_Fake, "beams", (0, 1, 2, 3))
+    assert run(["demo", "--prompt", "word " * 60]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = lines[1 : next(place for place, line in enumerate(lines) if "to T as a chat" in line)]
+    assert len(shown) > 1
+    assert all(re.match("  word( word)*$", line.rstrip()) for line in shown)
+
+
+def test_a_wrong_name_is_told_before_torch_is_imported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["demo", "--target", "no-such-model"]) == 1
+    assert capsys.readouterr().err.startswith("dsbd: error: target model 'no-such-model' is not known")
 
 
 def test_a_prompt_that_cannot_be_answered_is_wrong_usage(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dsbd_cli.cli.run.prompts import lack_template
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.requests import EngineInfo, Request
 from tests.cli.conftest import Outcome
@@ -101,6 +105,7 @@ def test_a_bug_is_one_line_and_a_traceback_only_on_demand(dsbd: Dsbd, monkeypatc
         outcome.err == "dsbd: error: RuntimeError: a bug in two lines (unexpected; dsbd --debug shows the traceback)\n"
     )
     assert "Traceback" in dsbd("--debug", "generate", lines=prompts("crash")).err
+    assert "RuntimeError: a bug" in dsbd("generate", "--debug", lines=prompts("crash")).err.partition("Traceback")[2]
     monkeypatch.setenv("DSBD_DEBUG", "1")
     assert "Traceback" in dsbd("generate", lines=prompts("crash")).err
 
@@ -153,6 +158,16 @@ def with_template(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
         monkeypatch.setattr(fake.FakeEngine, "__init__", begin)
 
     return set_
+
+
+def test_plain_prompts_are_those_that_are_no_messages() -> None:
+    """What profile, distill and trim-draft warn of."""
+    plain, chat = Request("a"), Request(messages=({"role": "user", "content": "a"},))
+    info = EngineInfo("t", None, "float32", "cpu", chat=True)
+    assert lack_template(info, [chat, plain])
+    assert not lack_template(info, [chat])
+    assert not lack_template(replace(info, chat=False), [plain])
+    assert not lack_template(None, [plain])
 
 
 def test_plain_prompts_to_a_chat_model_are_told_of_once(dsbd: Dsbd, with_template: Callable[[bool], None]) -> None:
@@ -232,8 +247,15 @@ def test_files_are_written_and_never_replaced_by_accident(dsbd: Dsbd, tmp_path: 
     before = output.read_bytes()
     refused = dsbd(*arguments)
     assert (refused.code, output.read_bytes(), len(refused.loads)) == (2, before, 1)
-    assert "exists" in refused.err
+    assert f"--output {output} exists: name another file, go on with it with --existing resume, or " in refused.err
     assert dsbd(*arguments, "--existing", "overwrite").code == 3
+
+
+@pytest.mark.parametrize(("name", "form"), [("out.jsonl.gz", "native"), ("out.txt", "text")])
+def test_nobody_is_told_to_go_on_with_what_cannot_be_resumed(dsbd: Dsbd, tmp_path: Path, name: str, form: str) -> None:
+    (tmp_path / name).write_text("")
+    refused = dsbd("generate", "-o", str(tmp_path / name), "--output-format", form)
+    assert refused.err.endswith(f"{name} exists: name another file, or replace it with --existing overwrite\n")
 
 
 def test_a_failed_load_leaves_no_output_file(dsbd: Dsbd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,10 +275,28 @@ def test_standard_error_is_silent_unless_somebody_watches(dsbd: Dsbd) -> None:
     assert dsbd("generate", lines=prompts("a")).err == ""
     assert dsbd("generate", "--quiet", lines=rows).err == ""
     assert "1 failed" in dsbd("generate", lines=rows).err
+    assert dsbd("generate", lines=prompts("fail")).err.endswith("dsbd: 1 row, 1 failed\n"), "no speed of nothing"
     verbose = dsbd("generate", "--set", "log=verbose", lines=rows).err
     assert "rule coupled, 4 beams" in verbose
     assert "row 1 (id r1): line 2: prompt has 900 tokens" in verbose
     assert "1.50 steps per call, 25% accepted" in verbose
+
+
+def test_what_is_loaded_is_told_to_somebody_who_watches(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a mail from cron every night, because the model is large."""
+    library, load = logging.getLogger("dsbd_cli.models.load_model"), sys.modules[fake.MODULE].load
+
+    def loading(*arguments: object, **options: object) -> object:
+        library.info("loading it")
+        library.warning("compiling it")
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(sys.modules[fake.MODULE], "load", loading)
+    assert dsbd("generate").err == "dsbd: compiling it\n"
+    assert dsbd("generate", "--quiet").err == ""
+    for options in ({"terminals": ("stderr",)}, {}):
+        words = () if options else ("--set", "log=verbose")
+        assert dsbd("generate", *words, **options).err.startswith("dsbd: loading it\ndsbd: compiling it\n")
 
 
 def test_a_terminal_gets_a_live_line_and_a_summary(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from dsbd_cli.cli import app
 
 CASES = {
     "generate --nope": "dsbd generate --help lists the options",
-    "bench --records x": "dsbd bench --help lists the options",
+    "bench --nope": "dsbd bench --help lists the options",
     "profile --nope": "dsbd profile --help lists the options",
     "doctor --nope": "dsbd doctor --help lists the options",
     "models add one": "dsbd models add --help lists the options",

@@ -164,10 +164,10 @@ def test_text_that_is_not_utf8_is_refused_and_paths_are_not(dsbd: Dsbd, tmp_path
 
 def test_wrong_variables(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value, message in (
-        ("DSBD_TOP_P", "much", "DSBD_TOP_P: 'much' is not a number"),
-        ("DSBD_CHAT", "2", "DSBD_CHAT: '2' is not true or false"),
-        ("DSBD_MEMORY_SAVING", "maybe", "DSBD_MEMORY_SAVING: 'maybe' is not true or false"),
-        ("DSBD_DECODE", "fast", "DSBD_DECODE: 'fast' is not one of"),
+        ("DSBD_TOP_P", "much", "DSBD_TOP_P is 'much', but must be a number"),
+        ("DSBD_CHAT", "2", "DSBD_CHAT is '2', but must be true or false"),
+        ("DSBD_MEMORY_SAVING", "maybe", "DSBD_MEMORY_SAVING is 'maybe', but must be true or false"),
+        ("DSBD_DECODE", "fast", "DSBD_DECODE is 'fast', but must be one of search, sample"),
     ):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)

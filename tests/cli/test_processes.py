@@ -43,6 +43,20 @@ def wait_for(process: subprocess.Popen[bytes], line: bytes) -> bytes:
     raise AssertionError(f"{line!r} never came: {seen!r}")
 
 
+def test_what_is_printed_is_utf8_whatever_the_locale(start: Start) -> None:
+    """Guards a traceback in place of tables, after all has been measured."""
+    code, out, _ = finish(start("pick", "--help", env={**os.environ, "PYTHONIOENCODING": "ascii"}))
+    assert code == 0
+    assert "\u256d" in out.decode()
+
+
+def test_a_name_of_a_file_is_printed_with_its_bytes(start: Start, tmp_path: Path) -> None:
+    own = os.fsencode(tmp_path) + b"/\xff.toml"
+    environment = {**os.environ, "DSBD_MODELS_FILE": os.fsdecode(own)}
+    code, out, err = finish(start("models", "add", "mine", "org/mine", env=environment))
+    assert (code, out.count(own)) == (0, 1), err
+
+
 def test_a_pipe_through_another_program(start: Start) -> None:
     code, out, err = finish(start("generate"), ROW * 3)
     assert (code, err) == (0, b"")

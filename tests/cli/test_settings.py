@@ -15,7 +15,7 @@ from dsbd_cli.cli.options.settings import fixed_depth, run_settings
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, shown_names
 from tests.cli.conftest import Outcome, of_rule
 
 Dsbd = Callable[..., Outcome]
@@ -46,7 +46,7 @@ REFUSED = {
     "--decode search --set warp-scope=beam": "--set warp-scope would do nothing",
     "--decode search --set width=threshold": "--set width=threshold would do nothing",
     "--decode search --verify coupled": "--verify coupled would do nothing, because --decode search",
-    "--decode beam": "Invalid value for '--decode'",
+    "--decode beam": "--decode is 'beam', but must be one of search, sample",
     "--verify search": "--verify is 'search', but must be one of coupled, rejection, with-replacement, fuzzy",
     "--draft none --depth 3": "--depth 3 needs a draft",
     "--draft none --depth auto": "--depth auto needs a draft",
@@ -84,11 +84,11 @@ REFUSED = {
     "--existing resume --output x --output-format text": "--existing resume cannot go on with --output-format text",
     "--existing resume --output x.gz": "--existing resume cannot go on with x.gz",
     "--existing resume --output x --set stats=s.zst": "--existing resume cannot go on with s.zst",
-    "--existing append --output x": "Invalid value for '--existing'",
-    "--set max-errors=0": "Invalid value for '--set max-errors': 0 is less than 1",
-    "--input-format json": "Invalid value for '--input-format'",
+    "--existing append --output x": "--existing is 'append', but must be one of error, overwrite, resume, retry",
+    "--set max-errors=0": "--set max-errors is 0, but must be 1 or more",
+    "--input-format json": "--input-format is 'json', but must be one of auto, strict, text",
     "--output-format xml": "--output-format is 'xml', but must be one of native",
-    "--set on-too-long=cut": "Invalid value for '--set on-too-long': 'cut' is not one of 'error'",
+    "--set on-too-long=cut": "--set on-too-long is 'cut', but must be one of error, truncate-left",
     "--config no-such-file": "--config no-such-file cannot be read: No such file",
     "--output x --set stats=x": "--output and --set stats are both x",
     "--set summary=x.json.zst": "--set summary x.json.zst is not compressed: name it without .zst",
@@ -107,22 +107,25 @@ REFUSED = {
     "--verify fuzzy:0.1 --set width=threshold": "--set width is 'threshold', but rule fuzzy",
     "--verify fuzzy:0.1 --set warp-scope=beam": "--set warp-scope is 'beam', but rule fuzzy",
     "--verify fast": "--verify is 'fast', but must be one of coupled, ",
-    "--num-beams four": "Invalid value for '--num-beams': 'four' is not an integer",
-    "--temperature warm": "Invalid value for '--temperature': 'warm' is not a number",
+    "--num-beams four": "--num-beams is 'four', but must be an integer",
+    "--temperature warm": "--temperature is 'warm', but must be a number",
     "--drafter retrieval": "--drafter retrieval: index is missing: it is spelled retrieval:INDEX",
     "--verify rejection --set width=threshold --drafter ngram": "--set width is 'threshold', but it estimates",
     "--no-such-option": "No such option: --no-such-option",
-    "--set warp-skope=beam": "No such option: --set warp-skope (Possible options: ",
-    "--set zzz=1": "No such option: --set zzz",
-    "--set num_beams=3": "No such option: --set num-beams (Possible options: --num-beams",
-    "--set warp-scope": "Option '--set warp-scope' requires an argument",
-    "--set warp-scope=all": "Invalid value for '--set warp-scope': 'all' is not one of 'pool', 'beam'",
-    "--set memory-saving=perhaps": "Invalid value for '--set memory-saving': 'perhaps' is not true or false",
-    "--set min-p=much": "Invalid value for '--set min-p': 'much' is not a number",
+    "--set warp-skope=beam": "--set warp-skope: dsbd generate has no such setting: did you mean --set warp-scope?",
+    "--set zzz=1": "--set zzz: dsbd generate has no such setting: dsbd generate --help lists the settings",
+    "--set num_beams=3": "--set num-beams: dsbd generate has no such setting: did you mean --num-beams",
+    "--set warp-scope": "--set warp-scope has no value: it is spelled --set warp-scope=VALUE",
+    "--set min-p --input x": "--set min-p has no value",
+    "--set --input x": "--set --input: dsbd generate has no such setting: did you mean --input",
+    "--set": "requires an argument",
+    "--set warp-scope=all": "--set warp-scope is 'all', but must be one of pool, beam",
+    "--set memory-saving=perhaps": "--set memory-saving is 'perhaps', but must be true or false",
+    "--set min-p=much": "--set min-p is 'much', but must be a number",
     "--set min-p=2": "--set min-p is 2.0, but must be",
-    "--set tensor-parallel=two": "Invalid value for '--set tensor-parallel': 'two' is not an integer",
+    "--set tensor-parallel=two": "--set tensor-parallel is 'two', but must be an integer",
     "--set tensor-parallel=0": "--set tensor-parallel is 0, but must be",
-    "file.jsonl": "unexpected extra argument",
+    "file.jsonl": "file.jsonl stands without an option: --input FILE names what is read",
 }
 
 
@@ -250,6 +253,13 @@ def test_an_error_knows_its_field_and_the_command_line_names_the_option() -> Non
     assert UsageError("depth is mentioned").typed({"depth": "--depth"}) == "depth is mentioned"
     other = fault(lambda: MethodConfig(rule="search", warp_scope="beam"))
     assert (other.field, other.value) == ("warp_scope", "beam")
+
+
+def test_a_list_of_names_in_a_message_is_bounded() -> None:
+    """Guards records of a megabyte each, where a file has thousands of catalogues."""
+    assert shown_names(["a", "b"]) == "a, b"
+    assert shown_names([f"{number}" * 99 for number in range(1000)]).endswith(", .. (1000 in all)")
+    assert len(shown_names([f"{number}" * 99 for number in range(1000)])) < 600
 
 
 def test_values_are_shown_in_plain_words() -> None:

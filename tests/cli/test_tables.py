@@ -138,7 +138,7 @@ REFUSED: list[tuple[str, str]] = [
     ("generate --output-format parquet -o x.gz", "compressed inside: name --output without .gz"),
     ("merge in.csv -o x", f"merge takes parts of native or openai lines, but in.csv is a table, {NO_KEY}"),
     ("pick --by score -i in.csv", "records, which hold the key of their row, not a table such as in.csv"),
-    ("pick --by score --output-format csv", "Invalid value for '--output-format'"),
+    ("pick --by score --output-format csv", "--output-format is 'csv', but must be one of native, text, lines"),
 ]
 
 

@@ -233,7 +233,7 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     chooser = ByExecution(str(tmp_path / "x.sqlite"))
     with pytest.raises(InvalidRowError, match="cannot be read: file is not a database"):
         chooser.choose(row("SELECT 1"))
-    with pytest.raises(UsageError, match=r"--database: the database .*x.sqlite cannot be read: file is not a database"):
+    with pytest.raises(UsageError, match=r"--database: .*x.sqlite cannot be read: file is not a database"):
         chooser.check("--database")
 
 

@@ -14,7 +14,6 @@ from dsbd_cli.cli.options.bench_options import (
     DEFAULT_RECORDS,
     DEFAULT_ROUNDS,
     DEFAULT_TASKS,
-    OWN_TASK,
     BenchOutputs,
     ChoiceOptions,
     DataOptions,
@@ -32,6 +31,7 @@ from dsbd_cli.cli.options.options import (
 from dsbd_cli.cli.options.settings import has_draft, refuse_idle, run_settings
 from dsbd_cli.cli.run.files import check_files_under, check_report_files
 from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking
+from dsbd_cli.cli.run.prompts import CHAT_OR_NOT
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import ROWS_FAILED
 from dsbd_cli.config.grammars import Grammar
@@ -42,12 +42,13 @@ from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
 from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS
 from dsbd_cli.lab.bench.sweep import SweepPlan, choose_methods, plan, read_values
-from dsbd_cli.lab.tasks.choose import open_dataset
+from dsbd_cli.lab.tasks.choose import OF_LINES, OWN_TASK, open_dataset
 from dsbd_cli.lab.tasks.dataset import Dataset, with_dev, with_shots
 from dsbd_cli.lab.tasks.spider import QUESTIONS, SCHEMAS
 from dsbd_cli.pick.execution import databases
 
 if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.lab.bench.run import Bench, OnWindow
     from dsbd_cli.lab.reports.bench_data import BenchReport
 
@@ -80,7 +81,7 @@ def bench(
     planned = _plan(sweep, draft_wanted, tuned=dev_records > 0)
     chosen = _check_choice(choice, planned, dev_records, shots)
     sampling = _sampling(drawing, planned)
-    settings = run_settings(pair, MethodOptions(), sampling, devices, allow=answers.allow)
+    settings = run_settings(pair, MethodOptions(), sampling, devices, chat=bool(data.chat), allow=answers.allow)
     if draft_wanted and not any(one.drafts for one in planned.settings):
         refuse_idle("no method of --methods drafts", (f"--draft {pair.draft}", pair.draft))
     if settings.batch_size is None:
@@ -102,6 +103,8 @@ def bench(
             planned = planned.without(
                 assisted, sweep.methods, "transformers runs neither a draft head nor a trimmed draft"
             )
+        if data.input is not None and data.chat is None and _lack_template(engine, datasets):
+            notes.append(CHAT_OR_NOT)
         spec = BenchSpec(
             datasets=datasets,
             settings=planned.settings,
@@ -215,6 +218,14 @@ def _with_own_prompts(data: DataOptions) -> DataOptions:
     return dataclasses.replace(data, task=OWN_TASK, data=data.input)
 
 
+def _lack_template(engine: Engine, datasets: Sequence[Dataset]) -> bool:
+    """Return whether a record is a plain prompt although the target has a chat template."""
+    has_template = engine.info is not None and engine.info.chat
+    return has_template and any(
+        one.prompt and "messages" not in one.meta for data in datasets for one in data.records()
+    )
+
+
 def _data_files(data: DataOptions) -> list[Path]:
     """Return the files that the task's data are read from."""
     if data.data is None:
@@ -248,6 +259,9 @@ def _datasets(
         raise UsageError(f"--data {data.data} belongs to one task, but --task is {', '.join(names)}: name one")
     if choice.dev_data is not None and data.data is None:
         raise UsageError(f"--dev-data {choice.dev_data} goes with --input or --data, but neither is given")
+    if data.chat is not None and not any(name in OF_LINES for name in names):
+        own = " and ".join(names) + (" bring their" if len(names) > 1 else " brings its")
+        raise UsageError(f"--chat would do nothing, because {own} own prompts: drop it")
     check_files_under(data.files_under, "there is no --input and no --data" if data.data is None else None)
     under = data.files_under
     opened = [open_dataset(one, data.data, choice.dev_data, data.metric, under, data.score, rows) for one in names]

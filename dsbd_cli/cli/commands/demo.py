@@ -20,6 +20,7 @@ from dsbd_cli.cli.run.signals import StopSignals
 from dsbd_cli.config.model import BUILTIN_TARGET
 from dsbd_cli.errors import RowError, UsageError, plural
 from dsbd_cli.lab.tasks.record import shipped
+from dsbd_cli.models.checkpoints.hub import locate
 
 if TYPE_CHECKING:
     from dsbd_cli.lab.bench.beside import Beam, BesideTransformers, TimedBeams
@@ -55,6 +56,9 @@ def demo(pair: PairOptions, wanted: DemoOptions) -> None:
     """
     method = fixed_depth(pair, MethodOptions(num_beams=BEAMS, decode="search"))
     settings = run_settings(pair, method, SamplingOptions(), DeviceOptions(dtype="float32"))
+    for model in settings.models:
+        if not model.in_target:
+            locate(model)  # a wrong name is told before torch is imported
     builtin = settings.target.source == BUILTIN_TARGET
     prompts = _prompts(builtin) if wanted.prompt is None else [wanted.prompt]
     tokens = BUILTIN_TOKENS if builtin else OWN_TOKENS
@@ -102,11 +106,12 @@ def _same(one: TimedBeams, other: TimedBeams) -> bool:
 
 
 def _show_prompt(screen: Screen, beside: BesideTransformers, prompt: str) -> None:
+    from rich.padding import Padding
     from rich.text import Text
 
     screen.print(Text("Prompt", "bold"))
     for line in prompt.splitlines():
-        screen.print(Text(f"  {visible(line)}"))
+        screen.print(Padding(Text(visible(line)), (0, 0, 0, 2), expand=False))
     info = beside.info
     assert info is not None
     draft = f"draft {info.draft}" if info.draft else "no draft"
@@ -174,12 +179,12 @@ def _show_next(screen: Screen, target: str | None, *, chat: bool) -> None:
     """Show which commands to type next, with the target's name where the user gave one."""
     from rich.text import Text
 
-    model = "MODEL" if target is None else shlex.quote(target)
+    model, as_chat = "MODEL" if target is None else shlex.quote(target), " --chat" if chat else ""
     again = ("", "a folder, a hub id, a GGUF") if target is None else (" --prompt TEXT", "another prompt")
     lines = (
         (f"dsbd demo --target {model}{again[0]}", again[1]),
-        (f"dsbd generate --target {model}{' --chat' if chat else ''} -i prompts.jsonl", 'each line {"prompt": "..."}'),
-        (f"dsbd bench --target {model} --input prompts.jsonl", "which method pays there"),
+        (f"dsbd generate --target {model}{as_chat} -i prompts.jsonl", 'each line {"prompt": "..."}'),
+        (f"dsbd bench --target {model}{as_chat} --input prompts.jsonl", "which method pays there"),
         ("dsbd --help", "every command"),
     )
     screen.print()

@@ -28,7 +28,15 @@ from dsbd_cli.cli.options.options import (
 from dsbd_cli.cli.options.settings import RunSettings, devices_of, run_settings
 from dsbd_cli.cli.run.files import check_model_folder
 from dsbd_cli.cli.run.messages import Talk, duration, quote_command, say, set_style, talking, warn
-from dsbd_cli.cli.run.prompts import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out, read_prompts, warn_left_out
+from dsbd_cli.cli.run.prompts import (
+    AS_THEY_STAND,
+    HELD_OUT_EVERY,
+    HELD_OUT_MOST,
+    hold_out,
+    lack_template,
+    read_prompts,
+    warn_left_out,
+)
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
 from dsbd_cli.config.model import DTYPES, ModelSpec, Quantize
@@ -203,6 +211,8 @@ class _Distilling:
                 if not done:
                     self._forget()
                 raise
+            if lack_template(engine.info, requests):
+                warn(f"{AS_THEY_STAND}: give messages in place of prompt")
             held, failed = answerable(engine, held)
             warn_left_out(failed, "held-out prompt")
             self._answer(engine, learnt, done, writer, trees=shape.form == "head")

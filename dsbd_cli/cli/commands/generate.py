@@ -41,6 +41,7 @@ from dsbd_cli.cli.run.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsErr
 from dsbd_cli.cli.run.messages import quote_command, say
 from dsbd_cli.cli.run.output_files import Outputs
 from dsbd_cli.cli.run.progress import Reporter, begin_talk
+from dsbd_cli.cli.run.prompts import CHAT_OR_NOT
 from dsbd_cli.cli.run.shard import Shard, shard_of, sharded_files
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import Summary, rows_exit_code
@@ -62,11 +63,6 @@ if TYPE_CHECKING:
 NOT_INVARIANT = (
     "on this machine the target's logits depend on what else is in a forward, so that rounding may change a text with "
     "the draft or the batch: records say same-law, not same-text (see docs/hardware.md)"
-)
-
-PLAIN = (
-    "the target has a chat template, but prompts are given to it as they stand: --chat puts each through the template, "
-    "--no-chat ends this line"
 )
 
 WIDE = 32  # beams; a run with as many or more says how much memory a row takes
@@ -250,7 +246,7 @@ class _GenerateRun:
         """Warn that plain prompts go to a target with a chat template as they stand, if neither --chat nor --no-chat is
         given."""
         if self._has_plain_prompt and self._has_template and self._files.chat is None:
-            self.reporter.warn(PLAIN)
+            self.reporter.warn(CHAT_OR_NOT)
 
     def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
         totals = self.reporter.totals

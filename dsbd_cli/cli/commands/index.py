@@ -10,7 +10,7 @@ import typer
 
 from dsbd_cli.cli.options.declare import Existing, Output, Quiet
 from dsbd_cli.cli.run.files import check_no_input, check_replaced
-from dsbd_cli.cli.run.messages import say, set_style
+from dsbd_cli.cli.run.messages import say, set_style, talking
 from dsbd_cli.cli.run.signals import StopSignals
 from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.errors import UsageError, plural
@@ -20,8 +20,24 @@ from dsbd_cli.io.lines.resume import check_replaceable
 NEWS_EVERY = 1 << 22  # tokens between two messages
 
 Corpus = Annotated[list[Path], typer.Argument(metavar="CORPUS", help="texts, or .jsonl files", show_default=False)]
-Target = Annotated[str, typer.Option("--target", help="whose tokenizer: alias, folder or hub id", metavar="MODEL")]
-Field = Annotated[str, typer.Option("--field", help="the text in a line of a .jsonl file", metavar="NAME")]
+Target = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        help=f"whose tokenizer: alias, folder or hub id (default: {BUILTIN_TARGET})",
+        metavar="MODEL",
+        show_default=False,
+    ),
+]
+Field = Annotated[
+    str,
+    typer.Option(
+        "--field",
+        help="the text in a line of a .jsonl file (default: text)",
+        metavar="NAME",
+        show_default=False,
+    ),
+]
 Trust = Annotated[
     Literal["target"] | None,
     typer.Option("--trust-remote-code", help="target: run code that its checkpoint brings with it", metavar="MODEL"),
@@ -53,7 +69,7 @@ def index(
     from dsbd_cli.models.checkpoints.catalog import tokenizer_of
 
     set_style(quiet=quiet)
-    with StopSignals():
+    with StopSignals(), talking() as talk:
         codec = tokenizer_of(ModelSpec(target, trust_remote_code=trust_remote_code is not None))
         tokens, reported = CorpusTokens(), 0
         for piece in _pieces(corpus, field):
@@ -63,8 +79,8 @@ def index(
                 tokens.extend(codec.encode_pieces([piece])[0])
             if len(tokens.ids) - reported >= NEWS_EVERY:
                 reported = len(tokens.ids)
-                say(f"{reported} tokens read")
-        write_index(output, tokens, codec.token_bytes(), say)
+                talk.now(f"{reported} tokens read")
+        write_index(output, tokens, codec.token_bytes(), talk.now)
     counts = plural(tokens.documents, "document"), plural(len(tokens.ids) - tokens.documents, "token")
     say(f"{output}: {', '.join(counts)}")
 

@@ -28,7 +28,7 @@ SHOWN = 5  # parts that are named in a message, at most
 BESIDE = "give parts, with the file beside each of them"
 
 Parts = Annotated[
-    list[Path], typer.Argument(help="part files, such as out.jsonl.*-of-16", metavar="PART...", show_default=False)
+    list[Path], typer.Argument(help="part files, such as out.jsonl.*-of-16", metavar="PART", show_default=False)
 ]
 Partial = Annotated[
     bool, typer.Option("--partial", help="write what there is, though rows or whole parts are missing", metavar="")

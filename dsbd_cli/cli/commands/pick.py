@@ -54,6 +54,10 @@ OPTIONS_OF: dict[str, tuple[By, ...]] = {
     "device": ("model",),
 }
 
+# by setting of a run: its name as the user types it
+TYPED = {name: option_name(name) for name in ("by", "input_format", "output_format", "candidates")}
+TYPED |= {name.rstrip("_"): option_name(name) for name in OPTIONS_OF}
+
 
 @dataclass(frozen=True)
 class PickOptions:
@@ -249,7 +253,7 @@ class _PickRun:
             stack.enter_context(self._signals)
             stream, name, size = open_input_lines(self._own, stack)
             self._reporter.input_bytes = size
-            outputs = stack.enter_context(Outputs(self._own, self._settings, self._reporter))
+            outputs = stack.enter_context(Outputs(self._own, self._settings, self._reporter, TYPED))
             stack.callback(self._reporter.stop)
             blank = self._files.input_format == "lines"  # where a blank line is an empty candidate
             reader = stack.enter_context(LineReader(stream, name, read=partial(read_lines, blank=blank)))

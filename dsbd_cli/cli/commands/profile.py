@@ -16,6 +16,7 @@ import typer
 
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
+    CHAT,
     MAIN,
     METHOD,
     AnswerOptions,
@@ -27,8 +28,8 @@ from dsbd_cli.cli.options.options import (
 )
 from dsbd_cli.cli.options.settings import RunSettings, devices_of, fixed_depth, run_settings
 from dsbd_cli.cli.run.files import check_files_under, check_report_files
-from dsbd_cli.cli.run.messages import Talk, say, set_style, talking
-from dsbd_cli.cli.run.prompts import read_prompts, warn_left_out
+from dsbd_cli.cli.run.messages import Talk, say, set_style, talking, warn
+from dsbd_cli.cli.run.prompts import CHAT_OR_NOT, lack_template, read_prompts, warn_left_out
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH
 from dsbd_cli.config.spelling import parse, spell
@@ -49,14 +50,20 @@ RECORDS, REPEATS, SECONDS = 8, 3, 60.0
 
 
 @dataclass(frozen=True)
-class PromptOptions(RowFileOptions):
-    """Options of the prompts that are decoded to be measured."""
+class RecordOptions:
+    """Options of the records that are decoded to be measured."""
 
     input: Path | None = option(MAIN, "prompts as generate reads them", "-i")
+    chat: bool | None = flag(MAIN, CHAT)
     task: Literal["sql", "qa"] | None = option(
         MAIN, "prompts of one built-in task: sql or qa", default="both", metavar="TASK"
     )
     records: int | None = option(MAIN, "prompts at most", default=RECORDS, least=1)
+
+
+@dataclass(frozen=True)
+class PromptOptions(RowFileOptions, RecordOptions):
+    """Options of the prompts that are decoded to be measured."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,8 @@ def profile(
     The most useful measurements come first, within --seconds. Ctrl-C prints what is measured by then.
     """
     set_style(quiet=wanted.quiet)
-    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, allow=answers.allow)
+    chat = bool(prompts.chat)
+    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, chat=chat, allow=answers.allow)
     if settings.allow is not None:
         raise UsageError(f"--allow {settings.allow} is not profiled, because a profile cuts answers short: drop it")
     if settings.method.adaptive_depth:
@@ -123,7 +131,8 @@ def profile(
     with StopSignals() as signals:
         with talking() as talk:
             render = _renderer(options, prompts)
-            shown, found = _measure(settings, requests, wanted, command, render, talk, signals)
+            named = prompts.input is None or prompts.chat is not None
+            shown, found = _measure(settings, requests, wanted, command, render, talk, signals, may_warn=not named)
         if found is not None:
             _write(found, wanted)
         if signals.number is not None:
@@ -135,6 +144,8 @@ def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, .
     count = prompts.records or RECORDS
     if prompts.input is None:
         check_files_under(prompts.files_under, "there is no --input")
+        if prompts.chat is not None:
+            raise UsageError("--chat would do nothing, because there is no --input: drop it")
         reader, tasks = settings.rows, [TASKS[prompts.task]] if prompts.task else list(TASKS.values())
         streams = [task.records() for task in tasks]
         records = itertools.islice(itertools.chain.from_iterable(zip(*streams, strict=True)), count)
@@ -164,10 +175,13 @@ def _measure(
     render: Callable[[ForestSize], str],
     talk: Talk,
     signals: StopSignals,
+    *,
+    may_warn: bool,
 ) -> tuple[bool, Profile | None]:
     """Load the models and measure. This is where torch is imported.
 
-    Return whether some measurement was printed on the way, and the profile.
+    may_warn: nobody has said whether prompts are a chat. Return whether some measurement was printed on the way, and
+    the profile.
     """
     talk.step("loading the models")
     # imported before memory is measured, so that it does not count as the models' memory
@@ -175,6 +189,8 @@ def _measure(
 
     before = resident_bytes()
     engine = settings.load()
+    if may_warn and lack_template(engine.info, requests):
+        warn(CHAT_OR_NOT)
     from dsbd_cli.train.target_answers import answerable
 
     kept, failed = answerable(engine, requests)
@@ -237,6 +253,7 @@ def _renderer(options: Mapping[str, object], prompts: PromptOptions) -> Callable
                 names.append("verify")  # without a draft it is plain sampling
             changed = {**dict.fromkeys(names), "draft": "none", "device": devices_of(device)[0]}
         words = option_words(_needed({**options, **changed}))
+        words += ["--chat"] if prompts.chat else []
         words += [] if prompts.files_under is None else ["--files-under", str(prompts.files_under)]
         source = shlex.quote(str(prompts.input)) if prompts.input is not None else "prompts.jsonl"
         return f"{shlex.join(['dsbd', 'generate', *words])} --input {source}"

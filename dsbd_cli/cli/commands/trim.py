@@ -25,7 +25,15 @@ from dsbd_cli.cli.options.options import (
 from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, refuse_idle, run_settings
 from dsbd_cli.cli.run.files import check_model_folder
 from dsbd_cli.cli.run.messages import say, set_style, warn
-from dsbd_cli.cli.run.prompts import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out, read_prompts, warn_left_out
+from dsbd_cli.cli.run.prompts import (
+    AS_THEY_STAND,
+    HELD_OUT_EVERY,
+    HELD_OUT_MOST,
+    hold_out,
+    lack_template,
+    read_prompts,
+    warn_left_out,
+)
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
@@ -119,6 +127,9 @@ class _Trimming:
         if self._trim.held_out is None:
             held, prompts = hold_out(prompts)
         counts = self._count(prompts)
+        asked = (*prompts, *held)
+        if asked and lack_template(self._engine.info, asked):
+            warn(f"{AS_THEY_STAND}: give messages in place of prompt")
         held = self._answerable(held, "held-out prompt")  # nothing may fail once the draft is written
         size, coverage, ends = self._trim.size, self._trim.coverage, end_tokens(self._settings.target)
         report = trim(self._draft, self._output, counts, size=size, coverage=coverage, end_tokens=ends)

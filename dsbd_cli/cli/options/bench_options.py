@@ -7,30 +7,30 @@ from pathlib import Path
 from typing import Literal
 
 from dsbd_cli.cli.options.declare import flag, option
-from dsbd_cli.cli.options.options import MAIN, RowFileOptions
+from dsbd_cli.cli.options.options import CHAT, MAIN, RowFileOptions
 from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
 from dsbd_cli.config.variants import MIN_WIDTH, WIDTH_THRESHOLD
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
 from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS, bench_drafters
-from dsbd_cli.lab.tasks.choose import TASK_NAMES
+from dsbd_cli.lab.tasks.choose import OWN_TASK, TASK_NAMES
 from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS
 from dsbd_cli.lab.tasks.scores import DEFAULT_SCORE, KINDS
 
 METHODS_PANEL, CHOICE, OUTPUT = "Methods and their settings", "Choice of a fuzzy threshold", "Output"
 DEFAULT_TASKS, DEFAULT_RECORDS, DEFAULT_ROUNDS = "sql,qa", 24, 1
-OWN_TASK = "jsonl"  # the task of --input; a report has the file's name
 _METHOD = MethodConfig()
 
 
 @dataclass(frozen=True)
-class DataOptions(RowFileOptions):
-    """Options of the data that is answered."""
+class RecordOptions:
+    """Options of the records that are answered and scored."""
 
     input: Path | None = option(
         MAIN,
         "prompts of your own, as generate reads them, with reference or relevant where answers are to be scored",
         "-i",
     )
+    chat: bool | None = flag(MAIN, CHAT)
     task: str | None = option(
         MAIN,
         f"{', '.join(name for name in TASK_NAMES if name != OWN_TASK)}, or both built-in ones with a comma",
@@ -63,6 +63,11 @@ class DataOptions(RowFileOptions):
         least=0,
     )
     rounds: int | None = option(MAIN, "times that every record is timed", default=DEFAULT_ROUNDS, least=1)
+
+
+@dataclass(frozen=True)
+class DataOptions(RowFileOptions, RecordOptions):
+    """Options of the data that is answered."""
 
 
 @dataclass(frozen=True)

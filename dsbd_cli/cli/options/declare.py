@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +18,19 @@ from dsbd_cli.config.spelling import typed_names
 from dsbd_cli.errors import KINDS, MOST_INTEGER, SETTINGS, UsageError, is_utf8, option_name, shorten
 
 T = TypeVar("T")
+EXTRA = "Got unexpected extra argument(s)"  # of the parser
 METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}  # for options that name no metavar
 
 # options of commands that take nothing from a job file or the environment
 Output = Annotated[Path, typer.Option("--output", "-o", help="file to write", metavar="FILE", show_default=False)]
 Existing = Annotated[
     Literal["error", "overwrite"],
-    typer.Option("--existing", help="where the file exists: error or overwrite", metavar="WHAT"),
+    typer.Option(
+        "--existing",
+        help="where the file exists: error or overwrite (default: error)",
+        metavar="WHAT",
+        show_default=False,
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on standard error but errors", metavar="")]
 
@@ -95,19 +102,20 @@ def _parameter(item: dataclasses.Field[object], kind: object) -> inspect.Paramet
 
 
 def _number(kind: type, least: float | None, most: float | None, above: float | None) -> Callable[[str], object]:
-    """Return a parser of a number, which refuses any other text in our own words."""
+    """Return a parser of a number, which refuses any other text in our own words: what stands behind the option's name
+    in a message."""
 
     def read(text: str) -> object:
         try:
             value = kind(text)
         except ValueError:
-            raise ValueError(f"{shorten(text)} is not {KINDS[kind]}") from None
+            raise ValueError(f"is {shorten(text)}, but must be {KINDS[kind]}") from None
         if least is not None and value < least:
-            raise ValueError(f"{text} is less than {least}")
+            raise ValueError(f"is {text}, but must be {least} or more")
         if most is not None and value > most:
-            raise ValueError(f"{text} is more than {most}")
+            raise ValueError(f"is {text}, but must be at most {most}")
         if above is not None and not value > above:
-            raise ValueError(f"{text} is not above {above:g}")
+            raise ValueError(f"is {text}, but must be above {above:g}")
         return value
 
     return read
@@ -124,7 +132,7 @@ def _check_text(given: Mapping[str, object], names: Mapping[str, str]) -> None:
 def _yes_or_no(text: str) -> bool:
     """Parse the value of a switch that is given as a setting."""
     if text.lower() not in (*YES, *NO):
-        raise ValueError(f"{text!r} is not {KINDS[bool]}")
+        raise ValueError(f"is {shorten(text)}, but must be {KINDS[bool]}")
     return text.lower() in YES
 
 
@@ -183,32 +191,52 @@ def _set_parameter(names: Sequence[str]) -> inspect.Parameter:
     return inspect.Parameter("set", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 
 
-def _settings_as_options(words: Sequence[str]) -> Iterator[str]:
+def _settings_as_options(words: Sequence[str], ctx: typer.Context) -> Iterator[str]:
     """Yield the words of a command line, with `--set min_p=0.1` as the one word `--set min-p=0.1`.
 
-    The parser takes that word for a long option of this name.
+    The parser takes that word for a long option of this name. Raises UsageError for a setting without a value, and for
+    one that the command does not have.
     """
     rest = iter(words)
+    known = [name for one in ctx.command.params for name in one.opts if name.startswith("--")]
     for word in rest:
         setting = next(rest, None) if word == "--set" else word.removeprefix("--set=")
-        if setting is None or setting == word:
+        if setting is None or setting == word or "--set" not in known:
             yield word
             continue
         name, equals, value = setting.partition("=")
-        yield f"--set {name.replace('_', '-')}{equals}{value}"
+        given = f"--set {name.replace('_', '-')}"
+        if given not in known:
+            names = {one.removeprefix("--").removeprefix("set "): one for one in known}
+            near = [names[one] for one in difflib.get_close_matches(name.replace("_", "-"), names, n=3)]
+            hint = f"did you mean {' or '.join(near)}?" if near else f"{ctx.command_path} --help lists the settings"
+            raise UsageError(f"{given}: {ctx.command_path} has no such setting: {hint}")
+        if not equals:
+            raise UsageError(f"{given} has no value: it is spelled {given}=VALUE")
+        yield f"{given}={value}"
 
 
 class _PlainHelp:
-    """A command whose --help page shows a switch without a value, and without a column for its --no- form.
+    """A command whose --help page shows a switch without a value and without a column for its --no- form, an argument
+    without the type that it has in Python, and paragraphs that are as wide as the terminal.
 
     The text of the page explains --no- once.
     """
+
+    help: str | None
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)
+        paragraphs = inspect.cleandoc(self.help or "").split("\n\n")
+        self.help = "\n\n".join(" ".join(one.split()) for one in paragraphs)
 
     def get_params(self, ctx: typer.Context) -> list[object]:
         params: list[object] = super().get_params(ctx)  # type: ignore[misc]
         for one in params:
             if getattr(one, "is_flag", False):
                 one.metavar = ""  # type: ignore[attr-defined]
+            if getattr(one, "param_type_name", "") == "argument":
+                one.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
         return params
 
     def format_help(self, ctx: typer.Context, formatter: object) -> None:
@@ -232,12 +260,25 @@ class Command(_PlainHelp, TyperCommand):  # type: ignore[misc]
         if "groups" in vars(self.callback):
             read_environment(ctx)
         try:
-            return super().parse_args(ctx, list(_settings_as_options(args)))
+            return super().parse_args(ctx, list(_settings_as_options(args, ctx)))
         except typer.BadParameter as error:
-            place = place_of(ctx, error.param.name) if error.param is not None else None
-            if place is None:
+            if error.param is None or not error.message:  # one that is missing
                 raise
-            raise UsageError(f"{place}: {error.message}".replace("Value error, ", "")) from None
+            place = place_of(ctx, error.param.name) or max(error.param.opts, key=len)
+            raise UsageError(f"{place} {_refusal(error.message)}") from None
+        except typer.TyperException as error:
+            known = [name for one in self.params for name in one.opts]
+            if not error.message.startswith(EXTRA) or "--input" not in known:
+                raise
+            words = error.message.removeprefix(EXTRA).strip(" ()")
+            raise UsageError(f"{words} stands without an option: --input FILE names what is read") from None
+
+
+def _refusal(message: str) -> str:
+    """Return the parser's message about a wrong value as it stands behind the option's name."""
+    text = message.removeprefix("Value error, ")
+    given, is_choice, known = text.partition(" is not one of ")
+    return f"is {given}, but must be one of {known.rstrip('.').replace(chr(39), '')}" if is_choice else text
 
 
 class Group(_PlainHelp, TyperGroup):  # type: ignore[misc]

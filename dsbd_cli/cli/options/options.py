@@ -31,6 +31,7 @@ SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices and loadi
 SOURCES = "Encoder-decoder targets"
 JOB = "Options from a file"
 STANDARD = Path("-")
+CHAT = "put each prompt through the target's chat template, as one message of a user; --no-chat: as it stands"
 MAX_ERRORS = "end the run with exit code 1 when N rows have failed"
 
 InputFormat = Literal["auto", "strict", "text"]
@@ -75,9 +76,7 @@ class FileOptions(RowFileOptions, StreamOptions):
         default="auto",
         metavar="FORM",
     )
-    chat: bool | None = flag(
-        MAIN, "put each prompt through the target's chat template, as one message of a user; --no-chat: as it stands"
-    )
+    chat: bool | None = flag(MAIN, CHAT)
     output_format: str | None = option(
         FILES, "; ".join(f"{one.name}: {one.text}" for one in FORMATS.values()), default="native", metavar="FORM"
     )

@@ -37,7 +37,7 @@ def read_environment(ctx: typer.Context) -> None:
     for one in ctx.command.params:
         word = given.get(one.name, "") if getattr(one, "is_flag", False) else ""
         if word and word.lower() not in (*YES, *NO):
-            raise UsageError(f"{names[one.name]}: {word!r} is not {KINDS[bool]}")
+            raise UsageError(f"{names[one.name]} is {word!r}, but must be {KINDS[bool]}")
     _add_defaults(ctx, given, names)
 
 

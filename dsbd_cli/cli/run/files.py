@@ -109,7 +109,8 @@ def check_files(files: FileOptions, read: Iterable[str | Path | None]) -> None:
         inputs.append(files.input)
     for option, path in named:
         check_no_input(option, path, inputs)
-        instead = "name another file" + (", go on with it with --existing resume" if option == "--output" else "")
+        resumable = option == "--output" and why_not is None
+        instead = "name another file" + (", go on with it with --existing resume" if resumable else "")
         check_new(path, option=option, overwrite=files.existing not in (None, "error"), instead=instead)
     if why_not is None and files.output is not None:
         settings = settings_file(files.output)

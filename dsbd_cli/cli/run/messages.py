@@ -34,16 +34,23 @@ class _Lines(logging.Handler):
         say(record.getMessage(), level="error" if record.levelno >= logging.ERROR else "info")
 
 
-def set_style(*, json_lines: bool = False, quiet: bool | None = False) -> None:
+def set_style(*, json_lines: bool = False, verbose: bool = False, quiet: bool | None = False) -> None:
     """Set how messages are printed from now on, those that the library logs included.
 
-    json_lines: every line is a JSON object (--set log=json). quiet: only errors are printed (--quiet).
+    json_lines: every line is a JSON object (--set log=json). verbose: what the library logs for information, such as
+    which model is loaded, is printed without a terminal, too. quiet: only errors are printed (--quiet).
     """
     global _json, _quiet
     _json, _quiet = json_lines, bool(quiet)
     library = logging.getLogger("dsbd_cli")
     library.handlers, library.propagate = [_Lines()], False
-    library.setLevel(logging.ERROR if quiet else logging.INFO)
+    told = logging.INFO if verbose or json_lines or on_terminal() else logging.WARNING
+    library.setLevel(logging.ERROR if quiet else told)
+
+
+def on_terminal() -> bool:
+    """Return whether standard error is a terminal, so that somebody watches."""
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def utc_now() -> str:
@@ -109,7 +116,7 @@ class Talk:
 @contextmanager
 def talking() -> Iterator[Talk]:
     """Yield a Talk for the time that a command works."""
-    if _quiet or sys.stderr is None or not sys.stderr.isatty():
+    if _quiet or not on_terminal():
         yield Talk(None)
         return
     shown = ""

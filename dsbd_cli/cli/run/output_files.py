@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -38,11 +39,14 @@ from dsbd_cli.io.records.record_parts import fingerprint_difference
 class Outputs:
     """Output files of a run. Entering the `with` block opens and locks them; `begin` makes them ready to be written."""
 
-    def __init__(self, files: FileOptions, settings: Settings, reporter: Reporter) -> None:
-        """reporter: is told what an earlier run has left."""
+    def __init__(
+        self, files: FileOptions, settings: Settings, reporter: Reporter, typed: Mapping[str, str] = TYPED
+    ) -> None:
+        """settings: of the run, which one that goes on must share. reporter: is told what an earlier run has left.
+        typed: names of the settings as the user types them."""
         self.done = DoneRows()
         self.created = int(time.time())
-        self._files, self._settings, self._reporter = files, settings, reporter
+        self._files, self._settings, self._reporter, self._typed = files, settings, reporter, typed
         self._stack = ExitStack()
         self._output: io.FileIO | None = None
         self._steps: io.FileIO | None = None
@@ -136,7 +140,7 @@ class Outputs:
         assert output is not None
         if stream.seek(0, io.SEEK_END) > 0:
             before, self.created, _ = read_run(output, "--existing resume")
-            if difference := fingerprint_difference(before, self._settings, TYPED):
+            if difference := fingerprint_difference(before, self._settings, self._typed):
                 raise UsageError(
                     f"--existing {self._files.existing}: {output} was made with other settings: {difference}; "
                     "use the same, or name another file"

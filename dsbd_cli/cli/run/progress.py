@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsbd_cli.cli.options.options import STANDARD, TalkOptions
-from dsbd_cli.cli.run.messages import LOG_INTERVAL_S, duration, live_line, log, say, set_style, warn
+from dsbd_cli.cli.run.messages import LOG_INTERVAL_S, duration, live_line, log, on_terminal, say, set_style, warn
 from dsbd_cli.cli.run.summary import Totals
 from dsbd_cli.errors import RowError, UsageError, plural
 
@@ -27,7 +27,7 @@ ROWS_THAT_TELL = 10  # rows whose mean length is an estimate for the rows to com
 
 def begin_talk(talk: TalkOptions) -> None:
     """Set how messages are printed, by the options. Raises UsageError for two that contradict each other."""
-    set_style(json_lines=talk.log == "json", quiet=talk.quiet)
+    set_style(json_lines=talk.log == "json", verbose=talk.log == "verbose", quiet=talk.quiet)
     if talk.quiet and talk.log == "verbose":
         raise UsageError("--quiet and --set log=verbose cannot be used together: give one of them")
 
@@ -44,7 +44,7 @@ class Reporter:
         shown = output in (None, STANDARD) and sys.stdout is not None and sys.stdout.isatty()
         self._quiet, self._json = bool(talk.quiet), talk.log == "json"
         self._verbose = not talk.quiet and talk.log in ("verbose", "json")
-        self._terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._terminal = on_terminal()
         self._live = self._terminal and not self._quiet and not self._json and not shown
         self._progress: Live | None = None
         self.input_bytes: int | None = None
@@ -145,7 +145,8 @@ class Reporter:
     def _progress_line(self, *, live: bool = False) -> str:
         """Return the line of progress. live: what changes most comes first, because a narrow terminal cuts off the
         end."""
-        left, totals, note = self._share_done(), self.totals.line(self._unfinished), self.note()
+        left, note = self._share_done(), self.note()
+        totals = self.totals.line(self._unfinished, counts_rows=not self.input_rows)  # else `left` counts them
         return ", ".join(filter(None, (left, totals, note) if live else (totals, note, left)))
 
     def _share_done(self) -> str:
@@ -154,12 +155,12 @@ class Reporter:
         totals, steps = self.totals, self.totals.stats.steps
         if self.input_rows:
             whole, now, before = self.input_rows, totals.rows + totals.skipped, totals.skipped
-            of = f"of {plural(whole, 'row')}"
+            text = f"{now} of {plural(whole, 'row')}"
         elif self.input_bytes:
-            whole, now, before, of = self.input_bytes, self._bytes, self._bytes_before, "done"
+            whole, now, before = self.input_bytes, self._bytes, self._bytes_before
+            text = f"{min(1.0, now / whole):.0%} done"
         else:
             return ""
-        text = f"{min(1.0, now / whole):.0%} {of}"
         if now <= before or not steps or totals.rows - totals.failed < ROWS_THAT_TELL:
             return text
         left = (whole - now) * steps / (now - before) - self._unfinished

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +16,10 @@ from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.lines.tables import lines_reader
 from dsbd_cli.io.records.file_roots import files_root
 from dsbd_cli.io.records.reader import RowReader
-from dsbd_cli.requests import Request
+from dsbd_cli.requests import EngineInfo, Request
 
+AS_THEY_STAND = "the target has a chat template, but prompts are given to it as they stand"
+CHAT_OR_NOT = f"{AS_THEY_STAND}: --chat puts each through the template, --no-chat ends this line"
 HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
 
 
@@ -64,3 +66,8 @@ def warn_left_out(failed: Sequence[str], kind: str = "prompt") -> None:
     """Warn of prompts that cannot be answered. failed: for each its id and why."""
     if failed:
         warn(f"left out, because they cannot be answered: {plural(len(failed), kind)}, the first with {failed[0]}")
+
+
+def lack_template(info: EngineInfo | None, requests: Iterable[Request]) -> bool:
+    """Return whether a request is a plain prompt although the target has a chat template."""
+    return info is not None and info.chat and any(one.prompt is not None for one in requests)

@@ -119,13 +119,15 @@ class Totals:
         """Seconds since the first row could start."""
         return max(time.perf_counter() - self.started, 1e-9)
 
-    def line(self, unfinished: int = 0) -> str:
+    def line(self, unfinished: int = 0, *, counts_rows: bool = True) -> str:
         """Return one line of the rows, the tokens/s of the best texts, the steps per target call and the acceptance.
 
-        unfinished: tokens of rows that are not written yet.
+        unfinished: tokens of rows that are not written yet. counts_rows: the line begins with the number of rows.
         """
         stats, tokens = self.stats, self.tokens + unfinished
-        parts = [plural(self.rows, "row"), f"{tokens} tokens", f"{tokens / self.seconds:.1f} tokens/s"]
+        parts = [plural(self.rows, "row")] if counts_rows else []
+        if tokens:
+            parts += [plural(tokens, "token"), f"{tokens / self.seconds:.1f} tokens/s"]
         if stats.target_calls:
             parts.append(f"{stats.steps_per_call:.2f} steps per call")
         if stats.prompt_tokens_reused:

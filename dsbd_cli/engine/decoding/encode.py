@@ -19,7 +19,15 @@ from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.planning.memory_limit import least_bytes
 from dsbd_cli.engine.planning.planner import deepest
 from dsbd_cli.engine.protocols import EncoderDecoderCodec, EncoderDecoderModel, ForestModel, SizedCodec, TextCodec
-from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongError, UsageError, is_utf8, shorten
+from dsbd_cli.errors import (
+    InvalidRowError,
+    OutOfMemoryRowError,
+    PromptTooLongError,
+    UsageError,
+    is_utf8,
+    shorten,
+    shown_names,
+)
 from dsbd_cli.requests import Request
 
 
@@ -84,9 +92,9 @@ class Encoder:
             return None
         if (allow or "") in self.catalogues:
             return self.catalogues[allow or ""]
-        names = ", ".join(sorted(filter(None, self.catalogues)))
+        names = shown_names(sorted(filter(None, self.catalogues)))
         if allow is None:
-            raise InvalidRowError(f"allow is not given, but the catalogues have names: give one of {shorten(names)}")
+            raise InvalidRowError(f"allow is not given, but the catalogues have names: give one of {names}")
         known = f"the catalogues are {names}" if names else "no catalogue has a name"
         raise InvalidRowError(f"allow is {shorten(allow)}, but {known}")
 

@@ -120,7 +120,7 @@ class _Decompressing(io.RawIOBase):
         try:
             return frame.decompress(piece)
         except Exception as error:  # zlib.error and ZstdError have no common base but this
-            raise DecompressionError(f"the compressed data is damaged ({error})") from None
+            raise DecompressionError(f"the data is damaged or not compressed ({error})") from None
 
     def close(self) -> None:
         self._stream.close()

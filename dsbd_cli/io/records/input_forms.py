@@ -82,13 +82,23 @@ class ParsedRow:
     fields: Fields
     unused: list[tuple[str, object]]
 
-    def explain(self, name: str, value: object) -> str:
-        """Return the message about an unused field. This is slow, and a line may have a million of them."""
+    def explain(self, name: str, value: object, listed: set[str] | None = None) -> str:
+        """Return the message about an unused field. This is slow, and a line may have a million of them.
+
+        listed: the lists of fields in earlier messages. One that is among them is not repeated; a new one is added.
+        """
         outside = self.form != "flat" and not name.startswith("body.")
         known = ENVELOPE if outside else KNOWN
         near = difflib.get_close_matches(name.removeprefix("body.")[:MAX_SHOWN], known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(known[: len(ROW_FIELDS)])}"
-        return f"unknown field {shorten(name)} (value {shorten(value)}): {hint}"
+        message = f"unknown field {shorten(name)} (value {shorten(value)})"
+        if near:
+            return f"{message}: did you mean {near[0]}?"
+        fields = f"the fields are {', '.join(known[: len(ROW_FIELDS)])}"
+        if listed is not None:
+            if fields in listed:
+                return message
+            listed.add(fields)
+        return f"{message}: {fields}"
 
 
 def parsed_row(raw: Fields) -> ParsedRow:

@@ -57,6 +57,7 @@ class RowReader:
     chat: bool = False
     files_root: str | None = None
     _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    _listed: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     _known_sampling: dict[bytes, SamplingConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -118,9 +119,8 @@ class RowReader:
             if name not in self._warned:
                 full = len(self._warned) == MAX_WARNED
                 self._warned.add(name)
-                warnings.append(
-                    "more unknown fields: not named any more" if full else f"{parsed.explain(name, value)}; not used"
-                )
+                said = "more unknown fields: not named any more"
+                warnings.append(said if full else f"{parsed.explain(name, value, self._listed)}; not used")
         return tuple([f"line {number}: {message}" for message in warnings])
 
     def _request(self, row: Fields, row_id: str) -> Request:

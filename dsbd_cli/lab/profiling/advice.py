@@ -28,6 +28,11 @@ def warnings(machine: Machine, measured: Sequence[MeasuredSetting]) -> list[str]
                 f"runs of {one.setting.label} spread by {one.seconds.relative:.0%} "
                 f"({one.seconds.low:.2f} to {one.seconds.high:.2f} s): measure again on a quiet machine"
             )
+    if faster := [one.setting.label for one in measured if (one.forward.share_of_floor or 0) > 1]:
+        notes.append(
+            f"forwards of {', '.join(faster)} took less than their floor: the copy and the matrix product that it is "
+            "computed from ran slower than the model, so roofline says too much"
+        )
     return notes
 
 

@@ -358,12 +358,12 @@ def _texts(pair: LoadedPair, prompts: Sequence[str], captured: bool | None) -> t
     equal, total = sum(one == other for one, other in zip(*found, strict=True)), len(prompts)
     tokens = [[[ids for ids, _ in row] for row in way] for way in found]
     alike = sum(one == other for one, other in zip(*tokens, strict=True))
-    drafter = "the draft" if pair.draft is not None else "drafts from the prompt"
+    drafter, them = ("the draft", "it") if pair.draft is not None else ("drafts from the prompt", "them")
     lines = f"beam search with and without {drafter}: {equal} of {total} prompts give the same {BEAMS} beams"
     stats = [row.stats for row in results_by_depth[1]]
     steps = sum(one.steps for one in stats) / sum(one.target_calls for one in stats)
     facts: Facts = {"equal": equal, "same_tokens": alike, "prompts": total, "steps_per_call": steps}
-    text = f"{lines}, bit for bit; {steps:.1f} steps per target call with it"
+    text = f"{lines}, bit for bit; {steps:.1f} steps per target call with {them}"
     if equal == total:
         return "ok", text, facts
     if pair.target.invariant:

@@ -137,13 +137,19 @@ def _accepted(row: BenchRow) -> str:
 
 def _passed(row: BenchRow) -> str:
     """Return the share of each layer that passed in percent; a dash where nothing was drafted."""
-    drafted = row.acceptance_rate is not None or any(row.passed_by_depth)
-    return " ".join(f"{100 * share:.0f}" for share in row.passed_by_depth) if drafted else DASH
+    return " ".join(f"{100 * share:.0f}" for share in row.passed_by_depth) if row.drafted else DASH
 
 
 def measured(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> list[ReportColumn]:
     """Return the columns in which something was measured. The report's notes give reasons why others are missing."""
     return [column for column in columns if column.text or any(column.cell(row) != DASH for row in rows)]
+
+
+def table_lines(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> list[list[str]]:
+    """Return the cells of a table, without the rows in which nothing was measured."""
+    lines = [[column.cell(row) for column in columns] for row in rows]
+    numbers = [place for place, column in enumerate(columns) if not column.text]
+    return [line for line in lines if any(line[place] != DASH for place in numbers)]
 
 
 def choice_columns(

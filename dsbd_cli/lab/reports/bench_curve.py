@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 HUES = [COLOURS[name] for name in ("vermillion", "blue", "green", "purple", "orange", "sky", "black")]
 MAX_KEYS = 12
+BELOW_LABEL = 4.2  # letters of the legend: its distance from the panel, in which the axis has its numbers and label
 LETTER, NEAR_Y = 0.022, 0.06  # shares of the panel: the width of a label's letter, and the height of a label
 
 
@@ -56,7 +57,10 @@ def curve_panel(axes: Axes, report: BenchReport, task: str, colours: Mapping[str
     if len(choices) == 1:
         for found, below in ((test, False), (dev, True)):
             _label(axes, [found[one] for one in choices[0].curve if one in found], below=below)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False, fontsize=8.5, labelcolor=INK, ncols=2)
+    axes.legend(
+        loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=BELOW_LABEL, frameon=False, fontsize=8.5,
+        labelcolor=INK, ncols=2,
+    )  # fmt: skip
 
 
 def _hues(choices: Sequence[ChosenThreshold], colours: Mapping[str, str], rows: Sequence[BenchRow]) -> Iterator[str]:

@@ -67,6 +67,9 @@ class PairedTest:
         return self.p_holm < SIGNIFICANT
 
 
+STOPPED = "Stopped early: this is what was measured until then."
+
+
 @dataclass(frozen=True, slots=True)
 class BenchRow:
     """One method at one setting on one task.
@@ -134,6 +137,11 @@ class BenchRow:
     def quality(self) -> Interval | None:
         """The main metric, if answers are scored."""
         return next(iter(self.scores.values()), None)
+
+    @property
+    def drafted(self) -> bool:
+        """Whether anything was drafted, which `--depth auto` may leave out."""
+        return self.acceptance_rate is not None or any(self.passed_by_depth)
 
     @property
     def metric(self) -> str | None:

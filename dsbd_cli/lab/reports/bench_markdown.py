@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dsbd_cli.lab.reports import bench_cells as cells
 from dsbd_cli.lab.reports.bench_cells import ReportColumn
 from dsbd_cli.lab.reports.bench_closing import closing_lines
-from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
+from dsbd_cli.lab.reports.bench_data import STOPPED, BenchReport, BenchRow
 
 
 def aligned_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[bool]) -> str:
@@ -24,8 +24,8 @@ def aligned_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Se
 
 
 def markdown_table(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> str:
-    """Return a markdown table of the rows with these columns."""
-    lines = [[column.cell(row) for column in columns] for row in rows]
+    """Return a markdown table of the rows with these columns. Rows in which nothing was measured are left out."""
+    lines = cells.table_lines(columns, rows)
     return aligned_table([column.title for column in columns], lines, [column.text for column in columns])
 
 
@@ -38,7 +38,7 @@ def markdown_page(report: BenchReport) -> str:
         "\n".join(f"- {line}" for line in [*cells.environment_lines(report), *cells.reading_lines(report.rows)]) + "\n"
     )
     if not report.complete:
-        parts.append("**Stopped early: this is what was measured until then.**\n")
+        parts.append(f"**{STOPPED}**\n")
     for task in report.tasks:
         rows = report.of(task)
         head = cells.setting_columns(rows)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dsbd_cli.lab.reports.bench_cells import task_title
 from dsbd_cli.lab.reports.bench_curve import curve_panel
-from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, pareto_front
+from dsbd_cli.lab.reports.bench_data import STOPPED, BenchReport, BenchRow, pareto_front
 from dsbd_cli.lab.reports.style import COLOURS, INK, MUTED, new_figure, plain_axes, score_limits, spread_labels
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _colour_of(method: str) -> str:
 def bench_figure(report: BenchReport) -> Figure:
     """Draw one row of panels for each task that has a row. Where a threshold was chosen, it includes the curve."""
     tasks = report.tasks
-    drafted = any(row.passed_by_depth for row in report.rows)
+    drafted = any(row.drafted for row in report.rows)
     widths = [WIDTH, *([DEPTH_WIDTH] if drafted else []), *([CURVE_WIDTH] if report.choices else [])]
     shown = {task: _shown(report.of(task)) for task in tasks}
     heights = [max(LEAST, MARGIN + ROW * len(shown[task])) for task in tasks]
@@ -61,7 +61,8 @@ def bench_figure(report: BenchReport) -> Figure:
     width = sum(widths) + AXES * len(widths) + LETTER * letters * (2 if drafted else 1)
     figure = new_figure(max(width, TITLE_LETTER * len(title)), sum(heights))
     figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE_POINTS, fontweight="bold", color=INK, parse_math=False)
-    figure.supxlabel(CAPTION, x=0.01, ha="left", fontsize=LABEL_POINTS, color=MUTED)
+    caption = CAPTION if report.complete else f"{CAPTION}\n{STOPPED}"
+    figure.supxlabel(caption, x=0.01, ha="left", fontsize=LABEL_POINTS, color=MUTED)
     panels = figure.subplots(len(tasks), len(widths), squeeze=False, width_ratios=widths, height_ratios=heights)
     for (left, *more), task, height in zip(panels, tasks, heights, strict=True):
         rows = report.of(task)
@@ -173,7 +174,7 @@ def _depth(axes: Axes, rows: Sequence[BenchRow], task: str, height: float) -> No
     from matplotlib.ticker import MaxNLocator
 
     chosen: dict[tuple[str, object], BenchRow] = {}
-    for row in rows:
+    for row in (one for one in rows if one.drafted):
         key = row.method, row.settings.get("drafter")
         if len(row.passed_by_depth) > len(chosen[key].passed_by_depth if key in chosen else ()):
             chosen[key] = row

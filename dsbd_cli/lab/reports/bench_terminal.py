@@ -12,7 +12,7 @@ from rich.text import Text
 from dsbd_cli.lab.reports import bench_cells as cells
 from dsbd_cli.lab.reports.bench_cells import ReportColumn
 from dsbd_cli.lab.reports.bench_closing import closing_lines
-from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, ChosenThreshold
+from dsbd_cli.lab.reports.bench_data import STOPPED, BenchReport, BenchRow, ChosenThreshold
 from dsbd_cli.lab.reports.screen import Screen
 
 GAP = 3  # between columns, as rich draws them
@@ -26,6 +26,8 @@ def print_report(report: BenchReport, stream: IO[str] | None) -> None:
     console = Screen(stream)
     for line in cells.environment_lines(report):
         console.print(Text(line, style="dim"))
+    if not report.complete:
+        console.print(Text(STOPPED, style="bold"))
     for task in report.tasks:
         rows = report.of(task)
         for title, columns in _packed(cells.setting_columns(rows), _sections(rows), rows, console.width):
@@ -121,8 +123,6 @@ def _table(title: str, columns: Sequence[ReportColumn], rows: Sequence[BenchRow]
         table.add_column(
             column.title, justify="left" if column.text else "right", width=_width(column, rows), vertical="bottom"
         )
-    for row in rows:
-        shown = [column.cell(row) for column in columns]
-        if any(cell != cells.DASH for cell, column in zip(shown, columns, strict=True) if not column.text):
-            table.add_row(*shown)
+    for line in cells.table_lines(columns, rows):
+        table.add_row(*line)
     return table

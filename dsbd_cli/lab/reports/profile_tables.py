@@ -56,7 +56,7 @@ def _head(profile: Profile) -> Text:
     text.append(f"{models}, {profile.dtype}\n", style="bold")
     text.append(
         f"{profile.rule}, W={profile.num_beams}, {_drafting(profile)}, width {profile.width}; "
-        f"{plural(profile.prompts, 'prompt')}, {plural(profile.prompt_tokens, 'token')}, "
+        f"{plural(profile.prompts, 'prompt')} of {plural(profile.prompt_tokens, 'token')} in all, "
         f"{plural(profile.batch_size, 'row')} at most together\n"
     )
     loaded = "" if load is None else f", load average {load:.2f}"

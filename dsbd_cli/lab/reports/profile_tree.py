@@ -7,6 +7,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from dsbd_cli.config.variants import RULES
+from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports.profile_data import ShownForest, ShownNode
 
 # symbol, style, and what it means; the order of the legend
@@ -25,8 +26,8 @@ def forest_tree(forest: ShownForest) -> RenderableType:
     """Return head, legend and one tree per live beam. Children stand in draw order."""
     counted = {state: sum(node.state == state for node in forest.nodes) for state in SYMBOLS}
     head = Text(
-        f"Iteration {forest.iteration} of prompt {forest.prompt_id}: rule {forest.rule}, W={forest.num_beams}, "
-        f"D={forest.depth}; this target call yielded {forest.verified} step{'s' if forest.verified > 1 else ''}"
+        f"Iteration {forest.iteration} of prompt {forest.prompt_id}: rule {forest.rule}, D={forest.depth}; "
+        f"this target call yielded {plural(forest.verified, 'step')}"
     )
     legend = Text()
     for state, (symbol, style, meaning) in SYMBOLS.items():

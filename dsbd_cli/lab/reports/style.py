@@ -36,7 +36,7 @@ def require_plots(option: str, path: Path) -> None:
     """Check, before anything is measured, that matplotlib is there and the name has a known ending. Raises
     UsageError."""
     if path.suffix.lower() not in FORMATS:
-        raise UsageError(f"{option} {path}: the name must end in {', '.join(FORMATS)}")
+        raise UsageError(f"{option} {path}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     require_package(option, "matplotlib", "plots")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, shorten
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.lines import PLAIN_ROWS, jsonl_dataset, mt_bench_dataset
@@ -23,8 +23,9 @@ FROM_DISK: dict[str, Callable[[Path], Dataset]] = {
     "spider": spider_dataset,
     "mt-bench": mt_bench_dataset,
 }
+OWN_TASK = "jsonl"  # the task of --input; a report has the file's name
 OF_LINES: dict[str, Callable[..., Dataset]] = {  # tasks of JSON lines, which may name files
-    "jsonl": jsonl_dataset,
+    OWN_TASK: jsonl_dataset,
     **{name: partial(paired_dataset, name) for name in PAIRED_TASKS},
 }
 TASK_NAMES: tuple[str, ...] = (*TASKS, *FROM_DISK, *OF_LINES)
@@ -46,7 +47,7 @@ def open_dataset(
     from the run.
     """
     own = {option: value for option, value in (("metric", metric), ("score", score)) if value is not None}
-    if own and name != "jsonl":
+    if own and name != OWN_TASK:
         option, value = next(iter(own.items()))
         raise UsageError(f"--{option} {value} is for prompts of --input, but the task is {name}: drop it")
     if name in TASKS:
@@ -55,7 +56,8 @@ def open_dataset(
                 raise UsageError(f"task {name} brings its own records: drop the data path {given}")
         return TASKS[name]
     if name not in TASK_NAMES:
-        raise UsageError(f"task is {name!r}, but must be one of {', '.join(TASK_NAMES)}")
+        known = ", ".join(one for one in TASK_NAMES if one != OWN_TASK)
+        raise UsageError(f"task is {shorten(name)}, but must be one of {known}", field="task", value=name)
     if path is None:
         raise UsageError(f"task {name} needs the path of its data: name it with --data")
     if name in FROM_DISK:

@@ -216,7 +216,7 @@ class DecoderForestModel(BaseForestModel):
         for window in spec.kinds:
             seen = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
             views.append(MaskView(additive_mask(seen.expand(count, -1, -1), self._dtype)))
-        angles = self._rotated(places.expand(count, -1))
+        angles = self._angles_at(places.expand(count, -1))
         slots = torch.arange(count * length, device=self._device)
         inputs = LayerInputs(slots, angles, views, lambda _: (planes[0], planes[1]))
         residual, branch, _ = decoder.layers(decoder.embed(tokens.to(self._device)), inputs)
@@ -231,7 +231,7 @@ class DecoderForestModel(BaseForestModel):
         hidden = decoder.embed(self._ids_in_table(batch))
         write = self._cache.under_way
         assert write is not None
-        inputs = LayerInputs(write.flat, self._rotated(batch.positions), self._views(batch), self._cache.planes)
+        inputs = LayerInputs(write.flat, self._angles_at(batch.positions), self._views(batch), self._cache.planes)
         results = self._results(batch, hidden, inputs, logits)
         if self._tap is not None:
             self._leave_states([results.hidden_states[number] for number in self._tap.layers] or [results.last])
@@ -285,8 +285,8 @@ class DecoderForestModel(BaseForestModel):
                 program.renew(results.product)
         return _LayerProgram(program, first, places, results)
 
-    def _rotated(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return cosines and sines [R, n, E] at positions [R, n], by kind of rotary positions."""
+    def _angles_at(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return cosines and sines [R, n, E] of the rotary angles at positions [R, n], by kind of rotary positions."""
         most = max(POSITION_STEP, self._cache.slots, positions.shape[1])
         known = len(self._angles[0][0]) if self._angles else 0
         if known < most:

@@ -277,7 +277,7 @@ class HeadForestModel(TargetHead, DecoderForestModel):
         write = cache.under_way
         assert write is not None
         hidden = head.start(head.embed(self._ids_in_table(batch)), states)
-        inputs = LayerInputs(write.flat, self._rotated(batch.positions), self._views(batch), cache.planes)
+        inputs = LayerInputs(write.flat, self._angles_at(batch.positions), self._views(batch), cache.planes)
         results = self._results(batch, hidden, inputs, logits)
         if results.product is None:
             return None  # the target has run all nodes

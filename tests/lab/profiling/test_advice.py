@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from dsbd_cli import MethodConfig
@@ -97,6 +99,9 @@ def test_memory_adds_up_to_the_peak() -> None:
     assert unknown["workspace"] is None
 
 
+FAST = TargetForward(1.0, 4.0, 40.0, 0.1, 0.12, "arithmetic")
+
+
 def measured(setting: ForestSize, speed: float, low: float = 1.0, high: float = 1.0) -> MeasuredSetting:
     forward = TargetForward(1.0, 4.0, 40.0, 0.1)
     return MeasuredSetting(setting, Spread(1.0, low, high, 3), 100, spread_of([speed]), 2.0, 50, 4.0, (), forward)
@@ -120,6 +125,8 @@ def test_warnings_of_a_busy_machine_and_of_spread() -> None:
     assert advice.warnings(quiet, [measured(ForestSize(4, 8), 10.0)]) == []
     busy = Machine("cpu", 2, 2, 1.4, {})
     assert "load average 1.4" in advice.warnings(busy, [])[0]
+    [note] = advice.warnings(quiet, [dataclasses.replace(measured(ForestSize(4, 8), 10.0), forward=FAST)])
+    assert note.startswith("forwards of D=4 K=8 took less than their floor")
     assert "spread by 50%" in advice.warnings(quiet, [measured(ForestSize(4, 8), 10.0, 0.8, 1.3)])[0]
 
 

@@ -45,7 +45,7 @@ def test_a_whole_profile(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
     assert (done.code, done.faults) == (0, [])
     for part in PARTS:
         assert part in done.out
-    assert "Iteration 2 of prompt row 0" in done.out
+    assert re.search(r"Iteration 2 of prompt row 0: rule \w+, D=\d+; this target call yielded \d steps?\n", done.out)
     found = json.loads(path.read_text())
     assert found["schema"] == "dsbd.profile/1"
     assert found["command"].startswith("dsbd profile --input")
@@ -156,11 +156,12 @@ def unloadable(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--repeats", "0"), "'--repeats': 0 is less than 1"),
-        (("--show", "0"), "'--show': 0 is less than 1"),
-        (("--seconds", "0"), "'--seconds': 0 is not above 0"),
-        (("--seconds", "nan"), "'--seconds': nan is not above 0"),
-        (("--records", "0"), "'--records': 0 is less than 1"),
+        (("--chat",), "--chat would do nothing, because there is no --input: drop it"),
+        (("--repeats", "0"), "--repeats is 0, but must be 1 or more"),
+        (("--show", "0"), "--show is 0, but must be 1 or more"),
+        (("--seconds", "0"), "--seconds is 0, but must be above 0"),
+        (("--seconds", "nan"), "--seconds is nan, but must be above 0"),
+        (("--records", "0"), "--records is 0, but must be 1 or more"),
         (("--existing", "overwrite"), "--existing overwrite replaces"),
         (("--quiet", "--show", "1"), "drop one, or add --json"),
         (("--json", "{old}"), "exists: name another file, or replace it with --existing overwrite"),
@@ -334,9 +335,10 @@ def test_what_is_measured_is_said_in_plain_lines(dsbd: Dsbd, prompts: Path) -> N
 def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions, setting: ForestSize) -> None:
     """Guards against options that contradict each other, and against a setting that is lost on the way."""
     words = shlex.split(
-        _renderer(given_options(PairOptions(), given), PromptOptions(Path("my files"), Path("my prompts.jsonl")))(
-            setting
-        )
+        _renderer(
+            given_options(PairOptions(), given),
+            PromptOptions(input=Path("my prompts.jsonl"), files_under=Path("my files")),
+        )(setting)
     )
     assert words[:2] == ["dsbd", "generate"]
     assert words[-4:] == ["--files-under", "my files", "--input", "my prompts.jsonl"]
@@ -384,6 +386,8 @@ def test_the_recommended_command_leaves_defaults_out(
     given = {type(group) for group in groups}
     whole = given_options(*groups, *[kind() for kind in (PairOptions, MethodOptions) if kind not in given])
     assert _renderer(whole, PromptOptions())(setting) == f"dsbd generate {words} --input prompts.jsonl"
+    as_chat = PromptOptions(input=Path("x.jsonl"), chat=True)
+    assert _renderer(whole, as_chat)(setting) == f"dsbd generate {words} --chat --input x.jsonl"
 
 
 def test_words_of_options() -> None:

@@ -263,6 +263,17 @@ def test_markdown_tables_are_whole() -> None:
     assert "`dsbd bench --num-beams 4`" in page
 
 
+def test_a_run_that_was_stopped_says_so_everywhere() -> None:
+    stopped, stream = dataclasses.replace(report(("sql",)), complete=False), io.StringIO()
+    print_report(stopped, stream)
+    caption = bench_figure(stopped)._supxlabel  # type: ignore[attr-defined]
+    for text in (stream.getvalue(), markdown_page(stopped), caption.get_text()):
+        assert "Stopped early: this is what was measured until then." in text
+    whole = io.StringIO()
+    print_report(report(("sql",)), whole)
+    assert "Stopped early" not in whole.getvalue()
+
+
 def test_the_front_is_what_nothing_beats_in_both() -> None:
     points = [(1.0, 5.0), (2.0, 4.0), (2.0, 3.0), (3.0, 4.5), (4.0, 1.0), (0.5, 5.0), (4.0, 0.5)]
     assert pareto_front(points) == [0, 3, 4]
@@ -390,6 +401,35 @@ def test_settings_of_a_sweep_and_drafters_are_told_apart() -> None:
     curves = panel(figure, "by depth").get_lines()
     assert [line.get_label() for line in curves] == [f"dsbd-coupled {name}" for name in names]
     assert_whole(figure)
+
+
+@pytest.mark.parametrize("methods", [("dsbd-rejection",), tuple(METHODS)])
+def test_the_key_of_the_curve_stands_below_the_axis(methods: tuple[str, ...]) -> None:
+    """Guards a key that is drawn over the label of the axis where the panel is low."""
+    whole = tuned(("sql",))
+    rows = [one for one in whole.rows if one.method in methods or one.setting]
+    figure = bench_figure(dataclasses.replace(whole, rows=rows, choices=whole.choices[:1]))
+    figure.draw_without_rendering()
+    curve = panel(figure, "thresholds")
+    key = curve.get_legend()
+    assert key is not None
+    assert key.get_window_extent().y1 < curve.xaxis.label.get_window_extent().y0
+
+
+def test_a_method_that_drafted_nothing_has_no_acceptance() -> None:
+    """Guards a line at 0 %, which says that all drafts were refused. The tables have a dash there."""
+    idle = dataclasses.replace(row("sql", "dsbd-coupled-auto", 1), passed_by_depth=(0.0, 0.0))
+    figure = bench_figure(BenchReport([row("sql", "dsbd-coupled", 0), idle], {}, {}))
+    assert [line.get_label() for line in panel(figure, "by depth").get_lines()] == ["dsbd-coupled"]
+    alone = bench_figure(BenchReport([idle], {}, {}))
+    assert not any("by depth" in axes.get_title(loc="left") for axes in alone.axes)
+
+
+def test_markdown_leaves_out_rows_without_a_number() -> None:
+    """As the tables on the terminal do."""
+    theirs = dataclasses.replace(row("sql", "hf-beam-search", 1), steps_per_call=None)
+    page = markdown_page(BenchReport([row("sql", "greedy", 0), theirs], {}, {}))
+    assert sum(line.startswith("| hf-beam-search") for line in page.splitlines()) == 1
 
 
 def assert_whole(figure: Figure) -> None:

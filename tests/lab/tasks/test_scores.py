@@ -113,7 +113,7 @@ def test_a_reference_that_does_not_run_is_told_with_its_line(database: Path, tmp
         ("json", "{", "line 1: reference is '{', but must be JSON"),
         ("exact", 4, "line 1: reference is 4, but must be a text"),
         ("contains", " ", "line 1: reference is ' ', but must be a text that is not blank"),
-        ("exec:missing.sqlite", "SELECT 1", "--score exec: .* missing.sqlite does not exist"),
+        ("exec:missing.sqlite", "SELECT 1", "--score exec: missing.sqlite does not exist"),
         ("exec:{db}.sqlite", "SELECT 1", "line 1: metadata.db is .*, but the database {db}.sqlite needs"),
     ],
 )
