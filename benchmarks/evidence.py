@@ -77,6 +77,24 @@ CELLS = (
     Cell(4, 1, 500, 1, 3),
     Cell(4, 1, 2500, 1, 3),
 )
+GRID = tuple(
+    Cell(beams, prompts, length, 16 if beams == 50 else 32, 1)
+    for length in (50, 500, 2500)
+    for prompts in (1, 8, 32)
+    for beams in (1, 4, 10, 50)
+)
+
+
+def chosen(text: str | None) -> Sequence[Cell]:
+    """Return the cells that `--cells` names: places from 1 in CELLS, or BEAMSxPROMPTSxLENGTH of GRID, by commas; `grid`
+    is all of GRID, None all of CELLS. Raises SystemExit for others."""
+    if text is None or text == "grid":
+        return CELLS if text is None else GRID
+    named = {f"{cell.beams}x{cell.prompts}x{cell.length}": cell for cell in GRID}
+    named |= {str(place): cell for place, cell in enumerate(CELLS, 1)}
+    if unknown := [name for name in text.split(",") if name not in named]:
+        raise SystemExit(f"--cells {unknown[0]} is no cell: they are {', '.join(named)}")
+    return [named[name] for name in text.split(",")]
 
 
 class Child:
@@ -343,20 +361,20 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=ROOT / "models" / "qwen2.5-coder-1.5b-instruct")
     parser.add_argument("--equal", type=Path, help="a small model whose answers in float32 are compared")
     parser.add_argument("--engines", default=",".join(ENGINES))
-    parser.add_argument("--cells", help="their places from 1, by commas; default: all")
+    parser.add_argument("--cells", help="see `chosen`: 1,2 or 4x8x500 or grid; default: those of README")
     parser.add_argument("--starts", type=int, default=3, help="starts of each engine")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--name", default="evidence", help="folder of the results")
     options = parser.parse_args()
     engines = options.engines.split(",")
-    cells = CELLS if options.cells is None else [CELLS[int(place) - 1] for place in options.cells.split(",")]
+    cells = chosen(options.cells)
     folder = results_folder(options.name)
     runs = (
         [json.loads(line) for line in kept.read_text().splitlines()] if (kept := folder / "runs.jsonl").exists() else []
     )
     if options.equal is not None and not any("equal" in run for run in runs):
         equal(options.equal, options.threads, runs)
-    if not any("start" in run for run in runs):
+    if options.starts and not any("start" in run for run in runs):
         started(options.target, engines, options.threads, options.starts, runs)
     missing = [cell for cell in cells if any(middle(runs, one, cell) is None for one in able(engines, cell.beams))]
     for _ in measured(options.target, engines, missing, options.threads, runs) if missing else ():

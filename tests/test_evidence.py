@@ -29,6 +29,17 @@ def test_engines_are_asked_for_beams_that_they_have() -> None:
     assert evidence.able(ENGINES, 4) == [engine for engine in ENGINES if engine != "llama.cpp-int8"]
 
 
+def test_cells_are_named_by_place_or_by_what_is_asked() -> None:
+    assert evidence.chosen(None) == CELLS
+    assert [(cell.beams, cell.prompts, cell.length) for cell in evidence.chosen("2,50x8x2500")] == [
+        (4, 1, 50),
+        (50, 8, 2500),
+    ]
+    assert len({(cell.beams, cell.prompts, cell.length) for cell in evidence.chosen("grid")}) == 36
+    with pytest.raises(SystemExit, match="--cells 4x7x50 is no cell: they are 1x1x50"):
+        evidence.chosen("4x7x50")
+
+
 def test_a_cell_that_an_engine_lacks_is_a_dash_and_no_peer() -> None:
     found = runs(**{"dsbd-int8": 4.0, "llama.cpp-int8": 8.0})
     found += [{"model": MODEL.name, "engine": "dsbd-int8", "start": 2.5}]
