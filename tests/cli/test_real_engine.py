@@ -165,12 +165,12 @@ def test_records_summary_and_the_line_of_settings_say_the_threads(
     assert [record["method"]["threads"] for record in records] == [3, 1]
 
 
-@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize(("words", "told"), [([], False), (["--set", "log=verbose"], True), (["--quiet"], False)])
 def test_loading_a_large_model_is_told(
-    quiet: bool, generate: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], told: bool, generate: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards a minute of silence after Enter."""
+    """Guards a minute of silence where somebody looks, and mail from cron where nobody does."""
     monkeypatch.setattr("dsbd_cli.models.load_model.LARGE_BYTES", 1)
-    generate(*(["--quiet"] if quiet else []), lines=['{"id": 1, "prompt": "a"}'], code=0)
-    said = [line for line in capsys.readouterr().err.splitlines() if "load" in line]
-    assert [line.split()[1] for line in said] == ([] if quiet else ["loading", "loaded"] * 2)
+    generate(*words, lines=['{"id": 1, "prompt": "a"}'], code=0)
+    said = [line.split()[1] for line in capsys.readouterr().err.splitlines() if "load" in line]
+    assert said == (["loading", "loaded"] * 2 if told else [])
