@@ -273,7 +273,7 @@ class Command(_PlainHelp, TyperCommand):  # type: ignore[misc]
             known = [name for one in self.params for name in one.opts]
             if not error.message.startswith(EXTRA) or "--input" not in known:
                 raise
-            words = error.message.removeprefix(EXTRA).strip(" ()")
+            words = error.message.removeprefix(f"{EXTRA} (").removesuffix(")")
             raise UsageError(f"{words} stands without an option: --input FILE names what is read") from None
 
 
