@@ -113,7 +113,7 @@ def test_a_wrong_name_is_told_before_torch_is_imported(capsys: pytest.CaptureFix
 
 
 def test_a_signal_while_a_model_is_fetched_ends_the_demo_as_later_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    handlers = []
+    handlers: list[object] = []
 
     def locate(spec: ModelSpec) -> None:
         handlers.append(signal.getsignal(signal.SIGTERM))
