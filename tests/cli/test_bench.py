@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 import sys
 import threading
 import warnings
@@ -193,6 +194,20 @@ def test_prompts_go_through_the_chat_template_where_that_is_asked_for(tmp_path: 
         assert (told.code, "chat template" in told.out) == (0, False)
     refused = bench(*words, "builtin:target", "--chat")
     assert "record 0: the model's tokenizer has no chat template" in refused.err
+
+
+def test_only_records_that_are_answered_are_looked_at(tmp_path: Path) -> None:
+    """Guards a run of few records, which ended with the gold SQL of a record that it would not have answered."""
+    target, database, lines = tmp_path / "chat", tmp_path / "x.sqlite", tmp_path / "in.jsonl"
+    with contextlib.closing(sqlite3.connect(database)) as opened:
+        opened.execute("CREATE TABLE t (x)")
+    shutil.copytree(Path(dsbd_cli.models.__file__).parent / "builtin" / "target", target)
+    (target / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    line = '{"messages": [{"role": "user", "content": "question: who"}], "reference": "SELECT x FROM %s"}\n'
+    lines.write_text(line % "t" + line % "missing")
+    words = ("--input", str(lines), "--score", f"exec:{database}", "--records", "1", "--methods", "greedy")
+    done = bench(*words, "--max-new-tokens", "2", "--target", str(target))
+    assert (done.code, "in.jsonl, 1 record" in done.out) == (0, True), done.err
 
 
 def test_a_closed_standard_output_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Callable
 
 import pytest
 
 from dsbd_cli.cli.app import run
 from dsbd_cli.cli.commands import demo
-from dsbd_cli.errors import InvalidRowError
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.errors import InvalidRowError, ModelNotFoundError
 from dsbd_cli.lab.bench.beside import Beam, BesideTransformers, TimedBeams
 from dsbd_cli.requests import EngineInfo
 from dsbd_cli.stats import RequestStats
@@ -108,6 +110,19 @@ def test_a_long_prompt_stays_below_its_heading(
 def test_a_wrong_name_is_told_before_torch_is_imported(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["demo", "--target", "no-such-model"]) == 1
     assert capsys.readouterr().err.startswith("dsbd: error: target model 'no-such-model' is not known")
+
+
+def test_a_signal_while_a_model_is_fetched_ends_the_demo_as_later_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: list[object] = []
+
+    def locate(spec: ModelSpec) -> None:
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        raise ModelNotFoundError("stop here")
+
+    monkeypatch.setattr(demo, "locate", locate)
+    assert run(["demo"]) == 1
+    assert handlers
+    assert signal.SIG_DFL not in handlers
 
 
 def test_a_prompt_that_cannot_be_answered_is_wrong_usage(

@@ -165,14 +165,17 @@ def test_a_file_that_cannot_take_a_line_is_left_alone(dsbd: Dsbd, own_file: Path
     assert own_file.read_text() == 'models = {old = "org/old"}\n'
 
 
-def test_the_shell_completes() -> None:
+@pytest.mark.parametrize("before", ["", "--set min-p ", "--set no-setting=1 "])
+def test_the_shell_completes(before: str) -> None:
+    """Also behind a setting that the command would refuse."""
+    words = f"dsbd generate {before}--num-"
     environment = {
         **os.environ,
         "_DSBD_COMPLETE": "complete_bash",
-        "COMP_WORDS": "dsbd generate --num-",
-        "COMP_CWORD": "2",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
     }
     done = subprocess.run(
         [sys.executable, "-m", "dsbd_cli"], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.stdout.split() == ["--num-beams"]
+    assert (done.stdout.split(), done.stderr) == (["--num-beams"], "")

@@ -126,6 +126,7 @@ REFUSED = {
     "--set tensor-parallel=two": "--set tensor-parallel is 'two', but must be an integer",
     "--set tensor-parallel=0": "--set tensor-parallel is 0, but must be",
     "file.jsonl": "file.jsonl stands without an option: --input FILE names what is read",
+    "file(1) (2)": "error: file(1) (2) stands without an option",
 }
 
 

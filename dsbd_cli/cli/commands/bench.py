@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,7 +104,7 @@ def bench(
             planned = planned.without(
                 assisted, sweep.methods, "transformers runs neither a draft head nor a trimmed draft"
             )
-        if data.input is not None and data.chat is None and _lack_template(engine, datasets):
+        if data.input is not None and data.chat is None and _lack_template(engine, datasets, records):
             notes.append(CHAT_OR_NOT)
         spec = BenchSpec(
             datasets=datasets,
@@ -218,11 +219,14 @@ def _with_own_prompts(data: DataOptions) -> DataOptions:
     return dataclasses.replace(data, task=OWN_TASK, data=data.input)
 
 
-def _lack_template(engine: Engine, datasets: Sequence[Dataset]) -> bool:
-    """Return whether a record is a plain prompt although the target has a chat template."""
+def _lack_template(engine: Engine, datasets: Sequence[Dataset], records: int) -> bool:
+    """Return whether one of the first `records` records of a data set is a plain prompt although the target has a chat
+    template. The others are not answered, so that the gold SQL of a record among them need not run."""
     has_template = engine.info is not None and engine.info.chat
     return has_template and any(
-        one.prompt and "messages" not in one.meta for data in datasets for one in data.records()
+        one.prompt and "messages" not in one.meta
+        for data in datasets
+        for one in itertools.islice(data.records(), records)
     )
 
 

@@ -56,13 +56,13 @@ def demo(pair: PairOptions, wanted: DemoOptions) -> None:
     """
     method = fixed_depth(pair, MethodOptions(num_beams=BEAMS, decode="search"))
     settings = run_settings(pair, method, SamplingOptions(), DeviceOptions(dtype="float32"))
-    for model in settings.models:
-        if not model.in_target:
-            locate(model)  # a wrong name is told before torch is imported
     builtin = settings.target.source == BUILTIN_TARGET
     prompts = _prompts(builtin) if wanted.prompt is None else [wanted.prompt]
     tokens = BUILTIN_TOKENS if builtin else OWN_TOKENS
     with StopSignals():
+        for model in settings.models:
+            if not model.in_target:
+                locate(model)  # a wrong name is told before torch is imported
         with talking() as talk:
             talk.now("importing torch")
             from dsbd_cli.lab.bench.beside import BesideTransformers

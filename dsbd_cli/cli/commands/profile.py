@@ -251,7 +251,9 @@ def _renderer(options: Mapping[str, object], prompts: PromptOptions) -> Callable
             names = ["depth", "drafts_per_layer", "width", "drafter"]
             if verify is not None and RULES[parse("--verify", verify, RULES)[0]].needs_draft:
                 names.append("verify")  # without a draft it is plain sampling
+            trusted = "target" if options.get("trust_remote_code") in ("target", "both") else None
             changed = {**dict.fromkeys(names), "draft": "none", "device": devices_of(device)[0]}
+            changed["trust_remote_code"] = trusted
         words = option_words(_needed({**options, **changed}))
         words += ["--chat"] if prompts.chat else []
         words += [] if prompts.files_under is None else ["--files-under", str(prompts.files_under)]

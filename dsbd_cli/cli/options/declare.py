@@ -195,7 +195,7 @@ def _settings_as_options(words: Sequence[str], ctx: typer.Context) -> Iterator[s
     """Yield the words of a command line, with `--set min_p=0.1` as the one word `--set min-p=0.1`.
 
     The parser takes that word for a long option of this name. Raises UsageError for a setting without a value, and for
-    one that the command does not have.
+    one that the command does not have. While a shell completes the line, nothing is refused.
     """
     rest = iter(words)
     known = [name for one in ctx.command.params for name in one.opts if name.startswith("--")]
@@ -206,6 +206,9 @@ def _settings_as_options(words: Sequence[str], ctx: typer.Context) -> Iterator[s
             continue
         name, equals, value = setting.partition("=")
         given = f"--set {name.replace('_', '-')}"
+        if ctx.resilient_parsing:
+            yield f"{given}{equals}{value}"
+            continue
         if given not in known:
             names = {one.removeprefix("--").removeprefix("set "): one for one in known}
             near = [names[one] for one in difflib.get_close_matches(name.replace("_", "-"), names, n=3)]
@@ -270,7 +273,7 @@ class Command(_PlainHelp, TyperCommand):  # type: ignore[misc]
             known = [name for one in self.params for name in one.opts]
             if not error.message.startswith(EXTRA) or "--input" not in known:
                 raise
-            words = error.message.removeprefix(EXTRA).strip(" ()")
+            words = error.message.removeprefix(f"{EXTRA} (").removesuffix(")")
             raise UsageError(f"{words} stands without an option: --input FILE names what is read") from None
 
 

@@ -307,8 +307,8 @@ class TalkOptions:
     quiet: bool | None = flag(TALK, "nothing on standard error but errors that end the run", "-q")
     log: Literal["brief", "verbose", "json"] | None = option(
         TALK,
-        "on standard error, brief: what needs attention and one line a minute; verbose: also settings, failed "
-        "rows and a summary; json: the same as JSON lines",
+        "on standard error, brief: what needs attention and one line a minute; verbose: also the models that are "
+        "loaded, settings, failed rows and a summary; json: the same as JSON lines",
         default="brief",
         metavar="FORM",
     )

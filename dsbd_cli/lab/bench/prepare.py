@@ -111,9 +111,8 @@ def prepare(
     """
     prompts: list[Prompt] = []
     too_long = too_long_sources = plain_chats = 0
-    for record in itertools.islice(dataset.records(), MAX_SKIPPED_PER_RECORD * count):
-        if len(prompts) == count:
-            break
+    records = itertools.islice(dataset.records(), MAX_SKIPPED_PER_RECORD * count)
+    while len(prompts) < count and (record := next(records, None)) is not None:
         record_sampling = record.sampling(sampling)
         source = _source(record, record_sampling)
         if source is not None:

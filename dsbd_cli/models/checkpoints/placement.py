@@ -41,6 +41,7 @@ def _device(spec: ModelSpec, name: str) -> torch.device:
 
 
 def device_map_of(spec: ModelSpec) -> Any:
+    """Return the device map of a spec: a name that accelerate knows, or a device for each module. Raises UsageError."""
     given = spec.device_map or ""
     if not given.startswith("{"):
         return given

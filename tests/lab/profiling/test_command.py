@@ -378,6 +378,12 @@ def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions
             "--drafts-per-layer 12 --verify rejection --set width=threshold:min=2 --temperature 0.5 --dtype float32",
         ),
         ((MethodOptions(warp_scope="beam", memory_saving=False),), ForestSize(4, 8), "--depth 4 --set warp-scope=beam"),
+        (
+            (PairOptions(target="x", draft="y"), DeviceOptions(trust_remote_code="both")),
+            NO_DRAFT,
+            "--target x --trust-remote-code target",
+        ),
+        ((PairOptions(target="x", draft="y"), DeviceOptions(trust_remote_code="draft")), NO_DRAFT, "--target x"),
     ],
 )
 def test_the_recommended_command_leaves_defaults_out(
