@@ -50,7 +50,7 @@ RECORDS, REPEATS, SECONDS = 8, 3, 60.0
 
 
 @dataclass(frozen=True)
-class RecordOptions:
+class ProfiledOptions:
     """Options of the records that are decoded to be measured."""
 
     input: Path | None = option(MAIN, "prompts as generate reads them", "-i")
@@ -62,7 +62,7 @@ class RecordOptions:
 
 
 @dataclass(frozen=True)
-class PromptOptions(RowFileOptions, RecordOptions):
+class PromptOptions(RowFileOptions, ProfiledOptions):
     """Options of the prompts that are decoded to be measured."""
 
 
