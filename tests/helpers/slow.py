@@ -17,7 +17,7 @@ ALWAYS = ("constraints.txt", "pyproject.toml", "tests/conftest.py", "tests/helpe
 RAY = ("dsbd_cli/scale", "dsbd_cli/cli", "dsbd_cli/io", "dsbd_cli/config", "dsbd_cli/requests.py", "tests/scale")
 TYPES = ("README.md", "examples", "dsbd_cli/__init__.py", "dsbd_cli/config", "dsbd_cli/requests.py")
 GRAMMARS = ("dsbd_cli/config", "dsbd_cli/engine/constraints", "dsbd_cli/engine/core", "dsbd_cli/engine/drafting")
-PAGES = ("README.md", "docs/constraints.md", "docs/cookbook.md", "docs/first-hour.md")  # with blocks that are run
+PAGES = ("README.md", "docs/constraints.md", "docs/cookbook.md", "docs/index.md")  # with blocks that are run
 CODE: dict[str, tuple[str, ...]] = {
     "tests/engine/constraints/test_schemas.py": GRAMMARS,
     "tests/models/heads/test_adapted.py": ("dsbd_cli/models", "dsbd_cli/engine"),
