@@ -41,7 +41,7 @@ def page() -> str:
 
 
 def _commands(title: str, group, explained: set[str]) -> list[str]:
-    """Sections of the commands of a group, and of theirs; only `MAIN` explains the options that are `explained` there."""
+    """Sections of the commands of a group, and of theirs. Only `MAIN` explains the options that are `explained`."""
     parts = []
     for name, command in sorted(group.commands.items()):
         parts.append(_section(f"{title} {name}", command, set() if name == MAIN else explained))

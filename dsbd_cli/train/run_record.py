@@ -19,7 +19,10 @@ Form = Literal["head", "model"]
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """The settings that the weights follow from, besides device and machine. input: a digest of the prompts' lines."""
+    """The settings that the weights follow from, besides device and machine.
+
+    input: a digest of the prompts' lines. chat: whether they went through the target's chat template.
+    """
 
     target: str
     form: Form
@@ -35,6 +38,7 @@ class TrainingPlan:
     dtype: str
     input: str
     quantize: str | None = None
+    chat: bool = False
 
 
 @dataclass(frozen=True, slots=True)

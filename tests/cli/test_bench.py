@@ -193,7 +193,7 @@ def test_prompts_go_through_the_chat_template_where_that_is_asked_for(tmp_path: 
         told = bench(*words, str(target), given)
         assert (told.code, "chat template" in told.out) == (0, False)
     refused = bench(*words, "builtin:target", "--chat")
-    assert "record 0: the model's tokenizer has no chat template" in refused.err
+    assert "error: --chat: target builtin:target has no chat template: drop it" in refused.err
 
 
 def test_only_records_that_are_answered_are_looked_at(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -316,6 +317,27 @@ def test_a_held_out_prompt_that_cannot_be_answered_is_left_out(
     out, err = capfd.readouterr()
     assert "left out, because they cannot be answered: 1 held-out prompt, the first with id 'long': prompt has " in err
     assert "measured on 1 held-out prompt: " in out
+
+
+def test_prompts_go_through_the_chat_template_where_that_is_asked_for(
+    target: str, prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The target learns nothing of a chat from bare prompts, so bare prompts are told of."""
+    chat, few = tmp_path / "chat", ["--layers", "1", "--steps", "1"]
+    shutil.copytree(target, chat)
+    (chat / "chat_template.jinja").write_text("fox: {% for message in messages %}{{ message.content }}{% endfor %}")
+    first = {}
+    for words, warned in (([], True), (["--no-chat"], False), (["--chat"], False)):
+        folder = tmp_path / "".join(["draft", *words])
+        distil(str(chat), prompts, folder, *few, *words)
+        assert ("the target has a chat template, but prompts are given" in capfd.readouterr().err) == warned
+        assert record_of(folder)["plan"]["chat"] == (words == ["--chat"])
+        first[folder.name] = json.loads((folder / "answers.jsonl").read_text().splitlines()[0])["prompt_ids"]
+    assert first["draft"] == first["draft--no-chat"]
+    assert first["draft--chat"][-len(first["draft"]) :] == first["draft"] != first["draft--chat"]
+    distil(target, prompts, tmp_path / "none", *few, "--chat", code=2)
+    assert f"error: --chat: target {target} has no chat template: drop it" in capfd.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(

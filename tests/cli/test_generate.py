@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dsbd_cli.cli.run.prompts import lack_template
+from dsbd_cli.cli.run.prompts import warn_plain
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.requests import EngineInfo, Request
 from tests.cli.conftest import Outcome
@@ -160,14 +160,21 @@ def with_template(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return set_
 
 
-def test_plain_prompts_are_those_that_are_no_messages() -> None:
-    """What profile, distill and trim-draft warn of."""
+def test_plain_prompts_are_those_that_are_no_messages(capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards what profile, distill and trim-draft warn of."""
     plain, chat = Request("a"), Request(messages=({"role": "user", "content": "a"},))
     info = EngineInfo("t", None, "float32", "cpu", chat=True)
-    assert lack_template(info, [chat, plain])
-    assert not lack_template(info, [chat])
-    assert not lack_template(replace(info, chat=False), [plain])
-    assert not lack_template(None, [plain])
+    warn_plain(None, info, [chat, plain])
+    assert "the target has a chat template" in capfd.readouterr().err
+    for given, which, requests in (
+        (None, info, [chat]),
+        (True, info, [plain]),
+        (False, info, [plain]),
+        (None, replace(info, chat=False), [plain]),
+        (None, None, [plain]),
+    ):
+        warn_plain(given, which, requests)
+        assert capfd.readouterr().err == ""
 
 
 def test_plain_prompts_to_a_chat_model_are_told_of_once(dsbd: Dsbd, with_template: Callable[[bool], None]) -> None:
@@ -202,7 +209,7 @@ def test_chat_makes_a_prompt_what_a_user_says(
     with_template(False)
     refused = dsbd("generate", "--chat", lines=prompts("a"))
     assert (refused.code, refused.out) == (2, "")
-    assert "--chat: target builtin:target has no chat template: drop it" in refused.err
+    assert "--chat: target t has no chat template: drop it" in refused.err
 
 
 def test_options_reach_the_library(dsbd: Dsbd) -> None:

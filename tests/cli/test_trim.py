@@ -216,6 +216,7 @@ def test_what_is_called_worse() -> None:
         ("-o {p} --input {p} --size 50", "exists: name a new folder"),
         ("-o {o} --input {p} --size 50 --json -q", "--json and --quiet cannot be used together"),
         ("-o {o} --texts {n} --size 50 --num-beams 2", "--num-beams 2 would do nothing, because --texts are counted"),
+        ("-o {o} --texts {n} --size 50 --chat", "--chat would do nothing, because --texts are counted"),
         ("-o {o} --texts {n} --size 50 --decode search", "--decode search would do nothing, because --texts are"),
     ],
 )

@@ -32,7 +32,7 @@ from dsbd_cli.cli.options.options import (
 from dsbd_cli.cli.options.settings import has_draft, refuse_idle, run_settings
 from dsbd_cli.cli.run.files import check_files_under, check_report_files
 from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking
-from dsbd_cli.cli.run.prompts import CHAT_OR_NOT
+from dsbd_cli.cli.run.prompts import CHAT_OR_NOT, check_chat
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import ROWS_FAILED
 from dsbd_cli.config.grammars import Grammar
@@ -104,6 +104,7 @@ def bench(
             planned = planned.without(
                 assisted, sweep.methods, "transformers runs neither a draft head nor a trimmed draft"
             )
+        check_chat(data.chat, engine.info)
         if data.input is not None and data.chat is None and _lack_template(engine, datasets, records):
             notes.append(CHAT_OR_NOT)
         spec = BenchSpec(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
+    CHAT,
     MAIN,
     DecodeOptions,
     DeviceOptions,
@@ -29,13 +30,12 @@ from dsbd_cli.cli.options.settings import RunSettings, devices_of, run_settings
 from dsbd_cli.cli.run.files import check_model_folder
 from dsbd_cli.cli.run.messages import Talk, duration, quote_command, say, set_style, talking, warn
 from dsbd_cli.cli.run.prompts import (
-    AS_THEY_STAND,
     HELD_OUT_EVERY,
     HELD_OUT_MOST,
     hold_out,
-    lack_template,
     read_prompts,
     warn_left_out,
+    warn_plain,
 )
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
@@ -88,6 +88,7 @@ class DistillOptions:
         "held out to measure acceptance on",
         "-i",
     )
+    chat: bool | None = flag(MAIN, CHAT)
     output: Path | None = option(
         MAIN,
         "folder of the draft (required); where a run was stopped, the same command goes on",
@@ -166,6 +167,7 @@ def _run_settings(
             max_new_tokens=options.max_new_tokens, n_best=max(1, beams), seed=None if search else options.seed
         ),
         devices,
+        chat=bool(options.chat),
     )
 
 
@@ -207,12 +209,11 @@ class _Distilling:
                 self._talk.now("loading the target")
                 engine = self._settings.load()
                 self._check_stopped()
+                warn_plain(options.chat, engine.info, requests)
             except DsbdError:
                 if not done:
                     self._forget()
                 raise
-            if lack_template(engine.info, requests):
-                warn(f"{AS_THEY_STAND}: give messages in place of prompt")
             held, failed = answerable(engine, held)
             warn_left_out(failed, "held-out prompt")
             self._answer(engine, learnt, done, writer, trees=shape.form == "head")
@@ -252,6 +253,7 @@ class _Distilling:
             seed=options.seed or 0,
             dtype=self._spec.dtype,
             quantize=self._spec.quantize,
+            chat=bool(options.chat),
         )
         folder = self._folder
         if not (folder / RECORD).is_file():

@@ -41,13 +41,13 @@ from dsbd_cli.cli.run.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsErr
 from dsbd_cli.cli.run.messages import quote_command, say
 from dsbd_cli.cli.run.output_files import Outputs
 from dsbd_cli.cli.run.progress import Reporter, begin_talk
-from dsbd_cli.cli.run.prompts import CHAT_OR_NOT
+from dsbd_cli.cli.run.prompts import CHAT_OR_NOT, check_chat
 from dsbd_cli.cli.run.shard import Shard, shard_of, sharded_files
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import Summary, rows_exit_code
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import INDEX
-from dsbd_cli.errors import UsageError, plural
+from dsbd_cli.errors import plural
 from dsbd_cli.io.lines.jsonl import read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.lines.tables import lines_reader
@@ -290,8 +290,7 @@ class _GenerateRun:
                 self.reporter.warn(line)
             self._method = replace(self._method, threads=info.threads)
             self._has_template = info.chat
-            if self._files.chat and not info.chat:
-                raise UsageError(f"--chat: target {self._settings.target.source} has no chat template: drop it")
+            check_chat(self._files.chat, info)
         self._warn_plain()
         if engine.exactness != self._method.method.exactness:
             self._method = replace(self._method, exactness=engine.exactness)

@@ -28,8 +28,8 @@ from dsbd_cli.cli.options.options import (
 )
 from dsbd_cli.cli.options.settings import RunSettings, devices_of, fixed_depth, run_settings
 from dsbd_cli.cli.run.files import check_files_under, check_report_files
-from dsbd_cli.cli.run.messages import Talk, say, set_style, talking, warn
-from dsbd_cli.cli.run.prompts import CHAT_OR_NOT, lack_template, read_prompts, warn_left_out
+from dsbd_cli.cli.run.messages import Talk, say, set_style, talking
+from dsbd_cli.cli.run.prompts import read_prompts, warn_left_out, warn_plain
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH
 from dsbd_cli.config.spelling import parse, spell
@@ -131,8 +131,8 @@ def profile(
     with StopSignals() as signals:
         with talking() as talk:
             render = _renderer(options, prompts)
-            named = prompts.input is None or prompts.chat is not None
-            shown, found = _measure(settings, requests, wanted, command, render, talk, signals, may_warn=not named)
+            chat = False if prompts.input is None else prompts.chat
+            shown, found = _measure(settings, requests, wanted, command, render, talk, signals, chat=chat)
         if found is not None:
             _write(found, wanted)
         if signals.number is not None:
@@ -176,11 +176,11 @@ def _measure(
     talk: Talk,
     signals: StopSignals,
     *,
-    may_warn: bool,
+    chat: bool | None,
 ) -> tuple[bool, Profile | None]:
     """Load the models and measure. This is where torch is imported.
 
-    may_warn: nobody has said whether prompts are a chat. Return whether some measurement was printed on the way, and
+    chat: of --chat and --no-chat; None: neither is given. Return whether some measurement was printed on the way, and
     the profile.
     """
     talk.step("loading the models")
@@ -189,8 +189,7 @@ def _measure(
 
     before = resident_bytes()
     engine = settings.load()
-    if may_warn and lack_template(engine.info, requests):
-        warn(CHAT_OR_NOT)
+    warn_plain(chat, engine.info, requests)
     from dsbd_cli.train.target_answers import answerable
 
     kept, failed = answerable(engine, requests)

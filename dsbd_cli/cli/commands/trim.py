@@ -14,6 +14,7 @@ import typer
 
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
+    CHAT,
     MAIN,
     DecodeOptions,
     DeviceOptions,
@@ -26,13 +27,12 @@ from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, refuse_idle,
 from dsbd_cli.cli.run.files import check_model_folder
 from dsbd_cli.cli.run.messages import say, set_style, warn
 from dsbd_cli.cli.run.prompts import (
-    AS_THEY_STAND,
     HELD_OUT_EVERY,
     HELD_OUT_MOST,
     hold_out,
-    lack_template,
     read_prompts,
     warn_left_out,
+    warn_plain,
 )
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.model import ModelSpec
@@ -67,6 +67,7 @@ class TrimOptions:
         "-i",
     )
     held_out: Path | None = option(TRIM, "prompts to measure on instead of every eighth one")
+    chat: bool | None = flag(MAIN, CHAT)
     size: int | None = option(TRIM, "rows to keep, special and end tokens among them")
     coverage: float | None = option(TRIM, "keep as many rows as cover this share of the counted tokens")
     max_new_tokens: int | None = option(MAIN, "generated tokens at most", default=SamplingConfig().max_new_tokens)
@@ -100,10 +101,12 @@ def trim_draft(trim: TrimOptions, pair: PairOptions, decoding: DecodeOptions, lo
         refuse_idle(
             "--texts are counted, and nothing is answered without --held-out",
             *((f"{option_name(name)} {value}", value) for name, value in idle.items()),
+            ("--chat", trim.chat),
         )
     method = MethodOptions(**vars(decoding))
     sampling = SamplingOptions(max_new_tokens=trim.max_new_tokens)
-    settings = run_settings(pair, fixed_depth(pair, method), sampling, DeviceOptions(**vars(loading)))
+    devices = DeviceOptions(**vars(loading))
+    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, chat=bool(trim.chat))
     if settings.draft is None:
         raise UsageError("there is no draft to trim: name one with --draft")
     with StopSignals():
@@ -128,8 +131,8 @@ class _Trimming:
             held, prompts = hold_out(prompts)
         counts = self._count(prompts)
         asked = (*prompts, *held)
-        if asked and lack_template(self._engine.info, asked):
-            warn(f"{AS_THEY_STAND}: give messages in place of prompt")
+        if asked:
+            warn_plain(self._trim.chat, self._engine.info, asked)
         held = self._answerable(held, "held-out prompt")  # nothing may fail once the draft is written
         size, coverage, ends = self._trim.size, self._trim.coverage, end_tokens(self._settings.target)
         report = trim(self._draft, self._output, counts, size=size, coverage=coverage, end_tokens=ends)

@@ -18,8 +18,10 @@ from dsbd_cli.io.records.file_roots import files_root
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.requests import EngineInfo, Request
 
-AS_THEY_STAND = "the target has a chat template, but prompts are given to it as they stand"
-CHAT_OR_NOT = f"{AS_THEY_STAND}: --chat puts each through the template, --no-chat ends this line"
+CHAT_OR_NOT = (
+    "the target has a chat template, but prompts are given to it as they stand: --chat puts each through the template, "
+    "--no-chat ends this line"
+)
 HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
 
 
@@ -68,6 +70,17 @@ def warn_left_out(failed: Sequence[str], kind: str = "prompt") -> None:
         warn(f"left out, because they cannot be answered: {plural(len(failed), kind)}, the first with {failed[0]}")
 
 
-def lack_template(info: EngineInfo | None, requests: Iterable[Request]) -> bool:
-    """Return whether a request is a plain prompt although the target has a chat template."""
-    return info is not None and info.chat and any(one.prompt is not None for one in requests)
+def check_chat(chat: bool | None, info: EngineInfo | None) -> None:
+    """Raise UsageError where --chat is given and the target has no chat template."""
+    if chat and info is not None and not info.chat:
+        raise UsageError(f"--chat: target {info.target} has no chat template: drop it")
+
+
+def warn_plain(chat: bool | None, info: EngineInfo | None, requests: Iterable[Request]) -> None:
+    """Warn where a request is a plain prompt although the target has a chat template, and nobody has said which.
+
+    chat: of --chat and --no-chat; None: neither is given. Raises UsageError as `check_chat` does.
+    """
+    check_chat(chat, info)
+    if chat is None and info is not None and info.chat and any(one.prompt is not None for one in requests):
+        warn(CHAT_OR_NOT)
