@@ -285,7 +285,7 @@ def _cover_of(tokenizer: Tokenizer, table: list[bytes]) -> _Cover:
     shrinks = any(step.get("type") == "NFC" for step in steps)
     if not (keeps and whole) or greedy or (shrinks and dropped):  # NFC may make bytes that are then dropped
         return _Cover()
-    longest = max(*map(len, table), *(len(token.content.encode()) for token in added))
+    longest = max((*map(len, table), *(len(token.content.encode()) for token in added)), default=0)
     return _Cover(longest * NFC_SHRINKS if shrinks else longest, dropped)
 
 

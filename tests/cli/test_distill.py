@@ -20,7 +20,7 @@ from dsbd_cli.cli.commands import distill as command
 from dsbd_cli.io.lines.lock import open_locked
 from dsbd_cli.models.decoder import pack
 from dsbd_cli.models.forest_model import BaseForestModel
-from dsbd_cli.train import target_answers
+from dsbd_cli.train import run_report, target_answers
 from dsbd_cli.train.distributions import HeadTeacher
 from dsbd_cli.train.run_record import DraftAcceptance, Measurement, Speed
 from dsbd_cli.train.training import Training
@@ -270,10 +270,10 @@ def test_a_run_that_is_killed_leaves_the_best_draft_so_far(
     ],
 )
 def test_the_verdict(speed: Speed, said: str) -> None:
-    assert said in command._verdict(speed, "model")
+    assert said in run_report.verdict(speed, "model")
     begin = "this draft pays" if speed.drafted > speed.plain else "this draft does not"
-    assert command._verdict(speed, "model").startswith(begin)
-    assert "--layers" not in command._verdict(speed, "head")
+    assert run_report.verdict(speed, "model").startswith(begin)
+    assert "--layers" not in run_report.verdict(speed, "head")
 
 
 @pytest.mark.parametrize("words", [[], ["--trust-remote-code", "target"]], ids=["plain", "trusted"])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -48,15 +48,14 @@ from dsbd_cli.threads import MOST_THREADS
 from dsbd_cli.train.run_record import (
     BATCH,
     RECORD,
-    DraftAcceptance,
     Form,
     Measurement,
     Milestone,
     Record,
-    Speed,
     TrainingPlan,
     read_record,
 )
+from dsbd_cli.train.run_report import milestone_line, show
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
@@ -368,7 +367,8 @@ class _Distilling:
         steps = record.plan.steps
         every = max(1, steps // EVALUATIONS)
         first, saved, losses = training.step, time.monotonic(), training.losses
-        trained, measured = 0.0, list[float]()  # seconds of all steps, of each measurement
+        share = min(1.0, HELD_OUT_BETWEEN / max(1, len(held)))  # of the held-out prompts, between the ends
+        trained, measured = 0.0, 0.0  # seconds of all steps, of a measurement on all held-out prompts
         while training.step < steps:
             if training.step % every == 0 and training.step not in {one.step for one in record.milestones}:
                 self._save(training)
@@ -377,17 +377,17 @@ class _Distilling:
                 if training.step and _is_best(record.milestones):
                     self._publish(training)
                 saved = time.monotonic()
-                measured.append(saved - began)
+                measured = (saved - began) / (share if training.step else 1.0)
             began = time.monotonic()
             losses.append(training.run_step())
             trained += time.monotonic() - began
             left = trained / (training.step - first) * (steps - training.step)
             to_measure = math.ceil(steps / every) - math.ceil(training.step / every) + 1
-            left += (measured[-1] if measured else 0.0) * to_measure
+            left += measured * (1 + share * (to_measure - 1))
             recent, latest = fmean(losses[-RECENT:]), record.milestones[-1]
             self._talk.now(
                 f"step {training.step} of {steps}, loss {recent:.3f}, {duration(left)} left, at step {latest.step} "
-                f"{_milestone_line(latest)}",
+                f"{milestone_line(latest)}",
                 {"step": training.step, "steps": steps, "loss": recent},
             )
             if self._signals.number is not None or time.monotonic() - saved > CHECKPOINT_S:
@@ -402,7 +402,9 @@ class _Distilling:
         record.write(self._folder)
         shutil.rmtree(self._folder / CHECKPOINT, ignore_errors=True)
         if not self._options.quiet:
-            _show(record, self._folder, len(held))
+            chat = ["--chat"] if self._options.chat else []
+            words = ["dsbd", "generate", "--target", record.plan.target, "--draft", str(self._folder), *chat]
+            show(record, self._folder, len(held), quote_command(shlex.join(words)))
 
     def _record_milestone(self, engine: Engine, training: Training, folder: Path, held: list[Request]) -> None:
         """Measure the draft in a folder, record the milestone and print it. The losses since the milestone before are
@@ -416,7 +418,7 @@ class _Distilling:
         record.milestones.append(milestone)
         record.write(self._folder)
         loss = "" if milestone.loss is None else f"loss {milestone.loss:.3f}, "
-        say(f"step {milestone.step} of {record.plan.steps}: {loss}{_milestone_line(milestone)}")
+        say(f"step {milestone.step} of {record.plan.steps}: {loss}{milestone_line(milestone)}")
         for one, beams in zip(found, ("", " with one beam"), strict=True):
             if one is not None and one.speed is not None:
                 plain, drafted = one.speed.plain, one.speed.drafted
@@ -551,67 +553,3 @@ def _is_best(milestones: Sequence[Milestone]) -> bool:
     found = [one.measured.acceptance for one in milestones]
     steps = [one.steps_per_call if one else 0.0 for one in found]
     return steps[-1] == max(steps)
-
-
-def _milestone_line(one: Milestone) -> str:
-    said = _acceptance_line(one.measured)
-    return said if one.one_beam is None else f"{said}; with one beam {_acceptance_line(one.one_beam)}"
-
-
-def _acceptance_line(found: Measurement) -> str:
-    if found.acceptance is None:
-        return "nothing was drafted"
-    return f"layers that pass: {_shares(found.acceptance)}; {found.acceptance.steps_per_call:.2f} steps per call"
-
-
-def _shares(found: DraftAcceptance) -> str:
-    return " ".join(f"{share:.0%}" for share in found.by_depth)
-
-
-EXPLAINED = (
-    "loss: how far the draft's distribution is from the target's; 0: it is the same",
-    "layers that pass: how often the target keeps the 1st, the 2nd, .. drafted layer, of the times that it gets there",
-    "steps per target call: tokens by which one run of the target makes each beam longer; 1 without a draft",
-    "tokens/s: measured here on a few of the held-out prompts, one at a time, with the draft at the fastest D and K",
-)
-
-
-def _verdict(speed: Speed, form: Form) -> str:
-    """Say whether the draft makes the target faster on this machine."""
-    speeds = f"{speed.drafted:.1f} tokens/s with it ({speed.label}), {speed.plain:.1f} without"
-    if speed.drafted > speed.plain:
-        return f"this draft pays: {speeds}"
-    fewer = ", or fewer --layers" if form == "model" else ""
-    return f"this draft does not pay: {speeds}; give more prompts and --steps{fewer}"
-
-
-def _show(record: Record, folder: Path, held: int) -> None:
-    from dsbd_cli.lab.reports.screen import Screen, before_and_after
-
-    table, ends = before_and_after(), (record.milestones[0], record.milestones[-1])
-    last = ends[-1]
-    table.add_row("loss, nats per token", "-", "-" if last.loss is None else f"{last.loss:.3f}")
-    rows = _rows("", [one.measured for one in ends])
-    if last.one_beam is not None:
-        rows += _rows("one beam: ", [one.one_beam or Measurement(None) for one in ends])
-    for row in rows:
-        table.add_row(*row)
-    console = Screen(sys.stdout)
-    console.print(table)
-    for line in EXPLAINED:
-        console.say(line)
-    for found, beams in ((last.measured, ""), (last.one_beam, "with one beam ")):
-        if found is not None and found.speed is not None:
-            console.say(beams + _verdict(found.speed, record.plan.form))
-    command = quote_command(f"dsbd generate --target {record.plan.target} --draft {folder}")
-    console.say(f"{folder} is written, measured on {plural(held, 'held-out prompt')}: {command}")
-
-
-def _rows(beams: str, ends: Sequence[Measurement]) -> list[tuple[str, ...]]:
-    passed, speeds = [one.acceptance for one in ends], [one.speed for one in ends]
-    return [
-        (f"{beams}layers that pass", *(_shares(one) if one else "-" for one in passed)),
-        (f"{beams}steps per target call", *(f"{one.steps_per_call:.2f}" if one else "-" for one in passed)),
-        (f"{beams}tokens/s with the draft", *(f"{one.drafted:.1f}" if one else "-" for one in speeds)),
-        (f"{beams}tokens/s without a draft", *(f"{one.plain:.1f}" if one else "-" for one in speeds)),
-    ]

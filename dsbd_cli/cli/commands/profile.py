@@ -131,8 +131,8 @@ def profile(
     with StopSignals() as signals:
         with talking() as talk:
             render = _renderer(options, prompts)
-            chat = False if prompts.input is None else prompts.chat
-            shown, found = _measure(settings, requests, wanted, command, render, talk, signals, chat=chat)
+            said = False if prompts.input is None else prompts.chat
+            shown, found = _measure(settings, requests, wanted, command, render, talk, signals, chat=said)
         if found is not None:
             _write(found, wanted)
         if signals.number is not None:

@@ -64,9 +64,10 @@ class WhisperCodec(Seq2SeqCodec):
         self._model, self._extractor = model, extractor
         vocabulary = tokenizer.get_vocab()
         settings = model.generation_config
-        self._languages: dict[str, int] = dict(getattr(settings, "lang_to_id", None) or {}) or {
+        marks = getattr(settings, "lang_to_id", None) or {
             word: token for word, token in vocabulary.items() if word.startswith("<|") and 6 <= len(word) <= 7
         }
+        self._languages: dict[str, int] = {word.strip("<|>").lower(): token for word, token in marks.items()}
         multilingual = getattr(settings, "is_multilingual", None)
         self._multilingual = len(self._languages) > 1 if multilingual is None else bool(multilingual)
         self._marks = {name: vocabulary.get(f"<|{name}|>") for name in ("transcribe", "translate", "notimestamps")}
@@ -86,11 +87,11 @@ class WhisperCodec(Seq2SeqCodec):
         spoken, wanted = asked.source_lang, asked.target_lang
         if spoken is None and self._multilingual and wanted is not None and _code(wanted) != "en":
             # what is not translated into English is written down as it was spoken
-            spoken = wanted if f"<|{_code(wanted)}|>" in self._languages else None
+            spoken = wanted if _code(wanted) in self._languages else None
         unheard = spoken is None and self._multilingual
         if unheard and not self._languages:
             raise InvalidRowError("source_lang is missing, and the target has no tokens to guess it by")
-        begin = self._prompt(next(iter(self._languages)).strip("<|>") if unheard else spoken, wanted, timed=timed)
+        begin = self._prompt(next(iter(self._languages)) if unheard else spoken, wanted, timed=timed)
         wave = read_audio(request.audio, extractor.sampling_rate, extractor.chunk_length)
         features = extractor(wave.numpy(), sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features[0]
         made = self._joined(features, begin, None, asked)
@@ -147,8 +148,7 @@ class WhisperCodec(Seq2SeqCodec):
         """Return the likeliest language of speech, as transformers' detect_language does. logits: [V], behind the first
         token."""
         names = sorted(self._languages, key=self._languages.__getitem__)
-        found = names[int(logits[[self._languages[name] for name in names]].argmax())]
-        return found.strip("<|>")
+        return names[int(logits[[self._languages[name] for name in names]].argmax())]
 
     def _prompt(self, spoken: str | None, wanted: str | None, *, timed: bool) -> list[int]:
         """Return the tokens before the text: the language spoken, whether it is to be translated into English, and
@@ -160,7 +160,7 @@ class WhisperCodec(Seq2SeqCodec):
                     raise InvalidRowError(f"{name} is {shorten(value)}, but the target knows English alone: drop it")
             return begin if timed else self._timeless(begin)
         assert spoken is not None, "named, or heard"
-        language = self._languages.get(f"<|{_code(spoken)}|>")
+        language = self._languages.get(_code(spoken))
         if language is None:
             raise InvalidRowError(
                 f"source_lang is {shorten(spoken)}, which the target does not know: give a code as en"

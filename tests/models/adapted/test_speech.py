@@ -36,7 +36,7 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import InvalidRowError, PromptTooLongError
 from dsbd_cli.models.adapted import speech
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
-from dsbd_cli.models.adapted.speech import read_audio
+from dsbd_cli.models.adapted.speech import WhisperCodec, read_audio
 from dsbd_cli.requests import Segment
 from tests.helpers.pairs import ENDINGS, build_pair, perturbed
 
@@ -275,7 +275,7 @@ def test_the_language_is_heard_as_transformers_hears_it(
     # many languages, so that sounds as alike as these are taken for different ones
     languages = {f"<|{letter}{letter}|>": token for token, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
     monkeypatch.setattr(model.generation_config, "lang_to_id", languages)
-    monkeypatch.setattr(engine.codec, "_languages", languages)
+    monkeypatch.setattr(engine.codec, "_languages", {name.strip("<|>"): token for name, token in languages.items()})
     asked = SamplingConfig(max_new_tokens=NEW, n_best=5)
     named = [replace(asked, source_lang=code) for code in ("cc", "bb")]
     rows = [(sounds[0], asked), (sounds[1], named[0]), (sounds[1], asked), (sounds[2], asked), (sounds[0], named[1])]
@@ -289,6 +289,19 @@ def test_the_language_is_heard_as_transformers_hears_it(
         spoken = token if one.source_lang is None else languages[f"<|{one.source_lang}|>"]
         want = stock_beams(engine, path, [START, spoken, TRANSCRIBE, TIMELESS])
         assert [list(found.token_ids) for found in result.hypotheses] == want
+
+
+def test_languages_may_be_marked_in_capitals(
+    engine: dsbd_cli.Engine, sounds: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a language that is heard, and then refused in the middle of a batch."""
+    made: Any = engine.codec
+    monkeypatch.setattr(made._model.generation_config, "lang_to_id", {"<|EN|>": EN, "<|DE|>": DE})
+    codec = WhisperCodec(made._tokenizer, made.eos_ids, made._start, made._model, made._extractor)
+    read = codec.encoder_input(Request(audio=str(sounds[0]), sampling=SamplingConfig(max_new_tokens=NEW)))
+    assert read.listen is not None
+    prompt, heard = read.listen(torch.eye(made._model.config.vocab_size)[DE])
+    assert (prompt[1], heard) == (DE, "de")
 
 
 def test_languages_of_a_batch_are_heard_together_and_survive_out_of_memory(
