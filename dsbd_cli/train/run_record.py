@@ -9,7 +9,7 @@ from typing import Any, Literal
 import orjson
 
 from dsbd_cli.errors import UsageError
-from dsbd_cli.io.lines.resume import write_atomically
+from dsbd_cli.io.lines.replace import write_atomically
 from dsbd_cli.io.schemas.contracts import DISTILL
 
 RECORD = "dsbd_distill.json"

@@ -13,6 +13,7 @@ import pytest
 
 from dsbd_cli.errors import OutputError, UsageError
 from dsbd_cli.io.lines.lock import open_locked
+from dsbd_cli.io.lines.replace import write_atomically
 from dsbd_cli.io.lines.resume import (
     TAIL_BYTES,
     DoneRows,
@@ -23,7 +24,6 @@ from dsbd_cli.io.lines.resume import (
     settings_file,
     truncate_at,
     whole_size,
-    write_atomically,
     write_settings,
 )
 

@@ -38,7 +38,7 @@ from dsbd_cli.cli.run.summary import ROWS_FAILED
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.errors import UsageError, as_utf8, option_name
-from dsbd_cli.io.lines.resume import write_atomically
+from dsbd_cli.io.lines.replace import write_atomically
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
 from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS

@@ -15,7 +15,7 @@ from dsbd_cli.cli.run.signals import StopSignals
 from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.errors import UsageError, plural
 from dsbd_cli.io.lines.corpus import read_documents
-from dsbd_cli.io.lines.resume import check_replaceable
+from dsbd_cli.io.lines.replace import check_replaceable
 
 NEWS_EVERY = 1 << 22  # tokens between two messages
 

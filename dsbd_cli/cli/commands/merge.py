@@ -20,7 +20,8 @@ from dsbd_cli.io.lines.compression import frame_maker
 from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.io.lines.lock import open_locked, open_shared
 from dsbd_cli.io.lines.parts import PartFile, in_order, one_after_another, scan
-from dsbd_cli.io.lines.resume import Settings, read_run, replacing, settings_file, write_settings
+from dsbd_cli.io.lines.replace import replacing
+from dsbd_cli.io.lines.resume import Settings, read_run, settings_file, write_settings
 from dsbd_cli.io.lines.tables import is_table
 from dsbd_cli.io.records.record_parts import fingerprint_difference
 

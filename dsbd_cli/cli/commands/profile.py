@@ -35,7 +35,7 @@ from dsbd_cli.config.method import DEFAULT_DEPTH
 from dsbd_cli.config.spelling import parse, spell
 from dsbd_cli.config.variants import INDEX, MIN_WIDTH, RULES, WIDTHS
 from dsbd_cli.errors import SETTINGS, UsageError, as_utf8, option_name
-from dsbd_cli.io.lines.resume import write_atomically
+from dsbd_cli.io.lines.replace import write_atomically
 from dsbd_cli.io.schemas import contracts
 from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.requests import Request, derive_seed

@@ -20,7 +20,8 @@ from dsbd_cli.config.variants import FORMATS
 from dsbd_cli.errors import UsageError, is_utf8, reading, require_package, shorten
 from dsbd_cli.io.lines.compression import COMPRESSED, check_whole, open_input
 from dsbd_cli.io.lines.jsonl import BOM, HEAD_BYTES, check_new, read_lines
-from dsbd_cli.io.lines.resume import check_replaceable, settings_file
+from dsbd_cli.io.lines.replace import check_replaceable
+from dsbd_cli.io.lines.resume import settings_file
 from dsbd_cli.io.lines.tables import check_table, count_table_rows, is_table
 from dsbd_cli.io.records.parse import ARRAY_HINT
 

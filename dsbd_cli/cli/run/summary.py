@@ -14,7 +14,7 @@ from dsbd_cli.cli.run.messages import utc_now
 from dsbd_cli.cli.run.signals import StoppedError
 from dsbd_cli.errors import DsbdError, OutputError, plural
 from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
-from dsbd_cli.io.lines.resume import check_replaceable, write_atomically
+from dsbd_cli.io.lines.replace import check_replaceable, write_atomically
 from dsbd_cli.io.records.native_record import draft_fields, phase_seconds
 from dsbd_cli.io.schemas.contracts import SUMMARY
 from dsbd_cli.lab.metrics.environment import versions

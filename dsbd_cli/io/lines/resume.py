@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
+import stat
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
 import orjson
 
-from dsbd_cli.errors import UsageError, writing
+from dsbd_cli.errors import UsageError
 from dsbd_cli.io.lines.jsonl import read_object
-from dsbd_cli.io.lines.lock import open_locked
+from dsbd_cli.io.lines.replace import replacing, write_atomically
 
 AGAIN = "name another file, or replace it with --existing overwrite"
 SETTINGS_SCHEMA = "dsbd.run/1"
@@ -123,58 +122,6 @@ def read_run(output: Path, wanted_by: str, help_: str = AGAIN) -> tuple[Settings
     raise UsageError(f"{wanted_by}: {path} is not what dsbd wrote: {help_}")
 
 
-def check_replaceable(path: Path) -> None:
-    """Raise OutputError if `write_atomically` could not write a file of this name."""
-    if path.exists() and not path.is_file():
-        return
-    temporary = _temporary_path(path)
-    # the name is taken where another run replaces the file just now
-    with writing(path), suppress(FileExistsError):
-        temporary.open("xb").close()
-        temporary.unlink()
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file in one step, so that the whole new file or the whole old one is there, whatever happens.
-
-    A symbolic link stays one. A device or a pipe is written to. Raises OutputError.
-    """
-    if path.exists() and not path.is_file():
-        with writing(path):
-            path.write_bytes(data)
-        return
-    with replacing(path) as stream:
-        stream.write(data)
-    stream.close()
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[io.FileIO]:
-    """Yield a new, locked file that replaces the one at `path` in one step, when the block ends and all is on the disk.
-
-    The new file stays open. If anything is raised in the block, the old file stays. Raises OutputError.
-    """
-    temporary = _temporary_path(path)
-    stream = open_locked(temporary, create_only=False)
-    try:
-        with writing(path):
-            stream.truncate(0)
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-            temporary.replace(os.path.realpath(path))
-    except BaseException:
-        stream.close()
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _temporary_path(path: Path) -> Path:
-    """Return the path at which the new file is written before it replaces the old one."""
-    real = Path(os.path.realpath(path))
-    return real.with_name(f".{real.name}.tmp")
-
-
 # The output file
 
 
@@ -267,7 +214,7 @@ def drop_failed(stream: io.FileIO, path: Path) -> tuple[io.FileIO, int]:
             if number not in bad:
                 out.write(line)
         out.detach()  # flushes
-        shutil.copymode(path.resolve(), _temporary_path(path))
+        os.fchmod(fresh.fileno(), stat.S_IMODE(path.stat().st_mode))
     stream.close()
     fresh.seek(0, os.SEEK_END)
     return fresh, len(bad)
