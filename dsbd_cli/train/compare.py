@@ -24,7 +24,7 @@ SLOWER = 0.05
 
 
 @dataclass(slots=True)
-class Measure:
+class Sums:
     """Sums over the rounds. stats: of all requests. tokens: of the best texts."""
 
     stats: RequestStats = field(default_factory=RequestStats)
@@ -36,7 +36,7 @@ class Measure:
         return 1e3 * (self.stats.draft_s + self.stats.target_s) / self.tokens
 
 
-def worse(before: Measure, after: Measure) -> str | None:
+def worse(before: Sums, after: Sums) -> str | None:
     """Return how the second draft is worse than the first: fewer steps per target call, or more time per token in both
     models together. Return None where it is not, or where nothing was measured."""
     if not all(one.stats.target_calls and one.tokens for one in (before, after)):
@@ -76,21 +76,21 @@ def _head(engine: Engine, spec: ModelSpec) -> BaseForestModel:
     return load_head(spec, spec, engine.target)
 
 
-def measure(engines: Sequence[Engine], requests: Sequence[Request]) -> list[Measure]:
+def measure(engines: Sequence[Engine], requests: Sequence[Request]) -> list[Sums]:
     """Measure each engine on the same requests, in turn, in several rounds, after one request to warm up.
 
     Raises DsbdError for the first request that fails.
     """
-    found = [Measure() for _ in engines]
+    found = [Sums() for _ in engines]
     for engine in engines:
-        _round(engine, requests[:1], Measure())
+        _round(engine, requests[:1], Sums())
     for _ in range(ROUNDS):
         for engine, sums in zip(engines, found, strict=True):
             _round(engine, requests, sums)
     return found
 
 
-def _round(engine: Engine, requests: Sequence[Request], sums: Measure) -> None:
+def _round(engine: Engine, requests: Sequence[Request], sums: Sums) -> None:
     for result in engine.run(requests):
         if result.error is not None:
             raise DsbdError(f"prompt {result.request.id} cannot be measured on: {result.error}")

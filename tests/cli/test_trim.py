@@ -106,7 +106,7 @@ def test_a_signal_after_the_draft_is_written(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def stop(engine: Engine, requests: Sequence[Request], sums: compare.Measure) -> None:
+    def stop(engine: Engine, requests: Sequence[Request], sums: compare.Sums) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(compare, "_round", stop)
@@ -159,7 +159,7 @@ def test_a_draft_that_got_worse_is_told(
     generate((model, model), prompts, native)
     plain = compare._round
 
-    def timeless(engine: Engine, requests: Sequence[Request], sums: compare.Measure) -> None:
+    def timeless(engine: Engine, requests: Sequence[Request], sums: compare.Sums) -> None:
         plain(engine, requests, sums)
         sums.stats.draft_s = sums.stats.target_s = 1.0
 
@@ -178,9 +178,9 @@ def test_a_draft_that_got_worse_is_told(
 
 
 def test_what_is_called_worse() -> None:
-    def measure(steps: int, seconds: float) -> compare.Measure:
+    def measure(steps: int, seconds: float) -> compare.Sums:
         stats = RequestStats(steps=steps, target_calls=100, draft_s=seconds / 2, target_s=seconds / 2)
-        return compare.Measure(stats, tokens=100)
+        return compare.Sums(stats, tokens=100)
 
     assert compare.worse(measure(200, 1.0), measure(199, 1.04)) is None
     assert compare.worse(measure(200, 1.0), measure(220, 0.5)) is None
@@ -188,7 +188,7 @@ def test_what_is_called_worse() -> None:
         "1.50 steps per target call instead of 2.00, 10.00 ms per token in both models instead of 10.00"
     )
     assert compare.worse(measure(200, 1.0), measure(200, 1.2)) == "12.00 ms per token in both models instead of 10.00"
-    assert compare.worse(compare.Measure(), measure(1, 1.0)) is None
+    assert compare.worse(compare.Sums(), measure(1, 1.0)) is None
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from dsbd_cli.pick.candidate_rows import record_row
 from dsbd_cli.pick.choosers import ByVote
 from dsbd_cli.requests import Hypothesis, RequestResult, Segment, TokenDetail
 from dsbd_cli.stats import DrafterStats, LayerStats, RequestStats, StepStats
-from dsbd_cli.train.compare import Measure
+from dsbd_cli.train.compare import Sums
 from dsbd_cli.train.run_record import DraftAcceptance, Measurement, Milestone, Record, Speed, TrainingPlan
 from dsbd_cli.train.target_answers import _line as answer_line
 from dsbd_cli.train.trim import TrimReport
@@ -341,7 +341,7 @@ class _Encoder:
 def _trimmed(stats: RequestStats) -> dict[str, object]:
     settings, draft = SimpleNamespace(target=ModelSpec("t")), ModelSpec("d")
     command = trim_command._Trimming(trim_command.TrimOptions(), settings, draft, Path("out"))  # type: ignore[arg-type]
-    return command._record(TrimReport(3, 8, 1, 20, 4, 0.75, 64, 24), 2, (Measure(stats, 16), Measure()))
+    return command._record(TrimReport(3, 8, 1, 20, 4, 0.75, 64, 24), 2, (Sums(stats, 16), Sums()))
 
 
 _MEASURED = Measurement(DraftAcceptance(2.5, (0.75, 0.5)), Speed(10.0, 12.5, "K = 4, D = 2"))

@@ -47,7 +47,7 @@ from dsbd_cli.requests import Request
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
-    from dsbd_cli.train.compare import Measure
+    from dsbd_cli.train.compare import Sums
     from dsbd_cli.train.trim import TrimReport
 
 TRIM = "Trimming"
@@ -203,7 +203,7 @@ class _Trimming:
                         raise UsageError(f"--texts {name}, {row.error}")
                     yield row.candidates[0].text
 
-    def _measure(self, held: list[Request]) -> tuple[Measure, Measure]:
+    def _measure(self, held: list[Request]) -> tuple[Sums, Sums]:
         from dsbd_cli.train.compare import measure, with_draft
 
         small = replace(self._draft, source=str(self._output))
@@ -215,7 +215,7 @@ class _Trimming:
         """The target with the full draft, which is loaded when it is first needed."""
         return self._settings.load()
 
-    def _record(self, report: TrimReport, prompts: int, measured: tuple[Measure, Measure] | None) -> dict[str, object]:
+    def _record(self, report: TrimReport, prompts: int, measured: tuple[Sums, Sums] | None) -> dict[str, object]:
         record: dict[str, object] = {
             "schema": contracts.TRIM.id,
             "target": self._settings.target.source,
@@ -229,14 +229,14 @@ class _Trimming:
         return record
 
 
-def _sums(measured: Measure) -> dict[str, float]:
+def _sums(measured: Sums) -> dict[str, float]:
     """Return the counters, the tokens of the best texts and the seconds, by their names in the record."""
     counters = {name: getattr(measured.stats, name) for name in COUNTERS}
     stats = measured.stats
     return {**counters, "tokens": measured.tokens, "draft_s": stats.draft_s, "target_s": stats.target_s}
 
 
-def _rates(measured: Measure) -> dict[str, float | None]:
+def _rates(measured: Sums) -> dict[str, float | None]:
     """Return shares, steps per call and ms per token, computed from the sums; None where nothing was counted."""
 
     def per(value: float, count: int) -> float | None:
@@ -251,7 +251,7 @@ def _rates(measured: Measure) -> dict[str, float | None]:
     }
 
 
-def _show(report: TrimReport, measured: tuple[Measure, Measure] | None, prompts: int, output: str) -> None:
+def _show(report: TrimReport, measured: tuple[Sums, Sums] | None, prompts: int, output: str) -> None:
     from dsbd_cli.lab.reports.screen import Screen, before_and_after
 
     table = before_and_after()
