@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="mamba2-1.3b,qwen3.5-like")
     parser.add_argument("--only", default="cost,speed")
     parser.add_argument("--nodes", default="4,36", help="nodes of a forward, for cost: W, and W + D*K")
-    parser.add_argument("--prompts", default="32,38", help="tokens of a prompt, for cost: see docs/models.md")
+    parser.add_argument("--prompts", default="32,38", help="tokens of a prompt, for cost (models/recurrent/states.py)")
     parser.add_argument("--repeats", type=int, default=9, help="of a forward, for cost")
     parser.add_argument("--layers", type=int, default=4, help="of the target, for speed")
     parser.add_argument("--depth", type=int, default=4, help="of the draft, for speed")

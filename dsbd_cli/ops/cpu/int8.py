@@ -41,7 +41,7 @@ from dsbd_cli.ops.cpu.runtime import (
     team,
 )
 
-OUTLIERS = 32  # channels that are not quantized; measured: docs/hardware.md
+OUTLIERS = 32  # channels that are not quantized; measured: benchmarks/LOG.md, 2026-11-22
 LEAST_WEIGHTS = 100_000  # smaller products are not quantized: their weights stay in a cache
 LEVELS = 127
 ZERO = 128  # offset of inputs, which are unsigned: for signed ones torch takes a kernel a thousand times slower
