@@ -8,10 +8,9 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 # How often a thread of OpenMP looks at a lock before it sleeps. libgomp's default of 300,000 takes longer than the time
-# between two products, so that no thread slept. Beside other work that took three to four times the processor time.
-# 700 are as fast as 3,000 on a quiet machine; beside a busy neighbour a small model is nearly twice as fast with them
-# (benchmarks/LOG.md).
-SPINS = 700
+# between two products, so that no thread slept. With other work on the machine that took three to four times the
+# processor time (benchmarks/LOG.md).
+SPINS = 3_000
 BLOCK_MS = 1  # the same for LLVM's OpenMP, which counts in milliseconds
 SPINNING = {"GOMP_SPINCOUNT": str(SPINS), "KMP_BLOCKTIME": str(BLOCK_MS)}
 CHOSEN = ("OMP_WAIT_POLICY", *SPINNING)  # a user who sets one of these variables has decided
