@@ -18,12 +18,15 @@ from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTo
 from dsbd_cli.config.variants import INDEX
 from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.models.chat import begin_rendering
-from dsbd_cli.models.checkpoints.hub import locate
+from dsbd_cli.models.checkpoints.hub import locate, stored_bytes
+from dsbd_cli.ops.cpu.ahead import begin_touching, end_touching
 from dsbd_cli.requests import EngineInfo
-from dsbd_cli.threads import MOST_THREADS, processors, wait_without_spinning
+from dsbd_cli.threads import MOST_THREADS, processors, sleep_sooner, wait_without_spinning
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
+
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of drivers: of NVIDIA, AMD and Windows
 
 ModelRef = str | os.PathLike[str] | ModelSpec
 
@@ -85,8 +88,12 @@ def load(
     for wanted in (spec, draft_spec):
         if wanted is not None and not wanted.in_target:
             locate(wanted)
-    begin_rendering(locate(spec))  # it runs during the imports
+    size = stored_bytes(locate(spec))
     wait_without_spinning()
+    sleep_sooner(size)
+    begin_rendering(locate(spec))  # it and the next line run during the imports
+    if _on_cpu(spec):
+        begin_touching(size // 2)  # int8 packs no fewer bytes
     # heavy imports only now, so that a wrong name is reported at once
     with _without_collection():
         import torch
@@ -106,7 +113,10 @@ def load(
             iteration_ops(torch.device("cpu"), kernels)
     if spec.device == "cpu" or (spec.device == "auto" and not torch.cuda.is_available()):
         compile_beside("iteration")  # while models are loaded
-    pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
+    try:
+        pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
+    finally:
+        end_touching()
     width, catalogue_notes = pair.target.vocab_size, list[str]()
     catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width, catalogue_notes.append)
     info = EngineInfo(
@@ -153,6 +163,12 @@ def _specs(target: ModelRef, draft: ModelRef | None, kernels: bool | None) -> tu
         spec = replace(spec, kernels=False)
         draft_spec = None if draft_spec is None else replace(draft_spec, kernels=False)
     return spec, draft_spec
+
+
+def _on_cpu(spec: ModelSpec) -> bool:
+    """Return whether a model will run on a CPU alone, as far as one can tell without torch."""
+    there = spec.device == "cpu" or (spec.device == "auto" and not any(map(os.path.exists, GPU_FILES)))
+    return there and spec.device_map is None and spec.tensor_parallel == 1
 
 
 def _check_place(name: str, value: object, *others: type) -> None:

@@ -14,7 +14,16 @@ import torch
 import dsbd_cli
 from dsbd_cli import threads
 from dsbd_cli.errors import UsageError
-from dsbd_cli.threads import SPINNING, processors, quota, wait_without_spinning
+from dsbd_cli.threads import (
+    SMALL_BYTES,
+    SMALL_SPINS,
+    SPINNING,
+    SPINS,
+    processors,
+    quota,
+    sleep_sooner,
+    wait_without_spinning,
+)
 from tests.helpers.checkpoints import save
 
 
@@ -76,6 +85,22 @@ def test_waiting_is_left_to_a_user_who_has_decided() -> None:
     environment = {"OMP_NUM_THREADS": "2"}
     wait_without_spinning(environment)
     assert environment == {"OMP_NUM_THREADS": "2", **SPINNING}
+
+
+def test_threads_of_small_models_sleep_sooner() -> None:
+    environment = dict(SPINNING)
+    for size, spins in ((SMALL_BYTES - 1, SMALL_SPINS), (SMALL_BYTES, SPINS), (0, SMALL_SPINS)):
+        sleep_sooner(size, environment)
+        assert environment == {**SPINNING, "GOMP_SPINCOUNT": str(spins)}
+    for given in (
+        {},
+        {"GOMP_SPINCOUNT": str(SPINS)},
+        {**SPINNING, "OMP_WAIT_POLICY": "passive"},
+        {"KMP_BLOCKTIME": "1"},
+    ):
+        environment = dict(given)
+        sleep_sooner(0, environment)
+        assert environment == given
 
 
 def test_the_command_decides_before_torch_is_imported() -> None:

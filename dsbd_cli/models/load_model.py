@@ -21,10 +21,9 @@ from torch import Tensor
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import UnsupportedModelError, one_line
 from dsbd_cli.models import verdicts
-from dsbd_cli.models.checkpoints.damage import stored_bytes
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, read_generation
 from dsbd_cli.models.checkpoints.head import read_head, trimmed_target
-from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, locate, locate_adapters
+from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, locate, locate_adapters, stored_bytes
 from dsbd_cli.models.checkpoints.loader import (
     check_quantize,
     dtype_of,

@@ -23,16 +23,6 @@ LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_lay
 WIDTHS = ("hidden_size", "d_model", "n_embd", "vocab_size")
 
 
-def stored_bytes(place: Path) -> int:
-    """Return the bytes of the weights in a checkpoint folder or a GGUF file."""
-    if place.is_file():
-        return place.stat().st_size
-    for pattern in ("*.safetensors", "*.bin"):
-        if files := [file for file in place.glob(pattern) if file.is_file()]:
-            return sum(file.stat().st_size for file in files)
-    return 0
-
-
 def check_checkpoint(folder: Path, name: str) -> None:
     """Check that the indices of a checkpoint folder stay inside it, that its safetensors files are whole, and that its
     config fits their tensors. Without this a model of 10^8 layers would be built first, and its weights found missing

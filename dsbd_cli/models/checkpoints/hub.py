@@ -53,6 +53,16 @@ def locate(spec: ModelSpec) -> Path:
     return folder
 
 
+def stored_bytes(place: Path) -> int:
+    """Return the bytes of the weights in a checkpoint folder or a GGUF file."""
+    if place.is_file():
+        return place.stat().st_size
+    for pattern in ("*.safetensors", "*.bin"):
+        if files := [file for file in place.glob(pattern) if file.is_file()]:
+            return sum(file.stat().st_size for file in files)
+    return 0
+
+
 def locate_adapters(spec: ModelSpec) -> list[Path]:
     """Return the folders of a model's adapters, which are fetched from the hub if they are not here yet.
 

@@ -18,9 +18,9 @@ import torch
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError, one_line, shorten
 from dsbd_cli.models.checkpoints.adapters import merge_adapters
-from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, stored_bytes, unsafe_pickle
+from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, unsafe_pickle
 from dsbd_cli.models.checkpoints.head import head_keys, install, read_head
-from dsbd_cli.models.checkpoints.hub import locate
+from dsbd_cli.models.checkpoints.hub import locate, stored_bytes
 from dsbd_cli.models.checkpoints.linearised import mark, unread
 from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING, byte_tokenizer, read_config
 from dsbd_cli.models.checkpoints.placement import check_device_map, device_map_of, device_of, placement

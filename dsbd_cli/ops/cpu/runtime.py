@@ -27,8 +27,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dsbd_cli.ops.cpu.ahead import HUGE, map_zeros, touched_memory
+
 SMALL = 2**18  # a call of fewer multiplications runs on one thread: waking another would take longer
-HUGE = 2**21  # bytes of a huge page
 CACHE_LINE = 64  # bytes
 MOST_SHARED, SHARED = 4 * HUGE, 16 * HUGE  # bytes, see `allocate_weights`
 # system call arch_prctl of Linux on x86, its request for the permission to use registers, and the number of the tile
@@ -280,10 +281,7 @@ def allocate_zeros(size: int) -> Tensor:
     with torch.inference_mode(False):  # a part of it may be written to outside of that mode
         if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):
-                taken = mmap.mmap(-1, size + 2 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                with contextlib.suppress(OSError):  # a system without such pages
-                    taken.madvise(mmap.MADV_HUGEPAGE)
-                found = torch.frombuffer(taken, dtype=torch.uint8)
+                found = torch.frombuffer(map_zeros(size + 2 * HUGE), dtype=torch.uint8)
                 return found.narrow(0, -found.data_ptr() % HUGE, size)
         return torch.zeros(size, dtype=torch.uint8, device="cpu")
 
@@ -302,13 +300,17 @@ _rest = _Rest()
 def allocate_weights(size: int) -> Tensor:
     """Return [size] uint8 for packed weights, in pages as `allocate_zeros` returns them.
 
-    Up to MOST_SHARED bytes are cut from a block of SHARED bytes, which is freed when none of its parts is used any
-    more.
+    They are cut from memory that has been touched before, while there is some. Behind it up to MOST_SHARED bytes are
+    cut from a block of SHARED bytes. A block is freed when none of its parts is used any more.
     """
-    if size > MOST_SHARED:
-        return allocate_zeros(size)
+    taken = -(-size // CACHE_LINE) * CACHE_LINE
     with _rest.lock:
-        taken = -(-size // CACHE_LINE) * CACHE_LINE
+        touched = touched_memory()
+        if touched is not None and size and (place := touched.cut(taken)) is not None:
+            with torch.inference_mode(False):
+                return torch.frombuffer(touched.memory, dtype=torch.uint8, count=size, offset=place)
+        if size > MOST_SHARED:
+            return allocate_zeros(size)
         if taken > len(_rest.memory):
             _rest.memory = allocate_zeros(SHARED)
         found, _rest.memory = _rest.memory[:size], _rest.memory[taken:]

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError
 from dsbd_cli.models import load_model as loading
-from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, read_headers, stored_bytes
+from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, read_headers
+from dsbd_cli.models.checkpoints.hub import stored_bytes
 from dsbd_cli.models.checkpoints.loader import load
 from tests.helpers.tiny import V
 
