@@ -281,15 +281,16 @@ class _DecoderLoad:
     def _checked(self, model: Any, kernels: frozenset[str], tokenizer: Future[Any]) -> Verdict | str:
         """Pack a model's weights, check it and keep the results. Return the verdict, or the reason why the model cannot
         serve."""
-        from dsbd_cli.models.checks.selftest import self_test
-
         tested = outliers = None
         quantized = self._spec.quantize is not None
-        if quantized:  # before it is int8, because the limits are those of the checkpoint's own rounding
-            tested = self_test(self._checked_layers(model))
         packed = self._transformers_model is None and not quantized
         if packed:
             pack(model, self._spec, None)
+        # the second thread imports the same modules of transformers, which a model is packed beside
+        from dsbd_cli.models.checks.selftest import self_test
+
+        if quantized:  # before it is int8, because the limits are those of the checkpoint's own rounding
+            tested = self_test(self._checked_layers(model))
         theirs, self._transformers_model = self._transformers_model or self._stock(), None
         with unsupported(model.architecture):  # settings with which neither of the two can run
             reason = differs(model, theirs)

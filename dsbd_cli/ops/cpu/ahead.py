@@ -12,7 +12,7 @@ import mmap
 import threading
 
 HUGE = 2**21  # bytes of a huge page
-PIECE = 32 * HUGE  # bytes that are touched at once, without the interpreter's lock
+PIECE = 64 * HUGE  # bytes that are touched at once, without the interpreter's lock
 LEAST = 2**25  # bytes; fewer are not worth a thread
 
 
