@@ -45,6 +45,7 @@ MOST_BEAMS = {"llama.cpp-int8": 1, "onnxruntime-int8": 32}  # ONNX Runtime GenAI
 ENGINES = (OURS, *THEIRS, "dsbd-bfloat16", "transformers-bfloat16")
 EQUAL = ("transformers-float32", "dsbd-float32", "openvino-strict")
 EQUAL_PROMPTS, EQUAL_TOKENS = 24, 32
+WARM = 2000  # tokens of prompts at most in the call before a cell, if one prompt has fewer
 START = 4, 1, 50, 16  # beams, prompts, their tokens, new tokens: what the first answer of a process has
 TEXTS = ("docs/algorithm.md", "docs/beams-and-drafts.md", "docs/hardware.md", "docs/models.md", "docs/constraints.md")
 
@@ -188,7 +189,8 @@ def measured(
     children = {engine: Child(engine, model, threads) for engine in engines}
     try:
         for cell in cells:
-            warm, asked = take(source, cell), able(engines, cell.beams)
+            few = cell._replace(prompts=min(cell.prompts, max(1, WARM // cell.length)))
+            warm, asked = take(source, few), able(engines, cell.beams)
             for engine in asked:  # the first call of a shape builds things
                 children[engine].ask(warm, cell.beams, min(cell.tokens, 4))
             for number in range(cell.rounds):
