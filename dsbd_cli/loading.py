@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -88,12 +89,10 @@ def load(
     for wanted in (spec, draft_spec):
         if wanted is not None and not wanted.in_target:
             locate(wanted)
-    size = stored_bytes(locate(spec))
     wait_without_spinning()
-    sleep_sooner(size)
+    sleep_sooner(stored_bytes(locate(spec)))
     begin_rendering(locate(spec))  # it and the next line run during the imports
-    if _on_cpu(spec):
-        begin_touching(size // 2)  # int8 packs no fewer bytes
+    begin_touching(_packed_bytes(spec, locate(spec)))
     # heavy imports only now, so that a wrong name is reported at once
     with _without_collection():
         import torch
@@ -165,10 +164,21 @@ def _specs(target: ModelRef, draft: ModelRef | None, kernels: bool | None) -> tu
     return spec, draft_spec
 
 
-def _on_cpu(spec: ModelSpec) -> bool:
-    """Return whether a model will run on a CPU alone, as far as one can tell without torch."""
-    there = spec.device == "cpu" or (spec.device == "auto" and not any(map(os.path.exists, GPU_FILES)))
-    return there and spec.device_map is None and spec.tensor_parallel == 1
+def _packed_bytes(spec: ModelSpec, place: Path) -> int:
+    """Return how many bytes of packed weights a model takes at least, as far as one can tell without torch; 0 where it
+    may run on a GPU or leave its weights in their file."""
+    if spec.device != "cpu" and (spec.device != "auto" or any(map(os.path.exists, GPU_FILES))):
+        return 0
+    if spec.device_map is not None or spec.tensor_parallel > 1:
+        return 0
+    if spec.quantize is None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if " amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
+                return 0
+            config = json.loads((place / "config.json").read_bytes())
+            if config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16"):
+                return stored_bytes(place)
+    return stored_bytes(place) // 2
 
 
 def _check_place(name: str, value: object, *others: type) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,3 +89,27 @@ def test_a_load_that_fails_gives_its_memory_back(tmp_path: Path, monkeypatch: py
         dsbd_cli.load(str(tmp_path), None)
     assert begun == [LEAST]
     assert ahead.touched_memory() is None
+
+
+def test_no_more_is_touched_than_a_model_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsbd_cli import ModelSpec, loading
+
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    (tmp_path / "gpu").touch()
+    real = Path.read_text
+
+    def packed(
+        config: str = '{"torch_dtype": "bfloat16"}', flags: str = "avx512f", gpu: str = "none", **spec: Any
+    ) -> int:
+        (tmp_path / "config.json").write_text(config)
+        monkeypatch.setattr(loading, "GPU_FILES", (str(tmp_path / gpu),))
+        monkeypatch.setattr(
+            Path, "read_text", lambda path, **how: flags if path == Path("/proc/cpuinfo") else real(path, **how)
+        )
+        return loading._packed_bytes(ModelSpec(str(tmp_path), **spec), tmp_path)
+
+    assert packed() == packed(device="cpu", gpu="gpu") == 1000
+    assert packed(quantize="int8") == packed(quantize="int8", flags="fma amx_bf16") == 500
+    assert packed('{"dtype": "float32"}') == packed("[]") == packed("{") == 500  # which may be packed in bfloat16
+    assert packed(flags="fma amx_bf16") == 0
+    assert packed(gpu="gpu") == packed(device="cuda") == packed(tensor_parallel=2) == 0
