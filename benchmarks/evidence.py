@@ -191,7 +191,7 @@ def measured(
         for cell in cells:
             few = cell._replace(prompts=min(cell.prompts, max(1, WARM // cell.length)))
             warm, asked = take(source, few), able(engines, cell.beams)
-            for engine in asked:  # the first call of a shape builds things
+            for engine in asked:  # the first call builds things, of a large cell all but those for its whole batch
                 children[engine].ask(warm, cell.beams, min(cell.tokens, 4))
             for number in range(cell.rounds):
                 ids = take(source, cell)

@@ -337,7 +337,8 @@ class Fuzzer:
         if not path.exists():
             dice = random.Random(0)
             texts = [[dice.randrange(6, 350) for _ in range(40)] for _ in range(20)]
-            write_index(path, CorpusTokens(texts), codec.token_bytes())
+            with path.open("wb") as stream:
+                write_index(stream, CorpusTokens(texts), codec.token_bytes())
         return path
 
 

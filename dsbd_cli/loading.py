@@ -20,13 +20,14 @@ from dsbd_cli.config.variants import INDEX
 from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.models.chat import begin_rendering
 from dsbd_cli.models.checkpoints.hub import locate, stored_bytes
-from dsbd_cli.ops.cpu.ahead import begin_touching, end_touching
+from dsbd_cli.ops.cpu.ahead import touching
 from dsbd_cli.requests import EngineInfo
 from dsbd_cli.threads import MOST_THREADS, processors, sleep_sooner, wait_without_spinning
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
 
+CPU_FACTS = Path("/proc/cpuinfo")
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of drivers: of NVIDIA, AMD and Windows
 
 ModelRef = str | os.PathLike[str] | ModelSpec
@@ -91,31 +92,28 @@ def load(
             locate(wanted)
     wait_without_spinning()
     sleep_sooner(stored_bytes(locate(spec)))
-    begin_rendering(locate(spec))  # it and the next line run during the imports
-    begin_touching(_packed_bytes(spec, locate(spec)))
-    # heavy imports only now, so that a wrong name is reported at once
-    with _without_collection():
-        import torch
+    begin_rendering(locate(spec))  # it runs during the imports, and memory is touched meanwhile
+    with touching(_packed_bytes(spec, locate(spec))):
+        # heavy imports only now, so that a wrong name is reported at once
+        with _without_collection():
+            import torch
 
-        from dsbd_cli.engine.checks.captures import prove_captures
-        from dsbd_cli.engine.constraints.catalogues import open_catalogues
-        from dsbd_cli.engine.decoding.engine import Engine
-        from dsbd_cli.engine.iteration.devices import iteration_ops
-        from dsbd_cli.models.pair import load_pair
-        from dsbd_cli.ops.cpu.runtime import compile_beside
-        from dsbd_cli.ops.select import rejected_kernels
+            from dsbd_cli.engine.checks.captures import prove_captures
+            from dsbd_cli.engine.constraints.catalogues import open_catalogues
+            from dsbd_cli.engine.decoding.engine import Engine
+            from dsbd_cli.engine.iteration.devices import iteration_ops
+            from dsbd_cli.models.pair import load_pair
+            from dsbd_cli.ops.cpu.runtime import compile_beside
+            from dsbd_cli.ops.select import rejected_kernels
 
-    _set_threads(threads)
-    if kernels and spec.device_map is None:  # raise before a large model is loaded
-        auto = "cuda" if torch.cuda.is_available() else "cpu"
-        if (auto if spec.device == "auto" else spec.device) == "cpu":
-            iteration_ops(torch.device("cpu"), kernels)
-    if spec.device == "cpu" or (spec.device == "auto" and not torch.cuda.is_available()):
-        compile_beside("iteration")  # while models are loaded
-    try:
+        _set_threads(threads)
+        if kernels and spec.device_map is None:  # raise before a large model is loaded
+            auto = "cuda" if torch.cuda.is_available() else "cpu"
+            if (auto if spec.device == "auto" else spec.device) == "cpu":
+                iteration_ops(torch.device("cpu"), kernels)
+        if spec.device == "cpu" or (spec.device == "auto" and not torch.cuda.is_available()):
+            compile_beside("iteration")  # while models are loaded
         pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
-    finally:
-        end_touching()
     width, catalogue_notes = pair.target.vocab_size, list[str]()
     catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width, catalogue_notes.append)
     info = EngineInfo(
@@ -165,20 +163,23 @@ def _specs(target: ModelRef, draft: ModelRef | None, kernels: bool | None) -> tu
 
 
 def _packed_bytes(spec: ModelSpec, place: Path) -> int:
-    """Return how many bytes of packed weights a model takes at least, as far as one can tell without torch; 0 where it
-    may run on a GPU or leave its weights in their file."""
+    """Return how many bytes our kernels' packed weights take at least, as far as one can tell without torch; 0 where
+    there may be none."""
     if spec.device != "cpu" and (spec.device != "auto" or any(map(os.path.exists, GPU_FILES))):
         return 0
     if spec.device_map is not None or spec.tensor_parallel > 1:
         return 0
-    if spec.quantize is None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            if " amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
-                return 0
-            config = json.loads((place / "config.json").read_bytes())
-            if config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16"):
-                return stored_bytes(place)
-    return stored_bytes(place) // 2
+    try:
+        flags = CPU_FACTS.read_text(encoding="utf-8")
+        config = json.loads((place / "config.json").read_bytes())
+        halves = config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16")
+    except (OSError, ValueError, AttributeError, RecursionError):  # a GGUF file, or what the load will report
+        return 0
+    if spec.quantize is not None:
+        return stored_bytes(place) // 2 if " avx512_vnni" in flags or " amx_int8" in flags else 0
+    if " avx512f" not in flags or " amx_bf16" in flags:  # with matrix units bfloat16 stays in its file
+        return 0
+    return stored_bytes(place) if halves else stored_bytes(place) // 2
 
 
 def _check_place(name: str, value: object, *others: type) -> None:

@@ -44,6 +44,7 @@ from dsbd_cli.models.forest_model import BaseForestModel, SelfTestReport, unsupp
 from dsbd_cli.models.stored_tokenizer import store, stored
 from dsbd_cli.models.tokenizer import HFCodec, bytes_of_tokens
 from dsbd_cli.models.verdicts import LIMITS, Verdict
+from dsbd_cli.ops.cpu.ahead import end_touching
 from dsbd_cli.ops.select import GPU_LAYERS, ops_for
 
 LAYERS_CHECKED = 4  # layers of each kind that are checked: the others are the same operations
@@ -185,6 +186,7 @@ class _DecoderLoad:
         if self._description.plain:
             tensors, generation = tensors_of(self._place, self._spec), read_generation(self._place)
         else:  # transformers has to make plain weights of pickles, adapters or quantised blocks
+            end_touching()
             theirs = self._transformers_model = self._stock()
             self._state = theirs.state_dict()
             tensors = {name: partial(self._state.__getitem__, name) for name in self._state}
@@ -286,7 +288,7 @@ class _DecoderLoad:
         packed = self._transformers_model is None and not quantized
         if packed:
             pack(model, self._spec, None)
-        # the second thread imports the same modules of transformers, which a model is packed beside
+        # imported behind the packing: meanwhile the second thread imports the modules of transformers that it needs
         from dsbd_cli.models.checks.selftest import self_test
 
         if quantized:  # before it is int8, because the limits are those of the checkpoint's own rounding
@@ -325,7 +327,8 @@ def _load_quietly(place: Path, spec: ModelSpec) -> Any:
 
 
 def _adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
-    """Return a model that transformers runs."""
+    """Return a model that transformers runs, which takes other memory for its weights."""
+    end_touching()
     from dsbd_cli.models.load_adapted import load_adapted
 
     return load_adapted(spec)

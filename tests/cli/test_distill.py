@@ -86,6 +86,7 @@ def test_from_prompts_to_a_draft(
     assert milestones[-1]["measured"]["speed"]["drafted"] > 0
     for word in ("before", "after", "layers that pass", "tokens/s with the draft", "on 3 held-out prompts"):
         assert word in out
+    assert f": dsbd generate --target {target} --draft {folder}\n" in out  # as a shell takes it
     assert "steps per target call: tokens by which one run of the target makes each beam longer" in out
     assert ("this draft pays: " in out) is (
         milestones[-1]["measured"]["speed"]["drafted"] > milestones[-1]["measured"]["speed"]["plain"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dsbd_cli.config.variants import DRAFTERS, runs_model
+from dsbd_cli.io.lines.replace import replacing
 from tests.cli.conftest import ROOT, Outcome, of_rule
 
 Dsbd = Callable[..., Outcome]
@@ -204,6 +205,16 @@ def test_an_index_replaces_files_only(builtin: Callable[..., Outcome], tmp_path:
     made = builtin("index", str(tmp_path / "texts"), "-o", str(pipe), "--existing", "overwrite")
     assert (made.code, "is no ordinary file" in made.err) == (2, True), made.err
     assert pipe.is_fifo()
+
+
+def test_a_second_index_of_one_name_is_refused_before_it_reads(builtin: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Guards a file that two commands write into at once, and hours of sorting that end in an error."""
+    (tmp_path / "texts").write_text("a b a b")
+    output = tmp_path / "out"
+    with replacing(output) as stream:
+        refused = builtin("index", str(tmp_path / "texts"), "-o", str(output))
+    stream.close()
+    assert (refused.code, f"{output} is being written by another process" in refused.err) == (1, True), refused.err
 
 
 def test_an_index_does_not_replace_its_corpus(builtin: Callable[..., Outcome], tmp_path: Path) -> None:

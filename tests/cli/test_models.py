@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dsbd_cli.io.lines.replace import replacing
 from tests.cli.conftest import ROOT, Outcome
 from tests.helpers.checkpoints import byte_fallback, byte_level, save, wrap
 
@@ -69,6 +70,21 @@ def test_a_gguf_file_has_a_name(dsbd: Dsbd, own_file: Path, tmp_path: Path, monk
     assert own_file.read_text() == f'[models]\nfolder = "{tmp_path}"\nfile = "{tmp_path}/m.gguf"\n'
     listed = {line.split()[0]: line.split()[2:] for line in dsbd("models").out.splitlines()}
     assert listed["file"] == listed["folder"] == ["here", "yours"]
+
+
+def test_a_name_that_another_command_adds_now_is_not_lost(dsbd: Dsbd, own_file: Path) -> None:
+    """Guards a file that two commands read and write at once: the second is told to try again."""
+    own_file.parent.mkdir(parents=True, exist_ok=True)
+    own_file.write_text('[models]\nfirst = "org/model"\n')
+    with replacing(own_file) as stream:
+        refused = dsbd("models", "add", "second", "org/other")
+    stream.close()
+    assert (refused.code, "is being written by another process" in refused.err) == (1, True)
+    own_file.write_text('[models]\nfirst = "org/model"\n')
+    own_file.chmod(0o600)
+    assert dsbd("models", "add", "second", "org/other").code == 0
+    assert own_file.read_text() == '[models]\nsecond = "org/other"\nfirst = "org/model"\n'
+    assert own_file.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_name_keeps_its_revision(dsbd: Dsbd, own_file: Path) -> None:

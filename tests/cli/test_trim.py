@@ -217,6 +217,8 @@ def test_what_is_called_worse() -> None:
         ("-o {o} --input {p} --size 50 --json -q", "--json and --quiet cannot be used together"),
         ("-o {o} --texts {n} --size 50 --num-beams 2", "--num-beams 2 would do nothing, because --texts are counted"),
         ("-o {o} --texts {n} --size 50 --chat", "--chat would do nothing, because --texts are counted"),
+        ("-o {o} --texts {n} --size 50 --no-chat", "--no-chat would do nothing, because --texts are counted"),
+        ("-o {o} --input {p} --size 50 --chat", "error: --chat: target {t} has no chat template: drop it"),
         ("-o {o} --texts {n} --size 50 --decode search", "--decode search would do nothing, because --texts are"),
     ],
 )
@@ -225,7 +227,13 @@ def test_refusals(
 ) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "native.jsonl").write_text('{"text": "The fox"}\n{"error": {"type": "x"}}\n')
-    names = {"p": prompts, "o": tmp_path / "new", "e": tmp_path / "empty.jsonl", "n": tmp_path / "native.jsonl"}
+    names = {
+        "t": pair[0],
+        "p": prompts,
+        "o": tmp_path / "new",
+        "e": tmp_path / "empty.jsonl",
+        "n": tmp_path / "native.jsonl",
+    }
     trim(pair, *options.format(**names).split(), code=2)
     assert message.format(**names) in capfd.readouterr().err
     assert not (tmp_path / "new").exists()

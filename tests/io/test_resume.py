@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from dsbd_cli.errors import OutputError, UsageError
 from dsbd_cli.io.lines.lock import open_locked
-from dsbd_cli.io.lines.replace import write_atomically
+from dsbd_cli.io.lines.replace import replacing, write_atomically
 from dsbd_cli.io.lines.resume import (
     TAIL_BYTES,
     DoneRows,
@@ -140,6 +141,30 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     write_atomically(tmp_path / "x", b"1")
     write_atomically(tmp_path / "x", b"2")
     assert [(item.name, item.read_bytes()) for item in tmp_path.iterdir()] == [("x", b"2")]
+
+
+def test_a_disk_with_room_for_a_part_keeps_the_old_file(tmp_path: Path) -> None:
+    """Guards a report or a record that is cut off without a word: one call writes what there is room for."""
+    path = tmp_path / "x"
+    write_atomically(path, b"old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OutputError, match=r"cannot write .*x: File too large"):
+            write_atomically(path, bytes(10_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [(item.name, item.read_bytes()) for item in tmp_path.iterdir()] == [("x", b"old")]
+
+
+def test_of_two_writers_of_a_new_file_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with replacing(path) as stream:
+        with pytest.raises(OutputError, match=r"/x is being written by another process"):
+            write_atomically(path, b"2")
+        stream.write(b"1")
+    stream.close()
+    assert [(item.name, item.read_bytes()) for item in tmp_path.iterdir()] == [("x", b"1")]
 
 
 def test_steps_of_a_row_without_a_record_are_cut(tmp_path: Path) -> None:

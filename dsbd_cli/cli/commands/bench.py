@@ -95,10 +95,11 @@ def bench(
     datasets, notes = _datasets(data, choice, shots, settings.rows, chosen=chosen)
     planned = _runnable(planned, sweep.methods, settings.rows.grammar, datasets)
     with StopSignals() as signals:
+        engine = settings.loader(drafts=any(one.drafts for one in planned.settings))()
+        # behind the load, which decides how soon threads sleep before torch is imported
         from dsbd_cli.lab.bench.prepare import BenchSpec
         from dsbd_cli.lab.bench.run import Bench
 
-        engine = settings.loader(drafts=any(one.drafts for one in planned.settings))()
         if engine.info is not None and engine.info.draft_form is not None:
             assisted = [one for one in planned.settings if METHODS[one.method].peer and one.drafts]
             planned = planned.without(

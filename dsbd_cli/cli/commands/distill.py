@@ -28,7 +28,7 @@ from dsbd_cli.cli.options.options import (
 )
 from dsbd_cli.cli.options.settings import RunSettings, devices_of, run_settings
 from dsbd_cli.cli.run.files import check_model_folder
-from dsbd_cli.cli.run.messages import Talk, duration, quote_command, say, set_style, talking, warn
+from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking, warn
 from dsbd_cli.cli.run.prompts import (
     HELD_OUT_EVERY,
     HELD_OUT_MOST,
@@ -404,7 +404,7 @@ class _Distilling:
         if not self._options.quiet:
             chat = ["--chat"] if self._options.chat else []
             words = ["dsbd", "generate", "--target", record.plan.target, "--draft", str(self._folder), *chat]
-            show(record, self._folder, len(held), quote_command(shlex.join(words)))
+            show(record, self._folder, len(held), shlex.join(words))
 
     def _record_milestone(self, engine: Engine, training: Training, folder: Path, held: list[Request]) -> None:
         """Measure the draft in a folder, record the milestone and print it. The losses since the milestone before are

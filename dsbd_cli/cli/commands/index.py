@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import BufferedWriter
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,7 +16,7 @@ from dsbd_cli.cli.run.signals import StopSignals
 from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.errors import UsageError, plural
 from dsbd_cli.io.lines.corpus import read_documents
-from dsbd_cli.io.lines.replace import check_replaceable
+from dsbd_cli.io.lines.replace import replacing
 
 NEWS_EVERY = 1 << 22  # tokens between two messages
 
@@ -64,12 +65,12 @@ def index(
     for path in corpus:
         if not path.is_file():
             raise UsageError(f"{path} is no file")
-    check_replaceable(output)
     from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
     from dsbd_cli.models.checkpoints.catalog import tokenizer_of
 
     set_style(quiet=quiet)
-    with StopSignals(), talking() as talk:
+    # the new file is locked from here on, so that a second command on this output is refused before it reads anything
+    with replacing(output) as stream, StopSignals(), talking() as talk:
         codec = tokenizer_of(ModelSpec(target, trust_remote_code=trust_remote_code is not None))
         tokens, reported = CorpusTokens(), 0
         for piece in _pieces(corpus, field):
@@ -80,7 +81,9 @@ def index(
             if len(tokens.ids) - reported >= NEWS_EVERY:
                 reported = len(tokens.ids)
                 talk.now(f"{reported} tokens read")
-        write_index(output, tokens, codec.token_bytes(), talk.now)
+        write_index(buffered := BufferedWriter(stream), tokens, codec.token_bytes(), talk.now)
+        buffered.detach()
+    stream.close()
     counts = plural(tokens.documents, "document"), plural(len(tokens.ids) - tokens.documents, "token")
     say(f"{output}: {', '.join(counts)}")
 

@@ -101,7 +101,7 @@ def trim_draft(trim: TrimOptions, pair: PairOptions, decoding: DecodeOptions, lo
         refuse_idle(
             "--texts are counted, and nothing is answered without --held-out",
             *((f"{option_name(name)} {value}", value) for name, value in idle.items()),
-            ("--chat", trim.chat),
+            ("--chat" if trim.chat else "--no-chat", trim.chat),
         )
     method = MethodOptions(**vars(decoding))
     sampling = SamplingOptions(max_new_tokens=trim.max_new_tokens)
@@ -129,10 +129,9 @@ class _Trimming:
         held = self._prompts(self._trim.held_out, "--held-out")
         if self._trim.held_out is None:
             held, prompts = hold_out(prompts)
-        counts = self._count(prompts)
-        asked = (*prompts, *held)
-        if asked:
+        if asked := (*prompts, *held):
             warn_plain(self._trim.chat, self._engine.info, asked)
+        counts = self._count(prompts)
         held = self._answerable(held, "held-out prompt")  # nothing may fail once the draft is written
         size, coverage, ends = self._trim.size, self._trim.coverage, end_tokens(self._settings.target)
         report = trim(self._draft, self._output, counts, size=size, coverage=coverage, end_tokens=ends)

@@ -195,7 +195,9 @@ class DrawOptions:
     min_p: float | None = option(SAMPLING, "drop below X times the likeliest", default=_SAMPLING.min_p)
     seed: int | None = option(MAIN, "a row's seed comes from this one and its id", default=RowReader().seed)
     max_new_tokens: int | None = option(MAIN, "generated tokens at most", default=_SAMPLING.max_new_tokens)
-    stop: list[str] | None = option(ENDING, "end a text before this string; may be repeated", metavar="TEXT")
+    stop: list[str] | None = option(
+        ENDING, "end a text before this string; may be repeated, up to 16 strings of 256 bytes in all", metavar="TEXT"
+    )
     length_penalty: float | None = option(ENDING, "score = logprob / num_tokens ** X", default=_SAMPLING.length_penalty)
     early_stopping: bool | None = flag(ENDING, "end a row as soon as W hypotheses are finished")
     source_lang: str | None = option(SOURCES, "language of the rows, as the tokenizer names it", metavar="NAME")

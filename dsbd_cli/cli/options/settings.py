@@ -25,7 +25,7 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.spelling import parse, parse_drafter, typed_names
 from dsbd_cli.config.variants import GRAMMAR, RULES, SEARCH, WIDTHS, runs_model, sampling_rules
 from dsbd_cli.errors import UsageError, option_name, reading
-from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.io.records.reader import RowReader, stops_fault
 from dsbd_cli.io.records.record_parts import DIGESTS
 from dsbd_cli.io.records.row import MAX_LINE_BYTES
 
@@ -344,7 +344,10 @@ def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: boo
 
 def _sampling(given: SamplingOptions) -> SamplingConfig:
     asked = {name: value for name, value in vars(given).items() if value is not None and name != "seed"}
-    return SamplingConfig(**asked)
+    found = SamplingConfig(**asked)
+    if fault := stops_fault(found.stop):
+        raise UsageError(f"--stop is {fault}")
+    return found
 
 
 REGEX = "regex:"

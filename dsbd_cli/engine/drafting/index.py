@@ -16,18 +16,18 @@ suffixes keep the order of the corpus.
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dsbd_cli.errors import OutputError, UsageError
+from dsbd_cli.errors import UsageError
 
 MAGIC, VERSION = b"dsbdindx", 1
 HEADER = struct.Struct("<8sII16sQQ")
@@ -108,11 +108,11 @@ class CorpusTokens:
 
 
 def write_index(
-    path: Path, corpus: CorpusTokens, token_bytes: Sequence[bytes], progress: OnProgress = lambda line: None
+    stream: BinaryIO, corpus: CorpusTokens, token_bytes: Sequence[bytes], progress: OnProgress = lambda line: None
 ) -> None:
-    """Sort the suffixes and write the file. It appears under its name only when it is complete.
+    """Sort the suffixes and write the file.
 
-    Raises UsageError for a corpus without tokens or with too many, OutputError where the file cannot be written.
+    Raises UsageError for a corpus without tokens or with too many, OSError where the file cannot be written.
     """
     size = len(corpus.ids)
     if size == corpus.documents:
@@ -123,20 +123,10 @@ def write_index(
     suffixes = sort_suffixes(tokens, progress)
     head = HEADER.pack(MAGIC, VERSION, len(token_bytes), tokenizer_fingerprint(token_bytes), size, corpus.documents)
     head += struct.pack("<I", zlib.crc32(head))
-    real = Path(os.path.realpath(path))  # a symbolic link stays one
-    unfinished = real.with_name(f".{real.name}.tmp")
-    try:
-        with unfinished.open("wb") as stream:
-            stream.write(head.ljust(BODY, b"\0"))
-            for numbers in (tokens, suffixes):
-                stream.write(numbers.astype("<i4").data)  # ndarray.tofile does not say why a disk takes no more
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(real)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
+    stream.write(head.ljust(BODY, b"\0"))
+    for numbers in (tokens, suffixes):
+        stream.write(numbers.astype("<i4").data)  # ndarray.tofile does not say why a disk takes no more
+    stream.flush()
 
 
 def open_index(path: Path, token_bytes: Sequence[bytes]) -> CorpusIndex:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dsbd_cli.errors import writing
+from dsbd_cli.errors import OutputError, writing
 from dsbd_cli.io.lines.lock import open_locked
 
 
@@ -33,7 +33,9 @@ def write_atomically(path: Path, data: bytes) -> None:
             path.write_bytes(data)
         return
     with replacing(path) as stream:
-        stream.write(data)
+        left = memoryview(data)
+        while left:  # one call writes as much as there is room for
+            left = left[stream.write(left) :]
     stream.close()
 
 
@@ -43,8 +45,13 @@ def replacing(path: Path) -> Iterator[io.FileIO]:
 
     The new file stays open. If anything is raised in the block, the old file stays. Raises OutputError.
     """
+    if path.exists() and not path.is_file():  # a device must not lose its place to a file
+        raise OutputError(f"cannot write {path}: it is no ordinary file")
     temporary = _temporary_path(path)
-    stream = open_locked(temporary, create_only=False)
+    try:
+        stream = open_locked(temporary, create_only=False)
+    except OutputError as error:
+        raise OutputError(str(error).replace(str(temporary), str(path))) from error
     try:
         with writing(path):
             stream.truncate(0)
@@ -53,8 +60,8 @@ def replacing(path: Path) -> Iterator[io.FileIO]:
             os.fsync(stream.fileno())
             temporary.replace(os.path.realpath(path))
     except BaseException:
+        temporary.unlink(missing_ok=True)  # while it is still locked
         stream.close()
-        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -231,12 +232,18 @@ def _check_limits(row: Fields, sampling: SamplingConfig) -> None:
     if "max_new_tokens" in row and sampling.max_new_tokens > MAX_NEW_TOKENS:
         given = shorten(row["max_new_tokens"])
         raise InvalidRowError(f"max_new_tokens is {given}, but must be at most {MAX_NEW_TOKENS}")
-    if "stop" in row and len(sampling.stop) > MAX_STOPS:
-        raise InvalidRowError(f"stop is a list of {len(sampling.stop)} strings, but must be of at most {MAX_STOPS}")
-    if "stop" in row and (size := sum(len(item.encode()) for item in sampling.stop)) > MAX_STOP_BYTES:
-        raise InvalidRowError(
-            f"stop is {shorten(list(sampling.stop))}, {size} bytes in all, but must be at most {MAX_STOP_BYTES}"
-        )
+    if "stop" in row and (fault := stops_fault(sampling.stop)):
+        raise InvalidRowError(f"stop is {fault}")
+
+
+def stops_fault(stops: Sequence[str]) -> str | None:
+    """Return what is wrong with the number or the length of stop strings; None where they are within the limits. Their
+    automaton takes memory for each byte and each token of the vocabulary."""
+    if len(stops) > MAX_STOPS:
+        return f"a list of {len(stops)} strings, but must be of at most {MAX_STOPS}"
+    if (size := sum(len(item.encode("utf-8", "surrogatepass")) for item in stops)) > MAX_STOP_BYTES:
+        return f"{shorten(list(stops))}, {size} bytes in all, but must be at most {MAX_STOP_BYTES}"
+    return None
 
 
 def _without_warps(row: Fields) -> Fields:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 import tomllib
 from dataclasses import dataclass
+from io import BufferedWriter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +17,7 @@ from huggingface_hub import constants
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import DsbdError, ModelNotFoundError, OutputError, UsageError, is_utf8
+from dsbd_cli.io.lines.replace import replacing
 from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, cached_folder, gguf_files, has_weights, shown
 from dsbd_cli.models.checkpoints.registry import (
     ALIASES,
@@ -191,18 +195,21 @@ def add_name(name: str, source: str) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # a file that DSBD_MODELS_FILE names must be there to be read
-        place = _place(name, source, path)
-        text = _with_line(path.read_text(encoding="utf-8"), name, place)
-        if _table(text).get(name) != place:
-            raise UsageError(f"{path} is written in a way that nothing can be added to: add {name} by hand")
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        with replacing(path) as stream:  # locked, so that of two commands at once neither loses its name
+            place = _place(name, source, path)
+            text = _with_line(path.read_text(encoding="utf-8"), name, place)
+            if _table(text).get(name) != place:
+                raise UsageError(f"{path} is written in a way that nothing can be added to: add {name} by hand")
+            os.fchmod(stream.fileno(), stat.S_IMODE(path.stat().st_mode))
+            buffered = BufferedWriter(stream)
+            buffered.write(text.encode())
+            buffered.detach()
+        stream.close()
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
     except DsbdError:
-        if made:
-            path.unlink(missing_ok=True)
+        if made and path.is_file() and not path.stat().st_size:  # another command may have written to it
+            path.unlink()
         raise
     return path
 

@@ -54,10 +54,11 @@ def locate(spec: ModelSpec) -> Path:
 
 
 def stored_bytes(place: Path) -> int:
-    """Return the bytes of the weights in a checkpoint folder or a GGUF file."""
+    """Return the bytes of the weights in a checkpoint folder or a GGUF file. Copies in other forms beside them do not
+    count."""
     if place.is_file():
         return place.stat().st_size
-    for pattern in ("*.safetensors", "*.bin"):
+    for pattern in ("model.safetensors", "model-*.safetensors", "*.safetensors", "*.bin"):
         if files := [file for file in place.glob(pattern) if file.is_file()]:
             return sum(file.stat().st_size for file in files)
     return 0

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import mmap
 import threading
+from collections.abc import Iterator
 
 HUGE = 2**21  # bytes of a huge page
 PIECE = 64 * HUGE  # bytes that are touched at once, without the interpreter's lock
@@ -32,7 +33,7 @@ class TouchedMemory:
     """
 
     def __init__(self, size: int) -> None:
-        """size: most bytes to touch. Raises OSError where the system does not give that many."""
+        """size: most bytes to touch. Raises OSError or RuntimeError where the system gives no memory or no thread."""
         self.memory = map_zeros(size + HUGE)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._used = -self._address % HUGE  # place of the next part
@@ -63,7 +64,8 @@ class TouchedMemory:
         first, last = (-(-place // mmap.PAGESIZE) * mmap.PAGESIZE for place in (self._used, self._touched))
         self._touched = self._used
         if first < last:
-            self.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+            with contextlib.suppress(OSError):  # memory that the process has locked
+                self.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _stop(self) -> None:
         self._stopped = True
@@ -71,21 +73,33 @@ class TouchedMemory:
 
 
 _begun: list[TouchedMemory] = []  # one at most
+_lock = threading.Lock()  # of the list and of its block
 
 
-def begin_touching(size: int) -> None:
-    """Start a thread that touches up to `size` bytes for packed weights. Another that runs already goes on alone."""
-    if size >= LEAST and not _begun and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            _begun.append(TouchedMemory(size))
+@contextlib.contextmanager
+def touching(size: int) -> Iterator[None]:
+    """Let a thread touch up to `size` bytes for packed weights, and give back what they have not used when the block
+    ends. Where another thread of the program is in such a block, both use its memory."""
+    with _lock:
+        if size >= LEAST and not _begun and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError, RuntimeError):
+                _begun.append(TouchedMemory(size))
+    try:
+        yield
+    finally:
+        end_touching()
 
 
-def touched_memory() -> TouchedMemory | None:
-    """Return the block that `begin_touching` has begun; None after `end_touching`."""
-    return _begun[0] if _begun else None
+def cut_touched(size: int) -> tuple[mmap.mmap, int] | None:
+    """Return a block and the place in it where `size` bytes of zeros belong to the caller; None where there are not so
+    many."""
+    with _lock:
+        place = _begun[0].cut(size) if _begun else None
+        return None if place is None else (_begun[0].memory, place)
 
 
 def end_touching() -> None:
     """Give back what the weights have not used."""
-    while _begun:
-        _begun.pop().give_back()
+    with _lock:
+        while _begun:
+            _begun.pop().give_back()

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.ahead import HUGE, map_zeros, touched_memory
+from dsbd_cli.ops.cpu.ahead import HUGE, cut_touched, map_zeros
 
 SMALL = 2**18  # a call of fewer multiplications runs on one thread: waking another would take longer
 CACHE_LINE = 64  # bytes
@@ -304,13 +304,13 @@ def allocate_weights(size: int) -> Tensor:
     cut from a block of SHARED bytes. A block is freed when none of its parts is used any more.
     """
     taken = -(-size // CACHE_LINE) * CACHE_LINE
+    if size and (found := cut_touched(taken)) is not None:
+        memory, place = found
+        with torch.inference_mode(False):
+            return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=place)
+    if size > MOST_SHARED:
+        return allocate_zeros(size)
     with _rest.lock:
-        touched = touched_memory()
-        if touched is not None and size and (place := touched.cut(taken)) is not None:
-            with torch.inference_mode(False):
-                return torch.frombuffer(touched.memory, dtype=torch.uint8, count=size, offset=place)
-        if size > MOST_SHARED:
-            return allocate_zeros(size)
         if taken > len(_rest.memory):
             _rest.memory = allocate_zeros(SHARED)
         found, _rest.memory = _rest.memory[:size], _rest.memory[taken:]

@@ -77,7 +77,8 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> str:
     engine = make_engine({}, depth=0)
     found = engine.run(request(i, 60) for i in range(40))
     corpus = CorpusTokens(hypothesis.token_ids for result in found for hypothesis in result.hypotheses)
-    write_index(path, corpus, NumberCodec(VOCABULARY).token_bytes())
+    with path.open("wb") as stream:
+        write_index(stream, corpus, NumberCodec(VOCABULARY).token_bytes())
     return str(path)
 
 
@@ -170,7 +171,8 @@ def test_rejection_has_the_exact_distribution_with_every_drafter(
     vocabulary = 4 if settings is PLAIN else 3
     index = tmp_path / "index"
     corpus = [[a, b, c, b, a] for a in range(vocabulary) for b in range(vocabulary) for c in range(vocabulary)]
-    write_index(index, CorpusTokens(corpus), NumberCodec(vocabulary).token_bytes())
+    with index.open("wb") as stream:
+        write_index(stream, CorpusTokens(corpus), NumberCodec(vocabulary).token_bytes())
     engine = make_engine(
         options,
         str(index),
