@@ -304,8 +304,8 @@ def allocate_weights(size: int) -> Tensor:
     cut from a block of SHARED bytes. A block is freed when none of its parts is used any more.
     """
     taken = -(-size // CACHE_LINE) * CACHE_LINE
-    if size and (found := cut_touched(taken)) is not None:
-        memory, place = found
+    if size and (part := cut_touched(taken)) is not None:
+        memory, place = part
         with torch.inference_mode(False):
             return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=place)
     if size > MOST_SHARED:
