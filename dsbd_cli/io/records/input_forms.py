@@ -123,6 +123,8 @@ def as_written(message: str, raw: Fields) -> str:
 
 def other_names(raw: Fields) -> tuple[tuple[str, str], ...]:
     """Return our name and the row's, of each option that a row gives under another name, as in `body.max_tokens`."""
+    if "body" not in raw and ALIASES.keys().isdisjoint(raw):  # most rows
+        return ()
     return tuple(
         (own, prefix + name)
         for prefix, row in _places(raw)
