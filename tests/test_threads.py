@@ -117,6 +117,26 @@ def test_the_command_decides_before_torch_is_imported() -> None:
     assert done.stdout.split() == ["False", SPINNING["GOMP_SPINCOUNT"]]
 
 
+@pytest.mark.parametrize("command", ["generate", "bench", "profile"])
+def test_commands_load_before_torch_is_imported(command: str, tmp_path: Path) -> None:
+    """Guards an import that comes first: the size of the model would decide nothing."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    code = (
+        "import sys\n"
+        "from dsbd_cli import loading\n"
+        "def asked(size):\n"
+        "    print('torch' in sys.modules, size > 0)\n"
+        "    raise KeyboardInterrupt\n"
+        "loading.sleep_sooner = asked\n"
+        f"sys.argv = ['dsbd', {command!r}, '--input', {str(prompts)!r}]\n"
+        "from dsbd_cli.cli import app\n"
+        "app.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
 def test_an_engine_takes_the_threads_that_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a tiny model, because each number of threads has checks of its own."""
     target = save(tmp_path)
