@@ -115,7 +115,10 @@ def _stats(stats: RequestStats) -> Fields:
 
 def draft_fields(stats: RequestStats) -> Fields:
     """Return the numbers of drafted and accepted nodes and their share, of all drafters and of each."""
-    return {**_acceptance(stats), **_drafter_fields(stats.drafters)}
+    found = _acceptance(stats)
+    if stats.drafters:
+        found |= _drafter_fields(stats.drafters)
+    return found
 
 
 def _drafter_fields(drafters: Mapping[str, DrafterStats]) -> Fields:

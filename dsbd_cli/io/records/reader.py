@@ -132,27 +132,25 @@ class RowReader:
             raise InvalidRowError("neither prompt nor messages is given")
         prompt = text(row, "prompt") if "prompt" in row else None
         chat = messages(row["messages"]) if "messages" in row else None
-        if "image" not in row:  # a prompt given with a picture is the decoder's, not a message
+        if self.chat and "image" not in row:  # a prompt given with a picture is the decoder's, not a message
             prompt, chat = self._as_chat(prompt, chat)
         return Request(
             id=row_id,
             seed=row.get("seed", derive_seed(self.seed, row_id)),  # type: ignore[arg-type] # it checks the type
             prompt=prompt,
             messages=chat,
-            audio=self._file(row, "audio"),
-            image=self._file(row, "image"),
+            audio=self._file(row, "audio") if "audio" in row else None,
+            image=self._file(row, "image") if "image" in row else None,
             sampling=self._sampling(row),
             allow=_allow(row["allow"]) if "allow" in row else None,
             grammar=self._grammar(row),
         )
 
-    def _file(self, row: Fields, name: str) -> str | None:
-        """Return the path of the file that a row names, or a picture's inline data; None where the row names none.
+    def _file(self, row: Fields, name: str) -> str:
+        """Return the path of the file that a row names, or a picture's inline data.
 
         The path is checked where this run reads files. Raises InvalidRowError.
         """
-        if name not in row:
-            return None
         path = text(row, name)
         return path if self.files_root is None else file_of_row(self.files_root, name, path)
 
