@@ -331,13 +331,19 @@ README_ROWS = tuple(cell.name for cell in (CELLS[0], CELLS[1], CELLS[5], CELLS[3
 def figure(
     path: Path, model: Path, runs: Sequence[dict[str, Any]], engines: Sequence[str], cells: Sequence[Cell]
 ) -> None:
-    """Draw tokens/s against beams, one prompt at a time, a line for each engine."""
+    """Draw tokens/s against beams, one prompt of the shortest length at a time, a line for each engine.
+
+    Nothing is drawn where no cell has one prompt.
+    """
+    alone = [cell for cell in cells if cell.prompts == 1 and cell.tokens > 1]
+    wide = [cell for cell in alone if cell.length == min(one.length for one in alone)]
+    if not wide:
+        return
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    wide = [cell for cell in cells if cell.prompts == 1 and cell.length == 50 and cell.tokens > 1]
     drawn, axes = plt.subplots(figsize=(6.4, 4))
     for engine in engines:
         points = [(cell.beams, cell.tokens / found) for cell in wide if (found := middle(runs, engine, cell))]
@@ -349,7 +355,7 @@ def figure(
     axes.set_ylim(bottom=0)
     axes.set_xlabel("beams")
     axes.set_ylabel("tokens/s of the best answer")
-    axes.set_title(f"{model.name}, one prompt at a time\n{device_name()}", fontsize=10)
+    axes.set_title(f"{model.name}, one prompt of {wide[0].length} tokens at a time\n{device_name()}", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     drawn.tight_layout()

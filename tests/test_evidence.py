@@ -71,3 +71,5 @@ def test_the_picture_is_drawn_without_it(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     evidence.figure(tmp_path / "speed.png", MODEL, runs(), ENGINES, (ONE, FOUR))
     assert (tmp_path / "speed.png").stat().st_size > 0
+    evidence.figure(tmp_path / "none.png", MODEL, runs(), ENGINES, (FOUR._replace(prompts=8),))
+    assert not (tmp_path / "none.png").exists()
