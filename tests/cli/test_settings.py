@@ -125,6 +125,8 @@ REFUSED = {
     "--set min-p=2": "--set min-p is 2.0, but must be",
     "--set tensor-parallel=two": "--set tensor-parallel is 'two', but must be an integer",
     "--set tensor-parallel=0": "--set tensor-parallel is 0, but must be",
+    "--stop x " * 17: "error: --stop is a list of 17 strings, but must be of at most 16",
+    f"--stop {'x' * 257}": "257 bytes in all, but must be at most 256",
     "file.jsonl": "file.jsonl stands without an option: --input FILE names what is read",
     "file(1) (2)": "error: file(1) (2) stands without an option",
 }
