@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dsbd_cli.errors import plural
+from dsbd_cli.lab.reports.units import DASH
 from dsbd_cli.train.run_record import DraftAcceptance, Form, Measurement, Milestone, Record, Speed
 
 EXPLAINED = (
@@ -26,7 +27,7 @@ def show(record: Record, folder: Path, held: int, command: str) -> None:
 
     table, ends = before_and_after(), (record.milestones[0], record.milestones[-1])
     last = ends[-1]
-    table.add_row("loss, nats per token", "-", "-" if last.loss is None else f"{last.loss:.3f}")
+    table.add_row("loss, nats per token", DASH, DASH if last.loss is None else f"{last.loss:.3f}")
     rows = _rows("", [one.measured for one in ends])
     if last.one_beam is not None:
         rows += _rows("one beam: ", [one.one_beam or Measurement(None) for one in ends])
@@ -60,10 +61,10 @@ def verdict(speed: Speed, form: Form) -> str:
 def _rows(beams: str, ends: Sequence[Measurement]) -> list[tuple[str, ...]]:
     passed, speeds = [one.acceptance for one in ends], [one.speed for one in ends]
     return [
-        (f"{beams}layers that pass", *(_shares(one) if one else "-" for one in passed)),
-        (f"{beams}steps per target call", *(f"{one.steps_per_call:.2f}" if one else "-" for one in passed)),
-        (f"{beams}tokens/s with the draft", *(f"{one.drafted:.1f}" if one else "-" for one in speeds)),
-        (f"{beams}tokens/s without a draft", *(f"{one.plain:.1f}" if one else "-" for one in speeds)),
+        (f"{beams}layers that pass", *(_shares(one) if one else DASH for one in passed)),
+        (f"{beams}steps per target call", *(f"{one.steps_per_call:.2f}" if one else DASH for one in passed)),
+        (f"{beams}tokens/s with the draft", *(f"{one.drafted:.1f}" if one else DASH for one in speeds)),
+        (f"{beams}tokens/s without a draft", *(f"{one.plain:.1f}" if one else DASH for one in speeds)),
     ]
 
 

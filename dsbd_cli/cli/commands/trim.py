@@ -42,6 +42,7 @@ from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.jsonl import read_lines, read_object
 from dsbd_cli.io.lines.tables import is_table
 from dsbd_cli.io.schemas import contracts
+from dsbd_cli.lab.reports.units import DASH
 from dsbd_cli.pick.candidate_rows import record_row
 from dsbd_cli.requests import Request
 
@@ -266,7 +267,7 @@ def _show(report: TrimReport, measured: tuple[Sums, Sums] | None, prompts: int, 
         }
         rates = [_rates(one) for one in measured]
         for name, title in names.items():
-            table.add_row(title, *("-" if rate[name] is None else f"{rate[name]:.3f}" for rate in rates))
+            table.add_row(title, *(DASH if rate[name] is None else f"{rate[name]:.3f}" for rate in rates))
     console = Screen(sys.stdout)
     console.print(table)
     on = f", measured on {plural(prompts, 'held-out prompt')}" if measured is not None else ""

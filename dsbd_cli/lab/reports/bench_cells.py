@@ -14,9 +14,8 @@ from dsbd_cli.lab.reports.bench_data import (
     Interval,
     PairedTest,
 )
-from dsbd_cli.lab.reports.units import bytes_text, figure
+from dsbd_cli.lab.reports.units import DASH, bytes_text, figure
 
-DASH = "–"
 MOST_COMPARED = 2  # baselines that get columns
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports.profile_data import Profile
-from dsbd_cli.lab.reports.units import bytes_text, seconds_text
+from dsbd_cli.lab.reports.units import DASH, bytes_text, seconds_text
 
 BAR = 24
 MARKS = {">": "in use", "*": "recommended"}
@@ -103,7 +103,7 @@ def _acceptance(profile: Profile) -> RenderableType:
             str(rate.depth),
             str(rate.reached),
             str(rate.passed),
-            "-" if chance is None else f"{chance:.0%}",
+            DASH if chance is None else f"{chance:.0%}",
             "" if chance is None else "█" * round(chance * BAR),
         )
     return _part(
@@ -153,9 +153,9 @@ def _forwards(profile: Profile) -> RenderableType:
             f"{forward.nodes:.0f}",
             f"{forward.slots:.0f}",
             seconds_text(forward.seconds),
-            "-" if floor is None else seconds_text(floor),
-            forward.bound or "-",
-            "-" if share is None else f"{share:.0%}",
+            DASH if floor is None else seconds_text(floor),
+            forward.bound or DASH,
+            DASH if share is None else f"{share:.0%}",
         )
     roof = profile.roofline
     caption = "means of all rows together"

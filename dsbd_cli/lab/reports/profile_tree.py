@@ -9,6 +9,7 @@ from rich.tree import Tree
 from dsbd_cli.config.variants import RULES
 from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports.profile_data import ShownForest, ShownNode
+from dsbd_cli.lab.reports.units import DASH
 
 # symbol, style, and what it means; the order of the legend
 SYMBOLS: dict[str, tuple[str, str, str]] = {
@@ -67,5 +68,5 @@ def _visible(token: str) -> str:
 
 def _number(value: float | None) -> str:
     if value is None:
-        return "-"
+        return DASH
     return f"{value:.3f}" if value == 0 or value >= 0.0005 else f"{value:.0e}"

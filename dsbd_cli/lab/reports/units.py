@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+DASH = "–"  # what was not measured
+
 
 def figure(value: float) -> str:
     """Return a number with the digits that count: 0.12, 1.23, 12.3, 1234."""
@@ -19,7 +21,7 @@ def seconds_text(value: float) -> str:
 def bytes_text(count: float | None) -> str:
     """Return bytes with a unit that suits them: 17.2 MiB; a dash for None."""
     if count is None:
-        return "-"
+        return DASH
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.{0 if count >= 100 * size else 1}f} {unit}"

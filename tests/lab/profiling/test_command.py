@@ -413,7 +413,7 @@ def test_numbers_are_shown_with_units_that_suit_them() -> None:
         "0 µs", "2 µs", "12.3 ms", "3.46 s", "1234 s",
     ]  # fmt: skip
     assert [units.bytes_text(x) for x in (None, 12, 2048, 3 << 20, 5 << 30)] == [
-        "-", "12 B", "2.0 KiB", "3.0 MiB", "5.0 GiB",
+        "–", "12 B", "2.0 KiB", "3.0 MiB", "5.0 GiB",
     ]  # fmt: skip
 
 
