@@ -41,6 +41,11 @@ class RewardModel:
             self._tokenizer = load_tokenizer(folder, spec)
         self._limit = getattr(config.get_text_config(), "max_position_embeddings", None)
 
+    @property
+    def chat(self) -> bool:
+        """Whether its tokenizer has a chat template."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
     @torch.inference_mode()
     def scores(self, prompt: Asked, texts: Sequence[str]) -> list[float]:
         """Return the reward of each text. Each text is run by itself, so that no score depends on padding. Raises
@@ -66,7 +71,7 @@ class RewardModel:
         if isinstance(prompt, str):
             ids: list[int] = self._tokenizer(prompt + text)["input_ids"]
             return ids
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not self.chat:
             raise InvalidRowError("the row has messages, but the reward model's tokenizer has no chat template")
         messages = [*(dict(message) for message in prompt), {"role": "assistant", "content": text}]
         shown = render(self._tokenizer, messages, opened=False)

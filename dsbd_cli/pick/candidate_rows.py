@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dsbd_cli.errors import InvalidRowError, shorten
-from dsbd_cli.io.records.parse import parse_object
-from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, LongLine, content_key
+from dsbd_cli.io.records.parse import decoded, parse_object
+from dsbd_cli.io.records.reader import own_id
+from dsbd_cli.io.records.row import Fields, LongLine, content_key, held_bytes, readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,10 @@ def record_row(line: bytes | LongLine, *, index: int, number: int) -> CandidateR
     """Read the row of a native record or of a line of an OpenAI batch output. Whatever is wrong with the line becomes
     the row's error, and is never raised."""
     row_id = str(index)
-    if isinstance(line, LongLine):
-        error = InvalidRowError(f"line {number}: it has {line.size} bytes, but must have at most {MAX_LINE_BYTES}")
-        return CandidateRow(index, number, row_id, content_key(line.head), error=error)
-    key = content_key(line)
+    key = content_key(held_bytes(line))
     try:
-        record = parse_object(line)
-        named = record.get("custom_id", record.get("id"))
-        row_id = named if isinstance(named, str) and named else row_id
+        record = parse_object(readable(line))
+        row_id = own_id(record, row_id, "custom_id", "id")  # the id of an OpenAI line is that of its response
         if (failed := record.get("error")) is not None:
             message = failed.get("message") if isinstance(failed, dict) else failed
             raise InvalidRowError(f"the row had failed before: {shorten(message)}")
@@ -59,13 +56,13 @@ def record_row(line: bytes | LongLine, *, index: int, number: int) -> CandidateR
     return CandidateRow(index, number, row_id, key, found, metadata)
 
 
-def group_of_lines(lines: Sequence[bytes], *, index: int, number: int) -> CandidateRow:
+def group_of_lines(lines: Sequence[bytes | LongLine], *, index: int, number: int) -> CandidateRow:
     """Make the row of several lines that are a candidate each. number: line number of the first."""
-    key = content_key(b"%d\n" % index + b"\n".join(lines))
+    key = content_key(b"%d\n" % index + b"\n".join(map(held_bytes, lines)))
     try:
-        texts = [line.decode() for line in lines]
-    except UnicodeDecodeError:
-        error = InvalidRowError(f"line {number}: one of {len(lines)} lines from here on is not UTF-8")
+        texts = [decoded(readable(line)) for line in lines]
+    except InvalidRowError as fault:
+        error = InvalidRowError(f"line {number}: one of {len(lines)} lines from here on: {fault}")
         return CandidateRow(index, number, str(index), key, error=error)
     found = tuple(Candidate(text.strip(), None, None, {"text": text.strip()}) for text in texts)
     return CandidateRow(index, number, str(index), key, found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import orjson
@@ -17,7 +18,7 @@ from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 from dsbd_cli.errors import RowError, shorten
-from dsbd_cli.io.lines.jsonl import LineWriter
+from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, LineWriter
 from dsbd_cli.io.lines.lock import open_locked
 from dsbd_cli.io.lines.resume import truncate_at, whole_size
 from dsbd_cli.io.schemas.contracts import ANSWERS
@@ -114,7 +115,7 @@ def open_answers(path: Path) -> Iterator[tuple[int, LineWriter]]:
     stream = open_locked(path, create_only=False)
     truncate_at(stream, whole_size(stream))
     stream.seek(0)
-    lines = sum(1 for _ in stream)
+    lines = sum(block.count(b"\n") for block in iter(partial(stream.read, BLOCK_BYTES), b""))
     writer = LineWriter(stream, str(path), owned=True)
     with writer:
         yield lines, writer

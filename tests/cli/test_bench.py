@@ -13,7 +13,7 @@ import sqlite3
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -25,8 +25,9 @@ from dsbd_cli.cli.commands import bench as command
 from dsbd_cli.cli.commands.bench import _progress_of
 from dsbd_cli.cli.run import messages
 from dsbd_cli.cli.run.messages import Talk, set_style
-from dsbd_cli.errors import OutputError
-from dsbd_cli.lab.bench import sweep
+from dsbd_cli.errors import ModelError, OutputError
+from dsbd_cli.lab.bench import runners, sweep
+from dsbd_cli.lab.bench.prepare import Prompt
 from tests.cli.conftest import Outcome, read, terminal
 
 Call = Callable[..., Outcome]
@@ -371,3 +372,30 @@ def test_ctrl_c_prints_what_is_measured_and_ends_with_130() -> None:
     assert done.code == 130
     assert "stopping after this iteration" in said[1]
     assert "hf-greedy" in done.out
+
+
+def test_an_error_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Memory that runs out after an hour must not lose the hour."""
+    calls: list[int] = []
+    plain = runners.EngineRunner.run
+
+    def fails(self: runners.EngineRunner, prompts: Sequence[Prompt]) -> list[runners.BestAnswer]:
+        calls.append(len(prompts))
+        if len(calls) == 6:  # two warm-ups, a window of each, and the first method's second window
+            raise ModelError("out of memory")
+        return plain(self, prompts)
+
+    monkeypatch.setattr(runners.EngineRunner, "run", fails)
+    out = tmp_path / "out.jsonl"
+    words = ("--task", "qa", "--records", "16", "--max-new-tokens", "8", "--methods", "greedy,dsbd-coupled")
+    done = bench(*words, "--json", str(out))
+    assert done.code == 1
+    assert "error: out of memory" in done.err
+    assert "dsbd-coupled" in done.out
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["method"], line["windows"], line["complete"]) for line in lines] == [
+        ("greedy", 1, False), ("dsbd-coupled", 2, False),
+    ]  # fmt: skip
+    calls[:] = [0] * 5  # the warm-up fails
+    done = bench(*words)
+    assert (done.code, done.out) == (1, "")

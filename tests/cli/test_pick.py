@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsbd_cli.pick.candidate_rows import CandidateRow
+from dsbd_cli.io.records.row import LongLine
+from dsbd_cli.pick.candidate_rows import CandidateRow, group_of_lines
 from dsbd_cli.pick.choosers import ByVote, Choice
 from tests.cli.conftest import ROOT, Outcome
 
@@ -303,6 +304,65 @@ def test_a_reward_model_chooses(dsbd: Dsbd, tmp_path: Path) -> None:
     assert "is no reward model" in done.err
 
 
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny reward model with the built-in tokenizer and a chat template."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
+    from dsbd_cli.models.checkpoints.hub import locate
+    from dsbd_cli.models.checkpoints.loader import load_tokenizer
+
+    spec, folder = ModelSpec(BUILTIN_TARGET), tmp_path_factory.mktemp("reward")
+    tokenizer = load_tokenizer(locate(spec), spec)
+    tokenizer.chat_template = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_labels=1, max_position_embeddings=64, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_reward_model_reads_prompts_as_generate_was_asked(dsbd: Dsbd, reward: Path, tmp_path: Path) -> None:
+    """With --chat a prompt is a message. Options of a row do not matter, and rows may have the same id."""
+    prompts = tmp_path / "prompts.jsonl"
+    asked = [
+        {"id": 17, "prompt": "who", "n": 8, "temperature": 0},
+        {"id": 17, "prompt": "where"},
+        {"id": "m", "messages": [{"role": "user", "content": "who"}]},
+        {"id": "bad", "prompt": 3},
+    ]
+    prompts.write_text("".join(json.dumps(one) + "\n" for one in asked))
+    rows = [{**record("x", "he", "she"), "id": one["id"]} for one in asked]
+    options = ("--by", "model", "--model", str(reward), "--prompts", str(prompts))
+    found = {}
+    for chat in ("--chat", "--no-chat", "--quiet"):
+        done = dsbd("pick", *options, chat, lines=rows)
+        assert done.code == 3
+        assert [line["id"] for line in done.records] == ["17", "17", "m", "bad"]
+        message = done.records[3]["error"]["message"]  # type: ignore[index]
+        assert f"{prompts} line 4: prompt is 3" in message
+        found[chat] = [line["pick"]["rewards"] for line in done.records[:3]]  # type: ignore[index]
+    first, second, messages = found["--chat"]
+    assert first == messages != second
+    assert found["--no-chat"][0] != first
+    assert found["--no-chat"] == found["--quiet"]
+    for chat, warned in (("--chat", False), ("--no-chat", False), ("", True)):
+        done = dsbd("pick", *options, *filter(None, [chat]), lines=rows[:1])
+        assert ("the reward model has a chat template" in done.err) == warned
+
+
+@pytest.mark.parametrize("bad", [1.5, "", [1]])
+def test_ids_are_read_as_generate_reads_them(dsbd: Dsbd, bad: object) -> None:
+    """pandas makes integers of ids. Guards a row's number in place of its id, which joins the wrong rows."""
+    done = dsbd("pick", "--by", "score", lines=[{**ROWS[1], "id": 17}, {**ROWS[1], "id": bad}, ROWS[1]])
+    assert [line["id"] for line in done.records] == ["17", "1", "b"]
+    assert "must be a non-empty string or an integer" in done.records[1]["error"]["message"]  # type: ignore[index]
+
+
 def test_choices_come_as_the_records_come() -> None:
     """Line by line, while the producer still runs, and without torch."""
     code = "import sys; from dsbd_cli.cli.app import run; code = run(sys.argv[1:]); assert 'torch' not in sys.modules"
@@ -315,3 +375,10 @@ def test_choices_come_as_the_records_come() -> None:
         assert json.loads(process.stdout.readline())["id"] == "a"
         process.stdin.close()
         assert process.wait(60) == 0
+
+
+def test_a_line_that_is_too_long_is_no_candidate() -> None:
+    """Guards its first bytes, which would stand for it."""
+    row = group_of_lines([b"a", LongLine(20 << 20, b"aa")], index=0, number=1)
+    assert row.candidates == ()
+    assert "line 1: one of 2 lines from here on: the line has 20971520 bytes" in str(row.error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from dsbd_cli.cli.commands import merge
 from dsbd_cli.cli.run.shard import Shard, shard_of
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import OutputError, UsageError
 from dsbd_cli.io.lines.lock import open_locked
 from dsbd_cli.models.checkpoints import registry
 from tests.cli.conftest import Outcome
@@ -430,3 +432,17 @@ def test_many_small_records_are_merged_in_little_memory(tmp_path: Path) -> None:
         with (tmp_path / f"{count}.all").open() as stream:
             assert sum(1 for _ in stream) == count
     assert peaks[1] - peaks[0] < 16 << 10  # KiB
+
+
+def test_a_merge_on_a_full_disk_changes_nothing(tmp_path: Path) -> None:
+    """Guards the message of a run, whose lines before are there."""
+    path = tmp_path / "all.jsonl"
+    path.write_bytes(b"old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OutputError, match=r"all.jsonl: File too large; nothing is changed"):
+            merge._write(path, [b"x" * 3000] * 2, {}, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [(item.name, item.read_bytes()) for item in tmp_path.iterdir()] == [("all.jsonl", b"old")]

@@ -169,3 +169,15 @@ def test_a_full_disk_under_a_frame() -> None:
     with pytest.raises(jsonl.OutputError, match=r"cannot write out\.gz: No space left on device"):
         writer.write(b"x")
     writer.close()
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_endings_may_be_in_capitals(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"out.jsonl{suffix.upper()}"
+    with LineWriter.create(path, overwrite=False) as writer:
+        writer.write(b"one")
+    make = frame_maker(Path(f"x{suffix}"))
+    assert make is not None
+    assert path.read_bytes() == make(b"one\n")
+    with open_input(path) as stream:
+        assert stream.read() == b"one\n"

@@ -176,6 +176,44 @@ def test_steps_of_a_row_without_a_record_are_cut(tmp_path: Path) -> None:
     assert (tmp_path / "steps").read_bytes() == b"".join(steps[:2])
 
 
+@pytest.mark.parametrize("block", [1, 3, 1 << 20])
+def test_steps_are_cut_behind_the_last_row_with_a_record(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever blocks of the file end, and in one pass: a file without such a row may have millions of lines."""
+    monkeypatch.setattr("dsbd_cli.io.lines.resume.TAIL_BYTES", block)
+    done = DoneRows()
+    done.add("a", "k", failed=False)
+    lines = [json.dumps({"id": row_id, "x": "y" * place}).encode() + b"\n" for place, row_id in enumerate("bbab" * 3)]
+    for kept in (0, 3, 11):
+        held = b"".join(lines[:kept] + [line for line in lines[kept:] if b'"b"' in line])
+        with opened(tmp_path / f"steps{kept}", held) as stream:
+            cut_unfinished_steps(stream, done)
+        assert (tmp_path / f"steps{kept}").read_bytes() == b"".join(lines[:kept])
+
+
+def test_steps_of_another_run_are_read_once(tmp_path: Path) -> None:
+    """Guards against a block of the file for each of its lines, which took hours."""
+    held = b'{"id": "b"}\n' * 300_000
+    with opened(tmp_path / "steps", held) as stream, _Counted(stream) as counted:
+        cut_unfinished_steps(counted, DoneRows())
+    assert (tmp_path / "steps").read_bytes() == b""
+    assert counted.bytes < 3 * len(held)
+
+
+class _Counted(io.FileIO):
+    """The same file, with the bytes that were read of it."""
+
+    def __init__(self, stream: io.FileIO) -> None:
+        super().__init__(os.dup(stream.fileno()), "rb+")
+        self.bytes = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        found = super().read(size) or b""
+        self.bytes += len(found)
+        return found
+
+
 def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
     """Guards against a lock file that outlives a kill -9."""
     path = tmp_path / "out"

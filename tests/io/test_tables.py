@@ -343,3 +343,33 @@ def test_after_a_full_disk_the_file_has_no_end(tmp_path: Path, room: int) -> Non
     writer.close()
     with pytest.raises(pyarrow.ArrowInvalid):
         table_rows(path)
+
+
+def test_a_column_that_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
+    """Pictures as the hub stores them, embeddings, blobs: each would fail its row, as no line takes it."""
+    path = tmp_path / "in.parquet"
+    columns = {
+        "prompt": ["a", "b"],
+        "photo": [{"bytes": b"x", "path": "p"}, None],
+        "parts": [[b"x"], [b"y"]],
+        "prices": [[Decimal("1.5")], []],
+        "blob": [b"x" * (8 << 20), b""],
+        "relevant": [["r"], None],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    assert [(row.error, row.request and row.request.prompt) for row in rows_of(path)] == [(None, "a"), (None, "b")]
+    lines = [json.loads(line) for _, line in lines_reader(path)(io.BytesIO()) if isinstance(line, bytes)]
+    assert lines == [
+        {"prompt": "a", "photo": "dict", "parts": "list", "prices": "list", "blob": "bytes", "relevant": ["r"]},
+        {"prompt": "b", "parts": "list", "prices": "list", "blob": "bytes"},
+    ]
+
+
+def test_a_map_is_an_object(tmp_path: Path) -> None:
+    """As Spark and DuckDB write metadata. A name that it has twice costs its row alone."""
+    path = tmp_path / "in.parquet"
+    maps = pyarrow.array([[("db", "x")], [("db", "x"), ("db", "y")]], pyarrow.map_(pyarrow.string(), pyarrow.string()))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "metadata": maps}), path)
+    first, second = rows_of(path)
+    assert first.metadata == {"db": "x"}
+    assert "metadata cannot be read as map" in str(second.error)

@@ -290,11 +290,18 @@ def _datasets(
 
 
 def _run(running: Bench, outputs: BenchOutputs) -> bool:
-    """Measure, then print and write the report. After a signal it has what was measured until then. Returns whether
-    some record has no answer."""
+    """Measure, then print and write the report. After a signal or an error it has what was measured until then. Returns
+    whether some record has no answer. Raises the error."""
+    failure: Exception | None = None
     with talking() as talk:
-        report = running.run(_progress_of(talk, running.settings))
+        try:
+            report = running.run(_progress_of(talk, running.settings))
+        except Exception as error:
+            running.stop()
+            failure, report = error, running.report()
     if not report.rows:
+        if failure is not None:
+            raise failure
         say("stopped before anything was measured")
         return False
     from dsbd_cli.lab.reports.bench_terminal import print_report
@@ -305,6 +312,8 @@ def _run(running: Bench, outputs: BenchOutputs) -> bool:
         print_report(report, sys.stdout)
         if sys.stdout is not None:
             sys.stdout.flush()
+    if failure is not None:
+        raise failure
     return any(row.failed for row in report.rows)
 
 

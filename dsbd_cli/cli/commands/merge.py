@@ -80,7 +80,8 @@ def _write(output: Path, lines: Iterable[bytes], settings: Settings, created: in
     so that no run can resume it.
     """
     with replacing(output) as stream:
-        with LineWriter(stream, str(output), owned=False, frame=frame_maker(output)) as writer:
+        left = "nothing is changed"
+        with LineWriter(stream, str(output), owned=False, frame=frame_maker(output), left=left) as writer:
             for line in lines:
                 writer.write(line.removesuffix(b"\n"))
         settings_file(output).unlink(missing_ok=True)

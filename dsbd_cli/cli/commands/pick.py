@@ -28,7 +28,7 @@ from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.jsonl import read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.lines.tables import is_table, lines_reader
-from dsbd_cli.io.records.row import held_bytes
+from dsbd_cli.io.records.row import LongLine
 from dsbd_cli.io.schemas.contracts import PICK, dump_line
 from dsbd_cli.pick.candidate_rows import CandidateRow, group_of_lines, record_row
 from dsbd_cli.pick.choosers import METRICS, ByRisk, ByScore, ByVote, Choice, Chooser, Equal, Weights, read_regex
@@ -37,6 +37,10 @@ from dsbd_cli.pick.prompts import ByReward, PromptsById
 from dsbd_cli.pick.sandbox import SqlStoppedError
 
 NO_RECORDS = "pick reads native or openai records, which hold the key of their row"
+PLAIN = (
+    "the reward model has a chat template, but prompts are given to it as they stand: --chat puts each through the "
+    "template, --no-chat ends this line"
+)
 CHOICE, FILES = "How one is chosen", "Input and output"
 
 By = Literal["score", "vote", "exec", "mbr", "model"]
@@ -51,6 +55,7 @@ OPTIONS_OF: dict[str, tuple[By, ...]] = {
     "metric": ("mbr",),
     "model": ("model",),
     "prompts": ("model",),
+    "chat": ("model",),
     "device": ("model",),
 }
 
@@ -104,6 +109,11 @@ class PickOptions:
     metric: str | None = option(CHOICE, f"mbr: {' or '.join(METRICS)}", default="chrf", metavar="NAME")
     model: str | None = option(CHOICE, "model: sequence classifier with one output; folder or hub id", metavar="MODEL")
     prompts: Path | None = option(CHOICE, "model: the input of dsbd generate, for the prompts by id")
+    chat: bool | None = flag(
+        CHOICE,
+        "model: put each prompt through the reward model's chat template, as one message of a user; "
+        "--no-chat: as it stands",
+    )
     device: str | None = option(CHOICE, "model: cpu, cuda, cuda:1, ...", default="auto", metavar="DEVICE")
 
 
@@ -194,7 +204,7 @@ def _check(how: PickOptions, files: PickFiles) -> None:
 
 
 def _chooser(how: PickOptions) -> Chooser | None:
-    """Return the chooser; None for a reward model, which is loaded later, if there is something to choose.
+    """Return the chooser; None for a reward model, which is loaded later.
 
     Raises UsageError.
     """
@@ -251,7 +261,7 @@ class _PickRun:
         totals = self._reporter.totals
         with ExitStack() as stack:
             stack.enter_context(self._signals)
-            stream, name, size = open_input_lines(self._own, stack)
+            stream, name, size = open_input_lines(self._own, stack, "dsbd pick < records.jsonl")
             self._reporter.input_bytes = size
             outputs = stack.enter_context(Outputs(self._own, self._settings, self._reporter, TYPED))
             stack.callback(self._reporter.stop)
@@ -298,10 +308,14 @@ class _PickRun:
             stream = stack.enter_context(open_input(path))
         from dsbd_cli.models.reward import RewardModel
 
-        return ByReward(
-            RewardModel(ModelSpec(how.model or "", device=how.device or "auto")).scores,
-            PromptsById(stream, str(path), lines_reader(path)),
-        )
+        model = RewardModel(ModelSpec(how.model or "", device=how.device or "auto"))
+        if how.chat and not model.chat:
+            raise UsageError(f"--chat: reward model {how.model} has no chat template: drop it")
+        prompts = PromptsById(stream, str(path), lines_reader(path), chat=bool(how.chat))
+        return ByReward(model.scores, prompts, self._warn_plain if how.chat is None and model.chat else None)
+
+    def _warn_plain(self) -> None:
+        self._reporter.warn(PLAIN)
 
     def _records(self, reader: LineReader) -> Iterator[CandidateRow | None]:
         """Yield a row for each record, and None where no line is ready."""
@@ -318,14 +332,14 @@ class _PickRun:
 
     def _groups(self, reader: LineReader, count: int) -> Iterator[CandidateRow | None]:
         """Yield a row for every `count` lines, and None where no line is ready."""
-        index, group, first = 0, list[bytes](), 0
+        index, group, first = 0, list[bytes | LongLine](), 0
         for item in reader:
             if item is None:
                 yield None
                 continue
             number, line = item
             first = first if group else number
-            group.append(held_bytes(line))
+            group.append(line)
             if len(group) == count:
                 yield group_of_lines(group, index=index, number=first)
                 index, group = index + 1, []

@@ -18,7 +18,7 @@ from dsbd_cli.cli.run.messages import quote_command
 from dsbd_cli.config.variant import Format
 from dsbd_cli.config.variants import FORMATS
 from dsbd_cli.errors import UsageError, is_utf8, reading, require_package, shorten
-from dsbd_cli.io.lines.compression import COMPRESSED, check_whole, open_input
+from dsbd_cli.io.lines.compression import check_whole, compression, open_input
 from dsbd_cli.io.lines.jsonl import BOM, HEAD_BYTES, check_new, read_lines
 from dsbd_cli.io.lines.replace import check_replaceable
 from dsbd_cli.io.lines.resume import settings_file
@@ -58,7 +58,7 @@ def _why_not_resumed(files: FileOptions) -> str | None:
     if is_special(files.output):
         return f": {files.output} is no ordinary file, so nothing can be read back from it"
     for path in (files.output, files.stats):
-        if path is not None and path.suffix in COMPRESSED:
+        if path is not None and compression(path):
             return f" cannot go on with {path}, which is compressed: write plain lines"
     if not output_format(files).resumable:
         return f" cannot go on with --output-format {files.output_format}{NO_KEY}"
@@ -130,7 +130,7 @@ def _check_parquet(files: FileOptions) -> None:
     given = f"--output-format {files.output_format}"
     if files.output is None or files.output == STANDARD or is_special(files.output):
         raise UsageError(f"{given} needs an ordinary file, which a pipe is not: name it with --output")
-    if files.output.suffix in COMPRESSED:
+    if compression(files.output):
         raise UsageError(f"{given} is compressed inside: name --output without {files.output.suffix}")
     require_package(given, "pyarrow", "parquet")
 
@@ -173,15 +173,18 @@ def lacks_input(files: FileOptions) -> bool:
     return files.input is None and sys.stdin is not None and sys.stdin.isatty()
 
 
-def open_input_lines(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, str, int | None]:
-    """Open the input. Return the stream, its name, and its size in bytes if that is known. Raises UsageError.
+def open_input_lines(
+    files: FileOptions, stack: ExitStack, usage: str = "dsbd generate < prompts.jsonl"
+) -> tuple[BinaryIO, str, int | None]:
+    """Open the input. Return the stream, its name, and its size in bytes if that is known. Raises UsageError, which
+    says the usage where nobody has given an input.
 
     A compressed file is read through first, so that a file that is cut off is reported before a model is loaded.
     """
     path = files.input
     if path is not None and path != STANDARD:
         with reading(f"--input {path}"):
-            plain = path.suffix not in COMPRESSED
+            plain = compression(path) is None
             if files.input_format != "text":
                 check_rows_file(path)
             size = path.stat().st_size if path.is_file() and plain else None
@@ -191,7 +194,7 @@ def open_input_lines(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, st
     if sys.stdin is None:
         raise UsageError("standard input is closed: name a file with --input")
     if lacks_input(files):
-        raise UsageError("no input: use dsbd generate < prompts.jsonl, or --input FILE (--input - reads the terminal)")
+        raise UsageError(f"no input: use {usage}, or --input FILE (--input - reads the terminal)")
     return sys.stdin.buffer, "standard input", None
 
 
@@ -270,7 +273,7 @@ def check_report_files(
 
 def _check_plain(option: str, path: Path) -> None:
     """Refuse the name of a compressed file for a report, which is none. Raises UsageError."""
-    if path.suffix in COMPRESSED:
+    if compression(path):
         raise UsageError(f"{option} {path} is not compressed: name it without {path.suffix}")
 
 

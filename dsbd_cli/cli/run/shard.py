@@ -12,7 +12,7 @@ from pathlib import Path
 from dsbd_cli.cli.options.options import STANDARD, FileOptions
 from dsbd_cli.cli.run.files import NO_KEY, is_special, output_format
 from dsbd_cli.errors import UsageError, reading, shorten
-from dsbd_cli.io.lines.compression import COMPRESSED
+from dsbd_cli.io.lines.compression import compression
 from dsbd_cli.io.lines.tables import PARQUET
 
 SHARD_SETTINGS = ("shard", "input_bytes", "input_head", "input_compressed")  # which only a part has
@@ -53,7 +53,7 @@ class Shard:
             head = hashlib.blake2b(stream.read(HEAD_BYTES), digest_size=8).hexdigest()
             size = path.stat().st_size
         found = {"shard": f"{self.part}/{self.count}", "input_bytes": size, "input_head": head}
-        compressed = path.suffix in (*COMPRESSED, PARQUET)
+        compressed = compression(path) is not None or path.suffix.lower() == PARQUET
         return {**found, "input_compressed": True} if compressed else found
 
 
@@ -126,7 +126,7 @@ def sharded_files(files: FileOptions, shard: Shard) -> FileOptions:
     if not output_format(files).resumable:
         raise UsageError(f"--shard cannot write --output-format {files.output_format}{NO_KEY}")
     for option, path in (("--output", files.output), ("--set stats", files.stats)):
-        if path is not None and path.suffix in COMPRESSED:
+        if path is not None and compression(path):
             raise UsageError(f"--shard cannot write {option} {path}, which is compressed: write plain lines")
     own = {
         name: shard.path(path)

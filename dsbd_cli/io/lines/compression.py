@@ -35,18 +35,25 @@ class _Frame(Protocol):
     def decompress(self, data: bytes, /) -> bytes: ...
 
 
+def compression(path: Path) -> str | None:
+    """Return the ending of a compressed file's name in lower case, `.gz` or `.zst`; None for a plain file."""
+    suffix = path.suffix.lower()
+    return suffix if suffix in COMPRESSED else None
+
+
 def ending(path: Path) -> str:
     """Return the ending of a name before .gz or .zst, in lower case: `.csv` for rows.CSV.gz."""
-    plain = path.with_suffix("") if path.suffix in COMPRESSED else path
+    plain = path.with_suffix("") if compression(path) else path
     return plain.suffix.lower()
 
 
 def open_input(path: Path) -> BinaryIO:
     """Open a file to read bytes from, decompressed if its name ends in .gz or .zst. Raises OSError."""
     make: Callable[[], _Frame]
-    if path.suffix == ".gz":
+    kind = compression(path)
+    if kind == ".gz":
         make = partial(zlib.decompressobj, GZIP_FORMAT)
-    elif path.suffix == ".zst":
+    elif kind == ".zst":
         import zstandard
 
         make = zstandard.ZstdDecompressor().decompressobj
@@ -68,9 +75,10 @@ def frame_maker(path: Path) -> Callable[[bytes], bytes] | None:
 
     The same bytes give the same frame.
     """
-    if path.suffix == ".gz":
+    kind = compression(path)
+    if kind == ".gz":
         return lambda data: gzip.compress(data, compresslevel=6, mtime=0)
-    if path.suffix == ".zst":
+    if kind == ".zst":
         import zstandard
 
         return zstandard.ZstdCompressor(level=3, write_checksum=True).compress

@@ -105,13 +105,14 @@ class LineWriter:
         *,
         owned: bool,
         frame: Callable[[bytes], bytes] | None = None,
+        left: str = "the lines before are complete",
     ) -> None:
         """Write from the present position of the stream.
 
         owned: close the stream in the end, and cut the file back to its last whole line if a write fails. frame: see
-        `frame_maker`.
+        `frame_maker`. left: what a failed write leaves, for the message.
         """
-        self._stream, self._name, self._owned = stream, name, owned
+        self._stream, self._name, self._owned, self._left = stream, name, owned, left
         self._truncates = owned and stream.seekable()
         self._size = stream.tell() if self._truncates else 0
         self._frame, self._pending, self._flushed = frame, list[bytes](), -FRAME_SECONDS
@@ -154,7 +155,7 @@ class LineWriter:
             raise ClosedOutputError from error
         except OSError as error:
             self._take_back()
-            raise OutputError(f"cannot write {self._name}: {error.strerror}; the lines before are complete") from error
+            raise OutputError(f"cannot write {self._name}: {error.strerror}; {self._left}") from error
         self._size += len(data)
 
     def _take_back(self) -> None:

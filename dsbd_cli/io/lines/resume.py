@@ -130,15 +130,10 @@ def whole_size(stream: io.FileIO) -> int:
 
     A line with zero bytes is torn too, because a crash of the machine leaves zeros where a block was not written.
     """
-    end = stream.seek(0, os.SEEK_END)
-    while end:
-        start = _line_start(stream, end)
-        stream.seek(start)
-        line = stream.read(end - start)
+    for end, line in _lines_from_end(stream, stream.seek(0, os.SEEK_END)):
         if line.endswith(b"\n") and b"\0" not in line:
-            break
-        end = start
-    return end
+            return end
+    return 0
 
 
 def truncate_at(stream: io.FileIO, end: int) -> int:
@@ -150,17 +145,17 @@ def truncate_at(stream: io.FileIO, end: int) -> int:
     return size - end
 
 
-def _line_start(stream: io.FileIO, end: int) -> int:
-    """Return the offset at which the line that ends at `end` begins."""
-    at = end - 1
-    while at > 0:
-        begin = max(0, at - TAIL_BYTES)
-        stream.seek(begin)
-        block = stream.read(at - begin)
-        if (found := block.rfind(b"\n")) >= 0:
-            return begin + found + 1
-        at = begin
-    return 0
+def _lines_from_end(stream: io.FileIO, end: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines before `end`, the last one first, each with the offset of its end."""
+    held, size, begin = b"", 0, end  # held[:size] are the bytes from `begin` to `end`
+    while end:
+        while (start := held.rfind(b"\n", 0, max(size - 1, 0)) + 1) == 0 and begin:
+            more = min(begin, max(TAIL_BYTES, size))
+            begin -= more
+            stream.seek(begin)
+            held, size = stream.read(more) + held[:size], size + more
+        yield end, held[start:size]
+        end, size = end - size + start, start
 
 
 def read_done(stream: io.FileIO, path: Path, end: int) -> DoneRows:
@@ -222,12 +217,9 @@ def drop_failed(stream: io.FileIO, path: Path) -> tuple[io.FileIO, int]:
 
 def cut_unfinished_steps(stream: io.FileIO, done: DoneRows) -> None:
     """Cut off the last lines of a --set stats file whose row has no record, because they will be written again."""
-    end = whole_size(stream)
-    while end:
-        start = _line_start(stream, end)
-        stream.seek(start)
-        row_id = (read_object(stream.read(end - start)) or {}).get("id")
+    for end, line in _lines_from_end(stream, whole_size(stream)):
+        row_id = (read_object(line) or {}).get("id")
         if isinstance(row_id, str) and done.has_id(row_id):
-            break
-        end = start
-    truncate_at(stream, end)
+            truncate_at(stream, end)
+            return
+    truncate_at(stream, 0)

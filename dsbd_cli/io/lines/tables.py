@@ -224,7 +224,7 @@ def _batch_lines(batch: RecordBatch) -> Iterator[bytes | LongLine]:
     """Yield the JSON line of every row of a batch. A cell for which Python has no value, such as a date after the
     year 9999, costs its row alone."""
     try:
-        rows = batch.to_pylist()
+        rows = batch.to_pylist(maps_as_pydicts="strict")
     except Exception:  # what a conversion raises depends on the column's type
         for place in range(batch.num_rows):
             yield _row_alone(batch.slice(place, 1))
@@ -237,7 +237,7 @@ def _row_alone(batch: RecordBatch) -> bytes | LongLine:
     row: dict[str, object] = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
-            [row[name]] = column.to_pylist()
+            [row[name]] = column.to_pylist(maps_as_pydicts="strict")
         except Exception as error:
             if name not in FIELDS:  # nobody reads it
                 row[name] = str(column.type)

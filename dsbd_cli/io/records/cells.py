@@ -56,15 +56,17 @@ def cell_value(name: str, cell: object) -> object:
 
     The cell of a text field stays text. `stop`, `allow`, `token_rules` and `metadata` are JSON where the cell begins
     with a bracket and is JSON, else text. In other fields numbers, true and false are converted, and a whole float
-    becomes an integer.
+    becomes an integer. What nobody reads may be of a type or size that no line takes: of a list, a struct or bytes in
+    an unknown column only the name of its type is kept.
     """
     if isinstance(cell, float):
         return whole(cell) if math.isfinite(cell) else None
     if isinstance(cell, Decimal) and name in FIELDS:
         return _number(cell)
     if not isinstance(cell, str):
-        known = name in FIELDS or cell is None or isinstance(cell, bool | int | list | dict)
-        return cell if known else str(cell)
+        if name in FIELDS or cell is None or isinstance(cell, bool | int):
+            return cell
+        return type(cell).__name__ if isinstance(cell, list | dict | bytes) else str(cell)
     if not cell:
         return None
     if name in TEXTS or name not in FIELDS:

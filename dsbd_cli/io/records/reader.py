@@ -18,7 +18,7 @@ from dsbd_cli.io.records.fields import messages, response_format, text
 from dsbd_cli.io.records.file_roots import file_of_row
 from dsbd_cli.io.records.input_forms import ParsedRow, as_written, other_names, parsed_row
 from dsbd_cli.io.records.parse import decoded, parse_object
-from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, LongLine, Row, content_key
+from dsbd_cli.io.records.row import Fields, LongLine, Row, content_key, readable
 from dsbd_cli.requests import Request, check_ends, check_seed, derive_seed
 
 WARP_FIELDS = {"temperature": None, "top_k": 0, "top_p": 1, "min_p": 0}  # by name: the value that rule search accepts
@@ -30,6 +30,9 @@ MAX_NEW_TOKENS = 1 << 20
 MAX_STOPS, MAX_STOP_BYTES = 16, 256
 MAX_WARNED = 100
 MAX_KNOWN = 256  # checked option sets, and checked grammars, that are kept
+
+
+Prompt = str | tuple[dict[str, str], ...]  # of text, or messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +79,8 @@ class RowReader:
         metadata: object | None = None
         warnings: tuple[str, ...] = ()
         try:
-            raw = parse_object(_readable_line(line))
-            row_id = _row_id(raw, row_id)
+            raw = parse_object(readable(line))
+            row_id = own_id(raw, row_id, "id", "custom_id")
             parsed = parsed_row(raw)
             metadata = parsed.fields.get("metadata")
             warnings = self._warnings(parsed, number)
@@ -91,12 +94,25 @@ class RowReader:
         key = content_key(orjson.dumps(parsed.fields, option=orjson.OPT_SORT_KEYS))
         return Row(index, number, row_id, request, None, metadata, key, warnings, other_names(raw))
 
+    def read_prompt(self, line: bytes | LongLine, *, index: int) -> tuple[str, Prompt | InvalidRowError]:
+        """Return a row's id and what it asks, whatever options it has; or why that cannot be read. The prompt of speech
+        or a picture is what the row says besides, or ""."""
+        row_id = str(index)
+        raw: Fields = {}
+        try:
+            raw = parse_object(readable(line))
+            row_id = own_id(raw, row_id, "id", "custom_id")
+            prompt, chat = self._asked(parsed_row(raw).fields)
+        except (InvalidRowError, UsageError) as error:
+            return row_id, InvalidRowError(as_written(str(error), raw))
+        return row_id, chat or prompt or ""
+
     def read_text(self, line: bytes | LongLine, *, index: int, number: int) -> Row:
         """Return the row of a line of plain text, which is the prompt."""
         row_id = str(index)
         key = _raw_key(row_id, line)
         try:
-            prompt = decoded(_readable_line(line))
+            prompt = decoded(readable(line))
         except InvalidRowError as error:
             failure = InvalidRowError(f"line {number}: {error}")
             return Row(index, number, row_id, None, failure, None, key)
@@ -124,7 +140,9 @@ class RowReader:
                 warnings.append(said if full else f"{parsed.explain(name, value, self._listed)}; not used")
         return tuple([f"line {number}: {message}" for message in warnings])
 
-    def _request(self, row: Fields, row_id: str) -> Request:
+    def _asked(self, row: Fields) -> tuple[str | None, tuple[dict[str, str], ...] | None]:
+        """Return the prompt or the messages of a row; neither for speech or a picture alone. Raises
+        InvalidRowError."""
         given = [name for name in ("prompt", "messages", "audio", "image") if name in row]
         if len(given) > 1 and given != ["prompt", "image"]:
             raise InvalidRowError(f"{given[0]} and {given[1]} are both given: give one of them")
@@ -134,6 +152,10 @@ class RowReader:
         chat = messages(row["messages"]) if "messages" in row else None
         if self.chat and "image" not in row:  # a prompt given with a picture is the decoder's, not a message
             prompt, chat = self._as_chat(prompt, chat)
+        return prompt, chat
+
+    def _request(self, row: Fields, row_id: str) -> Request:
+        prompt, chat = self._asked(row)
         return Request(
             id=row_id,
             seed=row.get("seed", derive_seed(self.seed, row_id)),  # type: ignore[arg-type] # it checks the type
@@ -261,10 +283,10 @@ def _without_warps(row: Fields) -> Fields:
     return kept
 
 
-def _row_id(raw: Fields, default: str) -> str:
-    value = raw.get("id")
-    if value is None:
-        value = raw.get("custom_id")
+def own_id(raw: Fields, default: str, *names: str) -> str:
+    """Return the row's id, which the first of these fields that is not null gives; `default` where all are null. Raises
+    InvalidRowError."""
+    value = next((raw[name] for name in names if raw.get(name) is not None), None)
     if value is None:
         return default
     if type(value) is int:
@@ -278,12 +300,3 @@ def _raw_key(row_id: str, line: bytes | LongLine) -> str:
     if isinstance(line, LongLine):
         line = b"%d:%b" % (line.size, line.head)
     return content_key(orjson.dumps(row_id) + line)
-
-
-def _readable_line(line: bytes | LongLine) -> bytes:
-    if isinstance(line, LongLine) and line.reason:
-        raise InvalidRowError(line.reason)
-    if isinstance(line, LongLine):
-        shown = shorten(line.head.decode("utf-8", "replace"))
-        raise InvalidRowError(f"the line has {line.size} bytes, but must have at most {MAX_LINE_BYTES}: {shown}")
-    return line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from dsbd_cli.errors import RowError
+from dsbd_cli.errors import InvalidRowError, RowError, shorten
 from dsbd_cli.requests import Request
 
 Fields = dict[str, object]
@@ -25,6 +25,16 @@ class LongLine:
     size: int
     head: bytes = b""
     reason: str = ""
+
+
+def readable(line: bytes | LongLine) -> bytes:
+    """Return the line. Raises InvalidRowError for one that is too long, or was no row of its table."""
+    if not isinstance(line, LongLine):
+        return line
+    if line.reason:
+        raise InvalidRowError(line.reason)
+    shown = shorten(line.head.decode("utf-8", "replace"))
+    raise InvalidRowError(f"the line has {line.size} bytes, but must have at most {MAX_LINE_BYTES}: {shown}")
 
 
 def held_bytes(line: bytes | LongLine) -> bytes:

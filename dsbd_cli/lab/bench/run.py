@@ -206,8 +206,6 @@ class Bench:
         peak = self._memory.peak()
         if self._stopping or len(answers) < len(prompts):
             return  # the window was cut off, so its time cannot be compared
-        tally.exactness = runner.exactness  # it is weaker once a kernel has failed
-        tally.add_time((number, window), sum(answer.tokens for answer in answers), used, peak)
         if number == 0:
             ranks, score = part.data.dataset.ranks, part.data.dataset.score
             pairs = list(zip(prompts, answers, strict=True))
@@ -216,6 +214,8 @@ class Bench:
             else:
                 scores = [score(prompt.record, answer.text) for prompt, answer in pairs]
             tally.add_answers(answers, scores, runner.logprobs(prompts, answers))
+        tally.exactness = runner.exactness  # it is weaker once a kernel has failed
+        tally.add_time((number, window), sum(answer.tokens for answer in answers), used, peak)
 
     def _room(self) -> int | None:
         """Return how many tokens a prompt may have in every model that some setting uses; None for any number."""

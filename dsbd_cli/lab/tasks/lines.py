@@ -15,7 +15,7 @@ from dsbd_cli.io.lines.tables import check_table, is_table, lines_reader
 from dsbd_cli.io.records.file_roots import FILE_FIELDS, files_root
 from dsbd_cli.io.records.parse import parse_object
 from dsbd_cli.io.records.reader import RowReader
-from dsbd_cli.io.records.row import Fields, LongLine, Row
+from dsbd_cli.io.records.row import Fields, Row, readable
 from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS, ranked_scores, read_metrics
 from dsbd_cli.lab.tasks.record import TaskRecord
@@ -156,10 +156,8 @@ def _rows(path: Path) -> Iterator[tuple[int, Fields]]:
     with reading(str(path)), open_input(path) as stream:
         for number, line in lines_reader(path)(stream):
             found = True
-            if isinstance(line, LongLine):
-                raise UsageError(f"{path} line {number}: {line.reason or 'it is too long'}")
             try:
-                yield number, parse_object(line)
+                yield number, parse_object(readable(line))
             except InvalidRowError as error:
                 raise UsageError(f"{path} line {number}: {error}") from None
     if not found:
