@@ -7,8 +7,8 @@ They are OpenVINO GenAI, CTranslate2, llama.cpp, ONNX Runtime GenAI and transfor
 
 `make evidence` does both. Every engine runs in a process of its own (benchmarks/peers/child.py), on the same threads. A
 cell is a number of beams, of prompts decoded together, of their tokens, and of new tokens, which all answers have. Each
-round gives every engine a cell in turn, on prompts that no round before had; the median of its rounds counts. Speed is
-new tokens of the best answers by the seconds of the whole call, the prompt's included.
+round gives every engine a cell in turn, on prompts that no round before had; the median of its rounds counts, of the
+comparison too. Speed is new tokens of the best answers by the seconds of the whole call, the prompt's included.
 
 llama.cpp's Q8_0 counts as int8 weights. It has no beam search, so its cells with beams say `-`. ONNX Runtime GenAI has
 32 beams at most.
@@ -88,7 +88,7 @@ GRID = tuple(
 
 def chosen(text: str | None) -> Sequence[Cell]:
     """Return the cells that `--cells` names: places from 1 in CELLS, or BEAMSxPROMPTSxLENGTH of GRID, by commas; `grid`
-    is all of GRID, None all of CELLS. Raises SystemExit for others."""
+    is all of GRID, None all of CELLS. A cell that is named twice has twice its rounds. Raises SystemExit for others."""
     if text is None or text == "grid":
         return CELLS if text is None else GRID
     named = {f"{cell.beams}x{cell.prompts}x{cell.length}": cell for cell in GRID}
@@ -184,28 +184,48 @@ def able(engines: Sequence[str], beams: int) -> list[str]:
 def measured(
     model: Path, engines: Sequence[str], cells: Sequence[Cell], threads: int, runs: list[dict[str, Any]]
 ) -> Iterator[Cell]:
-    """Append a run for each engine and round of a cell, and yield the cell."""
-    source = prompts(model)
-    children = {engine: Child(engine, model, threads) for engine in engines}
+    """Append a run for each engine and round of a cell, and yield the cell.
+
+    All processes stay while cells have several rounds. A cell of one round is large: its engines have the memory to
+    themselves, one after the other.
+    """
+    source, children = prompts(model), dict[str, Child]()
+
+    def ask(engine: str, ids: list[list[int]], cell: Cell, tokens: int) -> dict[str, Any]:
+        if engine not in children:
+            children[engine] = Child(engine, model, threads)
+        return children[engine].ask(ids, cell.beams, tokens)
+
+    def close() -> None:
+        for child in children.values():
+            child.close()
+        children.clear()
+
     try:
         for cell in cells:
             few = cell._replace(prompts=min(cell.prompts, max(1, WARM // cell.length)))
-            warm, asked = take(source, few), able(engines, cell.beams)
-            for engine in asked:  # the first call builds things, of a large cell all but those for its whole batch
-                children[engine].ask(warm, cell.beams, min(cell.tokens, 4))
+            warm, asked, alone = take(source, few), able(engines, cell.beams), cell.rounds == 1
+            if alone:
+                close()
             for number in range(cell.rounds):
                 ids = take(source, cell)
+                # the first call builds things, of a large cell all but those for its whole batch
+                for engine in asked if number == 0 and not alone else ():
+                    ask(engine, warm, cell, min(cell.tokens, 4))
                 for engine in asked if number % 2 == 0 else asked[::-1]:
+                    if alone:
+                        ask(engine, warm, cell, min(cell.tokens, 4))
                     time.sleep(0.5)  # threads of the one before may still spin
-                    answer = children[engine].ask(ids, cell.beams, cell.tokens)
+                    answer = ask(engine, ids, cell, cell.tokens)
                     seconds, memory = answer["seconds"], children[engine].memory
                     run = {"model": model.name, "engine": engine, **cell._asdict(), "seconds": seconds}
                     runs.append({**run, "short": answer["short"], "memory": memory})
                     print(f"{model.name} {cell.name}: {engine} {seconds:.2f} s", file=sys.stderr, flush=True)
+                    if alone:
+                        close()
             yield cell
     finally:
-        for child in children.values():
-            child.close()
+        close()
 
 
 def started(model: Path, engines: Sequence[str], threads: int, rounds: int, runs: list[dict[str, Any]]) -> None:
@@ -240,14 +260,27 @@ def equal(model: Path, threads: int, runs: list[dict[str, Any]]) -> None:
         runs.append({"model": model.name, "engine": engine, "equal": [one, four]})
 
 
-def middle(runs: Sequence[dict[str, Any]], engine: str, cell: Cell) -> float | None:
-    """Return the median seconds of a cell; None where it was not run."""
+def seconds_of(runs: Sequence[dict[str, Any]], engine: str, cell: Cell) -> list[float]:
+    """Return the seconds of a cell, round by round."""
     asked = cell._asdict()
-    found = [
+    return [
         run["seconds"] for run in runs
         if run["engine"] == engine and "seconds" in run and all(run[name] == asked[name] for name in asked)
     ]  # fmt: skip
+
+
+def middle(runs: Sequence[dict[str, Any]], engine: str, cell: Cell) -> float | None:
+    """Return the median seconds of a cell; None where it was not run."""
+    found = seconds_of(runs, engine, cell)
     return statistics.median(found) if found else None
+
+
+def times_as_fast(runs: Sequence[dict[str, Any]], engine: str, cell: Cell) -> float | None:
+    """Return how many times as fast as an engine `dsbd` is: the median over the rounds, as the memory of a machine may
+    be half as fast from one round to the next."""
+    pairs = zip(seconds_of(runs, engine, cell), seconds_of(runs, OURS, cell), strict=False)
+    ratios = [theirs / mine for theirs, mine in pairs]
+    return statistics.median(ratios) if ratios else None
 
 
 def most(runs: Sequence[dict[str, Any]], engine: str) -> int:
@@ -271,23 +304,23 @@ def report(
         seconds = {engine: middle(runs, engine, cell) for engine in engines}
         if not any(seconds.values()):
             continue
-        mine = seconds[OURS]
-        peers = {engine: seconds[engine] for engine in THEIRS if seconds.get(engine) is not None}
-        best = min(peers, key=lambda engine: peers[engine] or 0.0) if peers else None
+        times = {engine: found for engine in engines if (found := times_as_fast(runs, engine, cell)) is not None}
+        best = min((engine for engine in THEIRS if engine in times), key=lambda engine: times[engine], default=None)
         row = {"tokens/s, or s to the first token": cell.name}
         row |= {engine: shown(cell, seconds[engine]) for engine in engines} | {"dsbd-int8 by the best int8 peer": "-"}
-        if mine and best:
-            ratio = (peers[best] or 0.0) / mine
+        if best is not None:
+            ratio = times[best]
             row["dsbd-int8 by the best int8 peer"] = f"{ratio:.2f}"
             if ratio < 1:
                 behind.append(f"{cell.name}: {best} is {1 / ratio:.2f} times as fast")
-            theirs = seconds.get("transformers-bfloat16")
+            theirs = times.get("transformers-bfloat16")
+            mine = shown(cell, seconds[OURS])
             first.append({
                 model.name: cell.name,
-                "`dsbd` int8": shown(cell, mine) if cell.tokens == 1 else f"{shown(cell, mine)} tokens/s",
-                "best peer in int8": f"{NAMES[best]} {shown(cell, peers[best])}",
-                "transformers, bfloat16": shown(cell, theirs),
-                "times as fast": f"{ratio:.1f}, {theirs / mine:.1f}" if theirs else f"{ratio:.1f}",
+                "`dsbd` int8": mine if cell.tokens == 1 else f"{mine} tokens/s",
+                "best peer in int8": f"{NAMES[best]} {shown(cell, seconds[best])}",
+                "transformers, bfloat16": shown(cell, seconds.get("transformers-bfloat16")),
+                "times as fast": f"{ratio:.1f}, {theirs:.1f}" if theirs else f"{ratio:.1f}",
             })  # fmt: skip
         rows.append(row)
     begun = {one: [run["start"] for run in runs if run["engine"] == one and "start" in run] for one in engines}
@@ -301,7 +334,8 @@ def report(
     ]
     parts = [
         "# Beside other engines",
-        f"{device_name()}, {model.name}; medians of rounds in turn, one process for each engine.",
+        f"{device_name()}, {model.name}; medians of rounds in turn, one process for each engine. The last column is a "
+        "median of rounds, too.",
         markdown_table(rows),
     ]
     if any(begun.values()):
@@ -387,6 +421,7 @@ def main() -> None:
     missing = [cell for cell in cells if any(middle(runs, one, cell) is None for one in able(engines, cell.beams))]
     for _ in measured(options.target, engines, missing, options.threads, runs) if missing else ():
         write_results(folder, runs, report(options.target, runs, engines, cells)[0])
+    cells = tuple(dict.fromkeys(cells))
     text, rows = report(options.target, runs, engines, cells)
     write_results(folder, runs, text)
     (folder / "readme.md").write_text(rows + "\n", encoding="utf-8")

@@ -73,3 +73,14 @@ def test_the_picture_is_drawn_without_it(tmp_path: Path) -> None:
     assert (tmp_path / "speed.png").stat().st_size > 0
     evidence.figure(tmp_path / "none.png", MODEL, runs(), ENGINES, (FOUR._replace(prompts=8),))
     assert not (tmp_path / "none.png").exists()
+
+
+def test_engines_are_compared_round_by_round() -> None:
+    """Memory was half as fast in the middle round, and the medians would say that the peer is ahead."""
+    found = []
+    for mine, theirs in ((1.8, 2.4), (2.8, 3.1), (2.7, 2.5)):
+        found += runs(**{"dsbd-int8": mine, "openvino-int8": theirs})
+    assert evidence.middle(found, "openvino-int8", ONE) == 2.5
+    text, _ = evidence.report(MODEL, found, ENGINES, (ONE,))
+    assert next(line for line in text.splitlines() if line.startswith(f"| {ONE.name} ")).endswith(" 1.11 |")
+    assert "Behind: no cell." in text
