@@ -42,7 +42,8 @@ OWN = {kind: ROOT / f".venv-{kind}" / "bin" / "python" for kind in ("openvino", 
 CHILD = Path(__file__).parent / "peers" / "child.py"
 OURS, THEIRS = "dsbd-int8", ("openvino-int8", "ctranslate2-int8", "llama.cpp-int8", "onnxruntime-int8")
 MOST_BEAMS = {"llama.cpp-int8": 1, "onnxruntime-int8": 32}  # ONNX Runtime GenAI 0.18 refuses more
-ENGINES = (OURS, *THEIRS, "dsbd-bfloat16", "transformers-bfloat16")
+PLAIN = "transformers-bfloat16"
+ENGINES = (OURS, *THEIRS, "dsbd-bfloat16", PLAIN)
 EQUAL = ("transformers-float32", "dsbd-float32", "openvino-strict")
 EQUAL_PROMPTS, EQUAL_TOKENS = 24, 32
 WARM = 2000  # tokens of prompts at most in the call before a cell, if one prompt has fewer
@@ -307,19 +308,21 @@ def report(
         times = {engine: found for engine in engines if (found := times_as_fast(runs, engine, cell)) is not None}
         best = min((engine for engine in THEIRS if engine in times), key=lambda engine: times[engine], default=None)
         row = {"tokens/s, or s to the first token": cell.name}
-        row |= {engine: shown(cell, seconds[engine]) for engine in engines} | {"dsbd-int8 by the best int8 peer": "-"}
+        row |= {engine: shown(cell, seconds[engine]) for engine in engines}
+        if PLAIN in engines:
+            row["dsbd-int8 by transformers"] = f"{times[PLAIN]:.2f}" if PLAIN in times else "-"
+        row["dsbd-int8 by the best int8 peer"] = f"{times[best]:.2f}" if best is not None else "-"
         if best is not None:
             ratio = times[best]
-            row["dsbd-int8 by the best int8 peer"] = f"{ratio:.2f}"
             if ratio < 1:
                 behind.append(f"{cell.name}: {best} is {1 / ratio:.2f} times as fast")
-            theirs = times.get("transformers-bfloat16")
+            theirs = times.get(PLAIN)
             mine = shown(cell, seconds[OURS])
             first.append({
                 model.name: cell.name,
                 "`dsbd` int8": mine if cell.tokens == 1 else f"{mine} tokens/s",
                 "best peer in int8": f"{NAMES[best]} {shown(cell, seconds[best])}",
-                "transformers, bfloat16": shown(cell, seconds.get("transformers-bfloat16")),
+                "transformers, bfloat16": shown(cell, seconds.get(PLAIN)),
                 "times as fast": f"{ratio:.1f}, {theirs:.1f}" if theirs else f"{ratio:.1f}",
             })  # fmt: skip
         rows.append(row)
@@ -334,8 +337,8 @@ def report(
     ]
     parts = [
         "# Beside other engines",
-        f"{device_name()}, {model.name}; medians of rounds in turn, one process for each engine. The last column is a "
-        "median of rounds, too.",
+        f"{device_name()}, {model.name}; medians of rounds in turn, one process for each engine. Comparisons are "
+        "medians of rounds, too.",
         markdown_table(rows),
     ]
     if any(begun.values()):
