@@ -39,6 +39,7 @@ AHEAD = 8  # rows that are read ahead to keep the input's order, as a multiple o
 AGAIN_S = 0.5  # before a dead worker is replaced, because a node that shuts down takes a moment to be gone
 WAIT_S = 0.5  # for an answer; a signal is heeded after this time
 IDLE_S = 0.01
+USELESS_DEATHS = 32  # of workers, before any row is answered, end the run; of more than ten workers MAX_DEATHS of each
 LOOPBACK = ("127.0.0.1", "::1")
 TOKEN_BYTES = 32
 OBJECT_STORE_BYTES = 128 << 20  # of a Ray of our own; rows and answers above 100 KB pass through it
@@ -334,8 +335,11 @@ class RayEngine:
         self._died(worker, str(failure))
 
     def _died(self, worker: _WorkerSlot, reason: str) -> None:
-        """Replace a worker that is gone or of no use, and send its rows again. Raises DsbdError if no worker is
-        left."""
+        """Replace a worker that is gone or of no use, and send its rows again.
+
+        Raises DsbdError if no worker is left, or too many died before a row was answered: a model that always ends its
+        process would be loaded again for every row.
+        """
         self._end(worker)
         rows = self._window.holds(worker.number)
         given_up = self._window.lose(worker.number)
@@ -356,6 +360,11 @@ class RayEngine:
         else:
             again = f"{rows - len(given_up)} of its rows are sent again" if rows else "it is started again"
             self._warn(f"{self._last_death}; {again}")
+        reports = [one.report for one in self._workers]
+        deaths = sum(report.deaths for report in reports)
+        most = max(USELESS_DEATHS, MAX_DEATHS * len(reports))
+        if deaths >= most and not any(report.rows for report in reports):
+            raise DsbdError(f"{deaths} workers died before a row was answered, the last one was {self._last_death}")
         if all(one.gone for one in self._workers):
             raise DsbdError(f"no worker is left, the last one to die was {self._last_death}")
 

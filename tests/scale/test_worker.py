@@ -14,6 +14,7 @@ import pytest
 
 import dsbd_cli
 from dsbd_cli import MethodConfig, Request, SamplingConfig, UsageError, loading
+from dsbd_cli.errors import DsbdError
 from dsbd_cli.ops.interface import OpChoice
 from dsbd_cli.requests import EngineInfo
 from dsbd_cli.scale import Answer
@@ -112,6 +113,39 @@ def test_a_kernel_that_fails_at_a_worker_takes_the_promise_of_the_run_with_it() 
     finally:
         driver.close()
     assert found == [("same-text", "a!0"), ("same-law", "a!0")]
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_model_that_ends_every_process_ends_the_run(answered: bool) -> None:
+    """Guards a load of the model for every row of the input. Rows that kill workers do not, once one was answered."""
+    pytest.importorskip("ray")
+    from dsbd_cli.scale.window import Window
+    from dsbd_cli.scale.workers import USELESS_DEATHS, PoolConfig, RayEngine, WorkerReport, _WorkerSlot
+
+    driver = RayEngine(WorkerSetup(fake, (), 4), PoolConfig(1, 1, "auto"), lambda line: None)
+    driver._window = window = Window(4, None)
+    place = _WorkerSlot(WorkerReport(0, rows=int(answered)))
+    driver._workers = [place]
+    for number in range(60):
+        window.read(row(number, "a")[1])
+
+    def kill_all() -> None:
+        while not window.finished:
+            window.join(0)
+            window.take(0)
+            driver._died(place, "killed")
+            list(window.ready())
+
+    try:
+        if answered:
+            kill_all()
+            assert place.report.deaths > USELESS_DEATHS
+        else:
+            message = f"{USELESS_DEATHS} workers died before a row was answered, the last one was worker 0: killed"
+            with pytest.raises(DsbdError, match=message):
+                kill_all()
+    finally:
+        driver.close()
 
 
 def test_an_exchange_gathers_answers_while_the_engine_has_rows() -> None:
