@@ -15,7 +15,7 @@ llama.cpp's Q8_0 counts as int8 weights. It has no beam search, so its cells wit
 
 --equal: the best answers of float32 weights, computed in float32, beside those of transformers.
 
-The whole took three quarters of an hour on two cores with five engines. What a stopped run has measured is kept and not
+The whole took an hour on two cores with all engines. What a stopped run has measured is kept and not
 measured again.
 """
 
@@ -47,6 +47,7 @@ ENGINES = (OURS, *THEIRS, "dsbd-bfloat16", PLAIN)
 EQUAL = ("transformers-float32", "dsbd-float32", "openvino-strict")
 EQUAL_PROMPTS, EQUAL_TOKENS = 24, 32
 WARM = 2000  # tokens of prompts at most in the call before a cell, if one prompt has fewer
+LARGE = 1600  # tokens of all prompts of a cell of one round, from which on an engine is alone in memory
 START = 4, 1, 50, 16  # beams, prompts, their tokens, new tokens: what the first answer of a process has
 TEXTS = ("docs/algorithm.md", "docs/beams-and-drafts.md", "docs/hardware.md", "docs/models.md", "docs/constraints.md")
 
@@ -89,7 +90,8 @@ GRID = tuple(
 
 def chosen(text: str | None) -> Sequence[Cell]:
     """Return the cells that `--cells` names: places from 1 in CELLS, or BEAMSxPROMPTSxLENGTH of GRID, by commas; `grid`
-    is all of GRID, None all of CELLS. A cell that is named twice has twice its rounds. Raises SystemExit for others."""
+    is all of GRID, None all of CELLS. A cell that is named twice has twice its rounds, where none was run before.
+    Raises SystemExit for others."""
     if text is None or text == "grid":
         return CELLS if text is None else GRID
     named = {f"{cell.beams}x{cell.prompts}x{cell.length}": cell for cell in GRID}
@@ -187,8 +189,8 @@ def measured(
 ) -> Iterator[Cell]:
     """Append a run for each engine and round of a cell, and yield the cell.
 
-    All processes stay while cells have several rounds. A cell of one round is large: its engines have the memory to
-    themselves, one after the other.
+    All processes stay from cell to cell. But in a large cell the engines have the memory to themselves, one after the
+    other.
     """
     source, children = prompts(model), dict[str, Child]()
 
@@ -205,7 +207,11 @@ def measured(
     try:
         for cell in cells:
             few = cell._replace(prompts=min(cell.prompts, max(1, WARM // cell.length)))
-            warm, asked, alone = take(source, few), able(engines, cell.beams), cell.rounds == 1
+            warm, asked, alone = (
+                take(source, few),
+                able(engines, cell.beams),
+                cell.rounds == 1 and cell.prompts * cell.length >= LARGE,
+            )
             if alone:
                 close()
             for number in range(cell.rounds):
@@ -278,8 +284,9 @@ def middle(runs: Sequence[dict[str, Any]], engine: str, cell: Cell) -> float | N
 
 def times_as_fast(runs: Sequence[dict[str, Any]], engine: str, cell: Cell) -> float | None:
     """Return how many times as fast as an engine `dsbd` is: the median over the rounds, as the memory of a machine may
-    be half as fast from one round to the next."""
-    pairs = zip(seconds_of(runs, engine, cell), seconds_of(runs, OURS, cell), strict=False)
+    be much slower in one round than in the next."""
+    # an engine may have come later than the first rounds: the last ones are those that both were in
+    pairs = zip(reversed(seconds_of(runs, engine, cell)), reversed(seconds_of(runs, OURS, cell)), strict=False)
     ratios = [theirs / mine for theirs, mine in pairs]
     return statistics.median(ratios) if ratios else None
 
@@ -423,7 +430,7 @@ def main() -> None:
         started(options.target, engines, options.threads, options.starts, runs)
     missing = [cell for cell in cells if any(middle(runs, one, cell) is None for one in able(engines, cell.beams))]
     for _ in measured(options.target, engines, missing, options.threads, runs) if missing else ():
-        write_results(folder, runs, report(options.target, runs, engines, cells)[0])
+        write_results(folder, runs, report(options.target, runs, engines, dict.fromkeys(cells))[0])
     cells = tuple(dict.fromkeys(cells))
     text, rows = report(options.target, runs, engines, cells)
     write_results(folder, runs, text)

@@ -76,7 +76,7 @@ def test_the_picture_is_drawn_without_it(tmp_path: Path) -> None:
 
 
 def test_engines_are_compared_round_by_round() -> None:
-    """Memory was half as fast in the middle round, and the medians would say that the peer is ahead."""
+    """Memory was slower in the middle round, and the medians would say that the peer is ahead."""
     found = []
     for mine, theirs in ((1.8, 2.4), (2.8, 3.1), (2.7, 2.5)):
         found += runs(**{"dsbd-int8": mine, "openvino-int8": theirs})

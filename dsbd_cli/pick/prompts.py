@@ -3,7 +3,7 @@ generate."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
@@ -15,8 +15,8 @@ from dsbd_cli.pick.choosers import Choice
 
 
 class PromptsById:
-    """Prompts by id; of rows with the same id one after the other. The file is read as far as the rows need. Prompts of
-    rows that are passed over stay in memory."""
+    """Prompts by id. Rows with the same id get their prompts in order. The file is read as far as the rows need, and
+    prompts of rows that nobody asked for stay in memory."""
 
     def __init__(self, stream: BinaryIO, name: str, read: ReadLines, *, chat: bool = False) -> None:
         """name: name of the file, for messages. read: read_lines, or a function that reads a table as such lines. chat:
@@ -26,23 +26,41 @@ class PromptsById:
             (number, *reader.read_prompt(line, index=index)) for index, (number, line) in enumerate(read(stream))
         )
         self._seen: defaultdict[str, deque[Prompt | InvalidRowError]] = defaultdict(deque)
+        self._passed_over = Counter[str]()  # by id, rows whose prompts are still to come and are not wanted
 
     def of(self, row_id: str) -> Prompt:
-        """Return the prompt of a row, and forget it. Raises InvalidRowError where no row has this id, or what it asks
-        cannot be read."""
+        """Return the prompt of a row, and forget it. Raises InvalidRowError where no row has this id, or none that can
+        be read."""
+        fault: InvalidRowError | None = None
+        while (found := self._next(row_id)) is not None:
+            if not isinstance(found, InvalidRowError):
+                return found
+            fault = found  # another line may have this id: that of a line without one is its number
+        raise fault or InvalidRowError(f"id is {row_id!r}, which {self._name} does not hold")
+
+    def pass_over(self, row_id: str) -> None:
+        """Forget the prompt of a row that is not chosen for."""
+        if self._seen.get(row_id):
+            self._next(row_id)
+        else:
+            self._passed_over[row_id] += 1
+
+    def _next(self, row_id: str) -> Prompt | InvalidRowError | None:
+        """Return the next prompt of this id, or why its line cannot be read; None at the end of the file."""
         while not self._seen.get(row_id):
             row = next(self._rows, None)
             if row is None:
-                raise InvalidRowError(f"id is {row_id!r}, which {self._name} does not hold")
+                return None
             number, seen_id, prompt = row
+            if self._passed_over[seen_id] > 0:
+                self._passed_over[seen_id] -= 1
+                continue
             if isinstance(prompt, InvalidRowError):
                 prompt = InvalidRowError(f"{self._name} line {number}: {prompt}")
             self._seen[seen_id].append(prompt)
         found = self._seen[row_id].popleft()
         if not self._seen[row_id]:
             del self._seen[row_id]
-        if isinstance(found, InvalidRowError):
-            raise found
         return found
 
 
@@ -68,3 +86,7 @@ class ByReward:
         rewards = self._scores(prompt, [one.text for one in row.candidates])
         best = max(range(len(rewards)), key=lambda place: rewards[place])
         return Choice(best, {"reward": rewards[best], "rewards": [round(value, 6) for value in rewards]})
+
+    def pass_over(self, row: CandidateRow) -> None:
+        """Go on without a choice for this row, whose id is its own."""
+        self._prompts.pass_over(row.id)

@@ -39,7 +39,7 @@ AHEAD = 8  # rows that are read ahead to keep the input's order, as a multiple o
 AGAIN_S = 0.5  # before a dead worker is replaced, because a node that shuts down takes a moment to be gone
 WAIT_S = 0.5  # for an answer; a signal is heeded after this time
 IDLE_S = 0.01
-USELESS_DEATHS = 32  # of workers, before any row is answered, end the run; of more than ten workers MAX_DEATHS of each
+USELESS_DEATHS = 32  # so many before the first answer end the run; with more than ten workers MAX_DEATHS for each
 LOOPBACK = ("127.0.0.1", "::1")
 TOKEN_BYTES = 32
 OBJECT_STORE_BYTES = 128 << 20  # of a Ray of our own; rows and answers above 100 KB pass through it
@@ -202,7 +202,7 @@ class RayEngine:
         """Run requests as Engine.run does. A request that was out at the deaths of three workers fails with
         WorkerLostError.
 
-        Raises DsbdError when no worker is left.
+        Raises DsbdError when no worker is left, or too many died before the first answer.
         """
         ahead = AHEAD * self._capacity * len(self._workers)
         self._window = Window(self._capacity, ahead if ordered else None)
@@ -353,6 +353,11 @@ class RayEngine:
         worker.report.deaths += 1
         worker.deaths_without_answer += 1
         self._last_death = f"worker {worker.number}: {reason}"
+        reports = [one.report for one in self._workers]
+        deaths = sum(report.deaths for report in reports)
+        most = max(USELESS_DEATHS, MAX_DEATHS * len(reports))
+        if deaths >= most and not any(report.rows for report in reports):
+            raise DsbdError(f"{deaths} workers died before a row was answered, the last one was {self._last_death}")
         # a worker that dies of its rows answers none either, but each row is given up after three deaths
         worker.gone = worker.deaths_without_answer >= MAX_DEATHS and rows == 0
         if worker.gone:
@@ -360,11 +365,6 @@ class RayEngine:
         else:
             again = f"{rows - len(given_up)} of its rows are sent again" if rows else "it is started again"
             self._warn(f"{self._last_death}; {again}")
-        reports = [one.report for one in self._workers]
-        deaths = sum(report.deaths for report in reports)
-        most = max(USELESS_DEATHS, MAX_DEATHS * len(reports))
-        if deaths >= most and not any(report.rows for report in reports):
-            raise DsbdError(f"{deaths} workers died before a row was answered, the last one was {self._last_death}")
         if all(one.gone for one in self._workers):
             raise DsbdError(f"no worker is left, the last one to die was {self._last_death}")
 

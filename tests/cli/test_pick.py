@@ -355,6 +355,26 @@ def test_a_reward_model_reads_prompts_as_generate_was_asked(dsbd: Dsbd, reward: 
         assert ("the reward model has a chat template" in done.err) == warned
 
 
+def test_rows_of_one_id_get_their_own_prompts(dsbd: Dsbd, reward: Path, tmp_path: Path) -> None:
+    """Whatever became of the rows before: failed, chosen for by an earlier run, or a line that is none and whose number
+    is another row's id."""
+    prompts = tmp_path / "prompts.jsonl"
+    asked = [{"id": "a", "prompt": "who"}, {"id": "a", "prompt": "where"}, {"id": "2", "prompt": "when"}]
+    lines = [json.dumps(one) for one in asked]
+    prompts.write_text("\n".join([*lines[:2], "not json", lines[2]]))
+    options = ("--by", "model", "--model", str(reward), "--prompts", str(prompts), "--no-chat")
+    rows: list[dict[str, object]] = [record("a", "he", "she"), record("a", "up", "down"), record("2", "now", "then")]
+    whole = dsbd("pick", *options, lines=rows)
+    assert whole.code == 0
+    failed = dsbd("pick", *options, lines=[{"id": "a", "error": {"message": "too long"}}, *rows[1:]])
+    assert [line.get("pick") for line in failed.records[1:]] == [line["pick"] for line in whole.records[1:]]
+    out = tmp_path / "out.jsonl"
+    assert dsbd("pick", *options, "-o", str(out), lines=rows[:1]).code == 0
+    assert dsbd("pick", *options, "-o", str(out), "--existing", "resume", lines=rows).code == 0
+    resumed = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["pick"] for line in resumed] == [line["pick"] for line in whole.records]
+
+
 @pytest.mark.parametrize("bad", [1.5, "", [1]])
 def test_ids_are_read_as_generate_reads_them(dsbd: Dsbd, bad: object) -> None:
     """pandas makes integers of ids. Guards a row's number in place of its id, which joins the wrong rows."""

@@ -360,8 +360,15 @@ def test_a_column_that_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
     assert [(row.error, row.request and row.request.prompt) for row in rows_of(path)] == [(None, "a"), (None, "b")]
     lines = [json.loads(line) for _, line in lines_reader(path)(io.BytesIO()) if isinstance(line, bytes)]
     assert lines == [
-        {"prompt": "a", "photo": "dict", "parts": "list", "prices": "list", "blob": "bytes", "relevant": ["r"]},
-        {"prompt": "b", "parts": "list", "prices": "list", "blob": "bytes"},
+        {
+            "prompt": "a",
+            "photo": "an object",
+            "parts": "a list",
+            "prices": "a list",
+            "blob": "bytes",
+            "relevant": ["r"],
+        },
+        {"prompt": "b", "parts": "a list", "prices": "a list", "blob": "bytes"},
     ]
 
 
@@ -373,3 +380,6 @@ def test_a_map_is_an_object(tmp_path: Path) -> None:
     first, second = rows_of(path)
     assert first.metadata == {"db": "x"}
     assert "metadata cannot be read as map" in str(second.error)
+    maps = pyarrow.array([[(1, "x")]], pyarrow.map_(pyarrow.int32(), pyarrow.string()))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "metadata": maps}), path)
+    assert [row.metadata for row in rows_of(path)] == [{"1": "x"}]

@@ -37,7 +37,7 @@ from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import ROWS_FAILED
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import MethodConfig
-from dsbd_cli.errors import UsageError, as_utf8, option_name
+from dsbd_cli.errors import DsbdError, UsageError, as_utf8, option_name
 from dsbd_cli.io.lines.replace import write_atomically
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
@@ -308,6 +308,10 @@ def _run(running: Bench, outputs: BenchOutputs) -> bool:
 
     try:
         _write(report, outputs)
+    except DsbdError as error:
+        if failure is None:
+            raise
+        say(str(error), level="error")
     finally:  # a full disk does not lose what was measured
         print_report(report, sys.stdout)
         if sys.stdout is not None:

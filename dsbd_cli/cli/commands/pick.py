@@ -278,7 +278,10 @@ class _PickRun:
                 if row is None:
                     writer.flush()
                     continue
-                if outputs.done.take(row.id, row.key):
+                done = outputs.done.take(row.id, row.key)
+                if isinstance(self._chooser, ByReward) and row.has_id and (done or row.error is not None):
+                    self._chooser.pass_over(row)
+                if done:
                     totals.skipped += 1
                     continue
                 try:

@@ -176,8 +176,9 @@ def lacks_input(files: FileOptions) -> bool:
 def open_input_lines(
     files: FileOptions, stack: ExitStack, usage: str = "dsbd generate < prompts.jsonl"
 ) -> tuple[BinaryIO, str, int | None]:
-    """Open the input. Return the stream, its name, and its size in bytes if that is known. Raises UsageError, which
-    says the usage where nobody has given an input.
+    """Open the input. Return the stream, its name, and its size in bytes if that is known. Raises UsageError.
+
+    usage: for the message where no input is given.
 
     A compressed file is read through first, so that a file that is cut off is reported before a model is loaded.
     """

@@ -150,7 +150,7 @@ def _lines_from_end(stream: io.FileIO, end: int) -> Iterator[tuple[int, bytes]]:
     held, size, begin = b"", 0, end  # held[:size] are the bytes from `begin` to `end`
     while end:
         while (start := held.rfind(b"\n", 0, max(size - 1, 0)) + 1) == 0 and begin:
-            more = min(begin, max(TAIL_BYTES, size))
+            more = min(begin, max(TAIL_BYTES, size), 1 << 30)  # one call reads less than 2 GiB
             begin -= more
             stream.seek(begin)
             held, size = stream.read(more) + held[:size], size + more

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from decimal import Decimal
 
 import orjson
 
-from dsbd_cli.errors import InvalidRowError, UsageError, shorten
+from dsbd_cli.errors import KINDS, InvalidRowError, UsageError, shorten
 from dsbd_cli.io.records.input_forms import OWN, UNSUPPORTED, WITHOUT_EFFECT
 from dsbd_cli.io.records.row import Fields
 
@@ -48,6 +49,8 @@ def row_line(row: Iterable[tuple[str, object]]) -> bytes:
     try:
         return orjson.dumps(fields)
     except TypeError:
+        with suppress(TypeError):  # maps of Parquet may have numbers as keys
+            return orjson.dumps(fields, option=orjson.OPT_NON_STR_KEYS)
         raise InvalidRowError(_why_not_json(fields)) from None
 
 
@@ -66,7 +69,7 @@ def cell_value(name: str, cell: object) -> object:
     if not isinstance(cell, str):
         if name in FIELDS or cell is None or isinstance(cell, bool | int):
             return cell
-        return type(cell).__name__ if isinstance(cell, list | dict | bytes) else str(cell)
+        return KINDS.get(type(cell), "bytes") if isinstance(cell, list | dict | bytes) else str(cell)
     if not cell:
         return None
     if name in TEXTS or name not in FIELDS:

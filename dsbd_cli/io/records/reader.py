@@ -31,7 +31,6 @@ MAX_STOPS, MAX_STOP_BYTES = 16, 256
 MAX_WARNED = 100
 MAX_KNOWN = 256  # checked option sets, and checked grammars, that are kept
 
-
 Prompt = str | tuple[dict[str, str], ...]  # of text, or messages
 
 
@@ -95,8 +94,8 @@ class RowReader:
         return Row(index, number, row_id, request, None, metadata, key, warnings, other_names(raw))
 
     def read_prompt(self, line: bytes | LongLine, *, index: int) -> tuple[str, Prompt | InvalidRowError]:
-        """Return a row's id and what it asks, whatever options it has; or why that cannot be read. The prompt of speech
-        or a picture is what the row says besides, or ""."""
+        """Return a row's id and its prompt or messages, whatever options it has, or why they cannot be read. For speech
+        or a picture it is the text beside it, or ""."""
         row_id = str(index)
         raw: Fields = {}
         try:

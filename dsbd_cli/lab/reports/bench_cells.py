@@ -34,11 +34,6 @@ def number(value: float | None, form: str) -> str:
     return DASH if value is None else format(value, form)
 
 
-def size(count: float | None) -> str:
-    """Return bytes with a unit, or a dash."""
-    return DASH if count is None else bytes_text(count)
-
-
 def percent(interval: Interval | None) -> str:
     """Return a share and its interval in percent, as in `84.5 (79–90)`."""
     if interval is None:
@@ -121,8 +116,8 @@ def work_columns() -> list[ReportColumn]:
 def resource_columns() -> list[ReportColumn]:
     """Return the columns of memory and energy."""
     return [
-        ReportColumn("KV peak/request", lambda row: size(row.kv_peak_bytes)),
-        ReportColumn("peak memory", lambda row: size(row.peak_memory_bytes)),
+        ReportColumn("KV peak/request", lambda row: bytes_text(row.kv_peak_bytes)),
+        ReportColumn("peak memory", lambda row: bytes_text(row.peak_memory_bytes)),
         ReportColumn("J/token", lambda row: number(row.energy.j_per_token, ".3g")),
         ReportColumn("J/token above idle", lambda row: number(row.energy.j_per_token_above_idle, ".3g")),
     ]
