@@ -15,8 +15,7 @@ llama.cpp's Q8_0 counts as int8 weights. It has no beam search, so its cells wit
 
 --equal: the best answers of float32 weights, computed in float32, beside those of transformers.
 
-The whole took an hour on two cores with all engines. What a stopped run has measured is kept and not
-measured again.
+The whole took an hour on two cores with all engines. What a stopped run has measured is kept and not measured again.
 """
 
 from __future__ import annotations
@@ -207,11 +206,8 @@ def measured(
     try:
         for cell in cells:
             few = cell._replace(prompts=min(cell.prompts, max(1, WARM // cell.length)))
-            warm, asked, alone = (
-                take(source, few),
-                able(engines, cell.beams),
-                cell.rounds == 1 and cell.prompts * cell.length >= LARGE,
-            )
+            warm, asked = take(source, few), able(engines, cell.beams)
+            alone = cell.rounds == 1 and cell.prompts * cell.length >= LARGE
             if alone:
                 close()
             for number in range(cell.rounds):
