@@ -90,7 +90,7 @@ class Pair:
         self.first = dsbd_cli.load(spec, models[0] if models else None)
         self.models: dict[str, ForestModel | None] = dict.fromkeys(models[:1], self.first.draft)
         for name in models[1:]:
-            self.models[name] = with_draft(self.first, ModelSpec(name, "draft", dtype)).draft
+            self.models[name] = with_draft(self.first, ModelSpec(name, "draft", dtype), spec).draft
 
     def engine(self, rule: Any, draft: str, batch_size: int, shape: dict[str, int]) -> Engine:
         """shape: num_beams, drafts_per_layer and depth."""

@@ -52,10 +52,10 @@ def worse(before: Sums, after: Sums) -> str | None:
     return ", ".join(worse) or None
 
 
-def with_draft(engine: Engine, spec: ModelSpec, method: MethodConfig | None = None) -> Engine:
+def with_draft(engine: Engine, spec: ModelSpec, target: ModelSpec, method: MethodConfig | None = None) -> Engine:
     """Return a second engine with the same target and another draft, and another method if one is given. The two must
-    not run at once, because they share the target."""
-    draft = _head(engine, spec) if names_head(spec) else _model(engine, spec)
+    not run at once, because they share the target. target: how the engine's target was loaded."""
+    draft = _head(engine, spec, target) if names_head(spec) else _model(engine, spec)
     info = None if engine.info is None else replace(engine.info, draft=spec.source)
     method = method or engine.method
     return engine.replace(draft=draft, method=method, batch_size=engine.batch_size, info=info)
@@ -69,11 +69,11 @@ def _model(engine: Engine, spec: ModelSpec) -> BaseForestModel:
     return draft
 
 
-def _head(engine: Engine, spec: ModelSpec) -> BaseForestModel:
+def _head(engine: Engine, spec: ModelSpec, target: ModelSpec) -> BaseForestModel:
     """Load a head from a folder. It takes the place of the head that read the target's states before."""
     assert isinstance(engine.target, BaseForestModel)
     engine.target.tap(None)
-    return load_head(spec, spec, engine.target)
+    return load_head(spec, target, engine.target)
 
 
 def measure(engines: Sequence[Engine], requests: Sequence[Request]) -> list[Sums]:

@@ -5,7 +5,7 @@ Shape letters: n tokens of an answer, T tokens of a distribution, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -129,13 +129,16 @@ class HeadTeacher(Teacher):
 
 
 @torch.no_grad()
-def likely_tokens(target: ForestModel, answers: Sequence[AnswerTokens], count: int) -> Tensor:
+def likely_tokens(
+    target: ForestModel, answers: Sequence[AnswerTokens], count: int, on_answer: Callable[[int], None] = lambda _: None
+) -> Tensor:
     """Return the tokens with the most mass under the target's distributions, [count] int64, ascending. At most
-    MASS_ANSWERS of the answers are read."""
+    MASS_ANSWERS of the answers are read. on_answer: called after each of these with how many are done."""
     mass, teacher = torch.zeros(target.vocab_size, dtype=torch.float64), Teacher(target, 0)
-    for answer in answers[:: -(-len(answers) // MASS_ANSWERS)]:
+    for number, answer in enumerate(answers[:: -(-len(answers) // MASS_ANSWERS)], 1):
         for logits in teacher._logits(answer):
             mass += logits.softmax(-1).sum(0).cpu()
+        on_answer(number)
     target.release()
     return mass.topk(min(count, len(mass))).indices.sort().values
 

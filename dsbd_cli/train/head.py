@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from dsbd_cli._version import __version__
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, one_line
 from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
@@ -29,7 +31,7 @@ from dsbd_cli.models.checkpoints.loader import is_plain, load_config, load_netwo
 from dsbd_cli.models.decoder.load import spec_or_reason, tensors_of
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import WeightReader
-from dsbd_cli.models.heads.formats import LAYER_IDS, SPECULATORS, layer_spec
+from dsbd_cli.models.heads.formats import LAYER_IDS, SPECULATORS, VERSION, layer_spec
 from dsbd_cli.train.target_answers import AnswerTokens
 
 SPECULATED = 4  # tokens that other engines draft, as the folder's config asks
@@ -253,6 +255,7 @@ class HeadStudent(nn.Module):
         config = {
             "architectures": ["Eagle3Speculator"],
             SPECULATORS: "eagle3",
+            VERSION: __version__,
             "speculators_config": {
                 "algorithm": "eagle3",
                 "default_proposal_method": "greedy",
@@ -307,7 +310,7 @@ def read_head(folder: Path, spec: ModelSpec) -> HeadStudent:
         named = config["speculators_config"]["verifier"]
         head = HeadStudent(config["transformer_layer_config"], config[LAYER_IDS], ids, table, named)
         head.load_state_dict(state)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
         reason = one_line(error)
         raise ModelError(f"{folder} cannot be read ({reason}): remove it to begin anew") from None
     return head

@@ -26,7 +26,7 @@ BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.98), 0.01, 1.0
 WARM_UP_SHARE, WARM_UP_MOST = 0.05, 100
 UNROLLED, DECAY = 4, 0.8  # steps that a head is unrolled for, and the weight of a step relative to the one before
 LOSSES = "losses"  # their name in a checkpoint
-LOGIT_BYTES = 256 << 20  # of a forward's float32 logits
+PART_BYTES = 512 << 20  # of what answers that go through the student together keep in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,6 @@ class Training:
         # most models can leave out the logits of positions that are not needed
         self._can_skip_logits = "logits_to_keep" in inspect.signature(type(student).forward).parameters
 
-    @property
-    def _width(self) -> int:
-        """Number of logits of one position."""
-        width: int = self.student.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        return width
-
     def _weight_sum(self, batch: list[AnswerTokens]) -> float:
         """Return the number by which the sum of the batch's divergences is divided."""
         return sum(one.learnt for one in batch)
@@ -114,7 +108,9 @@ class Training:
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         if not math.isfinite(total):
-            raise DsbdError(f"the loss of step {self.step + 1} is no number: give a lower --learning-rate")
+            raise DsbdError(
+                f"the loss of step {self.step + 1} is no number: give a lower --learning-rate (the answers stay)"
+            )
         for group in self._optimizer.param_groups:
             group["lr"] = self._recipe.rate(self.step)
         nn.utils.clip_grad_norm_(self._parameters, CLIP)
@@ -125,20 +121,20 @@ class Training:
 
     def _parts(self, batch: list[AnswerTokens]) -> list[list[AnswerTokens]]:
         """Divide the batch into answers that go through the student together: of similar length, and few enough for
-        their logits."""
-        most = max(1, LOGIT_BYTES // (4 * self._width))
+        PART_BYTES. An answer that takes more goes alone."""
         parts: list[list[AnswerTokens]] = []
         for one in sorted(batch, key=lambda one: (len(one.prompt), len(one.tokens))):
             wider = [*parts[-1], one] if parts else [one]
-            if parts and len(wider) * self._positions(wider) <= most:
+            if parts and len(wider) * self._bytes(wider) <= PART_BYTES:
                 parts[-1] = wider
             else:
                 parts.append([one])
         return parts
 
-    def _positions(self, part: list[AnswerTokens]) -> int:
-        """Return the number of positions of each answer whose logits are computed."""
-        return _span(part)[1]
+    def _bytes(self, part: list[AnswerTokens]) -> int:
+        """Return the bytes that each answer of a part takes, padded to the longest: of its float32 logits."""
+        width: int = self.student.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        return 4 * _span(part)[1] * width
 
     def _loss(self, part: list[AnswerTokens]) -> Tensor:
         """Return the sum of the divergences over all tokens of the answers."""
@@ -164,12 +160,12 @@ class HeadTraining(Training):
 
     student: HeadStudent
 
-    @property
-    def _width(self) -> int:
-        return UNROLLED * len(self.student.d2t)
-
-    def _positions(self, part: list[AnswerTokens]) -> int:
-        return max(one.learnt for one in part)
+    def _bytes(self, part: list[AnswerTokens]) -> int:
+        """Return the bytes that each answer of a part takes, padded to the longest: of its float32 logits and attention
+        scores in each unrolled step, and of the target's states."""
+        spec, learnt, most = self.student.spec, max(one.learnt for one in part), max(len(one.text) for one in part)
+        scores = spec.heads * most
+        return 4 * (UNROLLED * learnt * (len(self.student.d2t) + scores) + most * len(self.student.taps) * spec.hidden)
 
     def _weight_sum(self, batch: list[AnswerTokens]) -> float:
         found = 0.0

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from dsbd_cli.config.model import DTYPES, ModelSpec
-from dsbd_cli.errors import ModelError, UsageError, writing
+from dsbd_cli.errors import ModelError, OutputError, UsageError, writing
 from dsbd_cli.models.checkpoints.head import HEAD_FILE, TrimmedHead, head_keys, output_head, write_head
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import eos_ids, is_gguf, load, load_config, load_tokenizer
@@ -210,5 +211,7 @@ def _write(model: Any, head: TrimmedHead, folder: Path, output: Path) -> None:
             model.save_pretrained(unfinished, state_dict=state)
             write_head(unfinished, head)
             unfinished.replace(output)
+    except SafetensorError as error:  # of a full disk, too
+        raise OutputError(f"cannot write {output}: {error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

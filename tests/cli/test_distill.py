@@ -86,7 +86,8 @@ def test_from_prompts_to_a_draft(
     assert milestones[-1]["measured"]["speed"]["drafted"] > 0
     for word in ("before", "after", "layers that pass", "tokens/s with the draft", "on 3 held-out prompts"):
         assert word in out
-    assert f": dsbd generate --target {target} --draft {folder}\n" in out  # as a shell takes it
+    # as a shell takes it
+    assert f": dsbd generate --target {target} --draft {folder} --dtype float32 --num-beams 2\n" in out
     assert "steps per target call: tokens by which one run of the target makes each beam longer" in out
     assert ("this draft pays: " in out) is (
         milestones[-1]["measured"]["speed"]["drafted"] > milestones[-1]["measured"]["speed"]["plain"]
@@ -138,13 +139,15 @@ def test_from_prompts_to_a_head(target: str, prompts: str, tmp_path: Path, capfd
     assert tensors["t2d"].sum() == len(tensors["d2t"]) == 200
     assert not {path.name for path in folder.iterdir()} & {"tokenizer.json", "checkpoint", ".draft"}
     for words in ([], ["--decode", "search"]):
-        options = [*OPTIONS, *words, "-i", prompts]
         texts = []
-        for draft in ("none", str(folder)):
-            given = tmp_path / f"{len(words)}-{draft == 'none'}.jsonl"
-            assert run(["generate", "--target", target, "--draft", draft, *options, "-o", str(given)]) == 0
-            texts.append([json.loads(line)["text"] for line in given.read_text().splitlines()])
+        for draft in (["none"], [str(folder), "--depth", "2", "--drafts-per-layer", "4"]):
+            given = tmp_path / f"{len(words)}-{len(draft)}.jsonl"
+            options = ["--draft", *draft, *OPTIONS, *words, "-i", prompts, "-o", str(given)]
+            assert run(["generate", "--target", target, *options]) == 0
+            records = [json.loads(line) for line in given.read_text().splitlines()]
+            texts.append([record["text"] for record in records])
         assert texts[0] == texts[1]
+        assert sum(record["stats"]["drafted"] for record in records) > 0
 
 
 def test_a_head_of_an_int8_target(
@@ -170,6 +173,52 @@ def test_a_head_of_an_int8_target(
     capfd.readouterr()
     distil(target, prompts, tmp_path / "head", *words[:-2], code=2)
     assert "--quantize was int8 and is None: go on with what --output" in capfd.readouterr().err
+
+
+def test_other_steps_keep_the_answers(
+    target: str, prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a night of answers, where the loss is no number and a lower rate is asked for."""
+    folder, whole, words = tmp_path / "head", tmp_path / "whole", ["--vocab", "150"]
+    step = Training.run_step
+
+    def fail(self: Training) -> float:
+        loss = step(self)
+        if self.step < 3:
+            return loss
+        for weights in self.student.parameters():
+            weights.data.fill_(float("nan"))
+        return step(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Training, "run_step", fail)
+        distil(target, prompts, folder, "--steps", "9", *words, code=1)
+    assert "is no number: give a lower --learning-rate (the answers stay)" in capfd.readouterr().err
+    stamp = (folder / "answers.jsonl").stat().st_mtime_ns
+    words += ["--steps", "4", "--learning-rate", "0.0001"]
+    distil(target, prompts, folder, *words)
+    said = "--steps was 9 and is 4, --learning-rate was 0.001 and is 0.0001: training begins anew with the answers in "
+    assert said in capfd.readouterr().err
+    assert (folder / "answers.jsonl").stat().st_mtime_ns == stamp
+    assert [one["step"] for one in record_of(folder)["milestones"]] == [0, 2, 4]
+    distil(target, prompts, whole, *words)
+    assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_a_signal_while_tokens_are_chosen(
+    target: str, prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing more is begun: no head is made, and none measured."""
+    choose = command._Distilling._on_choice
+
+    def stop(self: Any, number: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        choose(self, number)
+
+    monkeypatch.setattr(command._Distilling, "_on_choice", stop)
+    distil(target, prompts, tmp_path / "head", "--steps", "2", "--vocab", "150", code=143)
+    assert "stopped; the same command goes on" in capfd.readouterr().err
+    assert not (tmp_path / "head" / "checkpoint").exists()
 
 
 @pytest.mark.parametrize(
@@ -357,6 +406,7 @@ def test_prompts_go_through_the_chat_template_where_that_is_asked_for(
         ("-i {p} -o {o} --layers 1 --vocab 100", "--vocab would do nothing, because --form model keeps all tokens"),
         ("-i {p} -o {o} --vocab 3", "--vocab is 3, but must be 64 or more"),
         ("-i {p} -o {o} --device cuda:99", "device 'cuda:99' is not there"),
+        ("-i {p} -o {o} --device cpu,cpu", "--device names cpu for the draft, but a head runs where its target does"),
         ("-i {p} -o {o} --form tail", "--form is 'tail', but must be one of head, model"),
         ("-i {p} -o {o} --num-beams 0", "--num-beams is 0, but must be 1 or more"),
         ("-i {p} -o {o} --seed -1", "seed is -1, but must be an integer from 0"),
@@ -367,7 +417,10 @@ def test_prompts_go_through_the_chat_template_where_that_is_asked_for(
         ("-i {p} -o {t}", "--output {t} exists: name a new folder"),
         ("-i {p} -o {o}\udcff", "--output is '{o}\\udcff', which is not UTF-8"),
         ("-i {p} -o {o}/a/b", "--output {o}/a/b: No such file or directory"),
-        ("-i {p} -o {u}", "--steps was 9 and is 1000: go on with what --output {u} was begun with, or name a new"),
+        (
+            "-i {p} -o {u} --decode search",
+            "--decode was sample and is search: go on with what --output {u} was begun with, or name a new folder",
+        ),
         ("-i {p} -o {d}", "dsbd_distill.json cannot be read: name a new folder with --output"),
     ],
 )

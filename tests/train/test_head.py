@@ -12,9 +12,11 @@ import torch
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.errors import ModelError
 from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.models.heads.load import load_head
 from dsbd_cli.models.load_model import load_model
+from dsbd_cli.train.compare import with_draft
 from dsbd_cli.train.distributions import HeadTeacher, Teacher, divergence, likely_tokens
 from dsbd_cli.train.head import HeadStudent, Trees, new_head, read_head, tapped_layers
 from dsbd_cli.train.target_answers import AnswerTokens, make_answers, read_answers
@@ -92,7 +94,7 @@ def test_what_is_written_is_what_was_trained(spec: ModelSpec, target: Any, tmp_p
     found = load_head(ModelSpec(str(tmp_path), "draft", dtype="float32", device="cpu"), spec, target)
     assert found.head_ids is not None
     assert found.head_ids.tolist() == IDS.tolist()
-    found.read_from(head.taps)
+    assert target._tap.layers == head.taps, "as written, whatever the states of other layers would give"
     text = ANSWERS[1].text
     places = torch.arange(len(text))
     batch = ForestInput(
@@ -169,7 +171,7 @@ def test_a_step_of_a_head_does_not_depend_on_how_its_answers_are_put_together(
     monkeypatch.setattr(training, "BATCH", len(ANSWERS))
     losses = []
     for most in (1 << 30, 1):
-        monkeypatch.setattr(training, "LOGIT_BYTES", most)
+        monkeypatch.setattr(training, "PART_BYTES", most)
         head = shaken(spec)
         run = HeadTraining(head, HeadTeacher(target, head.taps, IDS), ANSWERS, Recipe(10, 1e-3, 0, autocast=False))
         assert len(run._parts(list(ANSWERS))) == (1 if most > 1 else len(ANSWERS))
@@ -183,6 +185,42 @@ def test_a_step_of_a_head_does_not_depend_on_how_its_answers_are_put_together(
             apart = divergence(logits[0], law.ids, law.logs)[real[0]]
             found, weights = found + 0.8**step * apart.sum().item(), weights + 0.8**step * len(apart)
     assert losses[0] == pytest.approx(found / weights, rel=1e-5)
+
+
+def test_long_prompts_go_through_a_head_one_by_one(
+    spec: ModelSpec, target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards memory that grows with the prompts: of attention scores, and of the target's states."""
+    from dsbd_cli.train import training
+
+    monkeypatch.setattr(training, "PART_BYTES", 600_000)
+    head = shaken(spec)
+    run = HeadTraining(head, HeadTeacher(target, head.taps, IDS), ANSWERS, Recipe(10, 1e-3, 0, autocast=False))
+    for length, parts in ((4, 1), (400, 4)):
+        answers = [AnswerTokens(tuple(range(length)), (20, 21, 22 + one)) for one in range(4)]
+        assert len(run._parts(answers)) == parts
+
+
+def test_a_damaged_checkpoint_is_named(spec: ModelSpec, tmp_path: Path) -> None:
+    shaken(spec).write(tmp_path, "float32")
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 40)
+    with pytest.raises(ModelError, match=r"cannot be read .*: remove it to begin anew"):
+        read_head(tmp_path, spec)
+
+
+def test_a_head_is_measured_with_the_targets_own_ids(tmp_path: Path) -> None:
+    """Guards targets whose LM head is a table of its own: the head takes rows of it, not of itself."""
+    place = save_decoder(tmp_path / "t", build_decoder("llama", num_hidden_layers=LAYERS, tie_word_embeddings=False))
+    spec = ModelSpec(str(place), dtype="float32", device="cpu")
+    (tmp_path / "h").mkdir()
+    new_head(spec, IDS, 0).write(tmp_path / "h", "float32")
+    plain, draft = (
+        Engine(load_model(spec)[0], None, NumberCodec(V)),
+        ModelSpec(str(tmp_path / "h"), "draft", "float32"),
+    )
+    pair = with_draft(plain, draft, spec, MethodConfig())
+    assert pair.draft is not None
+    assert pair.draft.own_ids_below == V
 
 
 def test_the_teacher_of_a_head(spec: ModelSpec, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dsbd_cli.config.method import MethodConfig
@@ -18,7 +18,7 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
+from dsbd_cli.errors import ModelError, OutputError, UnsupportedModelError, UsageError
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.checkpoints.head import HEAD_FILE
 from dsbd_cli.models.load_model import load_model
@@ -237,3 +237,16 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--size is 97"):
         trim(spec(full), tmp_path / "wide", COUNTS, size=97)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "small"]
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors has an error of its own for it."""
+
+    def fail(*_: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    full = save(tmp_path / "full", "llama")
+    monkeypatch.setattr("dsbd_cli.train.trim.write_head", fail)
+    with pytest.raises(OutputError, match=r"cannot write .*small: .*No space left"):
+        trim(spec(full), tmp_path / "small", COUNTS, size=12)
+    assert not list(tmp_path.glob("*small*"))

@@ -6,6 +6,7 @@ import math
 import shlex
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
@@ -69,10 +70,12 @@ STEPS = 1000
 FEW_PROMPTS = 500
 CUT_RATE, NEW_RATE = 5e-4, 1e-3  # learning rates: for the target's own layers, for a small Llama or a head
 TREES = 4  # for a head, one in so many prompts is answered with all beams, the others with one
+OF_TRAINING = ("layers", "hidden_size", "vocab", "steps", "learning_rate")  # settings that no answer depends on
 ANSWERED = 32  # prompts that are answered together
+TURN = 512  # prompts of which those with all beams are answered before the others
 HELD_OUT_BETWEEN = 16  # held-out prompts that are measured on between the first and the last step
 EVALUATIONS = 8
-RECENT = 25  # steps whose mean loss is shown
+RECENT = 25  # steps whose mean loss is shown, and whose time tells that of the rest
 CHECKPOINT_S = 300.0
 SPEED_S = 60.0  # for runs with and without the draft, before and after training
 
@@ -188,6 +191,7 @@ class _Distilling:
         self._folder, self._signals, self._talk = folder, signals, talk
         self._spec, self._draft_device = settings.target, draft_device
         self._made_folder = False
+        self._changes = list[str]()  # settings of training that differ from those of the run before, in words
 
     def run(self) -> None:
         """Answer the prompts, train the draft, measure it, and print the results."""
@@ -195,6 +199,10 @@ class _Distilling:
 
         options = self._options
         shape = student_shape(self._spec, options.layers, options.hidden_size, options.form, options.vocab)
+        if shape.form == "head" and self._draft_device is not None:
+            raise UsageError(
+                f"--device names {self._draft_device} for the draft, but a head runs where its target does"
+            )
         requests, digest = self._requests()
         held, learnt = hold_out(requests)
         self._record = self._begin(shape, digest)
@@ -204,6 +212,8 @@ class _Distilling:
 
         # the file stays locked to the end, so that no second run trains in this folder
         with open_answers(self._folder / ANSWERS) as (done, writer):
+            if self._changes:
+                self._train_anew()
             try:
                 self._talk.now("loading the target")
                 engine = self._settings.load()
@@ -271,17 +281,30 @@ class _Distilling:
             raise UsageError(f"--output {folder} is finished: use it with --draft, or name a new folder")
         for item in fields(TrainingPlan):
             was, now = getattr(record.plan, item.name), getattr(plan, item.name)
-            if was != now:
-                change = "holds other prompts" if item.name == "input" else f"was {was} and is {now}"
+            if was == now:
+                continue
+            change = "holds other prompts" if item.name == "input" else f"was {was} and is {now}"
+            if item.name not in OF_TRAINING:
                 raise UsageError(
                     f"{option_name(item.name)} {change}: go on with what --output {folder} was begun with, or "
                     "name a new folder"
                 )
+            self._changes.append(f"{option_name(item.name)} {change}")
+        record.plan = plan
         return record
+
+    def _train_anew(self) -> None:
+        """Drop what was trained with other settings. The answers stay."""
+        say(f"{', '.join(self._changes)}: training begins anew with the answers in {self._folder / ANSWERS}")
+        self._record.milestones.clear()
+        self._record.write(self._folder)
+        shutil.rmtree(self._folder / CHECKPOINT, ignore_errors=True)
 
     @contextmanager
     def _stopping(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Call `stop` if a signal comes within the block. Raises StoppedError after the block if one came."""
+        """Call `stop` if a signal comes within the block. Raises StoppedError after the block if one came, and before
+        it if one came earlier."""
+        self._check_stopped()
         self._signals.on_stop = stop
         try:
             yield
@@ -310,7 +333,7 @@ class _Distilling:
     def _answer(self, engine: Engine, requests: list[Request], done: int, writer: LineWriter, *, trees: bool) -> None:
         """Let the target answer the prompts that have no answer yet, and read all answers.
 
-        trees: for a head, every TREES-th prompt is answered with all beams, then the others with one.
+        trees: for a head, every TREES-th prompt is answered with all beams, the others with one.
         """
         from dsbd_cli.train.target_answers import make_answers, read_answers
 
@@ -366,9 +389,11 @@ class _Distilling:
         record = self._record
         steps = record.plan.steps
         every = max(1, steps // EVALUATIONS)
-        first, saved, losses = training.step, time.monotonic(), training.losses
+        saved, losses = time.monotonic(), training.losses
         share = min(1.0, HELD_OUT_BETWEEN / max(1, len(held)))  # of the held-out prompts, between the ends
-        trained, measured = 0.0, 0.0  # seconds of all steps, of a measurement on all held-out prompts
+        # seconds of the last steps, and of a measurement on all held-out prompts; steps are faster when each answer has
+        # been read once
+        lately, measured = deque[float](maxlen=RECENT), 0.0
         while training.step < steps:
             if training.step % every == 0 and training.step not in {one.step for one in record.milestones}:
                 self._save(training)
@@ -380,8 +405,8 @@ class _Distilling:
                 measured = (saved - began) / (share if training.step else 1.0)
             began = time.monotonic()
             losses.append(training.run_step())
-            trained += time.monotonic() - began
-            left = trained / (training.step - first) * (steps - training.step)
+            lately.append(time.monotonic() - began)
+            left = fmean(lately) * (steps - training.step)
             to_measure = math.ceil(steps / every) - math.ceil(training.step / every) + 1
             left += measured * (1 + share * (to_measure - 1))
             recent, latest = fmean(losses[-RECENT:]), record.milestones[-1]
@@ -404,7 +429,19 @@ class _Distilling:
         if not self._options.quiet:
             chat = ["--chat"] if self._options.chat else []
             words = ["dsbd", "generate", "--target", record.plan.target, "--draft", str(self._folder), *chat]
-            show(record, self._folder, len(held), shlex.join(words))
+            show(record, self._folder, len(held), shlex.join([*words, *self._as_trained()]))
+
+    def _as_trained(self) -> list[str]:
+        """Return the options by which generate runs the target as it was run here, where they are no defaults."""
+        plan, words = self._record.plan, list[str]()
+        for name, value, default in (
+            ("--dtype", plan.dtype, "auto"),
+            ("--quantize", plan.quantize, None),
+            ("--decode", plan.decode, "sample"),
+            ("--num-beams", plan.num_beams, MethodConfig().num_beams),
+        ):
+            words += [] if value == default else [name, str(value)]
+        return words + ["--trust-remote-code"] * self._spec.trust_remote_code
 
     def _record_milestone(self, engine: Engine, training: Training, folder: Path, held: list[Request]) -> None:
         """Measure the draft in a folder, record the milestone and print it. The losses since the milestone before are
@@ -467,12 +504,16 @@ class _Distilling:
         if going_on:
             student = read_head(self._folder / CHECKPOINT, self._spec)
         else:
-            self._talk.now("choosing the tokens of the head")
             assert shape.vocab is not None
-            ids = likely_tokens(target, self._answers, shape.vocab)
+            ids = likely_tokens(target, self._answers, shape.vocab, self._on_choice)
             student = new_head(self._spec, ids, recipe.seed)
         teacher = HeadTeacher(target, student.taps, student.ids)
         return HeadTraining(student.to(target.device), teacher, self._answers, recipe)
+
+    def _on_choice(self, number: int) -> None:
+        """Say that `number` answers were read to choose the tokens of a head, and end where a signal came."""
+        self._talk.now(f"choosing the tokens of the head: {number} answers read")
+        self._check_stopped()
 
     def _draft_spec(self, source: str, dtype: str) -> ModelSpec:
         """Return how to load a draft that is made from the target. It may use the code of the target's checkpoint."""
@@ -493,7 +534,7 @@ class _Distilling:
 
         plain = self._settings.method
         method = MethodConfig(rule=plain.rule, num_beams=plain.num_beams, depth=DEFAULT_DEPTH)
-        pair = with_draft(engine, self._draft_spec(str(folder), _compute_dtype(engine)), method)
+        pair = with_draft(engine, self._draft_spec(str(folder), _compute_dtype(engine)), self._spec, method)
         held = [replace(one, sampling=replace(one.sampling, n_best=1)) for one in held]
         found = self._measured(pair, held, speed=speed)
         if self._record.plan.form == "model" or method.num_beams == 1:
@@ -537,15 +578,20 @@ def _default_rate(shape: StudentShape) -> float:
 
 
 def _with_trees(engine: Engine, requests: list[Request]) -> list[tuple[Engine, list[Request]]]:
-    """Return engines, each with the prompts that it answers.
+    """Return engines, each with prompts that it answers, in order.
 
     The engine itself answers every TREES-th prompt with all beams, and another one the others with one sampled beam.
+    They take turns, so that the time of the answers so far tells that of the rest.
     """
-    one = [replace(one, sampling=replace(one.sampling, n_best=1)) for one in requests]
+    every = [replace(one, sampling=replace(one.sampling, n_best=1)) for one in requests]
     if engine.method.num_beams == 1:
-        return [(engine, one)]
+        return [(engine, every)]
     single = engine.replace(method=MethodConfig(num_beams=1, depth=0))
-    return [(engine, one[::TREES]), (single, [row for place, row in enumerate(one) if place % TREES])]
+    turns: list[tuple[Engine, list[Request]]] = []
+    for start in range(0, len(every), TURN):
+        some = every[start : start + TURN]
+        turns += [(engine, some[::TREES]), (single, [row for place, row in enumerate(some) if place % TREES])]
+    return turns
 
 
 def _is_best(milestones: Sequence[Milestone]) -> bool:

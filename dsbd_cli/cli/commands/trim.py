@@ -207,7 +207,8 @@ class _Trimming:
         from dsbd_cli.train.compare import measure, with_draft
 
         small = replace(self._draft, source=str(self._output))
-        first, second = measure((self._engine, with_draft(self._engine, small)), held)
+        trimmed = with_draft(self._engine, small, self._settings.target)
+        first, second = measure((self._engine, trimmed), held)
         return first, second
 
     @cached_property

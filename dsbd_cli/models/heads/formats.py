@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from dsbd_cli.ops.interface import Linear
 
 SPECULATORS = "speculators_model_type"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+VERSION = "dsbd_version"  # in the config of a head that `dsbd distill` made
 MTP_HEAD = "shared_head.head.weight"
 PICKLE = "pytorch_model.bin"
 # settings of a head itself, in addition to those of its layer
@@ -36,9 +38,10 @@ OWN = frozenset((*FLAGS, LAYER_IDS, "draft_vocab_size", "target_hidden_size", "u
 # settings that do not change what a head computes
 IDLE = frozenset(
     """
-    architectures auto_map dtype eagle_config embed_requires_grad enable_sp_ulysses has_no_defaults_at_init model_type
-    num_aux_hidden_states speculators_config speculators_model_type speculators_version target_model_type torch_dtype
-    transformer_layer_config transformers_version _attn_implementation _name_or_path
+    architectures auto_map dsbd_version dtype eagle_config embed_requires_grad enable_sp_ulysses
+    has_no_defaults_at_init model_type num_aux_hidden_states speculators_config speculators_model_type
+    speculators_version target_model_type torch_dtype transformer_layer_config transformers_version
+    _attn_implementation _name_or_path
     """.split()
 )
 LEFT_OUT = ("layer_types", "max_window_layers", "model_type", "num_hidden_layers", "sliding_window")
@@ -135,13 +138,26 @@ def read_eagle3(folder: Path, target: BaseForestModel) -> FoundHead:
         _tensors(folder), lambda name: name.removeprefix("model.").replace("midlayer.", "layers.0.").removesuffix("_")
     )
     layers = _layer_ids(own.get(LAYER_IDS), target.layer_count, speculators=kind is not None)
+    if VERSION in config:  # it names layers as documented
+        layers = layers[:1]
     flags = {name: bool(own.get(name)) for name in FLAGS}
     decoder, ids = _eagle3(tensors, spec, target, len(layers[0]), flags, own.get("draft_vocab_size"))
     tensors.refuse_rest(UNUSED)
     kept = "all tokens" if ids is None else f"{len(ids)} of {vocabulary} tokens"
     said = ", ".join(name for name in FLAGS if flags[name])
-    form = f"EAGLE-3, {'speculators' if kind else 'raw'} form, {kept}" + (f", {said}" if said else "")
+    form = f"EAGLE-3, {'speculators' if kind else 'raw'} form{_verifier(config)}, {kept}" + (
+        f", {said}" if said else ""
+    )
     return FoundHead(decoder, ids, layers, form)
+
+
+def _verifier(config: Mapping[str, Any]) -> str:
+    """Return for which target a head was made, in words, where its config says so. Another target of the same sizes
+    takes it, too."""
+    speculators = config.get("speculators_config")
+    verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
+    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    return f" for {shorten(name)}" if isinstance(name, str) and name else ""
 
 
 def read_mtp(tensors: Tensors, target: DecoderForestModel) -> FoundHead:
@@ -256,12 +272,12 @@ def _layer_ids(given: Any, layers: int, *, speculators: bool) -> tuple[tuple[int
     if given is None:
         given = (2, layers // 2, layers - 3)
         choices = [0]
-    elif isinstance(given, list) and all(type(one) is int for one in given):
+    elif isinstance(given, list) and given and all(type(one) is int for one in given):
         choices = [0, 1] if speculators else [1, 0]
     else:
         raise ModelError(f"its config says {LAYER_IDS} = {shorten(given)}, which is no list of layers")
     found = [tuple(one + more for one in given) for more in choices]
-    fitting = tuple(one for one in found if one and min(one) >= 0 and max(one) <= layers)
+    fitting = tuple(one for one in found if min(one) >= 0 and max(one) <= layers)
     if not fitting:
         raise PairError(f"it reads the layers {', '.join(map(str, given))}, and the target has {layers}")
     return fitting
@@ -324,6 +340,11 @@ def _tensors(folder: Path) -> Tensors:
         if not found and (folder / PICKLE).is_file():
             state = torch.load(folder / PICKLE, map_location="cpu", weights_only=True, mmap=True)
             found = {name: partial(state.__getitem__, name) for name in state}
-    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+    except UnpicklingError:
+        raise ModelError(
+            f"its weights cannot be read: {PICKLE} holds more than tensors, which could run code: get them as "
+            "safetensors"
+        ) from None
+    except (OSError, EOFError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"its weights cannot be read: {' '.join(str(error).split())[:160]}") from None
     return found

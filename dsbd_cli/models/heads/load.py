@@ -29,7 +29,10 @@ def names_head(spec: ModelSpec) -> bool:
     if spec.in_target:
         return True
     place = locate(spec)
-    return place.is_dir() and is_head(place)
+    try:
+        return place.is_dir() and is_head(place)
+    except ModelError as error:
+        raise ModelError(f"draft model {spec.source!r} cannot be read: {error}") from None
 
 
 def load_head(spec: ModelSpec, target_spec: ModelSpec, target: BaseForestModel) -> TargetHead:

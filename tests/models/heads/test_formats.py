@@ -26,7 +26,7 @@ from tests.helpers.checkpoints import numbers, save
 from tests.helpers.pairs import build_pair
 from tests.helpers.tiny import build
 from tests.models.decoders import V, build_decoder, save_decoder
-from tests.models.heads.checkpoints import KEPT, LAYERS, add_mtp, eagle3
+from tests.models.heads.checkpoints import KEPT, LAYER_IDS, LAYERS, add_mtp, eagle3
 
 
 def spec_for(source: Path | str, role: Any = "target", **more: Any) -> ModelSpec:
@@ -110,6 +110,34 @@ def test_both_conventions_of_layer_numbers_are_tried(
     assert f"after {chosen} layers (loss 0.00 on a text of the target; 1.00 one layer off)" in found.form
 
 
+def test_a_head_of_our_own_is_read_as_it_was_trained(
+    target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No text decides it; the name of its target is told, because another one of the same sizes takes it, too."""
+    monkeypatch.setattr(heads, "_loss", lambda *_: pytest.fail("tried"))
+    verifier = {"verifier": {"name_or_path": "models/its-target", "architectures": ["LlamaForCausalLM"]}}
+    found = read(eagle3(tmp_path, "speculators", dsbd_version="0.1.0", speculators_config=verifier), target)
+    assert found.form.startswith("EAGLE-3, speculators form for 'models/its-target', ")
+    assert f"it reads the states after {', '.join(map(str, LAYER_IDS))} layers" in found.form
+
+
+@pytest.mark.parametrize("damaged", [None, "pickle"])
+def test_damaged_weights_name_the_draft(damaged: str | None, folder: Path, tmp_path: Path) -> None:
+    """Guards the look at a draft that only its tensors show to be a head. torch's own text about a pickle of more than
+    tensors says how to run its code."""
+    place = eagle3(tmp_path / "h", "raw", architectures=None)
+    (place / "model.safetensors").write_bytes(b"x" * 40)
+    if damaged:
+        (place / "model.safetensors").unlink()
+        torch.save({"x": Path("x")}, place / "pytorch_model.bin")
+    with pytest.raises(
+        ModelError, match=f"draft model '{place}' cannot be read: its weights cannot be read: "
+    ) as found:
+        load_pair(spec_for(folder), spec_for(place, "draft"))
+    assert ("holds more than tensors, which could run code" in str(found.value)) is bool(damaged)
+    assert "weights_only" not in str(found.value)
+
+
 def test_an_end_token_outside_of_the_vocabulary_begins_no_text(folder: Path, tmp_path: Path) -> None:
     """Guards a traceback at load, where the target's text says which layers a head reads."""
     place = shutil.copytree(folder, tmp_path / "t")
@@ -136,6 +164,10 @@ def test_without_layer_numbers_those_of_the_paper_are_taken(tmp_path: Path) -> N
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight is 64 x 192"),
         ({"draft_vocab_size": 70}, "d2t has 78 tokens, but its config says 70"),
         ({"transformer_layer_config": 3}, "transformer_layer_config = 3, which is no object"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": []},
+            "eagle_aux_hidden_state_layer_ids = \\[\\], which is no list of layers",
+        ),
         ({"eagle_aux_hidden_state_layer_ids": 3}, "eagle_aux_hidden_state_layer_ids = 3, which is no list of layers"),
         ({"norm_before_fc": None, "fc_norm": True, "unused": None}, None),
     ],
