@@ -151,6 +151,20 @@ def test_a_file_of_unknown_origin_is_refused(job: Callable[..., Outcome], tmp_pa
     assert (outcome.code, (tmp_path / "out").read_text()) == (2, '{"id": "a"}\nmy notes')
 
 
+def test_steps_of_another_run_stay(job: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Guards the steps of yesterday, where a new output is begun with --existing resume."""
+    stats = ("--set", f"stats={tmp_path / 'steps'}")
+    job(*stats, lines=ROWS)
+    held = (tmp_path / "steps").read_text()
+    assert held
+    for name in ("out", "out.dsbd-run"):
+        (tmp_path / name).unlink()
+    outcome = job(*stats, "--existing", "resume", lines=ROWS)
+    assert outcome.code == 2
+    assert f"steps holds the steps of another run, as {tmp_path / 'out'} is new: name another file" in outcome.err
+    assert (tmp_path / "steps").read_text() == held
+
+
 @pytest.mark.parametrize("left", [b"", b'{"schema": "dsbd.out'])
 def test_a_run_that_was_killed_before_its_first_record_is_begun(
     job: Callable[..., Outcome], tmp_path: Path, left: bytes

@@ -167,12 +167,18 @@ def test_of_two_writers_of_a_new_file_one_is_refused(tmp_path: Path) -> None:
     assert [(item.name, item.read_bytes()) for item in tmp_path.iterdir()] == [("x", b"1")]
 
 
+STEP = {"schema": "dsbd.step/1"}
+
+
 def test_steps_of_a_row_without_a_record_are_cut(tmp_path: Path) -> None:
     done = DoneRows()
     done.add("a", "k", failed=False)
-    steps = [json.dumps({"id": row_id, "iteration": place}).encode() + b"\n" for place, row_id in enumerate("aabb")]
-    with opened(tmp_path / "steps", b"".join(steps) + b'{"id": "b"') as stream:
-        cut_unfinished_steps(stream, done)
+    steps = [
+        json.dumps(STEP | {"id": row_id, "iteration": place}, separators=(",", ":")).encode() + b"\n"
+        for place, row_id in enumerate("aabb")
+    ]
+    with opened(tmp_path / "steps", b"".join(steps) + b'{"schema":"dsbd.step/1","id"') as stream:
+        cut_unfinished_steps(stream, Path("steps"), done)
     assert (tmp_path / "steps").read_bytes() == b"".join(steps[:2])
 
 
@@ -184,21 +190,31 @@ def test_steps_are_cut_behind_the_last_row_with_a_record(
     monkeypatch.setattr("dsbd_cli.io.lines.resume.TAIL_BYTES", block)
     done = DoneRows()
     done.add("a", "k", failed=False)
-    lines = [json.dumps({"id": row_id, "x": "y" * place}).encode() + b"\n" for place, row_id in enumerate("bbab" * 3)]
+    lines = [
+        json.dumps(STEP | {"id": row_id, "x": "y" * place}).encode() + b"\n" for place, row_id in enumerate("bbab" * 3)
+    ]
     for kept in (0, 3, 11):
         held = b"".join(lines[:kept] + [line for line in lines[kept:] if b'"b"' in line])
         with opened(tmp_path / f"steps{kept}", held) as stream:
-            cut_unfinished_steps(stream, done)
+            cut_unfinished_steps(stream, Path("steps"), done)
         assert (tmp_path / f"steps{kept}").read_bytes() == b"".join(lines[:kept])
 
 
 def test_steps_of_another_run_are_read_once(tmp_path: Path) -> None:
     """Guards against a block of the file for each of its lines, which took hours."""
-    held = b'{"id": "b"}\n' * 300_000
+    held = b'{"schema":"dsbd.step/1","id":"b"}\n' * 200_000
     with opened(tmp_path / "steps", held) as stream, _Counted(stream) as counted:
-        cut_unfinished_steps(counted, DoneRows())
+        cut_unfinished_steps(counted, Path("steps"), DoneRows())
     assert (tmp_path / "steps").read_bytes() == b""
     assert counted.bytes < 3 * len(held)
+
+
+@pytest.mark.parametrize("held", ["my notes", "my notes\n", '{"id": "a"}\n', '{"schema":"dsbd.output/1","id":"a"}\n'])
+def test_lines_that_are_no_steps_are_not_cut(held: str, tmp_path: Path) -> None:
+    said = "--set stats=steps holds lines that are no steps of dsbd"
+    with opened(tmp_path / "steps", held.encode()) as stream, pytest.raises(UsageError, match=said):
+        cut_unfinished_steps(stream, Path("steps"), DoneRows())
+    assert (tmp_path / "steps").read_text() == held
 
 
 class _Counted(io.FileIO):

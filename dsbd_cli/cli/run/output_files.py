@@ -158,7 +158,13 @@ class Outputs:
             stream.seek(end)
         totals.skipped_failed = self.done.failed
         if self._steps is not None:
-            cut_unfinished_steps(self._steps, self.done)
+            path = self._files.stats
+            assert path is not None
+            if self._steps.seek(0, io.SEEK_END) and not settings_file(output).exists():
+                raise UsageError(
+                    f"--set stats={path} holds the steps of another run, as {output} is new: name another file"
+                )
+            cut_unfinished_steps(self._steps, path, self.done)
 
     def _writer(self, path: Path | None, stream: io.FileIO | None) -> LineWriter:
         if stream is not None:

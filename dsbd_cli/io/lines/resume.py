@@ -21,10 +21,13 @@ import orjson
 from dsbd_cli.errors import UsageError
 from dsbd_cli.io.lines.jsonl import read_object
 from dsbd_cli.io.lines.replace import replacing, write_atomically
+from dsbd_cli.io.schemas.contracts import STEP
 
 AGAIN = "name another file, or replace it with --existing overwrite"
 SETTINGS_SCHEMA = "dsbd.run/1"
 OPENAI_ID = "batch_req_"
+STEP_SCHEMA = STEP.id.partition("/")[0]  # of any version
+STEP_BEGIN = b'{"schema":"%b/' % STEP_SCHEMA.encode()
 TAIL_BYTES = 1 << 20
 
 Settings = dict[str, object]
@@ -215,11 +218,24 @@ def drop_failed(stream: io.FileIO, path: Path) -> tuple[io.FileIO, int]:
     return fresh, len(bad)
 
 
-def cut_unfinished_steps(stream: io.FileIO, done: DoneRows) -> None:
-    """Cut off the last lines of a --set stats file whose row has no record, because they will be written again."""
-    for end, line in _lines_from_end(stream, whole_size(stream)):
-        row_id = (read_object(line) or {}).get("id")
-        if isinstance(row_id, str) and done.has_id(row_id):
-            truncate_at(stream, end)
-            return
-    truncate_at(stream, 0)
+def cut_unfinished_steps(stream: io.FileIO, path: Path, done: DoneRows) -> None:
+    """Cut off the last lines of a --set stats file whose row has no record, because they will be written again.
+
+    Raises UsageError before a byte is changed where one of these lines is no step.
+    """
+    size, whole, keep = stream.seek(0, os.SEEK_END), whole_size(stream), 0
+    stream.seek(whole)
+    torn = stream.read(min(size - whole, len(STEP_BEGIN)))
+    ours = b"\0" in torn or STEP_BEGIN.startswith(torn)
+    for end, line in _lines_from_end(stream, whole) if ours else ():
+        record = read_object(line) or {}
+        row_id = record.get("id")
+        ours = str(record.get("schema")).startswith(STEP_SCHEMA) and isinstance(row_id, str)
+        if not ours:
+            break
+        if done.has_id(row_id):
+            keep = end
+            break
+    if not ours:
+        raise UsageError(f"--set stats={path} holds lines that are no steps of dsbd: name another file")
+    truncate_at(stream, keep)
