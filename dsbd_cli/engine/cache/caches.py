@@ -13,7 +13,11 @@ from torch import Tensor
 
 from dsbd_cli.engine.cache.prefill import prefill
 from dsbd_cli.engine.cache.prefix_index import PrefixIndex
+from dsbd_cli.engine.planning.memory_limit import free_bytes
 from dsbd_cli.engine.protocols import EncoderDecoderModel, ForestInput, ForestModel, HeadModel
+
+CPU = torch.device("cpu")
+ROOM = 0.9  # share of the processor's free memory that caches may take
 
 
 def _bucket(size: int, step: int) -> int:
@@ -103,6 +107,8 @@ class Caches:
             self._forget_prompts()
             for model in self.models:
                 model.release()  # otherwise memory would grow to the rows of one batch times the slots of another
+            self._check_room(rows)
+            for model in self.models:
                 model.reserve(rows, self.slots, self.window)
             self._reserved = self._reserved_key(rows)
         self.observer.reserved(rows, self.slots)
@@ -129,7 +135,18 @@ class Caches:
             self.window = self.round_window(max(window, self.window * 5 // 4))
             self._reserve_all(rows)
 
+    def _check_room(self, rows: int) -> None:
+        """Raise MemoryError where caches of this size do not fit into the free memory of the processor.
+
+        The system hands out more than it has, and ends the process when it is written to. A GPU refuses by itself.
+        """
+        here = [model for model in self.models if model.device.type == "cpu"]
+        wanted = rows * sum(self.slots * model.kv_bytes_per_slot() + model.state_bytes(self.window) for model in here)
+        if wanted > ROOM * free_bytes(CPU):
+            raise MemoryError(f"caches of {rows} rows and {self.slots} slots take {wanted} bytes")
+
     def _reserve_all(self, rows: int) -> None:
+        self._check_room(rows)
         for model in self.models:
             model.reserve(rows, self.slots, self.window)
         self._reserved = None

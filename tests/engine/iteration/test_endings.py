@@ -203,6 +203,38 @@ def test_out_of_memory_halves_the_batch_and_goes_on(allocator: str) -> None:
         assert result.hypotheses == expected.hypotheses
 
 
+class Weighty(TableLM):
+    """Takes memory for each slot, and notes the largest cache."""
+
+    most = 0
+
+    def kv_bytes_per_slot(self) -> int:
+        return 100
+
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
+        self.most = max(self.most, 100 * rows * slots)
+        super().reserve(rows, slots, window)
+
+
+def test_caches_that_the_memory_does_not_hold_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the whole run on a processor, where the system ends the process for a row that asks for many tokens: a
+    long row is answered in a smaller batch, one that never fits gets its error."""
+    monkeypatch.setattr("dsbd_cli.engine.cache.caches.free_bytes", lambda _: 200_000)
+    table, draft = table_pair(1, VOCABULARY, 0.5)
+    weighty = Weighty(table.table)
+    decoder = Engine(weighty, draft, NumberCodec(VOCABULARY, (2,)), MethodConfig(depth=4), batch_size=8)
+    good = requests(6)
+    long, longer = (
+        Request(id=str(tokens), seed=1, prompt_ids=(3, 1), sampling=SamplingConfig(max_new_tokens=tokens))
+        for tokens in (700, 5000)
+    )
+    results = {one.request.id: one for one in decoder.run([*good[:3], long, longer, *good[3:]])}
+    assert weighty.most <= 0.9 * 200_000
+    assert isinstance(results.pop("5000").error, OutOfMemoryRowError)
+    for expected in engine().run([*good, long]):
+        assert results[expected.request.id].hypotheses == expected.hypotheses
+
+
 def test_a_slow_producer_gets_its_answers_before_the_next_row_is_ready() -> None:
     done: list[str] = []
 
