@@ -113,6 +113,7 @@ SUBSCHEMA_LISTS = frozenset("allOf anyOf oneOf prefixItems items".split())
 SUBSCHEMAS_BY_NAME = frozenset("$defs definitions properties patternProperties".split())
 BRANCHES = ("anyOf", "oneOf")
 EXPLICIT = ("additionalProperties", "unevaluatedProperties")
+MOST_ADDED = 200_000
 OPEN = "dsbd-open-"  # begins the name of a definition's open variant
 # Keywords beside a reference that do not restrict a value
 NOT_RESTRICTING = frozenset("$ref $defs definitions $schema $id title description default x-guidance".split())
@@ -123,7 +124,8 @@ def close_objects(schema: Mapping[str, object]) -> dict[str, object]:
     `additionalProperties`.
 
     What is merged is closed as a whole: with `allOf`, and with keywords beside `$ref` or `anyOf`, the properties of
-    every part are allowed. A required property that is nowhere described is allowed too.
+    every part are allowed. A required property that is nowhere described is allowed too. Raises UsageError where the
+    parts have too many properties to be told to each other.
     """
     return _Closing(dict(schema)).result()
 
@@ -136,6 +138,7 @@ class _Closing:
         self._root = root
         self._variants: dict[str, str] = {}  # reference -> name of its open variant
         self._waiting: list[str] = []
+        self._added = 0  # properties that parts get from those that they are merged with
 
     def result(self) -> dict[str, object]:
         """Return the whole schema, closed, with the open variants among its definitions."""
@@ -163,6 +166,9 @@ class _Closing:
         if "$ref" in node and not outer and node.keys() <= NOT_RESTRICTING:
             return self._inner(node)  # the definition that it refers to is closed
         names = {**outer, **self._names(node)}
+        self._added += len(names)
+        if self._added > MOST_ADDED:
+            raise UsageError(f"its objects are merged with more than {MOST_ADDED:,} properties in all")
         patterns = [name for part in parts for name in _dict(part.get("patternProperties"))]
         branches = [name for name in BRANCHES if isinstance(node.get(name), list)]
         if len(branches) == 1 and not patterns:
@@ -182,13 +188,13 @@ class _Closing:
 
     def _open(self, node: dict[str, object]) -> dict[str, object]:
         """Return a subschema that is merged with others: open itself, closed further in."""
-        found = self._inner(node)
+        merged = [name for name in ("allOf", *BRANCHES) if isinstance(node.get(name), list)]
+        found = self._inner({**node, **dict.fromkeys(merged)})  # each part is read once, below
         reference = node.get("$ref")
         if isinstance(reference, str) and isinstance(_resolve(self._root, reference), dict):
             found["$ref"] = f"#/$defs/{self._variant(reference)}"
-        for name in ("allOf", *BRANCHES):
-            if isinstance(node.get(name), list):
-                found[name] = [self._open(one) if isinstance(one, dict) else one for one in _list(node[name])]
+        for name in merged:
+            found[name] = [self._open(one) if isinstance(one, dict) else one for one in _list(node[name])]
         return found
 
     def _inner(self, node: dict[str, object]) -> dict[str, object]:

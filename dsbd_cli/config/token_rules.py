@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from dsbd_cli.errors import MOST_INTEGER, UsageError, shorten
+from dsbd_cli.errors import MAX_SHOWN, MOST_INTEGER, UsageError, shorten
 
 BASES = ("checkpoint", "none")
 OFF = "none"
 FLAGS = {"0": False, "1": True}
 SEPARATOR, IDS = ",", "+"
+MOST_NGRAM = 256  # each node looks back at the whole text once for each token of an n-gram
 LEAST_PENALTY, MOST_PENALTY = 1e-30, 1e30  # products with logits stay numbers in float32
 
 
@@ -129,7 +130,9 @@ def written_rules(rules: Mapping[str, object]) -> str:
         plain = isinstance(value, int | float) and (name == "timestamps" or not isinstance(value, bool))
         listed = isinstance(value, list) and all(type(item) is int for item in value)
         if value is not None and not plain and not listed:
-            message = f"token_rules.{name} is {shorten(value)}, but must be a number, a list of token ids or null"
+            message = (
+                f"token_rules.{name[:MAX_SHOWN]} is {shorten(value)}, but must be a number, a list of token ids or null"
+            )
             raise UsageError(message, field="token_rules", value=value, expected="a number, a list or null")
         shown = IDS.join(map(str, value)) if isinstance(value, list) else value
         shown = int(shown) if isinstance(shown, bool) else shown
@@ -156,7 +159,7 @@ def _value(name: str, text: str) -> object:
             number = float(text)
             if LEAST_PENALTY <= number <= MOST_PENALTY:
                 return number
-        elif 0 <= int(text) <= MOST_INTEGER:
+        elif 0 <= int(text) <= (MOST_NGRAM if name == "no_repeat_ngram_size" else MOST_INTEGER):
             return int(text)
     except ValueError:
         pass
@@ -164,6 +167,7 @@ def _value(name: str, text: str) -> object:
         **dict.fromkeys(LISTS, "token ids joined by +"),
         "repetition_penalty": f"a number from {LEAST_PENALTY:g} to {MOST_PENALTY:g}",
         "timestamps": "0 or 1",
+        "no_repeat_ngram_size": f"an integer from 0 to {MOST_NGRAM}",
     }
     wanted = f"{expected.get(name, f'an integer from 0 to {MOST_INTEGER}')}, or none"
     message = f"token_rules: {name} is {shorten(text)}, but must be {wanted}"

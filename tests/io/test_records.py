@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.io.records.input_forms import ROW_FIELDS
 from dsbd_cli.io.records.reader import RowReader
@@ -334,3 +335,33 @@ VALUES = st.recursive(
 def test_no_row_raises(row: dict[str, object]) -> None:
     got = read(row)
     assert (got.request is None) is not (got.error is None)
+
+
+def test_a_schema_of_many_rows_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad one too, whose fault takes longest to find."""
+    read, real = [0], Grammar.source
+
+    def source(self: Grammar) -> str:
+        read[0] += 1
+        return real(self)
+
+    monkeypatch.setattr(Grammar, "source", source)
+    reader = replace(RUN)
+    for schema, fault in (({"type": "object"}, None), ({"type": "object", "minProperties": "x"}, "cannot be used")):
+        read[0] = 0
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        for _ in range(3):
+            error = reader.read(json.dumps({"prompt": "p", "response_format": form}).encode(), index=0, number=1).error
+            assert (error is None) if fault is None else (fault in str(error))
+        assert read[0] == 1
+
+
+def test_what_is_kept_of_rows_is_small() -> None:
+    """Guards memory, as a field can have megabytes."""
+    reader = replace(RUN)
+    for one in range(3):
+        row = {"prompt": "p", "stop": [f"{one}{place}" * 60 for place in range(16)], "y" * 9000 + str(one): 1}
+        reader.read(json.dumps(row).encode(), index=0, number=1)
+    assert sum(map(len, reader._known_sampling)) < 20_000
+    assert len(reader._warned) == 3
+    assert all(type(one) is int for one in reader._warned)

@@ -383,3 +383,9 @@ def test_a_map_is_an_object(tmp_path: Path) -> None:
     maps = pyarrow.array([[(1, "x")]], pyarrow.map_(pyarrow.int32(), pyarrow.string()))
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "metadata": maps}), path)
     assert [row.metadata for row in rows_of(path)] == [{"1": "x"}]
+
+
+def test_a_cell_of_many_digits_is_read_once() -> None:
+    """Guards a process that took hours, signals included: each digit was tried in two places of a number."""
+    cell = "1" * 1_000_000 + "x"
+    assert read(f"prompt,seed\np,{cell}\n".encode(), limit=2_000_000) == [(2, {"prompt": "p", "seed": cell})]

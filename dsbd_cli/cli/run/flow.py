@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from dsbd_cli.cli.run.progress import Reporter
 from dsbd_cli.cli.run.shard import Shard
-from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError
+from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError, shorten
 from dsbd_cli.io.lines.jsonl import LineWriter, NumberedLine
 from dsbd_cli.io.lines.resume import DoneRows, InputEnd
 from dsbd_cli.io.records.native_record import step_records
@@ -166,7 +166,7 @@ class RowFlow:
         name = hash(row.id)
         if name in self._ids:
             self._reporter.totals.duplicates += 1
-            self._reporter.warn(f"line {row.number}: the id {row.id!r} has been used before", kind="duplicate")
+            self._reporter.warn(f"line {row.number}: the id {shorten(row.id)} has been used before", kind="duplicate")
         elif len(self._ids) < MAX_KNOWN_IDS:
             self._ids.add(name)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from dsbd_cli.cli.options.options import STANDARD, TalkOptions
 from dsbd_cli.cli.run.messages import LOG_INTERVAL_S, duration, live_line, log, on_terminal, say, set_style, warn
 from dsbd_cli.cli.run.summary import Totals
-from dsbd_cli.errors import RowError, UsageError, plural
+from dsbd_cli.errors import MAX_SHOWN, RowError, UsageError, plural
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -92,7 +92,7 @@ class Reporter:
             return
         self.totals.failed += 1
         self.totals.errors[type(error).__name__] += 1
-        message = f"row {index} (id {row_id}): {error}"
+        message = f"row {index} (id {row_id[:MAX_SHOWN]}): {error}"
         if len(self._failures) < MAX_NAMED_FAILURES:
             self._failures.append(message)
         if self._verbose:

@@ -230,8 +230,8 @@ def cut_unfinished_steps(stream: io.FileIO, path: Path, done: DoneRows) -> None:
     for end, line in _lines_from_end(stream, whole) if ours else ():
         record = read_object(line) or {}
         row_id = record.get("id")
-        ours = str(record.get("schema")).startswith(STEP_SCHEMA) and isinstance(row_id, str)
-        if not ours:
+        if not isinstance(row_id, str) or not str(record.get("schema")).startswith(STEP_SCHEMA):
+            ours = False
             break
         if done.has_id(row_id):
             keep = end

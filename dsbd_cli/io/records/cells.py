@@ -20,7 +20,7 @@ TEXT_OR_JSON = frozenset("stop allow token_rules metadata".split())
 FIELDS = OWN | UNSUPPORTED.keys() | WITHOUT_EFFECT | {"logprobs", "body"}  # cells of any other column stay text
 MAX_COLUMNS = 1000
 
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]++\.?[0-9]*+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?")  # takes each digit once
 _LARGEST_WHOLE = 2.0**53  # a larger float may differ from the number that was written
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 import orjson
 
@@ -29,7 +28,8 @@ NUMBERS = ("temperature", "top_p", "min_p", "length_penalty")
 MAX_NEW_TOKENS = 1 << 20
 MAX_STOPS, MAX_STOP_BYTES = 16, 256
 MAX_WARNED = 100
-MAX_KNOWN = 256  # checked option sets, and checked grammars, that are kept
+MAX_KNOWN = 256  # checked option sets, and names of checked grammars, that are kept
+MAX_KNOWN_BYTES = 4096  # of an option set that is kept
 
 Prompt = str | tuple[dict[str, str], ...]  # of text, or messages
 
@@ -59,9 +59,10 @@ class RowReader:
     grammar: Grammar | None = None
     chat: bool = False
     files_root: str | None = None
-    _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    _warned: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
     _listed: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     _known_sampling: dict[bytes, SamplingConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known_grammars: dict[str, str | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -132,9 +133,9 @@ class RowReader:
         for name, value in parsed.unused:
             if len(self._warned) > MAX_WARNED:
                 break
-            if name not in self._warned:
+            if hash(name) not in self._warned:
                 full = len(self._warned) == MAX_WARNED
-                self._warned.add(name)
+                self._warned.add(hash(name))  # a name can have megabytes
                 said = "more unknown fields: not named any more"
                 warnings.append(said if full else f"{parsed.explain(name, value, self._listed)}; not used")
         return tuple([f"line {number}: {message}" for message in warnings])
@@ -188,11 +189,23 @@ class RowReader:
             return self.grammar
         grammar = response_format(row["response_format"])
         if grammar is not None:
-            try:
-                _check_grammar(grammar)
-            except UsageError as error:
-                raise InvalidRowError(f"response_format.json_schema.schema cannot be used: {error}") from None
+            fault = self._grammar_fault(grammar)
+            if fault is not None:
+                raise InvalidRowError(f"response_format.json_schema.schema cannot be used: {fault}")
         return grammar
+
+    def _grammar_fault(self, grammar: Grammar) -> str | None:
+        """Return why a grammar cannot be followed; None where it can. Most rows of a file have the same one."""
+        if grammar.name not in self._known_grammars:
+            if len(self._known_grammars) >= MAX_KNOWN:
+                self._known_grammars.clear()
+            try:
+                grammar.source()
+            except UsageError as error:
+                self._known_grammars[grammar.name] = str(error)
+            else:
+                self._known_grammars[grammar.name] = None
+        return self._known_grammars[grammar.name]
 
     def _sampling(self, row: Fields) -> SamplingConfig:
         own = {name: value for name, value in row.items() if name in SAMPLING_FIELDS}
@@ -205,7 +218,8 @@ class RowReader:
             known = self._checked_sampling(own)
             if len(self._known_sampling) >= MAX_KNOWN:
                 self._known_sampling.clear()
-            self._known_sampling[written] = known
+            if len(written) <= MAX_KNOWN_BYTES:
+                self._known_sampling[written] = known
         return known
 
     def _checked_sampling(self, row: Fields) -> SamplingConfig:
@@ -220,12 +234,6 @@ class RowReader:
         check_request(sampling, self.rule, self.num_beams)
         _check_limits(row, sampling)
         return sampling
-
-
-@lru_cache(maxsize=MAX_KNOWN)
-def _check_grammar(grammar: Grammar) -> None:
-    """Check that a grammar can be followed. Most rows of a file have the same one. Raises UsageError."""
-    grammar.source()
 
 
 def _rules(value: object) -> str:

@@ -209,7 +209,16 @@ def test_rules_are_asked_for_by_name(text: str | None, default: str, wanted: Tok
 
 
 @pytest.mark.parametrize(
-    "text", ["checkpoints", "min_length", "no_repeat=3", "min_length=-1", "repetition_penalty=0", "suppress_tokens=a"]
+    "text",
+    [
+        "checkpoints",
+        "min_length",
+        "no_repeat=3",
+        "min_length=-1",
+        "repetition_penalty=0",
+        "suppress_tokens=a",
+        "no_repeat_ngram_size=257",
+    ],
 )
 def test_what_is_no_rule_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="token_rules"):
@@ -223,3 +232,6 @@ def test_a_row_writes_rules_as_an_object() -> None:
     )
     with pytest.raises(UsageError, match="token_rules"):
         written_rules({"no_repeat_ngram_size": "three"})
+    with pytest.raises(UsageError) as found:
+        written_rules({"x" * 10_000: "x"})
+    assert len(str(found.value)) < 300

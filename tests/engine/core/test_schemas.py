@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
+from dsbd_cli.config import schemas
 from dsbd_cli.config.grammar_trial import byte_tokenizer
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.schemas import MOST_LEVELS, close_objects, extent
@@ -130,3 +131,30 @@ def test_what_is_no_schema_is_left_as_it_is() -> None:
     value = {"properties": {"p": {}}}
     schema = {"properties": {"properties": {"const": value, "default": value}}}
     assert close_objects(schema)["properties"] == schema["properties"]
+
+
+@pytest.mark.parametrize("keyword", ["allOf", "anyOf", "oneOf"])
+def test_each_part_of_a_nested_merge_is_read_once(keyword: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a run that hung at one row: twice the work for each level of parts, before the schema was tried apart."""
+    read, real = [0], schemas._Closing._inner
+
+    def inner(self: Any, node: dict[str, object]) -> dict[str, object]:
+        read[0] += 1
+        return real(self, node)
+
+    monkeypatch.setattr(schemas._Closing, "_inner", inner)
+    schema: dict[str, object] = {"properties": {"a": {}}}
+    for _ in range(12):
+        schema = {keyword: [schema]}
+    closed: Any = close_objects(schema)
+    assert read[0] < 100
+    for _ in range(12):
+        closed = closed[keyword][0]
+    assert closed["properties"] == {"a": {}}
+
+
+def test_properties_that_every_part_would_get_are_bounded() -> None:
+    """Guards memory: names times parts."""
+    schema = {"properties": {f"p{one}": {} for one in range(5000)}, "anyOf": [{} for _ in range(5000)]}
+    with pytest.raises(UsageError, match="its objects are merged with more than 200,000 properties in all"):
+        close_objects(schema)

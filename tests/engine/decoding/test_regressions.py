@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.config.token_rules import MOST_NGRAM
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import InvalidRowError, UsageError
@@ -80,7 +81,7 @@ def test_numbers_out_of_bounds_are_refused_before_a_tensor_meets_them() -> None:
 
 def test_an_ngram_longer_than_the_text_takes_no_time_and_bans_nothing() -> None:
     """The rule asked for each length of an n-gram, up to a thousand million."""
-    sampling = SamplingConfig(max_new_tokens=4, token_rules=f"no_repeat_ngram_size={2**31 - 1}")
+    sampling = SamplingConfig(max_new_tokens=4, token_rules=f"no_repeat_ngram_size={MOST_NGRAM}")
     rows = [Request(prompt_ids=(1, 2, 1, 2), sampling=one) for one in (sampling, SamplingConfig(max_new_tokens=4))]
     first, second = engine(rule="search").run(rows)
     assert first.hypotheses[0].token_ids == second.hypotheses[0].token_ids
