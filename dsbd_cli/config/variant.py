@@ -212,8 +212,12 @@ class Format(Variant):
             resumed.
         columns: the column names that a table begins with: as a line with commas between them, or as Parquet has them.
         parquet: records go into a Parquet file.
+        writes_beams: every reported beam is written; else the best text alone.
+        writes_tokens: ids and log-probabilities of tokens are written where they are asked for.
     """
 
     resumable: bool = False
     columns: tuple[str, ...] = ()
     parquet: bool = False
+    writes_beams: bool = True
+    writes_tokens: bool = True

@@ -293,12 +293,15 @@ FORMATS: dict[str, Format] = _table(
         name="text",
         make="dsbd_cli.io.records.native_record:text_record",
         text="the text alone, escaped as in JSON; an empty line for a row that failed",
+        writes_beams=False,
+        writes_tokens=False,
     ),
     Format(
         name="csv",
         make="dsbd_cli.io.records.beam_record:csv_record",
         text=f"a line per beam: {', '.join(BEAM_COLUMNS)}",
         columns=BEAM_COLUMNS,
+        writes_tokens=False,
     ),
     Format(
         name="parquet",
@@ -306,6 +309,7 @@ FORMATS: dict[str, Format] = _table(
         text="the same columns in a Parquet file (needs the extra parquet)",
         columns=BEAM_COLUMNS,
         parquet=True,
+        writes_tokens=False,
     ),
 )
 

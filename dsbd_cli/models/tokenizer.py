@@ -145,8 +145,8 @@ class HFCodec:
         return self._cover
 
     def encode_pieces(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of pieces of text, nothing added."""
-        return [list(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        """Return the token ids of pieces of text, nothing added. Raises InvalidRowError where the tokenizer fails."""
+        return [list(ids) for ids in self._encoded(texts, add_special_tokens=False)]
 
     def encode_chat(self, messages: list[dict[str, str]], most: int | None = None) -> list[int]:
         """Return the token ids of a conversation, ready for the assistant's answer.
@@ -169,8 +169,12 @@ class HFCodec:
         return self._ids(text, add_special_tokens=False)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(self._encoded(text, add_special_tokens=add_special_tokens))
+
+    def _encoded(self, text: str | list[str], *, add_special_tokens: bool) -> Any:
+        """Return the token ids of a text, or of several texts. Raises InvalidRowError where the tokenizer fails."""
         try:
-            return list(self._tokenizer(text, add_special_tokens=add_special_tokens, **IDS_ALONE)["input_ids"])
+            return self._tokenizer(text, add_special_tokens=add_special_tokens, **IDS_ALONE)["input_ids"]
         except MemoryError:
             raise
         except BaseException as error:

@@ -117,9 +117,23 @@ def test_an_interrupt_keeps_what_is_written(start: Start, number: signal.Signals
     assert (code, out) == (128 + number, b"")
     assert b"fake: slow ends" not in err
     assert json.loads(first)["index"] == 0
-    assert b"dsbd: stopping after this iteration; the same once more stops at once\n" in err
+    assert b"dsbd: stopping after this iteration; Ctrl-C or SIGTERM once more stops at once\n" in err
     assert b"dsbd: stopped: 1 row," in err
     assert b"Traceback" not in err
+
+
+def test_a_hangup_that_is_said_twice_stops_as_one(start: Start) -> None:
+    """Guards the footer of a Parquet file and the summary: a shell and the kernel each send one."""
+    process = start("generate", "--batch-size", "1")
+    pipe(process.stdin).write(b'{"prompt": "slow"}\n')
+    pipe(process.stdin).flush()
+    wait_for(process, b"fake: slow begins\n")
+    process.send_signal(signal.SIGHUP)
+    wait_for(process, b"dsbd: stopping after this iteration; Ctrl-C or SIGTERM once more stops at once\n")
+    process.send_signal(signal.SIGHUP)
+    code, _, err = finish(process)
+    assert code == 128 + signal.SIGHUP
+    assert b"dsbd: stopped: 0 rows; what is written is complete" in err
 
 
 def test_under_nohup_the_end_of_a_terminal_stops_nothing(start: Start) -> None:
@@ -167,7 +181,7 @@ def test_a_second_interrupt_ends_at_once(start: Start) -> None:
     pipe(process.stdout).readline()
     wait_for(process, b"fake: stubborn begins\n")
     process.send_signal(signal.SIGINT)
-    wait_for(process, b"dsbd: stopping after this iteration; the same once more stops at once\n")
+    wait_for(process, b"dsbd: stopping after this iteration; Ctrl-C or SIGTERM once more stops at once\n")
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process)

@@ -81,6 +81,8 @@ REFUSED = {
     "--existing retry": "--existing retry needs the file to go on with",
     "--existing resume --output -": "--existing resume needs the file to go on with",
     "--existing resume --output /dev/null": "--existing resume: /dev/null is no ordinary file",
+    "--n-best 3 --output-format text": "--n-best would do nothing, because --output-format text writes the best text",
+    "--set token-logprobs=true --output-format csv": "--set token-logprobs would do nothing, because --output-format",
     "--existing resume --output x --output-format text": "--existing resume cannot go on with --output-format text",
     "--existing resume --output x.gz": "--existing resume cannot go on with x.gz",
     "--existing resume --output x --set stats=s.zst": "--existing resume cannot go on with s.zst",

@@ -55,6 +55,8 @@ def test_a_text_on_which_the_tokenizer_fails_fails_alone(error: BaseException) -
     codec = HFCodec(failing, (2,))  # type: ignore[arg-type]
     with pytest.raises(InvalidRowError, match=r"the tokenizer fails on this text: (Onig: Regex search error|no way)$"):
         codec.encode("a")
+    with pytest.raises(InvalidRowError, match=r"the tokenizer fails on this text: (Onig: Regex search error|no way)$"):
+        codec.encode_pieces(["a", "b"])
 
     def stopped(text: str, **_: Any) -> Any:
         raise KeyboardInterrupt

@@ -25,7 +25,7 @@ from dsbd_cli.cli.options.options import (
 )
 from dsbd_cli.cli.options.precedence import job_text
 from dsbd_cli.cli.options.scale_options import ScaleOptions, pool_config
-from dsbd_cli.cli.options.settings import RunSettings, run_settings
+from dsbd_cli.cli.options.settings import RunSettings, refuse_idle, run_settings
 from dsbd_cli.cli.run.files import (
     check_files,
     count_rows,
@@ -47,7 +47,7 @@ from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import Summary, rows_exit_code
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import INDEX
-from dsbd_cli.errors import plural
+from dsbd_cli.errors import option_name, plural
 from dsbd_cli.io.lines.jsonl import read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.lines.tables import lines_reader
@@ -115,6 +115,11 @@ def generate(
     shard = None if scale.shard is None else shard_of(scale.shard)
     if shard is not None:
         files = sharded_files(files, shard)
+    form, named = output_format(files), f"--output-format {files.output_format}"
+    if not form.writes_beams:
+        refuse_idle(f"{named} writes the best text alone", ("--n-best", sampling.n_best))
+    if not form.writes_tokens:
+        refuse_idle(f"{named} writes no tokens", (option_name("token_logprobs"), sampling.token_logprobs or None))
     check_files(files, [answers.allow, settings.method.value(INDEX), job.config, *settings.files])
     run = _GenerateRun(
         files,

@@ -60,14 +60,15 @@ class StopSignals:
 
     def _on_first_signal(self, number: int, frame: FrameType | None) -> None:
         for handled in self._old_handlers:
-            signal.signal(handled, signal.SIG_DFL)
+            # a terminal that goes away says so twice, by the shell and by the kernel, and systemd beside SIGTERM
+            signal.signal(handled, signal.SIG_IGN if handled == signal.SIGHUP else signal.SIG_DFL)
         self.number = number
         if self.on_stop is None:
             self._old_hook, sys.unraisablehook = sys.unraisablehook, self._tell_others
             signal.signal(signal.SIGALRM, self._raise_again)
             signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)
             raise StoppedError(number, early=True)
-        write_from_signal("stopping after this iteration; the same once more stops at once")
+        write_from_signal("stopping after this iteration; Ctrl-C or SIGTERM once more stops at once")
         self.on_stop()
 
     def _tell_others(self, lost: sys.UnraisableHookArgs) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dsbd_cli.config.method import MethodConfig, check_request
 from dsbd_cli.config.model import OnTooLong
 from dsbd_cli.config.token_rules import TokenRules, asked_rules
-from dsbd_cli.engine.constraints.answers import Catalogue, CatalogueAnswer, CatalogueCompiler
+from dsbd_cli.engine.constraints.answers import MOST_LETTERS, Catalogue, CatalogueAnswer, CatalogueCompiler
 from dsbd_cli.engine.constraints.grammar import GrammarCompiler
 from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.planning.memory_limit import least_bytes
@@ -83,6 +83,8 @@ class Encoder:
 
     def _catalogue(self, allow: str | tuple[str, ...] | None) -> Catalogue | None:
         if isinstance(allow, tuple):
+            if (letters := sum(map(len, allow))) > MOST_LETTERS:
+                raise InvalidRowError(f"allow has {letters} letters in all, but in a row it may have {MOST_LETTERS}")
             answers = [CatalogueAnswer(f"allow[{place}]", text=text) for place, text in enumerate(allow)]
             try:
                 return CatalogueCompiler(self.codec, self.target.vocab_size).compile(answers)
@@ -121,6 +123,8 @@ class Encoder:
         limit, role = self._limit() if is_image else self._encoder_limit()
         most = self._most_characters(request, limit, f"{role}'s {'decoder' if is_image else 'encoder'} takes {limit}")
         cut = most is not None and request.prompt is not None and not is_image
+        if (letters := len(request.sampling.prefix or "")) > MOST_LETTERS:
+            raise InvalidRowError(f"prefix has {letters} letters, but it may have {MOST_LETTERS}")
         self._check_source_ids(request.prompt_ids or ())  # first, because a tensor holds no larger ones
         asked = codec.encoder_input(replace(request, prompt=(request.prompt or "")[-(most or 0) :]) if cut else request)
         encoder_input, prompt, dropped = asked.encoder_input, asked.prompt, 0
