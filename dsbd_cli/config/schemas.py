@@ -113,7 +113,7 @@ SUBSCHEMA_LISTS = frozenset("allOf anyOf oneOf prefixItems items".split())
 SUBSCHEMAS_BY_NAME = frozenset("$defs definitions properties patternProperties".split())
 BRANCHES = ("anyOf", "oneOf")
 EXPLICIT = ("additionalProperties", "unevaluatedProperties")
-MOST_ADDED = 200_000
+MOST_ADDED = 200_000  # names of properties, counted in each object and each part that is merged with it
 OPEN = "dsbd-open-"  # begins the name of a definition's open variant
 # Keywords beside a reference that do not restrict a value
 NOT_RESTRICTING = frozenset("$ref $defs definitions $schema $id title description default x-guidance".split())
@@ -138,7 +138,7 @@ class _Closing:
         self._root = root
         self._variants: dict[str, str] = {}  # reference -> name of its open variant
         self._waiting: list[str] = []
-        self._added = 0  # properties that parts get from those that they are merged with
+        self._added = 0
 
     def result(self) -> dict[str, object]:
         """Return the whole schema, closed, with the open variants among its definitions."""
@@ -168,7 +168,9 @@ class _Closing:
         names = {**outer, **self._names(node)}
         self._added += len(names)
         if self._added > MOST_ADDED:
-            raise UsageError(f"its objects are merged with more than {MOST_ADDED:,} properties in all")
+            raise UsageError(
+                f"its objects, and the parts that they are merged with, name more than {MOST_ADDED:,} properties"
+            )
         patterns = [name for part in parts for name in _dict(part.get("patternProperties"))]
         branches = [name for name in BRANCHES if isinstance(node.get(name), list)]
         if len(branches) == 1 and not patterns:

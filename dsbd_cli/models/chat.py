@@ -76,6 +76,8 @@ class Renderer:
         """Send a line to the child and return the line that it answers. Raises InvalidRowError where the child ends
         instead."""
         with self._lock:
+            if self._child is not None and self._child.poll() is not None:  # it was killed while it had nothing to do
+                self.close()
             if self._child is None or self._owner != os.getpid():
                 self._start()
             child = self._child
@@ -102,7 +104,7 @@ class Renderer:
     def _start(self) -> None:
         # -P: otherwise the folder of the child's file would come first on the path, and its modules could hide others
         environment = {**os.environ, "USE_TORCH": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path and isinstance(path, str))
         command = [sys.executable, "-P", str(CHILD)]
         self._child = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._owner = os.getpid()

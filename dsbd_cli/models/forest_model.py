@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dsbd_cli.config.token_rules import TokenRules
+from dsbd_cli.engine.planning.memory_limit import out_of_memory
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.errors import ModelError, UnsupportedModelError, one_line
 from dsbd_cli.models.attention_metadata import AttentionMetadata
@@ -409,13 +410,13 @@ def repeated(batch: ForestInput, count: int) -> ForestInput:
 
 @contextlib.contextmanager
 def unsupported(architecture: str) -> Iterator[None]:
-    """Turn an exception of a model into an UnsupportedModelError of one sentence. Memory errors and ModelErrors
-    pass."""
+    """Turn an exception of a model into an UnsupportedModelError of one sentence. Memory errors, which say nothing
+    about the model, and ModelErrors pass."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, ModelError):
-        raise
     except Exception as error:
+        if isinstance(error, ModelError) or out_of_memory(error):
+            raise
         reason = one_line(error)
         raise UnsupportedModelError(
             f"{architecture} cannot hold a tree of tokens ({type(error).__name__}: {reason}); "

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.engine.planning.memory_limit import out_of_memory
 from dsbd_cli.errors import UnsupportedModelError, one_line
 from dsbd_cli.models import verdicts
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, read_generation
@@ -210,7 +211,7 @@ class _DecoderLoad:
             try:
                 reason = self._verified(model, kernels, tokenizer)
             except Exception as failed:
-                if not kernels:
+                if not kernels or out_of_memory(failed):  # a shortage may pass, and a verdict stays
                     raise
                 # the kernel's trial had other widths
                 reason = f"a kernel fails ({type(failed).__name__}: {one_line(failed)})"

@@ -26,7 +26,8 @@ BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.98), 0.01, 1.0
 WARM_UP_SHARE, WARM_UP_MOST = 0.05, 100
 UNROLLED, DECAY = 4, 0.8  # steps that a head is unrolled for, and the weight of a step relative to the one before
 LOSSES = "losses"  # their name in a checkpoint
-PART_BYTES = 512 << 20  # of what answers that go through the student together keep in memory
+LOGIT_BYTES = 256 << 20  # of the float32 logits of answers that go through a model together
+HEAD_BYTES = 512 << 20  # of the logits, attention scores and states of answers that go through a head together
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +122,19 @@ class Training:
 
     def _parts(self, batch: list[AnswerTokens]) -> list[list[AnswerTokens]]:
         """Divide the batch into answers that go through the student together: of similar length, and few enough for
-        PART_BYTES. An answer that takes more goes alone."""
+        the memory of a part. An answer that takes more goes alone."""
         parts: list[list[AnswerTokens]] = []
         for one in sorted(batch, key=lambda one: (len(one.prompt), len(one.tokens))):
             wider = [*parts[-1], one] if parts else [one]
-            if parts and len(wider) * self._bytes(wider) <= PART_BYTES:
+            if parts and len(wider) * self._bytes(wider) <= self._most_bytes:
                 parts[-1] = wider
             else:
                 parts.append([one])
         return parts
+
+    @property
+    def _most_bytes(self) -> int:
+        return LOGIT_BYTES
 
     def _bytes(self, part: list[AnswerTokens]) -> int:
         """Return the bytes that each answer of a part takes, padded to the longest: of its float32 logits."""
@@ -159,6 +164,10 @@ class HeadTraining(Training):
     """Training of a draft head, unrolled on its own guesses."""
 
     student: HeadStudent
+
+    @property
+    def _most_bytes(self) -> int:
+        return HEAD_BYTES
 
     def _bytes(self, part: list[AnswerTokens]) -> int:
         """Return the bytes that each answer of a part takes, padded to the longest: of its float32 logits and attention

@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,16 +235,20 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
 ) -> None:
     """Stopped while the target answers (and its last line torn), while a step is taken, and begun anew each time."""
     words = [*words, "--steps", "8"]
+    monkeypatch.setattr(command, "TURN", 8)  # three turns
     monkeypatch.setattr(command, "EVALUATIONS", 4)  # one at the step at which it is stopped
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     distil(target, prompts, whole, *words)
 
     stop = os.getpid(), signal.SIGTERM
-    answer = target_answers.make_answers
+    answer, calls = target_answers.make_answers, list[int]()
 
     def answer_and_stop(engine: Any, requests: Any, *more: Any, **named: Any) -> Any:
-        failed = answer(engine, requests[:4], *more, **named)
-        os.kill(*stop)
+        calls.append(len(requests))
+        last = len(calls) == 4 or "head" not in words
+        failed = answer(engine, requests[:4] if last else requests, *more, **named)
+        if last:
+            os.kill(*stop)
         return failed
 
     with monkeypatch.context() as patched:
@@ -332,9 +337,12 @@ def test_code_of_a_checkpoint_runs_on_demand(
 ) -> None:
     """Of the target, and of the draft that is made of it."""
     found: list[bool] = []
+    plan = SimpleNamespace(dtype="auto", quantize=None, decode="sample", num_beams=4, form="head")
 
     def told(self: Any) -> None:
         found.extend([self._spec.trust_remote_code, self._draft_spec(target, "float32").trust_remote_code])
+        self._record = SimpleNamespace(plan=plan)
+        assert self._as_trained() == words
 
     monkeypatch.setattr(command._Distilling, "run", told)
     distil(target, prompts, tmp_path / "draft", *words)

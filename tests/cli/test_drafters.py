@@ -8,11 +8,14 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dsbd_cli.config.variants import DRAFTERS, runs_model
+from dsbd_cli.errors import InvalidRowError
 from dsbd_cli.io.lines.replace import replacing
+from dsbd_cli.models.tokenizer import HFCodec
 from tests.cli.conftest import ROOT, Outcome, of_rule
 
 Dsbd = Callable[..., Outcome]
@@ -205,6 +208,20 @@ def test_an_index_replaces_files_only(builtin: Callable[..., Outcome], tmp_path:
     made = builtin("index", str(tmp_path / "texts"), "-o", str(pipe), "--existing", "overwrite")
     assert (made.code, "is no ordinary file" in made.err) == (2, True), made.err
     assert pipe.is_fifo()
+
+
+def test_a_text_that_the_tokenizer_refuses_names_its_file(
+    builtin: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise InvalidRowError("the tokenizer fails on this text: no")
+
+    (tmp_path / "texts").write_text("a b")
+    monkeypatch.setattr(HFCodec, "encode_pieces", fail)
+    made = builtin("index", str(tmp_path / "texts"), "-o", str(tmp_path / "out"))
+    assert made.code == 2
+    assert f"{tmp_path / 'texts'}, document 1 of all: the tokenizer fails on this text: no" in made.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_second_index_of_one_name_is_refused_before_it_reads(builtin: Callable[..., Outcome], tmp_path: Path) -> None:

@@ -161,7 +161,18 @@ def test_steps_of_another_run_stay(job: Callable[..., Outcome], tmp_path: Path) 
         (tmp_path / name).unlink()
     outcome = job(*stats, "--existing", "resume", lines=ROWS)
     assert outcome.code == 2
-    assert f"steps holds the steps of another run, as {tmp_path / 'out'} is new: name another file" in outcome.err
+    said = f"steps holds no step of a row in {tmp_path / 'out'}: name another file, or remove it"
+    assert said in outcome.err
+    assert not (tmp_path / "out").exists()
+    others = [{**row, "id": f"other{place}"} for place, row in enumerate(ROWS)]
+    (tmp_path / "steps").unlink()
+    job(lines=others)
+    (tmp_path / "steps").write_text(held)
+    answers = (tmp_path / "out").read_text()
+    outcome = job(*stats, "--existing", "retry", lines=others)
+    assert outcome.code == 2
+    assert said in outcome.err
+    assert (tmp_path / "out").read_text() == answers
     assert (tmp_path / "steps").read_text() == held
 
 

@@ -39,7 +39,7 @@ from dsbd_cli.models.decoder import load as decoder_load
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.decoder.views import MaskView, PathView, PrefixView
-from dsbd_cli.models.forest_model import BaseForestModel, StateTap
+from dsbd_cli.models.forest_model import BaseForestModel, StateTap, unsupported
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops import select
@@ -970,6 +970,15 @@ def test_a_user_without_a_home_loads_models(
     assert decoder_of(folder).invariant
     assert "every load checks the model anew: there is no home folder" in caplog.text
     assert not (tmp_path / "~").exists()
+
+
+def test_a_shortage_of_memory_says_nothing_about_a_model() -> None:
+    """Guards a verdict that stays: with any amount of memory the model would run by transformers from then on."""
+    with pytest.raises(RuntimeError, match="can't allocate memory") as found, unsupported("Llama"):
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert not isinstance(found.value, UnsupportedModelError)
+    with pytest.raises(UnsupportedModelError, match="cannot hold a tree"), unsupported("Llama"):
+        raise RuntimeError("shapes differ")
 
 
 def test_the_cache_folder_may_be_written_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def test_a_step_does_not_depend_on_how_its_answers_are_put_together(monkeypatch:
     monkeypatch.setattr(training, "BATCH", len(ANSWERS))
     found = []
     for most in (1 << 30, 1):
-        monkeypatch.setattr(training, "PART_BYTES", most)
+        monkeypatch.setattr(training, "LOGIT_BYTES", most)
         student = build("llama").requires_grad_(True)
         run = Training(student, Known(), ANSWERS, Recipe(10, 1e-3, 0, autocast=False))
         found.append((len(run._parts(list(ANSWERS))), run.run_step(), student.get_input_embeddings().weight.detach()))

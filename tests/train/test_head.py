@@ -171,7 +171,7 @@ def test_a_step_of_a_head_does_not_depend_on_how_its_answers_are_put_together(
     monkeypatch.setattr(training, "BATCH", len(ANSWERS))
     losses = []
     for most in (1 << 30, 1):
-        monkeypatch.setattr(training, "PART_BYTES", most)
+        monkeypatch.setattr(training, "HEAD_BYTES", most)
         head = shaken(spec)
         run = HeadTraining(head, HeadTeacher(target, head.taps, IDS), ANSWERS, Recipe(10, 1e-3, 0, autocast=False))
         assert len(run._parts(list(ANSWERS))) == (1 if most > 1 else len(ANSWERS))
@@ -193,7 +193,7 @@ def test_long_prompts_go_through_a_head_one_by_one(
     """Guards memory that grows with the prompts: of attention scores, and of the target's states."""
     from dsbd_cli.train import training
 
-    monkeypatch.setattr(training, "PART_BYTES", 600_000)
+    monkeypatch.setattr(training, "HEAD_BYTES", 600_000)
     head = shaken(spec)
     run = HeadTraining(head, HeadTeacher(target, head.taps, IDS), ANSWERS, Recipe(10, 1e-3, 0, autocast=False))
     for length, parts in ((4, 1), (400, 4)):
@@ -216,7 +216,7 @@ def test_a_head_is_measured_with_the_targets_own_ids(tmp_path: Path) -> None:
     new_head(spec, IDS, 0).write(tmp_path / "h", "float32")
     plain, draft = (
         Engine(load_model(spec)[0], None, NumberCodec(V)),
-        ModelSpec(str(tmp_path / "h"), "draft", "float32"),
+        ModelSpec(str(tmp_path / "h"), "draft", "float32", "cpu"),
     )
     pair = with_draft(plain, draft, spec, MethodConfig())
     assert pair.draft is not None

@@ -72,7 +72,7 @@ CUT_RATE, NEW_RATE = 5e-4, 1e-3  # learning rates: for the target's own layers, 
 TREES = 4  # for a head, one in so many prompts is answered with all beams, the others with one
 OF_TRAINING = ("layers", "hidden_size", "vocab", "steps", "learning_rate")  # settings that no answer depends on
 ANSWERED = 32  # prompts that are answered together
-TURN = 512  # prompts of which those with all beams are answered before the others
+TURN = 512  # prompts of a turn: first those with all beams, then the others
 HELD_OUT_BETWEEN = 16  # held-out prompts that are measured on between the first and the last step
 EVALUATIONS = 8
 RECENT = 25  # steps whose mean loss is shown, and whose time tells that of the rest
@@ -294,11 +294,16 @@ class _Distilling:
         return record
 
     def _train_anew(self) -> None:
-        """Drop what was trained with other settings. The answers stay."""
+        """Drop the draft that was trained with other settings. The answers stay."""
+        from dsbd_cli.train.student import recover
+
         say(f"{', '.join(self._changes)}: training begins anew with the answers in {self._folder / ANSWERS}")
+        recover(self._folder / CHECKPOINT)
+        shutil.rmtree(self._folder / CHECKPOINT, ignore_errors=True)
+        for path in (self._folder / "config.json", *self._folder.glob("model*.safetensors*")):
+            path.unlink(missing_ok=True)
         self._record.milestones.clear()
         self._record.write(self._folder)
-        shutil.rmtree(self._folder / CHECKPOINT, ignore_errors=True)
 
     @contextmanager
     def _stopping(self, stop: Callable[[], None]) -> Iterator[None]:
@@ -441,7 +446,9 @@ class _Distilling:
             ("--num-beams", plan.num_beams, MethodConfig().num_beams),
         ):
             words += [] if value == default else [name, str(value)]
-        return words + ["--trust-remote-code"] * self._spec.trust_remote_code
+        if self._spec.trust_remote_code:
+            words += ["--trust-remote-code", "target" if plan.form == "head" else "both"]
+        return words
 
     def _record_milestone(self, engine: Engine, training: Training, folder: Path, held: list[Request]) -> None:
         """Measure the draft in a folder, record the milestone and print it. The losses since the milestone before are
@@ -583,13 +590,13 @@ def _with_trees(engine: Engine, requests: list[Request]) -> list[tuple[Engine, l
     The engine itself answers every TREES-th prompt with all beams, and another one the others with one sampled beam.
     They take turns, so that the time of the answers so far tells that of the rest.
     """
-    every = [replace(one, sampling=replace(one.sampling, n_best=1)) for one in requests]
+    requests = [replace(one, sampling=replace(one.sampling, n_best=1)) for one in requests]
     if engine.method.num_beams == 1:
-        return [(engine, every)]
+        return [(engine, requests)]
     single = engine.replace(method=MethodConfig(num_beams=1, depth=0))
     turns: list[tuple[Engine, list[Request]]] = []
-    for start in range(0, len(every), TURN):
-        some = every[start : start + TURN]
+    for start in range(0, len(requests), TURN):
+        some = requests[start : start + TURN]
         turns += [(engine, some[::TREES]), (single, [row for place, row in enumerate(some) if place % TREES])]
     return turns
 

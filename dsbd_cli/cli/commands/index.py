@@ -14,7 +14,7 @@ from dsbd_cli.cli.run.files import check_no_input, check_replaced
 from dsbd_cli.cli.run.messages import say, set_style, talking
 from dsbd_cli.cli.run.signals import StopSignals
 from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
-from dsbd_cli.errors import UsageError, plural
+from dsbd_cli.errors import InvalidRowError, UsageError, plural
 from dsbd_cli.io.lines.corpus import read_documents
 from dsbd_cli.io.lines.replace import replacing
 
@@ -73,11 +73,14 @@ def index(
     with replacing(output) as stream, StopSignals(), talking() as talk:
         codec = tokenizer_of(ModelSpec(target, trust_remote_code=trust_remote_code is not None))
         tokens, reported = CorpusTokens(), 0
-        for piece in _pieces(corpus, field):
+        for path, piece in _pieces(corpus, field):
             if piece is None:
                 tokens.end_document()
-            else:
+                continue
+            try:
                 tokens.extend(codec.encode_pieces([piece])[0])
+            except InvalidRowError as error:
+                raise UsageError(f"{path}, document {tokens.documents + 1} of all: {error}") from None
             if len(tokens.ids) - reported >= NEWS_EVERY:
                 reported = len(tokens.ids)
                 talk.now(f"{reported} tokens read")
@@ -88,9 +91,9 @@ def index(
     say(f"{output}: {', '.join(counts)}")
 
 
-def _pieces(corpus: list[Path], field: str) -> Iterator[str | None]:
-    """Yield texts in pieces, and None after each document."""
+def _pieces(corpus: list[Path], field: str) -> Iterator[tuple[Path, str | None]]:
+    """Yield texts in pieces, each with its file, and None after each document."""
     for path in corpus:
         for document in read_documents(path, field):
-            yield from document
-            yield None
+            yield from ((path, piece) for piece in document)
+            yield path, None

@@ -24,8 +24,8 @@ from dsbd_cli.io.lines.resume import (
     DoneRows,
     InputEnd,
     Settings,
-    cut_unfinished_steps,
     drop_failed,
+    finished_steps,
     read_done,
     read_run,
     settings_file,
@@ -58,6 +58,7 @@ class Outputs:
         if self._files.output in (None, STANDARD) and sys.stdout is None:
             raise OutputError("standard output is closed: name a file with --output")
         with self._stack:
+            self._stack.callback(self._remove_empty)
             self._output = self._claim(self._files.output)
             self._steps = self._claim(self._files.stats)
             if resumes(self._files) and self._output is not None:
@@ -67,6 +68,9 @@ class Outputs:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._stack.close()
+
+    def _remove_empty(self) -> None:
+        """Remove files that this run has made and left empty."""
         for path in self._new_files:
             if path.is_file() and path.stat().st_size == 0:
                 path.unlink()
@@ -147,6 +151,7 @@ class Outputs:
                 )
             end = whole_size(stream)
             self.done = read_done(stream, output, end)
+            self._check_steps(output)
             if torn := truncate_at(stream, end):
                 self._reporter.warn(f"{output}: the last line was torn ({torn} bytes); its row is answered again")
             if self._files.existing == "retry":
@@ -156,15 +161,20 @@ class Outputs:
                 end = stream.seek(0, io.SEEK_END)
                 self.done = read_done(stream, output, end)
             stream.seek(end)
+        else:
+            self._check_steps(output)
         totals.skipped_failed = self.done.failed
         if self._steps is not None:
-            path = self._files.stats
-            assert path is not None
-            if self._steps.seek(0, io.SEEK_END) and not settings_file(output).exists():
-                raise UsageError(
-                    f"--set stats={path} holds the steps of another run, as {output} is new: name another file"
-                )
-            cut_unfinished_steps(self._steps, path, self.done)
+            assert self._files.stats is not None
+            truncate_at(self._steps, finished_steps(self._steps, self._files.stats, self.done))
+
+    def _check_steps(self, output: Path) -> None:
+        """Raise UsageError for a --set stats file of another run, before a byte of any file is changed."""
+        path, stream = self._files.stats, self._steps
+        if stream is None or path is None or not stream.seek(0, io.SEEK_END):
+            return
+        if not finished_steps(stream, path, self.done) and (self.done.ids or not settings_file(output).exists()):
+            raise UsageError(f"--set stats={path} holds no step of a row in {output}: name another file, or remove it")
 
     def _writer(self, path: Path | None, stream: io.FileIO | None) -> LineWriter:
         if stream is not None:

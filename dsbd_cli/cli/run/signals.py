@@ -1,5 +1,5 @@
 """Handling of Ctrl-C, SIGTERM and SIGHUP (the terminal is gone). The first signal ends the run after the present
-iteration, the second one at once."""
+iteration, a second Ctrl-C or SIGTERM at once."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class StopSignals:
 
     def _on_first_signal(self, number: int, frame: FrameType | None) -> None:
         for handled in self._old_handlers:
-            # a terminal that goes away says so twice, by the shell and by the kernel, and systemd beside SIGTERM
+            # a closed terminal sends SIGHUP twice (shell and kernel), and systemd may send it after SIGTERM
             signal.signal(handled, signal.SIG_IGN if handled == signal.SIGHUP else signal.SIG_DFL)
         self.number = number
         if self.on_stop is None:

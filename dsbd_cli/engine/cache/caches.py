@@ -107,7 +107,7 @@ class Caches:
             self._forget_prompts()
             for model in self.models:
                 model.release()  # otherwise memory would grow to the rows of one batch times the slots of another
-            self._check_room(rows)
+            self._check_room(rows, self.slots, self.window)
             for model in self.models:
                 model.reserve(rows, self.slots, self.window)
             self._reserved = self._reserved_key(rows)
@@ -125,6 +125,7 @@ class Caches:
             return False
         self._moving()
         self.slots = self.round_slots(max(slots, self.slots * 5 // 4))
+        self._check_room(rows, self.slots, 0)
         self._reserve_all(rows)
         return True
 
@@ -133,20 +134,20 @@ class Caches:
         if self._recurrent and window > self.window:
             self._moving()
             self.window = self.round_window(max(window, self.window * 5 // 4))
+            self._check_room(rows, 0, self.window)
             self._reserve_all(rows)
 
-    def _check_room(self, rows: int) -> None:
-        """Raise MemoryError where caches of this size do not fit into the free memory of the processor.
+    def _check_room(self, rows: int, slots: int, window: int) -> None:
+        """Raise MemoryError where new caches of this size do not fit into the free memory of the processor.
 
         The system hands out more than it has, and ends the process when it is written to. A GPU refuses by itself.
         """
         here = [model for model in self.models if model.device.type == "cpu"]
-        wanted = rows * sum(self.slots * model.kv_bytes_per_slot() + model.state_bytes(self.window) for model in here)
-        if wanted > ROOM * free_bytes(CPU):
-            raise MemoryError(f"caches of {rows} rows and {self.slots} slots take {wanted} bytes")
+        wanted = rows * sum(slots * model.kv_bytes_per_slot() + model.state_bytes(window) for model in here)
+        if here and wanted > ROOM * free_bytes(CPU, files=True):
+            raise MemoryError(f"caches of {rows} rows and {slots} slots take {wanted} bytes")
 
     def _reserve_all(self, rows: int) -> None:
-        self._check_room(rows)
         for model in self.models:
             model.reserve(rows, self.slots, self.window)
         self._reserved = None

@@ -108,7 +108,10 @@ class CatalogueCompiler:
             if (size := len(answer.text or "")) > MOST_LETTERS:
                 raise InvalidRowError(f"{answer.place} has {size} letters, but an answer may have {MOST_LETTERS}")
         texts = [answer.text for answer in answers if answer.text is not None]
-        encoded = iter(self.codec.encode_pieces(texts)) if texts else iter(())
+        try:
+            encoded = iter(self.codec.encode_pieces(texts)) if texts else iter(())
+        except InvalidRowError as error:
+            raise InvalidRowError(f"{answers[0].place} or a later one: {error}") from error
         table = self.codec.token_bytes()
         ends = set(self.codec.eos_ids)
         for answer in answers:

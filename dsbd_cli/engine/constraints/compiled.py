@@ -31,9 +31,10 @@ def compiled_paths(path: Path, key: str) -> list[Path]:
     place."""
     if not key:
         return []
-    places, cache = [path.with_name(f"{path.name}.{key[:8]}.trie")], os.environ.get("XDG_CACHE_HOME")
-    with contextlib.suppress(RuntimeError):  # a user without a home, as in many containers
-        places.append(Path(cache or Path.home() / ".cache") / "dsbd" / f"{key}.trie")
+    places = [path.with_name(f"{path.name}.{key[:8]}.trie")]
+    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if not cache.startswith("~"):  # else a user without a home, as in many containers
+        places.append(Path(cache) / "dsbd" / f"{key}.trie")
     return places
 
 

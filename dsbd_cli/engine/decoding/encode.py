@@ -84,7 +84,7 @@ class Encoder:
     def _catalogue(self, allow: str | tuple[str, ...] | None) -> Catalogue | None:
         if isinstance(allow, tuple):
             if (letters := sum(map(len, allow))) > MOST_LETTERS:
-                raise InvalidRowError(f"allow has {letters} letters in all, but in a row it may have {MOST_LETTERS}")
+                raise InvalidRowError(f"allow has {letters} letters in all, but a row's allow may have {MOST_LETTERS}")
             answers = [CatalogueAnswer(f"allow[{place}]", text=text) for place, text in enumerate(allow)]
             try:
                 return CatalogueCompiler(self.codec, self.target.vocab_size).compile(answers)

@@ -21,16 +21,16 @@ NO_MEMORY = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
 LOGIT_BYTES = 12  # per node and token of the vocabulary: the model's own logits and two float32 copies
 
 
-def free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device, *, files: bool = False) -> int:
     """Return the bytes that can still be allocated on a device; on the CPU those that the system, and the container,
-    give without swap."""
+    give without swap. files: those too in which a container keeps files that were read lately."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for later tensors
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     import psutil  # only the CPU path needs it
 
     available = int(psutil.virtual_memory().available)
-    return min([available, *_left_in_container()])
+    return min([available, *_left_in_container(files=files)])
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -77,13 +77,14 @@ def footprint(method: MethodConfig, models: Sequence[ForestModel]) -> str:
     )
 
 
-def _left_in_container(folder: Path = CGROUP) -> list[int]:
+def _left_in_container(folder: Path = CGROUP, *, files: bool = False) -> list[int]:
     """Return the limit minus the use, in bytes, of the control group that holds this process, in a list; an empty list
     where there is no limit."""
     try:
         limit, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()
         cache = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return [int(limit) - int(used) + int(cache.get("inactive_file", 0))]
+        kept = ("inactive_file", "active_file") if files else ("inactive_file",)
+        return [int(limit) - int(used) + sum(int(cache.get(name, 0)) for name in kept)]
     except (OSError, ValueError):  # no such files, or the word max
         return []
 

@@ -218,15 +218,13 @@ def drop_failed(stream: io.FileIO, path: Path) -> tuple[io.FileIO, int]:
     return fresh, len(bad)
 
 
-def cut_unfinished_steps(stream: io.FileIO, path: Path, done: DoneRows) -> None:
-    """Cut off the last lines of a --set stats file whose row has no record, because they will be written again.
-
-    Raises UsageError before a byte is changed where one of these lines is no step.
-    """
-    size, whole, keep = stream.seek(0, os.SEEK_END), whole_size(stream), 0
+def finished_steps(stream: io.FileIO, path: Path, done: DoneRows) -> int:
+    """Return the size of a --set stats file up to the last line whose row has a record. What comes behind it will be
+    written again. Raises UsageError where one of these lines is no step."""
+    size, whole = stream.seek(0, os.SEEK_END), whole_size(stream)
     stream.seek(whole)
     torn = stream.read(min(size - whole, len(STEP_BEGIN)))
-    ours = b"\0" in torn or STEP_BEGIN.startswith(torn)
+    ours = STEP_BEGIN.startswith(torn.partition(b"\0")[0])  # a crash of the machine leaves zeros
     for end, line in _lines_from_end(stream, whole) if ours else ():
         record = read_object(line) or {}
         row_id = record.get("id")
@@ -234,8 +232,7 @@ def cut_unfinished_steps(stream: io.FileIO, path: Path, done: DoneRows) -> None:
             ours = False
             break
         if done.has_id(row_id):
-            keep = end
-            break
+            return end
     if not ours:
         raise UsageError(f"--set stats={path} holds lines that are no steps of dsbd: name another file")
-    truncate_at(stream, keep)
+    return 0

@@ -121,7 +121,8 @@ def _hub_folder(location: Location, name: str, config: str, patterns: list[list[
     from huggingface_hub import constants
 
     cached = cached_folder(location, config)
-    if cached is not None and (config == ADAPTER_CONFIG or has_weights(cached)):
+    whole = has_weights if config != ADAPTER_CONFIG else (lambda folder: (folder / ADAPTER_WEIGHTS).is_file())
+    if cached is not None and whole(cached):
         return cached
     if constants.HF_HUB_OFFLINE:
         raise ModelNotFoundError(
@@ -213,8 +214,6 @@ def _download(location: Location, name: str, patterns: list[list[str]]) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -233,7 +232,7 @@ def _download(location: Location, name: str, patterns: list[list[str]]) -> Path:
         raise ModelNotFoundError(f"{name} is not on {constants.ENDPOINT}, or is private: check the id") from None
     except RevisionNotFoundError:
         raise ModelNotFoundError(f"{name}: the repository has no revision {revision!r}") from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # of the hub, the network's library or the disk
         reason = one_line(error)
         raise ModelNotFoundError(f"{name} could not be downloaded: {reason}") from error
     return folder

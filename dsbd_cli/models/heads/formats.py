@@ -275,7 +275,7 @@ def _layer_ids(given: Any, layers: int, *, speculators: bool) -> tuple[tuple[int
     elif isinstance(given, list) and given and all(type(one) is int for one in given):
         choices = [0, 1] if speculators else [1, 0]
     else:
-        raise ModelError(f"its config says {LAYER_IDS} = {shorten(given)}, which is no list of layers")
+        raise ModelError(f"its config says {LAYER_IDS} = {shorten(given)}, which names no layers")
     found = [tuple(one + more for one in given) for more in choices]
     fitting = tuple(one for one in found if min(one) >= 0 and max(one) <= layers)
     if not fitting:

@@ -156,7 +156,8 @@ def compile_beside(module: str) -> None:
     done = folder / f"dsbd-{module}-{folder_stamp()}-{sys.implementation.cache_tag}.done"
     if done.exists() or not _may_keep(folder):
         return
-    code = f"import sys; sys.path[:] = {sys.path!r}; import {__package__}.kernels.{module}"
+    paths = [path for path in sys.path if isinstance(path, str)]  # what is no string means nothing to an import
+    code = f"import sys; sys.path[:] = {paths!r}; import {__package__}.kernels.{module}"
     code += f"; from pathlib import Path; Path({str(done)!r}).touch()"
     nothing = subprocess.DEVNULL
     try:

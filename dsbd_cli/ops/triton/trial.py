@@ -9,6 +9,7 @@ they may come from a passing state of the machine.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -92,7 +93,7 @@ def faults(device: torch.device, command: tuple[str, ...] | None = None) -> dict
     try:
         found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        kept = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+        kept = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
         logging.getLogger("dsbd_cli").warning(
             "compiling %d GPU kernels (once, %.0f minutes at most; kept in %s)", len(kernels()), TOTAL_S / 60, kept
         )
@@ -186,8 +187,8 @@ def _results_file(device: torch.device) -> Path:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     parts = [name, str(torch.__version__), _version("triton"), *(_text(path) for path in _modules())]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return Path(cache or Path.home() / ".cache") / "dsbd" / f"kernels-{key}.json"
+    cache = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
+    return cache / "dsbd" / f"kernels-{key}.json"
 
 
 def _modules() -> list[Path]:
@@ -209,13 +210,16 @@ def _version(package: str) -> str:
 
 def _write_results(file: Path, found: dict[str, str]) -> None:
     """Write the results for the next run. Where nothing can be written, that run tries the kernels again."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f"{file.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(found), encoding="utf-8")
-        temporary.replace(file)
-    except OSError:
+    if file.parts[0] == "~":  # a user without a home, as in many containers
         return
+    temporary = file.with_name(f"{file.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(json.dumps(found), encoding="utf-8")
+            temporary.replace(file)
+        finally:  # nothing is left where the disk is full
+            temporary.unlink(missing_ok=True)
 
 
 def _main(arguments: Sequence[str]) -> None:

@@ -156,5 +156,5 @@ def test_each_part_of_a_nested_merge_is_read_once(keyword: str, monkeypatch: pyt
 def test_properties_that_every_part_would_get_are_bounded() -> None:
     """Guards memory: names times parts."""
     schema = {"properties": {f"p{one}": {} for one in range(5000)}, "anyOf": [{} for _ in range(5000)]}
-    with pytest.raises(UsageError, match="its objects are merged with more than 200,000 properties in all"):
+    with pytest.raises(UsageError, match="name more than 200,000 properties"):
         close_objects(schema)

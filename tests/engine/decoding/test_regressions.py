@@ -80,7 +80,7 @@ def test_numbers_out_of_bounds_are_refused_before_a_tensor_meets_them() -> None:
 
 
 def test_an_ngram_longer_than_the_text_takes_no_time_and_bans_nothing() -> None:
-    """The rule asked for each length of an n-gram, up to a thousand million."""
+    """The rule looks back once for each length of an n-gram."""
     sampling = SamplingConfig(max_new_tokens=4, token_rules=f"no_repeat_ngram_size={MOST_NGRAM}")
     rows = [Request(prompt_ids=(1, 2, 1, 2), sampling=one) for one in (sampling, SamplingConfig(max_new_tokens=4))]
     first, second = engine(rule="search").run(rows)

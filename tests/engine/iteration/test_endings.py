@@ -219,7 +219,7 @@ class Weighty(TableLM):
 def test_caches_that_the_memory_does_not_hold_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the whole run on a processor, where the system ends the process for a row that asks for many tokens: a
     long row is answered in a smaller batch, one that never fits gets its error."""
-    monkeypatch.setattr("dsbd_cli.engine.cache.caches.free_bytes", lambda _: 200_000)
+    monkeypatch.setattr("dsbd_cli.engine.cache.caches.free_bytes", lambda _, files: 200_000)
     table, draft = table_pair(1, VOCABULARY, 0.5)
     weighty = Weighty(table.table)
     decoder = Engine(weighty, draft, NumberCodec(VOCABULARY, (2,)), MethodConfig(depth=4), batch_size=8)

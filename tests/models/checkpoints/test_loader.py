@@ -175,6 +175,31 @@ def test_incomplete_cache_is_not_taken(checkpoint: Path, hub_cache: Path) -> Non
         load(ModelSpec("me/part", device="cpu"))
 
 
+def test_an_adapter_in_the_cache_has_its_weights(hub_cache: Path, tmp_path: Path) -> None:
+    """Guards a download that ended behind the config: it was never gone on with."""
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    cache_as(hub_cache, "me/lora", tmp_path / "adapter")
+    with pytest.raises(ModelNotFoundError, match="not in the hub cache"):
+        hub.locate_adapters(ModelSpec("me/base+me/lora"))
+
+
+def test_a_network_that_drops_is_told_in_one_line(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's library lets errors of its network's library pass as they are."""
+
+    class ReadError(Exception):
+        pass
+
+    def drop(*_: object, **__: object) -> None:
+        raise ReadError("peer closed\nconnection")
+
+    monkeypatch.setattr(hub, "reachable", lambda *_: True)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", drop)
+    said = r"^target model 'me/none' could not be downloaded: peer closed connection$"
+    with pytest.raises(ModelNotFoundError, match=said):
+        load(ModelSpec("me/none"))
+
+
 def test_weights_are_here_in_one_format_or_the_other(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))

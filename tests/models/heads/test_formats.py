@@ -166,9 +166,9 @@ def test_without_layer_numbers_those_of_the_paper_are_taken(tmp_path: Path) -> N
         ({"transformer_layer_config": 3}, "transformer_layer_config = 3, which is no object"),
         (
             {"eagle_aux_hidden_state_layer_ids": []},
-            "eagle_aux_hidden_state_layer_ids = \\[\\], which is no list of layers",
+            "eagle_aux_hidden_state_layer_ids = \\[\\], which names no layers",
         ),
-        ({"eagle_aux_hidden_state_layer_ids": 3}, "eagle_aux_hidden_state_layer_ids = 3, which is no list of layers"),
+        ({"eagle_aux_hidden_state_layer_ids": 3}, "eagle_aux_hidden_state_layer_ids = 3, which names no layers"),
         ({"norm_before_fc": None, "fc_norm": True, "unused": None}, None),
     ],
 )
@@ -196,7 +196,7 @@ def test_settings_that_do_not_fit(settings: dict[str, Any], says: str | None, ta
         ({"logit_scale": 0.5}, "logit_scale = 0.5, which is not known"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ({"eagle_config": ["x"]}, r"eagle_config = \['x'\], which is no object"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}}, r"\['a'\], which is no list of layers"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}}, r"\['a'\], which names no layers"),
         ({"layer_types": 3, "vocab_size": 98}, "a vocabulary of 98 tokens"),
         ({"hidden_size": 128}, "it has no embeddings and is 128 wide, and the target's are 64 wide"),
     ],

@@ -82,7 +82,7 @@ def test_a_full_folder_costs_only_time(tmp_path: Path, told: Any, monkeypatch: p
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
+    monkeypatch.setattr(compiled._Files, "save", full)
     kernels = tmp_path / "kernels.py"
     kernels.write_text(KERNELS)
     assert made(kernels) == [4, 7]
@@ -91,6 +91,38 @@ def test_a_full_folder_costs_only_time(tmp_path: Path, told: Any, monkeypatch: p
         once,
         "every run compiles the kernels of tests: they cannot be kept ([Errno 28] No space left on device)",
     ]
+
+
+def test_a_write_that_failed_leaves_no_old_kernel_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the machine code of an older version, which has the same name: it ran in place of the new one, if the disk
+    was full when that was to be written."""
+    kernels = tmp_path / "kernels.py"
+    kernels.write_text(KERNELS)
+    assert made(kernels) == [4, 7]
+    kernels.write_text(KERNELS.replace("+ 1\n", "+ 2\n").replace("+ 7)", "+ 8)"))
+    monkeypatch.setattr(compiled, "folder_stamp", lambda: 1)  # as when a file of kernels has changed
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(IndexDataCacheFile, "_save_data", full)
+        assert made(kernels) == [5, 8]
+    assert made(kernels) == [5, 8]
+
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_damaged_files_are_made_anew(kind: str, tmp_path: Path, told: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """As a power cut leaves them."""
+    kernels = tmp_path / "kernels.py"
+    kernels.write_text(KERNELS)
+    assert made(kernels) == [4, 7]
+    for file in (tmp_path / "__pycache__").glob(f"*.{kind}"):
+        file.write_bytes(b"")
+    assert made(kernels) == [4, 7]
+    caplog.clear()
+    assert made(kernels) == [4, 7]
+    assert told() == []
 
 
 def test_no_folder_to_write_to_costs_only_time(told: Any) -> None:

@@ -39,7 +39,7 @@ class KernelCompiler:
 
     def __call__(self, signature: Any) -> Callable[[Any], Any]:
         """Return a decorator that makes a kernel with this signature, to be called from Python. It releases the GIL."""
-        return lambda function: self._made(njit, signature, function, nogil=True)
+        return lambda function: self._made(_called, signature, function, nogil=True)
 
     def addressed(self, function: Any) -> Any:
         """Make a kernel for `runtime.CpuKernel`: a function of the address of its arguments."""
@@ -57,7 +57,7 @@ class KernelCompiler:
                         raise OSError(reason)
                     with _alone(lock_of(folder, source)):
                         self._listener.folder = folder
-                        return decorator(signature, cache=True, **options)(function)
+                        return self._from_disk(decorator, signature, function, options)
                 except (OSError, RuntimeError) as error:  # a full folder; no folder that numba may write to
                     self._kept, self._listener.folder = False, None
                     reason = " ".join(str(error).split())[:300]
@@ -67,6 +67,16 @@ class KernelCompiler:
                             "every run compiles the kernels of %s: they cannot be kept (%s)", self.what, reason
                         )
             return decorator(signature, **options)(function)
+
+    def _from_disk(self, decorator: Any, signature: Any, function: Any, options: dict[str, Any]) -> Any:
+        """Return a kernel that is kept on disk. Where its files are damaged, as after a power cut, it is made anew."""
+        try:
+            return decorator(signature, cache=True, **options)(function)
+        except (OSError, RuntimeError):
+            raise
+        except Exception:  # whatever a damaged pickle raises
+            _KernelCache(function).forget()
+            return decorator(signature, cache=True, **options)(function)
 
 
 def _names_of(function: Any) -> Iterator[int]:
@@ -92,7 +102,50 @@ def _callback(signature: Any, *, cache: bool = False, **options: Any) -> Callabl
     return make
 
 
-class _QuickCache(FunctionCache):  # type: ignore[misc]
+def _called(signature: Any, *, cache: bool = False, **options: Any) -> Callable[[Any], Any]:
+    """Return a decorator that does what numba.njit does."""
+
+    def make(function: Any) -> Any:
+        made: Any = njit(**options)(function)
+        if cache:
+            made._cache = _KernelCache(function)
+        made.compile(signature)
+        made.disable_compile()
+        return made
+
+    return make
+
+
+class _Files(caching.IndexDataCacheFile):  # type: ignore[misc]
+    """The index of a kernel and its machine code.
+
+    numba writes the index first. Where the disk is full, or the process is killed, before the machine code is written
+    too, the index names a file of an older version of the kernel.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        """Write machine code, and then the index that names it. Raises OSError."""
+        overloads = self._load_index()
+        name = overloads.get(key) or self._data_name(len(overloads) + 1)
+        self._save_data(name, data)
+        self._save_index({**overloads, key: name})
+
+
+class _KernelCache(FunctionCache):  # type: ignore[misc]
+    """A cache of a kernel on disk."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        self._cache_file: Any = _Files(
+            self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp()
+        )
+
+    def forget(self) -> None:
+        """Drop the index, so that the kernel is compiled anew."""
+        Path(self._cache_file._index_path).unlink(missing_ok=True)
+
+
+class _QuickCache(_KernelCache):
     """A cache of kernels on disk that loads them without the registries of numba's compiler."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
