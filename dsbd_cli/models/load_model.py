@@ -161,6 +161,7 @@ class _DecoderLoad:
         self._device, self._whole = device_of(spec), whole
         self._transformers_model: Any = None  # a model that transformers had to make, and its tensors
         self._state: dict[str, Tensor] = {}
+        self._backends: list[list[str]] = []  # operations and what serves them
         self._asked_invariant = spec.role == "target" and spec.numerics == "invariant"
 
     def load(self) -> tuple[BaseForestModel, HFCodec] | str:
@@ -243,6 +244,7 @@ class _DecoderLoad:
             "eos": self._description.eos,
         }
         what |= {"architecture": self._description.architecture, "tokenizer": store(tokenizer)}
+        what["backends"] = self._backends
         verdicts.write_verdict(self._digest, {"decoder": None, **found, **what})
 
     def _stock(self) -> Any:
@@ -263,6 +265,10 @@ class _DecoderLoad:
     def _verified(self, model: Any, kernels: frozenset[str], tokenizer: Future[Any]) -> str | None:
         """Pack a model's weights and check it, or apply what an earlier load has kept. Return why it cannot serve;
         None: it can."""
+        backends = [[op, backend] for op, backend, _ in model.ops.facts]
+        if self._known is not None and self._known["backends"] != backends:
+            self._known = None  # kernels that served the checks cannot be loaded now, or the other way round
+        self._backends = backends
         if "linear" in kernels:
             model.attention = _attention(model, exact=True)
         try:

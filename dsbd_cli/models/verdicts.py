@@ -23,9 +23,10 @@ from dsbd_cli.ops.cpu.runtime import processor
 
 _logger = logging.getLogger(__name__)
 
-FORMAT = "dsbd.verdict/3"
+FORMAT = "dsbd.verdict/4"
 KEYS = {
-    "architecture", "copies", "dtype", "eos", "kernels", "outliers", "plain", "spec", "tested", "tokenizer", "varies",
+    "architecture", "backends", "copies", "dtype", "eos", "kernels", "outliers", "plain", "spec", "tested", "tokenizer",
+    "varies",
 }  # fmt: skip
 LIBRARIES = ("ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_", "ATEN_", "NUMBA_", "OPENBLAS_")  # beginnings of variables
 UNASKED = "nobody asked for the work that it takes"

@@ -893,6 +893,14 @@ def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(verdicts, "_installed", lambda name: None if name == "numba" else real(name))
     decoder_of(folder)
     assert len(made) == 13
+    with replaced(
+        monkeypatch, *select.NUMBA, load=refuse
+    ):  # as with a numpy that numba refuses: torch's products may depend on their number of rows
+        decoder_of(folder)
+        decoder_of(folder)
+        assert len(made) == 14
+    decoder_of(folder)
+    assert len(made) == 15
 
 
 @pytest.mark.parametrize("named", [None, "int8", "float16"])
