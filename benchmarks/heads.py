@@ -9,8 +9,8 @@ answers by the seconds of all answers, prompts included. Decoding counts the sec
 whose beams differ from those without a draft ends the run.
 
 --peer: an engine of benchmarks.evidence, without a draft. It gets the token ids of the same prompts and makes as many
-tokens as the best answer has. Its decoding is its seconds without those that one token takes, both with the prompt as it
-may have kept it from the call before.
+tokens as the best answer has. Its decoding is its seconds without those that one token takes, both with the prompt kept
+from the call before, if it keeps prompts.
 """
 
 from __future__ import annotations
