@@ -27,6 +27,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+# messages of errors that are no OutOfMemoryError: of the processor's allocator, the CUDA driver and triton, cuBLAS
+NO_MEMORY = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
 MAX_SHOWN = 60  # characters of a value in a message
 MAX_NAMES = 8  # of a list in a message
 MAX_REASON = 200  # characters of another library's message
@@ -182,6 +184,14 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is a failed allocation. torch's class is known by its name, because torch is not imported
+    here."""
+    if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in NO_MEMORY)
 
 
 def require_package(wanted_by: str, package: str, extra: str) -> None:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from dsbd_cli.config.token_rules import TokenRules
-from dsbd_cli.engine.planning.memory_limit import out_of_memory
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
-from dsbd_cli.errors import ModelError, UnsupportedModelError, one_line
+from dsbd_cli.errors import ModelError, UnsupportedModelError, one_line, out_of_memory
 from dsbd_cli.models.attention_metadata import AttentionMetadata
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops.interface import Ops

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.engine.planning.memory_limit import out_of_memory
-from dsbd_cli.errors import UnsupportedModelError, one_line
+from dsbd_cli.errors import UnsupportedModelError, one_line, out_of_memory
 from dsbd_cli.models import verdicts
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, read_generation
 from dsbd_cli.models.checkpoints.head import read_head, trimmed_target

@@ -9,9 +9,8 @@ from dsbd_cli.engine.decoding.results import result_of
 from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
 from dsbd_cli.engine.drafting.base import Drafter
 from dsbd_cli.engine.iteration.request_state import RequestState
-from dsbd_cli.engine.planning.memory_limit import out_of_memory
 from dsbd_cli.engine.planning.planner import Planner, Shape
-from dsbd_cli.errors import OutOfMemoryRowError
+from dsbd_cli.errors import OutOfMemoryRowError, out_of_memory
 from dsbd_cli.ops.select import kernel_failed
 
 

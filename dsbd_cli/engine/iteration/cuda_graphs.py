@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.planning.memory_limit import out_of_memory
-from dsbd_cli.errors import UnsupportedModelError, one_line
+from dsbd_cli.errors import UnsupportedModelError, one_line, out_of_memory
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -16,8 +16,6 @@ CGROUP = Path("/sys/fs/cgroup")
 REQUESTS_SEEN = 64  # requests whose lengths are looked at
 SHARE = 0.7  # of the free memory; the rest is for activations and fragments
 MOST_ROWS = {"cuda": 128, "cpu": 16}  # more rows than this brought no more speed, or were never measured
-# messages of errors that are no OutOfMemoryError: of the processor's allocator, the CUDA driver and triton, cuBLAS
-NO_MEMORY = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
 LOGIT_BYTES = 12  # per node and token of the vocabulary: the model's own logits and two float32 copies
 
 
@@ -104,10 +102,3 @@ def fitting_rows(
     row += beside
     available = free_bytes(device) if free is None else free
     return max(1, min(int(SHARE * available) // max(row, 1), MOST_ROWS.get(device.type, 16)))
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is a failed allocation."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in NO_MEMORY)

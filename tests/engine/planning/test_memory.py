@@ -11,7 +11,8 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.planning import memory_limit as budget
-from dsbd_cli.engine.planning.memory_limit import LOGIT_BYTES, SHARE, fitting_rows, free_bytes, out_of_memory
+from dsbd_cli.engine.planning.memory_limit import LOGIT_BYTES, SHARE, fitting_rows, free_bytes
+from dsbd_cli.errors import out_of_memory
 from dsbd_cli.requests import Request
 from tests.helpers.toys import NumberCodec, table_pair
 
