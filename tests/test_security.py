@@ -14,7 +14,8 @@ import pytest
 import dsbd_cli
 from dsbd_cli import Request, SamplingConfig
 from dsbd_cli.io.records.reader import RowReader
-from dsbd_cli.models.verdicts import cache_folder, write_verdict
+from dsbd_cli.models.verdicts import write_verdict
+from dsbd_cli.ops.cpu.runtime import cache_folder
 from dsbd_cli.pick.sandbox import SqlProcess, StatementResult
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.models.verdicts import cache_folder, write_whole
+from dsbd_cli.models.verdicts import write_whole
+from dsbd_cli.ops.cpu.runtime import cache_folder
 
 METHODS = ("__call__", "_encode_plus", "decode", "_decode", "convert_ids_to_tokens", "get_vocab", "get_chat_template")
 

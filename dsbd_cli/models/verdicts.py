@@ -19,7 +19,7 @@ import torch
 
 import dsbd_cli
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.ops.cpu.runtime import processor
+from dsbd_cli.ops.cpu.runtime import cache_folder, processor
 
 _logger = logging.getLogger(__name__)
 
@@ -105,15 +105,6 @@ def write_whole(place: Path, content: bytes) -> None:
         part.replace(place)
     finally:  # nothing is left where the disk is full
         part.unlink(missing_ok=True)
-
-
-def cache_folder() -> Path:
-    """Return the folder in which loads keep their results. Raises FileNotFoundError for a user without a home, as in
-    many containers."""
-    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    if cache.startswith("~"):
-        raise FileNotFoundError("there is no home folder: set HOME or XDG_CACHE_HOME")
-    return Path(cache) / "dsbd"
 
 
 def _path(digest: str) -> Path:

@@ -44,6 +44,7 @@ from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops import select
 from dsbd_cli.ops.cpu.program import Arena, Program
+from dsbd_cli.ops.cpu.runtime import cache_folder
 from dsbd_cli.ops.select import packing_works
 from dsbd_cli.requests import Request
 from tests.helpers.checkpoints import numbers, save
@@ -993,7 +994,7 @@ def test_the_cache_folder_may_be_written_with_a_tilde(tmp_path: Path, monkeypatc
     """As files of settings do, which no shell reads."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "~/kept")
-    assert verdicts.cache_folder() == tmp_path / "kept" / "dsbd"
+    assert cache_folder() == tmp_path / "kept" / "dsbd"
 
 
 def test_nothing_is_left_of_a_file_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from dsbd_cli.engine.constraints.answers import Catalogue
 from dsbd_cli.engine.constraints.trie import Trie
+from dsbd_cli.ops.cpu.runtime import cache_folder
 
 VERSION = 2
 ALIGNED = 64
@@ -32,9 +33,8 @@ def compiled_paths(path: Path, key: str) -> list[Path]:
     if not key:
         return []
     places = [path.with_name(f"{path.name}.{key[:8]}.trie")]
-    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    if not cache.startswith("~"):  # else a user without a home, as in many containers
-        places.append(Path(cache) / "dsbd" / f"{key}.trie")
+    with contextlib.suppress(FileNotFoundError):  # a user without a home
+        places.append(cache_folder() / f"{key}.trie")
     return places
 
 

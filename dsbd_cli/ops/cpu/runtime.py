@@ -144,6 +144,15 @@ def folder_stamp() -> int:
     return zlib.crc32("".join(f"{file.name}\n{file.read_text(encoding='utf-8')}" for file in files).encode())
 
 
+def cache_folder() -> Path:
+    """Return the folder in which results are kept for later runs. Raises FileNotFoundError for a user without a home,
+    as in many containers."""
+    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if cache.startswith("~"):
+        raise FileNotFoundError("there is no home folder: set HOME or XDG_CACHE_HOME")
+    return Path(cache) / "dsbd"
+
+
 def compiled_folder() -> Path:
     """Return the folder where numba keeps the kernels if it may write there, and nothing names another."""
     return KERNELS / "__pycache__"

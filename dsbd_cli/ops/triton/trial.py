@@ -29,6 +29,7 @@ from typing import IO
 
 import torch
 
+from dsbd_cli.ops.cpu.runtime import cache_folder
 from dsbd_cli.ops.triton import KernelCheck, available, differences
 
 # Each module has a tuple KERNELS. The last one is in a higher package, where the references of an iteration's kernels
@@ -91,7 +92,7 @@ def faults(device: torch.device, command: tuple[str, ...] | None = None) -> dict
         return dict.fromkeys(kernels(), f"needs a GPU of compute capability {needed}, and this one has {own}")
     file = _results_file(device)
     try:
-        found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+        found: dict[str, str] = json.loads("" if file is None else file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         kept = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
         logging.getLogger("dsbd_cli").warning(
@@ -99,7 +100,8 @@ def faults(device: torch.device, command: tuple[str, ...] | None = None) -> dict
         )
         found = _try_all(device, command or (sys.executable, "-P", "-m", __name__, str(device)))
         passing = any(word in fault for fault in found.values() for word in PASSING)
-        if not passing or any(HANGS in fault for fault in found.values()):  # else every load would wait again
+        hung = any(HANGS in fault for fault in found.values())  # every load would wait again
+        if file is not None and (hung or not passing):
             _write_results(file, found)
     return found
 
@@ -182,13 +184,15 @@ def _exit_fault(text: str, code: int) -> str:
     return f"ends its process (exit {code}): {lines[-1][:MAX_ERROR_CHARS] if lines else 'nothing was said'}"
 
 
-def _results_file(device: torch.device) -> Path:
-    """Return the file that keeps the results for these versions and kernels and this device."""
+def _results_file(device: torch.device) -> Path | None:
+    """Return the file that keeps the results for these versions and kernels and this device; None for a user without a
+    home."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     parts = [name, str(torch.__version__), _version("triton"), *(_text(path) for path in _modules())]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    cache = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
-    return cache / "dsbd" / f"kernels-{key}.json"
+    with contextlib.suppress(FileNotFoundError):
+        return cache_folder() / f"kernels-{key}.json"
+    return None
 
 
 def _modules() -> list[Path]:
@@ -210,8 +214,6 @@ def _version(package: str) -> str:
 
 def _write_results(file: Path, found: dict[str, str]) -> None:
     """Write the results for the next run. Where nothing can be written, that run tries the kernels again."""
-    if file.parts[0] == "~":  # a user without a home, as in many containers
-        return
     temporary = file.with_name(f"{file.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
