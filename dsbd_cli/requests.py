@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from dsbd_cli.config.chat import ChatConfig
 from dsbd_cli.config.checking import check_types, require
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.sampling import SamplingConfig
@@ -14,6 +15,7 @@ from dsbd_cli.errors import InvalidRowError, RowError, UsageError, shorten
 from dsbd_cli.stats import RequestStats
 
 FinishReason = Literal["stop", "length"]
+NO_CHAT = ChatConfig()
 Source = Literal["text", "audio", "image"]  # what a target reads
 
 # by what a target reads: what it does, and what a request must give it
@@ -51,7 +53,7 @@ class Request:
     Attributes:
         prompt: text to continue. Exactly one of prompt, messages, prompt_ids, audio and image is given; a list may be
             given for a tuple. With an encoder-decoder target it is the source.
-        messages: a conversation to answer, each message with role and content.
+        messages: a conversation to answer, each message with role and content, and what else the chat template reads.
         prompt_ids: token ids to continue.
         audio: a file of speech to transcribe or translate.
         image: a file of a picture to read, or its contents as `data:image/png;base64,...`. A prompt may be given with
@@ -62,10 +64,11 @@ class Request:
         allow: the only answers that may come out: the name of a catalogue of the engine, or the answers themselves.
             Default: the engine's only catalogue, where it has one.
         grammar: what the whole answer must match.
+        chat: settings of the conversation, for a request with messages.
     """
 
     prompt: str | None = None
-    messages: tuple[dict[str, str], ...] | None = field(default=None, kw_only=True)
+    messages: tuple[dict[str, object], ...] | None = field(default=None, kw_only=True)
     prompt_ids: tuple[int, ...] | None = field(default=None, kw_only=True)
     audio: str | None = field(default=None, kw_only=True)
     image: str | None = field(default=None, kw_only=True)
@@ -75,6 +78,7 @@ class Request:
     sampling: SamplingConfig = field(default_factory=SamplingConfig, kw_only=True)
     allow: str | tuple[str, ...] | None = field(default=None, kw_only=True)
     grammar: Grammar | None = field(default=None, kw_only=True)
+    chat: ChatConfig = field(default=NO_CHAT, kw_only=True)
 
     if TYPE_CHECKING:  # the constructor takes more types than the fields hold
 
@@ -82,7 +86,7 @@ class Request:
             self,
             prompt: str | None = ...,
             *,
-            messages: list[dict[str, str]] | tuple[dict[str, str], ...] | None = ...,
+            messages: list[dict[str, object]] | tuple[dict[str, object], ...] | None = ...,
             prompt_ids: list[int] | tuple[int, ...] | None = ...,
             audio: str | None = ...,
             image: str | None = ...,
@@ -91,6 +95,7 @@ class Request:
             sampling: SamplingConfig = ...,
             allow: str | list[str] | tuple[str, ...] | None = ...,
             grammar: Grammar | None = ...,
+            chat: ChatConfig = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -108,6 +113,8 @@ class Request:
             raise UsageError(
                 f"a request has {found}, but must have exactly one of prompt, messages, prompt_ids, audio and image"
             )
+        if self.messages is None and self.chat != NO_CHAT:
+            raise UsageError("chat is given, but it is about messages, and there are none: drop it")
         check_ends(self.sampling, self.grammar)
         if self.allow is not None and self.grammar is not None:
             raise UsageError("allow and grammar both say what may be answered: give one of them")
@@ -162,10 +169,21 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function that a text holds. arguments: as JSON text, in the words of the model."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Hypothesis:
     """A finished text.
 
     Attributes:
+        text: the answer, without its reasoning where that is split off.
+        reasoning: what the model wrote between its marks of reasoning, where it is split off.
+        tool_calls: calls of functions that the text holds, where the request gave tools. They are no part of `text`.
         logprob: the raw log-probability (nats) of its tokens, the end token included, under the target as it was
             loaded: a forward in bfloat16 gives another value than one in float32.
         score: logprob / num_tokens ** length_penalty; `num_tokens` counts the end token.
@@ -186,6 +204,8 @@ class Hypothesis:
     valid: bool | None = None
     tokens: tuple[TokenDetail, ...] | None = None
     segments: tuple[Segment, ...] | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -73,12 +73,12 @@ def _test(hint: object) -> Test:
             and len(value) == len(tests)
             and all(test(item) for test, item in zip(tests, value, strict=True))
         )
-    if kind in (tuple, dict, Sequence):
+    if kind in (tuple, Sequence):
         one = _test(parts[0])
-        if kind is not dict:
-            return lambda value: isinstance(value, tuple) and all(one(item) for item in value)
-        assert parts[0] is parts[1]
-        return lambda value: isinstance(value, dict) and all(one(item) for pair in value.items() for item in pair)
+        return lambda value: isinstance(value, tuple) and all(one(item) for item in value)
+    if kind is dict:
+        key, item_of = map(_test, parts)
+        return lambda value: isinstance(value, dict) and all(key(name) and item_of(one) for name, one in value.items())
     if hint in (int, float):  # True is an int in Python, but not in a setting
         numbers = int if hint is int else (int, float)
         return lambda value: isinstance(value, numbers) and not isinstance(value, bool)
@@ -93,6 +93,6 @@ def _expected(hint: object) -> str:
     if kind is Literal:
         return f"one of {', '.join(parts)}"
     if kind in (tuple, Sequence):
-        return {str: "a list of strings", int: "a list of integers"}.get(parts[0], "a list of objects with strings")
+        return {str: "a list of strings", int: "a list of integers"}.get(parts[0], "a list of objects")
     assert isinstance(hint, type)
     return "None" if hint is NoneType else KINDS.get(hint, f"a {hint.__name__}")

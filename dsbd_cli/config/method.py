@@ -49,6 +49,8 @@ def check_request(sampling: SamplingConfig, rule: str, num_beams: int) -> None:
         raise UsageError(message, field="temperature", value=value)
     if sampling.n_best > num_beams:
         refuse("n_best", sampling.n_best, f"num_beams is {num_beams}: lower it, or raise that")
+    if sampling.num_beams is not None and sampling.num_beams > num_beams:
+        refuse("num_beams", sampling.num_beams, f"the run has {num_beams}: lower it, or raise that")
 
 
 @dataclass(frozen=True, slots=True)

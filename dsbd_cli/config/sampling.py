@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from dsbd_cli.config.checking import check_types, refuse, require
-from dsbd_cli.config.token_rules import TokenRules, asked_rules
+from dsbd_cli.config.token_rules import LEAST_PENALTY, MOST_NGRAM, MOST_PENALTY, TokenRules, asked_rules
 from dsbd_cli.errors import MOST_INTEGER
 
 MAX_TOP_LOGPROBS = 20  # as in the OpenAI API
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-38, 1e6  # below it is 0 in float32; above, all tokens are equally likely
+MOST_BIAS = 100.0  # of logit_bias, as in the OpenAI API
+MOST_SUBTRACTED = 2.0  # of presence_penalty and frequency_penalty, as in the OpenAI API
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +30,34 @@ class SamplingConfig:
         stop: strings that end a text; the text is cut before the string. One string, or a list of them, may be given;
             it is kept as a tuple.
         length_penalty: score = logprob / num_tokens ** length_penalty.
-        early_stopping: end as soon as num_beams hypotheses are finished.
+        early_stopping: true: end as soon as num_beams hypotheses are finished; false: end when no live beam, scored at
+            its present length, is better than they are; "never": when none can become better at any length. As in
+            transformers.
         n_best: hypotheses reported, best first.
         token_logprobs: report the raw log-probability of every token of every reported hypothesis.
         top_logprobs: together with token_logprobs, the N likeliest tokens at every place; 0 to 20.
         source_lang, target_lang: for an encoder-decoder target that knows languages, as its tokenizer names them
             (eng_Latn, en, fr_XX). For a speech model source_lang is the language spoken, and target_lang en translates
             it.
-        prefix: text that the answer begins with, for an encoder-decoder target.
+        prefix: text that the answer begins with.
         token_rules: rules of tokens, see token_rules.asked_rules: `checkpoint`, `none`, NAME=VALUE,... Default: those
             of the checkpoint for an encoder-decoder target, none for a decoder-only one.
+        repetition_penalty, no_repeat_ngram_size, min_new_tokens, min_length: rules of that name, see TokenRules. None:
+            as token_rules says.
+        presence_penalty: subtracted from the logit of each token that the answer already holds, as in vLLM.
+        frequency_penalty: the same, once for each time that the answer holds it.
+        logit_bias: numbers that are added to logits, as (token id, number); a mapping may be given.
+        allowed_token_ids: the only tokens that may be generated; None: all.
+        bad_words: texts that do not occur in the answer, as vLLM understands it: with and without a blank before them.
+        bad_words_ids: sequences of tokens that do not occur in the answer.
+        stop_token_ids: tokens that end a text, in addition to the checkpoint's.
+        eos_token_id: tokens that end a text in place of the checkpoint's; one or a list may be given.
+        ignore_eos: the checkpoint's end tokens do not end a text.
+        include_stop_str_in_output: the text keeps the stop string, or the stop token, that ended it.
+        add_special_tokens: the tokenizer adds its special tokens to a plain prompt.
+        skip_special_tokens: special tokens are left out of the text.
+        truncate_prompt_tokens: keep so many of the prompt's last tokens; -1: as many as fit. None: all.
+        num_beams: W of this request, at most the engine's. None: the engine's.
     """
 
     temperature: float = 1.0
@@ -46,7 +67,7 @@ class SamplingConfig:
     max_new_tokens: int = 128
     stop: Sequence[str] = ()
     length_penalty: float = 1.0
-    early_stopping: bool = False
+    early_stopping: bool | Literal["never"] = False
     n_best: int = 1
     token_logprobs: bool = False
     top_logprobs: int = 0
@@ -54,6 +75,24 @@ class SamplingConfig:
     target_lang: str | None = None
     prefix: str | None = None
     token_rules: str | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    min_new_tokens: int | None = None
+    min_length: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Sequence[tuple[int, float]] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    bad_words_ids: Sequence[Sequence[int]] = ()
+    stop_token_ids: Sequence[int] = ()
+    eos_token_id: Sequence[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    add_special_tokens: bool = True
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    num_beams: int | None = None
 
     def __post_init__(self) -> None:
         stop: object = self.stop
@@ -61,6 +100,7 @@ class SamplingConfig:
             object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
         listed = isinstance(self.stop, tuple) and all(isinstance(one, str) and one for one in self.stop)
         require(listed, "stop", stop, "a non-empty string or a list of them")
+        self._take_token_lists()
         check_types(self)
         temperature, expected = self.temperature, f"0, or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:.0f}"
         fits = temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE
@@ -80,3 +120,64 @@ class SamplingConfig:
         for name in ("top_k", "max_new_tokens", "n_best"):
             require(getattr(self, name) <= MOST_INTEGER, name, getattr(self, name), f"at most {MOST_INTEGER}")
         asked_rules(self.token_rules, TokenRules(), default="none")
+        self._check_rules()
+
+    def _take_token_lists(self) -> None:
+        """Store lists of tokens and words as tuples. Raises UsageError."""
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
+        if type(self.eos_token_id) is int:
+            object.__setattr__(self, "eos_token_id", (self.eos_token_id,))
+        lists = ("logit_bias", "allowed_token_ids", "bad_words", "bad_words_ids", "stop_token_ids", "eos_token_id")
+        for name in lists:
+            value: object = getattr(self, name)
+            if isinstance(value, list):
+                inner = tuple(tuple(item) if isinstance(item, list) else item for item in value)
+                object.__setattr__(self, name, inner)
+        for name in ("allowed_token_ids", "stop_token_ids", "eos_token_id"):
+            value = getattr(self, name)
+            fits = value is None or _are_ids(value)
+            require(fits, name, value, "a list of token ids")
+        for name in ("allowed_token_ids", "eos_token_id"):
+            require(getattr(self, name) != (), name, [], "a non-empty list of token ids, or not be given")
+        words = self.bad_words
+        fits = isinstance(words, tuple) and all(isinstance(word, str) and word for word in words)
+        require(fits, "bad_words", words, "a list of non-empty strings")
+        sequences = self.bad_words_ids
+        fits = isinstance(sequences, tuple) and all(_are_ids(ids) and ids for ids in sequences)
+        require(fits, "bad_words_ids", sequences, "a list of non-empty lists of token ids")
+        fits = isinstance(self.logit_bias, tuple) and all(_is_bias(pair) for pair in self.logit_bias)
+        require(fits, "logit_bias", self.logit_bias, f"token ids with numbers from {-MOST_BIAS:g} to {MOST_BIAS:g}")
+
+    def _check_rules(self) -> None:
+        """Raise UsageError for a number of a token rule that is outside its limits."""
+        if (penalty := self.repetition_penalty) is not None:
+            expected = f"from {LEAST_PENALTY:g} to {MOST_PENALTY:g}"
+            require(LEAST_PENALTY <= penalty <= MOST_PENALTY, "repetition_penalty", penalty, expected)
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            fits = -MOST_SUBTRACTED <= value <= MOST_SUBTRACTED
+            require(fits, name, value, f"between {-MOST_SUBTRACTED:g} and {MOST_SUBTRACTED:g}")
+        for name in ("no_repeat_ngram_size", "min_new_tokens", "min_length"):
+            most = MOST_NGRAM if name == "no_repeat_ngram_size" else MOST_INTEGER
+            if (value := getattr(self, name)) is not None:
+                require(0 <= value <= most, name, value, f"from 0 to {most}")
+        if (kept := self.truncate_prompt_tokens) is not None:
+            fits = kept == -1 or 1 <= kept <= MOST_INTEGER
+            require(fits, "truncate_prompt_tokens", kept, f"-1, or from 1 to {MOST_INTEGER}")
+        if self.num_beams is not None:
+            require(self.num_beams >= 1, "num_beams", self.num_beams, "1 or more")
+            if self.n_best > self.num_beams:
+                refuse("n_best", self.n_best, f"num_beams is {self.num_beams}: lower it, or raise that")
+
+
+def _are_ids(value: object) -> bool:
+    """Return whether a value is a tuple of token ids."""
+    return isinstance(value, tuple) and all(type(item) is int and 0 <= item <= MOST_INTEGER for item in value)
+
+
+def _is_bias(pair: object) -> bool:
+    """Return whether a value is a token id with a number that may be added to its logit."""
+    if not (isinstance(pair, tuple) and len(pair) == 2 and _are_ids(pair[:1])):
+        return False
+    return type(pair[1]) in (int, float) and -MOST_BIAS <= pair[1] <= MOST_BIAS
