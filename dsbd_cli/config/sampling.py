@@ -140,6 +140,8 @@ class SamplingConfig:
             require(fits, name, value, "a list of token ids")
         for name in ("allowed_token_ids", "eos_token_id"):
             require(getattr(self, name) != (), name, [], "a non-empty list of token ids, or not be given")
+        if self.ignore_eos and self.eos_token_id is not None:
+            refuse("ignore_eos", True, "eos_token_id says which tokens end a text: drop one of them")
         words = self.bad_words
         fits = isinstance(words, tuple) and all(isinstance(word, str) and word for word in words)
         require(fits, "bad_words", words, "a list of non-empty strings")

@@ -211,10 +211,10 @@ class _Ids:
 
     encode_pieces = encode_chat = encode
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return ""
 
-    def token_bytes(self) -> list[bytes]:
+    def token_bytes(self, *, skip_special_tokens: bool = True) -> list[bytes]:
         return [b""] * self._vocabulary
 
 

@@ -264,12 +264,13 @@ class TextCodec(Protocol):
         a template."""
         ...
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of generated ids, without special tokens."""
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of generated ids, without special tokens or with them."""
         ...
 
-    def token_bytes(self) -> list[bytes]:
-        """Return for every token id the bytes that it adds to the text in mid-sentence; empty for special tokens."""
+    def token_bytes(self, *, skip_special_tokens: bool = True) -> list[bytes]:
+        """Return for every token id the bytes that it adds to the text in mid-sentence; empty for special tokens, where
+        they are left out."""
         ...
 
 
@@ -338,7 +339,7 @@ class EncoderDecoderCodec(TextCodec, Protocol):
         """Timestamp tokens; None where the model has none."""
         ...
 
-    def segments(self, ids: Sequence[int]) -> tuple[Segment, ...]:
+    def segments(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> tuple[Segment, ...]:
         """Return generated tokens, timestamps among them, as pieces of text with their times."""
         ...
 

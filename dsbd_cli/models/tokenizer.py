@@ -75,6 +75,7 @@ class HFCodec:
         self._original: Any = None
         self._eos_ids = eos_ids
         self._bytes = table
+        self._all_bytes: list[bytes] | None = None  # with those of special tokens
         self._cover: _Cover | None = None
         # the last conversation and its text, which is asked for twice: for its size and for its ids
         self._rendered: tuple[list[dict[str, str]], str] | None = None
@@ -192,9 +193,10 @@ class HFCodec:
             self._rendered = messages, render(self._tokenizer, messages, opened=True)
         return self._rendered[1]
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of generated ids, special tokens left out."""
-        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of generated ids, without special tokens or with them."""
+        named = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return self._tokenizer.decode(ids, **named)
 
     def tokenizer_json(self) -> str | None:
         """Return the tokenizer as the library tokenizers serialises it, without padding and truncation; None for a slow
@@ -207,23 +209,29 @@ class HFCodec:
         plain.no_truncation()
         return str(plain.to_str())
 
-    def token_bytes(self) -> list[bytes]:
-        """Return for every id of the tokenizer the bytes that it adds in mid-sentence; b"" for special tokens and
-        unused ids.
+    def token_bytes(self, *, skip_special_tokens: bool = True) -> list[bytes]:
+        """Return for every id of the tokenizer the bytes that it adds in mid-sentence; b"" for unused ids, and for
+        special tokens where they are left out.
 
-        One list is made and kept: do not change it. Model logits may be wider than this list (padding ids).
+        Lists are made once and kept: do not change them. Model logits may be wider than a list (padding ids).
         """
         if self._bytes is None:
             self._bytes = bytes_of_tokens(self._tokenizer)
-        return self._bytes
+        if skip_special_tokens:
+            return self._bytes
+        if self._all_bytes is None:
+            texts = _special_texts(self._tokenizer)
+            self._all_bytes = [
+                texts[token].encode() if token in texts else piece for token, piece in enumerate(self._bytes)
+            ]
+        return self._all_bytes
 
 
 def bytes_of_tokens(tokenizer: Tokenizer) -> list[bytes]:
     """Return the bytes of every token, as HFCodec.token_bytes does."""
     vocabulary = tokenizer.get_vocab()
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
-    added = tokenizer.added_tokens_decoder
-    special = set(tokenizer.all_special_ids) | {index for index, token in added.items() if token.special}
+    added, special = tokenizer.added_tokens_decoder, _special_texts(tokenizer)
     style = _style(tokenizer, vocabulary)
     alphabet, shown = byte_alphabet(), tokenizer.convert_ids_to_tokens
     letters = frozenset(alphabet)
@@ -244,6 +252,13 @@ def bytes_of_tokens(tokenizer: Tokenizer) -> list[bytes]:
         else:
             table[index] = token.encode()
     return table
+
+
+def _special_texts(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the special tokens by their ids, as they stand in a text."""
+    added = tokenizer.added_tokens_decoder
+    special = set(tokenizer.all_special_ids) | {index for index, token in added.items() if token.special}
+    return {index: added[index].content if index in added else tokenizer.convert_ids_to_tokens(index) for index in special}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.engine.constraints.stops import StopTable
+from dsbd_cli.engine.constraints.stops import StopSet, StopTable
 from dsbd_cli.engine.core.beams import Beams, Finished
 from dsbd_cli.engine.core.candidates import Candidates, LegalTokens
 from dsbd_cli.engine.core.distribution import pool_distribution, row_distribution
@@ -100,9 +100,9 @@ class Trial:
     def of(cls, rows: Sequence[Row], method: MethodConfig, *, roots: int, lists: bool) -> Trial:
         """All rows in one batch. roots: of the forest, W or 1."""
         width, vocabulary = method.num_beams, rows[0].logits.shape[1]
-        stops = StopTable(WORDS, vocabulary, CPU)
+        stops = StopTable(WORDS, vocabulary, CPU, range(ENDS))
         state = _state(rows, method, stops)
-        endings = Endings(torch.arange(vocabulary) < ENDS, ENDS, stops)
+        endings = Endings(stops)
         rule = make_rule(method)
         logits = torch.stack([row.logits[:roots] for row in rows])
         legal = Only(rows, roots, lists=lists) if any(row.legal is not None for row in rows) else None
@@ -196,7 +196,7 @@ def _state(rows: Sequence[Row], method: MethodConfig, stops: StopTable) -> Batch
     """As an engine has it after some iterations."""
     state = BatchState.empty(method, len(rows), 32, 16, HISTORY, CPU)
     entries = {
-        place: NewRow([5, 6], row.seed, row.sampling, stops.start(tuple(row.sampling.stop)))
+        place: NewRow([5, 6], row.seed, row.sampling, stops.start(StopSet(tuple(row.sampling.stop))))
         for place, row in enumerate(rows)
     }
     state.admit(entries)

@@ -115,8 +115,8 @@ class NumberCodec:
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         return self.encode(" ".join(message["content"] for message in messages))
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(f"{token} " for token in ids)
 
-    def token_bytes(self) -> list[bytes]:
+    def token_bytes(self, *, skip_special_tokens: bool = True) -> list[bytes]:
         return [f"{token} ".encode() for token in range(self.vocabulary)]

@@ -18,7 +18,7 @@ from torch import Tensor
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.cache.caches import Caches
-from dsbd_cli.engine.constraints.stops import StopTable
+from dsbd_cli.engine.constraints.stops import StopSet, StopTable
 from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.drafting.beam import BeamDrafter
@@ -123,11 +123,9 @@ class IterationCase:
         state.limits.max_new = beams.length + below(method.depth + 4, rows) + 1
         if roots < width:
             state.beams = beams.first()
-        stops = StopTable([bytes([65 + token]) for token in range(VOCABULARY)], VOCABULARY, torch.device("cpu"))
+        stops = StopTable([bytes([65 + token]) for token in range(VOCABULARY)], VOCABULARY, device, [EOS])
         if sampling.stop:
-            state.beams.stop_state = state.beams.stop_state * 0 + stops.start(tuple(sampling.stop))
-        stops.table = stops.table.to(device)
-        eos = (torch.arange(VOCABULARY) == EOS).to(device)
+            state.beams.stop_state = state.beams.stop_state * 0 + stops.start(StopSet(tuple(sampling.stop)))
         target = real(VOCABULARY, VOCABULARY) * 2
         draft = target + real(VOCABULARY, VOCABULARY)
         target[5:9] = target[5:9].round()  # ties
@@ -137,7 +135,7 @@ class IterationCase:
             draft[7] = float("nan")
         sizes = IterationShape(slots - 1, shape.depth, shape.drafts_per_layer, draft_backlog, beams=roots)
         _to(state, device)
-        return cls(method, state, sizes, target.to(device), draft.to(device), Endings(eos, 1, stops))
+        return cls(method, state, sizes, target.to(device), draft.to(device), Endings(stops))
 
     def stepper(self, *used: str) -> Stepper:
         """Return a stepper that runs the iteration with these kernels."""

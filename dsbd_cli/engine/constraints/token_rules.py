@@ -9,7 +9,7 @@ Letters: R rows, P prompt tokens kept, L generated tokens, X = P + L, m = R * n 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,10 +45,13 @@ class RuleTable:
         self.timed = self.eos.new_zeros(rows)  # [R], rows with timestamps
         # [R, V] each: tokens that are suppressed, always or at the beginning. Without rows until a request has some.
         self.banned, self.begin_banned = (self.eos.new_zeros(0, len(self.eos)) for _ in "ab")
+        self.own_eos = self.eos.new_zeros(0, len(self.eos))  # [R, V], where some request has end tokens of its own
 
-    def begin(self, row: int, rules: TokenRules, prompt: Sequence[int], max_new: int) -> None:
+    def begin(
+        self, row: int, rules: TokenRules, prompt: Sequence[int], max_new: int, ends: Collection[int] | None = None
+    ) -> None:
         """Set the rules of a row whose request begins. prompt: tokens of the decoder's prompt. max_new: tokens that it
-        generates at most."""
+        generates at most. ends: its end tokens; None: the checkpoint's."""
         before, self.rules[row] = self.rules[row], rules
         if not rules.acting and not before.acting:  # else the rules of the row's last request are undone
             return
@@ -66,6 +69,14 @@ class RuleTable:
                 self.version += 1
             self.prompt[row, : len(prompt)] = torch.tensor(prompt, device=device)
             self.lengths[row] = len(prompt)
+        if ends is not None and not len(self.own_eos):
+            self.own_eos = self.eos.repeat(len(self.rules), 1)
+            self.version += 1
+        if len(self.own_eos):
+            self.own_eos[row] = self.eos
+        if ends is not None:
+            self.own_eos[row] = False
+            self.own_eos[row, torch.tensor(sorted(ends), dtype=torch.int64, device=device)] = True
         suppressed = (*rules.suppress_tokens, *rules.bad_words_ids)
         at_first = rules.begin_suppress_tokens
         if (suppressed or at_first) and not len(self.banned):
@@ -88,6 +99,8 @@ class RuleTable:
             setattr(self, name, getattr(self, name)[index])
         if len(self.banned):
             self.banned, self.begin_banned = self.banned[index], self.begin_banned[index]
+        if len(self.own_eos):
+            self.own_eos = self.own_eos[index]
 
     def acting(self, starts: Sequence[int | None], generated: int) -> _Rules | None:
         """Return the rules for one iteration; None where no running row has any. generated: tokens that every running
@@ -185,7 +198,8 @@ class _NodeRules:
                 logprobs.masked_fill_(_repeats(text, table.ngram_size[row].unsqueeze(1), acts.longest, size), NEG_INF)
         if acts.no_end_yet:
             no_end_yet = (length < table.min_generated[row]).unsqueeze(1)
-            logprobs.masked_fill_(no_end_yet & _columns(table.eos, size), NEG_INF)
+            eos = table.own_eos[row] if len(table.own_eos) else table.eos
+            logprobs.masked_fill_(no_end_yet & _columns(eos, size), NEG_INF)
         if acts.suppressed:
             logprobs.masked_fill_(_columns(table.banned, size)[row], NEG_INF)
         if acts.begin:

@@ -90,13 +90,13 @@ class Batch:
         self._listen({row: job for row, job in new.items() if job.listen is not None})
         for row, count in self._caches.prefill_target({row: job.prompt for row, job in new.items()}).items():
             new[row].stats.prompt_tokens_reused = count
-        self._tables.stops.forget({tuple(job.request.sampling.stop) for job in jobs})
+        self._tables.stops.forget({job.ends for job in jobs})
         entries = dict[int, NewRow]()
         for row, job in new.items():
             sampling = job.request.sampling
             self._legal[row] = self._begin(job)
-            self._tables.rules.begin(row, job.rules, job.prompt, sampling.max_new_tokens)
-            stop = self._tables.stops.start(tuple(sampling.stop))
+            self._tables.rules.begin(row, job.rules, job.prompt, sampling.max_new_tokens, job.ends.tokens)
+            stop = self._tables.stops.start(job.ends)
             entries[row] = NewRow(job.prompt, job.request.seed, sampling, stop, self._legal[row])
         self.state.admit(entries)
         for row, job in new.items():

@@ -15,6 +15,7 @@ from dsbd_cli.config.model import OnTooLong
 from dsbd_cli.config.token_rules import TokenRules, asked_rules
 from dsbd_cli.engine.constraints.answers import MOST_LETTERS, Catalogue, CatalogueAnswer, CatalogueCompiler
 from dsbd_cli.engine.constraints.grammar import GrammarCompiler
+from dsbd_cli.engine.constraints.stops import StopSet
 from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.planning.memory_limit import least_bytes
 from dsbd_cli.engine.planning.planner import deepest
@@ -106,6 +107,7 @@ class Encoder:
             if not is_utf8(text):
                 raise InvalidRowError(f"{name} is {shorten(text)}, which is no valid text: half a surrogate pair")
         job = RequestState(number, request, [], catalogue=self.catalogue(request))
+        job.ends = self._ends(request, job.catalogue)
         if self.encoder_inputs is not None:
             self._read_encoder_input(job, self.encoder_inputs)
         else:
@@ -153,6 +155,33 @@ class Encoder:
                 f"{given} says how an answer begins, but so does token_rules (forced_bos_token_id {forced}): switch it "
                 "off with forced_bos_token_id=none"
             )
+
+    def _ends(self, request: Request, catalogue: Catalogue | None) -> StopSet:
+        """Return what ends the text of a request. Raises InvalidRowError."""
+        sampling, strings = request.sampling, tuple(request.sampling.stop)
+        special = bool(strings) and not sampling.skip_special_tokens
+        asked = {"stop_token_ids": sampling.stop_token_ids, "eos_token_id": sampling.eos_token_id}
+        asked = {name: ids for name, ids in asked.items() if ids}
+        if not asked and not sampling.ignore_eos:
+            return StopSet(strings, special=special)
+        for name, ids in asked.items():
+            if foreign := [token for token in ids if token >= self.target.vocab_size]:
+                raise InvalidRowError(
+                    f"{name} holds token id {foreign[0]}, but the target has {self.target.vocab_size} ids"
+                )
+        checkpoint = frozenset(token for token in self.codec.eos_ids if token < self.target.vocab_size)
+        ends = checkpoint if sampling.eos_token_id is None else frozenset(sampling.eos_token_id)
+        ends = frozenset() if sampling.ignore_eos else ends
+        ends |= frozenset(sampling.stop_token_ids)
+        if ends == checkpoint:
+            return StopSet(strings, special=special)
+        # under a grammar further tokens may end a text early, as stop strings may
+        if catalogue is not None or (request.grammar is not None and not ends > checkpoint):
+            bound = "grammar" if catalogue is None else "allow"
+            name = next(name for name in ("ignore_eos", "eos_token_id", "stop_token_ids") if getattr(sampling, name))
+            value = True if name == "ignore_eos" else list(asked[name])
+            raise InvalidRowError(f"{name} is {shorten(value)}, but {bound} says where an answer ends: drop it")
+        return StopSet(strings, ends, special)
 
     def _check_source_ids(self, ids: Sequence[int]) -> None:
         """Raise InvalidRowError for an id that some encoder does not have. Encoders of speech and pictures have

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import torch
 
+from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.constraints.grammar import GrammarCompiler
 from dsbd_cli.engine.constraints.legal import FREE
 from dsbd_cli.engine.constraints.stops import find_stop
@@ -55,24 +56,27 @@ def collect(
     """Return the result of a finished row: its n_best hypotheses, best first. Under a grammar the valid ones come
     before the others. trace: given where the row asks for it."""
     job.stats.total_s = time.perf_counter() - job.started
-    sampling, eos = job.request.sampling, set(codec.eos_ids)
+    sampling = job.request.sampling
     score, logprob, length = finished.score, finished.logprob, finished.length
     prefix = job.prompt[len(job.prompt) - job.prefix :]
     hypotheses = []
     ranks = [rank for rank in range(len(score)) if score[rank] != -torch.inf]
     texts = [finished.tokens[rank][: length[rank]] for rank in ranks]
+    shown = [ids if sampling.include_stop_str_in_output else without_end(ids, job, codec) for ids in texts]
     grammar = job.request.grammar
-    whole = [None if grammar is None else grammars.matches(grammar, ids) for ids in texts]
+    whole = [None if grammar is None else grammars.matches(grammar, ids) for ids in shown]
     ranks.sort(key=lambda rank: whole[rank] is False)  # a stable sort: otherwise they stay in the order of their scores
     for rank in ranks[: sampling.n_best]:
         ids, valid = texts[rank], whole[rank]
-        text = text_of(ids[:-1] if ids[-1] in eos else ids, sampling.stop, codec, prefix)
+        text = text_of(shown[rank], sampling, codec, prefix)
         reason: FinishReason = "length" if finished.by_length[rank] else "stop"
         answer_id = None if job.catalogue is None else job.catalogue.id_of(ids)
         details = None
         if sampling.token_logprobs and trace is not None:
-            details = token_details(trace, row, rank, ids, sampling, codec.token_bytes())
-        spoken = codec.segments(ids) if job.rules.timestamps and isinstance(codec, EncoderDecoderCodec) else None
+            details = token_details(trace, row, rank, ids, sampling, bytes_of(codec, sampling))
+        spoken = None
+        if job.rules.timestamps and isinstance(codec, EncoderDecoderCodec):
+            spoken = codec.segments(shown[rank], skip_special_tokens=sampling.skip_special_tokens)
         hypotheses.append(
             Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank], answer_id, valid, details, spoken)
         )
@@ -113,33 +117,50 @@ def result_of(job: RequestState, hypotheses: Sequence[Hypothesis], error: RowErr
     )
 
 
-def text_of(ids: list[int], stops: Sequence[str], codec: TextCodec, prefix: Sequence[int] = ()) -> str:
-    """Return the text of the prefix and of the tokens, up to the stop string that the last token completed.
+def without_end(ids: list[int], job: RequestState, codec: TextCodec) -> list[int]:
+    """Return the tokens of a text without the end token that ended it."""
+    ends = codec.eos_ids if job.ends.tokens is None else job.ends.tokens
+    return ids[:-1] if ids[-1] in ends else ids
 
-    The beginning of the stop string is found in the tokens' bytes, as the automaton finds it. A decoder may change the
-    text (most drop a leading space), but what follows that place is at the end of both.
+
+def bytes_of(codec: TextCodec, sampling: SamplingConfig) -> list[bytes]:
+    """Return the bytes that each token adds to the text of a request."""
+    return codec.token_bytes() if sampling.skip_special_tokens else codec.token_bytes(skip_special_tokens=False)
+
+
+def text_of(ids: list[int], sampling: SamplingConfig, codec: TextCodec, prefix: Sequence[int] = ()) -> str:
+    """Return the text of the prefix and of the tokens, up to the stop string that the last token completed, or up to
+    its end where it is included.
+
+    The stop string is found in the tokens' bytes, as the automaton finds it. A decoder may change the text (most drop a
+    leading space), but what follows that place is at the end of both.
     """
+
+    def decode(some: list[int]) -> str:
+        return codec.decode(some) if sampling.skip_special_tokens else codec.decode(some, skip_special_tokens=False)
+
     if prefix:
-        left_out = len(codec.decode(ids)) - len(text_of(ids, stops, codec))
-        whole = codec.decode([*prefix, *ids])
+        left_out = len(decode(ids)) - len(text_of(ids, sampling, codec))
+        whole = decode([*prefix, *ids])
         return whole[: len(whole) - left_out]
-    text = codec.decode(ids)
-    if not stops:
+    text = decode(ids)
+    if not sampling.stop:
         return text
-    token_bytes = codec.token_bytes()
+    token_bytes = bytes_of(codec, sampling)
     pieces = [token_bytes[token] if token < len(token_bytes) else b"" for token in ids]
     joined = b"".join(pieces)
-    if (cut := find_stop(joined, stops)) is None:
+    if (found := find_stop(joined, sampling.stop)) is None:
         return text
+    cut = found[1] if sampling.include_stop_str_in_output else found[0]
     rest = joined[cut:].decode(errors="replace")
     if text.endswith(rest):
         return text.removesuffix(rest)
     if rest.endswith(text):
         return ""
-    # the decoder changes the end, too: decode the tokens before the one in which the stop string begins, add the rest
+    # the decoder changes the end, too: decode the tokens before the one in which the cut is, add the rest
     ends = list(accumulate(map(len, pieces)))
     count = bisect_right(ends, cut)
-    return codec.decode(ids[:count]) + joined[ends[count - 1] if count else 0 : cut].decode(errors="replace")
+    return decode(ids[:count]) + joined[ends[count - 1] if count else 0 : cut].decode(errors="replace")
 
 
 def common_tokens(state: BatchState, row: int) -> list[int]:

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from dsbd_cli.engine.decoding.results import text_of
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.engine.decoding.results import bytes_of, text_of
 from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.protocols import TextCodec
 from dsbd_cli.errors import RowError, shorten
@@ -20,9 +21,9 @@ class Pieces:
     held = 0
 
     def __init__(self, codec: TextCodec) -> None:
-        self._codec, self._bytes = codec, codec.token_bytes()
+        self._codec = codec
         # a token of a single byte that is no text by itself
-        broken = (token for token, added in enumerate(self._bytes) if len(added) == 1 and added[0] >= 0x80)
+        broken = (token for token, added in enumerate(codec.token_bytes()) if len(added) == 1 and added[0] >= 0x80)
         self._broken = next(broken, None)
         self._common_prefix: dict[int, int] = {}  # slots common to all live beams when a request was last read
         self._sent: dict[int, str] = {}
@@ -35,10 +36,11 @@ class Pieces:
             return
         self._common_prefix[job.number] = job.common_prefix
         sent = self._sent.get(job.number, "")
-        stops = job.request.sampling.stop
-        text = self._whole(tokens(), stops, job.prompt[len(job.prompt) - job.prefix :])
-        # a stop string may have begun in what is held back
-        text = text[: max(0, len(text) - max((len(stop.encode()) - 1 for stop in stops), default=0))]
+        sampling = job.request.sampling
+        text = self._whole(tokens(), sampling, job.prompt[len(job.prompt) - job.prefix :])
+        if not sampling.include_stop_str_in_output:
+            # a stop string may have begun in what is held back
+            text = text[: max(0, len(text) - max((len(stop.encode()) - 1 for stop in sampling.stop), default=0))]
         # the text is shorter after out of memory, when the request begins again
         if len(text) > len(sent) and text.startswith(sent):
             self._sent[job.number] = text
@@ -62,18 +64,18 @@ class Pieces:
         while self._out:
             yield self._out.popleft()
 
-    def _whole(self, ids: list[int], stops: Sequence[str], prefix: Sequence[int]) -> str:
+    def _whole(self, ids: list[int], sampling: SamplingConfig, prefix: Sequence[int]) -> str:
         """Return the text of as many leading tokens as end with a whole character, whatever tokens follow, up to a stop
         string."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        ends = []
+        token_bytes, ends = bytes_of(self._codec, sampling), []
         for count, token in enumerate(ids, 1):
-            decoder.decode(self._bytes[token] if token < len(self._bytes) else b"")
+            decoder.decode(token_bytes[token] if token < len(token_bytes) else b"")
             if not decoder.getstate()[0]:
                 ends.append(count)
         for end in reversed(ends):
             text = self._codec.decode(ids[:end])
             # some tokenizers decode a run of byte tokens as a whole: one bad byte more, and none of it is text
             if self._broken is None or self._codec.decode([*ids[:end], self._broken]).startswith(text):
-                return text_of(ids[:end], stops, self._codec, prefix)
+                return text_of(ids[:end], sampling, self._codec, prefix)
         return ""

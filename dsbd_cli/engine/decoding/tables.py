@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,10 +20,10 @@ from dsbd_cli.engine.protocols import TextCodec
 
 @dataclass(frozen=True, slots=True)
 class RequestTables:
-    """Stop strings, allowed answers, token rules and grammars of the rows, one table of each for all of them.
+    """Stop strings and end tokens, allowed answers, token rules and grammars of the rows, one table of each for all.
 
     Attributes:
-        endings: end tokens and the automaton of `stops`.
+        endings: the checkpoint's end tokens and the automaton of `stops`.
     """
 
     stops: StopTable
@@ -42,17 +43,15 @@ class RequestTables:
         on_logits: bool,
     ) -> RequestTables:
         """Return tables without rows. on_logits: see RuleTable."""
-        ending = {token for token in codec.eos_ids if token < vocab_size}
-        eos = torch.zeros(vocab_size, dtype=torch.bool)
-        eos[list(ending)] = True
-        eos = eos.to(device)
-        stops = StopTable(codec.token_bytes(), vocab_size, device)
+        eos = {token for token in codec.eos_ids if token < vocab_size}
+        special = partial(codec.token_bytes, skip_special_tokens=False)
+        stops = StopTable(codec.token_bytes(), vocab_size, device, eos, special)
         return cls(
             stops=stops,
             tries=RowTries(TrieTable(vocab_size, device), catalogues.values()),
-            rules=RuleTable(eos, getattr(codec, "timestamps", None), on_logits=on_logits),
+            rules=RuleTable(stops.eos, getattr(codec, "timestamps", None), on_logits=on_logits),
             grammars=GrammarTable(GrammarCompiler(codec, vocab_size), device),
-            endings=Endings(eos, len(ending), stops),
+            endings=Endings(stops),
         )
 
     @property

@@ -4,7 +4,7 @@ logits of its own iteration."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.constraints.grammar import GrammarTable
 from dsbd_cli.engine.constraints.legal import DEAD, Legal
-from dsbd_cli.engine.constraints.stops import StopTable
+from dsbd_cli.engine.constraints.stops import STOPPED, StopTable
 from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import Warp
@@ -59,24 +59,30 @@ class EngineStopped(Exception):  # noqa: N818 - no error: somebody asked for it
 
 @dataclass(slots=True)
 class Endings:
-    """Tests for pairs that end a sequence. eos: [V] bool, end tokens. num_eos: how many there are. stops: the automaton
-    of stop strings."""
+    """Tests for pairs that end a sequence. stops: the automaton of stop strings and end tokens. Where it is used, it
+    alone decides; else the checkpoint's end tokens do."""
 
-    eos: Tensor
-    num_eos: int
     stops: StopTable
+    _none: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._none = torch.zeros_like(self.stops.eos)
+
+    @property
+    def eos(self) -> Tensor:
+        """Tokens that end every row, whatever its state: [V] bool. There are none where the automaton is used."""
+        return self._none if self.stops.used else self.stops.eos
 
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """Return the stop states after the tokens, in the shape of tokens; NO_STOPS for all where no request has stop
-        strings. state [R, n]; tokens [R, n] or [R, n, C]."""
+        """Return the stop states after the tokens, in the shape of tokens; NO_STOPS for all where the automaton is not
+        used. state [R, n]; tokens [R, n] or [R, n, C]."""
         if self.stops.used:
             return self.stops.step(state, tokens)
         return torch.ones_like(tokens)
 
     def ends(self, state: Tensor, tokens: Tensor) -> Tensor:
         """Return which tokens end the sequence: bool in the shape of tokens, [R, n] or [R, n, C]."""
-        ending = self.eos[tokens]
-        return ending | (self.stops.step(state, tokens) == 0) if self.stops.used else ending
+        return self.stops.step(state, tokens) == STOPPED if self.stops.used else self.stops.eos[tokens]
 
 
 @dataclass(slots=True)

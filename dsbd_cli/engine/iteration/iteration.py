@@ -14,8 +14,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.constraints.legal import FREE, Legal, NodePaths
-from dsbd_cli.engine.constraints.stops import NO_STOPS
-from dsbd_cli.engine.core.candidates import CandidateCount, Candidates, LegalTokens, top_candidates
+from dsbd_cli.engine.core.candidates import Candidates, LegalTokens, top_candidates
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.forest_buffer import ForestBuffer, ForestSizes, KernelBuffer, TensorBuffer
 from dsbd_cli.engine.core.own_ids import KEPT
@@ -163,14 +162,13 @@ class Iteration:
     def best_tokens(self) -> Candidates:
         """Return the target's best tokens of every node, enough for every draw of the rule."""
         state, vocabulary = self.state, self.logits.shape[-1]
-        wanted = self.rule.sampler.candidates(state.method.num_beams, self.endings.num_eos, state.warp, vocabulary)
-        if self.endings.stops.used and not self.rule.sampler.random:
-            # any number of tokens may complete a stop string, so rows that have one need the whole vocabulary
-            own = torch.where(self.forest.flat.stop_state == NO_STOPS, wanted.count, vocabulary)
-            wanted = CandidateCount(vocabulary, own, wanted.count)
-        if state.own_ids is not None and self.shape.depth and not self.rule.sampler.random:
-            # more candidates do not change which are best
-            wanted = wanted.at_least(min(KEPT, vocabulary))
+        beams, stops = state.method.num_beams, self.endings.stops
+        wanted = self.rule.sampler.candidates(beams, stops.num_eos, state.warp, vocabulary)
+        if not self.rule.sampler.random:  # more candidates do not change which are best
+            least = beams + stops.most_ending if stops.used else 0
+            if state.own_ids is not None and self.shape.depth:
+                least = max(least, KEPT)
+            wanted = wanted.at_least(min(least, vocabulary))
         return top_candidates(self.logits, wanted, self.legal_tokens, self.ops)
 
     def _context(self) -> DraftContext:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.constraints.answers import Catalogue
+from dsbd_cli.engine.constraints.stops import StopSet
 from dsbd_cli.engine.planning.acceptance import Acceptance
 from dsbd_cli.requests import Request, RequestResult
 from dsbd_cli.stats import RequestStats
@@ -25,7 +26,7 @@ class RequestState:
     `used`, `common_prefix` and `drafted` are the row's slots after the last iteration. `truncated` tokens of the prompt
     were dropped. `retried`: it ran out of memory alone once. `prefilled`: the draft has read the prompt. `acceptance`:
     what the planner has observed of it. `catalogue`: the answers that it may give, None for any. `rules`: its token
-    rules.
+    rules. `ends`: what ends its text.
 
     With an encoder-decoder target `prompt` is what the decoder begins with, and `encoder_input` is what the encoder
     reads: `source_tokens` tokens, frames of audio or places of a picture. The last `prefix` tokens of the prompt are
@@ -52,6 +53,7 @@ class RequestState:
     listen: Callable[[Tensor], tuple[list[int], str]] | None = None
     language: str | None = None
     rules: TokenRules = field(default_factory=TokenRules)
+    ends: StopSet = field(default_factory=StopSet)
 
     @property
     def max_new(self) -> int:

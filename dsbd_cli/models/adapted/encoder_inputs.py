@@ -50,11 +50,13 @@ class Seq2SeqCodec(HFCodec):
         ids = list(request.prompt_ids) if request.prompt_ids is not None else self._encoder_ids(request)
         return self._joined(torch.tensor(ids, dtype=torch.int64), [start], forced, asked)
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of generated ids, without special tokens, languages and times."""
-        return super().decode([token for token in ids if token not in self._no_text])
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of generated ids, without special tokens, languages and times; or with special tokens and
+        languages."""
+        kept = [token for token in ids if token not in self._no_text] if skip_special_tokens else ids
+        return super().decode(kept, skip_special_tokens=skip_special_tokens)
 
-    def segments(self, ids: Sequence[int]) -> tuple[Segment, ...]:
+    def segments(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> tuple[Segment, ...]:
         """Return no segment, because text has no times."""
         return ()
 

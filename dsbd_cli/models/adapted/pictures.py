@@ -109,18 +109,20 @@ class PictureCodec(Seq2SeqCodec):
             )
         return self._joined(pixels, begin, None, asked)
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of generated ids, with tags, without other special tokens."""
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of generated ids, with tags, and with other special tokens or without them."""
+        if not skip_special_tokens:
+            return super().decode(ids, skip_special_tokens=False)
         kept = [token for token in ids if token not in self._silent and token not in self._no_text]
         return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def token_bytes(self) -> list[bytes]:
+    def token_bytes(self, *, skip_special_tokens: bool = True) -> list[bytes]:
         """Return the bytes that each id adds, as other codecs do, and those of tags."""
         if self._bytes is None:
             table = super().token_bytes()
             for token, word in self._tags.items():
                 table[token] = word.encode()
-        return super().token_bytes()
+        return super().token_bytes(skip_special_tokens=skip_special_tokens)
 
     def _begin(self, prompt: str) -> list[int]:
         """Return the tokens that the decoder begins with."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,29 +110,36 @@ class WhisperCodec(Seq2SeqCodec):
         with."""
         return None, self._start
 
-    def token_bytes(self) -> list[bytes]:
+    def token_bytes(self, *, skip_special_tokens: bool = True) -> list[bytes]:
         """Return the bytes that each id adds, as other codecs do; a time adds nothing to the text."""
         if self._bytes is None and self.timestamps is not None:
             first = self.timestamps.first
             self._bytes = [b"" if token >= first else one for token, one in enumerate(super().token_bytes())]
-        return super().token_bytes()
+        return super().token_bytes(skip_special_tokens=skip_special_tokens)
 
-    def segments(self, ids: Sequence[int]) -> tuple[Segment, ...]:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of generated ids, without times, and with special tokens or without them."""
+        kept = [token for token in ids if token not in self._no_text]
+        return super().decode(kept, skip_special_tokens=skip_special_tokens)
+
+    def segments(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> tuple[Segment, ...]:
         """Return the text between each two times. The last part has no end where the answer was cut before it."""
         times = self.timestamps
         assert times is not None, "checked when the request was read"
+        hidden = self.eos_ids if skip_special_tokens else ()
+        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
         found: list[Segment] = []
         start, text = 0.0, list[int]()
         for token in ids:
             if token < times.first:
-                text += [] if token in self.eos_ids else [token]
+                text += [] if token in hidden else [token]
                 continue
             now = round((token - times.first) * times.seconds, 3)
             if text:
-                found.append(Segment(start, now, self.decode(text)))
+                found.append(Segment(start, now, decode(text)))
                 text = []
             start = now
-        return (*found, Segment(start, None, self.decode(text))) if text else tuple(found)
+        return (*found, Segment(start, None, decode(text))) if text else tuple(found)
 
     def _times(self, settings: Any) -> Timestamps | None:
         """Return the tokens of times that the checkpoint's generation settings or its vocabulary name; None where they

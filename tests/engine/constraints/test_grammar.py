@@ -24,7 +24,7 @@ class Letters:
 
     eos_ids = (0,)
 
-    def token_bytes(self) -> list[bytes]:
+    def token_bytes(self, *, skip_special_tokens: bool = True) -> list[bytes]:
         return LETTERS
 
 

@@ -40,10 +40,10 @@ class LetterCodec(NumberCodec):
     def __init__(self) -> None:
         super().__init__(V, (END,))
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(LETTERS[token - 1] for token in ids)
 
-    def token_bytes(self) -> list[bytes]:
+    def token_bytes(self, *, skip_special_tokens: bool = True) -> list[bytes]:
         return [b"", *[letter.encode() for letter in LETTERS]]
 
 

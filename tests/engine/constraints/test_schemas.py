@@ -36,10 +36,10 @@ class Bytes:
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         return self.encode(messages[0]["content"])
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return b"".join(TOKENS[token] for token in ids).decode(errors="replace")
 
-    def token_bytes(self) -> list[bytes]:
+    def token_bytes(self, *, skip_special_tokens: bool = True) -> list[bytes]:
         return TOKENS
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsbd_cli.engine.constraints import stops as stop_tables
-from dsbd_cli.engine.constraints.stops import StopTable, find_stop
+from dsbd_cli.engine.constraints.stops import StopSet, StopTable, find_stop
 
 TOKENS = [b"a", b"b", b"ab", b"ba", b"aab", b"", b"c", b"\n", "é".encode(), "é".encode()[:1], "é".encode()[1:]]
 
@@ -17,7 +17,7 @@ TOKENS = [b"a", b"b", b"ab", b"ba", b"aab", b"", b"c", b"\n", "é".encode(), "é
 def stopped_at(stops: tuple[str, ...], ids: list[int]) -> int | None:
     """Number of the token that completes a stop string, by the table."""
     table = StopTable(TOKENS, len(TOKENS), torch.device("cpu"))
-    state = torch.tensor([[table.start(stops)]])
+    state = torch.tensor([[table.start(StopSet(stops))]])
     for number, token in enumerate(ids):
         state = table.step(state, torch.tensor([[token]]))
         if int(state) == 0:
@@ -51,8 +51,8 @@ def test_a_character_split_over_two_tokens() -> None:
 
 def test_sets_of_several_requests_do_not_mix() -> None:
     table = StopTable(TOKENS, len(TOKENS), torch.device("cpu"))
-    starts = torch.tensor([[table.start(("ab",))], [table.start(("c",))], [table.start(())]])
-    assert table.start(("ab",)) == int(starts[0])
+    starts = torch.tensor([[table.start(StopSet(("ab",)))], [table.start(StopSet(("c",)))], [table.start(StopSet())]])
+    assert table.start(StopSet(("ab",))) == int(starts[0])
     after = table.step(starts, torch.tensor([[2], [2], [2]]))
     assert (after == 0).flatten().tolist() == [True, False, False]
     assert (table.step(after, torch.tensor([[6], [6], [6]])) == 0).flatten().tolist() == [True, True, False]
@@ -62,9 +62,9 @@ def test_rows_of_dropped_sets_are_used_again_and_held_sets_stay(monkeypatch: pyt
     """A run whose rows have stop strings of their own does not grow the table without end."""
     monkeypatch.setattr(stop_tables, "MOST_KEPT", 600)
     table = StopTable(TOKENS, len(TOKENS), torch.device("cpu"))
-    draw, held, sizes = random.Random(1), list[tuple[tuple[str, ...], int]](), list[int]()
+    draw, held, sizes = random.Random(1), list[tuple[StopSet, int]](), list[int]()
     for _ in range(300):
-        stops = ("".join(draw.choice("abc") for _ in range(draw.randint(1, 6))),)
+        stops = StopSet(("".join(draw.choice("abc") for _ in range(draw.randint(1, 6))),))
         held = held[-2:]
         table.forget({one for one, _ in held})
         held.append((stops, table.start(stops)))
@@ -84,14 +84,14 @@ def test_long_sets_of_rows_that_are_done_take_bounded_memory(monkeypatch: pytest
     monkeypatch.setattr(stop_tables, "MOST_KEPT", 20_000)
     table = StopTable(TOKENS, len(TOKENS), torch.device("cpu"))
     for number in range(60):
-        stops = (f"{number:03}" + "ab" * 126,)
+        stops = StopSet((f"{number:03}" + "ab" * 126,))
         table.forget({stops})
         table.start(stops)
     assert table.table.nbytes < 60_000  # a set takes 11,264
 
 
 def test_text_is_cut_before_the_stop_that_completes_first() -> None:
-    assert find_stop(b"one two three", ["three", "two"]) == 4
-    assert find_stop(b"abcd", ["bcd", "c"]) == 2
-    assert find_stop(b"abcd", ["cd", "bcd"]) == 1
+    assert find_stop(b"one two three", ["three", "two"]) == (4, 7)
+    assert find_stop(b"abcd", ["bcd", "c"]) == (2, 3)
+    assert find_stop(b"abcd", ["cd", "bcd"]) == (1, 4)
     assert find_stop(b"abcd", []) is None

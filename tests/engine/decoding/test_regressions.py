@@ -192,10 +192,10 @@ def test_search_finds_all_beams_when_many_tokens_complete_a_stop(beams: int) -> 
     """Candidates were counted for end tokens only. The same ten tokens as end tokens and as one stop string."""
 
     class Words(NumberCodec):
-        def token_bytes(self) -> list[bytes]:
+        def token_bytes(self, *, skip_special_tokens: bool = True) -> list[bytes]:
             return [b"." if 2 <= token < 12 else b"a" for token in range(self.vocabulary)]
 
-        def decode(self, ids: list[int]) -> str:
+        def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
             return "".join("." if 2 <= token < 12 else "a" for token in ids)
 
     target, draft = table_pair(5, 24, 0.5)

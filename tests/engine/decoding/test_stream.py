@@ -24,17 +24,17 @@ PARTS = (b"a", b"b", b"", b"\xc3", b"\xa9", b"\xe4\xb8", b"\xad", b"bc", b" ", b
 class BytesCodec(NumberCodec):
     """Tokens are bytes, half characters among them; what is no UTF-8 is replaced, as byte-level tokenizers do."""
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return b"".join(PARTS[token] for token in ids).decode("utf-8", "replace")
 
-    def token_bytes(self) -> list[bytes]:
+    def token_bytes(self, *, skip_special_tokens: bool = True) -> list[bytes]:
         return list(PARTS)
 
 
 class FallbackCodec(BytesCodec):
     """A run of byte tokens with one bad byte in it is all replaced, as byte fallback does."""
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         text, run = "", b""
         for token in [*ids, None]:
             part = b"" if token is None else PARTS[token]
@@ -180,7 +180,7 @@ def test_text_that_a_second_decoding_takes_back_is_an_error() -> None:
     class Fickle(NumberCodec):
         """Another text once there are many tokens."""
 
-        def decode(self, ids: list[int]) -> str:
+        def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
             return super().decode(ids) if len(ids) < 8 else "other"
 
     engine = make(Fickle(VOCABULARY), num_beams=1, depth=0)

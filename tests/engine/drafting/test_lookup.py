@@ -47,15 +47,13 @@ def make_context(texts: Sequence[Sequence[Sequence[int]]], prompt: int, count: i
             beams.token[row, beam] = tokens[-1]
             beams.history[row, beam, : new[row]] = torch.tensor(tokens[prompt:])
     table = SlotTable.empty(rows, 128 + depth * count, CPU)
-    eos = torch.zeros(50, dtype=torch.bool)
-    eos[EOS] = True
     noise = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
     return DraftContext(
         beams=beams,
         sampler=Coupled.sampler,
         drafts_end=Coupled.drafts_end,
         warp=warp_of(rows, (1.0, 0, 1.0, 0.0), "pool"),
-        endings=Endings(eos, 1, StopTable([b"x"] * 50, 50, CPU)),
+        endings=Endings(StopTable([b"x"] * 50, 50, CPU, [EOS])),
         num_beams=width,
         depth=depth,
         drafts_per_layer=count,

@@ -97,7 +97,7 @@ def test_of_a_large_vocabulary_the_best_are_kept_whatever_stands_beside() -> Non
     logprobs[torch.tensor([149_999, 30, 8])] = torch.tensor([0.5, 0.3, 0.2]).log()
     drafter.learn(forest, Candidates(torch.arange(vocabulary).expand(shape), logprobs.expand(shape), full=True))
     context = context_of([[TEXT], [TEXT]])
-    context.endings.eos = torch.zeros(vocabulary, dtype=torch.bool)
+    context.endings.stops.eos = torch.zeros(vocabulary, dtype=torch.bool)
     found = drafter.propose(context)
     assert first_layer(found, 0) == first_layer(found, 1) == [(0, 149_999), (0, 30), (0, 8)]
     assert drafter._recall is not None
