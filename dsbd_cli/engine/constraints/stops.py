@@ -36,8 +36,8 @@ class StopSet:
 
 
 class _Rows(NamedTuple):
-    """Rows of the table that hold a set: the first of them, their number, and the most tokens that end a text in one of
-    them."""
+    """Rows of the table that hold a set: the first of them, their number, and a bound on the tokens that end a text in
+    one of them."""
 
     first: int
     count: int
@@ -78,6 +78,7 @@ class StopTable:
 
     `start(ends)` returns the state in which a request with this set begins; sets are remembered. `version` changes
     whenever `table` becomes another tensor. `eos`: [V] bool, the checkpoint's end tokens; `num_eos`: their number.
+    `most_ending`: [states] int64, no fewer than the tokens that end a text in any state of the same set.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class StopTable:
         self.eos = torch.isin(torch.arange(vocab_size), torch.tensor(self._eos, dtype=torch.int64)).to(device)
         self.table = torch.stack((torch.zeros(vocab_size), torch.ones(vocab_size))).to(device=device, dtype=torch.int32)
         self.table[NO_STOPS, self.eos] = STOPPED
+        self.most_ending = torch.full((2,), self.num_eos, device=device)
         self._states = 2  # rows in use, free ones among them
         self._most_states = MOST_KEPT // self.table[0].nbytes
         self._sets = {StopSet(): _Rows(NO_STOPS, 1, self.num_eos)}
@@ -129,19 +131,19 @@ class StopTable:
         return len(self._sets) > 1
 
     @property
-    def most_ending(self) -> int:
-        """The most tokens that end a text in any state, or up to twice as many, so that the number rarely changes."""
-        most = max(rows.ending for rows in self._sets.values())
-        return 1 << (most - 1).bit_length() if most else 0
+    def ending(self) -> tuple[int, ...]:
+        """The numbers that stand in `most_ending` for sets in use, ascending."""
+        return tuple(sorted({rows.ending for rows in self._sets.values()}))
 
     def start(self, ends: StopSet) -> int:
         """Return the first state for this set. Add its states to the table where they are new."""
         if ends not in self._sets:
             block = self._block(ends)
             offset = self._room(len(block))
-            ending = int((block < 0).sum(1).max())
+            ending = 1 << int((block < 0).sum(1).max()).bit_length()  # a power of two, so that numbers repeat
             block = np.where(block >= 0, block + np.int32(offset), STOPPED).astype(np.int32, copy=False)
             self.table[offset : offset + len(block)] = torch.from_numpy(block).to(self.table.device)
+            self.most_ending[offset : offset + len(block)] = ending
             self._sets[ends] = _Rows(offset, len(block), ending)
         return self._sets[ends].first
 
@@ -169,9 +171,9 @@ class StopTable:
     def _grow(self) -> None:
         """Make room for the states in use and up to as many more, so that the tensor is rarely replaced."""
         more = min(self._states, self._most_states)
-        wide = self.table.new_zeros(self._states + more, self._vocab_size)
-        wide[: len(self.table)] = self.table
-        self.table = wide
+        added = self._states + more - len(self.table)
+        self.table = torch.nn.functional.pad(self.table, (0, 0, 0, added))
+        self.most_ending = torch.nn.functional.pad(self.most_ending, (0, added))
         self.version += 1
 
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.constraints.legal import FREE, Legal, NodePaths
-from dsbd_cli.engine.core.candidates import Candidates, LegalTokens, top_candidates
+from dsbd_cli.engine.core.candidates import CandidateCount, Candidates, LegalTokens, top_candidates
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.forest_buffer import ForestBuffer, ForestSizes, KernelBuffer, TensorBuffer
 from dsbd_cli.engine.core.own_ids import KEPT
@@ -164,11 +164,15 @@ class Iteration:
         state, vocabulary = self.state, self.logits.shape[-1]
         beams, stops = state.method.num_beams, self.endings.stops
         wanted = self.rule.sampler.candidates(beams, stops.num_eos, state.warp, vocabulary)
-        if not self.rule.sampler.random:  # more candidates do not change which are best
-            least = beams + stops.most_ending if stops.used else 0
-            if state.own_ids is not None and self.shape.depth:
-                least = max(least, KEPT)
-            wanted = wanted.at_least(min(least, vocabulary))
+        if stops.used and not self.rule.sampler.random and beams + stops.ending[-1] > wanted.count:
+            # rows in which more tokens end a text need more, so that W live pairs are left
+            counts = [max(wanted.count, min(beams + ending, vocabulary)) for ending in stops.ending]
+            own = (beams + stops.most_ending[self.forest.flat.stop_state]).clamp(wanted.count, vocabulary)
+            most = max((count for count in counts if count < vocabulary), default=wanted.count)
+            wanted = CandidateCount(counts[-1], own, most)
+        if state.own_ids is not None and self.shape.depth and not self.rule.sampler.random:
+            # more candidates do not change which are best
+            wanted = wanted.at_least(min(KEPT, vocabulary))
         return top_candidates(self.logits, wanted, self.legal_tokens, self.ops)
 
     def _context(self) -> DraftContext:
