@@ -53,7 +53,7 @@ class RowsLinear(Protocol):
         ...
 
 
-def _no_size(*sizes: object) -> None:
+def _no_size(*sizes: object, own_limits: bool = False) -> None:
     """Return no kernel, so that tensor code serves."""
 
 
@@ -92,8 +92,8 @@ class Ops:
         candidates: takes logits [R, n, V]; returns tokens and log-probabilities [R, n, C] of the best, or None.
         draft, verify, commit: take sizes, and the first two a rule; return the module of kernels that supports them, or
             None. `draft` begins and extends a forest (asked without a rule, it only has to begin one), and is told
-            whether it must record the distribution of the drafts. `verify` verifies a forest, `commit` keeps what
-            survives.
+            whether it must record the distribution of the drafts. `verify` verifies a forest, and is told whether a row
+            has limits that not every kernel has (`own_limits`). `commit` keeps what survives.
 
     report: the choice for each operation that was asked for.
     """

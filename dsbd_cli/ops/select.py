@@ -95,7 +95,9 @@ def _draft(rule: str | None = None, *sizes: int) -> ModuleType | None:
     return iteration if rule is None or iteration.fits(rule, recorded=bool(sizes[-1])) else None
 
 
-def _verify(beams: int, roots: int, candidates: int, drafts: int, rule: str) -> ModuleType | None:
+def _verify(
+    beams: int, roots: int, candidates: int, drafts: int, rule: str, *, own_limits: bool = False
+) -> ModuleType | None:
     return iteration if iteration.fits(rule) else None
 
 
@@ -235,6 +237,9 @@ def triton_ops(names: Iterable[str]) -> dict[str, Any]:
     def attend(query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor | None:
         return masked.attention(query, key, value, *more, **named) if masked.attention_fits(query, key, value) else None
 
+    def verifying(*sizes: Any, own_limits: bool = False) -> ModuleType | None:
+        return verify if not own_limits and verify.fits(*sizes) else None
+
     def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
         return candidates.candidates(logits, count) if candidates.fits(logits, count) else None
 
@@ -249,7 +254,7 @@ def triton_ops(names: Iterable[str]) -> dict[str, Any]:
         "attention": attend,
         "candidates": best,
         "draft": drafting,
-        "verify": lambda *sizes: verify if verify.fits(*sizes) else None,
+        "verify": verifying,
         "commit": lambda *sizes: commit if commit.fits(*sizes) else None,
         "move": commit.move,
     }

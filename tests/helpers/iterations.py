@@ -23,6 +23,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "coupled-tokens": ({"rule": "coupled"}, {"top_k": 5, "token_logprobs": True, "top_logprobs": 2}),
     "search": ({"rule": "search"}, {}),
     "search-stops": ({"rule": "search", "num_beams": 2}, {"stop": ("AB",), "early_stopping": True}),
+    "coupled-never": ({"rule": "coupled", "num_beams": 2}, {"top_k": 5, "early_stopping": "never"}),
+    "search-never": ({"rule": "search", "num_beams": 2}, {"early_stopping": "never", "length_penalty": 0.5}),
     "search-W16": ({"rule": "search", "num_beams": 16, "drafts_per_layer": 20, "depth": 1}, {}),
     "rejection": ({"rule": "rejection"}, {"top_k": 5}),
     "rejection-beam": ({"rule": "rejection", "warp_scope": "beam"}, ALL | {"temperature": 0.7}),

@@ -41,7 +41,7 @@ class Settings:
     temperature: float = 1.0
     top_k: int = 0
     length_penalty: float = 1.0
-    early: bool = False
+    early: bool | Literal["never"] = False
     scope: Literal["pool", "beam"] = "pool"
     search: bool = False
     legal: Callable[[Path], Collection[int]] | None = None
@@ -147,8 +147,10 @@ class _Step:
         texts = [Text((*paths[b], v), raw[b, v], v not in settings.ends, raw[b, v] / scale) for b, v in new]
         finished = sorted((*self._beams.finished, *texts), key=lambda text: text.score, reverse=True)[: settings.width]
         full = len(finished) == settings.width
-        hopeless = full and live and max(raw[pair] for pair in live) / scale <= finished[-1].score
-        if last or not live or hopeless or (settings.early and full):
+        never = settings.early == "never" and settings.length_penalty > 0
+        best_scale = settings.max_new**settings.length_penalty if never else scale
+        hopeless = full and live and max(raw[pair] for pair in live) / best_scale <= finished[-1].score
+        if last or not live or hopeless or (settings.early is True and full):
             return tuple(finished)
         return _Beams(
             tuple((*paths[b], v) for b, v in live),

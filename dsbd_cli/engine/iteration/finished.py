@@ -19,7 +19,7 @@ from torch import Tensor
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.core.topk import NEG_INF, best_first
-from dsbd_cli.engine.iteration.state import BatchState
+from dsbd_cli.engine.iteration.state import BatchState, Limits
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 
 
@@ -111,7 +111,8 @@ def progress_of(state: BatchState, layers: Verified, rows: Tensor, broken: Tenso
     whose layer begins with one takes no further step and is invalid. Updates `state.finished`.
 
     The end test is that of transformers: no live beam, scored at its present length, beats the worst of the best
-    `num_beams` finished ones.
+    `num_beams` finished ones. With early_stopping "never" and a length penalty above 0 it is scored at the largest
+    length.
     """
     finished, limits, live = state.finished, state.limits, layers.live
     number = torch.arange(1, live.valid.shape[1] + 1, device=rows.device)
@@ -122,7 +123,8 @@ def progress_of(state: BatchState, layers: Verified, rows: Tensor, broken: Tenso
     logprob = torch.cat((layers.logprob, cut), 2)  # [R, L, E]
     best_score, index = finished.best_after(logprob / scale.unsqueeze(2))
     full = (best_score > NEG_INF).all(2)
-    best_live = torch.where(live.valid, live.logprob, NEG_INF).amax(2) / scale
+    best_scale = _best_scale(limits, scale) if limits.any_never else scale
+    best_live = torch.where(live.valid, live.logprob, NEG_INF).amax(2) / best_scale
     cannot_improve = full & (best_live <= best_score[:, :, -1])
     done = out_of_length | cannot_improve | (limits.early.unsqueeze(1) & full) | ~live.valid.any(2)
     goes_on = layers.passed & ~done
@@ -145,6 +147,13 @@ def progress_of(state: BatchState, layers: Verified, rows: Tensor, broken: Tenso
     finished.take(new, best_score, index, steps)
     active = active.to(torch.bool)
     return Progress(active, steps, (done & active).any(1) | invalid, invalid)
+
+
+def _best_scale(limits: Limits, scale: Tensor) -> Tensor:
+    """Return what the log-probability of a live beam is divided by where it is compared with finished hypotheses,
+    [R, L]. scale: that of its present length."""
+    longest = _power(limits.max_new, limits.length_penalty).unsqueeze(1)
+    return torch.where((limits.never & (limits.length_penalty > 0)).unsqueeze(1), longest, scale)
 
 
 def _power(length: Tensor, penalty: Tensor) -> Tensor:

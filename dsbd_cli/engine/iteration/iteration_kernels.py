@@ -29,7 +29,7 @@ def verification_kernel(ops: Ops, state: BatchState, forest: Forest, candidates:
     if method.dynamic or (method.rule == "rejection" and forest.depth and not forest.buffer.distribution):
         return None
     drafts, roots, width = forest.drafts_per_layer, forest.num_beams, candidates.tokens.shape[2]
-    return ops.verify(method.num_beams, roots, width, drafts, method.rule)
+    return ops.verify(method.num_beams, roots, width, drafts, method.rule, own_limits=state.limits.any_never)
 
 
 def verify_with_kernel(
@@ -72,6 +72,7 @@ def verify_with_kernel(
         forest.drafts_per_layer,
         state.method.rule,
         warp_flags(state.warp, stops=endings.stops.used, warps=rule.sampler.random),
+        *([[limits.never]] if limits.any_never else []),
     )
     done, invalid, steps, width_sum = (report[:, place] for place in range(4))
     counters = report[:, FIRST:].view(rows, depth, len(LayerCounters._fields))

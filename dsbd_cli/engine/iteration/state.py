@@ -25,12 +25,14 @@ TOP_P_OF_BEST = 1e-30  # a top_p that the best entry alone reaches
 
 @dataclass(slots=True)
 class Limits:
-    """Limits of the requests of a batch: max_new [R] int64, length_penalty [R] float32, early (early stopping) [R]
-    bool."""
+    """Limits of the requests of a batch: max_new [R] int64, length_penalty [R] float32, early and never (early_stopping
+    true and "never") [R] bool. any_never: some row ends so."""
 
     max_new: Tensor
     length_penalty: Tensor
     early: Tensor
+    never: Tensor
+    any_never: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class BatchState:
             active=torch.zeros_like(number, dtype=torch.bool),
             row_key=number.clone(),
             iteration=number.clone(),
-            limits=Limits(number + 1, real.clone(), torch.zeros_like(number, dtype=torch.bool)),
+            limits=Limits(number + 1, real.clone(), *(torch.zeros_like(number, dtype=torch.bool) for _ in "en")),
             warp=Warp(
                 temperature=real.clone(),
                 top_k=number.clone(),
@@ -133,7 +135,8 @@ class BatchState:
         self.active[at], self.row_key[at], self.iteration[at] = True, key, 0
         self.limits.max_new[at] = numbers(item.max_new_tokens for item in sampling)
         self.limits.length_penalty[at] = numbers((item.length_penalty for item in sampling), real)
-        self.limits.early[at] = numbers((item.early_stopping for item in sampling), torch.bool)
+        self.limits.early[at] = numbers((item.early_stopping is True for item in sampling), torch.bool)
+        self.limits.never[at] = numbers((item.early_stopping == "never" for item in sampling), torch.bool)
         warp.greedy[at] = numbers((item.temperature == 0 for item in sampling), torch.bool)
         warp.temperature[at] = numbers((item.temperature or 1.0 for item in sampling), real)
         warp.top_k[at] = numbers(item.top_k for item in sampling)
@@ -177,6 +180,7 @@ class BatchState:
         self.warp.any_top_p = any(item.top_p < 1 for item in live)
         self.warp.any_min_p = any(item.min_p > 0 for item in live)
         self.warp.any_greedy = any(item.temperature == 0 for item in live)
+        self.limits.any_never = any(item.early_stopping == "never" for item in live)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows, in this order."""
@@ -186,7 +190,8 @@ class BatchState:
         table, limits, warp = self.table, self.limits, self.warp
         self.table = select_rows(table, index)
         self.active, self.row_key, self.iteration = self.active[index], self.row_key[index], self.iteration[index]
-        self.limits = Limits(limits.max_new[index], limits.length_penalty[index], limits.early[index])
+        limits.max_new, limits.length_penalty = limits.max_new[index], limits.length_penalty[index]
+        limits.early, limits.never = limits.early[index], limits.never[index]
         warp.temperature, warp.top_k = warp.temperature[index], warp.top_k[index]
         warp.top_p, warp.min_p, warp.greedy = warp.top_p[index], warp.min_p[index], warp.greedy[index]
         self.sampling = [self.sampling[row] for row in rows]

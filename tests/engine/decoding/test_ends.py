@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import MethodConfig
@@ -24,12 +25,14 @@ from dsbd_cli.engine.constraints.stops import StopSet
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.decoding.results import text_of
+from dsbd_cli.engine.iteration import finished
+from dsbd_cli.engine.iteration.state import Limits
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.decoding.test_transformers import forest, model, prompts
-from tests.helpers.plain import Settings, coupled, decode
+from tests.helpers.plain import Settings, Text, coupled, decode
 from tests.helpers.checkpoints import byte_level, wrap
 from tests.helpers.tiny import V
 from tests.helpers.toys import NumberCodec, table_pair, table_rows
@@ -91,8 +94,8 @@ def mixed_rows(count: int, seed: int, **more: Any) -> list[Request]:
                 max_new_tokens=dice.randint(3, 9),
                 n_best=3,
                 stop=dice.choice(((), (), ("3 ",), ("8 4", "9 "))),
-                early_stopping=dice.choice((True, False)),
-                length_penalty=dice.choice((1.0, 0.0)),
+                early_stopping=dice.choice((True, False, "never")),
+                length_penalty=dice.choice((1.0, 0.0, 2.0, -0.5)),
                 **asked(),
                 **more,
             ),
@@ -153,23 +156,28 @@ def test_wrong_ends_are_found(change: Callable[[StopSet], StopSet], monkeypatch:
     assert [facts(found) for found in engine(batch_size=7).run(rows)] != expected
 
 
+def plain_texts(request: Request, rule: str) -> tuple[Text, ...]:
+    """The hypotheses of a row by the plain decoder."""
+    sampling, number = request.sampling, int(request.id)
+    settings = Settings(
+        width=3,
+        max_new=sampling.max_new_tokens,
+        ends=ends_of(sampling),
+        top_k=sampling.top_k,
+        length_penalty=sampling.length_penalty,
+        early=sampling.early_stopping,
+    )
+    noise = coupled(lambda path, token: path_noise(number, path, token), settings)
+    assert request.prompt_ids is not None
+    table = table_rows(1, VOCABULARY, (request.prompt_ids[0], request.prompt_ids[1]))
+    return decode(table, settings, noise if rule == "coupled" else None)
+
+
 @pytest.mark.parametrize("rule", ["coupled", "search"])
 def test_rows_get_the_text_of_the_plain_decoder(rule: str) -> None:
     rows = [one for one in mixed_rows(60, seed=5) if not one.sampling.stop]
     for request, result in zip(rows, engine(rule, batch_size=9).run(rows), strict=True):
-        sampling, number = request.sampling, int(request.id)
-        settings = Settings(
-            width=3,
-            max_new=sampling.max_new_tokens,
-            ends=ends_of(sampling),
-            top_k=sampling.top_k,
-            length_penalty=sampling.length_penalty,
-            early=bool(sampling.early_stopping),
-        )
-        noise = coupled(lambda path, token, number=number: path_noise(number, path, token), settings)
-        assert request.prompt_ids is not None
-        table = table_rows(1, VOCABULARY, (request.prompt_ids[0], request.prompt_ids[1]))
-        expected = decode(table, settings, noise if rule == "coupled" else None)
+        expected = plain_texts(request, rule)
         assert [one.token_ids for one in result.hypotheses] == [text.tokens for text in expected]
         reasons = ["length" if text.by_length else "stop" for text in expected]
         assert [one.finish_reason for one in result.hypotheses] == reasons
@@ -208,6 +216,89 @@ def test_end_tokens_are_those_of_transformers(family: str) -> None:
         )[:, len(ids) :].tolist()
         ends = [next((at + 1 for at, token in enumerate(row) if token in eos), len(row)) for row in out]
         assert texts == [row[:end] for row, end in zip(out, ends, strict=True)]
+
+
+def never_rows(count: int) -> list[Request]:
+    """Rows that early_stopping "never" keeps going, beside others."""
+    dice = random.Random(21)
+    return [
+        replace(
+            request,
+            sampling=SamplingConfig(
+                max_new_tokens=dice.randint(6, 14),
+                n_best=3,
+                stop_token_ids=(7, 9),
+                early_stopping=dice.choice(("never", "never", False)),
+                length_penalty=dice.choice((0.5, 1.0, 2.0, 0.0, -0.5, -1.0)),
+            ),
+        )
+        for request in mixed_rows(count, seed=21)
+    ]
+
+
+def best_tokens(results: Iterable[RequestResult]) -> list[list[tuple[int, ...]]]:
+    return [[one.token_ids for one in result.hypotheses] for result in results]
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "tensors"])
+@pytest.mark.parametrize("rule", ["coupled", "search"])
+def test_never_goes_on_while_a_beam_can_become_better(rule: str, kernels: bool) -> None:
+    rows, longer = never_rows(60), 0
+    decoder = engine(rule, batch_size=7)
+    if not kernels:
+        decoder.stepper.ops = decoder.stepper.ops.without("draft", "verify", "commit")
+    for request, result in zip(rows, decoder.run(rows), strict=True):
+        assert best_tokens([result])[0] == [text.tokens for text in plain_texts(request, rule)]
+        default = replace(request, sampling=replace(request.sampling, early_stopping=False))
+        longer += [text.tokens for text in plain_texts(default, rule)] != best_tokens([result])[0]
+    assert longer > 3, "the two rules differ"
+
+
+def test_a_beam_scored_at_its_present_length_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutants of the rule: the present length always, and the largest length in rows that do not ask for it."""
+    rows = never_rows(100)
+
+    def found() -> list[list[tuple[int, ...]]]:
+        decoder = engine("search", batch_size=50)
+        decoder.stepper.ops = decoder.stepper.ops.without("draft", "verify", "commit")
+        return best_tokens(decoder.run(rows))
+
+    expected = found()
+
+    def in_all_rows(limits: Limits, scale: Tensor) -> Tensor:
+        longest = finished._power(limits.max_new, limits.length_penalty).unsqueeze(1)
+        return torch.where((limits.length_penalty > 0).unsqueeze(1), longest, scale)
+
+    for mutant in (lambda limits, scale: scale, in_all_rows):
+        monkeypatch.setattr(finished, "_best_scale", mutant)
+        assert found() != expected
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 2.0, 0.0, -1.0])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_never_is_that_of_transformers(family: str, penalty: float) -> None:
+    made, batch, eos = model(family), prompts(8, seed=3), list(range(2, 12))
+    made.generation_config.eos_token_id, made.generation_config.pad_token_id = eos, 0
+    decoder = Engine(
+        forest(family),
+        CausalForestModel(model(family, 0.02), family),
+        NumberCodec(V, tuple(eos)),
+        MethodConfig(rule="search", num_beams=3, depth=3),
+    )
+    sampling = SamplingConfig(max_new_tokens=14, n_best=3, length_penalty=penalty, early_stopping="never")
+    found = best_tokens(decoder.run(Request(prompt_ids=tuple(ids), sampling=sampling) for ids in batch))
+    for ids, texts in zip(batch, found, strict=True):
+        out = made.generate(
+            torch.tensor([ids]),
+            num_beams=3,
+            num_return_sequences=3,
+            do_sample=False,
+            max_new_tokens=14,
+            length_penalty=penalty,
+            early_stopping="never",
+        )[:, len(ids) :].tolist()
+        ends = [next((at + 1 for at, token in enumerate(row) if token in eos), len(row)) for row in out]
+        assert texts == [tuple(row[:end]) for row, end in zip(out, ends, strict=True)]
 
 
 def test_least_lengths_hold_back_a_rows_own_ends() -> None:

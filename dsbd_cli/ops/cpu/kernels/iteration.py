@@ -553,6 +553,7 @@ def verify_row(at, row, work):
     write_start(at, row)
     length, limit = whole(get_i64(at + VERIFY.length), row), whole(get_i64(at + VERIFY.max_new), row)
     penalty, early = types.float64(real(get_i64(at + VERIFY.penalty), row)), mark(get_i64(at + VERIFY.early), row)
+    never = get_i64(at + VERIFY.never) != 0 and mark(get_i64(at + VERIFY.never), row)
     noisy = coupled and not mark(get_i64(at + VERIFY.greedy), row)
     steps, total_width, done, broken, going, layer = 0, 0, False, False, active, 0
     while going:
@@ -647,6 +648,8 @@ def verify_row(at, row, work):
             put_whole(column, 8, second)
         total_width += held
         full = real(worst, 0) > NONE
+        if never and penalty > 0:  # a live beam is scored at the largest length
+            scale = types.float32(math.exp(penalty * math.log(types.float64(limit))))
         stop = over or held == 0 or (full and (early or highest_live / scale <= real(worst, 0)))
         done = done or stop
         going = passed and not stop
