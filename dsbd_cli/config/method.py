@@ -51,6 +51,8 @@ def check_request(sampling: SamplingConfig, rule: str, num_beams: int) -> None:
         refuse("n_best", sampling.n_best, f"num_beams is {num_beams}: lower it, or raise that")
     if sampling.num_beams is not None and sampling.num_beams > num_beams:
         refuse("num_beams", sampling.num_beams, f"the run has {num_beams}: lower it, or raise that")
+    if sampling.num_beams not in (None, num_beams) and not RULES[rule].row_beams:
+        refuse("num_beams", sampling.num_beams, f"the run has {num_beams}, and with rule {rule} all rows have as many")
 
 
 @dataclass(frozen=True, slots=True)

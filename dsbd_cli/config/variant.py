@@ -163,6 +163,7 @@ class RuleSpec(Variant):
         width: the default width policy where drafter beam drafts.
         needs_draft: it has nothing to do without a draft model.
         limits: what it can be used with.
+        row_beams: a request may have fewer beams than the run.
     """
 
     exactness: Exactness
@@ -171,6 +172,7 @@ class RuleSpec(Variant):
     width: str = "fixed"
     needs_draft: bool = False
     limits: tuple[Limit, ...] = ()
+    row_beams: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,7 @@ RULES: dict[str, RuleSpec] = _table(
         text="for a seed the same text with any draft, or with none",
         exactness="same-text",
         greedy=True,
+        row_beams=True,
     ),
     RuleSpec(
         name="rejection",
@@ -74,6 +75,7 @@ RULES: dict[str, RuleSpec] = _table(
         text="sequential tests; the same joint distribution",
         exactness="same-law",
         width="threshold",
+        row_beams=True,
     ),
     RuleSpec(
         name="with-replacement",
@@ -97,6 +99,7 @@ RULES: dict[str, RuleSpec] = _table(
         exactness="same-text",
         samples=False,
         greedy=True,
+        row_beams=True,
         limits=(
             Limit(
                 field="width",

@@ -25,6 +25,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "search-stops": ({"rule": "search", "num_beams": 2}, {"stop": ("AB",), "early_stopping": True}),
     "coupled-never": ({"rule": "coupled", "num_beams": 2}, {"top_k": 5, "early_stopping": "never"}),
     "search-never": ({"rule": "search", "num_beams": 2}, {"early_stopping": "never", "length_penalty": 0.5}),
+    "coupled-narrow": ({"rule": "coupled"}, {"top_k": 5, "num_beams": 2}),
+    "search-narrow": ({"rule": "search"}, {"num_beams": 1, "stop": ("AB",)}),
     "search-W16": ({"rule": "search", "num_beams": 16, "drafts_per_layer": 20, "depth": 1}, {}),
     "rejection": ({"rule": "rejection"}, {"top_k": 5}),
     "rejection-beam": ({"rule": "rejection", "warp_scope": "beam"}, ALL | {"temperature": 0.7}),

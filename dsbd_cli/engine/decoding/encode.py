@@ -289,6 +289,11 @@ class Encoder:
             check_request(request.sampling, self.method.rule, self.method.num_beams)
         except UsageError as error:
             raise InvalidRowError(str(error)) from error
+        if self.method.dynamic and (beams := request.sampling.num_beams) not in (None, self.method.num_beams):
+            raise InvalidRowError(
+                f"num_beams is {beams}, but the run has {self.method.num_beams}, and with width {self.method.width} all "
+                "rows have as many: use width fixed"
+            )
 
     def _limit(self) -> tuple[int | None, str]:
         """Return the smallest number of positions of the models, and the role of its model. The number is None where

@@ -93,7 +93,7 @@ class DraftContext:
         beams: the live beams. buffer: memory of this iteration's nodes, with the roots in it.
         sampler: how drafts are drawn. drafts_end: an end token may be drafted.
         warp: temperature and cuts of the rows. endings: which pairs end a sequence.
-        num_beams: W. depth: D. drafts_per_layer: K.
+        num_beams: W. row_beams: [R] int64, W of each row; None where it is the same. depth: D. drafts_per_layer: K.
         row_key: [R] int64, key of each row's noise. iteration: [R] int64, number of each row's iteration.
         draft_backlog: the most used slots of a row that the draft has not run, or a number above it.
         record_distribution: the distribution Q of each layer is needed.
@@ -125,6 +125,7 @@ class DraftContext:
     ops: Ops | None = None
     gate: Callable[[list[float]], bool] | None = None
     own_ids: Tensor | None = None
+    row_beams: Tensor | None = None
     prompt_slots: tuple[int, ...] | None = None
     suffix: int = 0
 
@@ -213,6 +214,9 @@ def pair_confidence(context: DraftContext, nodes: LayerNodes, weight: Tensor) ->
     live = nodes.valid & ~nodes.ends
     pairs = torch.where(live.unsqueeze(-1), weight, NEG_INF).flatten(1)
     best = pairs.topk(min(context.num_beams, pairs.shape[1]), 1).values
+    if context.row_beams is not None:
+        rank = torch.arange(best.shape[1], device=best.device)
+        best = best.masked_fill(rank >= context.row_beams.unsqueeze(1), NEG_INF)
     total = torch.logsumexp(torch.where(live, nodes.weight, NEG_INF), 1)
     return (torch.logsumexp(best, 1) - total).exp().nan_to_num(nan=0.0)
 

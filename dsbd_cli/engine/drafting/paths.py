@@ -67,6 +67,7 @@ class PathTree:
         order = total.argsort(dim=1, descending=True, stable=True)[:, :count]
         self._group = _positions_of_paths(order, first, here)
         valid = leads.gather(1, order)
+        needed = context.num_beams if context.row_beams is None else context.row_beams
         return _pad(
             LayerDrafts(
                 above=above.gather(1, order),
@@ -74,7 +75,7 @@ class PathTree:
                 valid=valid,
                 sampled=torch.zeros_like(valid),
                 weight=total.gather(1, order),
-                confidence=(valid.sum(1) >= context.num_beams).to(total.dtype),  # fewer than W cannot pass
+                confidence=(valid.sum(1) >= needed).to(total.dtype),  # fewer than W cannot pass
             ),
             count - order.shape[1],
         )

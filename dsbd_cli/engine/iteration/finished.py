@@ -110,8 +110,8 @@ def progress_of(state: BatchState, layers: Verified, rows: Tensor, broken: Tenso
     layers: all of them, stacked. rows: [R] bool, rows that are verified. broken: [R, N] bool, nodes with NaN. A request
     whose layer begins with one takes no further step and is invalid. Updates `state.finished`.
 
-    The end test is that of transformers: no live beam, scored at its present length, beats the worst of the best
-    `num_beams` finished ones. With early_stopping "never" and a length penalty above 0 it is scored at the largest
+    The end test is that of transformers: no live beam, scored at its present length, beats the worst of the best W
+    finished ones, where W is the row's. With early_stopping "never" and a length penalty above 0 it is scored at the largest
     length.
     """
     finished, limits, live = state.finished, state.limits, layers.live
@@ -122,10 +122,13 @@ def progress_of(state: BatchState, layers: Verified, rows: Tensor, broken: Tenso
     cut = torch.where(layers.countable & out_of_length.unsqueeze(2), live.logprob, NEG_INF)
     logprob = torch.cat((layers.logprob, cut), 2)  # [R, L, E]
     best_score, index = finished.best_after(logprob / scale.unsqueeze(2))
-    full = (best_score > NEG_INF).all(2)
+    worst = best_score[:, :, -1]
+    if limits.row_beams is not None:
+        best_score, worst = _best_of_row(best_score, limits.row_beams)
+    full = worst > NEG_INF
     best_scale = _best_scale(limits, scale) if limits.any_never else scale
     best_live = torch.where(live.valid, live.logprob, NEG_INF).amax(2) / best_scale
-    cannot_improve = full & (best_live <= best_score[:, :, -1])
+    cannot_improve = full & (best_live <= worst)
     done = out_of_length | cannot_improve | (limits.early.unsqueeze(1) & full) | ~live.valid.any(2)
     goes_on = layers.passed & ~done
     at_beams = broken.gather(1, layers.before.clamp(min=0).flatten(1)).view_as(layers.before)
@@ -147,6 +150,14 @@ def progress_of(state: BatchState, layers: Verified, rows: Tensor, broken: Tenso
     finished.take(new, best_score, index, steps)
     active = active.to(torch.bool)
     return Progress(active, steps, (done & active).any(1) | invalid, invalid)
+
+
+def _best_of_row(score: Tensor, row_beams: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scores [R, L, F] with -inf behind the best W of each row, and the W-th of them [R, L]. row_beams: W,
+    [R]."""
+    beyond = torch.arange(score.shape[2], device=score.device) >= row_beams.unsqueeze(1)
+    last = (row_beams - 1).view(-1, 1, 1).expand(-1, score.shape[1], 1)
+    return score.masked_fill(beyond.unsqueeze(1), NEG_INF), score.gather(2, last).squeeze(2)
 
 
 def _best_scale(limits: Limits, scale: Tensor) -> Tensor:

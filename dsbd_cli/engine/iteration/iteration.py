@@ -198,6 +198,7 @@ class Iteration:
             ops=self.ops,
             gate=self.gate,
             own_ids=None if state.own_ids is None else state.own_ids.tokens,
+            row_beams=state.limits.row_beams,
             prompt_slots=shape.prompt_slots,
             suffix=shape.suffix,
         )

@@ -29,7 +29,8 @@ def verification_kernel(ops: Ops, state: BatchState, forest: Forest, candidates:
     if method.dynamic or (method.rule == "rejection" and forest.depth and not forest.buffer.distribution):
         return None
     drafts, roots, width = forest.drafts_per_layer, forest.num_beams, candidates.tokens.shape[2]
-    return ops.verify(method.num_beams, roots, width, drafts, method.rule, own_limits=state.limits.any_never)
+    own_limits = state.limits.any_never or state.limits.any_narrow
+    return ops.verify(method.num_beams, roots, width, drafts, method.rule, own_limits=own_limits)
 
 
 def verify_with_kernel(
@@ -72,7 +73,7 @@ def verify_with_kernel(
         forest.drafts_per_layer,
         state.method.rule,
         warp_flags(state.warp, stops=endings.stops.used, warps=rule.sampler.random),
-        *([[limits.never]] if limits.any_never else []),
+        *([[limits.never, limits.num_beams]] if limits.any_never or limits.any_narrow else []),
     )
     done, invalid, steps, width_sum = (report[:, place] for place in range(4))
     counters = report[:, FIRST:].view(rows, depth, len(LayerCounters._fields))

@@ -26,13 +26,21 @@ TOP_P_OF_BEST = 1e-30  # a top_p that the best entry alone reaches
 @dataclass(slots=True)
 class Limits:
     """Limits of the requests of a batch: max_new [R] int64, length_penalty [R] float32, early and never (early_stopping
-    true and "never") [R] bool. any_never: some row ends so."""
+    true and "never") [R] bool, num_beams [R] int64, W of each row. any_never: some row ends so. any_narrow: some row
+    has fewer beams than the engine."""
 
     max_new: Tensor
     length_penalty: Tensor
     early: Tensor
     never: Tensor
+    num_beams: Tensor
     any_never: bool = False
+    any_narrow: bool = False
+
+    @property
+    def row_beams(self) -> Tensor | None:
+        """W of each row, [R] int64; None where it is the engine's in all rows."""
+        return self.num_beams if self.any_narrow else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +95,13 @@ class BatchState:
             active=torch.zeros_like(number, dtype=torch.bool),
             row_key=number.clone(),
             iteration=number.clone(),
-            limits=Limits(number + 1, real.clone(), *(torch.zeros_like(number, dtype=torch.bool) for _ in "en")),
+            limits=Limits(
+                max_new=number + 1,
+                length_penalty=real.clone(),
+                early=torch.zeros_like(number, dtype=torch.bool),
+                never=torch.zeros_like(number, dtype=torch.bool),
+                num_beams=number + method.num_beams,
+            ),
             warp=Warp(
                 temperature=real.clone(),
                 top_k=number.clone(),
@@ -137,6 +151,7 @@ class BatchState:
         self.limits.length_penalty[at] = numbers((item.length_penalty for item in sampling), real)
         self.limits.early[at] = numbers((item.early_stopping is True for item in sampling), torch.bool)
         self.limits.never[at] = numbers((item.early_stopping == "never" for item in sampling), torch.bool)
+        self.limits.num_beams[at] = numbers(item.num_beams or self.method.num_beams for item in sampling)
         warp.greedy[at] = numbers((item.temperature == 0 for item in sampling), torch.bool)
         warp.temperature[at] = numbers((item.temperature or 1.0 for item in sampling), real)
         warp.top_k[at] = numbers(item.top_k for item in sampling)
@@ -181,6 +196,7 @@ class BatchState:
         self.warp.any_min_p = any(item.min_p > 0 for item in live)
         self.warp.any_greedy = any(item.temperature == 0 for item in live)
         self.limits.any_never = any(item.early_stopping == "never" for item in live)
+        self.limits.any_narrow = any(item.num_beams not in (None, self.method.num_beams) for item in live)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows, in this order."""
@@ -191,7 +207,7 @@ class BatchState:
         self.table = select_rows(table, index)
         self.active, self.row_key, self.iteration = self.active[index], self.row_key[index], self.iteration[index]
         limits.max_new, limits.length_penalty = limits.max_new[index], limits.length_penalty[index]
-        limits.early, limits.never = limits.early[index], limits.never[index]
+        limits.early, limits.never, limits.num_beams = limits.early[index], limits.never[index], limits.num_beams[index]
         warp.temperature, warp.top_k = warp.temperature[index], warp.top_k[index]
         warp.top_p, warp.min_p, warp.greedy = warp.top_p[index], warp.min_p[index], warp.greedy[index]
         self.sampling = [self.sampling[row] for row in rows]

@@ -103,7 +103,7 @@ class Stepper:
         return (
             shapes(state),
             (warp.max_top_k, warp.all_top_k, warp.even_top_k, warp.any_top_p, warp.any_min_p, warp.any_greedy),
-            state.limits.any_never,
+            (state.limits.any_never, state.limits.any_narrow),
             (self.endings.stops.version, self.endings.stops.ending) if self.endings.stops.used else None,
         )
 

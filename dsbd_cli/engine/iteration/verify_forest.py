@@ -140,6 +140,7 @@ def _view(
         log_p, weight = distribution.log_p, distribution.weight
     else:
         log_p = weight = logprob
+    row_beams = state.limits.row_beams
     view = LayerView(
         log_p=log_p,
         tokens=own.tokens,
@@ -150,10 +151,11 @@ def _view(
         path=nodes.path.gather(1, known),
         full=own.full,
         drafts=_drafts(forest, layer),
-        width=torch.full_like(state.row_key, state.method.num_beams),
+        width=torch.full_like(state.row_key, state.method.num_beams) if row_beams is None else row_beams,
         dynamic=state.method.dynamic,
         keys=keys,
         num_beams=state.method.num_beams,
+        row_beams=row_beams,
         noise=None if nodes.noise is None else at_nodes(nodes.noise, known),
         greedy_rows=state.warp.greedy_rows,
     )

@@ -56,6 +56,7 @@ class LayerView:
         drafts: None for the bonus layer.
         width: [R] int64, w_l: live beams the layer needs to pass. dynamic: it may be less than W.
         keys: [R, STREAMS] int64, keys of this layer's noise. num_beams: W, the most live beams of the next step.
+        row_beams: [R] int64, W of each row, where some row has fewer; None where all have num_beams.
         noise: [R, W, C] float32, G(x, v) of the candidates (Sampler.path_noise); None where it is not computed yet.
         greedy_rows: [R] bool, rows that draw without noise (temperature 0); None where there are none.
     """
@@ -73,6 +74,7 @@ class LayerView:
     dynamic: bool
     keys: Tensor
     num_beams: int
+    row_beams: Tensor | None = None
     noise: Tensor | None = None
     greedy_rows: Tensor | None = None
 
@@ -147,7 +149,7 @@ def passing(view: LayerView, node: Tensor, valid: Tensor) -> tuple[Tensor, Tenso
     steps = torch.arange(view.num_beams, device=node.device).unsqueeze(0)
     needed = valid & (steps < view.width.unsqueeze(1))
     passed = ((node >= 0) | ~needed).all(1) & needed.any(1)
-    width = torch.where(passed, view.width, view.num_beams)
+    width = torch.where(passed, view.width, view.num_beams if view.row_beams is None else view.row_beams)
     return passed, width, valid & (steps < width.unsqueeze(1))
 
 
@@ -220,5 +222,8 @@ def _ends(
 ) -> tuple[Tensor, Tensor]:
     if not rank_limit:
         return ends_before(keys, ends, draws, width), torch.ones_like(draws.valid)
-    last = torch.topk(keys, min(view.num_beams, keys.shape[-1]), dim=-1).values[:, -1:]
+    best = torch.topk(keys, min(view.num_beams, keys.shape[-1]), dim=-1).values
+    last = best[:, -1:]
+    if view.row_beams is not None:
+        last = best.gather(1, (view.row_beams.unsqueeze(1) - 1).clamp(max=best.shape[1] - 1))
     return ends & (keys >= last) & torch.isfinite(keys), draws.key >= last

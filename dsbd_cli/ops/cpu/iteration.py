@@ -75,6 +75,7 @@ class VerifyArguments(ctypes.Structure):
         "root_valid", "root_weight", "root_logprob", "length",
         "finished_score", "finished_logprob", "finished_length", "finished_by_length", "finished_origin",
         "finished_node", "finished_token", *ENDINGS, *WARP, "active", "max_new", "penalty", "early", "never",
+        "row_beams",
         "out_parent", "out_token", "out_node", "out_valid", "out_weight", "out_logprob", "out_before", "report",
         "work", "work_bytes",
     )  # fmt: skip
@@ -249,7 +250,7 @@ def verify(
     active, max_new, length_penalty, early [R]. keys [R, D + 1, STREAMS]. distribution: nothing, see `fits`. out:
     parent, token, node, valid, weight, logprob [R, W]; before [R, D + 1, W]; report [R, FIRST + D * COLUMNS] int64, of
     which 0 to 3 are done, invalid, steps and the sum of widths. flags: of forest_buffer.warp_flags. own_limits: never
-    [R]; or nothing, where no row has it.
+    [R] bool and W of each row [R] int64; or nothing.
     """
     assert fits(rule, recorded=bool(distribution))
     assert len(endings[0]) == endings[1].shape[1]
@@ -262,7 +263,7 @@ def verify(
         *_addresses(candidates, "wf"), *_addresses(nodes[:-1], "wwwwbw"), *_addresses(beams, "bffw"),
         *_addresses(finished, "ffwbwww"), *_addresses(endings, "bs"), endings[1].shape[1], flags[0],
         *_addresses(warp, "fwffb"), flags[-1], *_addresses(limits, "bwfb"),
-        *(_addresses(own_limits, "b") if own_limits else (0,)), *_addresses(out, "wwwbffww"),
+        *(_addresses(own_limits, "bw") if own_limits else (0, 0)), *_addresses(out, "wwwbffww"),
     )  # fmt: skip
     work = WORK * rows * (layers + 1) * width * own
     _run(compiled()["verify"], arguments, work, 8 * (3 * width * own + 6 * width))

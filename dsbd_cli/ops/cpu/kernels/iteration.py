@@ -478,6 +478,13 @@ def keep_finished(at, mine, width, logprob, score, length, by_length, node, toke
 
 
 @njit(error_model="numpy")
+def beams_of(at, row):
+    """Return W of a request, at most that of all tensors."""
+    row_beams = get_i64(at + VERIFY.row_beams)
+    return get_i64(at + VERIFY.width) if row_beams == 0 else whole(row_beams, row)
+
+
+@njit(error_model="numpy")
 def write_start(at, row):
     """Write the results of a request that takes no step: the roots as beams, and the counters of layers that were not
     reached."""
@@ -510,7 +517,7 @@ def write_start(at, row):
                 nodes_of += 1
                 second += whole(drafter_id, j)
         put_whole(report, FIRST + layer * COLUMNS + 1, nodes_of)
-        put_whole(report, FIRST + layer * COLUMNS + 3, width)
+        put_whole(report, FIRST + layer * COLUMNS + 3, beams_of(at, row))
         put_whole(report, FIRST + layer * COLUMNS + 7, second)
 
 
@@ -537,7 +544,6 @@ def verify_row(at, row, work):
     drafter_id = get_i64(at + VERIFY.drafter_id) + WHOLE * here
     report = get_i64(at + VERIFY.report) + WHOLE * row * (FIRST + depth * COLUMNS)
     before = get_i64(at + VERIFY.out_before) + WHOLE * row * (depth + 1) * width
-    worst = get_i64(at + VERIFY.finished_score) + REAL * (mine + width - 1)
     # the beams of the present step, and at the end the results
     parent, token = get_i64(at + VERIFY.out_parent) + WHOLE * mine, get_i64(at + VERIFY.out_token) + WHOLE * mine
     node, valid = get_i64(at + VERIFY.out_node) + WHOLE * mine, get_i64(at + VERIFY.out_valid) + mine
@@ -553,7 +559,9 @@ def verify_row(at, row, work):
     write_start(at, row)
     length, limit = whole(get_i64(at + VERIFY.length), row), whole(get_i64(at + VERIFY.max_new), row)
     penalty, early = types.float64(real(get_i64(at + VERIFY.penalty), row)), mark(get_i64(at + VERIFY.early), row)
+    beams = beams_of(at, row)
     never = get_i64(at + VERIFY.never) != 0 and mark(get_i64(at + VERIFY.never), row)
+    worst = get_i64(at + VERIFY.finished_score) + REAL * (mine + beams - 1)
     noisy = coupled and not mark(get_i64(at + VERIFY.greedy), row)
     steps, total_width, done, broken, going, layer = 0, 0, False, False, active, 0
     while going:
@@ -578,10 +586,10 @@ def verify_row(at, row, work):
         last, held = NONE, 0
         for live in range(1 if coupled else 0, 2):
             held = draw(
-                best, place, width, key, log_p, share, total, noisy, path, tokens, known, count, candidates, endings,
+                best, place, beams, key, log_p, share, total, noisy, path, tokens, known, count, candidates, endings,
                 state, live == 0,
             )  # fmt: skip
-            if live == (1 if coupled else 0) and held == min(width, count * candidates):
+            if live == (1 if coupled else 0) and held == min(beams, count * candidates):
                 last = real(best, held - 1)
         # what ended here, best first
         ended = 0
@@ -592,15 +600,15 @@ def verify_row(at, row, work):
             at_pair = whole(known, n) * candidates + m % candidates
             if ends(endings, whole(state, whole(known, n)), whole(tokens, at_pair)):
                 value = real(logprob, n) + real(logprobs, at_pair)
-                if value > NONE and (ended < width or value > real(e_best, ended - 1)):
-                    ended = insert(e_best, e_place, ended, width, value, m)
+                if value > NONE and (ended < beams or value > real(e_best, ended - 1)):
+                    ended = insert(e_best, e_place, ended, beams, value, m)
         steps += 1
         scale = types.float32(math.exp(penalty * math.log(types.float64(length + steps))))
         over = length + steps >= limit
         for e in range(ended):
             at_node, c = whole(known, whole(e_place, e) // candidates), whole(e_place, e) % candidates
             value, ending = real(e_best, e), whole(tokens, at_node * candidates + c)
-            keep_finished(at, mine, width, value, value / scale, length + steps, False, at_node, ending)
+            keep_finished(at, mine, beams, value, value / scale, length + steps, False, at_node, ending)
         # the beams of the next step, and which of them are drafted nodes
         below, accepted, second, needed, living = roots + layer * drafted, 0, 0, 0, 0
         for j in range(drafted if layer < depth else 0):
@@ -628,7 +636,7 @@ def verify_row(at, row, work):
             highest_live = max(highest_live, real(logprob, w))
             if over and (coupled or real(best, w) >= last):  # the length limit ends it
                 value, at_node = real(logprob, w), whole(parent, w)
-                keep_finished(at, mine, width, value, value / scale, length + steps, True, at_node, whole(token, w))
+                keep_finished(at, mine, beams, value, value / scale, length + steps, True, at_node, whole(token, w))
             j = drafted_as(at, row, below, whole(parent, w), whole(token, w)) if layer < depth else -1
             if j >= 0:
                 put_whole(node, w, below + j)
