@@ -38,10 +38,8 @@ class RequestTables:
         vocab_size: int,
         catalogues: Mapping[str, Catalogue],
         device: torch.device,
-        *,
-        on_logits: bool,
     ) -> RequestTables:
-        """Return tables without rows. on_logits: see RuleTable."""
+        """Return tables without rows."""
         ending = {token for token in codec.eos_ids if token < vocab_size}
         eos = torch.zeros(vocab_size, dtype=torch.bool)
         eos[list(ending)] = True
@@ -50,7 +48,7 @@ class RequestTables:
         return cls(
             stops=stops,
             tries=RowTries(TrieTable(vocab_size, device), catalogues.values()),
-            rules=RuleTable(eos, getattr(codec, "timestamps", None), on_logits=on_logits),
+            rules=RuleTable(eos, getattr(codec, "timestamps", None)),
             grammars=GrammarTable(GrammarCompiler(codec, vocab_size), device),
             endings=Endings(eos, len(ending), stops),
         )

@@ -40,7 +40,13 @@ def rules_of(rng: random.Random) -> TokenRules:
     chosen: dict[str, object] = {
         "suppress_tokens": some(),
         "begin_suppress_tokens": some(),
-        "bad_words_ids": some(),
+        "bad_words_ids": tuple(
+            tuple(rng.randrange(3, V) for _ in range(rng.randint(1, 4))) for _ in range(rng.randrange(8))
+        ),
+        "allowed_token_ids": maybe(tuple(rng.sample(range(V), 5)), ()),
+        "logit_bias": maybe(tuple((token, rng.uniform(-3, 3)) for token in some()), ()),
+        "presence_penalty": maybe(rng.uniform(-2, 2), 0.0),
+        "frequency_penalty": maybe(rng.uniform(-2, 2), 0.0),
         "min_length": maybe(rng.randrange(6), 0),
         "min_new_tokens": maybe(rng.randrange(5), 0),
         "forced_bos_token_id": maybe(rng.randrange(V), None),
@@ -86,23 +92,26 @@ def differing(seed: int) -> int:
     rules = [rules_of(rng) for _ in range(3)]
     prompts = [[rng.randrange(V) for _ in range(rng.choice([1, 1, 4]))] for _ in range(3)]
     new = [rng.randrange(1, 9) for _ in range(3)]
+    on_logits = [rng.random() < 0.5 for _ in range(3)]
     for row in range(3):
-        table.begin(row, rules[row], prompts[row], new[row])
-    logprobs = torch.randn(3, 2 * (1 + DEPTH), V).log_softmax(-1)
-    want = [
-        [
-            ruled(logprobs[row, node].tolist(), rules[row], prompts[row], text, ENDS, new[row], times)
-            for node, text in enumerate(texts[row])
-        ]
-        for row in range(3)
-    ]
+        table.begin(row, rules[row], prompts[row], new[row], on_logits=on_logits[row])
+    logits = torch.randn(3, 2 * (1 + DEPTH), V) * 2
+    total = logits.logsumexp(-1, keepdim=True)
+    logprobs = logits - total
+    want = []
+    for row in range(3):
+        for node, text in enumerate(texts[row]):
+            taken = float(total[row, node]) if on_logits[row] else None
+            want.append(
+                ruled(logprobs[row, node].tolist(), rules[row], prompts[row], text, ENDS, new[row], times, taken)
+            )
     acting = table.acting([0, 0, 0], min(length))
     got = logprobs.clone().flatten(0, 1)
     if acting is not None:
         at = acting.of(paths)
         for part in (slice(0, 7), slice(7, None)):  # as the candidates are taken, some nodes at a time
-            at.apply(got[part], part, torch.zeros(len(got[part]), 1))
-    close = torch.isclose(got, torch.tensor(want).flatten(0, 1), rtol=1e-5, atol=1e-6)
+            at.apply(got[part], part, total.flatten(0, 1)[part])
+    close = torch.isclose(got, torch.tensor(want), rtol=1e-5, atol=1e-5)
     return int((~close.all(-1)).sum())
 
 
@@ -115,7 +124,7 @@ def test_a_row_that_began_anew_keeps_no_rule() -> None:
     table = RuleTable(torch.tensor([token in ENDS for token in range(V)]))
     table.allocate(2)
     table.begin(0, TokenRules(suppress_tokens=(3,), no_repeat_ngram_size=1, forced_bos_token_id=5), [4], 9)
-    table.begin(1, TokenRules(bad_words_ids=(6,)), [4], 9)
+    table.begin(1, TokenRules(bad_words_ids=((6,),)), [4], 9)
     table.begin(0, TokenRules(repetition_penalty=2.0), [0, 4], 9)
     table.select([1, 0])
     paths, texts = nodes_of(random.Random(1), 2, [0, 0])
@@ -161,12 +170,12 @@ def test_nothing_is_computed_without_rules() -> None:
 def forgets_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = RuleTable.begin
     monkeypatch.setattr(
-        RuleTable, "begin", lambda self, row, rules, prompt, new: begin(self, row, rules, prompt[-1:], new)
+        RuleTable, "begin", lambda self, row, rules, prompt, new, **more: begin(self, row, rules, prompt[-1:], new, **more)
     )
 
 
 def penalises_after_the_bans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_penalise", lambda logprobs, text, penalty, total: None)
+    monkeypatch.setattr(device, "_penalise", lambda logprobs, text, penalty, shift: None)
 
 
 def longer_ngrams(monkeypatch: pytest.MonkeyPatch) -> None:
