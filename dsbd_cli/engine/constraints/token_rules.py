@@ -140,12 +140,13 @@ class RuleTable:
             penalty=any(rules.repetition_penalty != 1 for rules in taken),
             counted=any(rules.presence_penalty or rules.frequency_penalty for rules in taken),
             normalised=any(rules.change_values for rules in taken),
-            words=any(len(word) > 1 for rules in taken for word in rules.bad_words_ids),
+            words=self.words.shape[2] > 0 and any(rules.bad_words_ids for rules in taken),
             longest=max(rules.no_repeat_ngram_size for rules in taken),
             no_end_yet=any(max(rules.min_length, rules.min_new_tokens) > generated for rules in taken),
             first=generated == 0 and any(rules.forced_bos_token_id is not None for rules in taken),
             last=any(rules.forced_eos_token_id is not None for rules in taken),
-            suppressed=any(rules.suppress_tokens or rules.bad_words_ids or rules.allowed_token_ids for rules in taken),
+            suppressed=len(self.banned) > 0
+            and any(rules.suppress_tokens or rules.bad_words_ids or rules.allowed_token_ids for rules in taken),
             begin=generated <= 1 and any(rules.begin_suppress_tokens for rules in taken),
             timed=any(rules.timestamps for rules in taken),
         )
@@ -179,6 +180,7 @@ class _Rules:
     acts: _ActiveRules
     key: Hashable
     on_host: bool = False
+    changes: bool = True
 
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:
         """Return the states as they are. A rule has no states: a token that it forbids has no probability."""
