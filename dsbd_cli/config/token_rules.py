@@ -15,7 +15,7 @@ from dsbd_cli.errors import MAX_SHOWN, MOST_INTEGER, UsageError, shorten
 
 BASES = ("checkpoint", "none")
 OFF = "none"
-FLAGS = {"0": False, "1": True}
+FLAG_VALUES = {"0": False, "1": True}
 SEPARATOR, IDS, WORD, BIAS = ",", "+", "-", ":"  # between rules, ids or words, ids of a word, an id and its bias
 MOST_NGRAM = 256  # each node looks back at the whole text once for each token of an n-gram, or of a bad word
 LEAST_PENALTY, MOST_PENALTY = 1e-30, 1e30  # products with logits stay numbers in float32
@@ -46,6 +46,7 @@ class TokenRules:
             else divided. The values are log-probabilities, with one beam logits.
         presence_penalty: is subtracted from tokens that were generated before; the prompt does not count.
         frequency_penalty: the same, once for each time that a token was generated.
+        renormalize_logits: log-probabilities are normalised again after all other rules.
         timestamps: Whisper writes when words are spoken, by its rules of timestamp tokens; no checkpoint asks for it.
     """
 
@@ -62,6 +63,7 @@ class TokenRules:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    renormalize_logits: bool = False
     timestamps: bool = False
 
     @property
@@ -131,6 +133,7 @@ NOTHING = TokenRules()
 NAMES = tuple(item.name for item in fields(TokenRules))
 LISTS = ("suppress_tokens", "begin_suppress_tokens", "allowed_token_ids")
 FORCED = ("forced_bos_token_id", "forced_eos_token_id")
+FLAGS = ("renormalize_logits", "timestamps")
 NUMBERS = {  # the least and the largest value
     "repetition_penalty": (LEAST_PENALTY, MOST_PENALTY),
     "presence_penalty": (-MOST_SUBTRACTED, MOST_SUBTRACTED),
@@ -198,7 +201,7 @@ def _written(name: str, value: object) -> str | None:
     """Return a rule's value as text, an empty one for a rule that is switched off; None for what is no value."""
     if value is None:
         return ""
-    if isinstance(value, int | float) and (name == "timestamps" or not isinstance(value, bool)):
+    if isinstance(value, int | float) and (name in FLAGS or not isinstance(value, bool)):
         return str(int(value) if isinstance(value, bool) else value)
     if name == "logit_bias" and isinstance(value, Mapping):
         return IDS.join(f"{token}{BIAS}{number}" for token, number in value.items())
@@ -231,8 +234,8 @@ def _value(name: str, text: str) -> object:
             return _biases([pair.split(BIAS) for pair in text.split(IDS)])
         if name in NUMBERS:
             return _number(text, *NUMBERS[name])
-        if name == "timestamps":
-            return FLAGS[text]
+        if name in FLAGS:
+            return FLAG_VALUES[text]
         return int(_number(text, 0, _most(name), kind=int))
     except (ValueError, KeyError):
         pass
@@ -241,7 +244,7 @@ def _value(name: str, text: str) -> object:
         **{rule: f"a number from {least:g} to {most:g}" for rule, (least, most) in NUMBERS.items()},
         "bad_words_ids": "words joined by +, the token ids of a word joined by -",
         "logit_bias": f"ID:NUMBER joined by +, each ID once, numbers from {-MOST_BIAS:g} to {MOST_BIAS:g}",
-        "timestamps": "0 or 1",
+        **dict.fromkeys(FLAGS, "0 or 1"),
     }
     wanted = f"{expected.get(name, f'an integer from 0 to {_most(name)}')}, or none"
     message = f"token_rules: {name} is {shorten(text)}, but must be {wanted}"

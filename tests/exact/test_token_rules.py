@@ -37,6 +37,7 @@ RULES = {
     "bad words": TokenRules(bad_words_ids=((2, 3), (1, 1), (2, 1, 0), (0, 0, 2))),
     "n-grams": TokenRules(no_repeat_ngram_size=2),
     "least": TokenRules(min_new_tokens=2),
+    "normalised": TokenRules(allowed_token_ids=(0, 1, 3), frequency_penalty=0.5, renormalize_logits=True),
     "together": TokenRules(
         repetition_penalty=0.7,
         frequency_penalty=0.8,
@@ -223,7 +224,12 @@ def never(model: Ruled, raw: list[float], path: Path, total: float | None) -> li
     return raw
 
 
+def never_normalised(model: Ruled, raw: list[float], path: Path, total: float | None) -> list[float]:
+    return ruled(raw, rules_with(model, renormalize_logits=False), PROMPT, path, {END}, NEW, total=total)
+
+
 MUTANTS = [
+    (never_normalised, "normalised", False),
     *((never, name, on_logits) for name in RULES for on_logits in (False, True)),
     *((lags, name, True) for name in ("repetition", "presence", "frequency", "bad words", "n-grams", "least")),
     *((of_the_root, name, False) for name in ("repetition", "presence", "frequency", "bad words", "n-grams")),

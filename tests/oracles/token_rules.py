@@ -65,7 +65,8 @@ def ruled(
     ):
         if forced is not None and here:
             found = [0.0 if token == forced else NEG_INF for token in range(len(found))]
-    return found
+    mass = math.fsum(map(math.exp, found))
+    return [value - math.log(mass) for value in found] if rules.renormalize_logits and mass else found
 
 
 def _time(found: list[float], generated: Sequence[int], times: Timestamps) -> None:

@@ -45,7 +45,7 @@ class RuleTable:
         # [R] each: of repetition, presence and frequency
         self.penalty, self.presence, self.frequency = (zeros.to(torch.float32) + value for value in (1, 0, 0))
         self.on_logits, self.normalised = self.eos.new_zeros(rows), self.eos.new_zeros(rows)  # [R] each
-        self.timed = self.eos.new_zeros(rows)  # [R], rows with timestamps
+        self.last_normalised, self.timed = self.eos.new_zeros(rows), self.eos.new_zeros(rows)  # [R] each
         # [R, V] each: tokens that are suppressed, always or at the beginning. Without rows until a request has some.
         self.banned, self.begin_banned = (self.eos.new_zeros(0, len(self.eos)) for _ in "ab")
         self.biased, self.bias = zeros.new_zeros(rows, 0), self.penalty.new_zeros(rows, 0)  # [R, B] tokens and numbers
@@ -61,7 +61,7 @@ class RuleTable:
         if not rules.act and not before.act:  # else the rules of the row's last request are undone
             return
         device = self.eos.device
-        self.timed[row] = rules.timestamps
+        self.last_normalised[row], self.timed[row] = rules.renormalize_logits, rules.timestamps
         self.min_generated[row] = max(rules.min_length - len(prompt), rules.min_new_tokens)
         forced = rules.forced_bos_token_id if len(prompt) == 1 else None
         self.forced_first[row] = NO_TOKEN if forced is None else forced
@@ -122,7 +122,7 @@ class RuleTable:
         index = torch.tensor(rows, device=self.eos.device)
         for name in (
             *("prompt", "lengths", "min_generated", "forced_first", "forced_last", "last_place", "ngram_size"),
-            *("penalty", "presence", "frequency", "on_logits", "normalised", "timed", "biased", "bias", "words"),
+            *("penalty", "presence", "frequency", "on_logits", "normalised", "last_normalised", "timed", "biased", "bias", "words"),
         ):
             setattr(self, name, getattr(self, name)[index])
         if len(self.banned):
@@ -149,6 +149,7 @@ class RuleTable:
             and any(rules.suppress_tokens or rules.bad_words_ids or rules.allowed_token_ids for rules in taken),
             begin=generated <= 1 and any(rules.begin_suppress_tokens for rules in taken),
             timed=any(rules.timestamps for rules in taken),
+            last_normalised=any(rules.renormalize_logits for rules in taken),
         )
         return _Rules(self, acts, (self.version, acts))
 
@@ -156,7 +157,8 @@ class RuleTable:
 @dataclass(frozen=True, slots=True)
 class _ActiveRules:
     """Flags of the rules that some row has. longest: the largest n of n-grams, 0 for none. counted: presence or
-    frequency. normalised: a row may be normalised again. words: bad words of several tokens."""
+    frequency. normalised: a row may be normalised after its values have changed. words: bad words of several tokens.
+    last_normalised: a row is normalised after all rules."""
 
     biased: bool
     penalty: bool
@@ -170,6 +172,7 @@ class _ActiveRules:
     suppressed: bool
     begin: bool
     timed: bool
+    last_normalised: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +255,8 @@ class _NodeRules:
             _force(logprobs, torch.where(length == 0, table.forced_first[row], NO_TOKEN))
         if acts.last:
             _force(logprobs, torch.where(length == table.last_place[row], table.forced_last[row], NO_TOKEN))
+        if acts.last_normalised:
+            _normalise(logprobs, table.last_normalised[row])
 
     def _change_values(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
         """Apply biases and penalties in place. Rows where they act on logits are then normalised again."""
@@ -265,8 +270,7 @@ class _NodeRules:
             presence, frequency = table.presence[row].unsqueeze(1), table.frequency[row].unsqueeze(1)
             _subtract(logprobs, self.counted[part], presence, frequency)
         if acts.normalised:
-            normalised = table.normalised[row].unsqueeze(1)
-            logprobs.copy_(torch.where(normalised, log_normalise(logprobs), logprobs))
+            _normalise(logprobs, table.normalised[row])
 
 
 def _aligned(words: Sequence[Sequence[int]], count: int, size: int) -> Tensor:
@@ -291,6 +295,11 @@ def _force(logprobs: Tensor, token: Tensor) -> None:
     logprobs.masked_fill_(forced, NEG_INF)
     here = forced & (torch.arange(logprobs.shape[1], device=token.device) == token.unsqueeze(1))
     logprobs.masked_fill_(here, 0.0)
+
+
+def _normalise(logprobs: Tensor, which: Tensor) -> None:
+    """Normalise the rows where `which` [k] is true, in place."""
+    logprobs.copy_(torch.where(which.unsqueeze(1), log_normalise(logprobs), logprobs))
 
 
 def _add(logprobs: Tensor, token: Tensor, number: Tensor) -> None:

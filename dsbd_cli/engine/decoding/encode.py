@@ -113,6 +113,12 @@ class Encoder:
             self._refuse_encoder_settings(request)
             job.prompt, job.truncated = self.encode(request, job.max_new)
             job.rules = self._rules.of(request.sampling, "none")
+        if job.rules.renormalize_logits and (job.catalogue is not None or request.grammar is not None):
+            bound = "allow" if job.catalogue is not None else "grammar"
+            raise InvalidRowError(
+                f"token_rules: renormalize_logits is 1, which does not go with {bound}: switch it off with "
+                "renormalize_logits=none"
+            )
         job.started = time.perf_counter()
         return job
 

@@ -22,7 +22,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "encoder_repetition_penalty": (None, 1, 1.0),
     "encoder_no_repeat_ngram_size": (None, 0),
     "exponential_decay_length_penalty": (None,),
-    "renormalize_logits": (None, False),
     "watermarking_config": (None,),
     "constraints": (None,),
     "force_words_ids": (None,),
@@ -105,6 +104,8 @@ def checkpoint_rules(model: Any) -> TokenRules:
                 value = tuple(word for word in words if word and min(word) >= 0)
             elif name in LISTS:
                 value = tuple(token for token in map(operator.index, value) if token >= 0)
+            elif name == "renormalize_logits":
+                value = bool(value)
             elif name == "repetition_penalty":
                 value = float(value)
                 if not LEAST_PENALTY <= value <= MOST_PENALTY:

@@ -56,6 +56,7 @@ def rules_of(rng: random.Random) -> TokenRules:
         "no_repeat_ngram_size": maybe(rng.randrange(1, 4), 0),
         "repetition_penalty": maybe(rng.choice([0.7, 1.4]), 1.0),
         "timestamps": maybe(True, False),
+        "renormalize_logits": maybe(True, False),
     }
     return TokenRules(**chosen)  # type: ignore[arg-type]
 

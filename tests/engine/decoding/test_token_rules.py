@@ -42,6 +42,7 @@ RULES: dict[str, dict[str, Any]] = {
     "n-grams": {"no_repeat_ngram_size": 2},
     "least": {"min_new_tokens": 4},
     "length": {"min_length": 6},
+    "normalised": {"token_rules": "renormalize_logits=1,suppress_tokens=3+4+6", "presence_penalty": -1.0},
     "text": {"token_rules": "presence_penalty=0.5,suppress_tokens=3+9", "frequency_penalty": 0.5},
     "together": {
         "repetition_penalty": 0.8,
@@ -217,6 +218,10 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"logit_bias": {20: 6.0, 21: -4.0, 40: 3.0, 3: -2.0}},
     ),
     "suppressed": ({"suppress_tokens": list(range(12, 60, 3))}, {"token_rules": None}),
+    "normalised": (
+        {"renormalize_logits": True, "suppress_tokens": list(range(12, 97, 4)), "repetition_penalty": 1.3},
+        {"repetition_penalty": 1.3},
+    ),
     "at first": ({"begin_suppress_tokens": list(range(12, 97, 2))}, {"token_rules": None}),
 }
 
@@ -248,13 +253,16 @@ def both(family: str, names: tuple[str, ...]) -> tuple[dict[str, Any], SamplingC
         theirs |= asked
         ours |= own
         rules += [f"{key}={'+'.join(map(str, ids))}" for key, ids in asked.items() if "suppress" in key]
+        rules += ["renormalize_logits=1"] if "renormalize_logits" in asked else []
     ours["token_rules"] = ",".join(rules) or None
     return theirs, SamplingConfig(max_new_tokens=12, n_best=4, **ours)
 
 
 NAMES = (*PAIRS, "words")
+# pairs that ask for one rule in two ways
+SAME = (("penalty", "reward"), ("suppressed", "normalised"), ("penalty", "normalised"), ("reward", "normalised"))
 EACH = [(name,) for name in NAMES]
-TWO = [pair for pair in itertools.combinations(NAMES, 2) if pair != ("penalty", "reward")]
+TWO = [pair for pair in itertools.combinations(NAMES, 2) if pair not in SAME]
 
 
 BATCH = prompts(4, seed=9)
