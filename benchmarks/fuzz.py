@@ -113,6 +113,15 @@ class RowKind:
             ask["stop"] = dice.choice((("e",), (" t", "o")))
         if dice.random() < 0.2:
             ask["token_rules"] = dice.choice(("no_repeat_ngram_size=2", "repetition_penalty=1.3", "min_new_tokens=3"))
+        if dice.random() < 0.2:
+            ask |= dice.choice(
+                (
+                    {"presence_penalty": 0.7, "frequency_penalty": -0.4},
+                    {"logit_bias": ((7, 2.5), (8, -3.0))},
+                    {"bad_words_ids": ((9, 10), (11,), (8, 7, 8))},
+                    {"allowed_token_ids": tuple(range(0, self.words, 2))},
+                )
+            )
         if dice.random() < 0.3:
             ask |= {"token_logprobs": True, "top_logprobs": dice.choice((0, 2, 5))}
         sampling = SamplingConfig(

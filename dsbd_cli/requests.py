@@ -146,7 +146,8 @@ class TokenDetail:
 
     Attributes:
         token_id: of the target's vocabulary. text: the bytes that the token adds; empty for a special token.
-        logprob: raw log-probability (nats) of the token, given all tokens before it.
+        logprob: log-probability (nats) of the token, given all tokens before it, under the target as its token rules
+            leave it.
         beam: index of the beam that the token was appended to, among the live beams of its step (from 0).
         top: the top_logprobs likeliest tokens at this position as (id, bytes, logprob), best first.
     """

@@ -66,7 +66,7 @@ class SeparatePeer(Peer):
     ) -> None:
         """Raises ModelError for what neither can do."""
         super().__init__(config, target, codec, sampling, batch_size)
-        if sampling.stop or sampling.token_rules:
+        if sampling.stop or sampling.token_rules or sampling.own_rules or sampling.bad_words:
             given = "stop strings" if sampling.stop else "token rules"
             raise ModelError(f"{config.whose} takes no {given}: leave it out of --methods")
 

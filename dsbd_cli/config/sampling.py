@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dsbd_cli.config.checking import check_types, refuse, require
-from dsbd_cli.config.token_rules import LEAST_PENALTY, MOST_NGRAM, MOST_PENALTY, TokenRules, asked_rules
-from dsbd_cli.errors import MOST_INTEGER
+from dsbd_cli.config.token_rules import MOST_BIAS, MOST_NGRAM, NUMBERS, TokenRules, asked_rules, named_rules
+from dsbd_cli.errors import MOST_INTEGER, shorten
 
 MAX_TOP_LOGPROBS = 20  # as in the OpenAI API
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-38, 1e6  # below it is 0 in float32; above, all tokens are equally likely
-MOST_BIAS = 100.0  # of logit_bias, as in the OpenAI API
-MOST_SUBTRACTED = 2.0  # of presence_penalty and frequency_penalty, as in the OpenAI API
+# fields that are token rules of the same name, with the values that ask for nothing
+OWN_RULES: dict[str, object] = {
+    **dict.fromkeys(("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "min_length")),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.0),
+    **dict.fromkeys(("logit_bias", "bad_words_ids"), ()),
+    "allowed_token_ids": None,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +47,11 @@ class SamplingConfig:
         prefix: text that the answer begins with.
         token_rules: rules of tokens, see token_rules.asked_rules: `checkpoint`, `none`, NAME=VALUE,... Default: those
             of the checkpoint for an encoder-decoder target, none for a decoder-only one.
-        repetition_penalty, no_repeat_ngram_size, min_new_tokens, min_length: rules of that name, see TokenRules. None:
-            as token_rules says.
-        presence_penalty: subtracted from the logit of each token that the answer already holds, as in vLLM.
-        frequency_penalty: the same, once for each time that the answer holds it.
-        logit_bias: numbers that are added to logits, as (token id, number); a mapping may be given.
-        allowed_token_ids: the only tokens that may be generated; None: all.
-        bad_words: texts that do not occur in the answer, as vLLM understands it: with and without a blank before them.
-        bad_words_ids: sequences of tokens that do not occur in the answer.
+        repetition_penalty, no_repeat_ngram_size, min_new_tokens, min_length, presence_penalty, frequency_penalty,
+            logit_bias, allowed_token_ids, bad_words_ids: rules of that name, see TokenRules, in place of those of
+            token_rules and of the checkpoint. Their defaults leave those. logit_bias is pairs (token id, number); a
+            mapping may be given.
+        bad_words: texts that do not occur in the answer, with and without a blank before them: further bad_words_ids.
         stop_token_ids: tokens that end a text, in addition to the checkpoint's.
         eos_token_id: tokens that end a text in place of the checkpoint's; one or a list may be given.
         ignore_eos: the checkpoint's end tokens do not end a text.
@@ -119,8 +121,20 @@ class SamplingConfig:
             require(getattr(self, name) != "", name, "", "a non-empty string")
         for name in ("top_k", "max_new_tokens", "n_best"):
             require(getattr(self, name) <= MOST_INTEGER, name, getattr(self, name), f"at most {MOST_INTEGER}")
-        asked_rules(self.token_rules, TokenRules(), default="none")
         self._check_rules()
+
+    @property
+    def own_rules(self) -> dict[str, object]:
+        """Token rules that fields of their own ask for, by name."""
+        values = {name: getattr(self, name) for name in OWN_RULES}
+        return {name: value for name, value in values.items() if value != OWN_RULES[name]}
+
+    def rules(self, checkpoint: TokenRules, default: str) -> TokenRules:
+        """Return the token rules of the request, apart from bad_words, which are no tokens yet. checkpoint, default: of
+        asked_rules."""
+        rules = asked_rules(self.token_rules, checkpoint, default=default)
+        own = self.own_rules
+        return replace(rules, **own) if own else rules  # type: ignore[arg-type]
 
     def _take_token_lists(self) -> None:
         """Store lists of tokens and words as tuples. Raises UsageError."""
@@ -149,17 +163,19 @@ class SamplingConfig:
         fits = isinstance(sequences, tuple) and all(_are_ids(ids) and ids for ids in sequences)
         require(fits, "bad_words_ids", sequences, "a list of non-empty lists of token ids")
         fits = isinstance(self.logit_bias, tuple) and all(_is_bias(pair) for pair in self.logit_bias)
-        require(fits, "logit_bias", self.logit_bias, f"token ids with numbers from {-MOST_BIAS:g} to {MOST_BIAS:g}")
+        fits = fits and len({token for token, _ in self.logit_bias}) == len(self.logit_bias)
+        expected = f"token ids, each once, with numbers from {-MOST_BIAS:g} to {MOST_BIAS:g}"
+        require(fits, "logit_bias", self.logit_bias, expected)
 
     def _check_rules(self) -> None:
-        """Raise UsageError for a number of a token rule that is outside its limits."""
-        if (penalty := self.repetition_penalty) is not None:
-            expected = f"from {LEAST_PENALTY:g} to {MOST_PENALTY:g}"
-            require(LEAST_PENALTY <= penalty <= MOST_PENALTY, "repetition_penalty", penalty, expected)
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            fits = -MOST_SUBTRACTED <= value <= MOST_SUBTRACTED
-            require(fits, name, value, f"between {-MOST_SUBTRACTED:g} and {MOST_SUBTRACTED:g}")
+        """Raise UsageError for token rules that are outside their limits, or asked for twice in different ways."""
+        named = named_rules(self.token_rules)
+        for name, value in self.own_rules.items() if named else ():
+            if named.get(name, value) != value:
+                refuse(name, value, f"token_rules has {name} {shorten(named[name])}: drop one")
+        for name, (least, most) in NUMBERS.items():
+            if (number := getattr(self, name)) is not None:
+                require(least <= number <= most, name, number, f"from {least:g} to {most:g}")
         for name in ("no_repeat_ngram_size", "min_new_tokens", "min_length"):
             most = MOST_NGRAM if name == "no_repeat_ngram_size" else MOST_INTEGER
             if (value := getattr(self, name)) is not None:

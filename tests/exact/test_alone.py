@@ -122,8 +122,9 @@ class Trial:
         )
         assert state.trace is not None
         assert outcome.before is not None
-        place = (state.beams, state.finished, forest, candidates, logits, outcome.before)
-        state.trace.follow(*place, outcome.live.parent, outcome.live.token, outcome.steps)
+        place = (state.beams, state.finished, forest, candidates, outcome.before)
+        likeliest = iteration._likeliest(state.trace.tops)
+        state.trace.follow(*place, likeliest, outcome.live.parent, outcome.live.token, outcome.steps)
         found = []
         for at, row in enumerate(rows):
             there = row.live[:roots].tolist()

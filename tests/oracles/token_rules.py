@@ -1,5 +1,6 @@
 """Token rules again, over Python floats: log-probabilities of the tokens that may follow one text, after transformers'
-processors in their order (repetition penalty, n-grams, bad words, early end, suppressed, times), what is forced last.
+processors in their order (bias, repetition penalty, n-grams, bad words, early end, suppressed, times), what is forced
+last. After the repetition penalty come vLLM's frequency and presence penalties.
 """
 
 from __future__ import annotations
@@ -20,19 +21,33 @@ def ruled(
     ends: set[int],
     new: int,
     times: Timestamps | None = None,
+    total: float | None = None,
 ) -> list[float]:
-    """logprobs: by token, before the rules. prompt: of the decoder; generated: tokens behind it. new: most tokens."""
-    found, text = list(logprobs), [*prompt, *generated]
+    """logprobs: by token, before the rules. prompt: of the decoder; generated: tokens behind it. new: most tokens.
+    total: what was taken from the logits, where biases and penalties act on them; None: on log-probabilities."""
+    found, text = [value + (total or 0.0) for value in logprobs], [*prompt, *generated]
+    for token, number in rules.logit_bias:
+        found[token] += number
     for token in set(text):
         value, penalty = found[token], rules.repetition_penalty
         found[token] = value * penalty if value < 0 else value / penalty
+    for token in set(generated):
+        found[token] -= rules.frequency_penalty * generated.count(token)
+        found[token] -= rules.presence_penalty
+    if total is not None:
+        sum_ = math.log(math.fsum(map(math.exp, found))) if rules.change_values else total
+        found = [value - sum_ for value in found]
     size = rules.no_repeat_ngram_size
     for start in range(len(text) - size + 1) if size else ():
         gram = text[start : start + size]
         if gram[:-1] == text[len(text) - size + 1 :]:
             found[gram[-1]] = NEG_INF
-    for token in rules.bad_words_ids:
-        found[token] = NEG_INF
+    for *before, last in rules.bad_words_ids:
+        if text[len(text) - len(before) :] == before:
+            found[last] = NEG_INF
+    for token in range(len(found)):
+        if rules.allowed_token_ids and token not in rules.allowed_token_ids:
+            found[token] = NEG_INF
     if len(text) < rules.min_length or len(generated) < rules.min_new_tokens:
         for token in ends:
             found[token] = NEG_INF
@@ -50,7 +65,8 @@ def ruled(
     ):
         if forced is not None and here:
             found = [0.0 if token == forced else NEG_INF for token in range(len(found))]
-    return found
+    mass = math.fsum(map(math.exp, found))
+    return [value - math.log(mass) for value in found] if rules.renormalize_logits and mass else found
 
 
 def _time(found: list[float], generated: Sequence[int], times: Timestamps) -> None:

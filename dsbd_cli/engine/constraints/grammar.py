@@ -358,6 +358,7 @@ class GrammarStep:
     filler: ThreadPoolExecutor
     key: Hashable = "grammar"
     on_host: bool = True
+    changes: bool = False
 
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:
         """Return the states after the tokens; DEAD where a grammar does not allow one."""

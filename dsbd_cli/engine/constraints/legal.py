@@ -86,6 +86,7 @@ class ActiveConstraint(Protocol):
     Attributes:
         key: all that determines its shapes, branches and addresses, for CUDA graphs.
         on_host: it reads the forest on the host, so that the iteration cannot be captured.
+        changes: it changes log-probabilities of legal tokens, which are then those of the target.
     """
 
     @property
@@ -93,6 +94,9 @@ class ActiveConstraint(Protocol):
 
     @property
     def on_host(self) -> bool: ...
+
+    @property
+    def changes(self) -> bool: ...
 
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:
         """Return the states after the tokens, [R, n] int64 each; DEAD where a token is illegal."""
@@ -142,6 +146,10 @@ class Legal:
         """Return which tokens may follow these nodes."""
         rules = [one.of(nodes) for one in self.constraints]
         return rules[0] if len(rules) == 1 else _CombinedConstraint(rules)
+
+    def changes(self, nodes: NodePaths) -> LegalTokens | None:
+        """Return what changes the log-probabilities of legal tokens after these nodes; None where nothing does."""
+        return next((one.of(nodes) for one in self.constraints if one.changes), None)
 
 
 def acting(constraints: Sequence[Constraint], starts: Sequence[int | None], generated: int) -> Legal | None:

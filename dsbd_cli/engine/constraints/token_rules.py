@@ -1,10 +1,11 @@
 """Token rules of all rows as a constraint (see legal.py). dsbd_cli/config/token_rules.py says what each rule does.
 
-The rules act in transformers' order, the penalty first. The exception is what is forced, which comes last here:
-transformers suppresses tokens after it, and where both meet it leaves no token at all. A rule looks at the path alone,
-so draft and target have the same rules.
+The rules act in the order of transformers and vLLM, biases and penalties first. The exception is what is forced, which
+comes last here: transformers suppresses tokens after it, and where both meet it leaves no token at all. A rule looks at
+the path alone, so draft and target have the same rules.
 
-Letters: R rows, P prompt tokens kept, L generated tokens, X = P + L, m = R * n nodes, k of them, V vocabulary.
+Letters: R rows, P prompt tokens kept, L generated tokens, X = P + L, m = R * n nodes, k of them, V vocabulary, B biases
+of a row, Q bad words of a row, T tokens of a bad word.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from torch import Tensor
 
 from dsbd_cli.config.token_rules import Timestamps, TokenRules
 from dsbd_cli.engine.constraints.legal import NO_TOKEN, NodePaths, joined
+from dsbd_cli.engine.core.distribution import log_normalise
 from dsbd_cli.engine.core.topk import NEG_INF
 
-NO_MATCH = -2
+NO_MATCH, ANY_TOKEN = -2, -3
 
 
 class RuleTable:
     """Rules of every row, and the decoder's prompts where a rule looks back at them. `begin` sets those of a row."""
 
-    def __init__(self, eos: Tensor, times: Timestamps | None = None, *, on_logits: bool = False) -> None:
-        """eos: [V] bool, tokens that end. times: timestamp tokens, where the target has them. on_logits: the penalty
-        acts on logits, as transformers does it with one beam; with several it acts on log-probabilities."""
-        self.eos, self.times, self.on_logits = eos, times, on_logits
+    def __init__(self, eos: Tensor, times: Timestamps | None = None) -> None:
+        """eos: [V] bool, tokens that end. times: timestamp tokens, where the target has them."""
+        self.eos, self.times = eos, times
         self.version = 0  # changes whenever a tensor is replaced
         self.allocate(0)
 
@@ -41,32 +42,45 @@ class RuleTable:
         # [R] each: fewest tokens before an end, place of the last token, n of n-grams
         self.min_generated, self.last_place, self.ngram_size = zeros.clone(), zeros.clone(), zeros.clone()
         self.forced_first, self.forced_last = zeros + NO_TOKEN, zeros + NO_TOKEN  # [R] each
-        self.penalty = torch.ones_like(zeros, dtype=torch.float32)  # [R]
-        self.timed = self.eos.new_zeros(rows)  # [R], rows with timestamps
+        # [R] each: of repetition, presence and frequency
+        self.penalty, self.presence, self.frequency = (zeros.to(torch.float32) + value for value in (1, 0, 0))
+        self.on_logits, self.normalised = self.eos.new_zeros(rows), self.eos.new_zeros(rows)  # [R] each
+        self.last_normalised, self.timed = self.eos.new_zeros(rows), self.eos.new_zeros(rows)  # [R] each
         # [R, V] each: tokens that are suppressed, always or at the beginning. Without rows until a request has some.
         self.banned, self.begin_banned = (self.eos.new_zeros(0, len(self.eos)) for _ in "ab")
         self.own_eos = self.eos.new_zeros(0, len(self.eos))  # [R, V], where some request has end tokens of its own
+        self.biased, self.bias = zeros.new_zeros(rows, 0), self.penalty.new_zeros(rows, 0)  # [R, B] tokens and numbers
+        self.words = zeros.new_zeros(rows, 0, 0)  # [R, Q, T], see `_aligned`
 
     def begin(
-        self, row: int, rules: TokenRules, prompt: Sequence[int], max_new: int, ends: Collection[int] | None = None
+        self,
+        row: int,
+        rules: TokenRules,
+        prompt: Sequence[int],
+        max_new: int,
+        ends: Collection[int] | None = None,
+        *,
+        on_logits: bool = False,
     ) -> None:
         """Set the rules of a row whose request begins. prompt: tokens of the decoder's prompt. max_new: tokens that it
-        generates at most. ends: its end tokens; None: the checkpoint's."""
+        generates at most. ends: its end tokens; None: the checkpoint's. on_logits: biases and penalties act on logits,
+        as those of vLLM, and of transformers with one beam; with several beams they act on log-probabilities."""
         before, self.rules[row] = self.rules[row], rules
-        if not rules.acting and not before.acting:  # else the rules of the row's last request are undone
+        if not rules.act and not before.act:  # else the rules of the row's last request are undone
             return
         device = self.eos.device
-        self.timed[row] = rules.timestamps
+        self.last_normalised[row], self.timed[row] = rules.renormalize_logits, rules.timestamps
         self.min_generated[row] = max(rules.min_length - len(prompt), rules.min_new_tokens)
         forced = rules.forced_bos_token_id if len(prompt) == 1 else None
         self.forced_first[row] = NO_TOKEN if forced is None else forced
         self.forced_last[row] = NO_TOKEN if rules.forced_eos_token_id is None else rules.forced_eos_token_id
         self.last_place[row] = max_new - 1
         self.ngram_size[row], self.penalty[row] = rules.no_repeat_ngram_size, rules.repetition_penalty
-        if rules.no_repeat_ngram_size or rules.repetition_penalty != 1:  # these look back at the prompt
-            if (more := len(prompt) - self.prompt.shape[1]) > 0:
-                self.prompt = torch.nn.functional.pad(self.prompt, (0, more))
-                self.version += 1
+        self.presence[row], self.frequency[row] = rules.presence_penalty, rules.frequency_penalty
+        self.on_logits[row], self.normalised[row] = on_logits, on_logits and rules.change_values
+        words = [word for word in rules.bad_words_ids if len(word) > 1]
+        if rules.no_repeat_ngram_size or rules.repetition_penalty != 1 or words:  # these look back at the prompt
+            self._widen("prompt", len(prompt))
             self.prompt[row, : len(prompt)] = torch.tensor(prompt, device=device)
             self.lengths[row] = len(prompt)
         if ends is not None and not len(self.own_eos):
@@ -77,15 +91,45 @@ class RuleTable:
         if ends is not None:
             self.own_eos[row] = False
             self.own_eos[row, torch.tensor(sorted(ends), dtype=torch.int64, device=device)] = True
-        suppressed = (*rules.suppress_tokens, *rules.bad_words_ids)
-        at_first = rules.begin_suppress_tokens
-        if (suppressed or at_first) and not len(self.banned):
+        self._widen("words", len(words), max(map(len, words), default=0))
+        self.words[row] = _aligned(words, *self.words.shape[1:]).to(device)
+        count = len(rules.logit_bias)
+        self._widen("biased", count)
+        self._widen("bias", count)
+        self.bias[row] = 0
+        self.biased[row, :count] = torch.tensor([token for token, _ in rules.logit_bias], dtype=torch.int64)
+        self.bias[row, :count] = torch.tensor([number for _, number in rules.logit_bias], dtype=torch.float32)
+        self._ban(row, rules)
+
+    def _ban(self, row: int, rules: TokenRules) -> None:
+        """Set the tokens that are suppressed in a row."""
+        suppressed = [*rules.suppress_tokens, *(word[0] for word in rules.bad_words_ids if len(word) == 1)]
+        at_first, allowed = rules.begin_suppress_tokens, rules.allowed_token_ids
+        if (suppressed or at_first or allowed) and not len(self.banned):
             self.banned, self.begin_banned = (self.eos.new_zeros(len(self.rules), len(self.eos)) for _ in "ab")
             self.version += 1
-        for table, ids in ((self.banned, suppressed), (self.begin_banned, at_first)):
-            if len(table):
-                table[row] = False
-                table[row, torch.tensor(ids, dtype=torch.int64, device=device)] = True
+        if len(self.banned):
+            self.banned[row], self.begin_banned[row] = bool(allowed), False
+            for table, ids, value in (
+                (self.banned, allowed, False),
+                (self.banned, suppressed, True),
+                (self.begin_banned, at_first, True),
+            ):
+                table[row, torch.tensor(ids, dtype=torch.int64, device=self.eos.device)] = value
+
+    def _widen(self, name: str, *sizes: int) -> None:
+        """Make the dimensions of a tensor after the first at least as large as these. New entries of all rows have no
+        meaning but in `words`, where they are no word."""
+        table: Tensor = getattr(self, name)
+        more = [max(0, size - have) for size, have in zip(sizes, table.shape[1:], strict=True)]
+        if not any(more):
+            return
+        self.version += 1
+        if name == "words":
+            kept = torch.nn.functional.pad(table, (more[1], 0), value=ANY_TOKEN)  # the last token stays the last
+            setattr(self, name, torch.nn.functional.pad(kept, (0, 0, 0, more[0]), value=NO_TOKEN))
+        else:
+            setattr(self, name, torch.nn.functional.pad(table, (0, more[0])))
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows, in this order."""
@@ -93,8 +137,8 @@ class RuleTable:
         self.rules = [self.rules[row] for row in rows]
         index = torch.tensor(rows, device=self.eos.device)
         for name in (
-            *("prompt", "lengths", "min_generated", "forced_first", "forced_last"),
-            *("last_place", "ngram_size", "penalty", "timed"),
+            *("prompt", "lengths", "min_generated", "forced_first", "forced_last", "last_place", "ngram_size"),
+            *("penalty", "presence", "frequency", "on_logits", "normalised", "last_normalised", "timed", "biased", "bias", "words"),
         ):
             setattr(self, name, getattr(self, name)[index])
         if len(self.banned):
@@ -106,27 +150,39 @@ class RuleTable:
         """Return the rules for one iteration; None where no running row has any. generated: tokens that every running
         row has at least."""
         pairs = zip(starts, self.rules, strict=True)
-        taken = [rules for start, rules in pairs if start is not None and rules.acting]
+        taken = [rules for start, rules in pairs if start is not None and rules.act]
         if not taken:
             return None
         acts = _ActiveRules(
+            biased=any(rules.logit_bias for rules in taken),
             penalty=any(rules.repetition_penalty != 1 for rules in taken),
+            counted=any(rules.presence_penalty or rules.frequency_penalty for rules in taken),
+            normalised=any(rules.change_values for rules in taken),
+            words=self.words.shape[2] > 0 and any(rules.bad_words_ids for rules in taken),
             longest=max(rules.no_repeat_ngram_size for rules in taken),
             no_end_yet=any(max(rules.min_length, rules.min_new_tokens) > generated for rules in taken),
             first=generated == 0 and any(rules.forced_bos_token_id is not None for rules in taken),
             last=any(rules.forced_eos_token_id is not None for rules in taken),
-            suppressed=any(rules.suppress_tokens or rules.bad_words_ids for rules in taken),
+            suppressed=len(self.banned) > 0
+            and any(rules.suppress_tokens or rules.bad_words_ids or rules.allowed_token_ids for rules in taken),
             begin=generated <= 1 and any(rules.begin_suppress_tokens for rules in taken),
             timed=any(rules.timestamps for rules in taken),
+            last_normalised=any(rules.renormalize_logits for rules in taken),
         )
         return _Rules(self, acts, (self.version, acts))
 
 
 @dataclass(frozen=True, slots=True)
 class _ActiveRules:
-    """Flags of the rules that some row has. longest: the largest n of n-grams, 0 for none."""
+    """Flags of the rules that some row has. longest: the largest n of n-grams, 0 for none. counted: presence or
+    frequency. normalised: a row may be normalised after its values have changed. words: bad words of several tokens.
+    last_normalised: a row is normalised after all rules."""
 
+    biased: bool
     penalty: bool
+    counted: bool
+    normalised: bool
+    words: bool
     longest: int
     no_end_yet: bool
     first: bool
@@ -134,6 +190,7 @@ class _ActiveRules:
     suppressed: bool
     begin: bool
     timed: bool
+    last_normalised: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +201,7 @@ class _Rules:
     acts: _ActiveRules
     key: Hashable
     on_host: bool = False
+    changes: bool = True
 
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:
         """Return the states as they are. A rule has no states: a token that it forbids has no probability."""
@@ -155,13 +213,15 @@ class _Rules:
         rows, count = nodes.nodes.token.shape
         generated, length = nodes.generated()
         row = torch.arange(rows, device=length.device).unsqueeze(1).expand(-1, count)
-        text = None
-        if self.acts.penalty or self.acts.longest:
+        text = counted = time_facts = None
+        if self.acts.penalty or self.acts.longest or self.acts.words:
             text = joined(table.prompt, table.lengths, generated, length).flatten(0, 1)
-        time_facts = None
+        if self.acts.counted:
+            past = torch.arange(generated.shape[2], device=length.device) >= length.unsqueeze(2)
+            counted = generated.masked_fill(past, NO_TOKEN).flatten(0, 1)
         if self.acts.timed and table.times is not None:
             time_facts = _time_facts(generated.flatten(0, 1), length.flatten(), table.times.first)
-        return _NodeRules(table, self.acts, row.flatten(), length.flatten(), text, time_facts)
+        return _NodeRules(table, self.acts, row.flatten(), length.flatten(), text, counted, time_facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +231,7 @@ class _NodeRules:
     Attributes:
         row, length: [m] int64, row and number of generated tokens of each node.
         text: [m, X], the decoder's text, NO_TOKEN past its end; None where no rule looks at it.
+        counted: [m, L], the generated tokens, in the same way.
         time_facts: [m, 3], what `_time_facts` returns; None where no rule looks at it.
     """
 
@@ -179,7 +240,8 @@ class _NodeRules:
     row: Tensor
     length: Tensor
     text: Tensor | None
-    time_facts: Tensor | None = None
+    counted: Tensor | None
+    time_facts: Tensor | None
 
     def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
         """Return None: a rule forbids some tokens, and the others are too many to be listed."""
@@ -189,13 +251,12 @@ class _NodeRules:
         """Apply the rules in place. logprobs: [k, V] float32 of the nodes `part`, or fewer columns. total: [k, 1], what
         was taken from the logits."""
         table, acts, row, length = self.table, self.acts, self.row[part], self.length[part]
-        size = logprobs.shape[1]
-        if self.text is not None:
-            text = self.text[part]
-            if acts.penalty:
-                _penalise(logprobs, text, table.penalty[row].unsqueeze(1), total if table.on_logits else None)
-            if acts.longest:
-                logprobs.masked_fill_(_repeats(text, table.ngram_size[row].unsqueeze(1), acts.longest, size), NEG_INF)
+        size, text = logprobs.shape[1], None if self.text is None else self.text[part]
+        self._change_values(logprobs, part, total)
+        if text is not None and acts.longest:
+            logprobs.masked_fill_(_repeats(text, table.ngram_size[row].unsqueeze(1), acts.longest, size), NEG_INF)
+        if text is not None and acts.words:
+            logprobs.masked_fill_(_completions(text, table.words, row, size), NEG_INF)
         if acts.no_end_yet:
             no_end_yet = (length < table.min_generated[row]).unsqueeze(1)
             eos = table.own_eos[row] if len(table.own_eos) else table.eos
@@ -213,6 +274,31 @@ class _NodeRules:
             _force(logprobs, torch.where(length == 0, table.forced_first[row], NO_TOKEN))
         if acts.last:
             _force(logprobs, torch.where(length == table.last_place[row], table.forced_last[row], NO_TOKEN))
+        if acts.last_normalised:
+            _normalise(logprobs, table.last_normalised[row])
+
+    def _change_values(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
+        """Apply biases and penalties in place. Rows where they act on logits are then normalised again."""
+        table, acts, row = self.table, self.acts, self.row[part]
+        if acts.biased:
+            _add(logprobs, table.biased[row], table.bias[row])
+        if acts.penalty and self.text is not None:
+            shift = torch.where(table.on_logits[row].unsqueeze(1), total, 0.0)
+            _penalise(logprobs, self.text[part], table.penalty[row].unsqueeze(1), shift)
+        if self.counted is not None:
+            presence, frequency = table.presence[row].unsqueeze(1), table.frequency[row].unsqueeze(1)
+            _subtract(logprobs, self.counted[part], presence, frequency)
+        if acts.normalised:
+            _normalise(logprobs, table.normalised[row])
+
+
+def _aligned(words: Sequence[Sequence[int]], count: int, size: int) -> Tensor:
+    """Return bad words as [Q, T] int64: each with ANY_TOKEN before it, then words that end with NO_TOKEN, which is
+    never completed. count, size: Q and T."""
+    rows = [[ANY_TOKEN] * (size - len(word)) + list(word) for word in words]
+    nothing = [ANY_TOKEN] * (size - 1) + [NO_TOKEN] if size else []
+    rows += [nothing] * (count - len(words))
+    return torch.tensor(rows, dtype=torch.int64).view(count, size)
 
 
 def _columns(mask: Tensor, size: int) -> Tensor:
@@ -230,17 +316,37 @@ def _force(logprobs: Tensor, token: Tensor) -> None:
     logprobs.masked_fill_(here, 0.0)
 
 
-def _penalise(logprobs: Tensor, text: Tensor, penalty: Tensor, total: Tensor | None) -> None:
+def _normalise(logprobs: Tensor, which: Tensor) -> None:
+    """Normalise the rows where `which` [k] is true, in place."""
+    logprobs.copy_(torch.where(which.unsqueeze(1), log_normalise(logprobs), logprobs))
+
+
+def _add(logprobs: Tensor, token: Tensor, number: Tensor) -> None:
+    """Add numbers [k, B] to tokens [k, B] in place. A token occurs once with a number other than 0. Tokens that a draft
+    lacks are left out."""
+    known = (token >= 0) & (token < logprobs.shape[1])
+    logprobs.scatter_add_(1, torch.where(known, token, 0), torch.where(known, number, 0.0))
+
+
+def _penalise(logprobs: Tensor, text: Tensor, penalty: Tensor, shift: Tensor) -> None:
     """Apply the penalty [k, 1] to all tokens in the text [k, X]: values below 0 are multiplied by it, others divided.
-    The values are log-probabilities or, with `total` [k, 1] that was taken from them, logits."""
+    shift: [k, 1], what makes values of log-probabilities: 0, or what was taken from the logits."""
     known = torch.where((text >= 0) & (text < logprobs.shape[1]), text, text[:, :1])
     known = known.clamp(0, logprobs.shape[1] - 1)
     before = logprobs.gather(1, known)
-    value = before if total is None else before + total
+    value = before + shift
     value = torch.where(value < 0, value * penalty, value / penalty)
-    if total is not None:  # a row without a penalty keeps its bits
-        value = torch.where(penalty == 1, before, value - total)
-    logprobs.scatter_(1, known, value)
+    # a row without a penalty keeps its bits
+    logprobs.scatter_(1, known, torch.where(penalty == 1, before, value - shift))
+
+
+def _subtract(logprobs: Tensor, counted: Tensor, presence: Tensor, frequency: Tensor) -> None:
+    """Subtract presence [k, 1], and frequency [k, 1] once for each time, from all tokens in `counted` [k, L]."""
+    token = counted.sort(1).values
+    first = torch.searchsorted(token, token)
+    times = torch.searchsorted(token, token, right=True) - first
+    once = first == torch.arange(token.shape[1], device=token.device)
+    _add(logprobs, token, torch.where(once, -(frequency * times + presence), 0.0))
 
 
 def _repeats(text: Tensor, size: Tensor, longest: int, columns: int) -> Tensor:
@@ -259,6 +365,19 @@ def _repeats(text: Tensor, size: Tensor, longest: int, columns: int) -> Tensor:
     banned = real & (size > 0) & (run >= size - 1) & (text < columns)
     marks = torch.zeros(len(text), columns + 1, dtype=torch.bool, device=text.device)
     return marks.scatter_(1, torch.where(banned, text, columns), True)[:, :columns]
+
+
+def _completions(text: Tensor, words: Tensor, row: Tensor, columns: int) -> Tensor:
+    """Return the tokens that would complete a bad word at the end of the text [k, X]: [k, V] bool. words: [R, Q, T] of
+    all rows, see `_aligned`. row: [k]. columns: V."""
+    total = (text >= 0).sum(1, keepdim=True)
+    token = words[:, :, -1][row]
+    banned = (token >= 0) & (token < columns)
+    for back in range(1, words.shape[2]):
+        wanted, last = words[:, :, -1 - back][row], text.gather(1, (total - back).clamp(min=0))
+        banned = banned & ((wanted == ANY_TOKEN) | ((wanted == last) & (total >= back)))
+    marks = torch.zeros(len(text), columns + 1, dtype=torch.bool, device=text.device)
+    return marks.scatter_(1, torch.where(banned, token, columns), True)[:, :columns]
 
 
 def _time_facts(text: Tensor, length: Tensor, first: int) -> Tensor:

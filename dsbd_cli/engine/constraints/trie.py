@@ -137,6 +137,7 @@ class TrieStep:
     in_all_rows: bool
     key: Hashable
     on_host: bool = False
+    changes: bool = False
 
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:
         """Return the child of each state by its token, [R, n] int64; DEAD where there is none. States that are in no

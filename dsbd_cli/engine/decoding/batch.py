@@ -95,7 +95,10 @@ class Batch:
         for row, job in new.items():
             sampling = job.request.sampling
             self._legal[row] = self._begin(job)
-            self._tables.rules.begin(row, job.rules, job.prompt, sampling.max_new_tokens, job.ends.tokens)
+            on_logits = (sampling.num_beams or self._method.num_beams) == 1
+            self._tables.rules.begin(
+                row, job.rules, job.prompt, sampling.max_new_tokens, job.ends.tokens, on_logits=on_logits
+            )
             stop = self._tables.stops.start(job.ends)
             entries[row] = NewRow(job.prompt, job.request.seed, sampling, stop, self._legal[row])
         self.state.admit(entries)

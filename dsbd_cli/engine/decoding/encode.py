@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dsbd_cli.config.method import MethodConfig, check_request
 from dsbd_cli.config.model import OnTooLong
-from dsbd_cli.config.token_rules import TokenRules, asked_rules
 from dsbd_cli.engine.constraints.answers import MOST_LETTERS, Catalogue, CatalogueAnswer, CatalogueCompiler
 from dsbd_cli.engine.constraints.grammar import GrammarCompiler
 from dsbd_cli.engine.constraints.stops import StopSet
+from dsbd_cli.engine.decoding.row_rules import RowRules
 from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.planning.memory_limit import least_bytes
 from dsbd_cli.engine.planning.planner import deepest
@@ -49,6 +49,7 @@ class Encoder:
         """memory: all bytes of the target's device."""
         self.target, self.draft, self.codec, self.method = target, draft, codec, method
         self.on_too_long, self.memory, self.catalogues, self.grammars = on_too_long, memory, catalogues, grammars
+        self._rules = RowRules(target, codec)
         # found once, because isinstance with a protocol reads every property
         self.encoder_inputs = codec if isinstance(codec, EncoderDecoderCodec) else None
         self.sized = codec if isinstance(codec, SizedCodec) else None
@@ -113,7 +114,13 @@ class Encoder:
         else:
             self._refuse_encoder_settings(request)
             job.prompt, job.truncated = self.encode(request, job.max_new)
-            job.rules = self._rules(request, "none", None)
+            job.rules = self._rules.of(request.sampling, "none")
+        if job.rules.renormalize_logits and (job.catalogue is not None or request.grammar is not None):
+            bound = "allow" if job.catalogue is not None else "grammar"
+            raise InvalidRowError(
+                f"token_rules: renormalize_logits is 1, which does not go with {bound}: switch it off with "
+                "renormalize_logits=none"
+            )
         job.started = time.perf_counter()
         return job
 
@@ -147,7 +154,7 @@ class Encoder:
         job.prompt, job.truncated, job.encoder_input, job.prefix = prompt, dropped, encoder_input, asked.prefix
         job.listen = asked.listen
         job.source_tokens = self.readers[0][0].encoder_places(encoder_input) if is_image else encoder_input.shape[-1]
-        job.rules = self._rules(request, "checkpoint", asked.forced)
+        job.rules = self._rules.of(request.sampling, "checkpoint", asked.forced)
         forced = job.rules.forced_bos_token_id
         if forced is not None and len(prompt) == 1 and (job.catalogue is not None or request.grammar is not None):
             given = "allow" if job.catalogue is not None else "grammar"
@@ -213,30 +220,6 @@ class Encoder:
         for name in ("source_lang", "target_lang", "prefix"):
             if (value := getattr(request.sampling, name)) is not None:
                 raise InvalidRowError(f"{name} is {shorten(value)}, but the target has no encoder: drop it")
-
-    def _rules(self, request: Request, base: str, forced: int | None) -> TokenRules:
-        """Return the token rules of a request. base: the rules to start from, `checkpoint` or `none`. forced: first
-        token in place of theirs. Raises InvalidRowError."""
-        checkpoint = getattr(self.target, "token_rules", None) or TokenRules()
-        rules = asked_rules(request.sampling.token_rules, checkpoint, default=base)
-        if base == "none" and rules.forced_bos_token_id is not None:
-            raise InvalidRowError(
-                f"token_rules: forced_bos_token_id is {rules.forced_bos_token_id}, but the target has no encoder, so "
-                "that its prompt decides how an answer begins: drop it"
-            )
-        if forced is not None:
-            rules = rules.having("forced_bos_token_id", forced)
-        if rules.timestamps and getattr(self.codec, "timestamps", None) is None:
-            raise InvalidRowError("token_rules: timestamps is 1, but the target has no tokens of times: drop it")
-        inside = rules.within(self.target.vocab_size)
-        # a checkpoint may name tokens that its head lacks; a request may not
-        left, asked = inside.acting, (request.sampling.token_rules or "").replace(",", "=").split("=")
-        for name, value in rules.acting.items():
-            if value != left.get(name) and name in asked:
-                raise InvalidRowError(
-                    f"token_rules: {name} is {shorten(value)}, but the target has {self.target.vocab_size} ids"
-                )
-        return inside
 
     def encode(self, request: Request, new: int | None = None) -> tuple[list[int], int]:
         """Return the token ids of the prompt, and how many were dropped. Raises RowError where it cannot be decoded.
@@ -358,7 +341,8 @@ def _texts(request: Request) -> Iterator[tuple[str, str]]:
             yield f"{name} of a message", value
     if isinstance(request.allow, tuple):
         yield from (("allow", text) for text in request.allow)
-    yield from (("stop", text) for text in request.sampling.stop)
+    for name, texts in (("stop", request.sampling.stop), ("bad_words", request.sampling.bad_words)):
+        yield from ((name, text) for text in texts)
     for name in ("prefix", "source_lang", "target_lang"):
         if (text := getattr(request.sampling, name)) is not None:
             yield name, text

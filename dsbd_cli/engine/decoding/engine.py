@@ -96,8 +96,8 @@ class Engine:
         )
         self._stopping = False
         device, vocab_size = target.device, target.vocab_size
-        memory, on_logits = check_memory(self.method, target), self.method.num_beams == 1
-        self._tables = RequestTables.empty(codec, vocab_size, self.catalogues, device, on_logits=on_logits)
+        memory = check_memory(self.method, target)
+        self._tables = RequestTables.empty(codec, vocab_size, self.catalogues, device)
         grammars = self._tables.grammars
         self._drafter = make_drafter(DrafterInputs(self.method, draft, vocab_size, codec, device, grammars))
         shared = self._drafter.model

@@ -89,6 +89,8 @@ def collect(
         error = InvalidRowError(f"grammar came to a dead end after {plural(job.stats.steps, 'step')}: {why}")
     elif not hypotheses and job.catalogue is not None and rules:
         error = InvalidRowError(f"token_rules ({rules}) leave none of the allowed answers: switch them off")
+    elif not hypotheses and rules:
+        error = InvalidRowError(f"token_rules ({rules}) leave no token after {plural(job.stats.steps, 'step')}")
     elif not hypotheses:
         error = NumericalError("no hypothesis has a finite score: the settings of this row are too extreme")
     return result_of(job, hypotheses, error)

@@ -39,17 +39,15 @@ class RequestTables:
         vocab_size: int,
         catalogues: Mapping[str, Catalogue],
         device: torch.device,
-        *,
-        on_logits: bool,
     ) -> RequestTables:
-        """Return tables without rows. on_logits: see RuleTable."""
+        """Return tables without rows."""
         eos = {token for token in codec.eos_ids if token < vocab_size}
         special = partial(codec.token_bytes, skip_special_tokens=False)
         stops = StopTable(codec.token_bytes(), vocab_size, device, eos, special)
         return cls(
             stops=stops,
             tries=RowTries(TrieTable(vocab_size, device), catalogues.values()),
-            rules=RuleTable(stops.eos, getattr(codec, "timestamps", None), on_logits=on_logits),
+            rules=RuleTable(stops.eos, getattr(codec, "timestamps", None)),
             grammars=GrammarTable(GrammarCompiler(codec, vocab_size), device),
             endings=Endings(stops),
         )

@@ -254,8 +254,15 @@ class Iteration:
         state, outcome = self.state, self.outcome
         if state.trace is not None:
             assert outcome.before is not None
-            place = (state.beams, state.finished, self.forest, self.candidates, self.logits, outcome.before)
-            state.trace.follow(*place, live.parent, live.token, outcome.steps)
+            place = (state.beams, state.finished, self.forest, self.candidates, outcome.before)
+            state.trace.follow(*place, self._likeliest(state.trace.tops), live.parent, live.token, outcome.steps)
+
+    def _likeliest(self, count: int) -> Candidates | None:
+        """Return the likeliest tokens of every node under its row's token rules; None where no row asks for them."""
+        if not count:
+            return None
+        changes = None if self.legal is None else self.legal.changes(NodePaths.of(self.forest, self.state.beams))
+        return top_candidates(self.logits, CandidateCount(count, None, count), changes)
 
     def _step_legal_states(self, live: Live) -> None:
         """Advance the legal states to the new beams."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.core.beams import Beams, Finished
-from dsbd_cli.engine.core.candidates import CandidateCount, Candidates, top_candidates
+from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import at_nodes
 from dsbd_cli.engine.core.topk import NEG_INF
@@ -105,19 +105,18 @@ class TokenTrace:
         finished: Finished,
         forest: Forest,
         candidates: Candidates,
-        logits: Tensor,
         before: Tensor,
+        best: Candidates | None,
         parent: Tensor,
         token: Tensor,
         steps: Tensor,
     ) -> None:
         """Record one iteration, before the commit changes beams and finished hypotheses.
 
-        candidates, logits: of all N nodes. before: [R, D + 1, W], the beams (nodes) that each step began with. parent,
-        token [R, W]: the new live beams; steps: [R].
+        candidates: of all N nodes. before: [R, D + 1, W], the beams (nodes) that each step began with. best: the T
+        likeliest tokens of all nodes; None where T is 0. parent, token [R, W]: the new live beams; steps: [R].
         """
         nodes = _paths(forest)
-        best = top_candidates(logits, CandidateCount(self.tops, None, self.tops)) if self.tops else None
 
         def new(parent: Tensor, token: Tensor, steps: Tensor, old: Marks) -> Marks:
             """Return the marks of the roots, with those of this iteration's tokens behind them."""

@@ -29,10 +29,11 @@ from transformers import (
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.config.token_rules import TokenRules, asked_rules
+from dsbd_cli.config.token_rules import OF_REQUESTS, TokenRules
 from dsbd_cli.engine.constraints.answers import Catalogue
 from dsbd_cli.engine.constraints.trie import Trie
 from dsbd_cli.engine.protocols import EncoderRequest
+from dsbd_cli.errors import ModelError
 from dsbd_cli.lab.peers.base import Asked, Delivered, Peer, PeerSettings, delivered
 from dsbd_cli.models.adapted.attention import NAME as GROUPED
 from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
@@ -116,10 +117,12 @@ class TransformersPeer(Peer):
         return replace(asked, prompt=listen(logits)[0], listen=None)
 
     def _token_rules(self) -> TokenRules:
-        """Return the token rules that our engine would apply."""
+        """Return the token rules that our engine would apply. Raises ModelError for one that transformers has not."""
         default = "checkpoint" if isinstance(self._codec, Seq2SeqCodec) else "none"
-        rules = asked_rules(self._sampling.token_rules, self._target.token_rules, default=default)
-        return rules.within(self._target.vocab_size)
+        rules = self._sampling.rules(self._target.token_rules, default).within(self._target.vocab_size)
+        if unknown := [name for name in rules.acting if name in OF_REQUESTS and name not in ("logit_bias", "timestamps")]:
+            raise ModelError(f"transformers' generate has no {unknown[0]}: leave it out of --methods")
+        return rules
 
     def _generation_config(self) -> GenerationConfig:
         asked, eos = self._sampling, list(self._codec.eos_ids)
@@ -130,9 +133,9 @@ class TransformersPeer(Peer):
         if self.config.num_beams > 1:
             chosen |= {"length_penalty": asked.length_penalty, "early_stopping": asked.early_stopping}
             chosen |= {"num_return_sequences": asked.n_best}
-        chosen |= {name: value for name, value in self._rules.acting.items() if name != "timestamps"}
-        if words := self._rules.bad_words_ids:
-            chosen["bad_words_ids"] = [[token] for token in words]
+        chosen |= {name: value for name, value in self._rules.acting.items() if name not in OF_REQUESTS}
+        if bias := self._rules.logit_bias:
+            chosen["sequence_bias"] = [[[token], number] for token, number in bias]
         if isinstance(self._codec, Seq2SeqCodec):
             forced, start = self._codec.begin(self._sampling)
             chosen["decoder_start_token_id"] = start

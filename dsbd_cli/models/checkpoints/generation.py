@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dsbd_cli.config.token_rules import LEAST_PENALTY, LISTS, MOST_PENALTY, NAMES, TokenRules
+from dsbd_cli.config.token_rules import LEAST_PENALTY, LISTS, MOST_PENALTY, NAMES, OF_REQUESTS, TokenRules
 from dsbd_cli.errors import MOST_INTEGER, ModelError, shorten
 
 # Settings that transformers' beam search acts on and that are not supported here, with the values that do nothing.
@@ -22,7 +22,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "encoder_repetition_penalty": (None, 1, 1.0),
     "encoder_no_repeat_ngram_size": (None, 0),
     "exponential_decay_length_penalty": (None,),
-    "renormalize_logits": (None, False),
     "watermarking_config": (None,),
     "constraints": (None,),
     "force_words_ids": (None,),
@@ -97,13 +96,16 @@ def checkpoint_rules(model: Any) -> TokenRules:
     found: dict[str, Any] = {}
     for name in NAMES:
         value: Any = getattr(config, name, None)
-        if value is None or name == "timestamps":  # which no checkpoint asks for
+        if value is None or name in OF_REQUESTS:
             continue
         try:
             if name == "bad_words_ids":
-                value = [word[0] for word in value if len(word) == 1]
-            if name in LISTS:
+                words = [tuple(map(operator.index, word)) for word in value]
+                value = tuple(word for word in words if word and min(word) >= 0)
+            elif name in LISTS:
                 value = tuple(token for token in map(operator.index, value) if token >= 0)
+            elif name == "renormalize_logits":
+                value = bool(value)
             elif name == "repetition_penalty":
                 value = float(value)
                 if not LEAST_PENALTY <= value <= MOST_PENALTY:
@@ -129,9 +131,6 @@ def unsupported_settings(model: Any) -> tuple[str, ...]:
         for name, idle in UNSUPPORTED.items()
         if (value := getattr(config, name, None)) not in idle and value is not None
     ]
-    words = getattr(config, "bad_words_ids", None)
-    if isinstance(words, list) and (longer := sum(isinstance(word, list) and len(word) > 1 for word in words)):
-        unsupported.append(f"{longer} bad_words_ids of several tokens")
     last = getattr(config, "forced_eos_token_id", None)
     if isinstance(last, list | tuple) and len(last) > 1:
         unsupported.append(f"forced_eos_token_id {list(last)}")

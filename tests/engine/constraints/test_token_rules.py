@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.token_rules import Timestamps, TokenRules, asked_rules, written_rules
 from dsbd_cli.engine.constraints import token_rules as device
 from dsbd_cli.engine.constraints.legal import NodePaths
@@ -40,7 +42,13 @@ def rules_of(rng: random.Random) -> TokenRules:
     chosen: dict[str, object] = {
         "suppress_tokens": some(),
         "begin_suppress_tokens": some(),
-        "bad_words_ids": some(),
+        "bad_words_ids": tuple(
+            tuple(rng.randrange(3, V) for _ in range(rng.randint(1, 4))) for _ in range(rng.randrange(8))
+        ),
+        "allowed_token_ids": maybe(tuple(rng.sample(range(V), 5)), ()),
+        "logit_bias": maybe(tuple((token, rng.uniform(-3, 3)) for token in some()), ()),
+        "presence_penalty": maybe(rng.uniform(-2, 2), 0.0),
+        "frequency_penalty": maybe(rng.uniform(-2, 2), 0.0),
         "min_length": maybe(rng.randrange(6), 0),
         "min_new_tokens": maybe(rng.randrange(5), 0),
         "forced_bos_token_id": maybe(rng.randrange(V), None),
@@ -48,6 +56,7 @@ def rules_of(rng: random.Random) -> TokenRules:
         "no_repeat_ngram_size": maybe(rng.randrange(1, 4), 0),
         "repetition_penalty": maybe(rng.choice([0.7, 1.4]), 1.0),
         "timestamps": maybe(True, False),
+        "renormalize_logits": maybe(True, False),
     }
     return TokenRules(**chosen)  # type: ignore[arg-type]
 
@@ -86,23 +95,26 @@ def differing(seed: int) -> int:
     rules = [rules_of(rng) for _ in range(3)]
     prompts = [[rng.randrange(V) for _ in range(rng.choice([1, 1, 4]))] for _ in range(3)]
     new = [rng.randrange(1, 9) for _ in range(3)]
+    on_logits = [rng.random() < 0.5 for _ in range(3)]
     for row in range(3):
-        table.begin(row, rules[row], prompts[row], new[row])
-    logprobs = torch.randn(3, 2 * (1 + DEPTH), V).log_softmax(-1)
-    want = [
-        [
-            ruled(logprobs[row, node].tolist(), rules[row], prompts[row], text, ENDS, new[row], times)
-            for node, text in enumerate(texts[row])
-        ]
-        for row in range(3)
-    ]
+        table.begin(row, rules[row], prompts[row], new[row], on_logits=on_logits[row])
+    logits = torch.randn(3, 2 * (1 + DEPTH), V) * 2
+    total = logits.logsumexp(-1, keepdim=True)
+    logprobs = logits - total
+    want = []
+    for row in range(3):
+        for node, text in enumerate(texts[row]):
+            taken = float(total[row, node]) if on_logits[row] else None
+            want.append(
+                ruled(logprobs[row, node].tolist(), rules[row], prompts[row], text, ENDS, new[row], times, taken)
+            )
     acting = table.acting([0, 0, 0], min(length))
     got = logprobs.clone().flatten(0, 1)
     if acting is not None:
         at = acting.of(paths)
         for part in (slice(0, 7), slice(7, None)):  # as the candidates are taken, some nodes at a time
-            at.apply(got[part], part, torch.zeros(len(got[part]), 1))
-    close = torch.isclose(got, torch.tensor(want).flatten(0, 1), rtol=1e-5, atol=1e-6)
+            at.apply(got[part], part, total.flatten(0, 1)[part])
+    close = torch.isclose(got, torch.tensor(want), rtol=1e-5, atol=1e-5)
     return int((~close.all(-1)).sum())
 
 
@@ -110,12 +122,24 @@ def test_rules_are_the_references() -> None:
     assert [differing(seed) for seed in range(60)] == [0] * 60
 
 
+BUSY = TokenRules(
+    repetition_penalty=2.0,
+    presence_penalty=1.0,
+    frequency_penalty=1.0,
+    logit_bias=((2, 1.0), (5, -1.0)),
+    bad_words_ids=((3,), (4, 5, 6)),
+    allowed_token_ids=(1, 2, 3, 4),
+    suppress_tokens=(3,),
+    timestamps=True,
+)
+
+
 def test_a_row_that_began_anew_keeps_no_rule() -> None:
     """Guards rules left behind in a row by the request before, and rows that changed places."""
     table = RuleTable(torch.tensor([token in ENDS for token in range(V)]))
     table.allocate(2)
     table.begin(0, TokenRules(suppress_tokens=(3,), no_repeat_ngram_size=1, forced_bos_token_id=5), [4], 9)
-    table.begin(1, TokenRules(bad_words_ids=(6,)), [4], 9)
+    table.begin(1, TokenRules(bad_words_ids=((6,),)), [4], 9)
     table.begin(0, TokenRules(repetition_penalty=2.0), [0, 4], 9)
     table.select([1, 0])
     paths, texts = nodes_of(random.Random(1), 2, [0, 0])
@@ -132,9 +156,9 @@ def test_a_row_without_rules_keeps_none_of_the_one_before() -> None:
     """Guards a penalty that acts on because another row has one."""
     table = RuleTable(torch.tensor([token in ENDS for token in range(V)]), TIMES)
     table.allocate(2)
-    table.begin(0, TokenRules(repetition_penalty=2.0, suppress_tokens=(3,), timestamps=True), [4], 9)
-    table.begin(1, TokenRules(repetition_penalty=2.0, suppress_tokens=(5,), timestamps=True), [4], 9)
-    table.begin(0, TokenRules(), [4], 9)
+    table.begin(0, BUSY, [4], 9, on_logits=True)
+    table.begin(1, BUSY, [4], 9, on_logits=True)
+    table.begin(0, TokenRules(), [4], 9, on_logits=True)
     paths, _ = nodes_of(random.Random(1), 2, [3, 3])
     acting = table.acting([0, 0], 3)
     assert acting is not None
@@ -151,6 +175,26 @@ def ignores_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_wider_tables_keep_what_they_hold() -> None:
+    """Guards words and biases of a row that move when another row brings more of them, or longer ones."""
+    table = RuleTable(torch.tensor([token in ENDS for token in range(V)]))
+    table.allocate(2)
+    rules = [
+        TokenRules(bad_words_ids=((4, 5), (5, 5)), logit_bias=((3, 2.0),)),
+        TokenRules(bad_words_ids=((1, 2, 3, 4), (4, 6), (6, 6, 6)), logit_bias=((1, 1.0), (2, -1.0), (6, 0.5))),
+    ]
+    paths, texts = nodes_of(random.Random(2), 2, [4, 4])
+    for row in range(2):
+        table.begin(row, rules[row], [4], 9)
+    acting = table.acting([0, 0], 4)
+    assert acting is not None
+    logprobs = torch.full((16, V), -1.0)
+    acting.of(paths).apply(logprobs, slice(0, 16), torch.zeros(16, 1))
+    want = [ruled([-1.0] * V, rules[node // 8], [4], texts[node // 8][node % 8], ENDS, 9) for node in range(16)]
+    assert logprobs.tolist() == want
+    assert table.words.shape == (2, 3, 4)
+
+
 def test_nothing_is_computed_without_rules() -> None:
     table = RuleTable(torch.zeros(V, dtype=torch.bool))
     table.allocate(2)
@@ -161,12 +205,12 @@ def test_nothing_is_computed_without_rules() -> None:
 def forgets_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = RuleTable.begin
     monkeypatch.setattr(
-        RuleTable, "begin", lambda self, row, rules, prompt, new: begin(self, row, rules, prompt[-1:], new)
+        RuleTable, "begin", lambda self, row, rules, prompt, new, **more: begin(self, row, rules, prompt[-1:], new, **more)
     )
 
 
 def penalises_after_the_bans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_penalise", lambda logprobs, text, penalty, total: None)
+    monkeypatch.setattr(device, "_penalise", lambda logprobs, text, penalty, shift: None)
 
 
 def longer_ngrams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,14 +220,90 @@ def longer_ngrams(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def counts_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Presence and frequency of the whole text, where some rule looks at it."""
+    made = device._NodeRules
+
+    def counting(*values: Any) -> Any:
+        *others, text, counted, facts = values
+        return made(*others, text, counted if text is None or counted is None else text, facts)
+
+    monkeypatch.setattr(device, "_NodeRules", counting)
+
+
+def counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    subtract = device._subtract
+    monkeypatch.setattr(
+        device,
+        "_subtract",
+        lambda logprobs, counted, presence, frequency: subtract(logprobs, counted, presence + frequency, 0 * frequency),
+    )
+
+
+def penalises_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    penalise = device._penalise
+    monkeypatch.setattr(
+        device, "_penalise", lambda logprobs, text, penalty, shift: penalise(logprobs, text, penalty, 0 * shift)
+    )
+
+
+def normalises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "log_normalise", lambda logprobs: logprobs)
+
+
+def completes_by_the_last_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    completions = device._completions
+    monkeypatch.setattr(
+        device, "_completions", lambda text, words, row, columns: completions(text, words[:, :, -2:], row, columns)
+    )
+
+
+def takes_the_words_of_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    completions = device._completions
+    monkeypatch.setattr(
+        device, "_completions", lambda text, words, row, columns: completions(text, words, 0 * row, columns)
+    )
+
+
+def adds_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_add", lambda logprobs, token, number: None)
+
+
+def looks_at_the_beam(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The history of the live beam in place of the drafted node's own."""
+    monkeypatch.setattr(
+        NodePaths,
+        "generated",
+        lambda self: (
+            self.beams.history.gather(1, self.nodes.root.unsqueeze(2).expand(-1, -1, self.beams.history.shape[2])),
+            self.beams.length.unsqueeze(1).expand_as(self.nodes.root),
+        ),
+    )
+
+
 def forces_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     force = device._force
     monkeypatch.setattr(device, "_force", lambda logprobs, token: force(logprobs, token.amax().expand_as(token)))
 
 
-@pytest.mark.parametrize(
-    "break_it", [forgets_the_prompt, penalises_after_the_bans, longer_ngrams, forces_at_every_step, ignores_pairs]
-)
+MUTANTS = [
+    forgets_the_prompt,
+    penalises_after_the_bans,
+    longer_ngrams,
+    ignores_pairs,
+    counts_the_prompt,
+    counts_once,
+    penalises_log_probabilities,
+    normalises_nothing,
+    completes_by_the_last_two,
+    takes_the_words_of_the_first_row,
+    adds_no_bias,
+    looks_at_the_beam,
+    forces_at_every_step,
+]
+
+
+@pytest.mark.parametrize("break_it", MUTANTS)
 def test_mutants_fail(break_it, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     break_it(monkeypatch)
     assert sum(differing(seed) for seed in range(60)) > 10
@@ -202,6 +322,13 @@ CHECKPOINT = TokenRules(min_length=5, forced_bos_token_id=3, suppress_tokens=(7,
         ("forced_bos_token_id=none, min_length=0", "checkpoint", TokenRules(suppress_tokens=(7, 8))),
         ("none,repetition_penalty=1.5", "checkpoint", TokenRules(repetition_penalty=1.5)),
         ("suppress_tokens=1+2", "none", TokenRules(suppress_tokens=(1, 2))),
+        ("bad_words_ids=4+5-6-7", "none", TokenRules(bad_words_ids=((4,), (5, 6, 7)))),
+        ("logit_bias=4:-1.5+6:2", "none", TokenRules(logit_bias=((4, -1.5), (6, 2.0)))),
+        (
+            "presence_penalty=-0.5,frequency_penalty=2,allowed_token_ids=8",
+            "none",
+            TokenRules(presence_penalty=-0.5, frequency_penalty=2.0, allowed_token_ids=(8,)),
+        ),
     ],
 )
 def test_rules_are_asked_for_by_name(text: str | None, default: str, wanted: TokenRules) -> None:
@@ -218,6 +345,12 @@ def test_rules_are_asked_for_by_name(text: str | None, default: str, wanted: Tok
         "repetition_penalty=0",
         "suppress_tokens=a",
         "no_repeat_ngram_size=257",
+        "presence_penalty=2.1",
+        "frequency_penalty=nan",
+        "logit_bias=5",
+        "logit_bias=5:101",
+        "logit_bias=5:1+5:2",
+        "bad_words_ids=4--5",
     ],
 )
 def test_what_is_no_rule_is_refused(text: str) -> None:
@@ -230,8 +363,26 @@ def test_a_row_writes_rules_as_an_object() -> None:
     assert asked_rules(written, CHECKPOINT, default="checkpoint") == TokenRules(
         min_length=5, no_repeat_ngram_size=3, suppress_tokens=(1, 2)
     )
-    with pytest.raises(UsageError, match="token_rules"):
-        written_rules({"no_repeat_ngram_size": "three"})
+    values = {"bad_words_ids": [[5, 6], [7]], "logit_bias": {"5": -1.5}, "presence_penalty": 0.5}
+    assert asked_rules(written_rules(values), TokenRules(), default="none").acting == values
+    assert asked_rules(written_rules({"bad_words_ids": [7]}), TokenRules(), default="none").bad_words_ids == ((7,),)
+    for wrong in ({"no_repeat_ngram_size": "three"}, {"bad_words_ids": [[]]}, {"suppress_tokens": [[1]]}):
+        with pytest.raises(UsageError, match="token_rules"):
+            written_rules(wrong)
     with pytest.raises(UsageError) as found:
         written_rules({"x" * 10_000: "x"})
     assert len(str(found.value)) < 300
+
+
+def test_a_request_overrides_token_rules() -> None:
+    """Guards a rule that is asked for twice in different ways: one of them would be ignored."""
+    sampling = SamplingConfig(token_rules="checkpoint,no_repeat_ngram_size=3", min_length=0, logit_bias={5: 1.0})
+    assert sampling.rules(CHECKPOINT, "none") == replace(
+        CHECKPOINT, min_length=0, no_repeat_ngram_size=3, logit_bias=((5, 1.0),)
+    )
+    same = SamplingConfig(token_rules="repetition_penalty=1.5", repetition_penalty=1.5)
+    assert same.rules(CHECKPOINT, "none") == TokenRules(repetition_penalty=1.5)
+    with pytest.raises(UsageError, match="repetition_penalty is 1.2, but token_rules has repetition_penalty 1.5"):
+        SamplingConfig(token_rules="repetition_penalty=1.5", repetition_penalty=1.2)
+    with pytest.raises(UsageError, match=r"logit_bias is \[.*, but must be token ids, each once"):
+        SamplingConfig(logit_bias=((5, 1.0), (5, 2.0)))

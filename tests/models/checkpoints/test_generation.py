@@ -29,9 +29,10 @@ def test_rules_are_read() -> None:
             no_repeat_ngram_size=-1,
             repetition_penalty=2,
             timestamps=1,
+            presence_penalty=1.5,
         )
     )
-    want = {"suppress_tokens": (3,), "bad_words_ids": (5,), "forced_eos_token_id": 2, "min_length": 2**31 - 1}
+    want = {"suppress_tokens": (3,), "bad_words_ids": ((5,), (6, 7)), "forced_eos_token_id": 2, "min_length": 2**31 - 1}
     assert found == TokenRules(**want, repetition_penalty=2.0)  # type: ignore[arg-type]
 
 
