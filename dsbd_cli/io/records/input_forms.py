@@ -13,13 +13,10 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
 
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import MAX_SHOWN, InvalidRowError, shorten
-from dsbd_cli.io.records.row import Fields
-
-Form = Literal["flat", "openai-completions", "openai-chat"]
+from dsbd_cli.io.records.row import Fields, Form
 
 ALIASES = {
     "custom_id": "id",

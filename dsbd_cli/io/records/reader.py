@@ -17,7 +17,7 @@ from dsbd_cli.io.records.fields import messages, response_format, text
 from dsbd_cli.io.records.file_roots import file_of_row
 from dsbd_cli.io.records.input_forms import ParsedRow, as_written, other_names, parsed_row
 from dsbd_cli.io.records.parse import decoded, parse_object
-from dsbd_cli.io.records.row import Fields, LongLine, Row, content_key, readable
+from dsbd_cli.io.records.row import Fields, Form, LongLine, Row, content_key, readable
 from dsbd_cli.requests import Request, check_ends, check_seed, derive_seed
 
 WARP_FIELDS = {"temperature": None, "top_k": 0, "top_p": 1, "min_p": 0}  # by name: the value that rule search accepts
@@ -78,21 +78,23 @@ class RowReader:
         raw: Fields = {}
         metadata: object | None = None
         warnings: tuple[str, ...] = ()
+        form: Form = "flat"
         try:
             raw = parse_object(readable(line))
             row_id = own_id(raw, row_id, "id", "custom_id")
             parsed = parsed_row(raw)
+            form = parsed.form
             metadata = parsed.fields.get("metadata")
             warnings = self._warnings(parsed, number)
             request = self._request(parsed.fields, row_id)
         except (InvalidRowError, UsageError) as error:
             failure = InvalidRowError(f"line {number}: {as_written(str(error), raw)}")
-            return Row(index, number, row_id, None, failure, metadata, _raw_key(row_id, line), warnings)
+            return Row(index, number, row_id, None, failure, metadata, _raw_key(row_id, line), warnings, (), form)
         parsed.fields["id"] = row_id
         if "response_format" in parsed.fields:  # unsorted: the order of a schema's properties is the answer's
             parsed.fields["response_format"] = orjson.dumps(parsed.fields["response_format"]).decode()
         key = content_key(orjson.dumps(parsed.fields, option=orjson.OPT_SORT_KEYS))
-        return Row(index, number, row_id, request, None, metadata, key, warnings, other_names(raw))
+        return Row(index, number, row_id, request, None, metadata, key, warnings, other_names(raw), form)
 
     def read_prompt(self, line: bytes | LongLine, *, index: int) -> tuple[str, Prompt | InvalidRowError]:
         """Return a row's id and its prompt or messages, whatever options it has, or why they cannot be read. For speech
