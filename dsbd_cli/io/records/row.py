@@ -60,6 +60,7 @@ class Row:
         written: our name and the row's, of each field that the row gives under another name.
         form: what the row is written as; flat too for a line that cannot be read. An OpenAI line is answered in its
             own form.
+        overruled: the row asks for sampling, and the run searches.
     """
 
     index: int
@@ -72,6 +73,7 @@ class Row:
     warnings: tuple[str, ...] = ()
     written: tuple[tuple[str, str], ...] = ()
     form: Form = "flat"
+    overruled: bool = False
 
 
 def content_key(content: bytes) -> str:
