@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dsbd_cli.errors import MAX_SHOWN, InvalidRowError, shorten
@@ -26,10 +26,11 @@ from dsbd_cli.io.records.request_fields import (
     ALIASES,
     CONTAINERS,
     FIELDS,
-    OWN_FIELDS,
+    READ_AS,
     REFUSED,
     REFUSED_IN_RESPONSES,
     RESPONSES,
+    ROW_FIELDS,
     WITHOUT_EFFECT,
     RefusedField,
     RequestField,
@@ -46,13 +47,9 @@ URLS: dict[str, Form] = {
 SOURCE_OF: dict[Form, str] = {"openai-completions": "prompt", "openai-chat": "messages", "openai-responses": "input"}
 SOURCES = ("prompt", "messages", "audio", "image")
 ENVELOPE = ("custom_id", "method", "url", "body")
-KNOWN = (*OWN_FIELDS, *ALIASES)
-ALIASES_IN_RESPONSES = {**ALIASES, **{one.name: one.becomes for one in RESPONSES}}
-# Other names of options, which messages of the engine are told with.
-OPTION_NAMES = {
-    alias: one.name for one in FIELDS.values() if not one.becomes and one.name != "id" for alias in one.aliases
-}
-RENAMED = frozenset((*OPTION_NAMES, *CONTAINERS))
+KNOWN = (*ROW_FIELDS, *ALIASES, *READ_AS)
+READ_AS_IN_RESPONSES = {**READ_AS, **{one.name: one.becomes for one in RESPONSES}}
+RENAMED = frozenset((*ALIASES, *CONTAINERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +82,18 @@ def parsed_row(raw: Fields) -> ParsedRow:
 def as_written(message: str, raw: Fields) -> str:
     """Return a message that begins with a field's name, with the name that the row uses: `body.max_tokens is ...`."""
     name = re.split(r"[ .\[]", message, maxsplit=1)[0]
-    if name not in OWN_FIELDS:
+    if name not in ROW_FIELDS:
         return message
-    for prefix, row, aliases in _places(raw):
-        given = [key for key, value in row.items() if value is not None and name in aliases.get(key, (key,))]
-        if name in given:
+    read_as = READ_AS_IN_RESPONSES if raw.get("url") == "/v1/responses" else READ_AS
+    for prefix, row in _places(raw):
+        given = [key for key, value in row.items() if value is not None]
+        if name in given and name not in read_as:
             return prefix + message
-        if given:
-            field = FIELDS.get(given[0])
-            # where a field is read as another one, places inside that one are not the row's
-            rest = message[len(name) :] if field is None or not field.becomes else message[message.index(" ") :]
-            return prefix + given[0] + rest
+        for key in given:
+            if ALIASES.get(key) == name:
+                return prefix + key + message[len(name) :]
+            if name in read_as.get(key, ()):  # places inside of the field that it is read as are not the row's
+                return prefix + key + message[message.index(" ") :]
     return message
 
 
@@ -104,21 +102,20 @@ def other_names(raw: Fields) -> tuple[tuple[str, str], ...]:
     if "body" not in raw and RENAMED.isdisjoint(raw):  # most rows
         return ()
     return tuple(
-        (OPTION_NAMES[name], prefix + name)
-        for prefix, row, _ in _places(raw)
+        (ALIASES[name], prefix + name)
+        for prefix, row in _places(raw)
         for name, value in row.items()
-        if value is not None and name in OPTION_NAMES
+        if value is not None and name in ALIASES and name != "custom_id"
     )
 
 
-def _places(raw: Fields) -> Iterator[tuple[str, Fields, Mapping[str, tuple[str, ...]]]]:
+def _places(raw: Fields) -> Iterator[tuple[str, Fields]]:
     """Yield a row and the objects in it that hold request fields, each with what the names of its fields begin with in
-    messages, and with the other names that they may have."""
-    aliases = ALIASES_IN_RESPONSES if raw.get("url") == "/v1/responses" else ALIASES
+    messages."""
     waiting = [("", raw)]
     while waiting:
         prefix, row = waiting.pop()
-        yield prefix, row, aliases
+        yield prefix, row
         names = ("body",) if not prefix and "body" in row else CONTAINERS
         waiting += [(f"{prefix}{name}.", inner) for name in names if isinstance(inner := row.get(name), dict)]
 

@@ -312,8 +312,8 @@ def _asked_for(row: Fields) -> bytes:
     if not AGREEING_FIELDS.isdisjoint(row):
         asked = {name: value for name, value in asked.items() if name not in AGREEING_FIELDS}
     chat = row.get("messages")
-    if isinstance(chat, list) and any(len(message) > 2 for message in chat):
-        asked = {**asked, "messages": orjson.dumps(chat).decode()}  # calls of functions have an order as well
+    if isinstance(chat, list) and any("tool_calls" in message or "tools" in message for message in chat):
+        asked = {**asked, "messages": orjson.dumps(chat).decode()}  # of their arguments and parameters as well
     return orjson.dumps(asked, option=orjson.OPT_SORT_KEYS)
 
 

@@ -542,12 +542,13 @@ WITHOUT_EFFECT = frozenset(
 )
 
 FIELDS: dict[str, RequestField] = {one.name: one for part in HONOURED.values() for one in part}
-OWN_FIELDS = tuple(name for name, one in FIELDS.items() if not one.becomes)
-# Other names, and those of fields that are read as others -> our own.
-ALIASES = {alias: one.becomes or (one.name,) for one in FIELDS.values() for alias in one.aliases}
-ALIASES |= {one.name: one.becomes for one in FIELDS.values() if one.becomes}
+ROW_FIELDS = tuple(name for name, one in FIELDS.items() if not one.becomes)
+# Other names of our own fields.
+ALIASES = {alias: one.name for one in FIELDS.values() if not one.becomes for alias in one.aliases}
 # Every name of a field that is honoured -> the field.
 NAMED = {name: one for one in FIELDS.values() for name in (one.name, *one.aliases)}
+# Names of fields that are read as others -> our own.
+READ_AS = {name: one.becomes for name, one in NAMED.items() if one.becomes}
 
 
 def is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
