@@ -59,12 +59,14 @@ lint: $(READY) ## ruff: rules and format
 types: $(READY) ## mypy
 	$(BIN)/mypy
 
-docs: $(READY) ## write docs/cli.md from the commands, and draw the picture of an iteration from its trace
+docs: $(READY) ## write docs/cli.md and the request fields, and draw the picture of an iteration from its trace
 	$(BIN)/python docs/generate_cli.py
+	$(BIN)/python docs/generate_fields.py
 	$(BIN)/python docs/site/iteration_picture.py
 
-docs-check: $(READY) ## fail if docs/cli.md is not what the commands say
+docs-check: $(READY) ## fail if docs/cli.md is not what the commands say, or fields are not those of their table
 	$(BIN)/python docs/generate_cli.py --check
+	$(BIN)/python docs/generate_fields.py --check
 
 # The site has an environment of its own: it reads docstrings from the source and imports nothing.
 SITE := $(VENV)-site

@@ -15,7 +15,7 @@ from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import load_config, load_network, load_tokenizer, quiet
 from dsbd_cli.models.checkpoints.placement import device_of
 
-Asked = str | Sequence[Mapping[str, str]]
+Asked = str | Sequence[Mapping[str, object]]
 
 
 class RewardModel:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from dsbd_cli.config.chat import ChatConfig
 from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig, check_request
 from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec, OnTooLong
 from dsbd_cli.config.sampling import SamplingConfig
@@ -96,11 +97,14 @@ class Answer:
                 raise InvalidRowError("neither prompt nor messages is given")
             if prompt is not None and (not isinstance(prompt, str) or not prompt):
                 raise InvalidRowError(f"prompt is {shorten(prompt)}, but must be a non-empty string")
-            chat = None if messages is None else checked_messages([dict(one) for one in messages])  # type: ignore[attr-defined]
+            chat, continued = None, False
+            if messages is not None:
+                chat, continued = checked_messages([dict(one) for one in messages])  # type: ignore[attr-defined]
             content = f"{prompt}\0{chat}".encode("utf-8", "surrogatepass")
             name = str(own) if own is not None else hashlib.blake2b(content, digest_size=16).hexdigest()
             seed = derive_seed(self._seed, name)
-            return Request(prompt, messages=chat, id=name, seed=seed, sampling=self._sampling)
+            settings = ChatConfig(continue_final_message=continued)
+            return Request(prompt, messages=chat, id=name, seed=seed, sampling=self._sampling, chat=settings)
         except (InvalidRowError, UsageError, TypeError, ValueError) as error:
             return InvalidRowError(str(error))
 

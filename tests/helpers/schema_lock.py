@@ -42,6 +42,8 @@ def fields_of(schema: Mapping[str, Any]) -> Fields:
     found: Fields = {}
     parts = schema.get("$defs", {})
 
+    open_parts: list[str] = []  # that hold the place: a part that refers to itself is described once
+
     def put(place: str, node: Mapping[str, Any], *, required: bool) -> None:
         merged = dict(node)
         if "$ref" in node:
@@ -56,7 +58,11 @@ def fields_of(schema: Mapping[str, Any]) -> Fields:
 
     def below(place: str, node: Mapping[str, Any]) -> None:
         for one in node.get("allOf", ()):
-            below(place, parts[one["$ref"].rsplit("/", 1)[1]] if "$ref" in one else one)
+            name = one["$ref"].rsplit("/", 1)[1] if "$ref" in one else ""
+            if name not in open_parts:
+                open_parts.append(name)
+                below(place, parts[name] if name else one)
+                open_parts.pop()
         for name, one in node.get("properties", {}).items():
             if isinstance(one, dict):
                 put(f"{place}.{name}".lstrip("."), one, required=name in node.get("required", ()))

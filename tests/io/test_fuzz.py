@@ -88,7 +88,7 @@ def check(row: Row) -> None:
     assert len(row.key) == 32
     result = None
     if row.request is not None:
-        text = row.request.prompt or "".join(message["content"] for message in row.request.messages or ())
+        text = row.request.prompt or "".join(str(message["content"]) for message in row.request.messages or ())
         result = RequestResult(row.request, (Hypothesis(text, (1,), "stop", -1.0, -1.0),), 1, RequestStats())
     else:
         message = str(row.error)

@@ -86,7 +86,7 @@ def test_two_drafters_are_told_apart() -> None:
 
 
 def test_an_error_is_a_record() -> None:
-    row = row_of(metadata="m", top_k=-1)
+    row = row_of(metadata="m", top_k=-2)
     record = orjson.loads(native_record(row, None, METHOD))
     assert list(record) == ["schema", "index", "id", "metadata", "key", "error"]
     assert record["error"] == {"type": "InvalidRowError", "message": str(row.error), "line": 7}
@@ -227,7 +227,7 @@ def test_a_failed_row_has_a_status_code_and_an_error(error: RowError, status: in
     assert response(line)["status_code"] == status
     assert response(line)["body"] == {"error": {"message": message, "type": kind, "param": None, "code": code}}
     assert orjson.loads(line)["error"] == {"code": code, "message": message}
-    assert response(openai_record(row_of(top_k=-1), None, METHOD))["status_code"] == 400
+    assert response(openai_record(row_of(top_k=-2), None, METHOD))["status_code"] == 400
 
 
 def test_the_same_row_gives_the_same_line() -> None:

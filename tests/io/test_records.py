@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.io.records.input_forms import ROW_FIELDS
 from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.io.records.request_fields import ROW_FIELDS
 from dsbd_cli.io.records.row import LongLine, Row
 from dsbd_cli.requests import Request, derive_seed
 
@@ -114,7 +114,12 @@ REFUSED: list[tuple[object, str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0] is {'role': 'user'}"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content is 3, but must be a string"),
     ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role is '', but must be a non-empty string"),
-    ({"messages": [{"role": "user", "content": "x", "name": "al"}]}, "messages[0].'name' is 'al', but only role and"),
+    ({"messages": [{"role": "user"}, {"role": "user", "content": "x"}]}, "messages[0] is {'role': 'user'}, but must"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0] is {'content': null, 'role': 'user'}"),
+    ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].'mood' is 1, but only role, content,"),
+    ({"messages": [{"role": "user", "content": "x", "name": 1}]}, "messages[0].name is 1, but must be a string"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls[0] is 1, but must"),
+    ({"messages": [{"role": "user", "content": "x", "prefix": True}]}, "messages[0].prefix is true, but only the"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages[0].content[0] is {'type': 'image_url'}, but only parts of type text",
@@ -130,7 +135,7 @@ REFUSED: list[tuple[object, str]] = [
     ({"prompt": "p", "temperature": True}, "temperature is true, but must be a number"),
     ({"prompt": "p", "top_k": 1.0}, "top_k is 1.0, but must be an integer"),
     ({"prompt": "p", "top_k": False}, "top_k is false, but must be an integer"),
-    ({"prompt": "p", "top_k": -1}, "top_k is -1, but must be 0"),
+    ({"prompt": "p", "top_k": -2}, "top_k is -2, but must be 0"),
     ({"prompt": "p", "top_k": 2**31}, "top_k is 2147483648, but must be at most 2147483647"),
     ({"prompt": "p", "top_k": 2**64 - 1}, "top_k is 18446744073709551615, but must be at most"),
     ({"prompt": "p", "top_p": 0}, "top_p is 0.0"),
@@ -143,13 +148,13 @@ REFUSED: list[tuple[object, str]] = [
     ({"prompt": "p", "stop": ["a"] * 17}, "stop is a list of 17 strings, but must be of at most 16"),
     ({"prompt": "p", "stop": "a" * 300}, "stop is ['aaa"),
     ({"prompt": "p", "length_penalty": -1e9}, "length_penalty is -1000000000.0, but must be between -10 and 10"),
-    ({"prompt": "p", "early_stopping": 1}, "early_stopping is 1, but must be true or false"),
+    ({"prompt": "p", "early_stopping": 1}, "early_stopping is 1, but must be true or false or one of never"),
     ({"prompt": "p", "seed": -1}, "seed is -1, but must be an integer from 0"),
     ({"prompt": "p", "seed": 2**63}, "seed is 9223372036854775808"),
     ({"prompt": "p", "seed": "3"}, "seed is '3', but must be an integer"),
     ({"prompt": "p", "n": 5}, "n is 5, but num_beams is 4: lower it, or raise that"),
     ({"prompt": "p", "stream": True}, "stream is true, which is not supported (records are written as rows"),
-    ({"prompt": "p", "presence_penalty": 0.5}, "presence_penalty is 0.5, which is not supported: drop it"),
+    ({"prompt": "p", "presence_penalty": 3}, "presence_penalty is 3.0, but must be between -2 and 2"),
 ]
 
 
@@ -231,18 +236,37 @@ def test_a_line_too_long_to_be_held() -> None:
         assert row.key != read_line(LongLine(70_000_001, b'{"prompt": "x\xff'), index=1, number=2).key
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
-def test_search_takes_no_warping(name: str) -> None:
-    message = refusal({"prompt": "p", name: 0.5}, replace(RUN, rule="search"))
-    assert f"{name} is 0.5, but the rule search draws nothing" in message
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "top_k", "do_sample"])
+def test_search_wins_over_a_rows_sampling(name: str) -> None:
+    """Told once, and counted by the run. What is no number at all is still refused."""
+    search = replace(RUN, rule="search")
+    wish = {"top_k": 3, "do_sample": True}.get(name, 0.5)
+    first, second = read({"prompt": "p", name: wish}, search), read({"prompt": "q", name: wish}, search)
+    assert first.request is not None
+    assert first.request.sampling == RUN.sampling
+    assert (first.overruled, second.overruled) == (True, True)
+    assert "line 12: temperature, top_k, top_p, min_p and do_sample of rows are not used" in first.warnings[0]
+    assert second.warnings == ()
+    assert f"{name} is 'hot'" in refusal({"prompt": "p", name: "hot"}, search)
 
 
 def test_search_takes_what_draws_nothing() -> None:
-    """Files made for other servers say temperature 0 on each row, often with top_p beside it."""
+    """Files made for other servers say temperature 0 on each row, often with top_p beside it, or all the defaults."""
     search = replace(RUN, rule="search")
-    for fields in ({"temperature": 0, "top_p": 0.9}, {"temperature": 0.0}, {"top_p": 1, "min_p": 0, "top_k": 0}):
-        assert request({"prompt": "p", **fields}, search).sampling == RUN.sampling
+    for fields in ({"temperature": 0, "top_p": 0.9}, {"temperature": 0.0}, {"temperature": 1, "top_p": 1}, DEFAULTS):
+        row = read({"prompt": "p", **fields}, search)
+        assert row.request is not None
+        assert (row.request.sampling, row.overruled, row.warnings) == (RUN.sampling, False, ())
     assert "top_k is false" in refusal({"prompt": "p", "top_k": False}, search)
+
+
+DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0, "top_k": -1, "do_sample": False, "use_beam_search": False}
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_a_temperature_of_1_is_never_an_error(temperature: float) -> None:
+    greedy = replace(RUN, sampling=SamplingConfig(temperature=temperature))
+    assert request({"prompt": "p", "temperature": 1, "top_p": 1}, greedy).sampling.temperature == 1
 
 
 def test_temperature_0_is_for_the_rules_that_take_it() -> None:
@@ -257,7 +281,7 @@ def test_unknown_fields_are_told_once() -> None:
     first = read({"prompt": "p", "temprature": 1, "zzz": None, "q\n": [1]}, reader)
     assert first.error is None
     assert first.warnings[0] == ("line 12: unknown field 'temprature' (value 1): did you mean temperature?; not used")
-    assert first.warnings[1].startswith("line 12: unknown field 'q\\n' (value [1]): the fields are id, prompt")
+    assert first.warnings[1] == "line 12: unknown field 'q\\n' (value [1]); not used"
     assert read({"prompt": "p", "temprature": 2}, reader).warnings == ()
     assert read({"prompt": "p", "other": 2}, reader).warnings == ("line 12: unknown field 'other' (value 2); not used",)
 

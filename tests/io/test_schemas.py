@@ -26,16 +26,14 @@ from dsbd_cli.cli.run import messages
 from dsbd_cli.cli.run.summary import Totals
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.config.sampling import MAX_TEMPERATURE, MAX_TOP_LOGPROBS
 from dsbd_cli.config.variants import DRAFTERS, FUSION, RULES, WIDTHS
-from dsbd_cli.errors import MOST_INTEGER, PromptTooLongError
-from dsbd_cli.io.records import input_forms, reader
+from dsbd_cli.errors import PromptTooLongError
 from dsbd_cli.io.records.native_record import native_record, step_records
 from dsbd_cli.io.records.openai_record import openai_record
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.io.records.record_parts import MethodRecord
 from dsbd_cli.io.records.row import Row
-from dsbd_cli.io.schemas.contracts import ANSWERS, CONTRACTS, INPUT, OUTPUT, SHARED, STEP, TRIM
+from dsbd_cli.io.schemas.contracts import ANSWERS, CONTRACTS, OUTPUT, SHARED, STEP, TRIM
 from dsbd_cli.lab.reports.bench_json import json_lines
 from dsbd_cli.pick.candidate_rows import record_row
 from dsbd_cli.pick.choosers import ByVote
@@ -135,28 +133,6 @@ def test_a_row_that_the_reader_takes_and_the_schema_does_not_is_found(
     assert not faults_file.exists(), "a field that is told and not used is no fault"
 
 
-def test_the_schema_of_rows_has_the_readers_fields_values_and_bounds() -> None:
-    """Guards a field that the reader takes and no test writes."""
-    parts: Any = INPUT.schema()["$defs"]
-    names = parts["asked"]["properties"].keys() | parts["flat"]["properties"].keys()
-    assert names == {*input_forms.KNOWN, *input_forms.UNSUPPORTED, *input_forms.WITHOUT_EFFECT, "logprobs"}
-    asked = parts["asked"]["properties"]
-    for name, values in input_forms.UNSUPPORTED.items():
-        # 0 and 0.0 are one number to JSON, 0 and false are not
-        told = {(isinstance(value, bool), json.dumps(value).removesuffix(".0")) for value in (*values, None)}
-        assert {(isinstance(value, bool), json.dumps(value)) for value in asked[name]["enum"]} == told, name
-    bounds = {
-        "max_new_tokens": reader.MAX_NEW_TOKENS,
-        "max_tokens": reader.MAX_NEW_TOKENS,
-        "max_completion_tokens": reader.MAX_NEW_TOKENS,
-        "top_k": MOST_INTEGER,
-        "temperature": MAX_TEMPERATURE,
-        "top_logprobs": MAX_TOP_LOGPROBS,
-    }
-    assert {name: asked[name]["maximum"] for name in bounds} == bounds
-    assert asked["stop"]["anyOf"][1]["maxItems"] == reader.MAX_STOPS
-
-
 FLAT_FAULTS: list[dict[str, object]] = [
     *({"prompt": value} for value in ("", 5, ["a"], None)),
     {},
@@ -164,13 +140,15 @@ FLAT_FAULTS: list[dict[str, object]] = [
     {"messages": []},
     {"messages": [{"role": "user"}]},
     {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]},
+    {"messages": [{"role": "user", "content": None}]},
+    {"messages": [{"role": "user", "content": "a", "audio": {"id": "x"}}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
     *(
         {"prompt": "a", name: value}
         for name, values in {
             "id": ("", 1.5, ["a"], True),
             "temperature": (-1, "hot", True, 1e7),
-            "top_k": (-1, 1.5, "5", True),
+            "top_k": (-2, 1.5, "5", True),
             "top_p": (0, 1.1, "x"),
             "min_p": (-0.1, 2),
             "max_new_tokens": (0, 1.5, 1 << 21, "8"),
@@ -190,9 +168,15 @@ FLAT_FAULTS: list[dict[str, object]] = [
             "prefix": ("",),
             "token_rules": (5, ["a"]),
             "stream": (True,),
-            "tools": ([{}],),
-            "logit_bias": ({"5": 1},),
-            "presence_penalty": (0.5,),
+            "tools": ([{}], [{"type": "web_search"}], "f"),
+            "tool_choice": ("any", {"type": "x"}),
+            "logit_bias": ({"a": 1}, {"5": 101}, [1]),
+            "presence_penalty": (2.5, "x"),
+            "guided_json": (5, ["a"]),
+            "guided_regex": ("", 5),
+            "structured_outputs": ({}, {"structural_tag": "x"}, {"regex": "a", "choice": ["b"]}),
+            "extra_body": ({"top_k": "5"}, [1], {"stream": True}),
+            "max_length": (5,),
             "temprature": (1,),
         }.items()
         for value in values
@@ -208,7 +192,10 @@ ENVELOPE_FAULTS: list[dict[str, object]] = [
     {**ENVELOPE, "body": {"prompt": "a", "n": 0}},
     {**ENVELOPE, "body": {"prompt": "a", "unknown": 1}},
     {**ENVELOPE, "url": "/v1/chat/completions"},
-    {**ENVELOPE, "priority": 1},
+    {**ENVELOPE, "more": 1},
+    {**ENVELOPE, "url": "/v1/responses", "body": {"prompt": "a"}},
+    {**ENVELOPE, "url": "/v1/responses", "body": {"input": [1]}},
+    {**ENVELOPE, "url": "/v1/responses", "body": {"input": "a", "conversation": "c"}},
 ]
 
 
@@ -228,6 +215,7 @@ def test_rows_of_every_form_fit() -> None:
         ENVELOPE,
         {**ENVELOPE, "body": {"prompt": "a", "logprobs": 2, "metadata": {"a": "b"}}},
         {**ENVELOPE, "url": "/v1/chat/completions", "body": {"messages": CHAT, "logprobs": True}},
+        {**ENVELOPE, "url": "/v1/responses", "body": {"input": "a", "max_output_tokens": 5}},
     ]
     for row in rows:
         line = json.dumps(row).encode()

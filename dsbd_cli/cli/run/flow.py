@@ -158,6 +158,7 @@ class RowFlow:
                 continue
             for warning in row.warnings:
                 self._reporter.warn(warning)
+            self._reporter.totals.overruled_rows += row.overruled
             yield self._position, row
 
     def _note_id(self, row: Row) -> None:

@@ -114,8 +114,8 @@ class Reporter:
     def summary(self, message: str, *, always: bool = False) -> None:
         """Print how the run ended.
 
-        Without a terminal or a verbose log this is printed only if it is worth a mail: rows failed or were cut, the run
-        was long, or `always` is set.
+        Without a terminal or a verbose log this is printed only if it is worth a mail: rows failed, were cut or asked
+        for what the run does not do, the run was long, or `always` is set.
         """
         self.stop()
         totals = self.totals
@@ -123,7 +123,7 @@ class Reporter:
         if self._quiet:
             return
         self._name_failures()
-        if wanted or totals.failed or totals.skipped_failed or totals.invalid_rows:
+        if wanted or totals.failed or totals.skipped_failed or totals.invalid_rows or totals.overruled_rows:
             say(message, event="summary", fields=self.totals.numbers())
 
     def _name_failures(self) -> None:

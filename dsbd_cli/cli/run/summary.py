@@ -101,6 +101,7 @@ class Totals:
         self.started = time.perf_counter()
         self.rows = self.failed = self.skipped = self.skipped_failed = self.retried = self.duplicates = 0
         self.prompt_tokens = self.tokens = self.all_tokens = self.truncated_rows = self.invalid_rows = 0
+        self.overruled_rows = 0
         self.stats = RequestStats()
         self.errors: Counter[str] = Counter()
 
@@ -140,6 +141,8 @@ class Totals:
             parts.append("nothing drafted")
         if self.invalid_rows:
             parts.append(f"{self.invalid_rows} cut before they matched their grammar (raise --max-new-tokens)")
+        if self.overruled_rows:
+            parts.append(f"{self.overruled_rows} asked for sampling (not used: --decode search)")
         if self.failed:
             parts.append(f"{self.failed} failed")
         if self.skipped:

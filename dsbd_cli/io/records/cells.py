@@ -11,13 +11,16 @@ from decimal import Decimal
 import orjson
 
 from dsbd_cli.errors import KINDS, InvalidRowError, UsageError, shorten
-from dsbd_cli.io.records.input_forms import OWN, UNSUPPORTED, WITHOUT_EFFECT
+from dsbd_cli.io.records.request_fields import CONTAINERS, NAMED, REFUSED, WITHOUT_EFFECT, types_of
 from dsbd_cli.io.records.row import Fields
 
 PROMPTS = ("prompt", "messages", "audio", "image", "body")  # a row has one of these
-TEXTS = frozenset("id custom_id prompt reference audio image source_lang language target_lang prefix".split())
-TEXT_OR_JSON = frozenset("stop allow token_rules metadata".split())
-FIELDS = OWN | UNSUPPORTED.keys() | WITHOUT_EFFECT | {"logprobs", "body"}  # cells of any other column stay text
+_TYPES = {name: types_of(one.schema) for name, one in NAMED.items()}
+TEXTS = {"id", "custom_id", "reference"} | {name for name, types in _TYPES.items() if types == {"string"}}
+TEXT_OR_JSON = {"metadata"} | {
+    name for name, types in _TYPES.items() if "string" in types and types & {"array", "object"}
+}
+FIELDS = {*NAMED, *REFUSED, *WITHOUT_EFFECT, *CONTAINERS, "body"}  # cells of any other column stay text
 MAX_COLUMNS = 1000
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]++\.?[0-9]*+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?")  # takes each digit once
@@ -57,10 +60,10 @@ def row_line(row: Iterable[tuple[str, object]]) -> bytes:
 def cell_value(name: str, cell: object) -> object:
     """Return the value that a cell has in a JSON line; None for an empty cell, and for a float that is not finite.
 
-    The cell of a text field stays text. `stop`, `allow`, `token_rules` and `metadata` are JSON where the cell begins
-    with a bracket and is JSON, else text. In other fields numbers, true and false are converted, and a whole float
-    becomes an integer. What nobody reads may be of a type or size that no line takes: of a list, a struct or bytes in
-    an unknown column only the name of its type is kept.
+    The cell of a text field stays text. Of a field that takes texts, lists and objects (`stop`, `allow`, `metadata`) it
+    is JSON where it begins with a bracket and is JSON, else text. In other fields numbers, true and false are
+    converted, and a whole float becomes an integer. What nobody reads may be of a type or size that no line takes: of a
+    list, a struct or bytes in an unknown column only the name of its type is kept.
     """
     if isinstance(cell, float):
         return whole(cell) if math.isfinite(cell) else None

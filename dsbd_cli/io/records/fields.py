@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import orjson
+
 from dsbd_cli.config.grammars import Grammar
-from dsbd_cli.errors import InvalidRowError, shorten
+from dsbd_cli.errors import InvalidRowError, one_line, shorten
 from dsbd_cli.io.records.row import Fields
+
+Messages = tuple[Fields, ...]
+
+FORMATS = ("text", "json_object", "json_schema", "json", "regex", "grammar")
+STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
+# of vLLM's structured_outputs: which library follows it, and what is so here
+NO_CONSTRAINT = ("backend", "_backend", "disable_fallback", "disable_any_whitespace", "disable_additional_properties")
+# what a message may hold beside role and content, each a text
+TEXTS_OF_MESSAGE = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+OF_MESSAGE = ("role", "content", "tool_calls", "tools", "prefix", *TEXTS_OF_MESSAGE)
 
 
 def text(row: Fields, name: str) -> str:
@@ -15,69 +29,85 @@ def text(row: Fields, name: str) -> str:
     return value
 
 
-def messages(value: object) -> tuple[dict[str, str], ...]:
-    """Return the messages of a chat, which are objects with role and content. Raises InvalidRowError.
+# Messages of a chat
 
-    The content is a string, or a list of parts of type text, which are joined.
+
+def messages(value: object) -> tuple[Messages, bool]:
+    """Return the messages of a chat, and whether `prefix` of the last one says that the answer continues it. Raises
+    InvalidRowError.
+
+    Messages are objects with role and content. The content is a string, or a list of parts of type text, which are
+    joined; that of an assistant who calls functions may be null. Of what else a message may hold, nulls and empty lists
+    are left out.
     """
     if not isinstance(value, list) or not value:
         raise InvalidRowError(f"messages is {shorten(value)}, but must be a non-empty list of objects")
-    return tuple([_message(message, f"messages[{place}]") for place, message in enumerate(value)])
+    found = tuple([_message(message, f"messages[{place}]") for place, message in enumerate(value)])
+    return found, _is_prefix(value)
 
 
-def response_format(value: object) -> Grammar | None:
-    """Return the grammar of an OpenAI request's response_format: text, json_object, or json_schema with a schema.
-
-    None for text, which has no grammar. Raises InvalidRowError.
-    """
-    kinds = "text, json_object or json_schema"
-    if not isinstance(value, dict):
-        raise InvalidRowError(f"response_format is {shorten(value)}, but must be an object with type {kinds}")
-    kind = value.get("type")
-    if kind not in ("text", "json_object", "json_schema"):
-        raise InvalidRowError(f"response_format.type is {shorten(kind)}, but must be {kinds}")
-    known = ("type", "json_schema") if kind == "json_schema" else ("type",)
-    _refuse_unknown(value, known, "response_format")
-    if kind != "json_schema":
-        return Grammar.json_object() if kind == "json_object" else None
-    inner = value.get("json_schema")
-    if not isinstance(inner, dict):
-        raise InvalidRowError(
-            f"response_format.json_schema is {shorten(inner)}, but must be an object with name and schema"
-        )
-    _refuse_unknown(inner, ("name", "description", "schema", "strict"), "response_format.json_schema")
-    if not isinstance(inner.get("strict"), bool | None):
-        raise InvalidRowError(
-            f"response_format.json_schema.strict is {shorten(inner['strict'])}, but must be true or false"
-        )
-    schema = inner.get("schema")
-    if not isinstance(schema, dict):
-        raise InvalidRowError(f"response_format.json_schema.schema is {shorten(schema)}, but must be an object")
-    return Grammar.json_schema(schema)
-
-
-def _refuse_unknown(value: dict[str, object], known: tuple[str, ...], where: str) -> None:
-    """Raise InvalidRowError for a field that is not known, because it might change the text."""
-    for name, one in value.items():
-        if name not in known and one is not None:
-            raise InvalidRowError(f"{where}.{shorten(name)} is {shorten(one)}, but only {', '.join(known)} are used")
-
-
-def _message(message: object, where: str) -> dict[str, str]:
-    if not isinstance(message, dict) or "role" not in message or "content" not in message:
+def _message(message: object, where: str) -> Fields:
+    if not isinstance(message, dict):
         raise InvalidRowError(f"{where} is {shorten(message)}, but must be an object with role and content")
-    for name, value in message.items():
-        # a null, which clients send for tool_calls and refusal, asks for nothing
-        if name not in ("role", "content") and value is not None:
-            raise InvalidRowError(f"{where}.{shorten(name)} is {shorten(value)}, but only role and content are used")
-    role, content = message["role"], message["content"]
+    found: Fields = {"role": message.get("role"), "content": message.get("content")}
+    if len(message) > 2 or "content" not in message:
+        _add_others(found, message, where)
+    role, content = found["role"], found["content"]
+    if content is None and not (role == "assistant" and "tool_calls" in found):
+        raise InvalidRowError(f"{where} is {shorten(message)}, but must be an object with role and content")
     if not isinstance(role, str) or not role:
         raise InvalidRowError(f"{where}.role is {shorten(role)}, but must be a non-empty string")
     if isinstance(content, list):
-        content = "".join([_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)])
-    if not isinstance(content, str):
+        content = found["content"] = "".join(
+            [_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)]
+        )
+    if not isinstance(content, str | None):
         raise InvalidRowError(f"{where}.content is {shorten(content)}, but must be a string or a list of text parts")
-    return {"role": role, "content": content}
+    return found
+
+
+def _add_others(found: Fields, message: Fields, where: str) -> None:
+    """Add what a message holds beside role and content. Raises InvalidRowError."""
+    for name, value in message.items():
+        if value is None or name in ("role", "content") or (isinstance(value, list) and not value):
+            continue
+        if name in TEXTS_OF_MESSAGE:
+            if not isinstance(value, str):
+                raise InvalidRowError(f"{where}.{name} is {shorten(value)}, but must be a string")
+            found[name] = value
+        elif name == "tool_calls":
+            found[name] = _tool_calls(value, f"{where}.{name}")
+        elif name == "tools":
+            found[name] = tools(f"{where}.{name}", value)
+        elif name == "prefix":
+            if not isinstance(value, bool):
+                raise InvalidRowError(f"{where}.prefix is {shorten(value)}, but must be true or false")
+        else:
+            known = ", ".join(OF_MESSAGE)
+            raise InvalidRowError(f"{where}.{shorten(name)} is {shorten(value)}, but only {known} are used")
+
+
+def _is_prefix(value: list[Fields]) -> bool:
+    """Return whether the last message is one that the answer continues. Raises InvalidRowError for another one that is
+    marked so."""
+    for place, message in enumerate(value):
+        if message.get("prefix") is True and (place + 1 < len(value) or message["role"] != "assistant"):
+            raise InvalidRowError(f"messages[{place}].prefix is true, but only the assistant's last message may be one")
+    return value[-1].get("prefix") is True
+
+
+def _tool_calls(value: object, where: str) -> list[Fields]:
+    if not isinstance(value, list):
+        raise InvalidRowError(f"{where} is {shorten(value)}, but must be a list of calls")
+    for place, call in enumerate(value):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRowError(f"{where}[{place}] is {shorten(call)}, but must be an object with function, its name")
+        if not isinstance(arguments := function.get("arguments"), str | dict | None):
+            raise InvalidRowError(
+                f"{where}[{place}].function.arguments is {shorten(arguments)}, but must be an object or its JSON"
+            )
+    return value
 
 
 def _part(part: object, where: str) -> str:
@@ -86,3 +116,175 @@ def _part(part: object, where: str) -> str:
     value = part["text"]
     assert isinstance(value, str)
     return value
+
+
+# Functions that may be called
+
+
+def tools(name: str, value: object) -> list[Fields]:
+    """Return functions in the form of chats: {"type": "function", "function": {name, description, parameters}}.
+
+    In that of /v1/responses the function's fields stand beside `type`. Raises InvalidRowError.
+    """
+    if not isinstance(value, list):
+        raise InvalidRowError(f"{name} is {shorten(value)}, but must be a list of functions")
+    return [_tool(tool, f"{name}[{place}]") for place, tool in enumerate(value)]
+
+
+def _tool(value: object, where: str) -> Fields:
+    if not isinstance(value, dict):
+        raise InvalidRowError(f"{where} is {shorten(value)}, but must be an object with type and function")
+    if value.get("type", "function") != "function":
+        raise InvalidRowError(f"{where}.type is {shorten(value['type'])}, but only functions are supported")
+    tool: Fields = value
+    if value.get("function") is None:
+        named = {inner: item for inner, item in value.items() if inner not in ("type", "function")}
+        tool = {"type": "function", "function": named}
+    function = tool["function"]
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise InvalidRowError(f"{where}.function is {shorten(function)}, but must be an object with a name")
+    if not isinstance(parameters := function.get("parameters"), dict | None):
+        raise InvalidRowError(f"{where}.function.parameters is {shorten(parameters)}, but must be a JSON schema")
+    return tool
+
+
+def tool_choice(name: str, value: object) -> str:
+    """Return auto, none, required, or the name of a function, from such a text or from OpenAI's object. Raises
+    InvalidRowError."""
+    if value in ("auto", "none", "required"):
+        assert isinstance(value, str)
+        return value
+    if isinstance(value, dict) and value.get("type") == "function":
+        function = value.get("function", value)
+        chosen = function.get("name") if isinstance(function, dict) else None
+        if isinstance(chosen, str) and chosen not in ("", "auto", "none", "required"):
+            return chosen
+    raise InvalidRowError(f"{name} is {shorten(value)}, but must be auto, none, required, or name a function")
+
+
+# What the whole answer must match
+
+
+def response_format(value: object) -> Grammar | None:
+    """Return the grammar of a response_format: of OpenAI's types text, json_object and json_schema, or of json, regex
+    and grammar.
+
+    None for text, which has no grammar. Raises InvalidRowError.
+    """
+    kinds = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+    if not isinstance(value, dict):
+        raise InvalidRowError(f"response_format is {shorten(value)}, but must be an object with type {kinds}")
+    kind = value.get("type")
+    if kind not in FORMATS:
+        raise InvalidRowError(f"response_format.type is {shorten(kind)}, but must be {kinds}")
+    if kind == "text":
+        _refuse_unknown(value, ("type",), "response_format")
+        return None
+    if kind == "grammar":
+        _refuse_unknown(value, ("type", "grammar"), "response_format")
+        return Grammar.lark(_lark(_text_of(value, "grammar")))
+    if kind == "regex":
+        _refuse_unknown(value, ("type", "value"), "response_format")
+        return Grammar.regex(_text_of(value, "value"))
+    if kind == "json_object" and value.get("schema") is None:
+        _refuse_unknown(value, ("type",), "response_format")
+        return Grammar.json_object()
+    return Grammar.json_schema(_schema(value, kind))
+
+
+def _schema(value: Fields, kind: str) -> Fields:
+    """Return the JSON schema of a response_format: OpenAI's has it in json_schema.schema, others in schema or value."""
+    inner, where = value, "response_format"
+    if kind == "json_schema" and value.get("schema") is None:
+        holder = "value" if value.get("json_schema") is None and "value" in value else "json_schema"
+        _refuse_unknown(value, ("type", holder), where)
+        inner, where = value.get(holder), f"response_format.{holder}"  # type: ignore[assignment] # it is checked below
+        if not isinstance(inner, dict):
+            raise InvalidRowError(f"{where} is {shorten(inner)}, but must be an object with name and schema")
+        _refuse_unknown(inner, ("name", "description", "schema", "strict"), where)
+        if not isinstance(inner.get("strict"), bool | None):
+            raise InvalidRowError(f"{where}.strict is {shorten(inner['strict'])}, but must be true or false")
+    name = "value" if kind == "json" else "schema"
+    if inner is value:
+        _refuse_unknown(value, ("type", name), where)
+    schema = inner.get(name)
+    if not isinstance(schema, dict):
+        raise InvalidRowError(f"{where}.{name} is {shorten(schema)}, but must be an object")
+    return schema
+
+
+def json_format(name: str, value: object) -> Fields:
+    """Return the response_format of a JSON schema, given as an object or as text. Raises InvalidRowError."""
+    schema = value
+    if isinstance(value, str):
+        try:
+            schema = orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            raise InvalidRowError(f"{name} is {shorten(value)}, but must be JSON: {error.msg}") from None
+    if not isinstance(schema, dict):
+        raise InvalidRowError(f"{name} is {shorten(value)}, but must be a JSON schema")
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+def regex_format(name: str, value: object) -> Fields:
+    """Return the response_format of a regular expression. Raises InvalidRowError."""
+    return {"type": "regex", "value": _some_text(name, value)}
+
+
+def grammar_format(name: str, value: object) -> Fields:
+    """Return the response_format of a Lark or GBNF grammar, or TGI's object as it is. Raises InvalidRowError."""
+    if isinstance(value, dict) and name.rpartition(".")[2] == "grammar":
+        return value
+    return {"type": "grammar", "grammar": _some_text(name, value)}
+
+
+def structured_format(name: str, value: object) -> tuple[str, object]:
+    """Return the field that vLLM's structured_outputs asks for, and its value: response_format, or allow. Raises
+    InvalidRowError."""
+    if not isinstance(value, dict):
+        raise InvalidRowError(f"{name} is {shorten(value)}, but must be an object with one of {', '.join(STRUCTURED)}")
+    asked = {inner: item for inner, item in value.items() if item is not None and inner not in NO_CONSTRAINT}
+    if asked.get("json_object") is False:
+        del asked["json_object"]
+    if len(asked) != 1 or next(iter(asked)) not in STRUCTURED:
+        raise InvalidRowError(f"{name} is {shorten(value)}, but must have one of {', '.join(STRUCTURED)}, and no more")
+    [(kind, item)] = asked.items()
+    where = f"{name}.{kind}"
+    if kind == "choice":
+        return "allow", item
+    if kind == "json_object":
+        if item is not True:
+            raise InvalidRowError(f"{where} is {shorten(item)}, but must be true or false")
+        return "response_format", {"type": "json_object"}
+    made = {"json": json_format, "regex": regex_format}.get(kind)
+    return "response_format", made(where, item) if made else {"type": "grammar", "grammar": _some_text(where, item)}
+
+
+@lru_cache(maxsize=256)
+def _lark(grammar: str) -> str:
+    """Return a grammar in Lark's form; one in GBNF, which has ::=, is converted. Raises InvalidRowError."""
+    if "::=" not in grammar:
+        return grammar
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # the library raises plain exceptions
+        raise InvalidRowError(f"response_format.grammar cannot be read as GBNF: {one_line(error)}") from None
+
+
+def _text_of(value: Fields, name: str) -> str:
+    return _some_text(f"response_format.{name}", value.get(name))
+
+
+def _some_text(name: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRowError(f"{name} is {shorten(value)}, but must be a non-empty string")
+    return value
+
+
+def _refuse_unknown(value: Fields, known: tuple[str, ...], where: str) -> None:
+    """Raise InvalidRowError for a field that is not known, because it might change the text."""
+    for name, item in value.items():
+        if name not in known and item is not None:
+            raise InvalidRowError(f"{where}.{shorten(name)} is {shorten(item)}, but only {', '.join(known)} are used")

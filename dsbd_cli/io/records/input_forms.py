@@ -1,77 +1,55 @@
 """Forms of an input row, normalised to one: fields under our own names, and the fields that were not used.
 
-flat      {id | custom_id, prompt | messages | audio | image, overrides of the run's sampling options, metadata}; a
-          prompt may be given with an image
-envelope  {custom_id, method: "POST", url: "/v1/completions" | "/v1/chat/completions", body: {...}}, a line of an
-          OpenAI batch file
-`null` means not given.
+flat      {id | custom_id, prompt | messages | audio | image, request fields, metadata}; a prompt may be given with an
+          image
+envelope  {custom_id, method: "POST", url, body: {...}}, a line of an OpenAI batch file; URLS has the urls
+Request fields are those of request_fields.py, also inside of its CONTAINERS. `null` means not given.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import MAX_SHOWN, InvalidRowError, shorten
-from dsbd_cli.io.records.row import Fields
-
-Form = Literal["flat", "openai-completions", "openai-chat"]
-
-ALIASES = {
-    "custom_id": "id",
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "n": "n_best",
-    "language": "source_lang",
-}
-ROW_FIELDS = (
-    *("id", "prompt", "messages", "audio", "image", "seed", "allow"),
-    *(item.name for item in fields(SamplingConfig)),
-    *("response_format", "metadata"),
+from dsbd_cli.io.records.fields import (
+    grammar_format,
+    json_format,
+    regex_format,
+    structured_format,
+    tool_choice,
+    tools,
 )
-URLS: dict[str, Form] = {"/v1/completions": "openai-completions", "/v1/chat/completions": "openai-chat"}
-PROMPT_OF: dict[Form, str] = {"openai-completions": "prompt", "openai-chat": "messages"}
-
-# Fields of other servers that have no effect on the text.
-WITHOUT_EFFECT = frozenset(
-    "model user store service_tier safety_identifier prompt_cache_key prompt_cache_retention stream_options "
-    "parallel_tool_calls prediction reference relevant".split()
+from dsbd_cli.io.records.request_fields import (
+    ALIASES,
+    CONTAINERS,
+    FIELDS,
+    READ_AS,
+    REFUSED,
+    REFUSED_IN_RESPONSES,
+    RESPONSES,
+    ROW_FIELDS,
+    WITHOUT_EFFECT,
+    RefusedField,
+    RequestField,
+    is_neutral,
 )
-# Fields that would change the text but cannot be honoured, with the values under which they change nothing.
-UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0, 0.0),
-    "function_call": ("none",),
-    "functions": ([],),
-    "ignore_eos": (False,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "presence_penalty": (0, 0.0),
-    "reasoning_effort": ("none",),
-    "repetition_penalty": (1, 1.0),
-    "stop_token_ids": ([],),
-    "stream": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": ("medium",),
-    "web_search_options": (),
+from dsbd_cli.io.records.responses_items import responses_messages, text_format
+from dsbd_cli.io.records.row import Fields, Form
+
+URLS: dict[str, Form] = {
+    "/v1/completions": "openai-completions",
+    "/v1/chat/completions": "openai-chat",
+    "/v1/responses": "openai-responses",
 }
-HINTS = {
-    "min_tokens": "token_rules has min_new_tokens",
-    "repetition_penalty": "token_rules has one",
-    "best_of": "the number of beams is the run's --num-beams",
-    "stream": "records are written as rows are done",
-}
-KNOWN = (*ROW_FIELDS, *ALIASES)
-OWN = frozenset(KNOWN)
+SOURCE_OF: dict[Form, str] = {"openai-completions": "prompt", "openai-chat": "messages", "openai-responses": "input"}
+SOURCES = ("prompt", "messages", "audio", "image")
 ENVELOPE = ("custom_id", "method", "url", "body")
+KNOWN = (*ROW_FIELDS, *ALIASES, *READ_AS)
+READ_AS_IN_RESPONSES = {**READ_AS, **{one.name: one.becomes for one in RESPONSES}}
+RENAMED = frozenset((*ALIASES, *CONTAINERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,31 +60,23 @@ class ParsedRow:
     fields: Fields
     unused: list[tuple[str, object]]
 
-    def explain(self, name: str, value: object, listed: set[str] | None = None) -> str:
-        """Return the message about an unused field. This is slow, and a line may have a million of them.
-
-        listed: the lists of fields in earlier messages. One that is among them is not repeated; a new one is added.
-        """
+    def explain(self, name: str, value: object) -> str:
+        """Return the message about an unused field. This is slow, and a line may have a million of them."""
         outside = self.form != "flat" and not name.startswith("body.")
-        known = ENVELOPE if outside else KNOWN
-        near = difflib.get_close_matches(name.removeprefix("body.")[:MAX_SHOWN], known, n=1)
+        near = difflib.get_close_matches(name.rpartition(".")[2][:MAX_SHOWN], ENVELOPE if outside else KNOWN, n=1)
         message = f"unknown field {shorten(name)} (value {shorten(value)})"
         if near:
             return f"{message}: did you mean {near[0]}?"
-        fields = f"the fields are {', '.join(known[: len(ROW_FIELDS)])}"
-        if listed is not None:
-            if fields in listed:
-                return message
-            listed.add(fields)
-        return f"{message}: {fields}"
+        return f"{message}: the fields are {', '.join(ENVELOPE)}" if outside else message
 
 
 def parsed_row(raw: Fields) -> ParsedRow:
     """Return a row's form and its fields under our own names. Raises InvalidRowError."""
-    if ("body" in raw or "url" in raw) and not {"prompt", "messages", "audio", "image"} & raw.keys():
+    if ("body" in raw or "url" in raw) and raw.keys().isdisjoint(SOURCES):
         return _envelope(raw)
-    unused: list[tuple[str, object]] = []
-    return ParsedRow("flat", _under_own_names(raw, unused, "flat"), unused)
+    reading = _Reading("flat")
+    reading.take(raw, "")
+    return reading.row()
 
 
 def as_written(message: str, raw: Fields) -> str:
@@ -114,29 +84,40 @@ def as_written(message: str, raw: Fields) -> str:
     name = re.split(r"[ .\[]", message, maxsplit=1)[0]
     if name not in ROW_FIELDS:
         return message
+    read_as = READ_AS_IN_RESPONSES if raw.get("url") == "/v1/responses" else READ_AS
     for prefix, row in _places(raw):
-        written = [key for key, value in row.items() if ALIASES.get(key, key) == name and value is not None]
-        if written:
-            return prefix + (name if name in written else written[0]) + message[len(name) :]
+        given = [key for key, value in row.items() if value is not None]
+        if name in given and name not in read_as:
+            return prefix + message
+        for key in given:
+            if ALIASES.get(key) == name:
+                return prefix + key + message[len(name) :]
+            if name in read_as.get(key, ()):  # places inside of the field that it is read as are not the row's
+                return prefix + key + message[message.index(" ") :]
     return message
 
 
 def other_names(raw: Fields) -> tuple[tuple[str, str], ...]:
     """Return our name and the row's, of each option that a row gives under another name, as in `body.max_tokens`."""
-    if "body" not in raw and ALIASES.keys().isdisjoint(raw):  # most rows
+    if "body" not in raw and RENAMED.isdisjoint(raw):  # most rows
         return ()
     return tuple(
-        (own, prefix + name)
+        (ALIASES[name], prefix + name)
         for prefix, row in _places(raw)
-        for name, own in ALIASES.items()
-        if own != "id" and row.get(name) is not None
+        for name, value in row.items()
+        if value is not None and name in ALIASES and name != "custom_id"
     )
 
 
-def _places(raw: Fields) -> list[tuple[str, Fields]]:
-    """Return a row, and the body of an envelope, each with what the names of its fields begin with in messages."""
-    body = raw.get("body")
-    return [("", raw), ("body.", body)] if isinstance(body, dict) else [("", raw)]
+def _places(raw: Fields) -> Iterator[tuple[str, Fields]]:
+    """Yield a row and the objects in it that hold request fields, each with what the names of its fields begin with in
+    messages."""
+    waiting = [("", raw)]
+    while waiting:
+        prefix, row = waiting.pop()
+        yield prefix, row
+        names = ("body",) if not prefix and "body" in row else CONTAINERS
+        waiting += [(f"{prefix}{name}.", inner) for name in names if isinstance(inner := row.get(name), dict)]
 
 
 def _envelope(raw: Fields) -> ParsedRow:
@@ -144,82 +125,223 @@ def _envelope(raw: Fields) -> ParsedRow:
     if method not in ("POST", None):
         raise InvalidRowError(f"method is {shorten(method)}, but must be POST")
     if not isinstance(url, str) or url not in URLS:
-        raise InvalidRowError(f"url is {shorten(url)}, but must be {' or '.join(URLS)}")
+        *most, last = URLS
+        raise InvalidRowError(f"url is {shorten(url)}, but must be {', '.join(most)} or {last}")
     if not isinstance(body, dict):
         raise InvalidRowError(f"body is {shorten(body)}, but must be an object")
-    unused: list[tuple[str, object]] = []
-    row: Fields = {}
+    form = URLS[url]
+    reading = _Reading(form)
     for name, value in raw.items():
-        if name in ("id", "custom_id", "metadata"):
-            _put(row, name, value, prefix="")
+        if name in ("id", "custom_id"):
+            reading.put("id", name, value, "")
+        elif name == "metadata":
+            reading.put(name, name, value, "")
         elif name not in ENVELOPE and value is not None:
-            unused.append((name, value))
+            reading.unused.append((name, value))
     if body.get("id") is not None or body.get("custom_id") is not None:
         raise InvalidRowError("body has an id of its own: give custom_id beside body, not inside")
-    if body.get("metadata") is not None and row.get("metadata") is not None:
+    if body.get("metadata") is not None and raw.get("metadata") is not None:
         raise InvalidRowError("metadata is given beside body and inside: drop one")
     if body.get("audio") is not None:
         raise InvalidRowError(f"body.audio is {shorten(body['audio'])}, but spoken answers are not supported: drop it")
     if body.get("image") is not None:
         raise InvalidRowError(f"body.image is {shorten(body['image'])}, but pictures stand in flat rows: drop it")
-    form = URLS[url]
-    row.update(_under_own_names(body, unused, form))
-    other = "messages" if PROMPT_OF[form] == "prompt" else "prompt"
-    if other in row:
-        raise InvalidRowError(f"body.{other} is given, but url is {url}, which takes {PROMPT_OF[form]}")
-    return ParsedRow(form, row, unused)
+    reading.take(body, "body.")
+    wanted = SOURCE_OF[form]
+    for other in ("prompt", "messages"):
+        if other != wanted and other in reading.fields:
+            raise InvalidRowError(f"body.{other} is given, but url is {url}, which takes {wanted}")
+    return reading.row()
 
 
-def _under_own_names(raw: Mapping[str, object], unused: list[tuple[str, object]], form: Form) -> Fields:
-    """Return the fields of a row under our own names, without those that are null or have no effect.
+class _Reading:
+    """The reading of one row: its fields under our own names, and the unknown ones."""
 
-    Unknown fields are added to `unused`. Raises InvalidRowError for a field that is not supported.
-    """
-    row: Fields = {}
-    prefix = "" if form == "flat" else "body."
-    for name, value in raw.items():
-        if name in OWN:
-            _put(row, name, value, prefix=prefix)
-        elif value is None or name in WITHOUT_EFFECT:
-            continue
-        elif name == "logprobs":
-            _put_logprobs(row, value, form, prefix)
-        elif name in UNSUPPORTED:
-            _refuse_unsupported(name, value, prefix)
-        else:
-            unused.append((prefix + name, value))
-    return row
+    __slots__ = ("fields", "form", "unused")
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.fields: Fields = {}
+        self.unused: list[tuple[str, object]] = []
+
+    def take(self, raw: Fields, prefix: str) -> None:
+        """Take the fields of a row, of a body or of an object in one, but those that are null, that have no effect or
+        whose value changes nothing.
+
+        prefix: what their names begin with in messages. Raises InvalidRowError for one that cannot be honoured.
+        """
+        ways = _WAYS_IN_RESPONSES if self.form == "openai-responses" else _WAYS
+        for name, value in raw.items():
+            if value is None:
+                continue
+            way = ways.get(name)
+            if type(way) is str:  # most fields
+                self.put(way, name, value, prefix)
+            elif way is None:
+                self.unused.append((prefix + name, value))
+            else:
+                way(self, name, value, prefix)  # type: ignore[operator] # mypy does not narrow by `type(..) is str`
+
+    def put(self, own: str, name: str, value: object, prefix: str) -> None:
+        """Store a field under our own name. Raises InvalidRowError for one that is there already."""
+        if own in self.fields:
+            raise InvalidRowError(
+                f"{prefix}{name} is {shorten(value)}, but {own} is given under another name too: drop one"
+            )
+        if value is not None:
+            self.fields[own] = value
+
+    def row(self) -> ParsedRow:
+        """Return the row, once all of it is taken."""
+        fields = self.fields
+        if self.form == "openai-responses":
+            fields["messages"] = responses_messages(fields.pop("input", None), fields.pop("instructions", None))
+        if fields.get("top_k") == -1:
+            fields["top_k"] = 0
+        if "tool_choice" in fields and fields["tool_choice"] in (("auto",) if "tools" in fields else ("auto", "none")):
+            del fields["tool_choice"]
+        return ParsedRow(self.form, fields, self.unused)
 
 
-def _put(row: Fields, name: str, value: object, *, prefix: str) -> None:
-    if value is None:
-        return
-    known = ALIASES.get(name, name)
-    if known in row:
-        raise InvalidRowError(
-            f"{prefix}{name} is {shorten(value)}, but {known} is given under another name too: drop one"
-        )
-    row[known] = value
+# How a field is taken: under this name of our own, or by this function of the reading, the field's name and value, and
+# the prefix of its name in messages.
+_Way = str | Callable[[_Reading, str, object, str], None]
 
 
-def _put_logprobs(row: Fields, value: object, form: Form, prefix: str) -> None:
-    """Store `logprobs`, a switch in chats and a number of likeliest tokens in completions. A flat row may have
+def _pass_over(reading: _Reading, name: str, value: object, prefix: str) -> None:
+    """Take a field that has no effect."""
+
+
+def _take_container(reading: _Reading, name: str, value: object, prefix: str) -> None:
+    if not isinstance(value, dict):
+        raise InvalidRowError(f"{prefix}{name} is {shorten(value)}, but must be an object")
+    if value.get("id") is not None or value.get("custom_id") is not None:
+        raise InvalidRowError(f"{prefix}{name} has an id of its own: give the row's beside it")
+    reading.take(value, f"{prefix}{name}.")
+
+
+def _take_logprobs(reading: _Reading, name: str, value: object, prefix: str) -> None:
+    """Take `logprobs`, a switch in chats and a number of likeliest tokens in completions. A flat row may have
     either."""
+    form = reading.form
     if form != "openai-completions" and isinstance(value, bool):
-        _put(row, "token_logprobs", value, prefix=prefix)
-    elif form != "openai-chat" and isinstance(value, int) and not isinstance(value, bool):
-        _put(row, "token_logprobs", True, prefix=prefix)
-        _put(row, "top_logprobs", value, prefix=prefix)
+        reading.put("token_logprobs", name, value, prefix)
+    elif form not in ("openai-chat", "openai-responses") and isinstance(value, int) and not isinstance(value, bool):
+        _take_top_logprobs(reading, name, value, prefix)
     elif value is not False:
-        expected = {"openai-chat": "true or false", "openai-completions": "an integer"}.get(
-            form, "true, false or an integer"
-        )
-        raise InvalidRowError(f"{prefix}logprobs is {shorten(value)}, but must be {expected}")
+        expected = {"flat": "true, false or an integer", "openai-completions": "an integer"}
+        raise InvalidRowError(f"{prefix}{name} is {shorten(value)}, but must be {expected.get(form, 'true or false')}")
 
 
-def _refuse_unsupported(name: str, value: object, prefix: str) -> None:
-    """Raise InvalidRowError unless the value changes nothing. Its type must agree too, because 0 == False and 1 ==
-    True."""
-    if not any(type(value) is type(neutral) and value == neutral for neutral in UNSUPPORTED[name]):
-        hint = f" ({HINTS[name]})" if name in HINTS else ""
-        raise InvalidRowError(f"{prefix}{name} is {shorten(value)}, which is not supported{hint}: drop it")
+def _take_top_logprobs(reading: _Reading, name: str, value: object, prefix: str) -> None:
+    reading.put("token_logprobs", name, True, prefix)
+    reading.put("top_logprobs", name, value, prefix)
+
+
+def _take_structured(reading: _Reading, name: str, value: object, prefix: str) -> None:
+    own, converted = structured_format(f"{prefix}{name}", value)
+    reading.put(own, name, converted, prefix)
+
+
+def _take_include(reading: _Reading, name: str, value: object, prefix: str) -> None:
+    if value != ["message.output_text.logprobs"]:
+        raise InvalidRowError(f"{prefix}{name} is {shorten(value)}, but only message.output_text.logprobs is included")
+    reading.put("token_logprobs", name, True, prefix)
+
+
+def _take_truncation(reading: _Reading, name: str, value: object, prefix: str) -> None:
+    if value != "auto":
+        raise InvalidRowError(f"{prefix}{name} is {shorten(value)}, but must be auto or disabled")
+    reading.put("truncate_prompt_tokens", name, -1, prefix)
+
+
+def _take_reasoning(reading: _Reading, name: str, value: object, prefix: str) -> None:
+    if not isinstance(value, dict):
+        raise InvalidRowError(f"{prefix}{name} is {shorten(value)}, but must be an object with effort")
+    for inner, item in value.items():
+        if inner == "effort":
+            reading.put("reasoning_effort", f"{name}.{inner}", item, prefix)
+        elif inner not in ("summary", "generate_summary") and item is not None:  # these two are about what is shown
+            raise InvalidRowError(f"{prefix}{name}.{shorten(inner)} is {shorten(item)}, but only effort is used")
+
+
+def _take_text(reading: _Reading, name: str, value: object, prefix: str) -> None:
+    for inner, item in text_format(f"{prefix}{name}", value).items():
+        if inner == "verbosity":
+            _refuse(f"{prefix}{name}.{inner}", item, REFUSED[inner])
+        else:
+            reading.put("response_format", name, item, prefix)
+
+
+def _converted(own: str, convert: Callable[[str, object], object]) -> _Way:
+    """Return the way of a field whose value is converted. convert: takes the name for messages and the value."""
+
+    def take(reading: _Reading, name: str, value: object, prefix: str) -> None:
+        reading.put(own, name, convert(f"{prefix}{name}", value), prefix)
+
+    return take
+
+
+def _unless_neutral(way: _Way, neutral: tuple[object, ...]) -> _Way:
+    """Return the same way, but past values that change nothing."""
+    if not neutral:
+        return way
+
+    def take(reading: _Reading, name: str, value: object, prefix: str) -> None:
+        if is_neutral(value, neutral):
+            return
+        if isinstance(way, str):
+            reading.put(way, name, value, prefix)
+        else:
+            way(reading, name, value, prefix)
+
+    return take
+
+
+def _refusal(refused: RefusedField) -> _Way:
+    return lambda reading, name, value, prefix: _refuse(f"{prefix}{name}", value, refused)
+
+
+def _refuse(name: str, value: object, refused: RefusedField) -> None:
+    """Raise InvalidRowError unless the value is null or changes nothing."""
+    if value is not None and not is_neutral(value, refused.neutral):
+        raise InvalidRowError(f"{name} is {shorten(value)}, which is not supported ({refused.use}): drop it")
+
+
+_CONVERTED: dict[str, _Way] = {
+    "tools": _converted("tools", tools),
+    "tool_choice": _converted("tool_choice", tool_choice),
+    "guided_choice": "allow",
+    "guided_json": _converted("response_format", json_format),
+    "guided_json_object": _converted("response_format", lambda name, value: {"type": "json_object"}),
+    "guided_regex": _converted("response_format", regex_format),
+    "guided_grammar": _converted("response_format", grammar_format),
+    "grammar": _converted("response_format", grammar_format),
+    "structured_outputs": _take_structured,
+    "logprobs": _take_logprobs,
+    "top_n_tokens": _take_top_logprobs,
+    "input": "input",
+    "instructions": "instructions",
+    "text": _take_text,
+    "reasoning": _take_reasoning,
+    "include": _take_include,
+    "truncation": _take_truncation,
+}
+
+
+def _ways_of(field: RequestField) -> dict[str, _Way]:
+    way = _unless_neutral(_CONVERTED.get(field.name, field.name), field.neutral)
+    return dict.fromkeys((field.name, *field.aliases), way)
+
+
+_WAYS: dict[str, _Way] = {
+    **dict.fromkeys(WITHOUT_EFFECT, _pass_over),
+    **dict.fromkeys(CONTAINERS, _take_container),
+    **{name: _refusal(refused) for name, refused in REFUSED.items()},
+    **{name: way for field in FIELDS.values() for name, way in _ways_of(field).items()},
+}
+_WAYS_IN_RESPONSES: dict[str, _Way] = {
+    **_WAYS,
+    **{name: _refusal(refused) for name, refused in REFUSED_IN_RESPONSES.items()},
+    **{name: way for field in RESPONSES for name, way in _ways_of(field).items()},
+}

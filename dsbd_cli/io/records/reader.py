@@ -7,31 +7,40 @@ from dataclasses import dataclass, field, replace
 
 import orjson
 
+from dsbd_cli.config.chat import ChatConfig
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import check_request
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.config.token_rules import written_rules
+from dsbd_cli.config.token_rules import SEPARATOR, written_rules
 from dsbd_cli.config.variants import RULES
-from dsbd_cli.errors import InvalidRowError, UsageError, shorten
-from dsbd_cli.io.records.fields import messages, response_format, text
+from dsbd_cli.errors import MOST_INTEGER, InvalidRowError, UsageError, shorten
+from dsbd_cli.io.records.fields import Messages, messages, response_format, text
 from dsbd_cli.io.records.file_roots import file_of_row
-from dsbd_cli.io.records.input_forms import ParsedRow, as_written, other_names, parsed_row
+from dsbd_cli.io.records.input_forms import SOURCES, ParsedRow, as_written, other_names, parsed_row
 from dsbd_cli.io.records.parse import decoded, parse_object
-from dsbd_cli.io.records.row import Fields, LongLine, Row, content_key, readable
-from dsbd_cli.requests import Request, check_ends, check_seed, derive_seed
+from dsbd_cli.io.records.request_fields import MAX_NEW_TOKENS, MAX_STOP_BYTES, MAX_STOPS
+from dsbd_cli.io.records.row import Fields, Form, LongLine, Row, content_key, readable
+from dsbd_cli.requests import NO_CHAT, Request, check_ends, check_seed, derive_seed
 
-WARP_FIELDS = {"temperature": None, "top_k": 0, "top_p": 1, "min_p": 0}  # by name: the value that rule search accepts
-SAMPLING_FIELDS = frozenset(SamplingConfig.__dataclass_fields__)
-NUMBERS = ("temperature", "top_p", "min_p", "length_penalty")
-
-# Larger numbers would break a whole batch, not one row.
-MAX_NEW_TOKENS = 1 << 20
-MAX_STOPS, MAX_STOP_BYTES = 16, 256
+WARP_FIELDS = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}  # by name: the value that asks for no warp
+RULE_FIELDS = frozenset("suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id".split())
+AGREEING_FIELDS = frozenset("do_sample use_beam_search best_of".split())  # say what the run does anyway, or fail
+SAMPLING_FIELDS = frozenset(SamplingConfig.__dataclass_fields__) | RULE_FIELDS | AGREEING_FIELDS
+CHAT_FIELDS = (
+    *("tools", "tool_choice", "documents", "chat_template_kwargs", "reasoning_effort", "continue_final_message"),
+    *("add_generation_prompt", "parallel_tool_calls"),
+)
+# Fields of which the order of names is asked for too: of the properties of a schema, of what a template writes.
+ORDERED_FIELDS = frozenset("response_format tools documents chat_template_kwargs".split())
+NUMBERS = (
+    *("temperature", "top_p", "min_p", "length_penalty"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 MAX_WARNED = 100
 MAX_KNOWN = 256  # checked option sets, and names of checked grammars, that are kept
 MAX_KNOWN_BYTES = 4096  # of an option set that is kept
 
-Prompt = str | tuple[dict[str, str], ...]  # of text, or messages
+Prompt = str | Messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +51,7 @@ class RowReader:
     Attributes:
         sampling: options of rows that do not set their own.
         seed: of the run; with a row's id it makes the row's seed.
-        rule: the run's rule; under `search` a row must not ask for sampling.
+        rule: the run's rule; under `search` it wins over the sampling that a row asks for.
         num_beams: of the run; the largest `n` that a row may ask for.
         grammar: of rows that do not bring a response_format.
         strict: an unknown field makes the row fail instead of causing a warning.
@@ -60,7 +69,6 @@ class RowReader:
     chat: bool = False
     files_root: str | None = None
     _warned: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
-    _listed: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     _known_sampling: dict[bytes, SamplingConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
     _known_grammars: dict[str, str | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -78,21 +86,25 @@ class RowReader:
         raw: Fields = {}
         metadata: object | None = None
         warnings: tuple[str, ...] = ()
+        form: Form = "flat"
+        overruled = False
         try:
             raw = parse_object(readable(line))
             row_id = own_id(raw, row_id, "id", "custom_id")
             parsed = parsed_row(raw)
-            metadata = parsed.fields.get("metadata")
+            form, row = parsed.form, parsed.fields
+            metadata = row.get("metadata")
             warnings = self._warnings(parsed, number)
-            request = self._request(parsed.fields, row_id)
+            request = self._request(row, row_id)
+            overruled = self._searches and _asks_for_sampling(row)
+            warnings += self._advice(request, overruled, number)
         except (InvalidRowError, UsageError) as error:
             failure = InvalidRowError(f"line {number}: {as_written(str(error), raw)}")
-            return Row(index, number, row_id, None, failure, metadata, _raw_key(row_id, line), warnings)
-        parsed.fields["id"] = row_id
-        if "response_format" in parsed.fields:  # unsorted: the order of a schema's properties is the answer's
-            parsed.fields["response_format"] = orjson.dumps(parsed.fields["response_format"]).decode()
-        key = content_key(orjson.dumps(parsed.fields, option=orjson.OPT_SORT_KEYS))
-        return Row(index, number, row_id, request, None, metadata, key, warnings, other_names(raw))
+            return Row(index, number, row_id, None, failure, metadata, _raw_key(row_id, line), warnings, (), form)
+        row["id"] = row_id
+        key = content_key(_asked_for(row))
+        written = other_names(raw)
+        return Row(index, number, row_id, request, None, metadata, key, warnings, written, form, overruled)
 
     def read_prompt(self, line: bytes | LongLine, *, index: int) -> tuple[str, Prompt | InvalidRowError]:
         """Return a row's id and its prompt or messages, whatever options it has, or why they cannot be read. For speech
@@ -102,7 +114,7 @@ class RowReader:
         try:
             raw = parse_object(readable(line))
             row_id = own_id(raw, row_id, "id", "custom_id")
-            prompt, chat = self._asked(parsed_row(raw).fields)
+            prompt, chat, _ = self._asked(parsed_row(raw).fields)
         except (InvalidRowError, UsageError) as error:
             return row_id, InvalidRowError(as_written(str(error), raw))
         return row_id, chat or prompt or ""
@@ -117,9 +129,14 @@ class RowReader:
             failure = InvalidRowError(f"line {number}: {error}")
             return Row(index, number, row_id, None, failure, None, key)
         seed = derive_seed(self.seed, row_id)
-        asked, chat = self._as_chat(prompt, None)
+        chat: Messages | None = ({"role": "user", "content": prompt},) if self.chat else None
         request = Request(
-            id=row_id, seed=seed, prompt=asked, messages=chat, sampling=self.sampling, grammar=self.grammar
+            None if self.chat else prompt,
+            id=row_id,
+            seed=seed,
+            messages=chat,
+            sampling=self.sampling,
+            grammar=self.grammar,
         )
         return Row(index, number, row_id, request, None, None, key)
 
@@ -137,25 +154,38 @@ class RowReader:
                 full = len(self._warned) == MAX_WARNED
                 self._warned.add(hash(name))  # a name can have megabytes
                 said = "more unknown fields: not named any more"
-                warnings.append(said if full else f"{parsed.explain(name, value, self._listed)}; not used")
+                warnings.append(said if full else f"{parsed.explain(name, value)}; not used")
         return tuple([f"line {number}: {message}" for message in warnings])
 
-    def _asked(self, row: Fields) -> tuple[str | None, tuple[dict[str, str], ...] | None]:
-        """Return the prompt or the messages of a row; neither for speech or a picture alone. Raises
-        InvalidRowError."""
-        given = [name for name in ("prompt", "messages", "audio", "image") if name in row]
+    def _advice(self, request: Request, overruled: bool, number: int) -> tuple[str, ...]:
+        """Return warnings about what rows probably mean, each once per reader."""
+        told = []
+        if overruled:
+            told.append(OVERRULED)
+        if request.messages is not None and request.messages[-1]["role"] == "assistant":
+            told += [] if request.chat.continue_final_message else [NEW_TURN]
+        new = [message for message in told if hash(message) not in self._warned]
+        self._warned.update(map(hash, new))
+        return tuple([f"line {number}: {message}" for message in new])
+
+    def _asked(self, row: Fields) -> tuple[str | None, Messages | None, bool]:
+        """Return the prompt or the messages of a row, and whether its last message says that the answer continues it;
+        neither for speech or a picture alone. Raises InvalidRowError."""
+        given = [name for name in SOURCES if name in row]
         if len(given) > 1 and given != ["prompt", "image"]:
             raise InvalidRowError(f"{given[0]} and {given[1]} are both given: give one of them")
         if not given:
             raise InvalidRowError("neither prompt nor messages is given")
         prompt = text(row, "prompt") if "prompt" in row else None
-        chat = messages(row["messages"]) if "messages" in row else None
-        if self.chat and "image" not in row:  # a prompt given with a picture is the decoder's, not a message
-            prompt, chat = self._as_chat(prompt, chat)
-        return prompt, chat
+        chat, continued = messages(row["messages"]) if "messages" in row else (None, False)
+        if self.chat and prompt is not None and "image" not in row:  # beside a picture it is the decoder's, no message
+            prompt, chat = None, ({"role": "user", "content": prompt},)
+        if "system" in row:
+            chat = _with_system(text(row, "system"), chat)
+        return prompt, chat, continued
 
     def _request(self, row: Fields, row_id: str) -> Request:
-        prompt, chat = self._asked(row)
+        prompt, chat, continued = self._asked(row)
         return Request(
             id=row_id,
             seed=row.get("seed", derive_seed(self.seed, row_id)),  # type: ignore[arg-type] # it checks the type
@@ -163,9 +193,10 @@ class RowReader:
             messages=chat,
             audio=self._file(row, "audio") if "audio" in row else None,
             image=self._file(row, "image") if "image" in row else None,
-            sampling=self._sampling(row),
+            sampling=self._sampling(row, chat is not None),
             allow=_allow(row["allow"]) if "allow" in row else None,
             grammar=self._grammar(row),
+            chat=_chat(row, chat, continued),
         )
 
     def _file(self, row: Fields, name: str) -> str:
@@ -176,22 +207,17 @@ class RowReader:
         path = text(row, name)
         return path if self.files_root is None else file_of_row(self.files_root, name, path)
 
-    def _as_chat(
-        self, prompt: str | None, chat: tuple[dict[str, str], ...] | None
-    ) -> tuple[str | None, tuple[dict[str, str], ...] | None]:
-        """Return prompt and messages. Under `chat` a prompt becomes the single message of a user."""
-        if not self.chat or prompt is None:
-            return prompt, chat
-        return None, ({"role": "user", "content": prompt},)
-
     def _grammar(self, row: Fields) -> Grammar | None:
         if "response_format" not in row:
             return self.grammar
-        grammar = response_format(row["response_format"])
+        value = row["response_format"]
+        grammar = response_format(value)
         if grammar is not None:
             fault = self._grammar_fault(grammar)
             if fault is not None:
-                raise InvalidRowError(f"response_format.json_schema.schema cannot be used: {fault}")
+                assert isinstance(value, dict), "else it is refused"
+                place = ".json_schema.schema" if value.get("json_schema") is not None else ""
+                raise InvalidRowError(f"response_format{place} cannot be used: {fault}")
         return grammar
 
     def _grammar_fault(self, grammar: Grammar) -> str | None:
@@ -207,10 +233,16 @@ class RowReader:
                 self._known_grammars[grammar.name] = None
         return self._known_grammars[grammar.name]
 
-    def _sampling(self, row: Fields) -> SamplingConfig:
+    @property
+    def _searches(self) -> bool:
+        return not RULES[self.rule].samples
+
+    def _sampling(self, row: Fields, chat: bool) -> SamplingConfig:
         own = {name: value for name, value in row.items() if name in SAMPLING_FIELDS}
         if not own:
             return self.sampling
+        if chat and "add_special_tokens" in own:
+            _check_special_tokens(own.pop("add_special_tokens"))
         # most rows of a file ask for the same; the key is JSON, because 1 and True are equal as keys of a dict
         written = orjson.dumps(own)
         known = self._known_sampling.get(written)
@@ -223,17 +255,174 @@ class RowReader:
         return known
 
     def _checked_sampling(self, row: Fields) -> SamplingConfig:
-        if not RULES[self.rule].samples:
-            row = _without_warps(row)
         given: Fields = {
-            name: float(value) if name in NUMBERS and type(value) is int else value for name, value in row.items()
+            name: float(value) if name in NUMBERS and type(value) is int else value
+            for name, value in row.items()
+            if name not in AGREEING_FIELDS and name not in RULE_FIELDS
         }
         if "token_rules" in row:
             given["token_rules"] = _rules(row["token_rules"])
+        if not RULE_FIELDS.isdisjoint(row):
+            given["token_rules"] = _with_rules(given.get("token_rules", self.sampling.token_rules), row)
+        if "logit_bias" in row:
+            given["logit_bias"] = _logit_bias(row["logit_bias"])
         sampling = replace(self.sampling, **given)  # type: ignore[arg-type] # it checks their types
+        if self._searches:  # which draws nothing, whatever a row says
+            sampling = replace(sampling, **{name: getattr(self.sampling, name) for name in WARP_FIELDS})
         check_request(sampling, self.rule, self.num_beams)
         _check_limits(row, sampling)
+        self._check_agreement(row, sampling)
         return sampling
+
+    def _check_agreement(self, row: Fields, sampling: SamplingConfig) -> None:
+        """Raise InvalidRowError for a field that says what the run does, and says something else."""
+        samples = not self._searches and sampling.temperature != 0
+        for name in ("do_sample", "use_beam_search"):
+            if name not in row:
+                continue
+            value = row[name]
+            if not isinstance(value, bool):
+                raise InvalidRowError(f"{name} is {shorten(value)}, but must be true or false")
+            draws = value is (name == "do_sample")
+            if draws is not samples and not self._searches:  # a search overrules it, as it does temperature
+                does = "the run samples: give temperature 0, or --decode search" if samples else "temperature is 0"
+                raise InvalidRowError(f"{name} is {shorten(value)}, but {does}")
+        beams = self.num_beams if sampling.num_beams is None else sampling.num_beams
+        if "best_of" in row and (type(row["best_of"]) is not int or row["best_of"] != beams):
+            raise InvalidRowError(
+                f"best_of is {shorten(row['best_of'])}, but the number of beams is {beams} (--num-beams): drop it"
+            )
+
+
+OVERRULED = (
+    "temperature, top_k, top_p, min_p and do_sample of rows are not used: this run searches (--decode search), which "
+    "draws nothing"
+)
+NEW_TURN = (
+    "the last message is the assistant's, and the answer is a new turn: continue_final_message of the row, or prefix "
+    "of the message, would continue it"
+)
+
+
+def _asked_for(row: Fields) -> bytes:
+    """Return what a row asks for as JSON, from which its key is made. It is the same for all forms of a row."""
+    asked = row
+    if not ORDERED_FIELDS.isdisjoint(row):
+        asked = {name: orjson.dumps(value).decode() if name in ORDERED_FIELDS else value for name, value in row.items()}
+    if not AGREEING_FIELDS.isdisjoint(row):
+        asked = {name: value for name, value in asked.items() if name not in AGREEING_FIELDS}
+    chat = row.get("messages")
+    if isinstance(chat, list) and any("tool_calls" in message or "tools" in message for message in chat):
+        asked = {**asked, "messages": orjson.dumps(chat).decode()}  # of their arguments and parameters as well
+    return orjson.dumps(asked, option=orjson.OPT_SORT_KEYS)
+
+
+def _asks_for_sampling(row: Fields) -> bool:
+    """Return whether a row asks for draws. A temperature of 0 asks for none, whatever stands beside it."""
+    if row.get("temperature") == 0:
+        return False
+    return row.get("do_sample") is True or any(row.get(name, plain) != plain for name, plain in WARP_FIELDS.items())
+
+
+def _with_system(system: str, chat: Messages | None) -> Messages:
+    """Return messages with one of the system before them. Raises InvalidRowError."""
+    if chat is None:
+        reason = "a plain prompt has no such message: give messages, or run with --chat"
+        raise InvalidRowError(f"system is {shorten(system)}, but {reason}")
+    if chat[0]["role"] in ("system", "developer"):
+        raise InvalidRowError(f"system is {shorten(system)}, but messages[0] is one too: drop one")
+    return ({"role": "system", "content": system}, *chat)
+
+
+def _chat(row: Fields, chat: Messages | None, continued: bool) -> ChatConfig:
+    """Return the settings of a conversation. continued: its last message says so. Raises InvalidRowError and
+    UsageError."""
+    given = {name: row[name] for name in CHAT_FIELDS if name in row}
+    if not given and not continued:
+        return NO_CHAT
+    if chat is None:
+        given = {name: value for name, value in given.items() if (name, value) != ("reasoning_effort", "none")}
+        for name, value in given.items():
+            reason = "it is about a chat, and the row has none: give messages, or run with --chat"
+            raise InvalidRowError(f"{name} is {shorten(value)}, but {reason}")
+        return NO_CHAT
+    if given.get("parallel_tool_calls", True) is not True and "tools" in given:
+        reason = "whether a model calls one function or several is not decided here: drop it"
+        raise InvalidRowError(f"parallel_tool_calls is {shorten(given['parallel_tool_calls'])}, but {reason}")
+    continues = given.get("continue_final_message", continued)
+    _check_turn(given, chat, continues)
+    return ChatConfig(
+        tools=tuple(given.get("tools", ())),  # type: ignore[arg-type] # it is a list
+        tool_choice=given.get("tool_choice", "auto"),  # type: ignore[arg-type] # it is a text
+        documents=given.get("documents", ()),  # type: ignore[arg-type] # it checks the types of the rest
+        template_kwargs=_template_kwargs(given),
+        continue_final_message=continues,  # type: ignore[arg-type]
+    )
+
+
+def _check_turn(given: Fields, chat: Messages, continues: object) -> None:
+    """Check what fields say of the last message and of a new turn behind it. Raises InvalidRowError."""
+    opens = given.get("add_generation_prompt", True)
+    if not isinstance(opens, bool):
+        raise InvalidRowError(f"add_generation_prompt is {shorten(opens)}, but must be true or false")
+    if not opens and continues is not True:
+        reason = "an answer is a new turn, unless continue_final_message is true: drop it"
+        raise InvalidRowError(f"add_generation_prompt is false, but {reason}")
+    last = chat[-1]
+    if continues is True and (last["role"] != "assistant" or not last["content"] or "tool_calls" in last):
+        reason = f"the last message is {shorten(last)}: it must be the assistant's, with a content"
+        raise InvalidRowError(f"continue_final_message is true, but {reason}")
+
+
+def _template_kwargs(given: Fields) -> dict[str, object] | None:
+    """Return the variables of the template. Raises InvalidRowError."""
+    kwargs, effort = given.get("chat_template_kwargs"), given.get("reasoning_effort")
+    if not isinstance(kwargs, dict | None):
+        raise InvalidRowError(f"chat_template_kwargs is {shorten(kwargs)}, but must be an object")
+    if effort is None:
+        return kwargs
+    if not isinstance(effort, str) or not effort:
+        raise InvalidRowError(f"reasoning_effort is {shorten(effort)}, but must be a non-empty string")
+    kwargs = dict(kwargs or {})
+    if kwargs.setdefault("reasoning_effort", effort) != effort:
+        reason = f"chat_template_kwargs has {shorten(kwargs['reasoning_effort'])}: drop one"
+        raise InvalidRowError(f"reasoning_effort is {shorten(effort)}, but {reason}")
+    if effort == "none":
+        kwargs.setdefault("enable_thinking", False)
+    return kwargs
+
+
+def _check_special_tokens(value: object) -> None:
+    """Raise InvalidRowError unless a chat's add_special_tokens is false, as it is anyway."""
+    if value is not False:
+        raise InvalidRowError(f"add_special_tokens is {shorten(value)}, but a chat template adds its own: drop it")
+
+
+def _with_rules(rules: object, row: Fields) -> str:
+    """Return token rules, as --set token-rules spells them, with those that are fields of the row. Raises
+    InvalidRowError and UsageError."""
+    given = {name: row[name] for name in row if name in RULE_FIELDS}
+    for name, value in given.items():
+        listed = name in ("suppress_tokens", "begin_suppress_tokens")
+        items = value if listed and isinstance(value, list) else [value]
+        if not all(type(item) is int and 0 <= item <= MOST_INTEGER for item in items) or (
+            listed and not isinstance(value, list)
+        ):
+            expected = "a list of token ids" if listed else "a token id"
+            raise InvalidRowError(f"{name} is {shorten(value)}, but must be {expected}")
+        if "token_rules" in row and f",{name}=" in f",{rules}":
+            raise InvalidRowError(f"{name} is {shorten(value)}, but token_rules has it too: drop one")
+    return SEPARATOR.join(filter(None, (str(rules or ""), written_rules(given))))
+
+
+def _logit_bias(value: object) -> object:
+    """Return numbers by token id, from an object whose names are ids. Raises InvalidRowError."""
+    if not isinstance(value, dict):
+        raise InvalidRowError(f"logit_bias is {shorten(value)}, but must be an object of token ids and numbers")
+    for name in value:
+        if not (name.isascii() and name.isdigit() and str(int(name[:20])) == name):
+            raise InvalidRowError(f"logit_bias has {shorten(name)}, but must have token ids")
+    return {int(name): float(number) if type(number) is int else number for name, number in value.items()}
 
 
 def _rules(value: object) -> str:
@@ -271,23 +460,6 @@ def stops_fault(stops: Sequence[str]) -> str | None:
     if (size := sum(len(item.encode("utf-8", "surrogatepass")) for item in stops)) > MAX_STOP_BYTES:
         return f"{shorten(list(stops))}, {size} bytes in all, but must be at most {MAX_STOP_BYTES}"
     return None
-
-
-def _without_warps(row: Fields) -> Fields:
-    """Return the row without its sampling options, for rule search.
-
-    A temperature of 0 describes what the rule does, and the other options then have no effect. Without it an option
-    that would have an effect is refused. Raises InvalidRowError.
-    """
-    kept = {name: value for name, value in row.items() if name not in WARP_FIELDS}
-    temperature = row.get("temperature")
-    if type(temperature) in (int, float) and temperature == 0:
-        return kept
-    for name, neutral in WARP_FIELDS.items():
-        value = row.get(name)
-        if value is not None and (isinstance(value, bool) or value != neutral):
-            raise InvalidRowError(f"{name} is {shorten(value)}, but the rule search draws nothing: drop it")
-    return kept
 
 
 def own_id(raw: Fields, default: str, *names: str) -> str:

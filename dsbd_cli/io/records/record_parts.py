@@ -95,6 +95,15 @@ def row_error(row: Row, result: RequestResult | None) -> RowError | None:
     return None
 
 
+# Options of rows in every fingerprint. Later ones are in it where they act, so that runs without them can be resumed.
+FIRST_OPTIONS = frozenset(
+    (
+        *("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop", "length_penalty", "early_stopping"),
+        *("n_best", "token_logprobs", "top_logprobs", "source_lang", "target_lang", "prefix", "token_rules"),
+    )
+)
+
+
 def run_fingerprint(method: MethodRecord, rows: RowReader, **others: str | int | float | bool | None) -> Fields:
     """Return the settings that a row's result depends on besides the row itself, as plain JSON values in a fixed order.
 
@@ -103,10 +112,11 @@ def run_fingerprint(method: MethodRecord, rows: RowReader, **others: str | int |
     """
     searching = not RULES[rows.rule].samples
     settings = method.fields()
-    for name in rows.sampling.__dataclass_fields__:
+    for name, field_of in rows.sampling.__dataclass_fields__.items():
         value = getattr(rows.sampling, name)
-        idle = searching and name in WARP_FIELDS
-        settings[name] = None if idle else list(value) if isinstance(value, tuple) else value
+        if value == field_of.default and name not in FIRST_OPTIONS:
+            continue
+        settings[name] = None if searching and name in WARP_FIELDS else _plain(value)
     settings["seed"] = None if searching else rows.seed
     settings.update(others)
     return settings
@@ -131,6 +141,11 @@ def fingerprint_difference(
             shown = (typed or {}).get(name, name if name.isidentifier() else shorten(name))
             differences.append(f"{shown} was {_shown_value(before)} and is {_shown_value(now)}")
     return ", ".join(differences) or None
+
+
+def _plain(value: object) -> object:
+    """Return a value as it comes back from JSON."""
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 PARTS = "config", "tokenizer", "weights"  # of a checkpoint, each with a digest

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Literal
 
 from dsbd_cli.errors import InvalidRowError, RowError, shorten
 from dsbd_cli.requests import Request
 
 Fields = dict[str, object]
+Form = Literal["flat", "openai-completions", "openai-chat", "openai-responses"]
 
 MAX_LINE_BYTES = 16 << 20  # a line of brackets takes 25 times its size in memory when it is parsed
 
@@ -56,6 +58,9 @@ class Row:
         key: hash of what the row asks for, whatever form it is written in. The index counts only where it is the id.
         warnings: messages about fields that are not used; a reader warns of a field name once.
         written: our name and the row's, of each field that the row gives under another name.
+        form: what the row is written as; flat too for a line that cannot be read. An OpenAI line is answered in its
+            own form.
+        overruled: the row asks for sampling, and the run searches.
     """
 
     index: int
@@ -67,6 +72,8 @@ class Row:
     key: str
     warnings: tuple[str, ...] = ()
     written: tuple[tuple[str, str], ...] = ()
+    form: Form = "flat"
+    overruled: bool = False
 
 
 def content_key(content: bytes) -> str:

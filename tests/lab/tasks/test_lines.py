@@ -99,7 +99,7 @@ def test_lines_are_those_of_generate_with_their_own_options(tmp_path: Path) -> N
     [
         (["x"], "line 1: not a JSON object"),
         ([{"prompt": "a"}, {}], "line 2: neither prompt nor messages is given"),
-        ([{"prompt": "a", "top_k": -1}], "line 1: top_k is -1"),
+        ([{"prompt": "a", "top_k": -2}], "line 1: top_k is -2"),
         ([{"prompt": 3}], "line 1: prompt is 3"),
         ([{"prompt": ""}], "line 1: prompt is ''"),
         ([{"messages": [{"role": "user"}]}], r"line 1: messages\[0\] is"),
