@@ -57,7 +57,6 @@ def collect(
     job.stats.total_s = time.perf_counter() - job.started
     sampling, eos = job.request.sampling, set(codec.eos_ids)
     score, logprob, length = finished.score, finished.logprob, finished.length
-    prefix = job.prompt[len(job.prompt) - job.prefix :]
     hypotheses = []
     ranks = [rank for rank in range(len(score)) if score[rank] != -torch.inf]
     texts = [finished.tokens[rank][: length[rank]] for rank in ranks]
@@ -66,7 +65,7 @@ def collect(
     ranks.sort(key=lambda rank: whole[rank] is False)  # a stable sort: otherwise they stay in the order of their scores
     for rank in ranks[: sampling.n_best]:
         ids, valid = texts[rank], whole[rank]
-        text = text_of(ids[:-1] if ids[-1] in eos else ids, sampling.stop, codec, prefix)
+        text = answer_text(job, ids[:-1] if ids[-1] in eos else ids, codec)
         reason: FinishReason = "length" if finished.by_length[rank] else "stop"
         answer_id = None if job.catalogue is None else job.catalogue.id_of(ids)
         details = None
@@ -113,16 +112,26 @@ def result_of(job: RequestState, hypotheses: Sequence[Hypothesis], error: RowErr
     )
 
 
-def text_of(ids: list[int], stops: Sequence[str], codec: TextCodec, prefix: Sequence[int] = ()) -> str:
-    """Return the text of the prefix and of the tokens, up to the stop string that the last token completed.
+def answer_text(job: RequestState, ids: list[int], codec: TextCodec) -> str:
+    """Return the text of a request's answer: its prefix, and what these tokens add to it, up to the stop string that
+    the last token completed."""
+    text = text_of(ids, job.request.sampling.stop, codec)
+    if not job.prefix:
+        return text
+    prefix, before = job.request.sampling.prefix or "", job.prompt[len(job.prompt) - job.prefix :]
+    shown, whole = codec.decode(before), codec.decode([*before, *ids])
+    whole = whole[: len(whole) - len(codec.decode(ids)) + len(text)]
+    # the first of these tokens may hold the prompt's end, too, and the decoder may change the prefix
+    begin = shown.rfind(prefix)
+    return whole[begin:] if begin >= 0 else prefix + whole[len(shown) :]
+
+
+def text_of(ids: list[int], stops: Sequence[str], codec: TextCodec) -> str:
+    """Return the text of tokens, up to the stop string that the last token completed.
 
     The beginning of the stop string is found in the tokens' bytes, as the automaton finds it. A decoder may change the
     text (most drop a leading space), but what follows that place is at the end of both.
     """
-    if prefix:
-        left_out = len(codec.decode(ids)) - len(text_of(ids, stops, codec))
-        whole = codec.decode([*prefix, *ids])
-        return whole[: len(whole) - left_out]
     text = codec.decode(ids)
     if not stops:
         return text
