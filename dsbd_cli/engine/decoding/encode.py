@@ -32,6 +32,7 @@ from dsbd_cli.errors import (
 from dsbd_cli.requests import Request
 
 HEAD = 256  # first characters of a text, encoded to find the tokens that begin every text
+COUNTED = 1 << 16  # bytes of a text whose tokens are all counted, where a request asks for its last tokens
 
 
 class Encoder:
@@ -348,9 +349,12 @@ class Encoder:
                     f"prompt has {size} bytes, more than {codec.bytes_per_token} for each token that fits: the "
                     f"{limit_text}"
                 )
-        if most is None or size <= (characters := most * codec.bytes_per_token):
+        if most is None:
             return None
-        return characters
+        characters = most * codec.bytes_per_token
+        if truncate is not None:
+            characters = max(characters, COUNTED)
+        return characters if size > characters else None
 
     def _fit(self, ids: list[int], new: int, truncate: int | None) -> tuple[list[int], int]:
         """Return the prompt, cut to the models' positions and to `truncate` tokens, and how many tokens were dropped.

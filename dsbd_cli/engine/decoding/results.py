@@ -118,8 +118,10 @@ def answer_text(job: RequestState, ids: list[int], codec: TextCodec) -> str:
     text = text_of(ids, job.request.sampling.stop, codec)
     if not job.prefix:
         return text
-    prefix, before = job.request.sampling.prefix or "", job.prompt[len(job.prompt) - job.prefix :]
+    prefix, before = job.request.sampling.prefix or "", job.prefix_tokens
     shown, whole = codec.decode(before), codec.decode([*before, *ids])
+    if not whole.startswith(shown):  # some tokenizers decode a run of byte tokens as a whole, and this one is no text
+        return prefix + text
     whole = whole[: len(whole) - len(codec.decode(ids)) + len(text)]
     # the first of these tokens may hold the prompt's end, too, and the decoder may change the prefix
     begin = shown.rfind(prefix)

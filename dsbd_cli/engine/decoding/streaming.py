@@ -72,8 +72,8 @@ class Pieces:
             if not decoder.getstate()[0]:
                 ends.append(count)
         for end in reversed(ends):
-            text = self._codec.decode(ids[:end])
+            known = [*job.prefix_tokens, *ids[:end]]
             # some tokenizers decode a run of byte tokens as a whole: one bad byte more, and none of it is text
-            if self._broken is None or self._codec.decode([*ids[:end], self._broken]).startswith(text):
+            if self._broken is None or self._codec.decode([*known, self._broken]).startswith(self._codec.decode(known)):
                 return answer_text(job, ids[:end], self._codec)
         return ""

@@ -105,7 +105,7 @@ def template_in(folder: Path, name: str) -> str | dict[str, str]:
 def misfit(base: Mapping[str, int], own: Mapping[str, int], width: int) -> str | None:
     """Return why an adapter's vocabulary does not fit a model's, None where it does: it has the model's tokens, and
     others may come behind. width: ids that the model has."""
-    for token, index in base.items():
+    for token, index in sorted(base.items(), key=lambda item: item[1]):
         if own.get(token) != index:
             there = "missing" if token not in own else f"token {own[token]}"
             return f"{shorten(token)} is token {index} of the base, and {there} there"
