@@ -11,6 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.results import text_of
 from dsbd_cli.errors import InvalidRowError
 from dsbd_cli.models.stored_tokenizer import StoredTokenizer, store, stored
@@ -76,11 +77,11 @@ def test_texts_end_before_the_stop_string_their_bytes_complete(tokenizer: Any) -
         stop = whole[start : start + rng.randint(1, 6)]
         ended = next(n for n in range(1, len(ids) + 1) if stop.encode() in b"".join(table[i] for i in ids[:n]))
         kept = whole[: whole.index(stop)]
-        found = text_of(ids[:ended], (stop, "never there"), codec)
+        found = text_of(ids[:ended], SamplingConfig(stop=(stop, "never there")), codec)
         assert found in (kept, kept.removeprefix(" "))
         assert found == codec.decode(ids[:ended])[: len(found)]
         spaced += stop.startswith(" ") and start == 0
-        assert text_of(ids[: ended - 1], (stop,), codec) == codec.decode(ids[: ended - 1])
+        assert text_of(ids[: ended - 1], SamplingConfig(stop=(stop,)), codec) == codec.decode(ids[: ended - 1])
     assert spaced > 10 or not whole.startswith(" ")
 
 
@@ -96,8 +97,8 @@ def test_a_decoder_that_puts_spaces_between_tokens() -> None:
     """What is cut off does not stand in such a text; the tokens before the stop string do."""
     codec = HFCodec(numbers(), ())
     assert codec.decode([5, 6, 17]) == "w5 w6 w17"
-    assert text_of([5, 6, 17], ("7",), codec) == "w5 w6 w1"
-    assert text_of([5, 6, 17], ("6w",), codec) == "w5w"
+    assert text_of([5, 6, 17], SamplingConfig(stop=("7",)), codec) == "w5 w6 w1"
+    assert text_of([5, 6, 17], SamplingConfig(stop=("6w",)), codec) == "w5w"
 
 
 def test_special_and_added_tokens(tokenizer: Any) -> None:

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import torch
 
+from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.constraints.grammar import GrammarCompiler
 from dsbd_cli.engine.constraints.legal import FREE
 from dsbd_cli.engine.constraints.stops import find_stop
@@ -57,6 +58,7 @@ def collect(
     job.stats.total_s = time.perf_counter() - job.started
     sampling, eos = job.request.sampling, set(codec.eos_ids)
     score, logprob, length = finished.score, finished.logprob, finished.length
+    prefix = job.prompt[len(job.prompt) - job.prefix :]
     hypotheses = []
     ranks = [rank for rank in range(len(score)) if score[rank] != -torch.inf]
     texts = [finished.tokens[rank][: length[rank]] for rank in ranks]
@@ -65,7 +67,7 @@ def collect(
     ranks.sort(key=lambda rank: whole[rank] is False)  # a stable sort: otherwise they stay in the order of their scores
     for rank in ranks[: sampling.n_best]:
         ids, valid = texts[rank], whole[rank]
-        text = answer_text(job, ids[:-1] if ids[-1] in eos else ids, codec)
+        text = text_of(ids[:-1] if ids[-1] in eos else ids, sampling, codec, prefix)
         reason: FinishReason = "length" if finished.by_length[rank] else "stop"
         answer_id = None if job.catalogue is None else job.catalogue.id_of(ids)
         details = None
@@ -112,29 +114,23 @@ def result_of(job: RequestState, hypotheses: Sequence[Hypothesis], error: RowErr
     )
 
 
-def answer_text(job: RequestState, ids: list[int], codec: TextCodec) -> str:
-    """Return the text of a request's answer: its prefix, and what these tokens add to it, up to the stop string that
-    the last token completed."""
-    text = text_of(ids, job.request.sampling.stop, codec)
-    if not job.prefix:
-        return text
-    prefix, before = job.request.sampling.prefix or "", job.prefix_tokens
-    shown, whole = codec.decode(before), codec.decode([*before, *ids])
-    if not whole.startswith(shown):  # some tokenizers decode a run of byte tokens as a whole, and this one is no text
-        return prefix + text
-    whole = whole[: len(whole) - len(codec.decode(ids)) + len(text)]
-    # the first of these tokens may hold the prompt's end, too, and the decoder may change the prefix
-    begin = shown.rfind(prefix)
-    return whole[begin:] if begin >= 0 else prefix + whole[len(shown) :]
+def text_of(ids: list[int], sampling: SamplingConfig, codec: TextCodec, prefix: Sequence[int] = ()) -> str:
+    """Return the text of the prefix and of the tokens, up to the stop string that the last token completed.
 
-
-def text_of(ids: list[int], stops: Sequence[str], codec: TextCodec) -> str:
-    """Return the text of tokens, up to the stop string that the last token completed.
+    prefix: the tokens that hold the text of sampling.prefix; the first of them may hold an end of the prompt, too.
 
     The beginning of the stop string is found in the tokens' bytes, as the automaton finds it. A decoder may change the
     text (most drop a leading space), but what follows that place is at the end of both.
     """
-    text = codec.decode(ids)
+    if prefix:
+        text, begun = text_of(ids, sampling, codec), sampling.prefix or ""
+        shown, whole = codec.decode([*prefix]), codec.decode([*prefix, *ids])
+        if not whole.startswith(shown):  # some tokenizers decode a run of byte tokens as a whole: this one is no text
+            return begun + text
+        whole = whole[: len(whole) - len(codec.decode(ids)) + len(text)]
+        at = shown.rfind(begun)  # -1 where the decoder changes the prefix
+        return whole[at:] if at >= 0 else begun + whole[len(shown) :]
+    text, stops = codec.decode(ids), sampling.stop
     if not stops:
         return text
     token_bytes = codec.token_bytes()

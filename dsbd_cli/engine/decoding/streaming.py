@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from dsbd_cli.engine.decoding.results import answer_text
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.engine.decoding.results import text_of
 from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.protocols import TextCodec
 from dsbd_cli.errors import RowError, shorten
@@ -36,7 +37,7 @@ class Pieces:
         self._common_prefix[job.number] = job.common_prefix
         sent = self._sent.get(job.number, "")
         stops = job.request.sampling.stop
-        text = self._whole(job, tokens())
+        text = self._whole(tokens(), job.request.sampling, job.prompt[len(job.prompt) - job.prefix :])
         # a stop string may have begun in what is held back
         text = text[: max(0, len(text) - max((len(stop.encode()) - 1 for stop in stops), default=0))]
         # the text is shorter after out of memory, when the request begins again
@@ -62,9 +63,9 @@ class Pieces:
         while self._out:
             yield self._out.popleft()
 
-    def _whole(self, job: RequestState, ids: list[int]) -> str:
-        """Return the answer's text of as many leading tokens as end with a whole character, whatever tokens follow, up
-        to a stop string."""
+    def _whole(self, ids: list[int], sampling: SamplingConfig, prefix: Sequence[int]) -> str:
+        """Return the text of as many leading tokens as end with a whole character, whatever tokens follow, up to a stop
+        string."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         ends = []
         for count, token in enumerate(ids, 1):
@@ -72,8 +73,8 @@ class Pieces:
             if not decoder.getstate()[0]:
                 ends.append(count)
         for end in reversed(ends):
-            known = [*job.prefix_tokens, *ids[:end]]
+            text = self._codec.decode([*prefix, *ids[:end]])
             # some tokenizers decode a run of byte tokens as a whole: one bad byte more, and none of it is text
-            if self._broken is None or self._codec.decode([*known, self._broken]).startswith(self._codec.decode(known)):
-                return answer_text(job, ids[:end], self._codec)
+            if self._broken is None or self._codec.decode([*prefix, *ids[:end], self._broken]).startswith(text):
+                return text_of(ids[:end], sampling, self._codec, prefix)
         return ""

@@ -56,11 +56,6 @@ class RequestState:
     rules: TokenRules = field(default_factory=TokenRules)
 
     @property
-    def prefix_tokens(self) -> list[int]:
-        """The tokens of the prompt that hold the text which the answer begins with."""
-        return self.prompt[len(self.prompt) - self.prefix :]
-
-    @property
     def max_new(self) -> int:
         """Most tokens that it can generate."""
         return self.request.sampling.max_new_tokens if self.catalogue is None else self.catalogue.trie.longest

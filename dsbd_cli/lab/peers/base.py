@@ -89,7 +89,7 @@ class Peer:
     def text(self, ids: tuple[int, ...]) -> str:
         """Return the text as a reader gets it, without the end token and cut before a stop string."""
         body = ids[:-1] if ids and ids[-1] in self._codec.eos_ids else ids
-        return text_of(list(body), self._sampling.stop, self._codec)
+        return text_of(list(body), self._sampling, self._codec)
 
     def logprob(self, prompt: Asked, answer: Delivered) -> float:
         """Return an answer's raw target log-probability (nats) after its prompt, by a forward of its own; not for
