@@ -43,7 +43,7 @@ def test_templates_and_variables_go_to_the_engine(dsbd: Dsbd, tmp_path: Path) ->
     assert dsbd(*again, *same, lines=[CHAT]).code == 0
     done = dsbd(*again, *setting("chat-template", str(file)), lines=[CHAT])
     assert done.code == 2
-    assert """--set chat-template-kwargs was '{"a":[1],"b":null}' and is None""" in done.err
+    assert """--set chat-template-kwargs was '{"a":[1],"b":null}' and is not set""" in done.err
     file.write_text(TEMPLATE + " ", encoding="utf-8")
     done = dsbd(*again, *same, lines=[CHAT])
     assert done.code == 2
