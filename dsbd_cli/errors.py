@@ -99,6 +99,8 @@ def as_utf8(text: str) -> str:
 
 # seldom used options, which have no name of their own on the command line: `--set NAME=VALUE`
 SETTINGS = (
+    "chat_template",
+    "chat_template_kwargs",
     "early_stopping",
     "fuzzy_tolerance",
     "gpu",
@@ -120,6 +122,7 @@ SETTINGS = (
     "tensor_parallel",
     "token_logprobs",
     "token_rules",
+    "tokenizer",
     "warp_scope",
     "width",
 )

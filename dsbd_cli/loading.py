@@ -7,19 +7,20 @@ import gc
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING
 
-from dsbd_cli.config.checking import check_value, require
+from dsbd_cli.config.chat import check_template_kwargs, template_text
+from dsbd_cli.config.checking import check_value, refuse, require
 from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig, check_engine_options
 from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
 from dsbd_cli.config.variants import INDEX
 from dsbd_cli.errors import UsageError, reading, shorten
-from dsbd_cli.models.chat import begin_rendering
-from dsbd_cli.models.checkpoints.hub import locate, stored_bytes
+from dsbd_cli.models.chat import begin_rendering, check_template
+from dsbd_cli.models.checkpoints.hub import locate, locate_adapters, stored_bytes
 from dsbd_cli.ops.cpu.ahead import touching
 from dsbd_cli.requests import EngineInfo
 from dsbd_cli.threads import MOST_THREADS, processors, sleep_sooner, wait_without_spinning
@@ -44,6 +45,8 @@ def load(
     cuda_graphs: bool | None = None,
     kernels: bool | None = None,
     allow: str | os.PathLike[str] | None = None,
+    chat_template: str | os.PathLike[str] | None = None,
+    chat_template_kwargs: Mapping[str, object] | None = None,
     threads: int | None = None,
 ) -> Engine:
     """Load a target, and a draft where there is one, into an engine.
@@ -65,6 +68,8 @@ def load(
             there.
         allow: file with a list of the only answers that may come out, see docs/constraints.md. A grammar stands in a
             Request.
+        chat_template: in place of the target's: a file (a Path), or the template's text, as in transformers.
+        chat_template_kwargs: variables of the template, such as enable_thinking; those of a Request come before them.
         threads: processor threads for all that torch does in this process; None: OMP_NUM_THREADS, else torch's choice
             within the container's quota of processors.
 
@@ -80,6 +85,9 @@ def load(
     _check_place("target", target, ModelSpec)
     _check_place("draft", draft, ModelSpec, NoneType)
     _check_place("allow", allow, NoneType)
+    _check_place("chat_template", chat_template, NoneType)
+    if chat_template_kwargs is not None:
+        check_template_kwargs(chat_template_kwargs)
     spec, draft_spec = _specs(target, draft, kernels)
     method = (method or MethodConfig()).fit_draft(None if draft_spec is None else draft_spec.source)
     if allow is not None:
@@ -92,7 +100,8 @@ def load(
             locate(wanted)
     wait_without_spinning()
     sleep_sooner(stored_bytes(locate(spec)))
-    begin_rendering(locate(spec))  # it runs during the imports, and memory is touched meanwhile
+    template = None if chat_template is None else template_text(chat_template)
+    begin_rendering(locate(spec), *locate_adapters(spec))  # it runs during the imports, and memory is touched meanwhile
     with touching(_packed_bytes(spec, locate(spec))):
         # heavy imports only now, so that a wrong name is reported at once
         with _without_collection():
@@ -114,6 +123,11 @@ def load(
         if spec.device == "cpu" or (spec.device == "auto" and not torch.cuda.is_available()):
             compile_beside("iteration")  # while models are loaded
         pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
+    if template is not None:
+        check_template(template)
+    pair.codec.use_template(template, chat_template_kwargs)
+    if chat_template_kwargs and not pair.codec.has_template:
+        refuse("chat_template_kwargs", chat_template_kwargs, f"target {spec.source} has no chat template: drop it")
     width, catalogue_notes = pair.target.vocab_size, list[str]()
     catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width, catalogue_notes.append)
     info = EngineInfo(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from dsbd_cli.config.chat import ChatConfig
+from dsbd_cli.config.chat import NO_CHAT, ChatConfig
 from dsbd_cli.config.checking import check_types, require
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.sampling import SamplingConfig
@@ -15,7 +15,6 @@ from dsbd_cli.errors import InvalidRowError, RowError, UsageError, shorten
 from dsbd_cli.stats import RequestStats
 
 FinishReason = Literal["stop", "length"]
-NO_CHAT = ChatConfig()
 Source = Literal["text", "audio", "image"]  # what a target reads
 
 # by what a target reads: what it does, and what a request must give it

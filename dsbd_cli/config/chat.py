@@ -2,9 +2,58 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from dsbd_cli.config.checking import refuse, require
+from dsbd_cli.errors import reading
+
+MOST_BYTES = 1 << 20  # of a chat template; those of known models have up to 20,000
+
+# names that transformers' apply_chat_template gives another meaning than a variable of the template
+ELSEWHERE = {
+    "messages": "messages",
+    "conversations": "messages",
+    "tools": "tools",
+    "documents": "documents",
+    "chat_template": "chat_template of the run",
+    "continue_final_message": "continue_final_message",
+    "add_generation_prompt": "continue_final_message",
+}
+IN_ANOTHER_CALL = (
+    "tokenize",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+)  # of apply_chat_template
+
+
+def check_template_kwargs(kwargs: object) -> None:
+    """Raise UsageError for what cannot be the variables of a chat template."""
+    name = "chat_template_kwargs"
+    fits = isinstance(kwargs, dict) and all(isinstance(key, str) for key in kwargs)
+    require(fits, name, kwargs, "an object")
+    assert isinstance(kwargs, dict)
+    for key in kwargs:
+        if key in ELSEWHERE:
+            refuse(name, kwargs, f"{key} is no variable of a template: give {ELSEWHERE[key]}")
+        if key in IN_ANOTHER_CALL:
+            refuse(name, kwargs, f"{key} is no variable of a template: drop it")
+
+
+def template_text(template: str | os.PathLike[str]) -> str:
+    """Return a chat template, which is given as text, or as a file by its path. Raises UsageError."""
+    name = "chat_template"
+    if isinstance(template, str):
+        require("{" in template, name, template, "the text of a template: for a file give a Path")
+        return template
+    path = Path(template)
+    require(path.is_file(), name, str(path), "a file")
+    if (size := path.stat().st_size) > MOST_BYTES:
+        refuse(name, str(path), f"it has {size} bytes, and a template may have {MOST_BYTES}")
+    with reading(f"chat_template {path}"):
+        return path.read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +88,10 @@ class ChatConfig:
         )
         if self.tool_choice not in ("auto", "none") and not self.tools:
             refuse("tool_choice", self.tool_choice, "there are no tools: give some, or drop it")
-        kwargs = self.template_kwargs
-        fits = kwargs is None or (isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs))
-        require(fits, "chat_template_kwargs", kwargs, "an object")
+        if self.template_kwargs is not None:
+            check_template_kwargs(self.template_kwargs)
         continued = self.continue_final_message
         require(isinstance(continued, bool), "continue_final_message", continued, "true or false")
+
+
+NO_CHAT = ChatConfig()

@@ -11,6 +11,7 @@ from dsbd_cli.errors import UsageError
 OnTooLong = Literal["error", "truncate-left"]
 Numerics = Literal["invariant", "fast"]
 Quantize = Literal["int8"]
+TokenizerOf = Literal["base"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 ON_TOO_LONG, QUANTIZE, NUMERICS, DTYPES = map(get_args, (OnTooLong, Quantize, Numerics, Dtype))
@@ -39,6 +40,8 @@ class ModelSpec:
         kernels: on a GPU, layers whose small operations are known run as kernels; False: as transformers has them.
         quantize: `int8`: linear layers are made int8 at load, on the CPU.
         adapters: folders or hub ids of peft adapters, merged at load after those that `source` names.
+        tokenizer: `base`: the tokenizer and the chat template are the model's own, whatever its adapters bring. None:
+            those of the last adapter that brings some.
     """
 
     source: str
@@ -52,6 +55,7 @@ class ModelSpec:
     kernels: bool = True
     quantize: Quantize | None = None
     adapters: tuple[str, ...] = ()
+    tokenizer: TokenizerOf | None = None
 
     def __post_init__(self) -> None:
         processes, expected = self.tensor_parallel, "1 or more, and 1 of a draft"
@@ -80,4 +84,4 @@ class ModelSpec:
         has no adapters. device: the draft's own one, if it has one."""
         place = device or (self.device if self.device_map is None else "auto")
         alike = replace(self, source=source, role="draft", device=place, device_map=None, tensor_parallel=1)
-        return replace(alike, trust_remote_code=False, adapters=())
+        return replace(alike, trust_remote_code=False, adapters=(), tokenizer=None)

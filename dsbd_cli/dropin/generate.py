@@ -206,10 +206,10 @@ class _Ids:
     def __init__(self, eos_ids: tuple[int, ...], vocabulary: int) -> None:
         self.eos_ids, self._vocabulary = eos_ids, vocabulary
 
-    def encode(self, text: object) -> NoReturn:
+    def encode(self, *text: object) -> NoReturn:
         raise UsageError("this engine has no tokenizer: give prompt_ids")
 
-    encode_pieces = encode_chat = encode
+    encode_pieces = render_chat = encode
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return ""

@@ -6,13 +6,14 @@ Shape letters: R requests (rows), n nodes in one forward, S active cache slots, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from dsbd_cli.config.chat import ChatConfig
 from dsbd_cli.config.token_rules import Timestamps
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.requests import Request, Segment, Source
@@ -259,9 +260,9 @@ class TextCodec(Protocol):
         """Return the token ids of pieces of text, with nothing added."""
         ...
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the token ids of a conversation through the tokenizer's chat template. Raises InvalidRowError without
-        a template."""
+    def render_chat(self, messages: Sequence[Mapping[str, object]], chat: ChatConfig) -> str:
+        """Return the text of a conversation through the chat template. Its ids are those of `encode_pieces`, because a
+        template writes the special tokens itself. Raises InvalidRowError without a template."""
         ...
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
@@ -283,24 +284,8 @@ class SizedCodec(TextCodec, Protocol):
         """Most bytes of a text that one token covers: a bound of the tokenizer, or one that no natural text reaches."""
         ...
 
-    def size(self, asked: str | list[dict[str, str]]) -> int:
-        """Return the number of bytes of a plain prompt or a conversation."""
-        ...
-
-    def least_tokens(self, asked: str | list[dict[str, str]]) -> int:
-        """Return a lower bound of the tokens of a plain prompt or a conversation; 0 where none is known."""
-        ...
-
-    def encode(self, prompt: str, most: int | None = None) -> list[int]:
-        """Return token ids as every codec does. most: how many of the prompt's last characters are read; None: all."""
-        ...
-
-    def encode_chat(self, messages: list[dict[str, str]], most: int | None = None) -> list[int]:
-        """Return token ids as every codec does.
-
-        most: how many of the last characters of the conversation's text are read, behind the token that every text
-        begins with; None: all.
-        """
+    def least_tokens(self, text: str) -> int:
+        """Return a lower bound of the tokens of a text; 0 where none is known."""
         ...
 
 
@@ -344,7 +329,8 @@ class EncoderDecoderCodec(TextCodec, Protocol):
         ...
 
     def encoder_input(self, request: Request) -> EncoderRequest:
-        """Return the inputs of encoder and decoder for a request. Raises RowError where it cannot be answered."""
+        """Return the inputs of encoder and decoder for a request, which has no messages. Raises RowError where it
+        cannot be answered."""
         ...
 
     def cut(self, encoder_input: Tensor, room: int) -> Tensor | None:

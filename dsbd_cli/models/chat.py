@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.errors import InvalidRowError
+from dsbd_cli.config.chat import NO_CHAT, ChatConfig
+from dsbd_cli.errors import InvalidRowError, UsageError, one_line
 
 SECONDS = 10  # of processor time for one conversation; the templates of known models take less than a millisecond
 CHILD = Path(__file__).with_name("chat_child.py")
@@ -37,27 +38,25 @@ class Renderer:
         self._child: subprocess.Popen[bytes] | None = None
         self._owner = 0  # process that started it: a fork must not share its pipes
 
-    def render(self, tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bool) -> str:
-        """Return the text of a conversation. opened: it ends with the beginning of the assistant's answer. Raises
-        InvalidRowError where the template refuses the conversation or exceeds the limits."""
+    def render(self, template: str, variables: Mapping[str, object], **asked: object) -> str:
+        """Return the text of a conversation. variables: of the template, beside the messages. asked: arguments of
+        transformers' render_jinja_template. Raises InvalidRowError where the template refuses the conversation or
+        exceeds the limits, or a value is no JSON."""
+        question = {"template": template, "variables": dict(variables), "asked": asked, "seconds": self._seconds}
         try:
-            template = tokenizer.get_chat_template()
-        except ValueError as error:  # several templates, none of which is the default
-            raise InvalidRowError(f"the model's chat template cannot be chosen: {error}") from None
-        asked = {
-            "template": template,
-            "messages": messages,
-            "opened": opened,
-            "variables": {
-                name: value if isinstance(value, list) else str(value)
-                for name, value in tokenizer.special_tokens_map.items()
-            },
-            "seconds": self._seconds,
-        }
-        found: dict[str, str] = json.loads(self._answer(json.dumps(asked).encode() + b"\n"))
-        if "error" in found:
-            raise InvalidRowError(f"the model's chat template refuses these messages: {found['error']}")
-        return found["text"]
+            line = json.dumps(question).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRowError(f"the conversation cannot be given to a chat template: {one_line(error)}") from None
+        answer: dict[str, str] = json.loads(self._answer(line))
+        if "error" in answer:
+            raise InvalidRowError(f"the model's chat template refuses these messages: {answer['error']}")
+        return answer["text"]
+
+    def compile(self, template: str) -> str | None:
+        """Return why a text is no template; None where it is one."""
+        question = {"template": template, "seconds": self._seconds}
+        answer: dict[str, str] = json.loads(self._answer(json.dumps(question).encode() + b"\n"))
+        return answer.get("error")
 
     def begin(self) -> None:
         """Start the child now, so that its imports run at the same time as other work."""
@@ -124,15 +123,65 @@ _renderer = Renderer()
 atexit.register(_renderer.close)
 
 
-def begin_rendering(folder: Path) -> None:
-    """Start the child process, whose imports take a second, where a checkpoint's folder has a chat template."""
-    settings = folder / "tokenizer_config.json"
-    if (folder / "chat_template.jinja").is_file() or (
-        settings.is_file() and b'"chat_template"' in settings.read_bytes()
-    ):
-        _renderer.begin()
+def begin_rendering(*folders: Path) -> None:
+    """Start the child process, whose imports take a second, where a folder of a checkpoint has a chat template."""
+    for folder in folders:
+        settings = folder / "tokenizer_config.json"
+        if (folder / "chat_template.jinja").is_file() or (
+            settings.is_file() and b'"chat_template"' in settings.read_bytes()
+        ):
+            _renderer.begin()
 
 
-def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bool) -> str:
-    """Render messages as Renderer.render does, by the child of this process."""
-    return _renderer.render(tokenizer, messages, opened=opened)
+def check_template(text: str) -> None:
+    """Raise UsageError for a text that is no template."""
+    if (fault := _renderer.compile(text)) is not None:
+        raise UsageError(f"chat_template cannot be used: {fault}", field="chat_template", value=text)
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, or a run's template in its place, with the run's variables."""
+
+    def __init__(self, tokenizer: Any, text: str | None = None, kwargs: Mapping[str, object] | None = None) -> None:
+        """text: takes the place of the tokenizer's template. kwargs: variables of the template; those of a conversation
+        come before them."""
+        self._tokenizer, self._text, self._kwargs = tokenizer, text, dict(kwargs or {})
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a template."""
+        return self._text is not None or bool(getattr(self._tokenizer, "chat_template", None))
+
+    def render(
+        self, messages: Sequence[Mapping[str, object]], chat: ChatConfig = NO_CHAT, *, opened: bool = True
+    ) -> str:
+        """Return the text of a conversation, as transformers' apply_chat_template does, by the child of this process.
+
+        opened: it ends with the beginning of the assistant's answer, unless its last message is continued.
+
+        Raises InvalidRowError where there is no template, or it refuses the conversation or exceeds the limits.
+        """
+        if not self.exists:
+            raise InvalidRowError(
+                "the model's tokenizer has no chat template: give a plain prompt, or use an instruct model"
+            )
+        tools = list(chat.tools) if chat.tools and chat.tool_choice != "none" else None
+        template = self._text
+        if template is None:
+            try:
+                template = self._tokenizer.get_chat_template(tools=tools)
+            except ValueError as error:  # several templates, none of which is the default
+                raise InvalidRowError(f"the model's chat template cannot be chosen: {error}") from None
+        special = {
+            name: value if isinstance(value, list) else str(value)
+            for name, value in self._tokenizer.special_tokens_map.items()
+        }
+        return _renderer.render(
+            template,
+            {**special, **self._kwargs, **(chat.template_kwargs or {})},
+            messages=[dict(message) for message in messages],
+            tools=tools,
+            documents=list(chat.documents) or None,
+            continue_final_message=chat.continue_final_message,
+            add_generation_prompt=opened and not chat.continue_final_message,
+        )

@@ -57,7 +57,7 @@ def load_adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
         if spec.role == "target":
             raise trimmed_target(spec)
         forest.spread(*trimmed)
-    ends = eos_ids(model, tokenizer)
+    ends = eos_ids(model, tokenizer, spec)
     if isinstance(forest, Seq2SeqForestModel):
         forest.encoder_digest = digest
         return forest, _source_codec(spec, model, tokenizer, ends, forest.vocab_size)

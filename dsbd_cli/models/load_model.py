@@ -21,6 +21,7 @@ from torch import Tensor
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import UnsupportedModelError, one_line, out_of_memory
 from dsbd_cli.models import verdicts
+from dsbd_cli.models.checkpoints.adapters import notes_on_tokenizer
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, read_generation
 from dsbd_cli.models.checkpoints.head import read_head, trimmed_target
 from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, locate, locate_adapters, stored_bytes
@@ -70,8 +71,10 @@ def load_model(spec: ModelSpec, *, anew: bool = False) -> tuple[BaseForestModel,
 
 
 def _with_note(loaded: tuple[BaseForestModel, HFCodec], spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
-    """Return the model with a note where its folder holds an adapter that nobody has named."""
+    """Return the model with notes: where an adapter's tokenizer is used, and where its folder holds an adapter that
+    nobody has named."""
     place = locate(spec)
+    loaded[0].notes = (*loaded[0].notes, *notes_on_tokenizer(spec))
     if (place / ADAPTER_CONFIG).is_file() and place.resolve() not in [one.resolve() for one in locate_adapters(spec)]:
         base = parts_of(spec.source)[0]
         note = f"the {spec.role}'s folder holds an adapter, too, which is not merged: {base}+{base} merges it"
@@ -179,7 +182,9 @@ class _DecoderLoad:
             found = self._loaded(tokenizer)
             if isinstance(found, str):
                 return found
-            return found, HFCodec(tokenizer.result(), eos_ids(found.settings, tokenizer.result()), table.result())
+            return found, HFCodec(
+                tokenizer.result(), eos_ids(found.settings, tokenizer.result(), self._spec), table.result()
+            )
 
     def _loaded(self, tokenizer: Future[Any]) -> BaseForestModel | str:
         """Return the model, or the reason why transformers has to run it."""

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import torch
 
+from dsbd_cli.config.checking import refuse
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import InvalidRowError, NumericalError, UnsupportedModelError
-from dsbd_cli.models.chat import render
+from dsbd_cli.models.chat import ChatTemplate, check_template
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.models.checkpoints.loader import load_config, load_network, load_tokenizer, quiet
 from dsbd_cli.models.checkpoints.placement import device_of
@@ -22,8 +23,12 @@ class RewardModel:
     """A model that scores texts. A prompt of messages goes through the chat template, with the candidate as the
     assistant's answer. A plain prompt is joined to the candidate."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        """Load the model. Raises ModelNotFoundError and ModelError, or UnsupportedModelError where it is no sequence
+    def __init__(
+        self, spec: ModelSpec, template: str | None = None, template_kwargs: Mapping[str, object] | None = None
+    ) -> None:
+        """Load the model. template: takes the place of its chat template. template_kwargs: variables of the template.
+
+        Raises ModelNotFoundError and ModelError, or UnsupportedModelError where it is no sequence
         classifier with one output."""
         from transformers import AutoModelForSequenceClassification
 
@@ -39,12 +44,18 @@ class RewardModel:
             spec = replace(spec, dtype="float32") if device_of(spec).type == "cpu" else spec
             self._model = load_network(spec, config, AutoModelForSequenceClassification)
             self._tokenizer = load_tokenizer(folder, spec)
+        if template is not None:
+            check_template(template)
+        self._template = ChatTemplate(self._tokenizer, template, template_kwargs)
+        if template_kwargs and not self.chat:
+            reason = f"reward model {spec.source} has no chat template: drop it"
+            refuse("chat_template_kwargs", template_kwargs, reason)
         self._limit = getattr(config.get_text_config(), "max_position_embeddings", None)
 
     @property
     def chat(self) -> bool:
-        """Whether its tokenizer has a chat template."""
-        return bool(getattr(self._tokenizer, "chat_template", None))
+        """Whether it has a chat template."""
+        return self._template.exists
 
     @torch.inference_mode()
     def scores(self, prompt: Asked, texts: Sequence[str]) -> list[float]:
@@ -73,7 +84,10 @@ class RewardModel:
             return ids
         if not self.chat:
             raise InvalidRowError("the row has messages, but the reward model's tokenizer has no chat template")
-        messages = [*(dict(message) for message in prompt), {"role": "assistant", "content": text}]
-        shown = render(self._tokenizer, messages, opened=False)
+        messages: list[Mapping[str, object]] = [
+            *(dict(message) for message in prompt),
+            {"role": "assistant", "content": text},
+        ]
+        shown = self._template.render(messages, opened=False)
         prefix_ids: list[int] = self._tokenizer(shown, add_special_tokens=False)["input_ids"]
         return prefix_ids

@@ -27,7 +27,7 @@ class StoredTokenizer:
         self.special_tokens_map: Mapping[str, Any] = facts["special_tokens_map"]
         self.all_special_ids: list[int] = facts["all_special_ids"]
         self.eos_token_id: int | None = facts["eos_token_id"]
-        self.chat_template: str | None = facts["chat_template"]
+        self.chat_template: str | dict[str, str] | None = facts["chat_template"]
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
@@ -51,11 +51,15 @@ class StoredTokenizer:
         found = [one.ids for one in self.backend_tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)]
         return {"input_ids": found[0] if isinstance(text, str) else found}
 
-    def get_chat_template(self) -> str:
-        """Return the chat template. Raises ValueError where there is none."""
-        if self.chat_template is None:
+    def get_chat_template(self, *, tools: list[Any] | None = None) -> str:
+        """Return the chat template; of several that for tools, where some are given and there is one. Raises ValueError
+        where there is none."""
+        templates = self.chat_template
+        if templates is None:
             raise ValueError("there is no chat template")
-        return self.chat_template
+        if isinstance(templates, str):
+            return templates
+        return templates["tool_use" if tools is not None and "tool_use" in templates else "default"]
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
         """Return the text of ids, without cleaning up spaces."""
@@ -72,12 +76,9 @@ def store(tokenizer: Any) -> dict[str, Any] | None:
         return None
     if any(getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name) for name in METHODS):
         return None
-    template = None
-    if tokenizer.chat_template:
-        try:
-            template = tokenizer.get_chat_template()
-        except ValueError:  # several templates, none of which is the default
-            return None
+    template = tokenizer.chat_template or None
+    if isinstance(template, dict) and "default" not in template:
+        return None
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any, Protocol
 
+from dsbd_cli.config.chat import NO_CHAT, ChatConfig
 from dsbd_cli.errors import InvalidRowError, one_line
-from dsbd_cli.models.chat import render
+from dsbd_cli.models.chat import ChatTemplate
 from dsbd_cli.models.stored_tokenizer import StoredTokenizer
+
+_logger = logging.getLogger(__name__)
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\u2581"
@@ -22,7 +25,6 @@ IDS_ALONE = {"return_attention_mask": False, "return_token_type_ids": False}  # 
 KEEPING = {"Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits", "NFC"}
 NFC_SHRINKS = 4
 MOST_BYTES = 256  # of text per token, on average; a tokenizer's own bound may be as large as its longest run of spaces
-HEAD = 256  # first characters of a conversation, encoded to find the token that begins every text
 UTF8_BYTES = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
 
 
@@ -60,7 +62,7 @@ class Tokenizer(Protocol):
     @property
     def special_tokens_map(self) -> Mapping[str, Any]: ...
 
-    def get_chat_template(self) -> str: ...
+    def get_chat_template(self, *, tools: list[Any] | None = None) -> str: ...
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
 
@@ -77,8 +79,9 @@ class HFCodec:
         self._bytes = table
         self._all_bytes: list[bytes] | None = None  # with those of special tokens
         self._cover: _Cover | None = None
-        # the last conversation and its text, which is asked for twice: for its size and for its ids
-        self._rendered: tuple[list[dict[str, str]], str] | None = None
+        self._chat = ChatTemplate(tokenizer)
+        self._bos: tuple[str, int] | None = None  # set at the first plain prompt, see `_bos_token`
+        self._told_bos = False
 
     @property
     def tokenizer(self) -> Any:
@@ -106,8 +109,13 @@ class HFCodec:
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
-        return bool(getattr(self._tokenizer, "chat_template", None))
+        """Whether there is a chat template."""
+        return self._chat.exists
+
+    def use_template(self, text: str | None, kwargs: Mapping[str, object] | None) -> None:
+        """Render conversations with this template in place of the tokenizer's, where one is given, and with these
+        variables beside those of each conversation."""
+        self._chat = ChatTemplate(self._tokenizer, text, kwargs)
 
     @property
     def fingerprint(self) -> str | None:
@@ -118,21 +126,35 @@ class HFCodec:
             return None
         return hashlib.blake2b(backend.to_str().encode(), digest_size=16).hexdigest()
 
-    def encode(self, prompt: str, most: int | None = None) -> list[int]:
-        """Return the token ids of a plain prompt, with the special tokens that the tokenizer adds by itself. most:
-        encode only so many of its last characters. Raises InvalidRowError where the tokenizer fails."""
-        return self._ids(prompt if most is None else prompt[-most:], add_special_tokens=True)
+    def encode(self, prompt: str) -> list[int]:
+        """Return the token ids of a plain prompt, with the special tokens that the tokenizer adds by itself. A prompt
+        that begins with the text of the BOS token does not get a second one. Raises InvalidRowError where the tokenizer
+        fails."""
+        ids = self._ids(prompt, add_special_tokens=True)
+        bos, token = self._bos_token
+        if not bos or not prompt.startswith(bos) or ids[:2] != [token, token]:
+            return ids
+        if not self._told_bos:
+            self._told_bos = True
+            _logger.warning(
+                "some prompts begin with %s, which the tokenizer puts before every text: they get no second one", bos
+            )
+        return ids[1:]
 
-    def least_tokens(self, asked: str | list[dict[str, str]]) -> int:
-        """Return a lower bound of the tokens of a plain prompt or a conversation; 0 where there is none. The tokenizer
-        is not run, because it would take long on a long text."""
-        text = asked if isinstance(asked, str) else self._chat_text(asked)
+    @property
+    def _bos_token(self) -> tuple[str, int]:
+        """The token that the tokenizer puts before every text, where that is its BOS: text and id, else "" and -1."""
+        if self._bos is None:
+            bos = str(self._tokenizer.special_tokens_map.get("bos_token"))
+            token = self._tokenizer.get_vocab().get(bos, -1)
+            begins = self._ids("", add_special_tokens=True)[:1] == [token]
+            self._bos = (bos, token) if begins else ("", -1)
+        return self._bos
+
+    def least_tokens(self, text: str) -> int:
+        """Return a lower bound of the tokens of a text; 0 where there is none. The tokenizer is not run, because it
+        would take long on a long text."""
         return self._covering.least(text.encode("utf-8", "surrogatepass"))
-
-    def size(self, asked: str | list[dict[str, str]]) -> int:
-        """Return the bytes of a plain prompt or a conversation."""
-        text = asked if isinstance(asked, str) else self._chat_text(asked)
-        return len(text.encode("utf-8", "surrogatepass"))
 
     @property
     def bytes_per_token(self) -> int:
@@ -149,25 +171,14 @@ class HFCodec:
         """Return the token ids of pieces of text, nothing added. Raises InvalidRowError where the tokenizer fails."""
         return [list(ids) for ids in self._encoded(texts, add_special_tokens=False)]
 
-    def encode_chat(self, messages: list[dict[str, str]], most: int | None = None) -> list[int]:
-        """Return the token ids of a conversation, ready for the assistant's answer.
+    def render_chat(self, messages: Sequence[Mapping[str, object]], chat: ChatConfig = NO_CHAT) -> str:
+        """Return the text of a conversation, ready for the assistant's answer. Raises InvalidRowError where there is no
+        chat template, or it refuses the conversation."""
+        return self._chat.render(messages, chat)
 
-        most: encode only so many of the last characters of its text. The token that begins every text comes before
-        them, where the conversation begins with it.
-
-        Raises InvalidRowError when the tokenizer has no chat template, or fails, or the template refuses the
-        conversation.
-        """
-        text = self._chat_text(messages)
-        if most is None or len(text) <= most:
-            return self._plain_ids(text)
-        same = takewhile(
-            lambda pair: pair[0] == pair[1], zip(self.encode(""), self._plain_ids(text[:HEAD]), strict=False)
-        )
-        return [*(token for token, _ in same), *self._plain_ids(text[-most:])]
-
-    def _plain_ids(self, text: str) -> list[int]:
-        return self._ids(text, add_special_tokens=False)
+    def encode_chat(self, messages: Sequence[Mapping[str, object]], chat: ChatConfig = NO_CHAT) -> list[int]:
+        """Return the token ids of a conversation: those of its text, with nothing added. Raises InvalidRowError."""
+        return self._ids(self.render_chat(messages, chat), add_special_tokens=False)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self._encoded(text, add_special_tokens=add_special_tokens))
@@ -183,15 +194,6 @@ class HFCodec:
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 raise InvalidRowError(f"the tokenizer fails on this text: {one_line(error)}") from error
             raise
-
-    def _chat_text(self, messages: list[dict[str, str]]) -> str:
-        if not self.has_template:
-            raise InvalidRowError(
-                "the model's tokenizer has no chat template: give a plain prompt, or use an instruct model"
-            )
-        if self._rendered is None or self._rendered[0] != messages:
-            self._rendered = messages, render(self._tokenizer, messages, opened=True)
-        return self._rendered[1]
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of generated ids, without special tokens or with them."""

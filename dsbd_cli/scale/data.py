@@ -50,14 +50,26 @@ class Answer:
         seed: int = 0,
         batch_size: int = DEFAULT_BATCH_SIZE,
         on_too_long: OnTooLong = "error",
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> None:
-        """Load an engine. The arguments are those of dsbd_cli.load and Request. Raises what `load` raises."""
+        """Load an engine. The arguments are those of dsbd_cli.load and Request; a template is given as
+        text, because the actors may run elsewhere. Raises what `load` raises."""
         from dsbd_cli import loading
 
         self._sampling, self._seed = sampling or SamplingConfig(), seed
         chosen = method or MethodConfig()
         check_request(self._sampling, chosen.rule, chosen.num_beams)
-        load = partial(loading.load, target, draft, method=method, batch_size=batch_size, on_too_long=on_too_long)
+        load = partial(
+            loading.load,
+            target,
+            draft,
+            method=method,
+            batch_size=batch_size,
+            on_too_long=on_too_long,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         self._worker = Worker(WorkerSetup(load, (), batch_size), heeds_interrupts=True)
         while (greeting := self._worker.hello()) is None:
             continue

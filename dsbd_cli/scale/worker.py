@@ -6,6 +6,8 @@ silence means that the process hangs.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import queue
 import signal
 import socket
@@ -126,13 +128,33 @@ class Exchange:
     """Answers that a worker returns, and the state of its engine.
 
     steps: taken since it was loaded, those of unfinished rows included. exactness: of its answers, weaker than at load
-    where a kernel has failed since; None: not loaded.
+    where a kernel has failed since; None: not loaded. lines: what the library has warned of since the exchange before.
     """
 
     answers: list[Answered]
     steps: int
     failure: Failure | None = None
     exactness: Exactness | None = None
+    lines: tuple[str, ...] = ()
+
+
+class _Warnings(logging.Handler):
+    """A handler that keeps what the library warns of, for the driver."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.put(record.getMessage())
+
+    def take(self) -> tuple[str, ...]:
+        """Return the lines since the last call."""
+        lines = list[str]()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                lines.append(self._lines.get_nowait())
+        return tuple(lines)
 
 
 class Worker:
@@ -144,6 +166,8 @@ class Worker:
         if not heeds_interrupts and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._setup = setup
+        self._warnings = _Warnings()
+        logging.getLogger("dsbd_cli").addHandler(self._warnings)
         self._info: WorkerInfo | None = None
         self._failure: Failure | None = None
         self._loaded = threading.Event()
@@ -178,10 +202,10 @@ class Worker:
                 break
             if item is not None:
                 done.append(item)
-        engine, failure = self._engine, None if done else self._failure
+        engine, failure, lines = self._engine, None if done else self._failure, self._warnings.take()
         if engine is None:
-            return Exchange(done, 0, failure)
-        return Exchange(done, engine.steps, failure, engine.exactness)
+            return Exchange(done, 0, failure, lines=lines)
+        return Exchange(done, engine.steps, failure, engine.exactness, lines)
 
     def _work(self) -> None:
         """Load an engine, then answer until the process ends. This is the work of the thread."""

@@ -128,6 +128,7 @@ class RayEngine:
         self._info: WorkerInfo | None = None
         self._weaker_exactness: Exactness | None = None
         self._last_death = ""
+        self._told = set[str]()  # lines of workers
 
     def start(self) -> None:
         """Start Ray and the workers, and wait until enough of them have loaded.
@@ -296,6 +297,10 @@ class RayEngine:
 
     def _answered(self, worker: _WorkerSlot, exchange: Exchange) -> None:
         window = self._window
+        for line in exchange.lines:
+            if line not in self._told:
+                self._told.add(line)
+                self._warn(line)
         if exchange.exactness not in (None, self._loaded.exactness):
             self._weaker_exactness = exchange.exactness
         for number, answer in exchange.answers:

@@ -21,7 +21,8 @@ Form = Literal["head", "model"]
 class TrainingPlan:
     """The settings that the weights follow from, besides device and machine.
 
-    input: a digest of the prompts' lines. chat: whether they went through the target's chat template.
+    input: a digest of the prompts' lines. chat: whether they went through the target's chat template. chat_template: a
+    digest of the template in place of the target's.
     """
 
     target: str
@@ -39,6 +40,9 @@ class TrainingPlan:
     input: str
     quantize: str | None = None
     chat: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    tokenizer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -355,6 +355,25 @@ def test_a_reward_model_reads_prompts_as_generate_was_asked(dsbd: Dsbd, reward: 
         assert ("the reward model has a chat template" in done.err) == warned
 
 
+def test_a_reward_model_reads_a_template_of_the_run(dsbd: Dsbd, reward: Path, tmp_path: Path) -> None:
+    prompts, template = tmp_path / "prompts.jsonl", tmp_path / "own.jinja"
+    prompts.write_text('{"id": "a", "prompt": "who"}\n')
+    template.write_text("{% for one in messages %}{{ one.content }}{{ mark }}{% endfor %}")
+    options = ("--by", "model", "--model", str(reward), "--prompts", str(prompts))
+
+    def rewards(*more: str) -> object:
+        done = dsbd("pick", *options, *more, lines=[record("a", "he", "she")])
+        assert done.code == 0, done.err
+        return done.records[0]["pick"]["rewards"]  # type: ignore[index]
+
+    own = ("--chat", "--set", f"chat-template={template}")
+    assert rewards(*own) == rewards("--no-chat") != rewards("--chat")
+    assert rewards(*own, "--set", 'chat-template-kwargs={"mark": "!"}') != rewards(*own)
+    done = dsbd("pick", "--by", "score", "--set", f"chat-template={template}", lines=[record("a", "he")])
+    assert done.code == 2
+    assert "--set chat-template would do nothing without --by model: drop it" in done.err
+
+
 def test_rows_of_one_id_get_their_own_prompts(dsbd: Dsbd, reward: Path, tmp_path: Path) -> None:
     """Whatever became of the rows before: failed, chosen for by an earlier run, or a line that is none and whose number
     is another row's id."""

@@ -205,6 +205,7 @@ class NumberTokenizer:
     def __init__(self) -> None:
         self.all_special_ids: list[int] = []
         self.added_tokens_decoder: dict[int, Any] = {}
+        self.special_tokens_map: dict[str, Any] = {}
 
     def get_vocab(self) -> dict[str, int]:
         return {f" {index}": index for index in range(V)}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from dsbd_cli.config.chat import ChatConfig
 from dsbd_cli.engine.protocols import ForestInput
 from tests.helpers.plain import Rows
 
@@ -112,8 +113,8 @@ class NumberCodec:
     def encode_pieces(self, texts: list[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        return self.encode(" ".join(message["content"] for message in messages))
+    def render_chat(self, messages: Sequence[Mapping[str, object]], chat: ChatConfig) -> str:
+        return " ".join(str(message["content"]) for message in messages)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(f"{token} " for token in ids)

@@ -151,7 +151,7 @@ def test_a_text_has_as_many_tokens_as_is_told_before(kind: str) -> None:
         text = "".join(rng.choices(words, k=rng.randint(0, 20)))
         assert codec.least_tokens(text) <= len(codec.encode(text))
     chat = [{"role": "user", "content": "fox " * 500}]
-    assert codec.least_tokens(chat) <= len(codec.encode_chat(chat))
+    assert codec.least_tokens(codec.render_chat(chat)) <= len(codec.encode_chat(chat))
 
 
 def test_bytes_tell_how_long_a_text_is_where_no_token_can_swallow_them() -> None:
@@ -200,20 +200,39 @@ def test_a_bound_holds_where_bytes_vanish_or_characters_are_composed(make: Any) 
     assert vanished or make is composing
 
 
-def test_only_the_end_of_a_long_text_is_tokenized_where_the_rest_is_cut(tokenizer: Any) -> None:
-    """The token that begins every text stays, and a conversation is cut as its text is."""
-    codec, begins = HFCodec(tokenizer, ()), "{{ bos_token }}{{ messages[0].content }}"
-    assert codec.encode("x" * 50 + TEXTS[0], len(TEXTS[0])) == codec.encode(TEXTS[0])
-    assert codec.encode_chat([{"role": "user", "content": "hi"}], 10_000) == codec.encode_chat(
-        [{"role": "user", "content": "hi"}]
-    )
-    made = wrap(byte_level(), chat_template=begins)
-    made.add_bos_token = True
-    made._tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    codec = HFCodec(made, ())
-    ids = codec.encode_chat([{"role": "user", "content": "x" * 1000 + "fox dog"}], 7)
-    assert ids == codec.encode("fox dog")
-    assert ids[0] == made.bos_token_id
+def beginning(tokenizer: Any) -> Any:
+    """The tokenizer with its BOS before every text, as Llama's and Gemma's."""
+    bos = tokenizer.bos_token_id
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", bos)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kept", [False, True], ids=["transformers", "stored"])
+def test_a_prompt_that_begins_with_bos_gets_no_second_one(
+    kind: str, kept: bool, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer: Any = beginning(wrap(KINDS[kind]()))
+    bos, theirs = tokenizer.bos_token_id, lambda text: tokenizer(text)["input_ids"]
+    codec = HFCodec(through_disk(tokenizer) if kept else tokenizer, ())
+    assert codec.encode(TEXTS[0]) == theirs(TEXTS[0])
+    assert codec.encode("a <s> b") == theirs("a <s> b")
+    assert codec.encode("") == [bos]
+    assert not caplog.records
+    assert codec.encode(f"<s>{TEXTS[0]}") == theirs(f"<s>{TEXTS[0]}")[1:]
+    assert codec.encode(f"<s>{TEXTS[0]}").count(bos) == 1
+    assert codec.encode("<s>") == [bos]
+    assert codec.encode("<s><s>fox").count(bos) == 2, "those of the prompt itself stay"
+    assert [record.getMessage() for record in caplog.records] == [
+        "some prompts begin with <s>, which the tokenizer puts before every text: they get no second one"
+    ]
+
+
+def test_a_tokenizer_that_adds_no_bos_leaves_those_of_a_prompt(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert HFCodec(tokenizer, ()).encode("<s><s>fox").count(tokenizer.bos_token_id) == 2
+    assert not caplog.records
 
 
 @pytest.fixture

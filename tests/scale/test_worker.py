@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -168,6 +169,23 @@ def test_an_exchange_gathers_answers_while_the_engine_has_rows() -> None:
     gate.set()
     assert len(exchange.answers) >= 4, "it ended before the engine had read the rows"
     assert len(exchange.answers) < 8, "it did not end when the engine had read them"
+
+
+def test_what_the_library_warns_of_goes_to_the_driver_once() -> None:
+    """Guards lines that only the log of a worker holds."""
+
+    def before(prompt: str) -> None:
+        logging.getLogger("dsbd_cli.models.tokenizer").warning("a line about %s", prompt)
+        logging.getLogger("dsbd_cli.models.tokenizer").info("not this one")
+
+    made = worker(lambda: fake(before))
+    made.put([row(0, "x")])
+    lines: list[str] = []
+    while (exchange := made.exchange((), wait_s=HANG_S)) and not exchange.answers:
+        lines += exchange.lines
+    lines += exchange.lines
+    assert lines == ["a line about x"]
+    assert made.exchange((), wait_s=0).lines == ()
 
 
 def test_hello_answers_while_models_are_loading() -> None:

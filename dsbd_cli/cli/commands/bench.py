@@ -35,7 +35,6 @@ from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking
 from dsbd_cli.cli.run.prompts import CHAT_OR_NOT, check_chat
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import ROWS_FAILED
-from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.errors import DsbdError, UsageError, as_utf8, option_name
 from dsbd_cli.io.lines.replace import write_atomically
@@ -93,7 +92,7 @@ def bench(
         existing=outputs.existing,
     )
     datasets, notes = _datasets(data, choice, shots, settings.rows, chosen=chosen)
-    planned = _runnable(planned, sweep.methods, settings.rows.grammar, datasets)
+    planned = _runnable(planned, sweep.methods, settings.rows, datasets)
     with StopSignals() as signals:
         engine = settings.loader(drafts=any(one.drafts for one in planned.settings))()
         # behind the load, which decides how soon threads sleep before torch is imported
@@ -153,18 +152,24 @@ def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> SweepPlan:
     return dataclasses.replace(planned, notes=(*notes, *planned.notes))
 
 
-def _runnable(
-    planned: SweepPlan, methods: str | None, grammar: Grammar | None, datasets: Sequence[Dataset]
-) -> SweepPlan:
+def _runnable(planned: SweepPlan, methods: str | None, rows: RowReader, datasets: Sequence[Dataset]) -> SweepPlan:
     """Return the plan without the settings that cannot do what the run and its lines ask for.
 
     Raises UsageError if --methods names such a method.
     """
-    asks = {what for one in datasets for what in one.asks} | ({"grammar"} if grammar is not None else set())
-    for what, name in (("grammar", "a grammar"), ("allow", "a line's own allow")):
+    asks = {what for one in datasets for what in one.asks}
+    asks |= {"grammar"} if rows.grammar is not None else set()
+    asks |= {"prefix"} if rows.sampling.prefix is not None else set()
+    ours = (
+        ("grammar", "follow a grammar"),
+        ("allow", "follow a line's own allow"),
+        ("prefix", "continue a prefix"),
+        ("truncated", "truncate prompts"),
+    )
+    for what, verb in ours:
         if what in asks:
             peers = [one for one in planned.settings if not isinstance(one.config, MethodConfig)]
-            planned = planned.without(peers, methods, f"only methods of our own engine follow {name}")
+            planned = planned.without(peers, methods, f"only methods of our own engine {verb}")
     if "greedy" in asks:
         cannot_be_greedy = [one for one in planned.settings if not one.config.takes_greedy]
         planned = planned.without(cannot_be_greedy, methods, "some line asks for temperature 0, which it does not take")

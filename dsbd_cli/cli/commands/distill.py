@@ -26,9 +26,10 @@ from dsbd_cli.cli.options.options import (
     PairOptions,
     SamplingOptions,
     TargetOptions,
+    TemplateOptions,
 )
 from dsbd_cli.cli.options.settings import RunSettings, devices_of, run_settings
-from dsbd_cli.cli.run.files import check_model_folder
+from dsbd_cli.cli.run.files import check_model_folder, text_hash
 from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking, warn
 from dsbd_cli.cli.run.prompts import (
     HELD_OUT_EVERY,
@@ -128,7 +129,13 @@ class DistillOptions:
 
 
 @grouped
-def distill(target: TargetOptions, options: DistillOptions, decoding: DecodeOptions, loading: LoadOptions) -> None:
+def distill(
+    target: TargetOptions,
+    options: DistillOptions,
+    decoding: DecodeOptions,
+    loading: LoadOptions,
+    templates: TemplateOptions,
+) -> None:
     """Train a draft for a target of your own on the target's answers to your own prompts.
 
     The target answers the prompts, and the draft, in float32, learns the target's distribution after every token of all
@@ -150,7 +157,7 @@ def distill(target: TargetOptions, options: DistillOptions, decoding: DecodeOpti
         raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
     place, draft_device = devices_of(loading.device)
     own = {"device": place, "quantize": options.quantize, "threads": options.threads}
-    devices = DeviceOptions(**vars(loading) | own)
+    devices = DeviceOptions(**vars(loading) | vars(templates) | own)
     settings = _run_settings(target, options, decoding, devices)
     with StopSignals() as signals, talking() as talk:
         _Distilling(options, settings, draft_device, options.input, options.output, signals, talk).run()
@@ -246,7 +253,7 @@ class _Distilling:
 
     def _begin(self, shape: StudentShape, digest: str) -> Record:
         """Return the record of a new folder, or of one that this command has left unfinished. Raises UsageError."""
-        options, method = self._options, self._settings.method
+        options, settings, method = self._options, self._settings, self._settings.method
         plan = TrainingPlan(
             target=self._spec.source,
             input=digest,
@@ -263,6 +270,9 @@ class _Distilling:
             dtype=self._spec.dtype,
             quantize=self._spec.quantize,
             chat=bool(options.chat),
+            chat_template=None if settings.chat_template is None else text_hash(settings.chat_template),
+            chat_template_kwargs=settings.chat_template_kwargs,
+            tokenizer=self._spec.tokenizer,
         )
         folder = self._folder
         if not (folder / RECORD).is_file():

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import orjson
 import typer
 
 from dsbd_cli._version import __version__
@@ -25,7 +26,7 @@ from dsbd_cli.cli.options.options import (
 )
 from dsbd_cli.cli.options.precedence import job_text
 from dsbd_cli.cli.options.scale_options import ScaleOptions, pool_config
-from dsbd_cli.cli.options.settings import RunSettings, refuse_idle, run_settings
+from dsbd_cli.cli.options.settings import RunSettings, refuse_idle, refuse_idle_templates, run_settings
 from dsbd_cli.cli.run.files import (
     check_files,
     count_rows,
@@ -35,13 +36,14 @@ from dsbd_cli.cli.run.files import (
     open_input_lines,
     output_format,
     reads_table,
+    text_hash,
     unlike_name,
 )
 from dsbd_cli.cli.run.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
 from dsbd_cli.cli.run.messages import quote_command, say
 from dsbd_cli.cli.run.output_files import Outputs
 from dsbd_cli.cli.run.progress import Reporter, begin_talk
-from dsbd_cli.cli.run.prompts import CHAT_OR_NOT, check_chat
+from dsbd_cli.cli.run.prompts import CHAT_OR_NOT, NOT_CONTINUED, check_chat, is_left_off
 from dsbd_cli.cli.run.shard import Shard, shard_of, sharded_files
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import Summary, rows_exit_code
@@ -120,7 +122,11 @@ def generate(
         refuse_idle(f"{named} writes the best text alone", ("--n-best", sampling.n_best))
     if not form.writes_tokens:
         refuse_idle(f"{named} writes no tokens", (option_name("token_logprobs"), sampling.token_logprobs or None))
-    check_files(files, [answers.allow, settings.method.value(INDEX), job.config, *settings.files])
+    if files.input_format == "text" and not files.chat:
+        refuse_idle_templates("--input-format text without --chat has prompts alone", devices)
+    check_files(
+        files, [answers.allow, devices.chat_template, settings.method.value(INDEX), job.config, *settings.files]
+    )
     run = _GenerateRun(
         files,
         settings,
@@ -153,6 +159,7 @@ class _GenerateRun:
         """demonstrates: no model was named, so a line says that the built-in pair answers."""
         self._demonstrates = demonstrates
         self._has_plain_prompt = False  # whether a row with a plain prompt was read
+        self._has_left_off = False  # whether a row with an answer that is not continued was read
         self._has_template = False  # whether the target is loaded and has a chat template
         self._files, self._settings, self._arguments = files, settings, arguments
         self._ordered, self._pool = ordered, pool
@@ -164,6 +171,7 @@ class _GenerateRun:
             quantize=settings.target.quantize,
         )
         kept = files.summary is not None or files.output not in (None, STANDARD)
+        kwargs = settings.chat_template_kwargs
         pinned = kept and (pool is None or pool.address is None)
         self._fingerprint = run_fingerprint(
             self._method,
@@ -176,6 +184,9 @@ class _GenerateRun:
             input_format="text" if files.input_format == "text" else "auto",
             output_format=files.output_format or "native",
             allow=None if settings.allow is None else file_hash("--allow", settings.allow),
+            chat_template=None if settings.chat_template is None else text_hash(settings.chat_template),
+            chat_template_kwargs=None if kwargs is None else orjson.dumps(kwargs, option=orjson.OPT_SORT_KEYS).decode(),
+            tokenizer=settings.target.tokenizer,
             grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
             require_valid=settings.require_valid,
             files_under=None if files.files_under is None else str(files.files_under.resolve()),
@@ -224,7 +235,7 @@ class _GenerateRun:
         rows = replace(self._settings.rows, files_root=files_root(self._files.files_under, source))
         return RowFlow(
             reader,
-            self._reporting_plain(rows.read_text if self._files.input_format == "text" else rows.read),
+            self._noting(rows.read_text if self._files.input_format == "text" else rows.read),
             self.reporter,
             done=outputs.done,
             max_errors=self._settings.max_errors,
@@ -235,14 +246,19 @@ class _GenerateRun:
             require_valid=self._settings.require_valid,
         )
 
-    def _reporting_plain(self, read: ReadRow) -> ReadRow:
-        """Return a reader of rows that reports the first plain prompt."""
+    def _noting(self, read: ReadRow) -> ReadRow:
+        """Return a reader of rows that reports the first plain prompt, and the first answer that is not continued."""
 
         def noting(line: bytes | LongLine, *, index: int, number: int) -> Row:
             row = read(line, index=index, number=number)
-            if row.request is not None and row.request.prompt is not None and not self._has_plain_prompt:
+            if row.request is None:
+                return row
+            if row.request.prompt is not None and not self._has_plain_prompt:
                 self._has_plain_prompt = True
                 self._warn_plain()
+            if row.request.messages is not None and not self._has_left_off and is_left_off(row.request):
+                self._has_left_off = True
+                self.reporter.warn(NOT_CONTINUED)
             return row
 
         return noting

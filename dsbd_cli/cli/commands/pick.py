@@ -14,8 +14,18 @@ import typer
 
 from dsbd_cli._version import __version__
 from dsbd_cli.cli.options.declare import flag, grouped, option
-from dsbd_cli.cli.options.options import MAIN, MAX_ERRORS, PIPED, Existing, FileOptions, StreamOptions, TalkOptions
-from dsbd_cli.cli.run.files import check_files, check_rows_file, how_to_resume, open_input_lines
+from dsbd_cli.cli.options.options import (
+    MAIN,
+    MAX_ERRORS,
+    PIPED,
+    Existing,
+    FileOptions,
+    StreamOptions,
+    TalkOptions,
+    TemplateOptions,
+)
+from dsbd_cli.cli.options.settings import template_settings
+from dsbd_cli.cli.run.files import check_files, check_rows_file, how_to_resume, open_input_lines, text_hash
 from dsbd_cli.cli.run.flow import check_errors
 from dsbd_cli.cli.run.output_files import Outputs
 from dsbd_cli.cli.run.progress import Reporter, begin_talk
@@ -56,6 +66,8 @@ OPTIONS_OF: dict[str, tuple[By, ...]] = {
     "model": ("model",),
     "prompts": ("model",),
     "chat": ("model",),
+    "chat_template": ("model",),
+    "chat_template_kwargs": ("model",),
     "device": ("model",),
 }
 
@@ -65,7 +77,7 @@ TYPED |= {name.rstrip("_"): option_name(name) for name in OPTIONS_OF}
 
 
 @dataclass(frozen=True)
-class PickOptions:
+class PickOptions(TemplateOptions):
     """Options of how one candidate is chosen."""
 
     by: By | None = option(
@@ -164,7 +176,7 @@ def pick(how: PickOptions, files: PickFiles, talk: TalkOptions, arguments: Seque
         output_format="text" if files.output_format in ("text", "lines") else None,
         existing=files.existing,
     )
-    check_files(own, [*databases(how.database or ""), how.prompts])
+    check_files(own, [*databases(how.database or ""), how.prompts, how.chat_template])
     if code := _PickRun(how, files, own, talk, arguments, chooser).run():
         raise typer.Exit(code)
 
@@ -251,6 +263,9 @@ class _PickRun:
             name: value if value is None or isinstance(value, int | float) else str(value)
             for name, value in values.items()
         }
+        self._template = template_settings(how)
+        if (template := self._template[0]) is not None:
+            self._settings["chat_template"] = text_hash(template)
         self._signals = StopSignals()
         self._reporter = Reporter(talk, files.output, says_why=(files.output_format or "native") == "native")
         self._chosen = self._not_first = self._none_ran = 0
@@ -311,7 +326,7 @@ class _PickRun:
             stream = stack.enter_context(open_input(path))
         from dsbd_cli.models.reward import RewardModel
 
-        model = RewardModel(ModelSpec(how.model or "", device=how.device or "auto"))
+        model = RewardModel(ModelSpec(how.model or "", device=how.device or "auto"), *self._template)
         if how.chat and not model.chat:
             raise UsageError(f"--chat: reward model {how.model} has no chat template: drop it")
         prompts = PromptsById(stream, str(path), lines_reader(path), chat=bool(how.chat))

@@ -26,7 +26,7 @@ from dsbd_cli.cli.options.options import (
     RowFileOptions,
     SamplingOptions,
 )
-from dsbd_cli.cli.options.settings import RunSettings, devices_of, fixed_depth, run_settings
+from dsbd_cli.cli.options.settings import RunSettings, devices_of, fixed_depth, refuse_idle_templates, run_settings
 from dsbd_cli.cli.run.files import check_files_under, check_report_files
 from dsbd_cli.cli.run.messages import Talk, say, set_style, talking
 from dsbd_cli.cli.run.prompts import read_prompts, warn_left_out, warn_plain
@@ -122,9 +122,9 @@ def profile(
         )
     if wanted.quiet and wanted.show is not None and wanted.json is None:
         raise UsageError("--show prints a tree and --quiet prints nothing but a command: drop one, or add --json")
-    inputs = [prompts.input, answers.allow, settings.method.value(INDEX), *settings.files]
+    inputs = [prompts.input, answers.allow, devices.chat_template, settings.method.value(INDEX), *settings.files]
     check_report_files({"--json": wanted.json}, inputs, existing=wanted.existing)
-    requests = _requests(prompts, settings)
+    requests = _requests(prompts, settings, devices)
     options = given_options(pair, method, sampling, answers, devices)
     command = as_utf8(shlex.join(["dsbd", *(arguments or ["profile"])]))
     # libraries turn a KeyboardInterrupt in the middle of an import into errors of their own
@@ -139,13 +139,14 @@ def profile(
             raise StoppedError(signals.number, early=found is None and not shown)
 
 
-def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, ...]:
+def _requests(prompts: PromptOptions, settings: RunSettings, devices: DeviceOptions) -> tuple[Request, ...]:
     """Return the prompts to decode. Raises UsageError if there are none, and with the first bad line."""
     count = prompts.records or RECORDS
     if prompts.input is None:
         check_files_under(prompts.files_under, "there is no --input")
         if prompts.chat is not None:
             raise UsageError("--chat would do nothing, because there is no --input: drop it")
+        refuse_idle_templates("there is no --input", devices)
         reader, tasks = settings.rows, [TASKS[prompts.task]] if prompts.task else list(TASKS.values())
         streams = [task.records() for task in tasks]
         records = itertools.islice(itertools.chain.from_iterable(zip(*streams, strict=True)), count)

@@ -22,8 +22,9 @@ from dsbd_cli.cli.options.options import (
     MethodOptions,
     PairOptions,
     SamplingOptions,
+    TemplateOptions,
 )
-from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, refuse_idle, run_settings
+from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, refuse_idle, refuse_idle_templates, run_settings
 from dsbd_cli.cli.run.files import check_model_folder
 from dsbd_cli.cli.run.messages import say, set_style, warn
 from dsbd_cli.cli.run.prompts import (
@@ -77,7 +78,9 @@ class TrimOptions:
 
 
 @grouped
-def trim_draft(trim: TrimOptions, pair: PairOptions, decoding: DecodeOptions, loading: LoadOptions) -> None:
+def trim_draft(
+    trim: TrimOptions, pair: PairOptions, decoding: DecodeOptions, loading: LoadOptions, templates: TemplateOptions
+) -> None:
     """Write a draft whose LM head has only the rows of frequent tokens (VocabTrim): cheaper to run, the text the same.
 
     Tokens are counted in the target's answers: in files of dsbd generate (--texts), or in answers to --input.
@@ -104,9 +107,10 @@ def trim_draft(trim: TrimOptions, pair: PairOptions, decoding: DecodeOptions, lo
             *((f"{option_name(name)} {value}", value) for name, value in idle.items()),
             ("--chat" if trim.chat else "--no-chat", trim.chat),
         )
+        refuse_idle_templates("--texts are counted, and nothing is answered without --held-out", templates)
     method = MethodOptions(**vars(decoding))
     sampling = SamplingOptions(max_new_tokens=trim.max_new_tokens)
-    devices = DeviceOptions(**vars(loading))
+    devices = DeviceOptions(**vars(loading) | vars(templates))
     settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, chat=bool(trim.chat))
     if settings.draft is None:
         raise UsageError("there is no draft to trim: name one with --draft")

@@ -18,6 +18,7 @@ from dsbd_cli.config.model import (
     Numerics,
     OnTooLong,
     Quantize,
+    TokenizerOf,
 )
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.spelling import help_lines
@@ -29,6 +30,7 @@ MAIN = "Main options"  # what most runs set; they stand first on the page
 FILES, ROWS, METHOD = "Input and output", "Rows that fail", "How drafts are made and verified"
 SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices and loading"
 SOURCES = "Encoder-decoder targets"
+CHATS = "Chats and prompts"
 JOB = "Options from a file"
 STANDARD = Path("-")
 CHAT = "put each prompt through the target's chat template, as one message of a user; --no-chat: as it stands"
@@ -202,7 +204,7 @@ class DrawOptions:
     early_stopping: bool | None = flag(ENDING, "end a row as soon as W hypotheses are finished")
     source_lang: str | None = option(SOURCES, "language of the rows, as the tokenizer names it", metavar="NAME")
     target_lang: str | None = option(SOURCES, "language to translate into", metavar="NAME")
-    prefix: str | None = option(SOURCES, "text that every answer begins with", metavar="TEXT")
+    prefix: str | None = option(CHATS, "text that every answer begins with", metavar="TEXT")
     token_rules: str | None = option(
         ENDING,
         "checkpoint: as its generation settings ask; none; and NAME=VALUE,... beside "
@@ -234,6 +236,19 @@ class AnswerOptions:
 
 
 @dataclass(frozen=True)
+class TemplateOptions:
+    """Options of how conversations become text."""
+
+    chat_template: Path | None = option(CHATS, "Jinja file in place of the model's chat template")
+    chat_template_kwargs: str | None = option(
+        CHATS,
+        'variables of the chat template, a JSON object such as {"enable_thinking": false}; those of a row come before '
+        "them",
+        metavar="JSON",
+    )
+
+
+@dataclass(frozen=True)
 class LoadOptions:
     """Options of how models are loaded, in every command that loads some."""
 
@@ -248,10 +263,16 @@ class LoadOptions:
     trust_remote_code: Trusted | None = option(
         DEVICES, "run code that this model's checkpoint brings with it: target, draft or both", metavar="MODEL"
     )
+    tokenizer: TokenizerOf | None = option(
+        DEVICES,
+        "base: the target's own tokenizer and chat template, where an adapter brings others",
+        default="the adapter's",
+        metavar="base",
+    )
 
 
 @dataclass(frozen=True)
-class DeviceOptions(LoadOptions):
+class DeviceOptions(TemplateOptions, LoadOptions):
     """Options of how models are loaded and run."""
 
     batch_size: str | None = option(

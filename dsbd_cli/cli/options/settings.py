@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import orjson
 
 from dsbd_cli.cli.options.options import (
     PIPED,
@@ -17,7 +19,10 @@ from dsbd_cli.cli.options.options import (
     PairOptions,
     RowOptions,
     SamplingOptions,
+    TemplateOptions,
 )
+from dsbd_cli.config.chat import check_template_kwargs, template_text
+from dsbd_cli.config.checking import require
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, DEFAULT_DEPTH, MAX_AUTO_DEPTH, MethodConfig
 from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
@@ -51,8 +56,8 @@ class RunSettings:
     """Settings of a run.
 
     `draft` is None if no draft model runs, `batch_size` if memory decides. require_valid: a row fails if its best text
-    does not match its grammar. allow: a list of answers; a grammar is in `rows`. threads, cuda_graphs, kernels: see
-    loading.load.
+    does not match its grammar. allow: a list of answers; a grammar is in `rows`. chat_template: the text of one.
+    chat_template_kwargs, threads, cuda_graphs, kernels: see loading.load.
     """
 
     target: ModelSpec
@@ -64,6 +69,8 @@ class RunSettings:
     max_errors: int | None
     require_valid: bool
     allow: Path | None
+    chat_template: str | None
+    chat_template_kwargs: dict[str, object] | None
     threads: int | None
     cuda_graphs: bool | None
     kernels: bool | None
@@ -97,6 +104,8 @@ class RunSettings:
             cuda_graphs=self.cuda_graphs,
             kernels=self.kernels,
             allow=self.allow,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
             threads=self.threads,
         )
 
@@ -154,6 +163,7 @@ def run_settings(
         if batch_size < 1:
             raise UsageError(f"--batch-size is {batch_size}, but must be 1 or more")
     target_spec, draft_spec = _model_specs(target, draft, devices)
+    template, template_kwargs = template_settings(devices)
     return RunSettings(
         target=target_spec,
         draft=draft_spec,
@@ -164,10 +174,33 @@ def run_settings(
         max_errors=failing.max_errors,
         require_valid=bool(failing.require_valid),
         allow=answers,
+        chat_template=template,
+        chat_template_kwargs=template_kwargs,
         threads=devices.threads,
         cuda_graphs=devices.cuda_graphs,
         kernels=devices.wanted_kernels,
     )
+
+
+def template_settings(given: TemplateOptions) -> tuple[str | None, dict[str, object] | None]:
+    """Return the text of --set chat-template and the variables of --set chat-template-kwargs. Raises UsageError."""
+    text = None if given.chat_template is None else template_text(given.chat_template)
+    name, written = "chat_template_kwargs", given.chat_template_kwargs
+    if written is None:
+        return text, None
+    try:
+        kwargs: object = orjson.loads(written)
+    except ValueError:
+        kwargs = None
+    require(isinstance(kwargs, dict), name, written, "a JSON object")
+    check_template_kwargs(kwargs)
+    return text, cast("dict[str, object]", kwargs)
+
+
+def refuse_idle_templates(reason: str, given: TemplateOptions) -> None:
+    """Raise UsageError for a template or its variables that were given although nothing is rendered."""
+    names = ("chat_template", "chat_template_kwargs")
+    refuse_idle(reason, *((f"{option_name(name)}={getattr(given, name)}", getattr(given, name)) for name in names))
 
 
 def _model_specs(target: str, draft: str | None, devices: DeviceOptions) -> tuple[ModelSpec, ModelSpec | None]:
@@ -182,6 +215,7 @@ def _model_specs(target: str, draft: str | None, devices: DeviceOptions) -> tupl
         "trust_remote_code": trusted in ("target", "both"),
         "numerics": devices.numerics,
         "tensor_parallel": devices.tensor_parallel,
+        "tokenizer": devices.tokenizer,
         "quantize": devices.quantize,
     }
     spec = ModelSpec(target, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]

@@ -168,6 +168,11 @@ def file_hash(option: str, path: Path) -> str:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+def text_hash(text: str) -> str:
+    """Return a hash of a file's text as 32 hexadecimal digits."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
 def lacks_input(files: FileOptions) -> bool:
     """Return whether no input is named and standard input is a terminal, which nobody asked to read."""
     return files.input is None and sys.stdin is not None and sys.stdin.isatty()

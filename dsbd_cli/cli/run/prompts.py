@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,10 @@ from dsbd_cli.requests import EngineInfo, Request
 CHAT_OR_NOT = (
     "the target has a chat template, but prompts are given to it as they stand: --chat puts each through the template, "
     "--no-chat ends this line"
+)
+NOT_CONTINUED = (
+    "some chats end with a message of the assistant, and a new turn opens behind it: continue_final_message, or prefix "
+    "in place of that message, continues it"
 )
 HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
 
@@ -76,11 +80,21 @@ def check_chat(chat: bool | None, info: EngineInfo | None) -> None:
         raise UsageError(f"--chat: target {info.target} has no chat template: drop it")
 
 
-def warn_plain(chat: bool | None, info: EngineInfo | None, requests: Iterable[Request]) -> None:
-    """Warn where a request is a plain prompt although the target has a chat template, and nobody has said which.
+def is_left_off(request: Request) -> bool:
+    """Return whether a conversation ends with a message of the assistant that is not continued."""
+    last = request.messages[-1] if request.messages else {}
+    ended = last.get("role") == "assistant" and not last.get("tool_calls")
+    return ended and not request.chat.continue_final_message and request.sampling.prefix is None
+
+
+def warn_plain(chat: bool | None, info: EngineInfo | None, requests: Sequence[Request]) -> None:
+    """Warn where a request is a plain prompt although the target has a chat template, and nobody has said which, and
+    where a last message of the assistant is not continued.
 
     chat: of --chat and --no-chat; None: neither is given. Raises UsageError as `check_chat` does.
     """
     check_chat(chat, info)
+    if any(map(is_left_off, requests)):
+        warn(NOT_CONTINUED)
     if chat is None and info is not None and info.chat and any(one.prompt is not None for one in requests):
         warn(CHAT_OR_NOT)

@@ -10,6 +10,7 @@ from itertools import takewhile
 
 from torch import Tensor
 
+from dsbd_cli.config.chat import NO_CHAT
 from dsbd_cli.config.method import MethodConfig, check_request
 from dsbd_cli.config.model import OnTooLong
 from dsbd_cli.engine.constraints.answers import MOST_LETTERS, Catalogue, CatalogueAnswer, CatalogueCompiler
@@ -30,6 +31,9 @@ from dsbd_cli.errors import (
     shown_names,
 )
 from dsbd_cli.requests import Request
+
+HEAD = 256  # first characters of a text, encoded to find the tokens that begin every text
+COUNTED = 1 << 16  # bytes of a text whose tokens are all counted, where a request asks for its last tokens
 
 
 class Encoder:
@@ -107,6 +111,8 @@ class Encoder:
         for name, text in _texts(request):
             if not is_utf8(text):
                 raise InvalidRowError(f"{name} is {shorten(text)}, which is no valid text: half a surrogate pair")
+        if (letters := len(request.sampling.prefix or "")) > MOST_LETTERS:
+            raise InvalidRowError(f"prefix has {letters} letters, but it may have {MOST_LETTERS}")
         job = RequestState(number, request, [], catalogue=self.catalogue(request))
         job.ends = self._ends(request, job.catalogue)
         if self.encoder_inputs is not None:
@@ -114,6 +120,7 @@ class Encoder:
         else:
             self._refuse_encoder_settings(request)
             job.prompt, job.truncated = self.encode(request, job.max_new)
+            job.prefix = min(self._prefix_tokens(request.sampling.prefix), len(job.prompt))
             job.rules = self._rules.of(request.sampling, "none")
         if job.rules.renormalize_logits and (job.catalogue is not None or request.grammar is not None):
             bound = "allow" if job.catalogue is not None else "grammar"
@@ -127,23 +134,29 @@ class Encoder:
     def _read_encoder_input(self, job: RequestState, codec: EncoderDecoderCodec) -> None:
         """Fill the state of a request to a model with an encoder. The lengths of source and answer are checked
         separately."""
-        request = job.request
+        request = self._as_prompt(job.request)
+        asked, text = request.sampling, request.prompt or ""
         is_image = request.image is not None  # a prompt is then the decoder's, which is never cut
+        if asked.truncate_prompt_tokens is not None and (is_image or request.audio is not None):
+            reads = "an image" if is_image else "audio"
+            raise InvalidRowError(
+                f"truncate_prompt_tokens is {asked.truncate_prompt_tokens}, but the row gives {reads}, which is not "
+                "cut: drop it"
+            )
         limit, role = self._limit() if is_image else self._encoder_limit()
-        most = self._most_characters(request, limit, f"{role}'s {'decoder' if is_image else 'encoder'} takes {limit}")
+        limit_text = f"{role}'s {'decoder' if is_image else 'encoder'} takes {limit}"
+        most = self._most_characters(text, limit, limit_text, asked.truncate_prompt_tokens)
         cut = most is not None and request.prompt is not None and not is_image
-        if (letters := len(request.sampling.prefix or "")) > MOST_LETTERS:
-            raise InvalidRowError(f"prefix has {letters} letters, but it may have {MOST_LETTERS}")
         self._check_source_ids(request.prompt_ids or ())  # first, because a tensor holds no larger ones
-        asked = codec.encoder_input(replace(request, prompt=(request.prompt or "")[-(most or 0) :]) if cut else request)
-        encoder_input, prompt, dropped = asked.encoder_input, asked.prompt, 0
+        found = codec.encoder_input(replace(request, prompt=text[-(most or 0) :]) if cut else request)
+        encoder_input, prompt, dropped = found.encoder_input, found.prompt, 0
         self._check(request, prompt)
         if not encoder_input.is_floating_point():
             if not len(encoder_input):
                 raise InvalidRowError("prompt is empty: there is nothing for the encoder to read")
             self._check_source_ids(encoder_input.tolist())
-            encoder_input, dropped = self._fit_encoder_input(encoder_input, codec)
-            dropped = self._dropped(request, len(encoder_input), dropped) if cut else dropped
+            encoder_input, dropped = self._fit_encoder_input(encoder_input, codec, asked.truncate_prompt_tokens)
+            dropped = self._dropped(text, len(encoder_input), dropped) if cut else dropped
         self._check_memory(job.max_new)
         new, (limit, role) = job.max_new, self._limit()
         if limit is not None and len(prompt) + new > limit:
@@ -151,10 +164,10 @@ class Encoder:
                 f"the answer's first {len(prompt)} tokens and max_new_tokens {new} make {len(prompt) + new}, but the "
                 f"{role}'s decoder has {limit} positions"
             )
-        job.prompt, job.truncated, job.encoder_input, job.prefix = prompt, dropped, encoder_input, asked.prefix
-        job.listen = asked.listen
+        job.prompt, job.truncated, job.encoder_input, job.prefix = prompt, dropped, encoder_input, found.prefix
+        job.listen = found.listen
         job.source_tokens = self.readers[0][0].encoder_places(encoder_input) if is_image else encoder_input.shape[-1]
-        job.rules = self._rules.of(request.sampling, "checkpoint", asked.forced)
+        job.rules = self._rules.of(request.sampling, "checkpoint", found.forced)
         forced = job.rules.forced_bos_token_id
         if forced is not None and len(prompt) == 1 and (job.catalogue is not None or request.grammar is not None):
             given = "allow" if job.catalogue is not None else "grammar"
@@ -204,45 +217,90 @@ class Encoder:
         None where there is no limit."""
         return _smallest((model.max_encoder_input, role) for model, role in self.readers)
 
-    def _fit_encoder_input(self, encoder_input: Tensor, codec: EncoderDecoderCodec) -> tuple[Tensor, int]:
-        """Return the source, cut to what both encoders take, and how many tokens were dropped. Raises
-        PromptTooLongError."""
-        limit, role = self._encoder_limit()
+    def _fit_encoder_input(
+        self, encoder_input: Tensor, codec: EncoderDecoderCodec, truncate: int | None
+    ) -> tuple[Tensor, int]:
+        """Return the source, cut to what both encoders take and to `truncate` tokens, and how many tokens were dropped.
+        Raises PromptTooLongError, and InvalidRowError where no token would be left."""
+        count, (limit, role) = len(encoder_input), self._encoder_limit()
+        if truncate is not None and 0 < truncate < count:
+            kept = codec.cut(encoder_input, truncate)
+            if kept is None:
+                raise _nothing_left(truncate)
+            encoder_input = kept
         if limit is None or len(encoder_input) <= limit:
-            return encoder_input, 0
-        if self.on_too_long == "truncate-left" and (kept := codec.cut(encoder_input, limit)) is not None:
-            return kept, len(encoder_input) - len(kept)
+            return encoder_input, count - len(encoder_input)
+        cuts = self.on_too_long == "truncate-left" or truncate == -1
+        if cuts and (kept := codec.cut(encoder_input, limit)) is not None:
+            return kept, count - len(kept)
         raise PromptTooLongError(f"the source has {len(encoder_input)} tokens, but the {role}'s encoder takes {limit}")
 
     def _refuse_encoder_settings(self, request: Request) -> None:
         """Raise InvalidRowError for settings that only a target with an encoder can use."""
         request.check_source("text")
-        for name in ("source_lang", "target_lang", "prefix"):
+        for name in ("source_lang", "target_lang"):
             if (value := getattr(request.sampling, name)) is not None:
                 raise InvalidRowError(f"{name} is {shorten(value)}, but the target has no encoder: drop it")
 
     def encode(self, request: Request, new: int | None = None) -> tuple[list[int], int]:
         """Return the token ids of the prompt, and how many were dropped. Raises RowError where it cannot be decoded.
         new: most tokens that it can generate, by default as the request says."""
-        new = request.sampling.max_new_tokens if new is None else new
+        asked = request.sampling
+        new = asked.max_new_tokens if new is None else new
         limit, role = self._limit()
-        most = self._most_characters(request, limit, f"{role} has {limit} positions", new)
-        cut = () if most is None else (most,)  # not every codec cuts
+        text, most = "", None
         if request.prompt_ids is not None:
-            ids = list(request.prompt_ids)
-        elif request.messages is not None:
-            ids = self.codec.encode_chat([dict(message) for message in request.messages], *cut)
+            ids = [*request.prompt_ids, *(self.codec.encode_pieces([asked.prefix])[0] if asked.prefix else ())]
         else:
-            ids = self.codec.encode(request.prompt or "", *cut)
+            request = self._as_prompt(request)
+            text = (request.prompt or "") + (asked.prefix or "")
+            most = self._most_characters(
+                text, limit, f"{role} has {limit} positions", asked.truncate_prompt_tokens, new
+            )
+            ids = self._ids(text, most, add_special_tokens=request.sampling.add_special_tokens)
         self._check(request, ids)
         self._check_memory(new)
-        kept, dropped = self._fit(ids, new)
-        return kept, self._dropped(request, len(kept), dropped) if cut else dropped
+        kept, dropped = self._fit(ids, new, asked.truncate_prompt_tokens)
+        return kept, dropped if most is None else self._dropped(text, len(kept), dropped)
 
-    def _dropped(self, request: Request, kept: int, dropped: int) -> int:
+    def _as_prompt(self, request: Request) -> Request:
+        """Return a request with the text of its conversation as its prompt, to which the tokenizer adds nothing. Others
+        are returned as they are."""
+        if request.messages is None:
+            return request
+        text = self.codec.render_chat(request.messages, request.chat)
+        sampling = replace(request.sampling, add_special_tokens=False)
+        return replace(request, messages=None, chat=NO_CHAT, prompt=text, sampling=sampling)
+
+    def _ids(self, text: str, most: int | None, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text. most: read only so many of its last characters; the tokens that the tokenizer
+        begins every text with come before them, where the whole text begins with them."""
+        end = text if most is None else text[-most:]
+        if add_special_tokens:
+            return self.codec.encode(end)
+        [ids] = self.codec.encode_pieces([end])
+        if len(end) == len(text):
+            return ids
+        [head] = self.codec.encode_pieces([text[:HEAD]])
+        return [*head[: self._begin(head)], *ids]
+
+    def _begin(self, ids: list[int]) -> int:
+        """Return how many of the first ids are those that the tokenizer begins every text with."""
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, self.codec.encode(""), strict=False))))
+
+    def _prefix_tokens(self, prefix: str | None) -> int:
+        """Return how many tokens the text has that an answer begins with. Raises InvalidRowError where it has none."""
+        if prefix is None:
+            return 0
+        [ids] = self.codec.encode_pieces([prefix])
+        if not ids:
+            raise InvalidRowError(f"prefix is {shorten(prefix)}, which has no tokens: drop it")
+        return len(ids)
+
+    def _dropped(self, text: str, kept: int, dropped: int) -> int:
         """Return the least number of tokens that a prompt has lost, where only its last characters were tokenized."""
         assert self.sized is not None
-        return max(1, dropped, self.sized.least_tokens(_prompt_or_messages(request)) - kept)
+        return max(1, dropped, self.sized.least_tokens(text) - kept)
 
     def _check_memory(self, steps: int) -> None:
         """Raise OutOfMemoryRowError where an iteration as deep as the request allows does not fit into memory."""
@@ -284,36 +342,50 @@ class Encoder:
         draft_limit = None if self.draft is None else self.draft.max_positions
         return _smallest(((self.target.max_positions, "target"), (draft_limit, "draft")))
 
-    def _most_characters(self, request: Request, limit: int | None, limit_text: str, new: int = 0) -> int | None:
+    def _most_characters(
+        self, text: str, limit: int | None, limit_text: str, truncate: int | None, new: int = 0
+    ) -> int | None:
         """Return how many of its last characters are enough of a text that is cut on its left; None: all. A text whose
         bytes alone prove it too long is refused, because megabytes of text take seconds, and gigabytes of memory, to
-        tokenize. limit: tokens that fit. limit_text: whose limit that is, for messages. new: tokens of the limit that
-        are to be generated. Raises PromptTooLongError."""
-        codec = self.sized
-        if limit is None or codec is None or (request.prompt is None and request.messages is None):
+        tokenize. limit: tokens that fit. limit_text: whose limit that is, for messages. truncate: of the request, see
+        SamplingConfig. new: tokens of the limit that are to be generated. Raises PromptTooLongError."""
+        codec, most = self.sized, truncate if truncate != -1 else None
+        if codec is None or (limit is None and most is None):
             return None
-        asked = _prompt_or_messages(request)
-        size, most = codec.size(asked), limit * codec.bytes_per_token
-        if self.on_too_long == "truncate-left":
-            return most if size > most else None
-        generated = f" and max_new_tokens is {new}" if new else ""
-        least = codec.least_tokens(asked)
-        if least + new > limit:
-            raise PromptTooLongError(f"prompt has {least} tokens or more{generated}, but the {limit_text}")
-        if size > most:
-            raise PromptTooLongError(
-                f"prompt has {size} bytes, more than {codec.bytes_per_token} for each token that fits: the {limit_text}"
-            )
-        return None
+        size = len(text.encode("utf-8", "surrogatepass"))
+        if limit is not None and (self.on_too_long == "truncate-left" or truncate == -1):
+            most = limit if most is None else min(most, limit)
+        elif limit is not None and (most is None or most + new > limit):
+            most = None  # what is left would not fit
+            generated = f" and max_new_tokens is {new}" if new else ""
+            least = codec.least_tokens(text)
+            if least + new > limit:
+                raise PromptTooLongError(f"prompt has {least} tokens or more{generated}, but the {limit_text}")
+            if size > limit * codec.bytes_per_token:
+                raise PromptTooLongError(
+                    f"prompt has {size} bytes, more than {codec.bytes_per_token} for each token that fits: the "
+                    f"{limit_text}"
+                )
+        if most is None:
+            return None
+        characters = most * codec.bytes_per_token
+        if truncate is not None:
+            characters = max(characters, COUNTED)
+        return characters if size > characters else None
 
-    def _fit(self, ids: list[int], new: int) -> tuple[list[int], int]:
-        """Return the prompt, cut to the models' positions, and how many tokens were dropped. Raises
-        PromptTooLongError."""
-        limit, role = self._limit()
+    def _fit(self, ids: list[int], new: int, truncate: int | None) -> tuple[list[int], int]:
+        """Return the prompt, cut to the models' positions and to `truncate` tokens, and how many tokens were dropped.
+        Raises PromptTooLongError, and InvalidRowError where no token would be left."""
+        count, (limit, role) = len(ids), self._limit()
+        if truncate is not None and 0 < truncate < count:
+            ids = self._cut(ids, truncate)
+            if not ids:
+                raise _nothing_left(truncate)
         if limit is None or len(ids) + new <= limit:
-            return ids, 0
-        if self.on_too_long == "truncate-left" and (kept := self._cut(ids, limit - new)):
-            return kept, len(ids) - len(kept)
+            return ids, count - len(ids)
+        cuts = self.on_too_long == "truncate-left" or truncate == -1
+        if cuts and (kept := self._cut(ids, limit - new)):
+            return kept, count - len(kept)
         raise PromptTooLongError(
             f"prompt has {len(ids)} tokens and max_new_tokens is {new}, but the {role} has {limit} positions"
         )
@@ -321,9 +393,14 @@ class Encoder:
     def _cut(self, ids: list[int], room: int) -> list[int]:
         """Return the last ids that fit into `room` tokens, behind the tokens that the tokenizer begins every text with;
         an empty list where none fit."""
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(ids, self.codec.encode(""), strict=False))
-        begin = len(list(same))
+        begin = self._begin(ids)
         return ids[:begin] + ids[len(ids) - room + begin :] if room > begin else []
+
+
+def _nothing_left(truncate: int) -> InvalidRowError:
+    return InvalidRowError(
+        f"truncate_prompt_tokens is {truncate}, but the tokenizer begins every text with as many tokens: raise it"
+    )
 
 
 def _smallest(limits: Iterable[tuple[int | None, str]]) -> tuple[int | None, str]:
@@ -336,9 +413,11 @@ def _texts(request: Request) -> Iterator[tuple[str, str]]:
     """Yield the names and values of a request's texts, apart from its grammar."""
     if request.prompt is not None:
         yield "prompt", request.prompt
+    chat = request.chat
     for message in request.messages or ():
-        for name, value in message.items():
-            yield f"{name} of a message", value
+        yield from ((f"{name} of a message", text) for name, value in message.items() for text in _strings(value))
+    for name in ("tools", "documents", "template_kwargs"):
+        yield from ((name, text) for text in _strings(getattr(chat, name)))
     if isinstance(request.allow, tuple):
         yield from (("allow", text) for text in request.allow)
     for name, texts in (("stop", request.sampling.stop), ("bad_words", request.sampling.bad_words)):
@@ -348,6 +427,14 @@ def _texts(request: Request) -> Iterator[tuple[str, str]]:
             yield name, text
 
 
-def _prompt_or_messages(request: Request) -> str | list[dict[str, str]]:
-    """Return the text of a prompt, or a conversation."""
-    return request.prompt or "" if request.messages is None else [dict(one) for one in request.messages]
+def _strings(value: object) -> Iterator[str]:
+    """Yield the texts and names in a value of JSON, which may be nested as deep as memory allows."""
+    rest = [value]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            rest += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple):
+            rest += item

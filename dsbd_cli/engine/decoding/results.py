@@ -134,6 +134,8 @@ def text_of(ids: list[int], sampling: SamplingConfig, codec: TextCodec, prefix: 
     """Return the text of the prefix and of the tokens, up to the stop string that the last token completed, or up to
     its end where it is included.
 
+    prefix: the tokens that hold the text of sampling.prefix; the first of them may hold an end of the prompt, too.
+
     The stop string is found in the tokens' bytes, as the automaton finds it. A decoder may change the text (most drop a
     leading space), but what follows that place is at the end of both.
     """
@@ -142,9 +144,13 @@ def text_of(ids: list[int], sampling: SamplingConfig, codec: TextCodec, prefix: 
         return codec.decode(some) if sampling.skip_special_tokens else codec.decode(some, skip_special_tokens=False)
 
     if prefix:
-        left_out = len(decode(ids)) - len(text_of(ids, sampling, codec))
-        whole = decode([*prefix, *ids])
-        return whole[: len(whole) - left_out]
+        text, begun = text_of(ids, sampling, codec), sampling.prefix or ""
+        shown, whole = decode([*prefix]), decode([*prefix, *ids])
+        if not whole.startswith(shown):  # some tokenizers decode a run of byte tokens as a whole: this one is no text
+            return begun + text
+        whole = whole[: len(whole) - len(decode(ids)) + len(text)]
+        at = shown.rfind(begun)  # -1 where the decoder changes the prefix
+        return whole[at:] if at >= 0 else begun + whole[len(shown) :]
     text = decode(ids)
     if not sampling.stop:
         return text

@@ -74,8 +74,8 @@ class Pieces:
             if not decoder.getstate()[0]:
                 ends.append(count)
         for end in reversed(ends):
-            text = self._codec.decode(ids[:end])
+            text = self._codec.decode([*prefix, *ids[:end]])
             # some tokenizers decode a run of byte tokens as a whole: one bad byte more, and none of it is text
-            if self._broken is None or self._codec.decode([*ids[:end], self._broken]).startswith(text):
+            if self._broken is None or self._codec.decode([*prefix, *ids[:end], self._broken]).startswith(text):
                 return text_of(ids[:end], sampling, self._codec, prefix)
         return ""

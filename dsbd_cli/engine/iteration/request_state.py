@@ -28,10 +28,12 @@ class RequestState:
     what the planner has observed of it. `catalogue`: the answers that it may give, None for any. `rules`: its token
     rules. `ends`: what ends its text.
 
+    The last `prefix` tokens of the prompt hold the text that the answer begins with; the first of them may hold an end
+    of the text before it, too.
+
     With an encoder-decoder target `prompt` is what the decoder begins with, and `encoder_input` is what the encoder
-    reads: `source_tokens` tokens, frames of audio or places of a picture. The last `prefix` tokens of the prompt are
-    text of the answer. `listen`: of EncoderRequest, until the language is known. `language`: the language that was
-    recognised.
+    reads: `source_tokens` tokens, frames of audio or places of a picture. `listen`: of EncoderRequest, until the
+    language is known. `language`: the language that was recognised.
     """
 
     number: int

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+from dsbd_cli.config.chat import NO_CHAT
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.protocols import EncoderDecoderCodec, TextCodec
@@ -188,7 +189,7 @@ def _fits(record: TaskRecord, source: Request, codec: TextCodec) -> bool:
 def encode_record(record: TaskRecord, codec: TextCodec, sampling: SamplingConfig) -> tuple[list[int], bool]:
     """Return the token ids of the prompt, or of the encoder input where the target has an encoder, and whether a
     conversation was encoded as plain text. Raises UsageError where the record cannot be encoded."""
-    messages = record.meta.get("messages")
+    messages, chat = record.meta.get("messages"), NO_CHAT if record.request is None else record.request.chat
     if isinstance(codec, EncoderDecoderCodec):
         if messages is not None:
             raise UsageError(f"record {record.id} is a conversation, but the target has an encoder, which reads a text")
@@ -198,9 +199,11 @@ def encode_record(record: TaskRecord, codec: TextCodec, sampling: SamplingConfig
             raise UsageError(f"record {record.id}: {error}") from None
         return encoder_input.tolist(), False
     if messages is None:
-        return codec.encode(record.prompt), False
+        adds = sampling.add_special_tokens
+        return codec.encode(record.prompt) if adds else codec.encode_pieces([record.prompt])[0], False
     try:
-        return codec.encode_chat(cast("list[dict[str, str]]", messages)), False
+        text = codec.render_chat(cast("list[dict[str, object]]", messages), chat)
+        return codec.encode_pieces([text])[0], False
     except InvalidRowError as error:
         if not record.prompt:
             raise UsageError(f"record {record.id}: {error}") from None

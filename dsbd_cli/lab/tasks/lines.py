@@ -119,6 +119,10 @@ def _asks(request: Request, seed: int) -> Iterator[str]:
         yield "grammar"
     if request.allow is not None:
         yield "allow"
+    if request.sampling.prefix is not None:
+        yield "prefix"
+    if request.sampling.truncate_prompt_tokens is not None:
+        yield "truncated"
     if request.seed != derive_seed(seed, request.id):
         yield "seed"
     if request.sampling.temperature == 0:

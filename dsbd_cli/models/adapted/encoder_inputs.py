@@ -43,7 +43,8 @@ class Seq2SeqCodec(HFCodec):
         self._no_text: Container[int] = frozenset(self._codes.values())  # tokens that are no text
 
     def encoder_input(self, request: Request) -> EncoderRequest:
-        """Return source, decoder prompt and forced token of a request. Raises InvalidRowError."""
+        """Return source, decoder prompt and forced token of a request, which has no messages. Raises
+        InvalidRowError."""
         asked = request.sampling
         request.check_source(self.reads)
         forced, start = self.begin(asked)
@@ -89,8 +90,6 @@ class Seq2SeqCodec(HFCodec):
         return EncoderRequest(encoder_input, [*begin, *prefix], len(prefix), None)
 
     def _encoder_ids(self, request: Request) -> list[int]:
-        if request.messages is not None:
-            return self.encode_chat([dict(message) for message in request.messages])
         asked, text = request.sampling, request.prompt or ""
         mark = self._mark(asked.target_lang)
         if mark is None and not self._speaks and asked.source_lang is not None:
@@ -98,7 +97,8 @@ class Seq2SeqCodec(HFCodec):
                 f"source_lang is {shorten(asked.source_lang)}, but the target's tokenizer knows no languages: drop it"
             )
         with self._speaking(asked.source_lang):
-            return self.encode(text if mark is None else f"{mark} {text}")
+            text = text if mark is None else f"{mark} {text}"
+            return self.encode(text) if asked.add_special_tokens else self.encode_pieces([text])[0]
 
     def _mark(self, language: str | None) -> str | None:
         """Return the mark of the target language before a text; None where the tokenizer has no such mark."""

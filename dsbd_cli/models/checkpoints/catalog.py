@@ -146,7 +146,7 @@ def _described(spec: ModelSpec) -> tuple[HFCodec, int, int | None]:
     text = config.get_text_config(decoder=True)
     stand_in = SimpleNamespace(config=config, generation_config=SimpleNamespace(**read_generation(folder)))
     positions = getattr(text, "max_position_embeddings", None)
-    return HFCodec(tokenizer, eos_ids(stand_in, tokenizer)), text.vocab_size, positions
+    return HFCodec(tokenizer, eos_ids(stand_in, tokenizer, spec)), text.vocab_size, positions
 
 
 def local_folder(spec: ModelSpec) -> Path:

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS, locate, locate_adapters
+from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS, brought, locate, locate_adapters
 
 SAMPLES = 512  # blocks of a file of weights that are read
 BLOCK = 4096  # bytes
@@ -19,8 +19,8 @@ TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_toke
 
 
 def checkpoint_digest(spec: ModelSpec) -> dict[str, str]:
-    """Return digests of 16 hex digits of a model's `config`, `tokenizer` and `weights`. Those of adapters are in the
-    last.
+    """Return digests of 16 hex digits of a model's `config`, `tokenizer` and `weights`. The last two hold those of
+    adapters, too.
 
     They depend on the content alone, so a copy in another folder has the same digests. Of weights the size, the header
     and a block of each tensor are read, or 512 blocks of a file with more tensors. A model that was trained further has
@@ -29,7 +29,7 @@ def checkpoint_digest(spec: ModelSpec) -> dict[str, str]:
     digests = {part: blake2b(digest_size=8) for part in ("config", "tokenizer", "weights")}
     for number, place in enumerate((locate(spec), *locate_adapters(spec))):
         for path in sorted(place.iterdir()) if place.is_dir() else [place]:
-            part = _part(path) if number == 0 else "weights" if path.name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) else None
+            part = _part(path) if number == 0 else _part_of_adapter(path, spec)
             if part is None or not path.is_file():
                 continue
             named = path.name if place.is_dir() else path.suffix  # a GGUF file may have any name
@@ -52,6 +52,14 @@ def _part(path: Path) -> str | None:
     if path.suffix in TOKENIZERS or (path.suffix == ".json" and path.name.startswith(TOKENIZER_FILES)):
         return "tokenizer"
     return "config" if path.suffix in (".json", ".py") else None
+
+
+def _part_of_adapter(path: Path, spec: ModelSpec) -> str | None:
+    """Return the part of a checkpoint that a file of an adapter belongs to; None for a file that no run reads."""
+    if path.name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        return "weights"
+    own = spec.tokenizer is None and brought(path.parent) and _part(path) == "tokenizer"
+    return "tokenizer" if own else None
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

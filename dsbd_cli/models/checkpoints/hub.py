@@ -24,6 +24,9 @@ _SAFE = ["model.safetensors", "model-*.safetensors"]
 _PICKLE = ["pytorch_model.bin", "pytorch_model-*.bin"]
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
+TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+_ADAPTER_TEXT = [*_VOCABULARIES, TOKENIZER_CONFIG, CHAT_TEMPLATE, "*tokens*.json", "merges.txt"]
 
 
 def locate(spec: ModelSpec) -> Path:
@@ -67,10 +70,14 @@ def stored_bytes(place: Path) -> int:
 def locate_adapters(spec: ModelSpec) -> list[Path]:
     """Return the folders of a model's adapters, which are fetched from the hub if they are not here yet.
 
-    Raises ModelNotFoundError, ModelError for a folder that holds none, UsageError where adapters cannot be merged.
+    Raises ModelNotFoundError, ModelError for a folder that holds none, UsageError where adapters cannot be merged, or
+    the base's tokenizer is asked for and no adapter brings another.
     """
     named = (*parts_of(spec.source)[1], *spec.adapters)
     folders = [_adapter_folder(source, f"{spec.role} adapter {source!r}") for source in named]
+    if spec.tokenizer is not None and not any(map(brought, folders)):
+        reason = f"no adapter of {spec.source} brings a tokenizer or a chat template: drop it"
+        raise UsageError(f"tokenizer is {spec.tokenizer}, but {reason}", field="tokenizer", value=spec.tokenizer)
     if not folders:
         return []
     for field, value in (("device_map", spec.device_map), ("tensor_parallel", spec.tensor_parallel)):
@@ -82,10 +89,24 @@ def locate_adapters(spec: ModelSpec) -> list[Path]:
     return folders
 
 
+def brought(folder: Path) -> tuple[str, ...]:
+    """Return what an adapter brings beside its weights, in words: a tokenizer, a chat template, both or neither. A
+    folder of a whole checkpoint has its own."""
+    if (folder / "config.json").is_file():
+        return ()
+    settings = folder / TOKENIZER_CONFIG
+    has = {
+        "tokenizer": any(any(folder.glob(pattern)) for pattern in _VOCABULARIES),
+        "chat template": (folder / CHAT_TEMPLATE).is_file()
+        or (settings.is_file() and b'"chat_template"' in settings.read_bytes()),
+    }
+    return tuple(name for name, there in has.items() if there)
+
+
 def _adapter_folder(source: str, name: str) -> Path:
     folder = expanded(source)
     if not folder.exists() and (location := hub_location(source)) is not None:
-        folder = _hub_folder(location, name, ADAPTER_CONFIG, [[ADAPTER_CONFIG, ADAPTER_WEIGHTS]])
+        folder = _hub_folder(location, name, ADAPTER_CONFIG, [[ADAPTER_CONFIG, ADAPTER_WEIGHTS, *_ADAPTER_TEXT]])
     if not folder.is_dir():
         raise ModelNotFoundError(f"{name}: there is no such folder")
     if not (folder / ADAPTER_CONFIG).is_file():

@@ -17,10 +17,17 @@ import torch
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError, one_line, shorten
-from dsbd_cli.models.checkpoints.adapters import merge_adapters
+from dsbd_cli.models.checkpoints.adapters import (
+    adapter_name,
+    adapters_bring,
+    bringing,
+    merge_adapters,
+    misfit,
+    template_in,
+)
 from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, unsafe_pickle
 from dsbd_cli.models.checkpoints.head import head_keys, install, read_head
-from dsbd_cli.models.checkpoints.hub import locate, stored_bytes
+from dsbd_cli.models.checkpoints.hub import brought, locate, stored_bytes
 from dsbd_cli.models.checkpoints.linearised import mark, unread
 from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING, byte_tokenizer, read_config
 from dsbd_cli.models.checkpoints.placement import check_device_map, device_map_of, device_of, placement
@@ -84,9 +91,10 @@ def import_decoder_code(config: Any) -> None:
         MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+def eos_ids(model: Any, tokenizer: Any, spec: ModelSpec | None = None) -> tuple[int, ...]:
     """Return the tokens that end a text: the generation settings' if they name any, else the config's, else the
-    tokenizer's. The tokenizer's own comes first, if it is one of them. Raises ModelError for what is no token id."""
+    tokenizer's. The tokenizer's own comes first, if it is one of them, and is one of them where an adapter of `spec`
+    brings the tokenizer. Raises ModelError for what is no token id."""
     for source in (getattr(model, "generation_config", None), model.config.get_text_config(decoder=True), tokenizer):
         found = getattr(source, "eos_token_id", None)
         if found is not None and found != []:
@@ -96,13 +104,37 @@ def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
             except TypeError:
                 wanted = "but must be a token id or a list of them"
                 raise ModelError(f"eos_token_id of the checkpoint is {shorten(found)}, {wanted}") from None
+            if spec is not None and own is not None and adapters_bring(spec, "tokenizer"):
+                ids.append(own)
             known = dict.fromkeys(token for token in ids if token >= 0)  # a number below 0 stands for no token
             return tuple(sorted(known, key=lambda token: token != own))
     return ()
 
 
 def load_tokenizer(folder: Path, spec: ModelSpec) -> Any:
-    """Return the tokenizer in a checkpoint folder or a GGUF file."""
+    """Return the tokenizer of a checkpoint folder or a GGUF file, or what its adapters bring in place of it.
+
+    Raises ModelError, also where the vocabulary of an adapter's tokenizer does not fit the checkpoint's.
+    """
+    tokenizer = _tokenizer_in(folder, spec)
+    for adapter in bringing(spec):
+        name = adapter_name(adapter, spec)
+        if "tokenizer" not in brought(adapter):
+            tokenizer.chat_template = template_in(adapter, name)
+            continue
+        own = _tokenizer_in(adapter, spec, name)
+        known = tokenizer.get_vocab()
+        width = load_config(folder, spec).get_text_config(decoder=True).vocab_size
+        if fault := misfit(known, own.get_vocab(), width):
+            hint = "--set tokenizer=base takes the base's" if spec.role == "target" else "load a merged checkpoint"
+            raise ModelError(f"{name} brings a tokenizer that does not fit: {fault}: {hint}")
+        own.chat_template = own.chat_template or tokenizer.chat_template
+        tokenizer = own
+    return tokenizer
+
+
+def _tokenizer_in(folder: Path, spec: ModelSpec, name: str = "") -> Any:
+    """Return the tokenizer in a folder or a GGUF file. name: of an adapter, for messages; else it is the model's."""
     if (tokenizer := byte_tokenizer(folder)) is not None:
         return tokenizer
     from transformers import AutoTokenizer
@@ -112,9 +144,11 @@ def load_tokenizer(folder: Path, spec: ModelSpec) -> Any:
         last = max(tokenizer.get_vocab().values(), default=0)
     except Exception as error:
         why = f"{one_line(error)}{_tokenizer_hint(folder, spec)}"
-        raise ModelError(f"{_name(spec)}: its tokenizer cannot be loaded: {why}") from error
+        raise ModelError(f"{name or _name(spec)}: its tokenizer cannot be loaded: {why}") from error
     if last >= MOST_IDS:  # tables of all ids would fill the memory
-        raise ModelError(f"{_name(spec)}: its tokenizer has the id {last}, but no model has more than {MOST_IDS} ids")
+        raise ModelError(
+            f"{name or _name(spec)}: its tokenizer has the id {last}, but no model has more than {MOST_IDS} ids"
+        )
     return tokenizer
 
 

@@ -33,9 +33,6 @@ class Bytes:
     def encode(self, prompt: str) -> list[int]:
         return [TOKENS.index(bytes([byte])) for byte in prompt.encode()]
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        return self.encode(messages[0]["content"])
-
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return b"".join(TOKENS[token] for token in ids).decode(errors="replace")
 

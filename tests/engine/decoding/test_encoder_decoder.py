@@ -345,7 +345,6 @@ def test_a_source_is_checked_against_every_encoder() -> None:
     ("settings", "told"),
     [
         ({"source_lang": "de"}, "source_lang is 'de', but the target has no encoder"),
-        ({"prefix": "5"}, "prefix is '5', but the target has no encoder"),
         ({"token_rules": "forced_bos_token_id=3"}, "forced_bos_token_id is 3, but the target has no encoder"),
     ],
 )

@@ -94,6 +94,11 @@ def test_lines_are_those_of_generate_with_their_own_options(tmp_path: Path) -> N
     assert [dict(record.meta).get("metadata") for record in dataset.records()] == [None, None, {"db": "d"}]
 
 
+def test_a_prefix_is_asked_of_our_engine_alone(tmp_path: Path) -> None:
+    dataset = jsonl_dataset(write(tmp_path, {"prompt": "a", "prefix": "b"}, {"prompt": "a"}))
+    assert dataset.asks == {"prefix"}
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ from safetensors.torch import load_file, save_file
 import dsbd_cli
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import DsbdError
+from dsbd_cli.models.checkpoints.catalog import tokenizer_of
+from dsbd_cli.models.checkpoints.digest import checkpoint_digest
 from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
 from dsbd_cli.models.checkpoints.loader import load_network
 from dsbd_cli.models.checkpoints.registry import parts_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.heads.load import load_head
 from dsbd_cli.models.load_model import load_model
+from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.verdicts import fingerprint
 from tests.helpers.checkpoints import numbers
 from tests.helpers.pairs import build_pair
@@ -201,6 +205,116 @@ def test_a_draft_may_have_one(tmp_path: Path) -> None:
     assert answers(base, str(base), adapters=(str(tmp_path / "adapter"),)) == answers(target), (
         "a draft does not inherit"
     )
+
+
+OWN = "{% for m in messages %}w9 {{ m.content }}{% endfor %}"
+BASE = "{% for m in messages %}w8 {{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def based(tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint with a chat template, and an adapter of it without a tokenizer."""
+    model = build_decoder("llama")
+    model.save_pretrained(tmp_path / "base")
+    tokenizer = numbers()
+    tokenizer.chat_template = BASE
+    tokenizer.save_pretrained(tmp_path / "base")
+    adapt(model, tmp_path / "adapter")
+    return tmp_path / "base", tmp_path / "adapter"
+
+
+def bring(adapter: Path, template: str | None = OWN, **changes: Any) -> Any:
+    """Put a tokenizer into an adapter's folder, as trainers do."""
+    tokenizer = numbers(**changes)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(adapter)
+    return tokenizer
+
+
+def codec_of(base: Path, adapter: Path, **more: Any) -> tuple[HFCodec, tuple[str, ...]]:
+    model, codec = load_model(spec_of(f"{base}+{adapter}", **more))
+    return codec, model.notes
+
+
+def shown(codec: HFCodec) -> str:
+    return codec.render_chat([{"role": "user", "content": "w5"}])
+
+
+def test_the_tokenizer_and_the_template_of_an_adapter_are_used_with_a_line(based: tuple[Path, Path]) -> None:
+    """Or those of the base, where that is asked for. A second load does the same."""
+    base, adapter = based
+    both = f"target adapter {str(adapter)!r} brings a %s used: --set tokenizer=base takes the base's"
+    assert (shown(codec_of(base, adapter)[0]), codec_of(base, adapter)[1]) == ("w8 w5", ())
+    (adapter / "chat_template.jinja").write_text(OWN, encoding="utf-8")
+    codec, notes = codec_of(base, adapter)
+    assert (shown(codec), notes) == ("w9 w5", (both % "chat template, which is",))
+    (adapter / "chat_template.jinja").unlink()
+    bring(adapter)
+    for _ in range(2):
+        codec, notes = codec_of(base, adapter)
+        assert (shown(codec), notes) == ("w9 w5", (both % "tokenizer and a chat template, which are",))
+    codec, notes = codec_of(base, adapter, tokenizer="base")
+    assert (shown(codec), notes) == ("w8 w5", ())
+    assert shown(tokenizer_of(spec_of(f"{base}+{adapter}"))) == "w9 w5", "also where no weights are loaded"
+
+
+def test_an_end_token_of_an_adapter_ends_a_text_too(based: tuple[Path, Path]) -> None:
+    base, adapter = based
+    assert codec_of(base, adapter)[0].eos_ids == (2,)
+    bring(adapter)
+    settings = json.loads((adapter / "tokenizer_config.json").read_text(encoding="utf-8"))
+    (adapter / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "w7"}), encoding="utf-8")
+    assert codec_of(base, adapter)[0].eos_ids == (7, 2)
+    assert codec_of(base, adapter, tokenizer="base")[0].eos_ids == (2,)
+
+
+def test_an_adapters_tokenizer_without_a_template_has_that_of_the_base(based: tuple[Path, Path]) -> None:
+    bring(based[1], template=None)
+    assert shown(codec_of(*based)[0]) == "w8 w5"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"changed": {5: "other"}}, "'w5' is token 5 of the base, and missing there"),
+        ({"changed": {5: "x5", 6: "w5"}}, "'w5' is token 5 of the base, and token 6 there"),
+        ({"width": 130}, "it has the id 129, but the model has 97 ids"),
+    ],
+)
+def test_a_vocabulary_that_does_not_fit_is_refused(based: tuple[Path, Path], changes: Any, said: str) -> None:
+    bring(based[1], **changes)
+    with pytest.raises(DsbdError, match=r"brings a tokenizer that does not fit: .*: --set tokenizer=base") as caught:
+        codec_of(*based)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert shown(codec_of(*based, tokenizer="base")[0]) == "w8 w5"
+
+
+@pytest.mark.parametrize("text", ["{", '{"chat_template": 5}', '{"chat_template": [{"name": "a"}]}'])
+def test_a_template_that_cannot_be_read_is_an_error(based: tuple[Path, Path], text: str) -> None:
+    (based[1] / "tokenizer_config.json").write_text(text.replace("{", '{"chat_template" ', 1) if text == "{" else text)
+    with pytest.raises(DsbdError, match=r"target adapter .*: its chat template cannot be read"):
+        codec_of(*based)
+
+
+def test_the_bases_tokenizer_is_asked_for_in_vain(based: tuple[Path, Path]) -> None:
+    base, adapter = based
+    for source in (f"{base}+{adapter}", str(base)):
+        with pytest.raises(DsbdError, match=r"^tokenizer is base, but no adapter of .* brings a tokenizer or a chat"):
+            locate(spec_of(source, tokenizer="base"))
+
+
+def test_digests_tell_whose_tokenizer_is_used(based: tuple[Path, Path]) -> None:
+    base, adapter = based
+    spec = spec_of(f"{base}+{adapter}")
+    before = checkpoint_digest(spec)
+    bring(adapter)
+    first = checkpoint_digest(spec)
+    bring(adapter, template=BASE)
+    found = [before, first, checkpoint_digest(spec)]
+    assert len({one["tokenizer"] for one in found}) == 3
+    assert len({one["weights"] for one in found}) == len({one["config"] for one in found}) == 1
+    assert checkpoint_digest(replace(spec, tokenizer="base")) == before
 
 
 def test_names_with_a_plus_that_are_there_are_names(tmp_path: Path) -> None:
