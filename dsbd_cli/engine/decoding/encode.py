@@ -112,7 +112,7 @@ class Encoder:
         else:
             self._refuse_encoder_settings(request)
             job.prompt, job.truncated = self.encode(request, job.max_new)
-            job.rules = self._rules.of(request.sampling, "none")
+            job.rules = self._rules.of(request.sampling, "none", job.prompt)
         if job.rules.renormalize_logits and (job.catalogue is not None or request.grammar is not None):
             bound = "allow" if job.catalogue is not None else "grammar"
             raise InvalidRowError(
@@ -152,7 +152,7 @@ class Encoder:
         job.prompt, job.truncated, job.encoder_input, job.prefix = prompt, dropped, encoder_input, asked.prefix
         job.listen = asked.listen
         job.source_tokens = self.readers[0][0].encoder_places(encoder_input) if is_image else encoder_input.shape[-1]
-        job.rules = self._rules.of(request.sampling, "checkpoint", asked.forced)
+        job.rules = self._rules.of(request.sampling, "checkpoint", prompt, asked.forced)
         forced = job.rules.forced_bos_token_id
         if forced is not None and len(prompt) == 1 and (job.catalogue is not None or request.grammar is not None):
             given = "allow" if job.catalogue is not None else "grammar"
