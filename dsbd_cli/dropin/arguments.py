@@ -6,13 +6,16 @@ Letters: B prompts, T their padded length, W beams, L new tokens.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.config.token_rules import named_rules, written_rules
 from dsbd_cli.errors import UsageError, shorten
 
 # logits processors that are settings of ours, with the attribute that holds the value
@@ -23,12 +26,19 @@ WARPERS = {
     "MinPLogitsWarper": "min_p",
 }
 PREFIXES = "PrefixConstrainedLogitsProcessor"
+LEAST = ("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor")
 # logits processors that are token rules of ours
 RULES = (
-    "RepetitionPenaltyLogitsProcessor",
+    *LEAST,
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "LogitNormalization",
+    "NoBadWordsLogitsProcessor",
     "NoRepeatNGramLogitsProcessor",
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
 )
 # logits processors that we refuse, with the argument that makes transformers add them
 ARGUMENTS = {
@@ -37,17 +47,10 @@ ARGUMENTS = {
     "EpsilonLogitsWarper": "epsilon_cutoff",
     "EtaLogitsWarper": "eta_cutoff",
     "ExponentialDecayLengthPenalty": "exponential_decay_length_penalty",
-    "ForcedBOSTokenLogitsProcessor": "forced_bos_token_id",
-    "ForcedEOSTokenLogitsProcessor": "forced_eos_token_id",
     "InfNanRemoveLogitsProcessor": "remove_invalid_values",
-    "LogitNormalization": "renormalize_logits",
-    "NoBadWordsLogitsProcessor": "bad_words_ids",
-    "SequenceBiasLogitsProcessor": "sequence_bias",
-    "SuppressTokensAtBeginLogitsProcessor": "begin_suppress_tokens",
-    "SuppressTokensLogitsProcessor": "suppress_tokens",
     "TopHLogitsWarper": "top_h",
 }
-CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
+CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria")
 # fields of a generation config that would change what comes back, with the values that change nothing
 REFUSED: dict[str, tuple[object, ...]] = {
     "output_attentions": (False, None),
@@ -61,7 +64,6 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "constraints": (None,),
     "force_words_ids": (None,),
     "max_time": (None,),
-    "stop_strings": (None,),
     "prompt_lookup_num_tokens": (None,),
     "watermarking_config": (None,),
     "low_memory": (False, None),
@@ -78,19 +80,42 @@ def check_arguments(config: Any, criteria: Any, model_kwargs: dict[str, Any]) ->
         if value not in neutral:
             raise UsageError(f"{name} is {shorten(value)}, which is not supported: drop it")
     for one in criteria:
-        name = type(one).__name__
-        if name not in CRITERIA:
-            raise UsageError(f"stopping_criteria has {name}, which is not supported: drop it")
-        if name == "MaxLengthCriteria" and one.max_length != config.max_length:
-            raise UsageError(f"stopping_criteria has MaxLengthCriteria({one.max_length}): give max_length instead")
-        if name == "EosTokenCriteria" and set(_token_ids(one.eos_token_id)) != set(end_tokens(config)):
-            raise UsageError("stopping_criteria has EosTokenCriteria with other ids: give eos_token_id instead")
+        if (name := type(one).__name__) not in CRITERIA:
+            known = ", ".join(CRITERIA)
+            raise UsageError(f"stopping_criteria has {name}, which is not supported: give one of {known}, or drop it")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise UsageError("past_key_values holds tokens, but every prompt is read from its beginning: drop it")
     for name, value in model_kwargs.items():
         if name not in WITHOUT_EFFECT and value is not None:
             raise UsageError(f"{name} is given to the model, which is not supported: drop it")
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What ends a text.
+
+    Attributes:
+        length: of a prompt and its new tokens at most. tokens: end tokens. strings: stop strings.
+    """
+
+    length: int
+    tokens: tuple[int, ...]
+    strings: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: Any, criteria: Any, stop: Sequence[str]) -> Ends:
+        """Read a generation config and the prepared stopping criteria. stop: further stop strings. Raises
+        UsageError."""
+        found: dict[str, Any] = {
+            type(one).__name__: one for one in criteria
+        }  # one of a kind, as transformers leaves it
+        length, most = found["MaxLengthCriteria"].max_length, config.max_length
+        if length > most:
+            raise UsageError(f"stopping_criteria has MaxLengthCriteria({length}), but max_length is {most}: raise that")
+        tokens = _token_ids(found["EosTokenCriteria"].eos_token_id) if "EosTokenCriteria" in found else ()
+        strings = found["StopStringCriteria"].stop_strings if "StopStringCriteria" in found else ()
+        return cls(int(length), tokens, tuple(dict.fromkeys((*stop, *strings))))
 
 
 def prompts_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None, copies: int) -> list[tuple[int, ...]]:
@@ -127,27 +152,61 @@ def _warps(processors: Any, drawn: bool) -> dict[str, float | int]:
     return found
 
 
-def rules_of(processors: Any, ids: Tensor, mask: Tensor | None, eos: tuple[int, ...]) -> str:
-    """Return the token rules of the prepared logits processors. ids, mask: [B, T] or more rows. eos: end tokens of the
-    config. Raises UsageError."""
-    rules = {"min_new_tokens": 0}
+def rules_of(processors: Any, ids: Tensor, mask: Tensor | None, config: Any, ends: Ends) -> str:
+    """Return the token rules of the prepared logits processors. ids, mask: [B, T] or more rows. Raises UsageError."""
+    rules: dict[str, object] = {}
+    least = 0
     for one in processors:
-        name = type(one).__name__
-        if name == "RepetitionPenaltyLogitsProcessor":
+        name, begin = type(one).__name__, ids.shape[1]
+        if name in LEAST:
+            least = max(least, _least(one, begin, ends))
+        elif name == "RepetitionPenaltyLogitsProcessor":
             _check_ignored(one.prompt_ignore_length, mask)
             rules["repetition_penalty"] = one.penalty
         elif name == "NoRepeatNGramLogitsProcessor":
             rules["no_repeat_ngram_size"] = one.ngram_size
-        elif name in RULES:  # transformers' lengths count the padding
-            skipped = getattr(one, "prompt_length_to_skip", ids.shape[1])
-            if set(_token_ids(one.eos_token_id)) != set(eos) or skipped != ids.shape[1]:
-                raise UsageError(
-                    f"logits_processor has {name} with other end tokens or another prompt: give "
-                    f"{'min_length' if name.startswith('MinLength') else 'min_new_tokens'} instead"
-                )
-            least = one.min_length - ids.shape[1] if name.startswith("MinLength") else one.min_new_tokens
-            rules["min_new_tokens"] = max(rules["min_new_tokens"], least)
-    return "none" + "".join(f",{name}={value}" for name, value in rules.items())
+        elif name == "NoBadWordsLogitsProcessor":
+            rules["bad_words_ids"] = [list(word) for word in one.sequence_bias]
+        elif name == "SequenceBiasLogitsProcessor":
+            if any(len(word) > 1 for word in one.sequence_bias):
+                raise UsageError("sequence_bias has a sequence of several tokens, which is not supported: drop it")
+            rules["logit_bias"] = {word[0]: bias for word, bias in one.sequence_bias.items()}
+        elif name == "SuppressTokensLogitsProcessor":
+            rules["suppress_tokens"] = list(_token_ids(one.suppress_tokens))
+        elif name == "SuppressTokensAtBeginLogitsProcessor":
+            # behind a forced first token they are about the second one, in transformers and here
+            _check_place(name, one.begin_index, begin + ("forced_bos_token_id" in rules))
+            rules["begin_suppress_tokens"] = list(_token_ids(one.begin_suppress_tokens))
+        elif name == "ForcedBOSTokenLogitsProcessor" and begin == 1:  # it does nothing behind a longer prompt
+            rules["forced_bos_token_id"] = int(one.bos_token_id)
+        elif name == "ForcedEOSTokenLogitsProcessor" and ends.length == config.max_length:  # else it is not reached
+            _check_place(name, one.max_length, ends.length)
+            if len(forced := _token_ids(one.eos_token_id)) > 1:
+                raise UsageError(f"forced_eos_token_id is {list(forced)}, but only one token is supported: give one")
+            rules["forced_eos_token_id"] = forced[0]
+        elif name == "LogitNormalization":
+            if any(type(other).__name__ == PREFIXES for other in processors):
+                raise UsageError("renormalize_logits does not go with prefix_allowed_tokens_fn here: drop one of them")
+            rules["renormalize_logits"] = True
+    return f"none,{written_rules({'min_new_tokens': least, **rules})}"
+
+
+def _least(one: Any, begin: int, ends: Ends) -> int:
+    """Return the fewest new tokens that a processor asks for. begin: T, as transformers' lengths count the padding.
+    Raises UsageError."""
+    name, skipped = type(one).__name__, getattr(one, "prompt_length_to_skip", begin)
+    if set(_token_ids(one.eos_token_id)) != set(ends.tokens) or skipped != begin:
+        raise UsageError(
+            f"logits_processor has {name} with other end tokens or another prompt: give "
+            f"{'min_length' if name == LEAST[0] else 'min_new_tokens'} and eos_token_id instead"
+        )
+    return int(one.min_length - begin if name == LEAST[0] else one.min_new_tokens)
+
+
+def _check_place(name: str, place: int, wanted: int) -> None:
+    """Refuse a processor that acts at another place than the argument of `generate` would. Raises UsageError."""
+    if place != wanted:
+        raise UsageError(f"logits_processor has {name} for another place: give the argument of generate instead")
 
 
 def _check_ignored(ignored: Any, mask: Tensor | None) -> None:
@@ -166,26 +225,29 @@ def check_not_synced(synced: object) -> None:
         raise UsageError(f"synced_gpus is {shorten(synced)}, which is not supported: drop it")
 
 
-def sampling_of(config: Any, processors: Any, new: int) -> SamplingConfig:
-    """Return the settings of one request. new: L, tokens at most."""
+def sampling_of(config: Any, processors: Any, new: int, rules: str, stop: tuple[str, ...]) -> SamplingConfig:
+    """Return the settings of one request. new: L, tokens at most. rules: of rules_of. stop: stop strings."""
     beams, drawn = int(config.num_beams or 1), bool(config.do_sample)
     single = drawn and beams == 1
+    forced = "forced_eos_token_id" in named_rules(rules)  # the last token, which nothing competes with
     return SamplingConfig(
         **_warps(processors, drawn),  # type: ignore[arg-type]
         # A single sample ends with the first end token that is drawn. In our last step that end would compete with the
         # beam that goes on. So the last step is one more than was asked for, and generate.py removes its token.
-        max_new_tokens=new + single,
+        max_new_tokens=new + (single and not forced),
+        stop=stop,
+        token_rules=rules,
         length_penalty=float(1.0 if config.length_penalty is None else config.length_penalty),
-        early_stopping=_early(config.early_stopping) or single,
+        early_stopping=True if single else _early(config.early_stopping),
         n_best=int(config.num_return_sequences or 1) if beams > 1 else 1,
         token_logprobs=bool(config.output_scores) and beams > 1,
     )
 
 
-def _early(value: object) -> bool:
-    if value not in (True, False, None):
-        raise UsageError(f"early_stopping is {shorten(value)}, but must be True or False")
-    return bool(value)
+def _early(value: object) -> bool | Literal["never"]:
+    if value not in (True, False, None, "never"):
+        raise UsageError(f"early_stopping is {shorten(value)}, but must be True, False or 'never'")
+    return "never" if value == "never" else bool(value)
 
 
 def method_of(beams: int, drawn: bool, drafts: bool) -> MethodConfig:

@@ -26,6 +26,7 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, Generat
 
 from dsbd_cli.dropin.arguments import (
     PREFIXES,
+    Ends,
     check_arguments,
     check_not_synced,
     end_tokens,
@@ -36,11 +37,12 @@ from dsbd_cli.dropin.arguments import (
 )
 from dsbd_cli.dropin.live import borrow_models, forest_of
 from dsbd_cli.dropin.prefixes import compiled, sequences_of
+from dsbd_cli.dropin.streamed import Streamed
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.protocols import TextCodec
 from dsbd_cli.errors import NumericalError, UsageError
 from dsbd_cli.models.tokenizer import HFCodec
-from dsbd_cli.requests import Hypothesis, Request, derive_seed
+from dsbd_cli.requests import Hypothesis, Request, RequestResult, derive_seed
 
 
 def generate(
@@ -59,8 +61,11 @@ def generate(
     Supported are num_beams, num_return_sequences, do_sample, temperature, top_k, top_p, min_p, length_penalty,
     early_stopping, max_new_tokens (max_length), eos_token_id, pad_token_id, stop_strings (with tokenizer),
     assistant_model (as our draft, with any number of beams), prefix_allowed_tokens_fn (where it allows a finite set of
-    sequences), repetition_penalty, no_repeat_ngram_size, min_length, min_new_tokens, output_scores and
-    return_dict_in_generate. Padding is no text: n-grams do not count it, while in transformers they do.
+    sequences), repetition_penalty, no_repeat_ngram_size, min_length, min_new_tokens, bad_words_ids, sequence_bias (of
+    single tokens), suppress_tokens, begin_suppress_tokens, forced_bos_token_id, forced_eos_token_id (one token),
+    renormalize_logits, stopping_criteria (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria), streamer (with one
+    beam), output_scores and return_dict_in_generate. Padding is no text: n-grams and bad words do not count it, while
+    in transformers they do.
 
     Without sampling the sequences are transformers' own, token for token, except for rounding. With sampling, one beam
     has transformers' distribution. Several beams draw without replacement with warp_scope beam, see docs/algorithm.md.
@@ -68,8 +73,9 @@ def generate(
 
     Returns sequences [B * n, T + L]. With return_dict_in_generate it returns transformers' output class, which holds
     `sequences`. With output_scores this also holds, for one beam, `scores`: L tensors [B * n, V], which cost one
-    forward more. For several beams it holds `sequences_scores` [B * n] and `beam_indices` [B * n, L]; `scores` over the
-    whole vocabulary are not kept.
+    forward more. For several beams it holds `sequences_scores` [B * n], `beam_indices` [B * n, L] and `scores`: L
+    tensors [B * W, V] with the values of the tokens of `sequences`, which is all that compute_transition_scores reads.
+    All other values are NaN, because they are not kept.
 
     Weights are read in place. Afterwards the model is as before: mode, attention, buffers. Raises UsageError for what
     is not supported, UnsupportedModelError for models that cannot hold a tree.
@@ -78,15 +84,13 @@ def generate(
     if prepared:  # transformers calls us, as its custom_generate
         assert inputs is not None
         caller = sys._getframe(1).f_locals  # local variables of its generate, which does not pass the assistant on
-        if caller.get("streamer") is not None:
-            raise UsageError("streamer is given, but is not supported: use Engine.stream")
         check_not_synced(caller.get("synced_gpus"))
         assistant_model = assistant_model if assistant_model is not None else caller.get("assistant_model")
         return _decode(
             model, inputs, logits_processor, stopping_criteria, generation_config,
-            assistant=assistant_model, tokenizer=tokenizer, stop=(), **options,
+            assistant=assistant_model, tokenizer=tokenizer, stop=(), streamed=caller.get("streamer"), **options,
         )  # fmt: skip
-    for name in ("custom_generate", "streamer", "negative_prompt_ids", "assistant_tokenizer"):
+    for name in ("custom_generate", "negative_prompt_ids", "assistant_tokenizer"):
         if options.pop(name, None) is not None:
             raise UsageError(f"{name} is given, but is not supported: drop it")
     check_not_synced(options.pop("synced_gpus", None))
@@ -96,14 +100,15 @@ def generate(
     if stop is not None:
         options["stop_strings"] = None  # our engine ends the texts; an argument overrides both configs
     stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if stop and tokenizer is None:
-        raise UsageError("stop_strings is given, but tokenizer is not: give the model's tokenizer too")
+    decode = partial(
+        _decode, assistant=assistant_model, tokenizer=tokenizer, stop=stop, streamed=options.get("streamer")
+    )
     return model.generate(
         inputs,
         generation_config=generation_config,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
-        custom_generate=partial(_decode, assistant=assistant_model, tokenizer=tokenizer, stop=stop),
+        custom_generate=decode,
         **options,
     )
 
@@ -118,9 +123,11 @@ def _decode(
     assistant: Any,
     tokenizer: Any,
     stop: tuple[str, ...],
+    streamed: Any,
     **model_kwargs: Any,
 ) -> Any:
-    """Decode what transformers has prepared. input_ids: [B * max(W, n), T], every prompt repeated max(W, n) times."""
+    """Decode what transformers has prepared. input_ids: [B * max(W, n), T], every prompt repeated max(W, n) times.
+    streamed: a streamer, or None."""
     config = generation_config
     check_arguments(config, stopping_criteria, model_kwargs)
     beams, wanted = int(config.num_beams or 1), int(config.num_return_sequences or 1)
@@ -128,10 +135,16 @@ def _decode(
     ids = input_ids[::copies]
     mask = model_kwargs.get("attention_mask")
     prompts = prompts_of(ids, None if mask is None else mask[::copies], model_kwargs.get("position_ids"), copies)
-    new = int(config.max_length) - ids.shape[1]
-    eos, sequences = end_tokens(config), None
-    sampling = sampling_of(config, logits_processor, new)
-    sampling = replace(sampling, stop=stop, token_rules=rules_of(logits_processor, ids, mask, eos))
+    ends = Ends.of(config, stopping_criteria, stop)
+    new, eos, sequences = ends.length - ids.shape[1], ends.tokens, None
+    if new < 1:
+        raise UsageError(f"stopping_criteria has MaxLengthCriteria({ends.length}), no more than a prompt has: raise it")
+    if ends.strings and tokenizer is None:
+        raise UsageError("stop strings are given, but tokenizer is not: give the model's tokenizer too")
+    if streamed is not None and beams > 1:
+        raise UsageError(f"streamer is given, but num_beams is {beams}, and only one beam can be streamed: drop it")
+    rules = rules_of(logits_processor, ids, mask, config, ends)
+    sampling = sampling_of(config, logits_processor, new, rules, ends.strings)
     prefixes = next((one for one in logits_processor if type(one).__name__ == PREFIXES), None)
     if prefixes is not None:
         sequences, end = sequences_of(prefixes._prefix_allowed_tokens_fn, ids, eos, new)
@@ -143,7 +156,7 @@ def _decode(
         if assistant is not None:
             draft = forest_of(assistant, "assistant_model")
             draft.fit_width(target.vocab_size)
-        codec: TextCodec = HFCodec(tokenizer, eos) if stop else _Ids(eos, target.vocab_size)
+        codec: TextCodec = HFCodec(tokenizer, eos) if ends.strings else _Ids(eos, target.vocab_size)
         names, catalogues = None, None
         if sequences is not None:
             names, catalogues = compiled(sequences, codec, target.vocab_size)
@@ -165,14 +178,24 @@ def _decode(
         engine = Engine(
             target, draft, codec, method, batch_size=len(requests), cuda_graphs=False, catalogues=catalogues
         )
-        results = engine.generate(requests)
+        results = engine.generate(requests) if streamed is None else _streamed(engine, requests, streamed, config, new)
     found = [tuple(_truncated(one, new) for one in result.hypotheses) for result in results]
     if too_few := next((one for one in found if len(one) < sampling.n_best), None):
         raise NumericalError(f"{len(too_few)} sequences have a finite score, fewer than num_return_sequences {wanted}")
-    out = _output(ids.repeat_interleave(wanted, 0), [one for some in found for one in some], config, beams, wanted)
+    texts = [one for some in found for one in some]
+    out = _output(ids.repeat_interleave(wanted, 0), texts, config, beams, wanted, target.vocab_size)
     if beams == 1 and config.output_scores and config.return_dict_in_generate:
         out.scores = _scores(model, out.sequences, mask, logits_processor, ids.shape[1])
     return out
+
+
+def _streamed(engine: Engine, requests: Sequence[Request], streamer: Any, config: Any, new: int) -> list[RequestResult]:
+    """Return the results of all requests. Their tokens go to the streamer meanwhile."""
+    results = list(engine.run_into(Streamed(streamer, len(requests), new, _fill(config, 1)), requests))
+    for result in results:
+        result.check()
+    streamer.end()
+    return results
 
 
 def _truncated(one: Hypothesis, most: int) -> Hypothesis:
@@ -218,8 +241,8 @@ class _Ids:
         return [b""] * self._vocabulary
 
 
-def _output(prompts: Any, found: Sequence[Hypothesis], config: Any, beams: int, wanted: int) -> Any:
-    """Return the sequences as transformers lays them out, padded on the right."""
+def _output(prompts: Any, found: Sequence[Hypothesis], config: Any, beams: int, wanted: int, vocabulary: int) -> Any:
+    """Return the sequences as transformers lays them out, padded on the right. vocabulary: V."""
     length = max(one.num_tokens for one in found)
     new = prompts.new_full((len(found), length), _fill(config, beams))
     for row, one in enumerate(found):
@@ -232,13 +255,17 @@ def _output(prompts: Any, found: Sequence[Hypothesis], config: Any, beams: int, 
     if not config.output_scores:
         return GenerateBeamDecoderOnlyOutput(sequences=sequences)
     indices: Any = torch.full((len(found), length), -1, dtype=torch.int32)
+    scores = torch.full((length, len(found) // wanted * beams, vocabulary), torch.nan)
     for row, one in enumerate(found):
         assert one.tokens is not None
         first = row // wanted * beams
         indices[row, : one.num_tokens] = torch.tensor([first + token.beam for token in one.tokens], dtype=torch.int32)
+        for place, token in enumerate(one.tokens):
+            scores[place, first + token.beam, token.token_id] = token.logprob
     return GenerateBeamDecoderOnlyOutput(
         sequences=sequences,
         sequences_scores=torch.tensor([one.score for one in found], device=prompts.device),
+        scores=tuple(scores.to(prompts.device)),
         beam_indices=indices.to(prompts.device),
     )
 

@@ -7,6 +7,7 @@ and does nothing, weights of before a training step, a model that comes back cha
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 4, "max_new_tokens": 10},
     "many": {"num_beams": 6, "num_return_sequences": 5, "max_new_tokens": 8, "length_penalty": 0.0},
     "early": {"num_beams": 3, "early_stopping": True, "max_length": 14, "length_penalty": 2.0},
+    "never": {"num_beams": 3, "early_stopping": "never", "max_new_tokens": 9, "length_penalty": 1.5},
     "one end": {"num_beams": 2, "eos_token_id": 7, "pad_token_id": 3, "max_new_tokens": 12},
 }
 
@@ -70,6 +72,7 @@ def test_scores_and_beam_indices() -> None:
         assert type(found) is type(want)
 
 
+ODD, EVEN = list(range(15, 97, 6)), list(range(14, 97, 4))
 RULES: dict[str, dict[str, Any]] = {
     "penalty": {"repetition_penalty": 1.6},
     "reward": {"repetition_penalty": 0.4},
@@ -77,6 +80,15 @@ RULES: dict[str, dict[str, Any]] = {
     "least": {"min_new_tokens": 9},
     "length": {"min_length": 15},
     "together": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 3, "min_length": 10},
+    "bad words": {
+        "bad_words_ids": [[token] for token in ODD] + [[a, b] for a in range(15, 97, 2) for b in EVEN] + [[2]]
+    },
+    "bias": {"sequence_bias": [[[20], 5.0], [[41], -3.0], [[60], 4.0], [[3], -2.0]]},
+    "suppressed": {"suppress_tokens": EVEN},
+    "at first": {"begin_suppress_tokens": EVEN},
+    "last": {"forced_eos_token_id": 2},
+    "last, no end": {"forced_eos_token_id": 50},
+    "normalised": {"renormalize_logits": True, "repetition_penalty": 1.4, "suppress_tokens": EVEN},
 }
 # no token of the answers is the padding's, which transformers' n-grams count
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7, 6], [9, 8, 7, 6, 5, 8], [0, 11, 12, 13, 14, 11]])
@@ -233,9 +245,13 @@ def test_sampling_follows_torchs_seed() -> None:
 
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
-    "bad words": ({"bad_words_ids": [[5]]}, "bad_words_ids asks for"),
-    "suppressed": ({"suppress_tokens": [5]}, "suppress_tokens asks for"),
-    "forced": ({"forced_eos_token_id": 5}, "forced_eos_token_id asks for"),
+    "bias": ({"sequence_bias": [[[5, 6], 2.0]]}, "sequence_bias has a sequence of several tokens"),
+    "too much": ({"sequence_bias": [[[5], 200.0]]}, "logit_bias is '5:200.0'"),
+    "forced": ({"forced_eos_token_id": [5, 6]}, r"forced_eos_token_id is \[5, 6\], but only one token"),
+    "normalised": (
+        {"renormalize_logits": True, "prefix_allowed_tokens_fn": lambda batch, ids: [20] if len(ids) == 5 else [2]},
+        "renormalize_logits does not go with prefix_allowed_tokens_fn",
+    ),
     "decay": ({"exponential_decay_length_penalty": (2, 1.5)}, "exponential_decay_length_penalty asks for"),
     "synced": ({"synced_gpus": True}, "synced_gpus is true"),
     "endless": (
@@ -251,9 +267,8 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "time": ({"max_time": 3.0}, "max_time is 3.0"),
     "hidden": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states is true"),
     "logits": ({"output_logits": True, "return_dict_in_generate": True}, "output_logits is true"),
-    "never": ({"early_stopping": "never"}, "early_stopping is 'never'"),
     "right": ({"attention_mask": MASK.flip(1)}, "pad on the left"),
-    "streamer": ({"streamer": object()}, "streamer is given"),
+    "streamer": ({"streamer": SimpleNamespace(put=lambda ids: None)}, "streamer is given, but num_beams is 2"),
     "stop": ({"stop_strings": ["x"]}, "tokenizer is not"),
     "positions": ({"position_ids": torch.arange(5)[None] + 3}, "position_ids do not count"),
 }
@@ -297,13 +312,16 @@ def test_criteria_and_processors_that_ask_for_something_else_are_refused() -> No
 
     model, new = made(), 3
     for criterion, message in (
-        (MaxLengthCriteria(6), "MaxLengthCriteria.6.: give max_length"),
-        (EosTokenCriteria(20), "EosTokenCriteria with other ids: give eos_token_id"),
+        (MaxLengthCriteria(9), r"MaxLengthCriteria\(9\), but max_length is 8: raise that"),
+        (MaxLengthCriteria(5), r"MaxLengthCriteria\(5\), no more than a prompt has"),
     ):
         with pytest.raises(UsageError, match=message):
             dsbd_cli.generate(model, IDS, stopping_criteria=StoppingCriteriaList([criterion]), max_new_tokens=new)
+    others = StoppingCriteriaList([EosTokenCriteria(20)])
+    with pytest.raises(UsageError, match="other end tokens or another prompt: give min_length and eos_token_id"):
+        dsbd_cli.generate(model, IDS, stopping_criteria=others, min_new_tokens=2, max_new_tokens=new)
     for processor, message in (
-        (MinLengthLogitsProcessor(20, eos_token_id=20), "other end tokens or another prompt: give min_length"),
+        (MinLengthLogitsProcessor(20, eos_token_id=20), "other end tokens or another prompt: give min_length and"),
         (MinNewTokensLengthLogitsProcessor(2, 9, eos_token_id=ENDS), "another prompt: give min_new_tokens"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -317,6 +335,117 @@ def test_criteria_and_processors_that_ask_for_something_else_are_refused() -> No
         "num_beams": 2,
     }
     assert torch.equal(dsbd_cli.generate(model, IDS, **same), model.generate(IDS, **same))
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+def test_stopping_criteria_are_transformers(family: str, beams: int) -> None:
+    """Each of them alone, and that it changes what comes out."""
+    from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+
+    model = made(family)
+    options = {"attention_mask": MASK, "do_sample": False, "num_beams": beams, "max_new_tokens": 12}
+    plain = dsbd_cli.generate(model, IDS, **options)
+    for criterion in (MaxLengthCriteria(8), EosTokenCriteria(list(range(14, 97, 3)))):
+        asked = {**options, "stopping_criteria": StoppingCriteriaList([criterion])}
+        want = model.generate(IDS, **asked)
+        assert torch.equal(dsbd_cli.generate(model, IDS, **asked), want)
+        assert torch.equal(model.generate(IDS, custom_generate=dsbd_cli.generate, **asked), want)
+        assert plain.tolist() != want.tolist()
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_criterion_of_stop_strings_ends_a_text(beams: int) -> None:
+    """It does not hold its tokenizer, so that has to be given."""
+    from transformers import StoppingCriteriaList, StopStringCriteria
+
+    model, tokenizer = load(ModelSpec(BUILTIN_TARGET))
+    inputs = tokenizer("question: what did Nesen do\nanswer:", return_tensors="pt")
+    options = {"num_beams": beams, "max_new_tokens": 12, "do_sample": False}
+    words = tokenizer.decode(dsbd_cli.generate(model, **inputs, **options)[0], skip_special_tokens=True).split()
+    asked = {**options, "stopping_criteria": StoppingCriteriaList([StopStringCriteria(tokenizer, [words[-1]])])}
+    want = model.generate(**inputs, **asked)
+    assert torch.equal(dsbd_cli.generate(model, **inputs, **asked, tokenizer=tokenizer), want)
+    ours = partial(dsbd_cli.generate, tokenizer=tokenizer)
+    assert torch.equal(model.generate(**inputs, **asked, custom_generate=ours), want)
+    with pytest.raises(UsageError, match="stop strings are given, but tokenizer is not"):
+        dsbd_cli.generate(model, **inputs, **asked)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+def test_a_forced_first_token(family: str) -> None:
+    """As transformers, where a prompt is one token. Behind a longer one the argument does nothing."""
+    model, ids = made(family), torch.tensor([[5], [9], [40]])
+    asked = {"forced_bos_token_id": 33, "begin_suppress_tokens": EVEN, "max_new_tokens": 6, "do_sample": False}
+    for beams in (1, 3):
+        want = model.generate(ids, attention_mask=torch.ones_like(ids), num_beams=beams, **asked)
+        found = dsbd_cli.generate(model, ids, attention_mask=torch.ones_like(ids), num_beams=beams, **asked)
+        assert torch.equal(found, want)
+        assert (found[:, 1] == 33).all()
+        longer = {"attention_mask": MASK, "num_beams": beams, **asked}
+        assert torch.equal(dsbd_cli.generate(model, IDS, **longer), model.generate(IDS, **longer))
+
+
+def test_a_forced_last_token_of_samples() -> None:
+    model = made()
+    options = {"do_sample": True, "max_new_tokens": 4, "eos_token_id": 2, "num_return_sequences": 20}
+    found = dsbd_cli.generate(model, PROMPTS, attention_mask=PADDED, forced_eos_token_id=50, **options)
+    begin = PROMPTS.shape[1]
+    ended = (found[:, begin:-1] == 2).any(1)
+    assert found.shape[1] == begin + 4
+    assert (found[~ended, -1] == 50).all()
+
+
+class Collected:
+    """A streamer that keeps what it gets, and how often the model had run by then."""
+
+    def __init__(self) -> None:
+        self.tokens: list[list[int]] = []
+        self.at: list[int] = []
+        self.calls = self.ends = 0
+
+    def put(self, value: Any) -> None:
+        self.tokens.append(value.tolist())
+        self.at.append(self.calls)
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_streamer_gets_tokens_as_they_come(rows: int) -> None:
+    model = made()
+    options = {"attention_mask": MASK[:rows], "max_new_tokens": 9, "do_sample": False}
+    want = Collected()
+    model.generate(IDS[:rows], streamer=want, **options)
+    for call in (
+        lambda streamer: dsbd_cli.generate(model, IDS[:rows], streamer=streamer, **options),
+        lambda streamer: model.generate(IDS[:rows], streamer=streamer, custom_generate=dsbd_cli.generate, **options),
+    ):
+        found = Collected()
+
+        def count(*_: object, found: Collected = found) -> None:
+            found.calls += 1
+
+        hook = model.register_forward_hook(count)
+        call(found)
+        hook.remove()
+        assert (found.tokens, found.ends) == (want.tokens, 1)
+        assert len(set(found.at)) > 2, "tokens come while the model runs"
+
+
+@pytest.mark.parametrize("rules", [{}, {"repetition_penalty": 1.4, "min_new_tokens": 6}], ids=["plain", "rules"])
+def test_transition_scores_of_beams(rules: dict[str, Any]) -> None:
+    model = made()
+    options = {
+        "attention_mask": PADDED, "num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 8, "do_sample": False,
+        "return_dict_in_generate": True, "output_scores": True, **rules,
+    }  # fmt: skip
+    found, want = dsbd_cli.generate(model, PROMPTS, **options), model.generate(PROMPTS, **options)
+    assert torch.equal(found.sequences, want.sequences)
+    gained = [model.compute_transition_scores(one.sequences, one.scores, one.beam_indices) for one in (found, want)]
+    assert torch.allclose(*gained, atol=1e-3)
+    assert [scores.shape for scores in found.scores] == [scores.shape for scores in want.scores][: len(found.scores)]
 
 
 @pytest.mark.parametrize(("ends", "beams"), [([], 1), (torch.tensor(ENDS), 2)], ids=["none", "a tensor"])

@@ -138,7 +138,8 @@ class RuleTable:
         index = torch.tensor(rows, device=self.eos.device)
         for name in (
             *("prompt", "lengths", "min_generated", "forced_first", "forced_last", "last_place", "ngram_size"),
-            *("penalty", "presence", "frequency", "on_logits", "normalised", "last_normalised", "timed", "biased", "bias", "words"),
+            *("penalty", "presence", "frequency", "on_logits", "normalised", "last_normalised", "timed"),
+            *("biased", "bias", "words"),
         ):
             setattr(self, name, getattr(self, name)[index])
         if len(self.banned):

@@ -121,7 +121,7 @@ class Encoder:
             self._refuse_encoder_settings(request)
             job.prompt, job.truncated = self.encode(request, job.max_new)
             job.prefix = min(self._prefix_tokens(request.sampling.prefix), len(job.prompt))
-            job.rules = self._rules.of(request.sampling, "none")
+            job.rules = self._rules.of(request.sampling, "none", job.prompt)
         if job.rules.renormalize_logits and (job.catalogue is not None or request.grammar is not None):
             bound = "allow" if job.catalogue is not None else "grammar"
             raise InvalidRowError(
@@ -167,7 +167,7 @@ class Encoder:
         job.prompt, job.truncated, job.encoder_input, job.prefix = prompt, dropped, encoder_input, found.prefix
         job.listen = found.listen
         job.source_tokens = self.readers[0][0].encoder_places(encoder_input) if is_image else encoder_input.shape[-1]
-        job.rules = self._rules.of(request.sampling, "checkpoint", found.forced)
+        job.rules = self._rules.of(request.sampling, "checkpoint", prompt, found.forced)
         forced = job.rules.forced_bos_token_id
         if forced is not None and len(prompt) == 1 and (job.catalogue is not None or request.grammar is not None):
             given = "allow" if job.catalogue is not None else "grammar"

@@ -236,7 +236,7 @@ class Engine:
         a RowError stands for a request that has failed already: its result comes in its place. Out of memory halves
         the batch and decodes its requests again, which gives the same results; a request that does not fit alone fails.
         """
-        return self._answers(NumberedRequests(requests, seed), ResultOrder() if ordered else CompletionOrder())
+        return self.run_into(ResultOrder() if ordered else CompletionOrder(), requests, seed=seed)
 
     def stream(self, requests: Iterable[Request | str | RowError | None], *, seed: int = 0) -> Iterator[Piece]:
         """Decode requests as `run` does; yield text of each as soon as it can no longer change.
@@ -250,7 +250,13 @@ class Engine:
         finished hypothesis holds back what follows until a better one is finished. Half a character, and what may be
         the beginning of a stop string, are held back too.
         """
-        return self._answers(NumberedRequests(requests, seed), Pieces(self.codec))
+        return self.run_into(Pieces(self.codec), requests, seed=seed)
+
+    def run_into(
+        self, results: Results[Item], requests: Iterable[Request | str | RowError | None], *, seed: int = 0
+    ) -> Iterator[Item]:
+        """Decode requests as `run` does, and yield what `results` gives out meanwhile."""
+        return self._answers(NumberedRequests(requests, seed), results)
 
     @torch.inference_mode()
     def _answers(self, numbered: NumberedRequests, results: Results[Item]) -> Iterator[Item]:

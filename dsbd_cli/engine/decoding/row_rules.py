@@ -18,11 +18,11 @@ class RowRules:
     def __init__(self, target: ForestModel, codec: TextCodec) -> None:
         self._target, self._codec, self._vocab_size = target, codec, target.vocab_size
 
-    def of(self, sampling: SamplingConfig, base: str, forced: int | None = None) -> TokenRules:
-        """Return the token rules of a request. base: the rules to start from, `checkpoint` or `none`. forced: first
-        token in place of theirs. Raises InvalidRowError."""
+    def of(self, sampling: SamplingConfig, base: str, prompt: Sequence[int], forced: int | None = None) -> TokenRules:
+        """Return the token rules of a request. base: the rules to start from, `checkpoint` or `none`. prompt: of the
+        decoder. forced: first token in place of theirs. Raises InvalidRowError."""
         rules = sampling.rules(getattr(self._target, "token_rules", None) or TokenRules(), base)
-        if base == "none" and rules.forced_bos_token_id is not None:
+        if base == "none" and rules.forced_bos_token_id is not None and len(prompt) > 1:
             raise InvalidRowError(
                 f"token_rules: forced_bos_token_id is {rules.forced_bos_token_id}, but the target has no encoder, so "
                 "that its prompt decides how an answer begins: drop it"
@@ -71,6 +71,6 @@ class RowRules:
             raise InvalidRowError(f"{name} has a word of {longest} tokens, but a word may have {MOST_NGRAM}")
         if (size := longest * sum(len(word) > 1 for word in words)) > MOST_WORD_TOKENS:
             raise InvalidRowError(
-                f"{name} has {len(words)} words of up to {longest} tokens: all as long as the longest, they have {size} "
-                f"tokens, but {MOST_WORD_TOKENS} is the most"
+                f"{name} has {len(words)} words of up to {longest} tokens: all as long as the longest, they have "
+                f"{size} tokens, but {MOST_WORD_TOKENS} is the most"
             )

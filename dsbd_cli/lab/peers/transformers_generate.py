@@ -120,7 +120,9 @@ class TransformersPeer(Peer):
         """Return the token rules that our engine would apply. Raises ModelError for one that transformers has not."""
         default = "checkpoint" if isinstance(self._codec, Seq2SeqCodec) else "none"
         rules = self._sampling.rules(self._target.token_rules, default).within(self._target.vocab_size)
-        if unknown := [name for name in rules.acting if name in OF_REQUESTS and name not in ("logit_bias", "timestamps")]:
+        if unknown := [
+            name for name in rules.acting if name in OF_REQUESTS and name not in ("logit_bias", "timestamps")
+        ]:
             raise ModelError(f"transformers' generate has no {unknown[0]}: leave it out of --methods")
         return rules
 

@@ -205,7 +205,9 @@ def test_nothing_is_computed_without_rules() -> None:
 def forgets_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = RuleTable.begin
     monkeypatch.setattr(
-        RuleTable, "begin", lambda self, row, rules, prompt, new, **more: begin(self, row, rules, prompt[-1:], new, **more)
+        RuleTable,
+        "begin",
+        lambda self, row, rules, prompt, new, **more: begin(self, row, rules, prompt[-1:], new, **more),
     )
 
 
