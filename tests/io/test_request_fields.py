@@ -674,7 +674,7 @@ def test_a_grammar_of_llama_cpp_is_read_or_refused() -> None:
             "regex is {'type': 'regex', 'value': 'a'}, but response_",
         ),
         ({"guided_choice": []}, "guided_choice is [], but must be a catalogue's name or a list of answers"),
-        ({"guided_choice": ["a"], "regex": "a"}, "allow and grammar both say what may be answered: give one of them"),
+        ({"guided_choice": ["a"], "regex": "a"}, "guided_choice and grammar both say what may be answered"),
         (
             {"structured_outputs": {"structural_tag": "x"}},
             "structured_outputs is {'structural_tag': 'x'}, but must have",

@@ -46,6 +46,12 @@ def messages(value: object) -> tuple[Messages, bool]:
     return found, _is_prefix(value)
 
 
+def has_functions(value: object) -> bool:
+    """Return whether some message of a list of objects holds functions or calls of them."""
+    assert isinstance(value, list)
+    return any("tool_calls" in message or "tools" in message for message in value)
+
+
 def _message(message: object, where: str) -> Fields:
     if not isinstance(message, dict):
         raise InvalidRowError(f"{where} is {shorten(message)}, but must be an object with role and content")
@@ -91,9 +97,12 @@ def _is_prefix(value: list[Fields]) -> bool:
     """Return whether the last message is one that the answer continues. Raises InvalidRowError for another one that is
     marked so."""
     for place, message in enumerate(value):
-        if message.get("prefix") is True and (place + 1 < len(value) or message["role"] != "assistant"):
-            raise InvalidRowError(f"messages[{place}].prefix is true, but only the assistant's last message may be one")
-    return value[-1].get("prefix") is True
+        if "prefix" in message and message["prefix"] is True:
+            if place + 1 < len(value) or message["role"] != "assistant":
+                reason = "only the assistant's last message may be one"
+                raise InvalidRowError(f"messages[{place}].prefix is true, but {reason}")
+            return True
+    return False
 
 
 def _tool_calls(value: object, where: str) -> list[Fields]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dsbd_cli.errors import MAX_SHOWN, InvalidRowError, shorten
@@ -49,7 +49,8 @@ SOURCES = ("prompt", "messages", "audio", "image")
 ENVELOPE = ("custom_id", "method", "url", "body")
 KNOWN = (*ROW_FIELDS, *ALIASES, *READ_AS)
 READ_AS_IN_RESPONSES = {**READ_AS, **{one.name: one.becomes for one in RESPONSES}}
-RENAMED = frozenset((*ALIASES, *CONTAINERS))
+_HOLDERS = frozenset(CONTAINERS)
+RENAMED = _HOLDERS | ALIASES.keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +103,24 @@ def other_names(raw: Fields) -> tuple[tuple[str, str], ...]:
     if "body" not in raw and RENAMED.isdisjoint(raw):  # most rows
         return ()
     return tuple(
-        (ALIASES[name], prefix + name)
-        for prefix, row in _places(raw)
-        for name, value in row.items()
-        if value is not None and name in ALIASES and name != "custom_id"
+        [
+            (ALIASES[name], prefix + name)
+            for prefix, row in _places(raw)
+            for name, value in row.items()
+            if name in ALIASES and value is not None and name != "custom_id"
+        ]
     )
 
 
-def _places(raw: Fields) -> Iterator[tuple[str, Fields]]:
-    """Yield a row and the objects in it that hold request fields, each with what the names of its fields begin with in
+def _places(raw: Fields) -> list[tuple[str, Fields]]:
+    """Return a row and the objects in it that hold request fields, each with what the names of its fields begin with in
     messages."""
-    waiting = [("", raw)]
-    while waiting:
-        prefix, row = waiting.pop()
-        yield prefix, row
-        names = ("body",) if not prefix and "body" in row else CONTAINERS
-        waiting += [(f"{prefix}{name}.", inner) for name in names if isinstance(inner := row.get(name), dict)]
+    body = raw.get("body")
+    found = [("", raw), ("body.", body)] if isinstance(body, dict) else [("", raw)]
+    for prefix, row in found:  # which grows
+        if not _HOLDERS.isdisjoint(row):
+            found += [(f"{prefix}{name}.", inner) for name in CONTAINERS if isinstance(inner := row.get(name), dict)]
+    return found
 
 
 def _envelope(raw: Fields) -> ParsedRow:
@@ -171,12 +174,15 @@ class _Reading:
         prefix: what their names begin with in messages. Raises InvalidRowError for one that cannot be honoured.
         """
         ways = _WAYS_IN_RESPONSES if self.form == "openai-responses" else _WAYS
+        fields = self.fields
         for name, value in raw.items():
             if value is None:
                 continue
             way = ways.get(name)
             if type(way) is str:  # most fields
-                self.put(way, name, value, prefix)
+                if way in fields:
+                    self.put(way, name, value, prefix)
+                fields[way] = value
             elif way is None:
                 self.unused.append((prefix + name, value))
             else:
@@ -196,7 +202,7 @@ class _Reading:
         fields = self.fields
         if self.form == "openai-responses":
             fields["messages"] = responses_messages(fields.pop("input", None), fields.pop("instructions", None))
-        if fields.get("top_k") == -1:
+        if "top_k" in fields and fields["top_k"] == -1:
             fields["top_k"] = 0
         if "tool_choice" in fields and fields["tool_choice"] in (("auto",) if "tools" in fields else ("auto", "none")):
             del fields["tool_choice"]

@@ -14,7 +14,7 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.token_rules import SEPARATOR, written_rules
 from dsbd_cli.config.variants import RULES
 from dsbd_cli.errors import MOST_INTEGER, InvalidRowError, UsageError, shorten
-from dsbd_cli.io.records.fields import Messages, messages, response_format, text
+from dsbd_cli.io.records.fields import Messages, has_functions, messages, response_format, text
 from dsbd_cli.io.records.file_roots import file_of_row
 from dsbd_cli.io.records.input_forms import SOURCES, ParsedRow, as_written, other_names, parsed_row
 from dsbd_cli.io.records.parse import decoded, parse_object
@@ -26,12 +26,16 @@ WARP_FIELDS = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}  # by name:
 RULE_FIELDS = frozenset("suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id".split())
 AGREEING_FIELDS = frozenset("do_sample use_beam_search best_of".split())  # say what the run does anyway, or fail
 SAMPLING_FIELDS = frozenset(SamplingConfig.__dataclass_fields__) | RULE_FIELDS | AGREEING_FIELDS
-CHAT_FIELDS = (
-    *("tools", "tool_choice", "documents", "chat_template_kwargs", "reasoning_effort", "continue_final_message"),
-    *("add_generation_prompt", "parallel_tool_calls"),
+CHAT_FIELDS = frozenset(
+    (
+        *("tools", "tool_choice", "documents", "chat_template_kwargs", "reasoning_effort", "continue_final_message"),
+        *("add_generation_prompt", "parallel_tool_calls"),
+    )
 )
 # Fields of which the order of names is asked for too: of the properties of a schema, of what a template writes.
 ORDERED_FIELDS = frozenset("response_format tools documents chat_template_kwargs".split())
+# Fields that a row's key does not hold as they are written.
+KEYED_APART = ORDERED_FIELDS | AGREEING_FIELDS
 NUMBERS = (
     *("temperature", "top_p", "min_p", "length_penalty"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -68,6 +72,7 @@ class RowReader:
     grammar: Grammar | None = None
     chat: bool = False
     files_root: str | None = None
+    _searches: bool = field(default=False, init=False, repr=False, compare=False)
     _warned: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
     _known_sampling: dict[bytes, SamplingConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
     _known_grammars: dict[str, str | None] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -76,6 +81,7 @@ class RowReader:
         check_seed(self.seed)
         check_request(self.sampling, self.rule, self.num_beams)
         check_ends(self.sampling, self.grammar)
+        object.__setattr__(self, "_searches", not RULES[self.rule].samples)
 
     def read(self, line: bytes | LongLine, *, index: int, number: int) -> Row:
         """Return the row of a line of JSON, flat or in an OpenAI batch envelope.
@@ -97,7 +103,8 @@ class RowReader:
             warnings = self._warnings(parsed, number)
             request = self._request(row, row_id)
             overruled = self._searches and _asks_for_sampling(row)
-            warnings += self._advice(request, overruled, number)
+            if overruled or (request.messages is not None and request.messages[-1]["role"] == "assistant"):
+                warnings += self._advice(request, overruled, number)
         except (InvalidRowError, UsageError) as error:
             failure = InvalidRowError(f"line {number}: {as_written(str(error), raw)}")
             return Row(index, number, row_id, None, failure, metadata, _raw_key(row_id, line), warnings, (), form)
@@ -159,11 +166,10 @@ class RowReader:
 
     def _advice(self, request: Request, overruled: bool, number: int) -> tuple[str, ...]:
         """Return warnings about what rows probably mean, each once per reader."""
-        told = []
-        if overruled:
-            told.append(OVERRULED)
-        if request.messages is not None and request.messages[-1]["role"] == "assistant":
-            told += [] if request.chat.continue_final_message else [NEW_TURN]
+        told = [OVERRULED] if overruled else []
+        ends = request.messages is not None and request.messages[-1]["role"] == "assistant"
+        if ends and not request.chat.continue_final_message:
+            told.append(NEW_TURN)
         new = [message for message in told if hash(message) not in self._warned]
         self._warned.update(map(hash, new))
         return tuple([f"line {number}: {message}" for message in new])
@@ -196,7 +202,7 @@ class RowReader:
             sampling=self._sampling(row, chat is not None),
             allow=_allow(row["allow"]) if "allow" in row else None,
             grammar=self._grammar(row),
-            chat=_chat(row, chat, continued),
+            chat=_chat(row, chat, continued) if continued or not CHAT_FIELDS.isdisjoint(row) else NO_CHAT,
         )
 
     def _file(self, row: Fields, name: str) -> str:
@@ -232,10 +238,6 @@ class RowReader:
             else:
                 self._known_grammars[grammar.name] = None
         return self._known_grammars[grammar.name]
-
-    @property
-    def _searches(self) -> bool:
-        return not RULES[self.rule].samples
 
     def _sampling(self, row: Fields, chat: bool) -> SamplingConfig:
         own = {name: value for name, value in row.items() if name in SAMPLING_FIELDS}
@@ -306,14 +308,16 @@ NEW_TURN = (
 
 def _asked_for(row: Fields) -> bytes:
     """Return what a row asks for as JSON, from which its key is made. It is the same for all forms of a row."""
-    asked = row
-    if not ORDERED_FIELDS.isdisjoint(row):
-        asked = {name: orjson.dumps(value).decode() if name in ORDERED_FIELDS else value for name, value in row.items()}
-    if not AGREEING_FIELDS.isdisjoint(row):
-        asked = {name: value for name, value in asked.items() if name not in AGREEING_FIELDS}
-    chat = row.get("messages")
-    if isinstance(chat, list) and any("tool_calls" in message or "tools" in message for message in chat):
-        asked = {**asked, "messages": orjson.dumps(chat).decode()}  # of their arguments and parameters as well
+    called = "messages" in row and has_functions(row["messages"])
+    if not called and KEYED_APART.isdisjoint(row):  # most rows
+        return orjson.dumps(row, option=orjson.OPT_SORT_KEYS)
+    asked = {
+        name: orjson.dumps(value).decode() if name in ORDERED_FIELDS else value
+        for name, value in row.items()
+        if name not in AGREEING_FIELDS
+    }
+    if called:
+        asked["messages"] = orjson.dumps(row["messages"]).decode()  # of their arguments and parameters as well
     return orjson.dumps(asked, option=orjson.OPT_SORT_KEYS)
 
 
@@ -337,9 +341,7 @@ def _with_system(system: str, chat: Messages | None) -> Messages:
 def _chat(row: Fields, chat: Messages | None, continued: bool) -> ChatConfig:
     """Return the settings of a conversation. continued: its last message says so. Raises InvalidRowError and
     UsageError."""
-    given = {name: row[name] for name in CHAT_FIELDS if name in row}
-    if not given and not continued:
-        return NO_CHAT
+    given = {name: value for name, value in row.items() if name in CHAT_FIELDS}
     if chat is None:
         given = {name: value for name, value in given.items() if (name, value) != ("reasoning_effort", "none")}
         for name, value in given.items():
