@@ -384,7 +384,7 @@ def test_a_request_overrides_token_rules() -> None:
     )
     same = SamplingConfig(token_rules="repetition_penalty=1.5", repetition_penalty=1.5)
     assert same.rules(CHECKPOINT, "none") == TokenRules(repetition_penalty=1.5)
-    with pytest.raises(UsageError, match="repetition_penalty is 1.2, but token_rules has repetition_penalty 1.5"):
+    with pytest.raises(UsageError, match=r"repetition_penalty is 1\.2, but token_rules has repetition_penalty 1\.5"):
         SamplingConfig(token_rules="repetition_penalty=1.5", repetition_penalty=1.2)
     with pytest.raises(UsageError, match=r"logit_bias is \[.*, but must be token ids, each once"):
         SamplingConfig(logit_bias=((5, 1.0), (5, 2.0)))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 import random
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -139,9 +139,11 @@ def test_a_row_depends_on_no_draft_and_no_neighbour(settings: Settings, rule: st
 @pytest.mark.parametrize("settings", [SINGLE, WIDE], ids=["one beam", "three beams"])
 def test_each_rule_changes_texts(settings: Settings) -> None:
     """Guards the tests above against rules that do nothing."""
-    plain = said(run(settings, "coupled", [Request(id=one.id, seed=one.seed, prompt_ids=one.prompt_ids, sampling=SamplingConfig(
-        top_k=0, max_new_tokens=settings.max_new, n_best=settings.width)) for one in requests(settings, 96)]))  # fmt: skip
-    ruled_ = said(run(settings, "coupled", requests(settings, 96)))
+    sampling = SamplingConfig(top_k=0, max_new_tokens=settings.max_new, n_best=settings.width)
+    rows = requests(settings, 96)
+    without = [Request(id=row.id, seed=row.seed, prompt_ids=row.prompt_ids, sampling=sampling) for row in rows]
+    plain = said(run(settings, "coupled", without))
+    ruled_ = said(run(settings, "coupled", rows))
     for place, name in enumerate(RULES):
         step = len(RULES)
         assert (ruled_[place::step] == plain[place::step]) == (name == "nothing"), name
