@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dsbd_cli.config.sampling import MAX_TEMPERATURE, MAX_TOP_LOGPROBS, MOST_BIAS, MOST_SUBTRACTED
-from dsbd_cli.config.token_rules import LEAST_PENALTY, MOST_NGRAM, MOST_PENALTY
+from dsbd_cli.config.sampling import MAX_TEMPERATURE, MAX_TOP_LOGPROBS
+from dsbd_cli.config.token_rules import LEAST_PENALTY, MOST_BIAS, MOST_NGRAM, MOST_PENALTY, MOST_SUBTRACTED
 from dsbd_cli.errors import MOST_INTEGER
 
 Schema = dict[str, object]
