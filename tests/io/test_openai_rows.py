@@ -111,8 +111,11 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     (line({**CHAT, "tool_choice": "required"}), "body.tool_choice is 'required', but there are no tools"),
     (line({**CHAT, "tool_choice": {"type": "x"}}), "body.tool_choice is {'type': 'x'}, but must be auto, none,"),
     (line({**CHAT, "logit_bias": {"a": 1}}), "body.logit_bias has 'a', but must have token ids"),
-    (line({**CHAT, "logit_bias": {"5": 101}}), "body.logit_bias is [[5, 101.0]], but must be token ids with numbers"),
-    (line({**CHAT, "presence_penalty": 3}), "body.presence_penalty is 3.0, but must be between -2 and 2"),
+    (
+        line({**CHAT, "logit_bias": {"5": 101}}),
+        "body.logit_bias is [[5, 101.0]], but must be token ids, each",
+    ),
+    (line({**CHAT, "presence_penalty": 3}), "body.presence_penalty is 3.0, but must be from -2 to 2"),
     (line({**CHAT, "best_of": 3}), "body.best_of is 3, but the number of beams is 4 (--num-beams): drop it"),
     (line({**CHAT, "echo": True}), "body.echo is true, which is not supported"),
     (line({**CHAT, "logprobs": 0}), "body.logprobs is 0, but must be true or false"),

@@ -154,7 +154,7 @@ REFUSED: list[tuple[object, str]] = [
     ({"prompt": "p", "seed": "3"}, "seed is '3', but must be an integer"),
     ({"prompt": "p", "n": 5}, "n is 5, but num_beams is 4: lower it, or raise that"),
     ({"prompt": "p", "stream": True}, "stream is true, which is not supported (records are written as rows"),
-    ({"prompt": "p", "presence_penalty": 3}, "presence_penalty is 3.0, but must be between -2 and 2"),
+    ({"prompt": "p", "presence_penalty": 3}, "presence_penalty is 3.0, but must be from -2 to 2"),
 ]
 
 

@@ -173,6 +173,10 @@ ASKED: dict[str, tuple[Callable[[Request], object], list[tuple[Any, object]]]] =
     "begin_suppress_tokens": (sampling("token_rules"), [([5], "begin_suppress_tokens=5")]),
     "forced_bos_token_id": (sampling("token_rules"), [(5, "forced_bos_token_id=5"), (6, "forced_bos_token_id=6")]),
     "forced_eos_token_id": (sampling("token_rules"), [(5, "forced_eos_token_id=5"), (6, "forced_eos_token_id=6")]),
+    "renormalize_logits": (
+        sampling("token_rules"),
+        [(True, "renormalize_logits=1"), (False, "renormalize_logits=0")],
+    ),
     "add_special_tokens": (sampling("add_special_tokens"), [(False, False)]),
     "top_logprobs": (sampling("top_logprobs"), [(2, 2), (3, 3)]),
     "logprobs": (sampling("token_logprobs"), [(True, True)]),
@@ -531,17 +535,12 @@ def test_messages_hold_what_templates_read_and_no_nulls() -> None:
     )
 
 
-def test_an_answer_continues_a_message_or_opens_a_turn_and_says_so_once() -> None:
-    reader = replace(RUN)
+def test_an_answer_continues_a_message_where_row_or_message_says_so() -> None:
     for row in ({"messages": ASSISTANT, "continue_final_message": True}, {"messages": marked_as_prefix()}):
-        got = read(row, reader)
-        assert got.request is not None
-        assert got.request.chat.continue_final_message
-        assert (got.request.messages, got.warnings) == (tuple(ASSISTANT), ())
-    told = [read({"messages": ASSISTANT}, reader).warnings for _ in range(2)]
-    assert len(told[0]) == 1
-    assert "continue_final_message of the row, or prefix of the message" in told[0][0]
-    assert told[1] == ()
+        request = of_row(row)
+        assert request.chat.continue_final_message
+        assert request.messages == tuple(ASSISTANT)
+    assert not of_row({"messages": ASSISTANT}).chat.continue_final_message
 
 
 def marked_as_prefix() -> list[dict[str, object]]:
@@ -685,6 +684,7 @@ def test_a_grammar_of_llama_cpp_is_read_or_refused() -> None:
         ),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type is 'structural_tag', but must be text"),
         ({"suppress_tokens": 5}, "suppress_tokens is 5, but must be a list of token ids"),
+        ({"renormalize_logits": 1}, "renormalize_logits is 1, but must be true or false"),
         ({"forced_eos_token_id": [5]}, "forced_eos_token_id is [5], but must be a token id"),
         (
             {"suppress_tokens": [5], "token_rules": "suppress_tokens=6"},

@@ -11,7 +11,7 @@ from dsbd_cli.config.chat import ChatConfig
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import check_request
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.config.token_rules import SEPARATOR, written_rules
+from dsbd_cli.config.token_rules import SEPARATOR, named_rules, written_rules
 from dsbd_cli.config.variants import RULES
 from dsbd_cli.errors import MOST_INTEGER, InvalidRowError, UsageError, shorten
 from dsbd_cli.io.records.fields import Messages, has_functions, messages, response_format, text
@@ -23,9 +23,14 @@ from dsbd_cli.io.records.row import Fields, Form, LongLine, Row, content_key, re
 from dsbd_cli.requests import NO_CHAT, Request, check_ends, check_seed, derive_seed
 
 WARP_FIELDS = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}  # by name: the value that asks for no warp
-RULE_FIELDS = frozenset("suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id".split())
+# Token rules that are fields of a row, and none of SamplingConfig: name -> JSON types of their values, in words.
+RULE_FIELDS = {
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), "a list of token ids"),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), "a token id"),
+    "renormalize_logits": "true or false",
+}
 AGREEING_FIELDS = frozenset("do_sample use_beam_search best_of".split())  # say what the run does anyway, or fail
-SAMPLING_FIELDS = frozenset(SamplingConfig.__dataclass_fields__) | RULE_FIELDS | AGREEING_FIELDS
+SAMPLING_FIELDS = frozenset(SamplingConfig.__dataclass_fields__) | RULE_FIELDS.keys() | AGREEING_FIELDS
 CHAT_FIELDS = frozenset(
     (
         *("tools", "tool_choice", "documents", "chat_template_kwargs", "reasoning_effort", "continue_final_message"),
@@ -103,8 +108,8 @@ class RowReader:
             warnings = self._warnings(parsed, number)
             request = self._request(row, row_id)
             overruled = self._searches and _asks_for_sampling(row)
-            if overruled or (request.messages is not None and request.messages[-1]["role"] == "assistant"):
-                warnings += self._advice(request, overruled, number)
+            if overruled:
+                warnings += self._overruled(number)
         except (InvalidRowError, UsageError) as error:
             failure = InvalidRowError(f"line {number}: {as_written(str(error), raw)}")
             return Row(index, number, row_id, None, failure, metadata, _raw_key(row_id, line), warnings, (), form)
@@ -164,15 +169,12 @@ class RowReader:
                 warnings.append(said if full else f"{parsed.explain(name, value)}; not used")
         return tuple([f"line {number}: {message}" for message in warnings])
 
-    def _advice(self, request: Request, overruled: bool, number: int) -> tuple[str, ...]:
-        """Return warnings about what rows probably mean, each once per reader."""
-        told = [OVERRULED] if overruled else []
-        ends = request.messages is not None and request.messages[-1]["role"] == "assistant"
-        if ends and not request.chat.continue_final_message:
-            told.append(NEW_TURN)
-        new = [message for message in told if hash(message) not in self._warned]
-        self._warned.update(map(hash, new))
-        return tuple([f"line {number}: {message}" for message in new])
+    def _overruled(self, number: int) -> tuple[str, ...]:
+        """Return the warning that a search does not sample, once per reader."""
+        if hash(OVERRULED) in self._warned:
+            return ()
+        self._warned.add(hash(OVERRULED))
+        return (f"line {number}: {OVERRULED}",)
 
     def _asked(self, row: Fields) -> tuple[str | None, Messages | None, bool]:
         """Return the prompt or the messages of a row, and whether its last message says that the answer continues it;
@@ -264,7 +266,7 @@ class RowReader:
         }
         if "token_rules" in row:
             given["token_rules"] = _rules(row["token_rules"])
-        if not RULE_FIELDS.isdisjoint(row):
+        if not RULE_FIELDS.keys().isdisjoint(row):
             given["token_rules"] = _with_rules(given.get("token_rules", self.sampling.token_rules), row)
         if "logit_bias" in row:
             given["logit_bias"] = _logit_bias(row["logit_bias"])
@@ -300,11 +302,6 @@ OVERRULED = (
     "temperature, top_k, top_p, min_p and do_sample of rows are not used: this run searches (--decode search), which "
     "draws nothing"
 )
-NEW_TURN = (
-    "the last message is the assistant's, and the answer is a new turn: continue_final_message of the row, or prefix "
-    "of the message, would continue it"
-)
-
 
 def _asked_for(row: Fields) -> bytes:
     """Return what a row asks for as JSON, from which its key is made. It is the same for all forms of a row."""
@@ -403,18 +400,23 @@ def _check_special_tokens(value: object) -> None:
 def _with_rules(rules: object, row: Fields) -> str:
     """Return token rules, as --set token-rules spells them, with those that are fields of the row. Raises
     InvalidRowError and UsageError."""
-    given = {name: row[name] for name in row if name in RULE_FIELDS}
+    text = "" if rules is None else str(rules)
+    given = {name: value for name, value in row.items() if name in RULE_FIELDS}
     for name, value in given.items():
-        listed = name in ("suppress_tokens", "begin_suppress_tokens")
-        items = value if listed and isinstance(value, list) else [value]
-        if not all(type(item) is int and 0 <= item <= MOST_INTEGER for item in items) or (
-            listed and not isinstance(value, list)
-        ):
-            expected = "a list of token ids" if listed else "a token id"
+        expected = RULE_FIELDS[name]
+        if not _is_rule(value, expected):
             raise InvalidRowError(f"{name} is {shorten(value)}, but must be {expected}")
-        if "token_rules" in row and f",{name}=" in f",{rules}":
+        if "token_rules" in row and name in named_rules(text):
             raise InvalidRowError(f"{name} is {shorten(value)}, but token_rules has it too: drop one")
-    return SEPARATOR.join(filter(None, (str(rules or ""), written_rules(given))))
+    return SEPARATOR.join([text, written_rules(given)]) if text else written_rules(given)
+
+
+def _is_rule(value: object, expected: str) -> bool:
+    if expected == "true or false":
+        return isinstance(value, bool)
+    if expected == "a list of token ids":
+        return isinstance(value, list) and all(_is_rule(item, "a token id") for item in value)
+    return type(value) is int and 0 <= value <= MOST_INTEGER
 
 
 def _logit_bias(value: object) -> object:

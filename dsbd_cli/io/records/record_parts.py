@@ -12,6 +12,7 @@ import orjson
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import Quantize
+from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.variant import Exactness
 from dsbd_cli.config.variants import MIN_WIDTH, RULES, WIDTH_THRESHOLD
 from dsbd_cli.errors import NumericalError, RowError, shorten
@@ -95,13 +96,20 @@ def row_error(row: Row, result: RequestResult | None) -> RowError | None:
     return None
 
 
-# Options of rows in every fingerprint. Later ones are in it where they act, so that runs without them can be resumed.
+# Options of rows that every record of a run's settings has. Others are in it where they differ from their default, so
+# that runs of versions without them can be resumed.
 FIRST_OPTIONS = frozenset(
     (
         *("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop", "length_penalty", "early_stopping"),
         *("n_best", "token_logprobs", "top_logprobs", "source_lang", "target_lang", "prefix", "token_rules"),
     )
 )
+
+
+def sampling_fields(sampling: SamplingConfig) -> Fields:
+    """Return the options of rows as plain JSON values, later ones only where they ask for something."""
+    values = {name: (getattr(sampling, name), one.default) for name, one in sampling.__dataclass_fields__.items()}
+    return {name: _plain(value) for name, (value, no) in values.items() if name in FIRST_OPTIONS or value != no}
 
 
 def run_fingerprint(method: MethodRecord, rows: RowReader, **others: str | int | float | bool | None) -> Fields:
@@ -111,12 +119,9 @@ def run_fingerprint(method: MethodRecord, rows: RowReader, **others: str | int |
     because they change no result. others: further settings of the run that matter, such as dtype and on_too_long.
     """
     searching = not RULES[rows.rule].samples
-    settings = method.fields()
-    for name, field_of in rows.sampling.__dataclass_fields__.items():
-        value = getattr(rows.sampling, name)
-        if value == field_of.default and name not in FIRST_OPTIONS:
-            continue
-        settings[name] = None if searching and name in WARP_FIELDS else _plain(value)
+    settings = {**method.fields(), **sampling_fields(rows.sampling)}
+    if searching:
+        settings.update(dict.fromkeys(WARP_FIELDS))
     settings["seed"] = None if searching else rows.seed
     settings.update(others)
     return settings

@@ -256,6 +256,7 @@ HONOURED: dict[str, tuple[RequestField, ...]] = {
             "forced_bos_token_id", "the first generated token, where the decoder's prompt is one token", _integer(0)
         ),
         RequestField("forced_eos_token_id", "the last token that `max_new_tokens` allows", _integer(0)),
+        RequestField("renormalize_logits", "log-probabilities are normalised again after all other rules", BOOLEAN),
         RequestField(
             "token_rules",
             "the [token rules](../docs/models.md#token-rules) as `--set token-rules` has them: "
@@ -508,7 +509,6 @@ REFUSED: dict[str, RefusedField] = {
     "sequence_bias": RefusedField("logit_bias has single tokens, bad_words_ids sequences", ({}, [])),
     "token_healing": RefusedField("end the prompt at the end of a token", (False,)),
     "guidance_scale": RefusedField("there is no classifier-free guidance", (1, 1.0)),
-    "renormalize_logits": RefusedField("log-probabilities are those of the model", (False,)),
     "watermarking_config": RefusedField("nothing is watermarked"),
     "decoder_start_token_id": RefusedField("the checkpoint has it"),
     "assistant_ensemble_weight": RefusedField("a draft changes no text"),

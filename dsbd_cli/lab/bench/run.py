@@ -17,6 +17,7 @@ from dsbd_cli.lab.bench.prepare import BenchSpec, Prepared, prepare, window_size
 from dsbd_cli.lab.bench.runners import make_runner
 from dsbd_cli.lab.bench.sweep import SweepSetting
 from dsbd_cli.lab.bench.tally import Tally, paired_of, ratios_of
+from dsbd_cli.io.records.record_parts import sampling_fields
 from dsbd_cli.lab.metrics.energy import find_meter
 from dsbd_cli.lab.metrics.environment import environment
 from dsbd_cli.lab.metrics.memory import PeakMemory, synchronise
@@ -242,5 +243,5 @@ class Bench:
             "data": spec.data,
             "notes": list(spec.notes),
             "grammar": None if spec.grammar is None else spec.grammar.name,
-            **dataclasses.asdict(spec.sampling),
+            **sampling_fields(spec.sampling),
         }
