@@ -303,6 +303,7 @@ OVERRULED = (
     "draws nothing"
 )
 
+
 def _asked_for(row: Fields) -> bytes:
     """Return what a row asks for as JSON, from which its key is made. It is the same for all forms of a row."""
     called = "messages" in row and has_functions(row["messages"])

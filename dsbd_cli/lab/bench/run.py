@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,12 +11,12 @@ from statistics import fmean
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.protocols import EncoderDecoderModel
 from dsbd_cli.errors import UsageError
+from dsbd_cli.io.records.record_parts import sampling_fields
 from dsbd_cli.lab.bench.choice import choose, curves, doubts
 from dsbd_cli.lab.bench.prepare import BenchSpec, Prepared, prepare, window_size
 from dsbd_cli.lab.bench.runners import make_runner
 from dsbd_cli.lab.bench.sweep import SweepSetting
 from dsbd_cli.lab.bench.tally import Tally, paired_of, ratios_of
-from dsbd_cli.io.records.record_parts import sampling_fields
 from dsbd_cli.lab.metrics.energy import find_meter
 from dsbd_cli.lab.metrics.environment import environment
 from dsbd_cli.lab.metrics.memory import PeakMemory, synchronise

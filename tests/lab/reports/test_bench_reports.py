@@ -19,6 +19,7 @@ from rich.text import Text
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import UsageError
+from dsbd_cli.io.records.record_parts import sampling_fields
 from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.bench.sweep import SweepSetting
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, ChosenThreshold, Energy, Interval, pareto_front
@@ -73,7 +74,7 @@ ENVIRONMENT = {
 RUN = {
     **{"target": "builtin:target", "draft": "builtin:draft", "dtype": "float32", "torch_device": "cpu"},
     **{"batch_size": 8, "window_records": 8, "rounds": 2, "dev_records": 0, "seed": 0, "grammar": None},
-    **{"data": "built in", "notes": [], **dataclasses.asdict(SamplingConfig())},
+    **{"data": "built in", "notes": [], **sampling_fields(SamplingConfig())},
 }
 
 
