@@ -8,7 +8,7 @@ the preceding tokens alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from dsbd_cli.errors import MAX_SHOWN, MOST_INTEGER, UsageError, shorten
@@ -156,6 +156,12 @@ def asked_rules(text: str | None, checkpoint: TokenRules, *, default: str) -> To
     for name, value in values.items():
         rules = rules.having(name, value)
     return rules
+
+
+def without_rules(text: str | None, names: Collection[str]) -> str | None:
+    """Return a text that asked_rules reads, without what it says of these rules."""
+    items = [item for item in (text or "").split(SEPARATOR) if item.partition("=")[0].strip() not in names]
+    return SEPARATOR.join(items) or None
 
 
 def named_rules(text: str | None) -> dict[str, object]:

@@ -93,7 +93,7 @@ def check_arguments(config: Any, criteria: Any, model_kwargs: dict[str, Any]) ->
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What ends a text.
+    """Conditions that end a text.
 
     Attributes:
         length: of a prompt and its new tokens at most. tokens: end tokens. strings: stop strings.

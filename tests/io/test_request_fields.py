@@ -696,6 +696,17 @@ def test_what_is_wrong_with_a_constraint(row: dict[str, object], message: str) -
     assert str(read({"prompt": "p", **row}).error).startswith(f"line 1: {message}")
 
 
+def test_rules_of_a_row_go_before_those_of_the_run() -> None:
+    """Guards a row that is refused, or overruled, because the run names the same rule."""
+    run = replace(STRICT, sampling=SamplingConfig(token_rules="checkpoint, repetition_penalty=1.3,min_length=3"))
+    got = read({"prompt": "p", "repetition_penalty": 1.1}, run)
+    assert got.request is not None
+    sampling = got.request.sampling
+    assert (sampling.repetition_penalty, sampling.token_rules) == (1.1, "checkpoint,min_length=3")
+    both = {"prompt": "p", "repetition_penalty": 1.1, "token_rules": {"repetition_penalty": 1.2}}
+    assert "token_rules has repetition_penalty 1.2: drop one" in str(read(both, run).error)
+
+
 def test_rules_of_a_row_are_added_to_those_of_the_run() -> None:
     run = replace(STRICT, sampling=SamplingConfig(token_rules="checkpoint,min_length=3"))
     got = read({"prompt": "p", "suppress_tokens": [5], "forced_eos_token_id": 7}, run)

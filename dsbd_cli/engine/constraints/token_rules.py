@@ -83,6 +83,7 @@ class RuleTable:
             self._widen("prompt", len(prompt))
             self.prompt[row, : len(prompt)] = torch.tensor(prompt, device=device)
             self.lengths[row] = len(prompt)
+        ends = ends if rules.min_length or rules.min_new_tokens else None  # no other rule looks at them
         if ends is not None and not len(self.own_eos):
             self.own_eos = self.eos.repeat(len(self.rules), 1)
             self.version += 1

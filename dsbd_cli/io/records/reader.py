@@ -11,7 +11,7 @@ from dsbd_cli.config.chat import ChatConfig
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import check_request
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.config.token_rules import SEPARATOR, named_rules, written_rules
+from dsbd_cli.config.token_rules import SEPARATOR, named_rules, without_rules, written_rules
 from dsbd_cli.config.variants import RULES
 from dsbd_cli.errors import MOST_INTEGER, InvalidRowError, UsageError, shorten
 from dsbd_cli.io.records.fields import Messages, has_functions, messages, response_format, text
@@ -264,10 +264,11 @@ class RowReader:
             for name, value in row.items()
             if name not in AGREEING_FIELDS and name not in RULE_FIELDS
         }
+        given["token_rules"] = without_rules(self.sampling.token_rules, given)  # a row's own fields go before the run's
         if "token_rules" in row:
             given["token_rules"] = _rules(row["token_rules"])
         if not RULE_FIELDS.keys().isdisjoint(row):
-            given["token_rules"] = _with_rules(given.get("token_rules", self.sampling.token_rules), row)
+            given["token_rules"] = _with_rules(given["token_rules"], row)
         if "logit_bias" in row:
             given["logit_bias"] = _logit_bias(row["logit_bias"])
         sampling = replace(self.sampling, **given)  # type: ignore[arg-type] # it checks their types
