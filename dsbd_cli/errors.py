@@ -114,6 +114,7 @@ SETTINGS = (
     "on_too_long",
     "order",
     "prefix",
+    "reasoning",
     "require_valid",
     "source_lang",
     "stats",

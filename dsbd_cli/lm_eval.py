@@ -9,6 +9,8 @@ of another package must be imported first. This module does that. In Python: `im
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
@@ -37,11 +39,13 @@ class DsbdLM(HFLM):  # type: ignore[misc]
         self, context: torch.Tensor, max_length: int, stop: list[str], **options: object
     ) -> torch.Tensor:
         """Continue the token ids of context [B, T], padded on the left, and return [B, T + L]. HFLM cuts the texts at
-        the stop strings."""
+        the stop strings. With a think_end_token they act behind the reasoning alone, and only the answer is returned,
+        because HFLM would cut the reasoning at them."""
         # as HFLM: greedy by default, and transformers refuses to sample at temperature 0
         if options.setdefault("temperature", 0.0) == 0.0 and not options.setdefault("do_sample", False):
             del options["temperature"]
         mask = options.pop("attention_mask", None)
+        end: str | int | None = getattr(self, "think_end_token", None)
         found = generate(
             self.model,
             context,
@@ -51,10 +55,26 @@ class DsbdLM(HFLM):  # type: ignore[misc]
             tokenizer=self.tokenizer,
             pad_token_id=self.tokenizer.pad_token_id,
             assistant_model=self._assistant,
+            think_end_token=end if any(stop) else None,
             **options,
         )
         assert isinstance(found, torch.Tensor)
-        return found
+        return found if end is None else self._without_reasoning(found, context.shape[1], end)
+
+    def _without_reasoning(self, found: torch.Tensor, begin: int, end: str | int) -> torch.Tensor:
+        """Return sequences [B, T + L] without their tokens from T on that come before the answer. One that is cut in
+        its reasoning stays whole."""
+        rows = []
+        for row in found[:, begin:].tolist():
+            count = bisect_left(range(len(row) + 1), True, key=lambda count: self._ends(row[:count], end))
+            rows.append(row if count > len(row) else row[count:])
+        most, pad = max(map(len, rows)), self.tokenizer.pad_token_id
+        answers = [[*row, *[pad] * (most - len(row))] for row in rows]
+        return torch.cat((found[:, :begin], found.new_tensor(answers).reshape(len(rows), most)), dim=1)
+
+    def _ends(self, ids: list[int], end: str | int) -> bool:
+        """Return whether the end of the reasoning is among these tokens."""
+        return end in ids if isinstance(end, int) else end in self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 if __name__ == "__main__":

@@ -139,6 +139,7 @@ def load(
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
         draft_form=pair.draft_form,
         chat=pair.codec.has_template,
+        reasoning=pair.codec.form.reasoning is not None,
         notes=(*pair.notes, *rejected_kernels(pair.target.device, kernels), *catalogue_notes),
         ops=pair.target.ops.facts,
         threads=torch.get_num_threads(),

@@ -117,6 +117,16 @@ class Request:
         check_ends(self.sampling, self.grammar)
         if self.allow is not None and self.grammar is not None:
             raise UsageError("allow and grammar both say what may be answered: give one of them")
+        if self.chat.forces_call:
+            self._check_forced_call()
+
+    def _check_forced_call(self) -> None:
+        """Raise UsageError where something else says what the answer is, which must be a call of a function."""
+        choice = shorten(self.chat.tool_choice)
+        for name, value in (("allow", self.allow), ("grammar", self.grammar), ("stop", self.sampling.stop or None)):
+            if value is not None:
+                message = f"tool_choice is {choice}, so the answer is a call, but {name} is given too: drop one of them"
+                raise UsageError(message, field="tool_choice", value=self.chat.tool_choice)
 
     def check_source(self, reads: Source) -> None:
         """Refuse audio and images where the target reads something else, and text where it reads audio or images.
@@ -170,7 +180,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a function that a text holds. arguments: as JSON text, in the words of the model."""
+    """A call of a function that a text holds. arguments: an object as JSON text."""
 
     name: str
     arguments: str
@@ -182,7 +192,9 @@ class Hypothesis:
 
     Attributes:
         text: the answer, without its reasoning where that is split off.
-        reasoning: what the model wrote between its marks of reasoning, where it is split off.
+        reasoning: what the model wrote between its marks of reasoning, where it is split off; None where that is
+            nothing.
+        reasoning_tokens: how many of the tokens are its reasoning, with its marks.
         tool_calls: calls of functions that the text holds, where the request gave tools. They are no part of `text`.
         logprob: the raw log-probability (nats) of its tokens, the end token included, under the target as it was
             loaded: a forward in bfloat16 gives another value than one in float32.
@@ -206,6 +218,7 @@ class Hypothesis:
     segments: tuple[Segment, ...] | None = None
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -270,7 +283,8 @@ class EngineInfo:
     Attributes:
         draft_form: what was read of a draft head or a trimmed draft. notes: what the user should know about the models.
         ops: (operation, backend, reason) for the operations of the target and of iterations.
-        threads: processor threads. chat: whether the target has a chat template.
+        threads: processor threads. chat: whether the target has a chat template. reasoning: whether it marks its
+            reasoning in a known way.
     """
 
     target: str
@@ -284,6 +298,7 @@ class EngineInfo:
     ops: tuple[tuple[str, str, str], ...] = ()
     threads: int | None = None
     chat: bool = False
+    reasoning: bool = False
 
 
 MOST_FAILED = 256  # requests that cannot be decoded, of those read at a time, before their results go out

@@ -25,8 +25,9 @@ LAYERS = (
     ("errors", "_version", "stats", "threads", "models.chat_child", "ops.cpu"),
     ("config", "ops.reference", "lab.metrics", "io.schemas"),
     ("requests", "lab.reports", "models.chat", "ops.interface", "ops.triton"),
-    ("engine.protocols", "io.records", "ops.select", "models.verdicts"),
-    ("io.lines", "engine.core", "models.stored_tokenizer", "models.attention_metadata"),
+    ("answer_forms", "io.records", "ops.select", "models.verdicts"),
+    ("engine.protocols",),
+    ("io.lines", "engine.core", "models.stored_tokenizer", "models.response_template", "models.attention_metadata"),
     ("engine.planning", "models.tokenizer", "models.kv_cache", "models.forest_attention"),
     ("pick", "engine.constraints", "engine.cache", "engine.verify", "models.cache", "models.forest_model"),
     ("models.recurrent",),
@@ -62,6 +63,7 @@ APART = (
 TORCH = ("torch",)
 TRANSFORMERS = ("transformers", "tokenizers", "huggingface_hub", "accelerate", "safetensors")
 WITHOUT_TORCH = (
+    "answer_forms",
     "cli",
     "io",
     "pick",

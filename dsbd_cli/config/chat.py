@@ -93,5 +93,15 @@ class ChatConfig:
         continued = self.continue_final_message
         require(isinstance(continued, bool), "continue_final_message", continued, "true or false")
 
+    @property
+    def forces_call(self) -> bool:
+        """True where every answer must call a function."""
+        return self.tool_choice not in ("auto", "none")
+
+    @property
+    def reads_calls(self) -> bool:
+        """True where calls of functions are read from the answers."""
+        return bool(self.tools) and self.tool_choice != "none"
+
 
 NO_CHAT = ChatConfig()

@@ -10,6 +10,8 @@ from dsbd_cli.config.checking import check_types, refuse, require
 from dsbd_cli.config.token_rules import MOST_BIAS, MOST_NGRAM, NUMBERS, TokenRules, asked_rules, named_rules
 from dsbd_cli.errors import MOST_INTEGER, shorten
 
+ReasoningMode = Literal["split", "keep", "drop"]
+
 MAX_TOP_LOGPROBS = 20  # as in the OpenAI API
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-38, 1e6  # below it is 0 in float32; above, all tokens are equally likely
 # fields that are token rules of the same name, with the values that ask for nothing
@@ -60,6 +62,8 @@ class SamplingConfig:
         skip_special_tokens: special tokens are left out of the text.
         truncate_prompt_tokens: keep so many of the prompt's last tokens; -1: as many as fit. None: all.
         num_beams: W of this request, at most the engine's. None: the engine's.
+        reasoning: split: what a model writes between its marks of reasoning is told apart from the answer; keep: the
+            text holds it, with the marks; drop: it is left out.
     """
 
     temperature: float = 1.0
@@ -95,6 +99,7 @@ class SamplingConfig:
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     num_beams: int | None = None
+    reasoning: ReasoningMode = "split"
 
     def __post_init__(self) -> None:
         stop: object = self.stop

@@ -278,7 +278,8 @@ LOOKUPS = Variant(name="A+B", text="two that read text", settings=(SECOND_DRAFTS
 
 # Output formats
 
-BEAM_COLUMNS = ("id", "rank", "answer_id", "text", "logprob", "score", "error")  # of a flat record, a row per beam
+# of a flat record, a row per beam
+BEAM_COLUMNS = ("id", "rank", "answer_id", "text", "logprob", "score", "reasoning", "tool_calls", "error")
 FORMATS: dict[str, Format] = _table(
     Format(
         name="native",

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
+from dsbd_cli.answer_forms import NO_FORM, AnswerForm, ReasoningMarks
 from dsbd_cli.dropin.arguments import (
     PREFIXES,
     Ends,
@@ -54,6 +55,7 @@ def generate(
     stopping_criteria: Any = None,
     assistant_model: Any = None,
     tokenizer: Any = None,
+    think_end_token: str | int | None = None,
     **options: Any,
 ) -> Any:
     """Run transformers' `model.generate` with our engine: same arguments, same results.
@@ -77,6 +79,9 @@ def generate(
     tensors [B * W, V] with the values of the tokens of `sequences`, which is all that compute_transition_scores reads.
     All other values are NaN, because they are not kept.
 
+    think_end_token: with stop_strings, the token or text that ends the reasoning of a model; they end a text behind it
+    alone. transformers has no such argument: its stop strings end the reasoning, too.
+
     Weights are read in place. Afterwards the model is as before: mode, attention, buffers. Raises UsageError for what
     is not supported, UnsupportedModelError for models that cannot hold a tree.
     """
@@ -88,7 +93,8 @@ def generate(
         assistant_model = assistant_model if assistant_model is not None else caller.get("assistant_model")
         return _decode(
             model, inputs, logits_processor, stopping_criteria, generation_config,
-            assistant=assistant_model, tokenizer=tokenizer, stop=(), streamed=caller.get("streamer"), **options,
+            assistant=assistant_model, tokenizer=tokenizer, stop=(), streamed=caller.get("streamer"),
+            think_end_token=think_end_token, **options,
         )  # fmt: skip
     for name in ("custom_generate", "negative_prompt_ids", "assistant_tokenizer"):
         if options.pop(name, None) is not None:
@@ -101,7 +107,12 @@ def generate(
         options["stop_strings"] = None  # our engine ends the texts; an argument overrides both configs
     stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
     decode = partial(
-        _decode, assistant=assistant_model, tokenizer=tokenizer, stop=stop, streamed=options.get("streamer")
+        _decode,
+        assistant=assistant_model,
+        tokenizer=tokenizer,
+        stop=stop,
+        streamed=options.get("streamer"),
+        think_end_token=think_end_token,
     )
     return model.generate(
         inputs,
@@ -124,6 +135,7 @@ def _decode(
     tokenizer: Any,
     stop: tuple[str, ...],
     streamed: Any,
+    think_end_token: str | int | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """Decode what transformers has prepared. input_ids: [B * max(W, n), T], every prompt repeated max(W, n) times.
@@ -141,6 +153,8 @@ def _decode(
         raise UsageError(f"stopping_criteria has MaxLengthCriteria({ends.length}), no more than a prompt has: raise it")
     if ends.strings and tokenizer is None:
         raise UsageError("stop strings are given, but tokenizer is not: give the model's tokenizer too")
+    if think_end_token is not None and not ends.strings:
+        raise UsageError("think_end_token is given, but no stop_strings, which would wait for it: drop it")
     if streamed is not None and beams > 1:
         raise UsageError(f"streamer is given, but num_beams is {beams}, and only one beam can be streamed: drop it")
     rules = rules_of(logits_processor, ids, mask, config, ends)
@@ -156,7 +170,10 @@ def _decode(
         if assistant is not None:
             draft = forest_of(assistant, "assistant_model")
             draft.fit_width(target.vocab_size)
-        codec: TextCodec = HFCodec(tokenizer, eos) if ends.strings else _Ids(eos, target.vocab_size)
+        codec: TextCodec = _Ids(eos, target.vocab_size)
+        if ends.strings:
+            codec = HFCodec(tokenizer, eos)
+            codec.form = form_ending(codec, think_end_token)
         names, catalogues = None, None
         if sequences is not None:
             names, catalogues = compiled(sequences, codec, target.vocab_size)
@@ -221,6 +238,22 @@ def _scores(model: Any, sequences: Tensor, mask: Tensor | None, processors: Any,
         processors(sequences[:, :end], logits[:, end - 1].to(torch.float32, copy=True))
         for end in range(begin, begin + new)
     )
+
+
+def form_ending(codec: HFCodec, think_end_token: str | int | None) -> AnswerForm:
+    """Return the form of answers whose reasoning ends with this token or text; None: they are one text, as in
+    transformers. Where the tokenizer knows this mark, it knows what the reasoning begins with, too; else all answers
+    begin in their reasoning."""
+    if think_end_token is None:
+        return NO_FORM
+    end = think_end_token
+    if isinstance(end, int):
+        end = str(codec.tokenizer.decode([end], skip_special_tokens=False))
+    marks = codec.form.reasoning
+    if marks is not None and end in marks.ends:
+        return codec.form
+    ids = {token.content: index for index, token in codec.added_tokens.items()}
+    return AnswerForm(ReasoningMarks("", (end,)), tokens={end: ids[end]} if end in ids else {})
 
 
 class _Ids:

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from dsbd_cli.answer_forms import AnswerForm
 from dsbd_cli.config.chat import ChatConfig
 from dsbd_cli.config.token_rules import Timestamps
 from dsbd_cli.ops.interface import Ops
@@ -272,6 +273,17 @@ class TextCodec(Protocol):
     def token_bytes(self, *, skip_special_tokens: bool = True) -> list[bytes]:
         """Return for every token id the bytes that it adds to the text in mid-sentence; empty for special tokens, where
         they are left out."""
+        ...
+
+
+@runtime_checkable
+class AnswerCodec(TextCodec, Protocol):
+    """TextCodec that knows how the checkpoint marks reasoning and calls of functions. The marks are text, whether they
+    are special tokens or not."""
+
+    @property
+    def form(self) -> AnswerForm:
+        """Form of the checkpoint's answers."""
         ...
 
 

@@ -152,6 +152,12 @@ class ChatTemplate:
         """Whether there is a template."""
         return self._text is not None or bool(getattr(self._tokenizer, "chat_template", None))
 
+    @property
+    def texts(self) -> str:
+        """Text of the template, or of all where a tokenizer has several; empty where there is none."""
+        templates = self._text if self._text is not None else getattr(self._tokenizer, "chat_template", None)
+        return "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""
+
     def render(
         self, messages: Sequence[Mapping[str, object]], chat: ChatConfig = NO_CHAT, *, opened: bool = True
     ) -> str:

@@ -28,6 +28,7 @@ class StoredTokenizer:
         self.all_special_ids: list[int] = facts["all_special_ids"]
         self.eos_token_id: int | None = facts["eos_token_id"]
         self.chat_template: str | dict[str, str] | None = facts["chat_template"]
+        self.response_template: dict[str, Any] | None = facts["response_template"]
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
@@ -79,6 +80,9 @@ def store(tokenizer: Any) -> dict[str, Any] | None:
     template = tokenizer.chat_template or None
     if isinstance(template, dict) and "default" not in template:
         return None
+    response = getattr(tokenizer, "response_template", None)
+    if not isinstance(response, dict | None):
+        return None
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()
@@ -96,6 +100,7 @@ def store(tokenizer: Any) -> dict[str, Any] | None:
         "all_special_ids": [*tokenizer.all_special_ids],
         "eos_token_id": tokenizer.eos_token_id,
         "chat_template": template,
+        "response_template": response,
     }
 
 

@@ -9,11 +9,14 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
+from dsbd_cli.answer_forms import AnswerForm, form_of
 from dsbd_cli.config.chat import NO_CHAT, ChatConfig
 from dsbd_cli.errors import InvalidRowError, one_line
 from dsbd_cli.models.chat import ChatTemplate
+from dsbd_cli.models.response_template import template_reader
 from dsbd_cli.models.stored_tokenizer import StoredTokenizer
 
 _logger = logging.getLogger(__name__)
@@ -78,6 +81,7 @@ class HFCodec:
         self._eos_ids = eos_ids
         self._bytes = table
         self._all_bytes: list[bytes] | None = None  # with those of special tokens
+        self._shown_bytes: list[bytes] | None = None  # with those of marks
         self._cover: _Cover | None = None
         self._chat = ChatTemplate(tokenizer)
         self._bos: tuple[str, int] | None = None  # set at the first plain prompt, see `_bos_token`
@@ -116,6 +120,9 @@ class HFCodec:
         """Render conversations with this template in place of the tokenizer's, where one is given, and with these
         variables beside those of each conversation."""
         self._chat = ChatTemplate(self._tokenizer, text, kwargs)
+        for name in ("form", "_mark_ids"):  # another template may have other marks
+            self.__dict__.pop(name, None)
+        self._shown_bytes = None
 
     @property
     def fingerprint(self) -> str | None:
@@ -195,8 +202,27 @@ class HFCodec:
                 raise InvalidRowError(f"the tokenizer fails on this text: {one_line(error)}") from error
             raise
 
+    @cached_property
+    def form(self) -> AnswerForm:
+        """Form of the checkpoint's answers, chosen from the chat template, the added tokens and the tokenizer's own
+        response template."""
+        tokenizer, special = self._tokenizer, _special_texts(self._tokenizer)
+        added = {token.content: (index, index in special) for index, token in tokenizer.added_tokens_decoder.items()}
+        response = getattr(tokenizer, "response_template", None)
+        return form_of(self._chat.texts, added, response, None if response is None else template_reader(response))
+
+    @cached_property
+    def _mark_ids(self) -> frozenset[int]:
+        """Special tokens that are marks of reasoning or of calls. They are text, so that a text can be read by them."""
+        special = _special_texts(self._tokenizer)
+        return frozenset(token for token in self.form.tokens.values() if token in special) - {*self._eos_ids}
+
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of generated ids, without special tokens or with them."""
+        """Return the text of generated ids, without special tokens or with them. Marks of reasoning and of calls are
+        text."""
+        if skip_special_tokens and not self._mark_ids.isdisjoint(ids):
+            hidden = _special_texts(self._tokenizer).keys() - self._mark_ids
+            ids, skip_special_tokens = [token for token in ids if token not in hidden], False
         named = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         return self._tokenizer.decode(ids, **named)
 
@@ -213,14 +239,19 @@ class HFCodec:
 
     def token_bytes(self, *, skip_special_tokens: bool = True) -> list[bytes]:
         """Return for every id of the tokenizer the bytes that it adds in mid-sentence; b"" for unused ids, and for
-        special tokens where they are left out.
+        special tokens where they are left out. Marks of reasoning and of calls have bytes.
 
         Lists are made once and kept: do not change them. Model logits may be wider than a list (padding ids).
         """
         if self._bytes is None:
             self._bytes = bytes_of_tokens(self._tokenizer)
-        if skip_special_tokens:
+        if skip_special_tokens and not self._mark_ids:
             return self._bytes
+        if skip_special_tokens:
+            if self._shown_bytes is None:
+                marks = {token: text.encode() for text, token in self.form.tokens.items() if token in self._mark_ids}
+                self._shown_bytes = [marks.get(token, piece) for token, piece in enumerate(self._bytes)]
+            return self._shown_bytes
         if self._all_bytes is None:
             texts = _special_texts(self._tokenizer)
             self._all_bytes = [
@@ -260,7 +291,9 @@ def _special_texts(tokenizer: Tokenizer) -> dict[int, str]:
     """Return the special tokens by their ids, as they stand in a text."""
     added = tokenizer.added_tokens_decoder
     special = set(tokenizer.all_special_ids) | {index for index, token in added.items() if token.special}
-    return {index: added[index].content if index in added else tokenizer.convert_ids_to_tokens(index) for index in special}
+    return {
+        index: added[index].content if index in added else tokenizer.convert_ids_to_tokens(index) for index in special
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,13 +88,19 @@ def _of_native(record: Fields) -> tuple[tuple[Candidate, ...], object | None]:
 def _of_openai(record: Fields) -> tuple[tuple[Candidate, ...], object | None]:
     response = record["response"]
     body = response.get("body") if isinstance(response, dict) else None
-    choices = body.get("choices") if isinstance(body, dict) else None
-    if not isinstance(body, dict) or not isinstance(choices, list) or not choices:
+    if not isinstance(body, dict):
+        raise InvalidRowError("response.body is missing: this is no line of a batch output")
+    if body.get("object") == "response":
+        return _of_response(body), body.get("metadata")
+    choices = body.get("choices")
+    if not isinstance(choices, list) or not choices:
         raise InvalidRowError("response.body.choices is missing: this is no line of a batch output")
     found = []
     for place, choice in enumerate(choices):
         message = choice.get("message") if isinstance(choice, dict) else None
         text = message.get("content") if isinstance(message, dict) else None
+        if isinstance(message, dict) and text is None and message.get("tool_calls"):
+            text = ""  # calls of functions alone
         if isinstance(choice, dict) and message is None:
             text = choice.get("text")
         if not isinstance(text, str):
@@ -102,6 +108,26 @@ def _of_openai(record: Fields) -> tuple[tuple[Candidate, ...], object | None]:
         fields = {"text": text, "finish_reason": choice.get("finish_reason")}
         found.append(Candidate(text, None, None, fields))
     return tuple(found), body.get("metadata")
+
+
+def _of_response(body: Fields) -> tuple[Candidate, ...]:
+    """Return the candidates of a body of /v1/responses, which has the texts in the items of a message."""
+    outputs = body.get("beams", [body.get("output")])
+    found = []
+    for place, items in enumerate(outputs if isinstance(outputs, list) else []):
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+            raise InvalidRowError(f"response.body: output {place} is {shorten(items)}, but must be a list of items")
+        parts = [part for item in items if item.get("type") == "message" for part in _list(item.get("content"))]
+        texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "output_text"]
+        text = "".join(one for one in texts if isinstance(one, str))
+        found.append(Candidate(text, None, None, {"text": text}))
+    if not found:
+        raise InvalidRowError("response.body.output is missing: this is no line of a batch output")
+    return tuple(found)
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
 def _number(beam: Fields, name: str, place: int) -> float | None:

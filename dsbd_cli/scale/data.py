@@ -20,11 +20,14 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError, shorten
 from dsbd_cli.io.records.cells import cell_value
 from dsbd_cli.io.records.fields import messages as checked_messages
+from dsbd_cli.io.records.record_parts import calls_text
 from dsbd_cli.requests import Request, RequestResult, derive_seed
 from dsbd_cli.scale.worker import Failure, Worker, WorkerSetup
 
 Batch = Mapping[str, Sequence[object]]
-NEW_COLUMNS = ("text", "logprob", "score", "finish_reason", "num_tokens", "prompt_tokens", "error")
+NEW_COLUMNS = (
+    *("text", "reasoning", "tool_calls", "logprob", "score", "finish_reason", "num_tokens", "prompt_tokens", "error"),
+)
 
 
 class Answer:
@@ -36,8 +39,8 @@ class Answer:
 
     A row has `prompt` or `messages`, and may have `id`. Its seed comes from the run's and its id. Without an id it
     comes from the prompt, because Ray Data promises no order. Every row is returned with all its columns and those of
-    NEW_COLUMNS. `error` says why a row has no text, and is null where it has one. `beams` is added for an n_best above
-    1.
+    NEW_COLUMNS; `tool_calls` is JSON text. `error` says why a row has no text, and is null where it has one. `beams` is
+    added for an n_best above 1.
     """
 
     def __init__(
@@ -149,11 +152,22 @@ class Answer:
         best = result.hypotheses[0]
         return {
             "text": best.text,
+            "reasoning": best.reasoning,
+            "tool_calls": calls_text(best),
             "logprob": best.logprob,
             "score": best.score,
             "finish_reason": best.finish_reason,
             "num_tokens": best.num_tokens,
             "prompt_tokens": result.prompt_tokens,
             "error": None,
-            "beams": [{"text": one.text, "logprob": one.logprob, "score": one.score} for one in result.hypotheses],
+            "beams": [
+                {
+                    "text": one.text,
+                    "reasoning": one.reasoning,
+                    "tool_calls": calls_text(one),
+                    "logprob": one.logprob,
+                    "score": one.score,
+                }
+                for one in result.hypotheses
+            ],
         }

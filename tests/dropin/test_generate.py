@@ -504,6 +504,28 @@ def test_stop_strings_end_a_text() -> None:
         dsbd_cli.generate(model, **inputs, **options)
 
 
+@pytest.mark.parametrize("end", ["text", "token"])
+def test_stop_strings_wait_for_the_end_of_the_reasoning(end: str) -> None:
+    """Guards lm-eval's think_end_token: a stop string in the reasoning ends nothing."""
+    model, tokenizer = load(ModelSpec(BUILTIN_TARGET))
+    inputs = tokenizer("question: what did Nesen do\nanswer:", return_tensors="pt")
+    options = {"num_beams": 1, "max_new_tokens": 12, "do_sample": False}
+    begin = inputs["input_ids"].shape[1]
+    new = dsbd_cli.generate(model, **inputs, **options)[0, begin:]
+    words = [tokenizer.decode(token) for token in new]
+    mark = words.index(" S")
+    before = words.index("at")
+    behind = words.index("at", mark)
+    assert before < mark < behind
+    given = int(new[mark]) if end == "token" else " S"
+    asked = {**options, "tokenizer": tokenizer, "stop_strings": "at"}
+    assert dsbd_cli.generate(model, **inputs, **asked)[0, begin:].equal(new[: before + 1])
+    waited = dsbd_cli.generate(model, **inputs, **asked, think_end_token=given)[0, begin:]
+    assert waited.equal(new[: behind + 1])
+    with pytest.raises(UsageError, match="think_end_token is given, but no stop_strings"):
+        dsbd_cli.generate(model, **inputs, **options, think_end_token=given)
+
+
 def test_an_engine_over_live_models() -> None:
     model, tokenizer = load(ModelSpec(BUILTIN_TARGET))
     engine = dsbd_cli.from_models(model, tokenizer, method=MethodConfig(rule="search", num_beams=3))

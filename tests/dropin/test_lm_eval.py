@@ -9,8 +9,10 @@ import sys
 from itertools import islice
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec
 from dsbd_cli.models.checkpoints.hub import locate
@@ -56,6 +58,50 @@ def test_the_same_samples_as_hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert get_model("dsbd") is ours.DsbdLM
 
 
+def without_lm_eval(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """DsbdLM over stand-ins for lm-eval."""
+    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.registry", "lm_eval.models", "lm_eval.models.huggingface"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(
+        sys.modules["lm_eval.api.registry"], "register_model", lambda name: lambda one: one, raising=False
+    )
+    monkeypatch.setattr(sys.modules["lm_eval.models.huggingface"], "HFLM", object, raising=False)
+    return runpy.run_module("dsbd_cli.lm_eval")["DsbdLM"]
+
+
+@pytest.mark.parametrize("end", ["</think>", 9])
+def test_the_answer_alone_comes_back_with_a_think_end_token(end: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HFLM would cut a text at the first stop string, which may stand in the reasoning."""
+    made, asked = without_lm_eval(monkeypatch), dict[str, object]()
+    words = {9: "</think>", 7: "</", 8: "think>"}
+
+    def decode(ids: list[int], *, skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return "".join(words.get(token, f"w{token} ") for token in ids)
+
+    sequences = [[1, 2, 3, 4, 9, 5, 6, 0], [1, 2, 3, 4, 5, 6, 3, 4], [1, 2, 9, 5, 9, 0, 0, 0]]
+    if isinstance(end, str):
+        sequences.append([1, 2, 3, 7, 8, 6, 0, 0])
+
+    def generated(*_: object, **options: object) -> torch.Tensor:
+        asked.update(options)
+        return torch.tensor(sequences)
+
+    monkeypatch.setitem(made._model_generate.__globals__, "generate", generated)
+    tokenizer = SimpleNamespace(pad_token_id=0, decode=decode)
+    lm = made.__new__(made)
+    vars(lm).update(model=None, tokenizer=tokenizer, _assistant=None, think_end_token=end)
+    found = lm._model_generate(torch.zeros(len(sequences), 2), 9, ["\n"])
+    expected = [[1, 2, 5, 6, 0], [1, 2, 3, 4, 5, 6, 3, 4], [1, 2, 5, 9, 0, 0, 0], [1, 2, 6, 0, 0]][: len(sequences)]
+    most = max(map(len, expected))
+    assert found.tolist() == [[*row, *[0] * (most - len(row))] for row in expected]
+    assert asked["think_end_token"] == end
+    lm._model_generate(torch.zeros(len(sequences), 2), 9, [])
+    asked.clear()
+    lm._model_generate(torch.zeros(len(sequences), 2), 9, [""])
+    assert asked["think_end_token"] is None
+
+
 @pytest.mark.parametrize(
     ("asked", "given"),
     [
@@ -72,16 +118,10 @@ def test_the_same_samples_as_hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_sampling_is_asked_for_as_hf_asks_for_it(
     asked: dict[str, object], given: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.registry", "lm_eval.models", "lm_eval.models.huggingface"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(
-        sys.modules["lm_eval.api.registry"], "register_model", lambda name: lambda one: one, raising=False
-    )
-    monkeypatch.setattr(sys.modules["lm_eval.models.huggingface"], "HFLM", object, raising=False)
-    made = runpy.run_module("dsbd_cli.lm_eval")["DsbdLM"]
+    made = without_lm_eval(monkeypatch)
     found = dict[str, object]()
     monkeypatch.setitem(made._model_generate.__globals__, "generate", lambda *_, **options: found.update(options))
-    lm = SimpleNamespace(model=None, tokenizer=SimpleNamespace(pad_token_id=0), _assistant=None)
+    lm = SimpleNamespace(model=None, tokenizer=SimpleNamespace(pad_token_id=0), _assistant=None, think_end_token=None)
     with pytest.raises(AssertionError):  # nothing was generated
         made._model_generate(lm, None, 5, [], **asked)
     assert {name: found[name] for name in ("do_sample", "temperature") if name in found} == given

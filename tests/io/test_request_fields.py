@@ -151,6 +151,7 @@ ASKED: dict[str, tuple[Callable[[Request], object], list[tuple[Any, object]]]] =
             "skip_special_tokens": (False,),
             "truncate_prompt_tokens": (-1, 5),
             "token_rules": ("none", "min_length=3"),
+            "reasoning": ("keep", "drop"),
         }.items()
     },
     "prompt": (lambda request: request.prompt, [("a", "a"), ("b", "b")]),
@@ -181,6 +182,8 @@ ASKED: dict[str, tuple[Callable[[Request], object], list[tuple[Any, object]]]] =
     "top_logprobs": (sampling("top_logprobs"), [(2, 2), (3, 3)]),
     "logprobs": (sampling("token_logprobs"), [(True, True)]),
     "top_n_tokens": (sampling("top_logprobs"), [(2, 2), (3, 3)]),
+    "include_reasoning": (sampling("reasoning"), [(False, "drop")]),
+    "separate_reasoning": (sampling("reasoning"), [(False, "keep")]),
     "allow": (lambda request: request.allow, [("names", "names"), (["a", "b"], ("a", "b"))]),
     "guided_choice": (lambda request: request.allow, [(["a"], ("a",)), (["a", "b"], ("a", "b"))]),
     "response_format": (
@@ -299,7 +302,7 @@ FORMS: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
 NOT_IN = {
     "completions": {*SOURCES, *CHATS, "logprobs"},
     "chat": {*SOURCES, "add_special_tokens"},
-    "responses": {*SOURCES, "add_special_tokens"},
+    "responses": {*SOURCES, "add_special_tokens", "reasoning"},
     "extra_body of chat": {*SOURCES, "add_special_tokens"},
     **dict.fromkeys(CONTAINERS, SOURCES),
 }
@@ -563,7 +566,7 @@ def test_a_response_is_asked_for_as_a_chat() -> None:
         text={"format": {"type": "json_schema", **schema}, "verbosity": "medium"},
         reasoning={"effort": "low", "summary": "auto"},
         tools=[{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}],
-        tool_choice={"type": "function", "name": "f"},
+        tool_choice="none",  # a demanded call goes with no format
         include=["message.output_text.logprobs"],
         top_logprobs=2,
         truncation="auto",
@@ -575,7 +578,7 @@ def test_a_response_is_asked_for_as_a_chat() -> None:
         "response_format": {"type": "json_schema", "json_schema": schema},
         "reasoning_effort": "low",
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}],
-        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "tool_choice": "none",
         "logprobs": True,
         "top_logprobs": 2,
         "truncate_prompt_tokens": -1,

@@ -43,7 +43,7 @@ from dsbd_cli.cli.run.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsErr
 from dsbd_cli.cli.run.messages import quote_command, say
 from dsbd_cli.cli.run.output_files import Outputs
 from dsbd_cli.cli.run.progress import Reporter, begin_talk
-from dsbd_cli.cli.run.prompts import CHAT_OR_NOT, NOT_CONTINUED, check_chat, is_left_off
+from dsbd_cli.cli.run.prompts import CHAT_OR_NOT, NOT_CONTINUED, check_chat, check_reasoning, is_left_off
 from dsbd_cli.cli.run.shard import Shard, shard_of, sharded_files
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import Summary, rows_exit_code
@@ -312,6 +312,7 @@ class _GenerateRun:
             self._method = replace(self._method, threads=info.threads)
             self._has_template = info.chat
             check_chat(self._files.chat, info)
+            check_reasoning(self._settings.rows.sampling.reasoning, info)
         self._warn_plain()
         if engine.exactness != self._method.method.exactness:
             self._method = replace(self._method, exactness=engine.exactness)

@@ -20,7 +20,7 @@ from dsbd_cli.config.model import (
     Quantize,
     TokenizerOf,
 )
-from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.config.sampling import ReasoningMode, SamplingConfig
 from dsbd_cli.config.spelling import help_lines
 from dsbd_cli.config.variants import DRAFTERS, FORMATS, FUSION, WIDTHS, sampling_rules
 from dsbd_cli.io.records.reader import RowReader
@@ -219,6 +219,13 @@ class SamplingOptions(DrawOptions):
     """Options of sampling that each row asks for, unless the row says otherwise."""
 
     n_best: int | None = option(ENDING, "hypotheses to report per row", default=_SAMPLING.n_best)
+    reasoning: ReasoningMode | None = option(
+        ENDING,
+        "what a model writes between its marks of reasoning: split: a field beside the text; keep: in the text; drop: "
+        "left out",
+        default=_SAMPLING.reasoning,
+        metavar="WHAT",
+    )
     token_logprobs: bool | None = flag(ENDING, "report the id and log-probability of every token of every beam")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dsbd_cli.cli.run.files import check_files_under, check_rows_file
 from dsbd_cli.cli.run.messages import warn
+from dsbd_cli.config.sampling import ReasoningMode
 from dsbd_cli.errors import UsageError, plural, reading
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.line_reader import LineReader
@@ -78,6 +79,15 @@ def check_chat(chat: bool | None, info: EngineInfo | None) -> None:
     """Raise UsageError where --chat is given and the target has no chat template."""
     if chat and info is not None and not info.chat:
         raise UsageError(f"--chat: target {info.target} has no chat template: drop it")
+
+
+def check_reasoning(mode: ReasoningMode, info: EngineInfo | None) -> None:
+    """Raise UsageError where --set reasoning could not act."""
+    if mode != "split" and info is not None and not info.reasoning:
+        raise UsageError(
+            f"--set reasoning={mode} would do nothing, because target {info.target} marks no reasoning in a known way: "
+            "drop it"
+        )
 
 
 def is_left_off(request: Request) -> bool:

@@ -15,6 +15,8 @@ Letters: R requests, n nodes, V vocabulary, B = ceil(V / 32) words of a mask.
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -273,15 +275,16 @@ class GrammarCompiler:
     def _compiled(self, grammar: Grammar) -> tuple[LLMatcher, _SharedGrammar]:
         found = self._known.get(grammar)
         if found is None:
-            found = self._compile(grammar.source())
+            found = self._compile(grammar)
             while len(self._known) >= MOST_KEPT:
                 del self._known[next(iter(self._known))]
             self._known[grammar] = found
         return found
 
-    def _compile(self, source: str) -> tuple[LLMatcher, _SharedGrammar]:
+    def _compile(self, grammar: Grammar) -> tuple[LLMatcher, _SharedGrammar]:
         from llguidance import LLMatcher
 
+        source = grammar.source()
         if not self._eos:
             raise UsageError("the target has no end token, so a text could never be whole")
         if self._tokenizer is None:
@@ -291,7 +294,8 @@ class GrammarCompiler:
             raise UsageError(_one_line(matcher.get_error()))
         if self._bytes is None:
             self._bytes = byte_tokenizer()
-        by_bytes = LLMatcher(self._bytes, source, log_level=0, limits=parser_limits())
+        spelled = _spelled(source, self._tokenizer) if grammar.kind == "lark" else source
+        by_bytes = LLMatcher(self._bytes, spelled, log_level=0, limits=parser_limits())
         ends = EndFinder(by_bytes, self._tokenizer, min(self._eos))
         origin = _SharedGrammar(self._tokenizer.vocab_size, self._eos, [], ends)
         start = GrammarState(matcher.deep_copy(), origin)
@@ -304,6 +308,15 @@ class GrammarCompiler:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())[:200]
+
+
+def _spelled(source: str, tokenizer: LLTokenizer) -> str:
+    """Return a Lark grammar with the texts of tokens in the place of their ids, which the vocabulary of bytes lacks."""
+    return re.sub(
+        r"<\[([0-9]+)\]>",
+        lambda found: json.dumps(tokenizer.decode_bytes([int(found[1])]).decode(errors="replace")),
+        source,
+    )
 
 
 class GrammarTable:

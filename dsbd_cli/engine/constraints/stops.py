@@ -17,6 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsbd_cli.answer_forms import Reasoning
+from dsbd_cli.engine.constraints.reasoning import wait
+
 STOPPED, NO_STOPS = 0, 1  # states: the text has ended; nothing but the checkpoint's end tokens ends it
 MOST_KEPT = 1 << 28  # bytes of sets, beyond which those that no request holds are dropped
 
@@ -28,11 +31,13 @@ class StopSet:
     Attributes:
         strings: stop strings. tokens: end tokens in place of the checkpoint's; None: the checkpoint's.
         special: stop strings are looked for in the text of special tokens, too.
+        reasoning: stop strings are looked for in the answer behind this reasoning alone; None: in the whole text.
     """
 
     strings: tuple[str, ...] = ()
     tokens: frozenset[int] | None = None
     special: bool = False
+    reasoning: Reasoning | None = None
 
 
 class _Rows(NamedTuple):
@@ -151,6 +156,8 @@ class StopTable:
         """Return the next state of every (state, token) of a set, -1 where the token ends the text."""
         if ends.strings:
             goto, complete = _automaton([stop.encode() for stop in ends.strings])
+            if ends.reasoning is not None:
+                goto, complete = wait(goto, complete, _automaton(ends.reasoning.marks.closing), ends.reasoning)
             block = _fold(goto, complete, self._special_bytes if ends.special else self._bytes)
         else:
             block = np.zeros((1, self._vocab_size), dtype=np.int32)

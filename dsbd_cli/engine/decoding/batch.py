@@ -123,8 +123,8 @@ class Batch:
 
     def _begin(self, job: RequestState) -> int:
         """Return the initial legal state of a request."""
-        if job.request.grammar is not None:
-            return self._tables.grammars.begin(job.request.grammar, job.request.sampling.max_new_tokens)
+        if job.grammar is not None:
+            return self._tables.grammars.begin(job.grammar, job.request.sampling.max_new_tokens)
         return FREE if job.catalogue is None else self._tables.tries.begin(job.catalogue)
 
     def _allocate(self, slots: int, nodes: int, history: int) -> None:

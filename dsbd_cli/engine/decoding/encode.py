@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
 from torch import Tensor
 
+from dsbd_cli.answer_forms import NO_FORM, WHITESPACE_BYTES, Reasoning
 from dsbd_cli.config.chat import NO_CHAT
+from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import MethodConfig, check_request
 from dsbd_cli.config.model import OnTooLong
 from dsbd_cli.engine.constraints.answers import MOST_LETTERS, Catalogue, CatalogueAnswer, CatalogueCompiler
 from dsbd_cli.engine.constraints.grammar import GrammarCompiler
 from dsbd_cli.engine.constraints.stops import StopSet
+from dsbd_cli.engine.decoding.results import joined_bytes
 from dsbd_cli.engine.decoding.row_rules import RowRules
 from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.planning.memory_limit import least_bytes
 from dsbd_cli.engine.planning.planner import deepest
-from dsbd_cli.engine.protocols import EncoderDecoderCodec, EncoderDecoderModel, ForestModel, SizedCodec, TextCodec
+from dsbd_cli.engine.protocols import (
+    AnswerCodec,
+    EncoderDecoderCodec,
+    EncoderDecoderModel,
+    ForestModel,
+    SizedCodec,
+    TextCodec,
+)
 from dsbd_cli.errors import (
     InvalidRowError,
     OutOfMemoryRowError,
@@ -34,6 +44,7 @@ from dsbd_cli.requests import Request
 
 HEAD = 256  # first characters of a text, encoded to find the tokens that begin every text
 COUNTED = 1 << 16  # bytes of a text whose tokens are all counted, where a request asks for its last tokens
+MOST_MARK = 64  # last tokens of a prompt, in which a mark of reasoning may stand
 
 
 class Encoder:
@@ -49,16 +60,26 @@ class Encoder:
         memory: int,
         catalogues: Mapping[str, Catalogue],
         grammars: GrammarCompiler,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """memory: all bytes of the target's device."""
+        """memory: all bytes of the target's device. tell: receives lines that the user should know."""
         self.target, self.draft, self.codec, self.method = target, draft, codec, method
         self.on_too_long, self.memory, self.catalogues, self.grammars = on_too_long, memory, catalogues, grammars
         self._rules = RowRules(target, codec)
+        self.form = codec.form if isinstance(codec, AnswerCodec) else NO_FORM
+        self._told = set[str]()
+        self._tell = tell
         # found once, because isinstance with a protocol reads every property
         self.encoder_inputs = codec if isinstance(codec, EncoderDecoderCodec) else None
         self.sized = codec if isinstance(codec, SizedCodec) else None
         roles = ((target, "target"), (draft, "draft"))
         self.readers = [(model, role) for model, role in roles if isinstance(model, EncoderDecoderModel)]
+
+    def tell(self, line: str) -> None:
+        """Tell the user a line, once."""
+        if line not in self._told:
+            self._told.add(line)
+            self._tell(line)
 
     @classmethod
     def alone(
@@ -70,9 +91,11 @@ class Encoder:
 
     def catalogue(self, request: Request) -> Catalogue | None:
         """Return the answers that a request may give, None for any. Raises InvalidRowError."""
-        if request.grammar is not None and self.catalogues:
-            raise InvalidRowError("grammar is given, but the engine has catalogues of allowed answers: drop one")
-        if request.grammar is not None:
+        demands = [f"tool_choice is {shorten(request.chat.tool_choice)}"] if request.chat.forces_call else []
+        demands += ["grammar is given"] if request.grammar is not None else []
+        if demands and self.catalogues:
+            raise InvalidRowError(f"{demands[0]}, but the engine has catalogues of allowed answers: drop one")
+        if demands:
             return None
         catalogue, sampling = self._catalogue(request.allow), request.sampling
         if catalogue is None:
@@ -113,8 +136,8 @@ class Encoder:
                 raise InvalidRowError(f"{name} is {shorten(text)}, which is no valid text: half a surrogate pair")
         if (letters := len(request.sampling.prefix or "")) > MOST_LETTERS:
             raise InvalidRowError(f"prefix has {letters} letters, but it may have {MOST_LETTERS}")
-        job = RequestState(number, request, [], catalogue=self.catalogue(request))
-        job.ends = self._ends(request, job.catalogue)
+        job = RequestState(number, request, [], catalogue=self.catalogue(request), grammar=self._grammar(request))
+        job.ends = self._ends(request, job)
         if self.encoder_inputs is not None:
             self._read_encoder_input(job, self.encoder_inputs)
         else:
@@ -122,12 +145,13 @@ class Encoder:
             job.prompt, job.truncated = self.encode(request, job.max_new)
             job.prefix = min(self._prefix_tokens(request.sampling.prefix), len(job.prompt))
             job.rules = self._rules.of(request.sampling, "none", job.prompt)
-        if job.rules.renormalize_logits and (job.catalogue is not None or request.grammar is not None):
-            bound = "allow" if job.catalogue is not None else "grammar"
+        if job.rules.renormalize_logits and (job.catalogue is not None or job.grammar is not None):
+            bound = "allow" if job.catalogue is not None else "grammar" if request.grammar is not None else "tool_choice"
             raise InvalidRowError(
                 f"token_rules: renormalize_logits is 1, which does not go with {bound}: switch it off with "
                 "renormalize_logits=none"
             )
+        self._read_reasoning(job)
         job.started = time.perf_counter()
         return job
 
@@ -169,14 +193,57 @@ class Encoder:
         job.source_tokens = self.readers[0][0].encoder_places(encoder_input) if is_image else encoder_input.shape[-1]
         job.rules = self._rules.of(request.sampling, "checkpoint", prompt, found.forced)
         forced = job.rules.forced_bos_token_id
-        if forced is not None and len(prompt) == 1 and (job.catalogue is not None or request.grammar is not None):
+        if forced is not None and len(prompt) == 1 and (job.catalogue is not None or job.grammar is not None):
             given = "allow" if job.catalogue is not None else "grammar"
             raise InvalidRowError(
                 f"{given} says how an answer begins, but so does token_rules (forced_bos_token_id {forced}): switch it "
                 "off with forced_bos_token_id=none"
             )
 
-    def _ends(self, request: Request, catalogue: Catalogue | None) -> StopSet:
+    def _grammar(self, request: Request) -> Grammar | None:
+        """Return what the whole answer must match: its grammar, or that of the calls which tool_choice demands. Raises
+        InvalidRowError."""
+        try:
+            grammar = request.grammar if not request.chat.forces_call else self.form.grammar(request.chat)
+            if grammar is not None:
+                self.grammars.start(grammar)
+        except UsageError as error:
+            message = str(error) if request.chat.forces_call else f"grammar cannot be used: {error}"
+            raise InvalidRowError(message) from None
+        return grammar
+
+    def _read_reasoning(self, job: RequestState) -> None:
+        """Note how the answers of a request are told from their reasoning. Raises InvalidRowError where the request
+        asks for it and the target marks none."""
+        asked, marks = job.request.sampling.reasoning, self.form.reasoning
+        if marks is None or self.encoder_inputs is not None:
+            if asked != "split":
+                raise InvalidRowError(
+                    f"reasoning is {asked}, but the target marks no reasoning in a known way: drop it"
+                )
+            return
+        end = len(job.prompt) - job.prefix
+        before = joined_bytes(job.prompt[max(0, end - MOST_MARK) : end], self.codec.token_bytes())
+        opened = before.rstrip(WHITESPACE_BYTES).endswith(marks.begin.encode())
+        if job.grammar is not None or job.catalogue is not None:
+            if opened and marks.begin:
+                self.tell(
+                    f"a prompt ends with {marks.begin}, but a grammar, --allow or tool_choice says how the whole "
+                    "answer reads: such rows answer without reasoning"
+                )
+            return
+        if asked == "keep":
+            return
+        job.reasoning = Reasoning(marks, opened)
+        if job.request.chat.continue_final_message and not opened:
+            # the continued message may have begun its reasoning, or be the answer already
+            last = (job.request.messages or ({},))[-1].get("content")
+            job.reasoning = Reasoning(marks, False).after(last.encode() if isinstance(last, str) else b"")
+        if job.ends.strings and job.reasoning is not None:
+            prefix = (job.request.sampling.prefix or "").encode()
+            job.ends = replace(job.ends, reasoning=job.reasoning.after(prefix))
+
+    def _ends(self, request: Request, job: RequestState) -> StopSet:
         """Return what ends the text of a request. Raises InvalidRowError."""
         sampling, strings = request.sampling, tuple(request.sampling.stop)
         special = bool(strings) and not sampling.skip_special_tokens
@@ -196,8 +263,10 @@ class Encoder:
         if ends == checkpoint:
             return StopSet(strings, special=special)
         # under a grammar further tokens may end a text early, as stop strings may
-        if catalogue is not None or (request.grammar is not None and not ends > checkpoint):
-            bound = "grammar" if catalogue is None else "allow"
+        if job.catalogue is not None or (job.grammar is not None and not ends > checkpoint):
+            bound = (
+                "allow" if job.catalogue is not None else "grammar" if request.grammar is not None else "tool_choice"
+            )
             name = next(name for name in ("ignore_eos", "eos_token_id", "stop_token_ids") if getattr(sampling, name))
             value = True if name == "ignore_eos" else list(asked[name])
             raise InvalidRowError(f"{name} is {shorten(value)}, but {bound} says where an answer ends: drop it")
@@ -313,19 +382,13 @@ class Encoder:
             )
 
     def _check(self, request: Request, ids: list[int]) -> None:
-        """Raise RowError where a request cannot be decoded because of its prompt, stop strings, grammar or sampling
-        settings."""
+        """Raise RowError where a request cannot be decoded because of its prompt or sampling settings."""
         if not ids:
             raise InvalidRowError("prompt is empty: there is no token to start from")
         if foreign := [token for token in ids if not 0 <= token < self.target.vocab_size]:
             raise InvalidRowError(
                 f"prompt holds token id {foreign[0]}, but the target has {self.target.vocab_size} ids"
             )
-        if request.grammar is not None:
-            try:
-                self.grammars.start(request.grammar)
-            except UsageError as error:
-                raise InvalidRowError(f"grammar cannot be used: {error}") from None
         try:
             check_request(request.sampling, self.method.rule, self.method.num_beams)
         except UsageError as error:

@@ -102,7 +102,7 @@ class Engine:
         self._drafter = make_drafter(DrafterInputs(self.method, draft, vocab_size, codec, device, grammars))
         shared = self._drafter.model
         self._encoder = Encoder(
-            target, shared, codec, self.method, on_too_long, memory, self.catalogues, grammars.compiler
+            target, shared, codec, self.method, on_too_long, memory, self.catalogues, grammars.compiler, self._tell
         )
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
         if graphs is not None:

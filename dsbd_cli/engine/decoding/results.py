@@ -4,13 +4,15 @@ request or iteration."""
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
+from dsbd_cli.answer_forms import Reasoning
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.constraints.grammar import GrammarCompiler
 from dsbd_cli.engine.constraints.legal import FREE
@@ -21,9 +23,9 @@ from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.token_logprobs import TokenTrace, token_details
-from dsbd_cli.engine.protocols import EncoderDecoderCodec, TextCodec
+from dsbd_cli.engine.protocols import AnswerCodec, EncoderDecoderCodec, TextCodec
 from dsbd_cli.errors import InvalidRowError, NumericalError, RowError, plural
-from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult
+from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult, ToolCall
 from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
 
 
@@ -63,12 +65,13 @@ def collect(
     ranks = [rank for rank in range(len(score)) if score[rank] != -torch.inf]
     texts = [finished.tokens[rank][: length[rank]] for rank in ranks]
     shown = [ids if sampling.include_stop_str_in_output else without_end(ids, job, codec) for ids in texts]
-    grammar = job.request.grammar
+    grammar = job.grammar
     whole = [None if grammar is None else grammars.matches(grammar, ids) for ids in shown]
     ranks.sort(key=lambda rank: whole[rank] is False)  # a stable sort: otherwise they stay in the order of their scores
     for rank in ranks[: sampling.n_best]:
         ids, valid = texts[rank], whole[rank]
-        text = text_of(shown[rank], sampling, codec, prefix)
+        text = text_of(shown[rank], sampling, codec, prefix, job.reasoning)
+        answer = read_answer(text, job, codec)
         reason: FinishReason = "length" if finished.by_length[rank] else "stop"
         answer_id = None if job.catalogue is None else job.catalogue.id_of(ids)
         details = None
@@ -78,12 +81,25 @@ def collect(
         if job.rules.timestamps and isinstance(codec, EncoderDecoderCodec):
             spoken = codec.segments(shown[rank], skip_special_tokens=sampling.skip_special_tokens)
         hypotheses.append(
-            Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank], answer_id, valid, details, spoken)
+            Hypothesis(
+                answer.text,
+                tuple(ids),
+                reason,
+                logprob[rank],
+                score[rank],
+                answer_id,
+                valid,
+                details,
+                spoken,
+                None if sampling.reasoning == "drop" else answer.reasoning,
+                answer.calls,
+                0 if answer.reasoning is None else reasoning_tokens(ids, job, codec),
+            )
         )
     error: RowError | None = None
     rules = ", ".join(job.rules.acting)
-    if not hypotheses and job.request.grammar is not None:
-        gave_up = grammars.fault(job.request.grammar)
+    if not hypotheses and grammar is not None:
+        gave_up = grammars.fault(grammar)
         alone = f"no token of the vocabulary goes on{f' that token_rules ({rules}) leave' if rules else ''}"
         why = alone if gave_up is None else f"llguidance gave up: {gave_up}"
         error = InvalidRowError(f"grammar came to a dead end after {plural(job.stats.steps, 'step')}: {why}")
@@ -130,21 +146,66 @@ def bytes_of(codec: TextCodec, sampling: SamplingConfig) -> list[bytes]:
     return codec.token_bytes() if sampling.skip_special_tokens else codec.token_bytes(skip_special_tokens=False)
 
 
-def text_of(ids: list[int], sampling: SamplingConfig, codec: TextCodec, prefix: Sequence[int] = ()) -> str:
+class Answer(NamedTuple):
+    """A text, read by the form of the checkpoint's answers."""
+
+    text: str
+    reasoning: str | None
+    calls: tuple[ToolCall, ...]
+
+
+def read_answer(text: str, job: RequestState, codec: TextCodec) -> Answer:
+    """Return the parts of a text: the answer, its reasoning and the calls of functions that it holds."""
+    reasoning: str | None = None
+    calls: tuple[ToolCall, ...] = ()
+    if job.reasoning is not None:
+        reasoning, text = job.reasoning.split(text)
+    if job.request.chat.reads_calls and isinstance(codec, AnswerCodec):
+        text, calls = codec.form.read_calls(text, job.request.chat.tools)
+    return Answer(text, reasoning, calls)
+
+
+def reasoning_tokens(ids: list[int], job: RequestState, codec: TextCodec) -> int:
+    """Return how many of the generated tokens are reasoning, with its marks."""
+    token_bytes = bytes_of(codec, job.request.sampling)
+    prefix = job.request.sampling.prefix or ""
+    reasoning = None if job.reasoning is None else job.reasoning.after(prefix.encode())
+    at = 0 if reasoning is None else reasoning.answer_at(joined_bytes(ids, token_bytes))
+    if at is None:
+        return len(ids)
+    ends = list(accumulate(len(joined_bytes([token], token_bytes)) for token in ids))
+    return bisect_left(ends, at) + 1 if at else 0
+
+
+def joined_bytes(ids: Iterable[int], token_bytes: Sequence[bytes]) -> bytes:
+    """Return the bytes of a text. Tokens past the table have none."""
+    return b"".join(token_bytes[token] if token < len(token_bytes) else b"" for token in ids)
+
+
+def text_of(
+    ids: list[int],
+    sampling: SamplingConfig,
+    codec: TextCodec,
+    prefix: Sequence[int] = (),
+    reasoning: Reasoning | None = None,
+) -> str:
     """Return the text of the prefix and of the tokens, up to the stop string that the last token completed, or up to
     its end where it is included.
 
     prefix: the tokens that hold the text of sampling.prefix; the first of them may hold an end of the prompt, too.
 
     The stop string is found in the tokens' bytes, as the automaton finds it. A decoder may change the text (most drop a
-    leading space), but what follows that place is at the end of both.
+    leading space), but what follows that place is at the end of both. reasoning: of the prefix and the tokens; stop
+    strings are looked for behind it alone.
     """
 
     def decode(some: list[int]) -> str:
         return codec.decode(some) if sampling.skip_special_tokens else codec.decode(some, skip_special_tokens=False)
 
     if prefix:
-        text, begun = text_of(ids, sampling, codec), sampling.prefix or ""
+        begun = sampling.prefix or ""
+        rest = None if reasoning is None else reasoning.after(begun.encode())
+        text = text_of(ids, sampling, codec, (), rest)
         shown, whole = decode([*prefix]), decode([*prefix, *ids])
         if not whole.startswith(shown):  # some tokenizers decode a run of byte tokens as a whole: this one is no text
             return begun + text
@@ -157,13 +218,14 @@ def text_of(ids: list[int], sampling: SamplingConfig, codec: TextCodec, prefix: 
     token_bytes = bytes_of(codec, sampling)
     pieces = [token_bytes[token] if token < len(token_bytes) else b"" for token in ids]
     joined = b"".join(pieces)
-    if (found := find_stop(joined, sampling.stop)) is None:
+    begin = 0 if reasoning is None else reasoning.answer_at(joined)
+    if begin is None or (found := find_stop(joined[begin:], sampling.stop)) is None:
         return text
-    cut = found[1] if sampling.include_stop_str_in_output else found[0]
-    rest = joined[cut:].decode(errors="replace")
-    if text.endswith(rest):
-        return text.removesuffix(rest)
-    if rest.endswith(text):
+    cut = begin + (found[1] if sampling.include_stop_str_in_output else found[0])
+    behind = joined[cut:].decode(errors="replace")
+    if text.endswith(behind):
+        return text.removesuffix(behind)
+    if behind.endswith(text):
         return ""
     # the decoder changes the end, too: decode the tokens before the one in which the cut is, add the rest
     ends = list(accumulate(map(len, pieces)))

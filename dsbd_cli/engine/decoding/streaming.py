@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from dsbd_cli.answer_forms import Reasoning
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.results import bytes_of, text_of
 from dsbd_cli.engine.iteration.request_state import RequestState
@@ -37,10 +38,14 @@ class Pieces:
         self._common_prefix[job.number] = job.common_prefix
         sent = self._sent.get(job.number, "")
         sampling = job.request.sampling
-        text = self._whole(tokens(), sampling, job.prompt[len(job.prompt) - job.prefix :])
+        if job.request.chat.reads_calls:
+            return  # what is written may be a call
+        text = self._whole(tokens(), sampling, job.prompt[len(job.prompt) - job.prefix :], job.reasoning)
         if not sampling.include_stop_str_in_output:
             # a stop string may have begun in what is held back
             text = text[: max(0, len(text) - max((len(stop.encode()) - 1 for stop in sampling.stop), default=0))]
+        if job.reasoning is not None:
+            text = job.reasoning.certain(text)
         # the text is shorter after out of memory, when the request begins again
         if len(text) > len(sent) and text.startswith(sent):
             self._sent[job.number] = text
@@ -64,7 +69,9 @@ class Pieces:
         while self._out:
             yield self._out.popleft()
 
-    def _whole(self, ids: list[int], sampling: SamplingConfig, prefix: Sequence[int]) -> str:
+    def _whole(
+        self, ids: list[int], sampling: SamplingConfig, prefix: Sequence[int], reasoning: Reasoning | None
+    ) -> str:
         """Return the text of as many leading tokens as end with a whole character, whatever tokens follow, up to a stop
         string."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -77,5 +84,5 @@ class Pieces:
             text = self._codec.decode([*prefix, *ids[:end]])
             # some tokenizers decode a run of byte tokens as a whole: one bad byte more, and none of it is text
             if self._broken is None or self._codec.decode([*prefix, *ids[:end], self._broken]).startswith(text):
-                return text_of(ids[:end], sampling, self._codec, prefix)
+                return text_of(ids[:end], sampling, self._codec, prefix, reasoning)
         return ""

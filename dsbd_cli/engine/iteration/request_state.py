@@ -9,6 +9,8 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from dsbd_cli.answer_forms import Reasoning
+from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.constraints.answers import Catalogue
 from dsbd_cli.engine.constraints.stops import StopSet
@@ -26,7 +28,8 @@ class RequestState:
     `used`, `common_prefix` and `drafted` are the row's slots after the last iteration. `truncated` tokens of the prompt
     were dropped. `retried`: it ran out of memory alone once. `prefilled`: the draft has read the prompt. `acceptance`:
     what the planner has observed of it. `catalogue`: the answers that it may give, None for any. `rules`: its token
-    rules. `ends`: what ends its text.
+    rules. `ends`: what ends its text. `grammar`: what the whole answer must match, its own or that of the calls that
+    it must make. `reasoning`: that of its answers, None where it is not told apart.
 
     The last `prefix` tokens of the prompt hold the text that the answer begins with; the first of them may hold an end
     of the text before it, too.
@@ -56,6 +59,8 @@ class RequestState:
     language: str | None = None
     rules: TokenRules = field(default_factory=TokenRules)
     ends: StopSet = field(default_factory=StopSet)
+    grammar: Grammar | None = None
+    reasoning: Reasoning | None = None
 
     @property
     def max_new(self) -> int:

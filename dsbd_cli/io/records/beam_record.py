@@ -8,7 +8,7 @@ import io
 import orjson
 
 from dsbd_cli.config.variants import BEAM_COLUMNS
-from dsbd_cli.io.records.record_parts import MethodRecord, row_error
+from dsbd_cli.io.records.record_parts import MethodRecord, calls_text, row_error
 from dsbd_cli.io.records.row import Fields, Row
 from dsbd_cli.requests import RequestResult
 
@@ -47,6 +47,8 @@ def _beams(row: Row, result: RequestResult | None) -> list[Fields]:
             "text": beam.text,
             "logprob": beam.logprob,
             "score": beam.score,
+            "reasoning": beam.reasoning,
+            "tool_calls": calls_text(beam),
         }
         for rank, beam in enumerate(result.hypotheses, start=1)
     ]

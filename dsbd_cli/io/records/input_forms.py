@@ -12,6 +12,7 @@ import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from dsbd_cli.errors import MAX_SHOWN, InvalidRowError, shorten
 from dsbd_cli.io.records.fields import (
@@ -262,8 +263,12 @@ def _take_truncation(reading: _Reading, name: str, value: object, prefix: str) -
 
 
 def _take_reasoning(reading: _Reading, name: str, value: object, prefix: str) -> None:
+    """Take `reasoning`, which says what becomes of it, or is an object; in /v1/responses it is an object."""
     if not isinstance(value, dict):
-        raise InvalidRowError(f"{prefix}{name} is {shorten(value)}, but must be an object with effort")
+        if reading.form == "openai-responses":
+            raise InvalidRowError(f"{prefix}{name} is {shorten(value)}, but must be an object with effort")
+        reading.put("reasoning", name, value, prefix)
+        return
     for inner, item in value.items():
         if inner == "effort":
             reading.put("reasoning_effort", f"{name}.{inner}", item, prefix)
@@ -286,6 +291,13 @@ def _converted(own: str, convert: Callable[[str, object], object]) -> _Way:
         reading.put(own, name, convert(f"{prefix}{name}", value), prefix)
 
     return take
+
+
+def _switched(name: str, value: object, *, off: str) -> str:
+    """Return what becomes of the reasoning by a switch."""
+    if not isinstance(value, bool):
+        raise InvalidRowError(f"{name} is {shorten(value)}, but must be true or false")
+    return "split" if value else off
 
 
 def _unless_neutral(way: _Way, neutral: tuple[object, ...]) -> _Way:
@@ -330,6 +342,8 @@ _CONVERTED: dict[str, _Way] = {
     "instructions": "instructions",
     "text": _take_text,
     "reasoning": _take_reasoning,
+    "include_reasoning": _converted("reasoning", partial(_switched, off="drop")),
+    "separate_reasoning": _converted("reasoning", partial(_switched, off="keep")),
     "include": _take_include,
     "truncation": _take_truncation,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from dsbd_cli.io.records.record_parts import MethodRecord, row_error
+from dsbd_cli.io.records.record_parts import MethodRecord, call_fields, calls_text, row_error
 from dsbd_cli.io.records.row import Fields, Row
 from dsbd_cli.io.schemas.contracts import OUTPUT, STEP, dump_line
 from dsbd_cli.requests import Hypothesis, RequestResult
@@ -40,10 +40,12 @@ def native_record(row: Row, result: RequestResult | None, method: MethodRecord) 
 
 
 def text_record(row: Row, result: RequestResult | None, method: MethodRecord) -> bytes:
-    """Return the best text on one line, escaped as inside a JSON string; an empty line for a row that failed."""
+    """Return the best text on one line, escaped as inside a JSON string, or the calls of functions where there is no
+    other text, as JSON; an empty line for a row that failed."""
     if row_error(row, result) is not None or result is None:
         return b""
-    return dump_line(result.hypotheses[0].text)[1:-1]
+    best = result.hypotheses[0]
+    return dump_line(best.text or calls_text(best) or "")[1:-1]
 
 
 def step_records(steps: list[StepStats]) -> Iterator[bytes]:
@@ -71,6 +73,8 @@ def usage(result: RequestResult) -> Fields:
         "completion_tokens": completion,
         "total_tokens": result.prompt_tokens + completion,
     }
+    if reasoning := sum([beam.reasoning_tokens for beam in result.hypotheses]):
+        counts["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     if result.source_tokens is not None:
         counts["source_tokens"] = result.source_tokens
     if result.truncated_tokens:
@@ -81,6 +85,8 @@ def usage(result: RequestResult) -> Fields:
 def _beam(beam: Hypothesis) -> Fields:
     fields: Fields = {
         "text": beam.text,
+        **({} if beam.reasoning is None else {"reasoning": beam.reasoning}),
+        **({"tool_calls": call_fields(beam)} if beam.tool_calls else {}),
         **({} if beam.answer_id is None else {"answer_id": beam.answer_id}),
         "finish_reason": beam.finish_reason,
         "logprob": beam.logprob,

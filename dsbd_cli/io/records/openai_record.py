@@ -3,21 +3,21 @@
     {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}, and the row's "key", by
     which a resumed run recognises it
 
-The body is a `text_completion` or a `chat.completion`. For a failed row it is {"error": {...}} with status code 400
-(the fault is in the row) or 500 (the fault is in the run), and `error` repeats its code and message. Ids are hashes of
-what the row asks for, so that a resumed run writes the same bytes.
+The body is a `text_completion`, a `chat.completion` or a `response`. For a failed row it is {"error": {...}} with
+status code 400 (the fault is in the row) or 500 (the fault is in the run), and `error` repeats its code and message.
+Ids are hashes of what the row asks for, so that a resumed run writes the same bytes.
 """
 
 from __future__ import annotations
 
-import orjson
-
 from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongError, RowError
 from dsbd_cli.io.records.native_record import usage
-from dsbd_cli.io.records.record_parts import MethodRecord, row_error
+from dsbd_cli.io.records.openai_parts import call_id, chat_token, shown, shown_tokens, string_values
+from dsbd_cli.io.records.record_parts import MethodRecord, call_fields, row_error
+from dsbd_cli.io.records.responses_record import responses_body
 from dsbd_cli.io.records.row import Fields, Row
 from dsbd_cli.io.schemas.contracts import OPENAI
-from dsbd_cli.requests import Hypothesis, Request, RequestResult, TokenDetail
+from dsbd_cli.requests import Hypothesis, RequestResult
 
 
 def openai_record(row: Row, result: RequestResult | None, method: MethodRecord) -> bytes:
@@ -41,82 +41,72 @@ def _line(row: Row, status: int, body: Fields, error: Fields | None) -> bytes:
 
 
 def _body(row: Row, result: RequestResult, method: MethodRecord) -> Fields:
+    if row.form == "openai-responses":
+        return responses_body(row, result, method)
     chat = result.request.messages is not None
     body: Fields = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{row.key}",
         "object": "chat.completion" if chat else "text_completion",
         "created": method.created,
         "model": method.target,
-        "choices": _choices(result.request, result),
+        "choices": [_choice(row.key, rank, beam, chat=chat) for rank, beam in enumerate(result.hypotheses)],
         "usage": usage(result),
         "system_fingerprint": method.fingerprint,
     }
     if row.metadata is not None:
-        body["metadata"] = _string_values(row.metadata)
+        body["metadata"] = string_values(row.metadata)
     return body
 
 
-def _choices(request: Request, result: RequestResult) -> list[Fields]:
-    choices: list[Fields] = []
-    for rank, beam in enumerate(result.hypotheses):
-        choice: Fields = {"index": rank}
-        if request.messages is not None:
-            choice["message"] = {"role": "assistant", "content": beam.text, "refusal": None}
-        else:
-            choice["text"] = beam.text
-        choice["logprobs"] = _logprobs(beam, chat=request.messages is not None)
-        choice["finish_reason"] = beam.finish_reason
-        # fields of our own: the id of an allowed answer, and whether the whole text matches the row's grammar
-        choice.update({name: value for name in ("answer_id", "valid") if (value := getattr(beam, name)) is not None})
-        choices.append(choice)
-    return choices
-
-
-def _logprobs(beam: Hypothesis, *, chat: bool) -> Fields | None:
-    """Return the log-probabilities of the tokens of a text; None where tokens were not asked for.
-
-    The token that ended the text is left out; tokens of a stop string are kept.
-    """
-    if beam.tokens is None:
-        return None
-    tokens = [token for place, token in enumerate(beam.tokens) if token.text or place + 1 < len(beam.tokens)]
+def _choice(key: str, rank: int, beam: Hypothesis, *, chat: bool) -> Fields:
+    choice: Fields = {"index": rank}
     if chat:
-        return {"content": [_chat_token(token) for token in tokens], "refusal": None}
+        choice["message"] = _message(key, rank, beam)
+        choice["logprobs"] = _chat_logprobs(beam)
+    else:
+        choice["text"] = beam.text
+        choice["logprobs"] = _text_logprobs(beam)
+        if beam.reasoning is not None:
+            choice["reasoning_content"] = beam.reasoning  # a field of our own, as in chats
+    called = chat and beam.tool_calls and beam.finish_reason == "stop"
+    choice["finish_reason"] = "tool_calls" if called else beam.finish_reason
+    # fields of our own: the id of an allowed answer, and whether the whole text matches the row's grammar
+    choice.update({name: value for name in ("answer_id", "valid") if (value := getattr(beam, name)) is not None})
+    return choice
+
+
+def _message(key: str, rank: int, beam: Hypothesis) -> Fields:
+    message: Fields = {"role": "assistant", "content": beam.text, "refusal": None}
+    if beam.reasoning is not None:
+        message["reasoning_content"] = beam.reasoning
+    if beam.tool_calls:
+        message["content"] = beam.text or None
+        message["tool_calls"] = [
+            {"id": call_id(key, rank, place), "type": "function", "function": function}
+            for place, function in enumerate(call_fields(beam))
+        ]
+    return message
+
+
+def _text_logprobs(beam: Hypothesis) -> Fields | None:
+    tokens = shown_tokens(beam)
+    if tokens is None:
+        return None
     ends = [0]
     for token in tokens:
-        ends.append(ends[-1] + len(_text(token.text)))
-    tops = [{_text(text): value for _, text, value in token.top} for token in tokens]
+        ends.append(ends[-1] + len(shown(token.text)))
+    tops = [{shown(text): value for _, text, value in token.top} for token in tokens]
     return {
-        "tokens": [_text(token.text) for token in tokens],
+        "tokens": [shown(token.text) for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": tops if any(tops) else None,
         "text_offset": ends[:-1],
     }
 
 
-def _chat_token(token: TokenDetail) -> Fields:
-    return {
-        **_token(token.text, token.logprob),
-        "top_logprobs": [_token(text, value) for _, text, value in token.top],
-    }
-
-
-def _token(text: bytes, logprob: float) -> Fields:
-    return {"token": _text(text), "logprob": logprob, "bytes": list(text)}
-
-
-def _text(data: bytes) -> str:
-    """Return bytes as text, with a replacement character for half a character; the field `bytes` has the bytes
-    themselves."""
-    return data.decode(errors="replace")
-
-
-def _string_values(metadata: object) -> dict[str, str]:
-    """Return metadata with string values only, as the format demands; any other value is written as JSON."""
-    items = metadata if isinstance(metadata, dict) else {"metadata": metadata}
-    return {
-        str(name): value if isinstance(value, str) else orjson.dumps(value).decode() for name, value in items.items()
-    }
+def _chat_logprobs(beam: Hypothesis) -> Fields | None:
+    tokens = shown_tokens(beam)
+    return None if tokens is None else {"content": [chat_token(token) for token in tokens], "refusal": None}
 
 
 def _failed(error: RowError) -> tuple[int, Fields]:

@@ -18,7 +18,7 @@ from dsbd_cli.config.variants import MIN_WIDTH, RULES, WIDTH_THRESHOLD
 from dsbd_cli.errors import NumericalError, RowError, shorten
 from dsbd_cli.io.records.reader import WARP_FIELDS, RowReader
 from dsbd_cli.io.records.row import Fields, Row
-from dsbd_cli.requests import RequestResult
+from dsbd_cli.requests import Hypothesis, RequestResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,14 @@ FIRST_OPTIONS = frozenset(
         *("n_best", "token_logprobs", "top_logprobs", "source_lang", "target_lang", "prefix", "token_rules"),
     )
 )
+def call_fields(beam: Hypothesis) -> list[Fields]:
+    """Return the calls of functions that a text holds. The arguments are JSON text, as in the OpenAI API."""
+    return [{"name": call.name, "arguments": call.arguments} for call in beam.tool_calls]
+
+
+def calls_text(beam: Hypothesis) -> str | None:
+    """Return the calls of functions as JSON text; None where there are none."""
+    return orjson.dumps(call_fields(beam)).decode() if beam.tool_calls else None
 
 
 def sampling_fields(sampling: SamplingConfig) -> Fields:

@@ -371,6 +371,15 @@ HONOURED: dict[str, tuple[RequestField, ...]] = {
             _either(BOOLEAN, _integer(0, MAX_TOP_LOGPROBS)),
             becomes=("token_logprobs", "top_logprobs"),
         ),
+        RequestField(
+            "reasoning",
+            "`split`, `keep` or `drop`: what becomes of a model's "
+            "[reasoning](../docs/cookbook.md#reasoning-and-calls-of-functions); or an object whose `effort` is "
+            "`reasoning_effort`",
+            _either({"enum": ["split", "keep", "drop"]}, OBJECT),
+        ),
+        RequestField("include_reasoning", "false: `drop`; true: `split`", BOOLEAN, becomes=("reasoning",)),
+        RequestField("separate_reasoning", "false: `keep`; true: `split`", BOOLEAN, becomes=("reasoning",)),
         RequestField("top_n_tokens", "both", _integer(0, MAX_TOP_LOGPROBS), becomes=("token_logprobs", "top_logprobs")),
     ),
 }
@@ -439,7 +448,6 @@ REFUSED: dict[str, RefusedField] = {
     "truncation_side": RefusedField("truncate_prompt_tokens keeps the last tokens", ("left",)),
     "watermarking": RefusedField("nothing is watermarked", (False,)),
     "thinking_token_budget": RefusedField("max_new_tokens counts all tokens", (-1,)),
-    "include_reasoning": RefusedField("--set reasoning says what becomes of it", (True,)),
     "repetition_detection": RefusedField("no_repeat_ngram_size keeps n-grams from coming twice", ({},)),
     "trace_decode_token_ids": RefusedField("prefix has the text that an answer begins with", ([],)),
     "detokenize": RefusedField("records hold text, and ids with token_logprobs", (True,)),
@@ -472,7 +480,6 @@ REFUSED: dict[str, RefusedField] = {
     "return_hidden_states": RefusedField("records hold text", (False,)),
     "return_routed_experts": RefusedField("records hold text", (False,)),
     "return_meta_info": RefusedField("native records hold stats", (False,)),
-    "separate_reasoning": RefusedField("--set reasoning says what becomes of it", (True,)),
     "require_reasoning": RefusedField("chat_template_kwargs switches a model's reasoning", (False,)),
     "max_thinking_tokens": RefusedField("max_new_tokens counts all tokens"),
     "return_entropy": RefusedField(_LOGPROBS, (False,)),

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dsbd_cli.answer_forms import Reasoning
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.results import text_of
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
@@ -89,7 +90,11 @@ class Peer:
     def text(self, ids: tuple[int, ...]) -> str:
         """Return the text as a reader gets it, without the end token and cut before a stop string."""
         body = ids[:-1] if ids and ids[-1] in self._codec.eos_ids else ids
-        return text_of(list(body), self._sampling, self._codec)
+        text, marks = text_of(list(body), self._sampling, self._codec), self._codec.form.reasoning
+        if marks is None:
+            return text
+        # as in our records, of which scores see the answer alone; the mark that begins it may stand in the prompt
+        return Reasoning(marks, any(end in text for end in marks.ends)).split(text)[1]
 
     def logprob(self, prompt: Asked, answer: Delivered) -> float:
         """Return an answer's raw target log-probability (nats) after its prompt, by a forward of its own; not for

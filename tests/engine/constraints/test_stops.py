@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from dsbd_cli.answer_forms import Reasoning, ReasoningMarks
 from dsbd_cli.engine.constraints import stops as stop_tables
 from dsbd_cli.engine.constraints.stops import StopSet, StopTable, find_stop
 
@@ -95,3 +96,59 @@ def test_text_is_cut_before_the_stop_that_completes_first() -> None:
     assert find_stop(b"abcd", ["bcd", "c"]) == (2, 3)
     assert find_stop(b"abcd", ["cd", "bcd"]) == (1, 4)
     assert find_stop(b"abcd", []) is None
+
+
+MARKED = [b"a", b"b", b"<t>", b"</t>", b"<", b"t>", b"</", b"/t>a", b" ", b"\n", b"<t>a", b"b</t>"]
+
+
+def begins_to_count(written: bytes, opened: bool) -> int | None:
+    """Oracle: the byte from which on stop strings count; None where that is not decided, or the text is reasoning."""
+    lead = len(written) - len(written.lstrip())
+    if not opened and not written[lead:].startswith(b"<t>"):
+        return None if b"<t>".startswith(written[lead:]) else 0
+    end = written.find(b"</t>", lead)
+    return None if end < 0 else end + len(b"</t>")
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_stop_strings_wait_for_the_end_of_the_reasoning(opened: bool) -> None:
+    draw, found = random.Random(1), dict.fromkeys(("never", "at once", "behind the reasoning", "late"), 0)
+    reasoning = Reasoning(ReasoningMarks("<t>", ("</t>",)), opened)
+    for _ in range(500):
+        stops = tuple({"".join(draw.choice("ab<t>/ \n") for _ in range(draw.randint(1, 3))) for _ in range(2)})
+        table = StopTable(MARKED, len(MARKED), torch.device("cpu"))
+        state = torch.tensor([[table.start(StopSet(stops, reasoning=reasoning))]])
+        written, complete = b"", False
+        for _ in range(9):
+            token = draw.randrange(len(MARKED))
+            state = table.step(state, torch.tensor([[token]]))
+            # the automaton reads byte by byte, so a stop string counts wherever it is complete in the token
+            complete = False
+            for byte in MARKED[token]:
+                written += bytes([byte])
+                at = begins_to_count(written, opened)
+                complete |= at is not None and any(stop.encode() in written[at:] for stop in stops)
+            assert (int(state) == 0) is complete, (written, stops)
+            if complete:
+                break
+        inside = b"</t>" in written and (opened or written.lstrip().startswith(b"<t>"))
+        late = not opened and written.lstrip().startswith(b"<") and not inside
+        kind = "never" if not complete else "behind the reasoning" if inside else "late" if late else "at once"
+        found[kind] += 1
+    del found["at once" if opened else "never"], found["late" if opened else "behind the reasoning"]
+    assert min(found.values()) > 15, found
+
+
+def test_sets_with_reasoning_lie_beside_others() -> None:
+    """Guards rows of the table: a set that waits, the same that has opened, and one that does not wait."""
+    table = StopTable(MARKED, len(MARKED), torch.device("cpu"))
+    marks = ReasoningMarks("<t>", ("</t>", "<b>"), call="b")
+    waiting = [StopSet(("a",), reasoning=Reasoning(marks, opened)) for opened in (False, True)]
+    sets = [StopSet(("a",)), *waiting]
+    state = torch.tensor([[table.start(one)] for one in sets])
+    assert len(set(state.flatten().tolist())) == 3
+    seen = []
+    for token in (2, 0, 1, 0):  # <t>, a, b, a: the b ends the reasoning
+        state = table.step(state, torch.full((3, 1), token))
+        seen.append((state == 0).flatten().tolist())
+    assert seen == [[False] * 3, [True, False, False], [True, False, False], [True, True, True]]
