@@ -12,6 +12,7 @@ DsbdError                       exit 1: the run failed
 │   ├── NumericalError          the model produced NaN for this row
 │   ├── OutOfMemoryRowError     the row does not fit into memory even alone
 │   └── WorkerLostError         several workers died while they held the row
+├── NoWorkersError              no worker is left, or the Ray that holds them has died
 └── OutputError                 a result could not be written
 
 Every message is one line, names the offending value and says what to do.
@@ -252,6 +253,10 @@ class OutOfMemoryRowError(RowError):
 
 class WorkerLostError(RowError):
     """Several workers died while they held this row, the last one with no other row."""
+
+
+class NoWorkersError(DsbdError):
+    """No worker is left to answer the rows. Those that are answered stay, and the run can be resumed."""
 
 
 class OutputError(DsbdError):

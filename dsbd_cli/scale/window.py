@@ -4,7 +4,7 @@ Ray and no clock here, so that tests can run all of it with random deaths."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from dsbd_cli.requests import Request, RequestResult
@@ -133,18 +133,28 @@ class Window:
     def lose(self, worker: int) -> list[int]:
         """Remove a worker that died. Its rows wait again, except those that have seen too many deaths. The numbers of
         these are returned, and `give_up` has to be called for each."""
-        out = sorted(self._out.pop(worker, ()))
+        out = self._taken_from(worker)
+        for number in out:
+            self._rows[number].deaths += 1
+        given_up = [number for number in out if self._rows[number].deaths >= MAX_DEATHS]
+        self._wait(set(out).difference(given_up))
+        return given_up
+
+    def recall(self, worker: int) -> int:
+        """Remove a worker that is gone through no fault of its rows, and return their number. They wait again."""
+        out = self._taken_from(worker)
+        self._wait(out)
+        return len(out)
+
+    def _taken_from(self, worker: int) -> list[int]:
+        """Remove a worker and return the numbers of its rows."""
         if self._quarantine == worker:
             self._quarantine = None
-        given_up = []
-        for number in out:
-            row = self._rows[number]
-            row.deaths += 1
-            if row.deaths >= MAX_DEATHS:
-                given_up.append(number)
-            else:
-                heapq.heappush(self._alone if row.deaths >= ALONE_AFTER else self._waiting, number)
-        return given_up
+        return sorted(self._out.pop(worker, ()))
+
+    def _wait(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            heapq.heappush(self._alone if self._rows[number].deaths >= ALONE_AFTER else self._waiting, number)
 
     def give_up(self, number: int, answer: RequestResult) -> None:
         """Set the answer of a row that `lose` has given up."""

@@ -1,30 +1,22 @@
-"""Workers that are Ray actors: started, given rows, and replaced when they die. The only file that imports ray.
+"""Workers that are Ray actors: started, given rows, and replaced when they die.
 
 Ray gives places, processes and messages. The window decides what is sent where, and how often. A dead worker is
-replaced by a new actor, wherever Ray finds room for it.
+replaced by a new actor, wherever Ray finds room for it. A dead Ray of our own is started again, once in a run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
-import secrets
-import shutil
-import signal
-import socket
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dsbd_cli.config.variant import Exactness
-from dsbd_cli.errors import DsbdError, RowError, UsageError, WorkerLostError, plural, shorten
+from dsbd_cli.errors import DsbdError, NoWorkersError, RowError, UsageError, WorkerLostError, plural, shorten
 from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.requests import MOST_FAILED, EngineInfo, NumberedRequests, Request, RequestResult
-from dsbd_cli.scale.quiet import quiet
+from dsbd_cli.scale.cluster import Cluster
 from dsbd_cli.scale.window import MAX_DEATHS, Window
 from dsbd_cli.scale.worker import Exchange, Failure, Worker, WorkerInfo, WorkerSetup
 from dsbd_cli.stats import RequestStats
@@ -36,15 +28,10 @@ if TYPE_CHECKING:
 
 HELD_BATCHES = 2  # rows at a worker, in batches: one that runs, one that waits in its inbox
 AHEAD = 8  # rows that are read ahead to keep the input's order, as a multiple of what all workers can hold
-AGAIN_S = 0.5  # before a dead worker is replaced, because a node that shuts down takes a moment to be gone
+AGAIN_S = 0.5  # before a dead worker is replaced: its node may shut down, or Ray itself, which takes a moment
 WAIT_S = 0.5  # for an answer; a signal is heeded after this time
 IDLE_S = 0.01
 USELESS_DEATHS = 32  # so many before the first answer end the run; with more than ten workers MAX_DEATHS for each
-LOOPBACK = ("127.0.0.1", "::1")
-TOKEN_BYTES = 32
-OBJECT_STORE_BYTES = 128 << 20  # of a Ray of our own; rows and answers above 100 KB pass through it
-LONGEST_TMP = 30
-REACH_S = 10.0
 SLOW_START_S = 30.0  # where workers are still missing after this time, a warning says what they wait for
 
 
@@ -90,7 +77,8 @@ class _WorkerSlot:
 
     report: WorkerReport
     actor: ActorHandle[Worker] | None = None  # None: not started, or to be started again
-    not_before: float = 0.0  # it is not started before this time
+    lost: str | None = None  # why Ray takes its process for dead
+    lost_at: float = 0.0
     started_at: float = 0.0
     call: ray.ObjectRef[object] | None = None
     called: float = 0.0
@@ -110,18 +98,18 @@ class _WorkerSlot:
 class RayEngine:
     """The workers together, with the interface of one Engine: `run`, `stop`, `steps`, `info`, `exactness`."""
 
-    def __init__(self, setup: WorkerSetup, config: PoolConfig, warn: Callable[[str], None]) -> None:
-        """Silence Ray until `close`. warn: called with a message on deaths and slow starts."""
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        config: PoolConfig,
+        warn: Callable[[str], None],
+        give_up: Callable[[str], None],
+    ) -> None:
+        """Silence Ray until `close`. warn: called with a message on deaths and slow starts. give_up: called in a thread
+        with what of Ray has died, where that holds the main thread; it has to end the process."""
         self._setup, self._config, self._warn = setup, config, warn
-        self._stopping = False
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
-        self._stack = contextlib.ExitStack()
-        if config.address is None:  # Ray reads these variables when it is imported
-            self._stack.enter_context(_environment(_loopback_environment()))
-        import ray  # noqa: F401  # sets up loggers
-
-        self._stack.enter_context(quiet())
+        self._stopping = self._ray_restarted = False
+        self._cluster = Cluster(config.address, give_up)
         self._workers: list[_WorkerSlot] = []
         self._capacity = HELD_BATCHES * setup.batch_size  # rows at one worker
         self._window = Window(self._capacity, None)  # empty until `run` makes its own
@@ -134,12 +122,18 @@ class RayEngine:
         """Start Ray and the workers, and wait until enough of them have loaded.
 
         Raises UsageError where the machine has too little for them, or the workers differ; the error of a worker that
-        cannot load; DsbdError where Ray cannot be reached.
+        cannot load; DsbdError where Ray cannot be started or reached; NoWorkersError where all is lost.
         """
         if self._config.address is None:  # with a Ray of other machines, this one may be without the models
             for model in self._setup.models:
                 locate(model)
-        self._start()
+        try:
+            nodes = self._cluster.start(self._cpus_of_ray)
+        except DsbdError:
+            if self._cluster.death is None:
+                raise
+            nodes = self._restart_ray(self._cluster.death)
+        self._share_out(nodes)
         self._wait_for_workers()
 
     @property
@@ -195,7 +189,7 @@ class RayEngine:
         """End the workers, and Ray where it was started here. May be called twice."""
         for worker in self._workers:
             self._end(worker)
-        self._stack.close()
+        self._cluster.close()
 
     def run(
         self, requests: Iterable[Request | str | RowError | None], *, ordered: bool = True
@@ -203,7 +197,7 @@ class RayEngine:
         """Run requests as Engine.run does. A request that was out at the deaths of three workers fails with
         WorkerLostError.
 
-        Raises DsbdError when no worker is left, or too many died before the first answer.
+        Raises NoWorkersError when no worker is left, too many died before the first answer, or Ray has died for good.
         """
         ahead = AHEAD * self._capacity * len(self._workers)
         self._window = Window(self._capacity, ahead if ordered else None)
@@ -241,15 +235,20 @@ class RayEngine:
         return False
 
     def _send(self, *, ended: bool) -> None:
-        """Call every worker that has no open call: with rows, for answers, or to ask whether it is loaded. ended: there
-        are no more rows to read, so that a worker with nothing to do is given back."""
+        """Call every worker that has no open call: with rows, for answers, or to ask whether it is loaded. Those that
+        have died are replaced. ended: there are no more rows to read, so that a worker with nothing to do is given
+        back."""
         window = self._window
+        if (death := self._cluster.death) is not None:
+            self._restart_ray(death)
         for worker in self._workers:
             if worker.gone or worker.call is not None:
                 continue
-            if worker.actor is None:
-                if time.monotonic() >= worker.not_before:
-                    self._begin(worker)
+            if worker.lost is not None:
+                if time.monotonic() - worker.lost_at >= AGAIN_S:
+                    self._died(worker, worker.lost)
+            elif worker.actor is None:
+                self._begin(worker)
             elif not worker.joined:
                 self._open_call(worker, worker.actor.hello.remote())
             elif (rows := window.take(worker.number)) or window.holds(worker.number):
@@ -280,7 +279,7 @@ class RayEngine:
             try:
                 answer = ray.get(call)
             except ray.exceptions.RayError as error:
-                self._died(worker, _reason(error))
+                worker.lost, worker.lost_at = _reason(error), time.monotonic()
                 continue
             worker.alive = True
             if isinstance(answer, Exchange):
@@ -342,19 +341,16 @@ class RayEngine:
     def _died(self, worker: _WorkerSlot, reason: str) -> None:
         """Replace a worker that is gone or of no use, and send its rows again.
 
-        Raises DsbdError if no worker is left, or too many died before a row was answered: a model that always ends its
-        process would be loaded again for every row.
+        Raises NoWorkersError if no worker is left, or too many died before a row was answered: a model that always ends
+        its process would be loaded again for every row.
         """
-        self._end(worker)
+        self._drop(worker)
         rows = self._window.holds(worker.number)
         given_up = self._window.lose(worker.number)
         for number in given_up:
             request = self._window.request(number)
             error = WorkerLostError(f"{MAX_DEATHS} workers died on this row, the last one: {reason}")
             self._window.give_up(number, RequestResult(request, (), 0, RequestStats(), error))
-        worker.alive = False
-        worker.steps_before, worker.steps, worker.steps_finished = worker.steps_before + worker.steps_finished, 0, 0
-        worker.not_before = time.monotonic() + AGAIN_S
         worker.report.deaths += 1
         worker.deaths_without_answer += 1
         self._last_death = f"worker {worker.number}: {reason}"
@@ -362,7 +358,9 @@ class RayEngine:
         deaths = sum(report.deaths for report in reports)
         most = max(USELESS_DEATHS, MAX_DEATHS * len(reports))
         if deaths >= most and not any(report.rows for report in reports):
-            raise DsbdError(f"{deaths} workers died before a row was answered, the last one was {self._last_death}")
+            raise NoWorkersError(
+                f"{deaths} workers died before a row was answered, the last one was {self._last_death}"
+            )
         # a worker that dies of its rows answers none either, but each row is given up after three deaths
         worker.gone = worker.deaths_without_answer >= MAX_DEATHS and rows == 0
         if worker.gone:
@@ -371,7 +369,13 @@ class RayEngine:
             again = f"{rows - len(given_up)} of its rows are sent again" if rows else "it is started again"
             self._warn(f"{self._last_death}; {again}")
         if all(one.gone for one in self._workers):
-            raise DsbdError(f"no worker is left, the last one to die was {self._last_death}")
+            raise NoWorkersError(f"no worker is left, the last one to die was {self._last_death}")
+
+    def _drop(self, worker: _WorkerSlot) -> None:
+        """End a worker that another one is to replace."""
+        self._end(worker)
+        worker.alive, worker.lost = False, None
+        worker.steps_before, worker.steps, worker.steps_finished = worker.steps_before + worker.steps_finished, 0, 0
 
     def _end(self, worker: _WorkerSlot) -> None:
         """Kill the actor, if there is one. Ray sends a signal to a process that does not answer within some seconds. We
@@ -395,39 +399,30 @@ class RayEngine:
 
     # Ray
 
-    def _start(self) -> None:
-        """Connect to Ray or start it, and settle what each worker gets."""
-        import ray
+    @property
+    def _cpus_of_ray(self) -> int:
+        """Processors of a Ray of our own. Workers share them where there are more workers."""
+        return max(processors(), (self._config.most or 1) * self._config.processes)
 
-        address, cores = self._config.address, processors()
-        local, folder = address is None, None
-        if address is not None and address != "auto":
-            _check_reachable(address)
-        if local:
-            # the folder holds sockets, and a socket's path has 107 bytes at most
-            short = len(tempfile.gettempdir()) <= LONGEST_TMP
-            folder = tempfile.mkdtemp(prefix="dsbd-ray-", dir=None if short else "/tmp")
-            self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        self._stack.callback(ray.shutdown)
-        with _handlers_kept():
-            try:
-                context = ray.init(
-                    address or "local",
-                    num_cpus=max(cores, (self._config.most or 1) * self._config.processes) if local else None,
-                    object_store_memory=OBJECT_STORE_BYTES if local else None,
-                    include_dashboard=False if local else None,
-                    log_to_driver=False,
-                    logging_level=logging.CRITICAL,
-                    configure_logging=False,
-                    _temp_dir=folder,
-                )
-            except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
-                where = "Ray cannot be started" if local else f"--workers: Ray at {address} cannot be reached"
-                token = "" if local else "; where it asks for a token, RAY_AUTH_TOKEN has to be set here too"
-                raise DsbdError(f"{where}: {shorten(_last_line(error))}{token}") from error
-        if local and (node := context.address_info["node_ip_address"]) not in LOOPBACK:  # type: ignore[attr-defined]
-            raise DsbdError(f"Ray listens on {node}, where others reach it; ray 2.60 listens on 127.0.0.1 alone")
-        self._share_out([node["Resources"] for node in ray.nodes() if node["Alive"]])  # type: ignore[no-untyped-call]
+    def _restart_ray(self, death: str) -> list[dict[str, float]]:
+        """Start Ray and all workers again, and send their rows again. It is not the workers' fault. Return the
+        resources of each node. Raises NoWorkersError the second time, or if Ray is that of others or cannot be started.
+        """
+        if self._config.address is not None:
+            raise NoWorkersError(f"--workers: {death}")
+        if self._ray_restarted:
+            raise NoWorkersError(f"{death}, after Ray had been started again once")
+        self._ray_restarted = True
+        rows = sum(self._window.recall(worker.number) for worker in self._workers)
+        again = f", and {plural(rows, 'row')} {'is' if rows == 1 else 'are'} sent again" if rows else ""
+        self._warn(f"{death}; Ray is started again{again}")
+        for worker in self._workers:
+            self._drop(worker)
+        self._cluster.stop()
+        try:
+            return self._cluster.start(self._cpus_of_ray)
+        except DsbdError as error:
+            raise NoWorkersError(f"{death}, and then: {error}") from error
 
     def _share_out(self, nodes: list[dict[str, float]]) -> None:
         """Settle the number of workers, and what each gets of the resources of Ray's nodes. Raises UsageError."""
@@ -458,7 +453,7 @@ class RayEngine:
             self._send(ended=False)
             self._receive(WAIT_S)
             if sum(not worker.gone for worker in self._workers) < least:
-                raise DsbdError(f"fewer than {least} workers are left, the last one to die was {self._last_death}")
+                raise NoWorkersError(f"fewer than {least} workers are left, the last one to die was {self._last_death}")
             if not warned and time.monotonic() - begun > SLOW_START_S and not all(one.alive for one in self._workers):
                 warned = True
                 free = ray.available_resources()  # type: ignore[no-untyped-call]
@@ -476,63 +471,6 @@ def cpus_each(nodes: Sequence[int], workers: int) -> int:
     nodes: processors of each node. A worker lies on one node.
     """
     return next((cpus for cpus in range(max(nodes), 1, -1) if sum(node // cpus for node in nodes) >= workers), 1)
-
-
-def _loopback_environment() -> dict[str, str]:
-    """Return environment variables for a Ray of our own, whose ports are all on loopback, and which answers nobody
-    without the token.
-
-    The first is Ray's switch for clusters of several machines, which it reads on every system. The token is in no file;
-    it goes to Ray's processes with their environment, which other users cannot read.
-    """
-    token = secrets.token_hex(TOKEN_BYTES)
-    return {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables for the block, and restore what was there before."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """Restore our signal handlers after the block, in which Ray replaces them by its own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
-
-
-def _check_reachable(address: str) -> None:
-    """Check that something answers at this address, because Ray itself tries for many minutes. Raises UsageError for a
-    wrong address, DsbdError where nobody answers."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not int(port) < 1 << 16:
-        raise UsageError(f"--workers: ray is {shorten(address)}, but must be auto or HOST:PORT")
-    try:
-        socket.create_connection((host, int(port)), timeout=REACH_S).close()
-    except OSError as error:
-        raise DsbdError(f"--workers: Ray at {address} cannot be reached: {error.strerror or error}") from error
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
 
 
 def _reason(error: BaseException) -> str:

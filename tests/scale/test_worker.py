@@ -97,7 +97,7 @@ def test_a_kernel_that_fails_at_a_worker_takes_the_promise_of_the_run_with_it() 
     engine = Failing(METHOD, 4, log_steps=False)
     made = worker(lambda: engine)
     info = greeted(made)
-    driver = RayEngine(WorkerSetup(fake, (), 4), PoolConfig(1, 1, "auto"), lambda line: None)
+    driver = RayEngine(WorkerSetup(fake, (), 4), PoolConfig(1, 1, "auto"), lambda line: None, lambda line: None)
     driver._window = window = Window(4, None)
     place = _WorkerSlot(WorkerReport(0))
     found = []
@@ -123,7 +123,7 @@ def test_a_model_that_ends_every_process_ends_the_run(answered: bool) -> None:
     from dsbd_cli.scale.window import Window
     from dsbd_cli.scale.workers import USELESS_DEATHS, PoolConfig, RayEngine, WorkerReport, _WorkerSlot
 
-    driver = RayEngine(WorkerSetup(fake, (), 4), PoolConfig(1, 1, "auto"), lambda line: None)
+    driver = RayEngine(WorkerSetup(fake, (), 4), PoolConfig(1, 1, "auto"), lambda line: None, lambda line: None)
     driver._window = window = Window(4, None)
     place = _WorkerSlot(WorkerReport(0, rows=int(answered)))
     driver._workers = [place]

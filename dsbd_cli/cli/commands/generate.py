@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -40,7 +41,7 @@ from dsbd_cli.cli.run.files import (
     unlike_name,
 )
 from dsbd_cli.cli.run.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
-from dsbd_cli.cli.run.messages import quote_command, say
+from dsbd_cli.cli.run.messages import error_line, quote_command, say
 from dsbd_cli.cli.run.output_files import Outputs
 from dsbd_cli.cli.run.progress import Reporter, begin_talk
 from dsbd_cli.cli.run.prompts import CHAT_OR_NOT, NOT_CONTINUED, check_chat, check_reasoning, is_left_off
@@ -49,7 +50,7 @@ from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import Summary, rows_exit_code
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import INDEX
-from dsbd_cli.errors import option_name, plural
+from dsbd_cli.errors import NoWorkersError, option_name, plural
 from dsbd_cli.io.lines.jsonl import read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.lines.tables import lines_reader
@@ -277,8 +278,8 @@ class _GenerateRun:
             elif outputs.is_empty:
                 outputs.begin()  # a run without rows has to make its file, too
             outputs.finish()
-        except TooManyErrorsError as error:
-            raise TooManyErrorsError(f"{error}; {self._how_to_resume()}") from None
+        except (TooManyErrorsError, NoWorkersError) as error:
+            raise type(error)(f"{error}; {self._how_to_resume()}") from None
         except StoppedError:
             self.reporter.stop()
             raise
@@ -361,13 +362,19 @@ class _GenerateRun:
         settings = self._settings
         assert settings.batch_size is not None
         setup = WorkerSetup(load, settings.models, settings.batch_size)
-        engine = RayEngine(setup, pool, self.reporter.warn)
+        engine = RayEngine(setup, pool, self.reporter.warn, self._give_up)
         self._workers_open.callback(engine.close)
         with self.reporter.waiting(lambda: f"loading, {engine.describe()}"):
             engine.start()
         summary.workers = lambda: engine.reports
         self.reporter.note = engine.describe
         return engine
+
+    def _give_up(self, message: str) -> None:
+        """End the process now, as an error would, because its main thread cannot."""
+        self.reporter.stop()
+        error_line(f"{message}; {self._how_to_resume()}")
+        os._exit(NoWorkersError.exit_code)
 
 
 def _digests(settings: RunSettings) -> dict[str, str]:
