@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dsbd_cli.config.checking import check_types
+from dsbd_cli.config.end_bounds import EndBounds, Spelling, pattern_bounds, schema_bounds
 from dsbd_cli.config.grammar_trial import parser_limits, trial_fault
 from dsbd_cli.config.schemas import ONE_SUBSCHEMA, SUBSCHEMA_LISTS, SUBSCHEMAS_BY_NAME, close_objects, extent
 from dsbd_cli.errors import UsageError, one_line, shorten
@@ -103,6 +104,18 @@ class Grammar:
             place = "" if schema is None else f" (at {_place(schema, fault)})"
             raise UsageError(f"{_message(fault)}{place}")
         return source
+
+    def end_bounds(self, spelling: Spelling) -> EndBounds | None:
+        """Return by how much one more token can lengthen a text's shortest completion; None for a Lark grammar, of
+        which it is not known."""
+        if self.kind == "json_schema":
+            schema = self._schema()
+            given = schema.get("x-guidance") if isinstance(schema, Mapping) else None
+            layout = {**LAYOUT, **(given if isinstance(given, Mapping) else {})}
+            separators = (str(layout["item_separator"]), str(layout["key_separator"]))
+            closed = schema if isinstance(schema, bool) else close_objects(schema)
+            return schema_bounds(closed, spelling, separators)
+        return pattern_bounds(self.text) if self.kind == "regex" else None
 
     def _schema(self) -> Schema:
         try:

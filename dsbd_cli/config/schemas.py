@@ -86,12 +86,12 @@ def _below(node: Node, root: dict[str, object]) -> Iterator[Node]:
     """Yield the containers directly in this one, and the container that it refers to."""
     yield from _inside(node)
     if isinstance(node, dict) and isinstance(reference := node.get("$ref"), str):
-        found = _resolve(root, reference)
+        found = resolve(root, reference)
         if isinstance(found, dict | list):
             yield found
 
 
-def _resolve(root: object, reference: str) -> object:
+def resolve(root: object, reference: str) -> object:
     """Return what a reference within the schema leads to; None where it leads nowhere, or out of the schema."""
     if not reference.startswith("#"):
         return None
@@ -146,7 +146,7 @@ class _Closing:
         variants: dict[str, object] = {}
         while self._waiting:
             reference = self._waiting.pop()
-            found = _resolve(self._root, reference)
+            found = resolve(self._root, reference)
             assert isinstance(found, dict)
             alone = {name: value for name, value in found.items() if name not in ("$defs", "definitions")}
             variants[self._variants[reference]] = self._open(alone)
@@ -193,7 +193,7 @@ class _Closing:
         merged = [name for name in ("allOf", *BRANCHES) if isinstance(node.get(name), list)]
         found = self._inner({**node, **dict.fromkeys(merged)})  # each part is read once, below
         reference = node.get("$ref")
-        if isinstance(reference, str) and isinstance(_resolve(self._root, reference), dict):
+        if isinstance(reference, str) and isinstance(resolve(self._root, reference), dict):
             found["$ref"] = f"#/$defs/{self._variant(reference)}"
         for name in merged:
             found[name] = [self._open(one) if isinstance(one, dict) else one for one in _list(node[name])]
@@ -231,7 +231,7 @@ class _Closing:
             seen.add(id(one))
             found.append(one)
             reference = one.get("$ref")
-            target = _resolve(self._root, reference) if isinstance(reference, str) else None
+            target = resolve(self._root, reference) if isinstance(reference, str) else None
             waiting += [part for part in (target, *_list(one.get("allOf"))) if isinstance(part, dict)]
         return found
 
