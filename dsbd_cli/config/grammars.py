@@ -10,13 +10,13 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from dsbd_cli.config.checking import check_types
-from dsbd_cli.config.end_bounds import EndBounds, Spelling, pattern_bounds, schema_bounds
 from dsbd_cli.config.grammar_trial import parser_limits, trial_fault
+from dsbd_cli.config.schema_ends import SchemaEnds
 from dsbd_cli.config.schemas import ONE_SUBSCHEMA, SUBSCHEMA_LISTS, SUBSCHEMAS_BY_NAME, close_objects, extent
 from dsbd_cli.errors import UsageError, one_line, shorten
 
@@ -105,17 +105,14 @@ class Grammar:
             raise UsageError(f"{_message(fault)}{place}")
         return source
 
-    def end_bounds(self, spelling: Spelling) -> EndBounds | None:
-        """Return by how much one more token can lengthen a text's shortest completion; None for a Lark grammar, of
-        which it is not known."""
-        if self.kind == "json_schema":
-            schema = self._schema()
-            given = schema.get("x-guidance") if isinstance(schema, Mapping) else None
-            layout = {**LAYOUT, **(given if isinstance(given, Mapping) else {})}
-            separators = (str(layout["item_separator"]), str(layout["key_separator"]))
-            closed = schema if isinstance(schema, bool) else close_objects(schema)
-            return schema_bounds(closed, spelling, separators)
-        return pattern_bounds(self.text) if self.kind == "regex" else None
+    def schema_ends(self, scalar: Callable[[dict[str, object]], str | None]) -> SchemaEnds:
+        """Return what is known of the ends of texts under this schema. scalar: finds the shortest text of a schema of
+        one scalar type."""
+        schema = self._schema()
+        guidance = schema.get("x-guidance") if isinstance(schema, Mapping) else None
+        layout = {**LAYOUT, **(guidance if isinstance(guidance, Mapping) else {})}
+        separators = (str(layout["item_separator"]), str(layout["key_separator"]))
+        return SchemaEnds(schema if isinstance(schema, bool) else close_objects(schema), separators, scalar)
 
     def _schema(self) -> Schema:
         try:

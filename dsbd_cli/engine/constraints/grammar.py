@@ -27,11 +27,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsbd_cli.config.end_bounds import EndBounds
+from dsbd_cli.config.end_bounds import EndBounds, pattern_bounds
 from dsbd_cli.config.grammar_trial import byte_tokenizer, parser_limits
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.engine.constraints.legal import DEAD, FREE, NodePaths
-from dsbd_cli.engine.core.grammar_ends import EndFinder, TextEnd
+from dsbd_cli.engine.core.grammar_ends import EndFinder, TextEnd, shortest_scalar
 from dsbd_cli.engine.core.grammar_spelling import Speller, Tokens
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.protocols import TextCodec
@@ -327,13 +327,17 @@ class GrammarCompiler:
         by_bytes = LLMatcher(self._bytes, source, log_level=0, limits=parser_limits())
         if self._speller is None:
             self._speller = Speller(self._tokenizer, self.vocab_size)
-        ends = EndFinder(by_bytes, self._speller, min(self._eos), json=grammar.kind == "json_schema")
+        schema_ends = grammar.schema_ends(shortest_scalar) if grammar.kind == "json_schema" else None
+        ends = EndFinder(by_bytes, self._speller, min(self._eos), schema_ends)
         origin = _SharedGrammar(self._tokenizer.vocab_size, self._eos, [], ends)
         start = GrammarState(matcher.deep_copy(), origin)
         if not start.mask.any():
             raise UsageError("no token of the target's vocabulary may begin an answer")
-        bounds = grammar.end_bounds(self._speller)
-        if bounds is None:
+        if schema_ends is not None:
+            bounds = schema_ends.bounds(self._speller)
+        elif grammar.kind == "regex":
+            bounds = pattern_bounds(grammar.text)
+        else:
             bounds = EndBounds(LED_EXTRA + len(start.completion or ()))
         return matcher, replace(origin, bounds=replace(bounds, step=bounds.step + self._speller.realigned))
 

@@ -2,19 +2,24 @@
 
 llguidance says which tokens may follow, not how far the end is. So a completion is searched byte by byte, with a
 matcher over a vocabulary of bytes, where a state has few successors. Then it is spelled in as few tokens of the target
-as possible. The search is bounded, and gives the same result for the same text. In a JSON text each open container
-needs one more byte at least, so the search is led by their number (A*) and goes straight to the end of a deep text.
+as possible. The search is bounded, and gives the same result for the same text.
+
+A JSON text may be nested deep. So a completion is first put together from pieces that the schema gives: what ends a
+container, required properties included, and shortest values. Where that is too long, completions are searched; each
+open container needs one more byte at least, by which the search is led (A*).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from dsbd_cli.config.grammar_trial import BYTES_END
+from dsbd_cli.config.grammar_trial import BYTES_END, byte_tokenizer, parser_limits
+from dsbd_cli.config.schema_ends import SchemaEnds
 from dsbd_cli.engine.core.grammar_spelling import Speller, Tokens
 
 if TYPE_CHECKING:
@@ -79,18 +84,19 @@ class TextEnd:
 class EndFinder:
     """A search for completions under one grammar."""
 
-    def __init__(self, by_bytes: LLMatcher, speller: Speller, eos: int, *, json: bool) -> None:
+    def __init__(self, by_bytes: LLMatcher, speller: Speller, eos: int, ends: SchemaEnds | None) -> None:
         """by_bytes: a matcher over the vocabulary of bytes, at the beginning of a text. eos: an end token of the
-        target. json: whether texts are JSON."""
+        target. ends: of JSON texts; None for texts of another kind."""
         self.start, self.speller, self.eos = by_bytes, speller, eos
-        self.start_place = JsonPlace(known=json)
+        self.start_place = JsonPlace(known=ends is not None)
+        self._pieces = ends and [[text.encode() for text in texts] for texts in ends.pieces()]
 
     def find(self, text: TextEnd, room: int | None = None) -> Tokens | None:
         """Return tokens that complete a text, without an end token; None where none are found. room: how many they may
         be; None for any number."""
         if text.by_bytes.is_error():
             return None
-        for rest in _completions(text.by_bytes, text.place):
+        for rest in self._completions(text):
             tokens = self._spelled(text, rest)
             if tokens is not None and (room is None or len(tokens) <= room):
                 return tokens
@@ -121,12 +127,47 @@ class EndFinder:
         tokens = self.speller.spell(rest)
         return tokens if tokens is not None and self.ends(text.matcher, (*text.prefix, *tokens)) else None
 
+    def _completions(self, text: TextEnd) -> Iterator[bytes]:
+        """Yield completions. For JSON the first is put together from pieces; mostly it is the shortest, and nothing is
+        searched."""
+        pieced = self._pieced(text)
+        if pieced is not None:
+            yield pieced
+        yield from shortest(text.by_bytes, text.place, _is_whole)
+        if pieced is None and (forced := _first_bytes(text.by_bytes)) is not None:
+            yield forced
 
-def _completions(start: LLMatcher, place: JsonPlace) -> Iterator[bytes]:
-    """Yield completions, the shortest first, and then others that are little longer. Where the bounds end the search
-    before one is found, yield one that is found by taking the first of the bytes in `RANKED` again and again.
+    def _pieced(self, text: TextEnd) -> bytes | None:
+        """Return a completion of a JSON text from pieces, the shortest that fits each time: first the open scalar is
+        ended, then what it stands in, container by container. None where the pieces do not fit."""
+        if self._pieces is None:
+            return None
+        matcher, place, completion = text.by_bytes.deep_copy(), text.place, b""
+        while not matcher.is_accepting():
+            more = None
+            if not place.quoted:
+                pieces = (piece for pieces in self._pieces for piece in pieces)
+                more = next((one for one in pieces if matcher.validate_tokens(list(one)) == len(one)), None)
+            if more is None:
+                more = matcher.compute_ff_bytes() or next(shortest(matcher, place, _is_unquoted), b"")
+            if not more or len(completion) > MOST_BYTES or not matcher.consume_tokens(list(more)):
+                return None
+            completion, place = completion + more, place.after(more)
+        return completion
 
-    Of states after equally many bytes and levels that allow the same bytes few are expanded.
+
+def _is_whole(matcher: LLMatcher, place: JsonPlace) -> bool:
+    return matcher.is_accepting()
+
+
+def _is_unquoted(matcher: LLMatcher, place: JsonPlace) -> bool:
+    return not place.quoted
+
+
+def shortest(start: LLMatcher, place: JsonPlace, done: Callable[[LLMatcher, JsonPlace], bool]) -> Iterator[bytes]:
+    """Yield bytes after which a text is done, the fewest first, and then others that are little longer.
+
+    Of states after equally many bytes and levels that allow the same bytes few are expanded, and MOST_STATES in all.
     """
     order, looked, most = 0, 0, MOST_BYTES
     kept: dict[object, int] = {}
@@ -138,7 +179,7 @@ def _completions(start: LLMatcher, place: JsonPlace) -> Iterator[bytes]:
         matcher = before.deep_copy()  # only now, because most of those that wait are never looked at
         if not matcher.consume_tokens(list(more)):
             continue
-        if matcher.is_accepting():
+        if text and done(matcher, here) or (not text and matcher.is_accepting()):
             most = min(most, bound + MOST_LONGER)
             yield text
         mask, forced = matcher.compute_bitmask(), matcher.compute_ff_bytes()
@@ -150,11 +191,9 @@ def _completions(start: LLMatcher, place: JsonPlace) -> Iterator[bytes]:
         if kept[alike] > (1 if is_wide else KEPT):
             continue
         looked += 1
-        for more in [forced] if forced else following:
-            order, there, longer = order + 1, here.after(more), text + more
-            heapq.heappush(waiting, (len(longer) + there.levels, -len(longer), order, matcher, more, longer, there))
-    if looked == MOST_STATES and most == MOST_BYTES and (text := _first_bytes(start)) is not None:
-        yield text
+        for next_bytes in [forced] if forced else following:
+            order, there, longer = order + 1, here.after(next_bytes), text + next_bytes
+            heapq.heappush(waiting, (len(longer) + there.levels, -len(longer), order, matcher, next_bytes, longer, there))
 
 
 @lru_cache(1024)
@@ -175,3 +214,15 @@ def _first_bytes(start: LLMatcher) -> bytes | None:
             return None
         text += more
     return None
+
+
+def shortest_scalar(schema: dict[str, object]) -> str | None:
+    """Return the shortest text of a schema of one scalar type; None where none is found."""
+    from llguidance import LLMatcher
+
+    source = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    matcher = LLMatcher(byte_tokenizer(), source, log_level=0, limits=parser_limits())
+    if matcher.is_error():
+        return None
+    found = next(shortest(matcher, JsonPlace(), _is_whole), None) or _first_bytes(matcher)
+    return None if found is None else found.decode(errors="replace")
