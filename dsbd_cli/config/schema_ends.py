@@ -23,7 +23,7 @@ MOST_SCALARS = 200  # different scalars whose shortest text is searched
 FORMAT_LETTERS = 64  # of a string of some format, at most
 LETTER_REST = 5  # bytes of a letter in a string after its first one, at most: `\\uXXXX`
 NUMBER_REST = 2  # letters of a number after its first one that it must have, beside the digits of its bounds
-PLAIN = {"string": '""', "integer": "0", "number": "0", "boolean": "false", "null": "null"}
+PLAIN = {"string": '""', "integer": "0", "number": "0", "boolean": "true", "null": "null"}
 NUMBERS = ("integer", "number")
 NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 RESTRICTING = frozenset((*NUMBER_BOUNDS, "minLength", "maxLength", "pattern", "format"))
@@ -185,7 +185,8 @@ class _Bounds:
         nodes = self._ends.nodes
         added = max([self._property("") + self._letter, *(one for node in nodes for one in self._added(node))])
         added += max((one for node in nodes for one in self._forms(node)), default=0.0)
-        inside = max(one for node in ({"type": ["string", "number"]}, *nodes) for one in self._inside(node))
+        inside = max(one for node in ({"type": "string"}, {"type": "number"}, *nodes) for one in self._inside(node))
+        inside = max(inside, self._spelling.most("false"))
         opened = self._spelling.opened(nested=any(map(self._has_arrays_in_arrays, nodes)))
         ambiguous = [one for node in nodes for one in self._ambiguous(node)]
         level = max(ambiguous) + added + inside if ambiguous else 0.0

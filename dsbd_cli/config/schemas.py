@@ -24,11 +24,13 @@ class Extent:
     Attributes:
         nodes: number of containers. Those behind a reference count once for each way that leads there.
         keys: all keys of its objects. largest: the largest bound on a length or a count.
+        recursive: whether a part refers back to where it came from.
     """
 
     nodes: int
     keys: frozenset[str]
     largest: float
+    recursive: bool
 
 
 COUNTS = frozenset("minLength maxLength minItems maxItems minProperties maxProperties".split())
@@ -43,11 +45,14 @@ def extent(schema: Mapping[str, object]) -> Extent:
     levels: dict[int, int] = {}
     nodes: dict[int, int] = {}
     opened: set[int] = set()
+    recursive = False
     stack: list[tuple[Node, bool]] = [(root, False)]
     while stack:
         node, children_done = stack.pop()
         if children_done:
-            below = [id(one) for one in _below(node, root) if id(one) in levels]
+            every = [id(one) for one in _below(node, root)]
+            below = [one for one in every if one in levels]
+            recursive = recursive or len(below) < len(every)
             levels[id(node)] = 1 + max((levels[one] for one in below), default=0)
             nodes[id(node)] = 1 + sum(nodes[one] for one in below)
             if levels[id(node)] > MOST_LEVELS:
@@ -63,7 +68,7 @@ def extent(schema: Mapping[str, object]) -> Extent:
         stack.append((node, True))
         stack += [(one, False) for one in _below(node, root) if id(one) not in opened]
     _check_nesting(root)
-    return Extent(nodes[id(root)], frozenset(keys), largest)
+    return Extent(nodes[id(root)], frozenset(keys), largest, recursive)
 
 
 def _check_nesting(root: Node) -> None:

@@ -290,11 +290,18 @@ class GrammarCompiler:
         matcher, origin = self._compiled(grammar)
         return GrammarState(matcher.deep_copy(), origin, left=max_new)
 
-    def matches(self, grammar: Grammar, tokens: Sequence[int]) -> bool:
-        """Return whether the text of these tokens is whole under the grammar. An end token at its end is left out."""
-        matcher = self._compiled(grammar)[0].deep_copy()
-        text = list(tokens[:-1] if tokens and tokens[-1] in self._eos else tokens)
-        return matcher.consume_tokens(text) and matcher.is_accepting()
+    def matches(self, grammar: Grammar, texts: Sequence[Sequence[int]]) -> list[bool]:
+        """Return for each text, given as tokens, whether it is whole under the grammar, and valid under what of a
+        schema the grammar does not enforce. An end token at its end is left out."""
+        start, origin = self._compiled(grammar)
+        bodies = [list(tokens[:-1] if tokens and tokens[-1] in self._eos else tokens) for tokens in texts]
+        whole = []
+        for tokens in bodies:
+            matcher = start.deep_copy()
+            whole.append(matcher.consume_tokens(tokens) and matcher.is_accepting())
+        spelled = [b"".join(map(origin.ends.speller.bytes_of, tokens)) for tokens in bodies]
+        holding = iter(grammar.hold([text for text, is_whole in zip(spelled, whole, strict=True) if is_whole]))
+        return [is_whole and next(holding) for is_whole in whole]
 
     def fault(self, grammar: Grammar) -> str | None:
         """Return why llguidance gave up a text under this grammar, which it does where a limit of its parser is passed;

@@ -57,7 +57,7 @@ def generate(made: GrammarCompiler, grammar: Grammar, limit: int, choice: Choice
         following = state.after(token)
         assert following is not None
         state = following
-    return text, made.matches(grammar, tuple(encoded(table, text)))
+    return text, made.matches(grammar, [tuple(encoded(table, text))])[0]
 
 
 def encoded(table: list[bytes], text: bytes) -> Iterator[int]:
