@@ -115,6 +115,7 @@ SETTINGS = (
     "order",
     "prefix",
     "require_valid",
+    "schema",
     "source_lang",
     "stats",
     "summary",

@@ -43,7 +43,8 @@ def pattern_bounds(pattern: str) -> EndBounds:
 
 
 ATOM = re.compile(
-    r"\\[pPxuU]\{[^}]*\}|\\p.|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|\[\^?\]?(?:\[:\^?\w+:\]|\\.|[^\]\\])*\]|.", re.DOTALL
+    r"\\[pPxuU]\{[^}]*\}|\\p.|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|\[\^?\]?(?:\[:\^?\w+:\]|\\.|[^\]\\])*\]|.",
+    re.DOTALL,
 )
 GROUP = re.compile(r"\((?:\?(?:P?<\w+>|[a-zA-Z-]*:))?")
 REPEAT = re.compile(r"(?:([*+?])|\{\s*(\d+)\s*(?:,\s*\d*\s*)?\}|\{\s*,\s*\d+\s*\})[?+]?")

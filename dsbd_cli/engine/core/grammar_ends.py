@@ -16,6 +16,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from dsbd_cli.config.grammar_trial import BYTES_END, byte_tokenizer, parser_limits
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 4096  # of a completion
 MOST_STATES = 500  # that one search expands
-MOST_LONGER = 16  # bytes that a completion may have more than the shortest, where that one has too many tokens
+MOST_BACK = 16  # that are expanded to come back to a known completion
+MOST_LONGER = 8  # bytes that a completion may have more than the shortest, where that one has too many tokens
 # Of states after equally many bytes that allow the same ones: how many are expanded, and from how many next bytes on
 # only one is, with the first few of these
 KEPT, WIDE, TRIED = 4, 64, 8
@@ -111,12 +113,14 @@ class EndFinder:
         if not by_bytes.consume_tokens(list(spelled)):
             return None
         after = TextEnd(text.matcher, (*text.prefix, token), by_bytes, text.place.after(spelled))
-        for size in range(min(len(spelled), len(completion)), -1, -1):
-            rest = completion[size:]
-            if spelled.endswith(completion[:size]) and by_bytes.validate_tokens([*rest, BYTES_END]) == len(rest) + 1:
-                tokens = self._spelled(after, rest)
-                if tokens is not None and len(tokens) <= room:
-                    return tokens
+        rests = [completion[size:] for size in range(len(completion), -1, -1) if spelled.endswith(completion[:size])]
+        rests = [rest for rest in rests if by_bytes.validate_tokens([*rest, BYTES_END]) == len(rest) + 1]
+        if not rests and after.place.quoted:  # some bytes may lead back to the completion, as after half a letter
+            rests = list(islice(_led_back(after, completion), 1))
+        for rest in rests:
+            tokens = self._spelled(after, rest)
+            if tokens is not None and len(tokens) <= room:
+                return tokens
         return self.find(after, room)
 
     def ends(self, matcher: LLMatcher, tokens: Sequence[int]) -> bool:
@@ -156,6 +160,23 @@ class EndFinder:
         return completion
 
 
+def _led_back(text: TextEnd, completion: bytes) -> Iterator[bytes]:
+    """Yield completions of a text in a string that end with one of the text before its last token, from its first or
+    second byte on."""
+
+    def ends_with(matcher: LLMatcher) -> bytes | None:
+        rests = (completion, completion[1:])
+        return next((one for one in rests if matcher.validate_tokens([*one, BYTES_END]) == len(one) + 1), None)
+
+    def done(matcher: LLMatcher, place: JsonPlace) -> bool:
+        return ends_with(matcher) is not None
+
+    for more in shortest(text.by_bytes, text.place, done, MOST_BACK):
+        matcher = text.by_bytes.deep_copy()
+        matcher.consume_tokens(list(more))
+        yield more + (ends_with(matcher) or b"")
+
+
 def _is_whole(matcher: LLMatcher, place: JsonPlace) -> bool:
     return matcher.is_accepting()
 
@@ -164,15 +185,17 @@ def _is_unquoted(matcher: LLMatcher, place: JsonPlace) -> bool:
     return not place.quoted
 
 
-def shortest(start: LLMatcher, place: JsonPlace, done: Callable[[LLMatcher, JsonPlace], bool]) -> Iterator[bytes]:
+def shortest(
+    start: LLMatcher, place: JsonPlace, done: Callable[[LLMatcher, JsonPlace], bool], states: int = MOST_STATES
+) -> Iterator[bytes]:
     """Yield bytes after which a text is done, the fewest first, and then others that are little longer.
 
-    Of states after equally many bytes and levels that allow the same bytes few are expanded, and MOST_STATES in all.
+    Of states after equally many bytes and levels that allow the same bytes few are expanded, and `states` in all.
     """
     order, looked, most = 0, 0, MOST_BYTES
     kept: dict[object, int] = {}
     waiting = [(place.levels, 0, order, start, b"", b"", place)]
-    while waiting and looked < MOST_STATES:
+    while waiting and looked < states:
         bound, _, _, before, more, text, here = heapq.heappop(waiting)
         if bound > most:
             return
@@ -193,7 +216,9 @@ def shortest(start: LLMatcher, place: JsonPlace, done: Callable[[LLMatcher, Json
         looked += 1
         for next_bytes in [forced] if forced else following:
             order, there, longer = order + 1, here.after(next_bytes), text + next_bytes
-            heapq.heappush(waiting, (len(longer) + there.levels, -len(longer), order, matcher, next_bytes, longer, there))
+            heapq.heappush(
+                waiting, (len(longer) + there.levels, -len(longer), order, matcher, next_bytes, longer, there)
+            )
 
 
 @lru_cache(1024)

@@ -19,7 +19,6 @@ NESTED = re.compile(rb"\[\s*\[")
 PUNCTUATION = re.compile(rb"\W*[]}\"]\W*")
 
 
-
 class Speller:
     """A vocabulary by the bytes of its tokens."""
 

@@ -119,7 +119,10 @@ FAULTS = [
         r'"uniqueItems"\] \(at /properties/a/items\)',
     ),
     (Grammar.json_schema({"properties": {"a": {"type": "strng"}}}), r"strng \(at /properties/a\)"),
-    (Grammar.json_schema({"properties": {"a": {"anyOf": [{}, {"not": {}}]}}}, strict=True), r"\(at /properties/a/anyOf/1\)"),
+    (
+        Grammar.json_schema({"properties": {"a": {"anyOf": [{}, {"not": {}}]}}}, strict=True),
+        r"\(at /properties/a/anyOf/1\)",
+    ),
     (Grammar.json_schema({"properties": {"a/b": {"$ref": "#/$defs/x"}}}), r"/\$defs/x.*\(at /properties/a~1b\)"),
     (
         Grammar.json_schema(

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from typing import Any
 
+import jsonschema_rs
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from dsbd_cli.config.grammars import Grammar
-from dsbd_cli.engine.constraints.grammar import GrammarCompiler, GrammarState
-from dsbd_cli.engine.core.grammar_ends import EndFinder
+from dsbd_cli.engine.constraints.grammar import GrammarCompiler
+from dsbd_cli.engine.core.grammar_ends import EndFinder, JsonPlace
 
 # Tokens of several bytes, as vocabularies have them; token 0 ends
-MERGED = [b'{"', b'": ', b', "', b'": [', b'": {"', b"[{", b"[[", b'[{"', b"]}", b"]}]}", b"}, {", b"]]", b'""', b"aa", b"10"]
+MERGED = [
+    b'{"',
+    b'": ',
+    b', "',
+    b'": [',
+    b'": {"',
+    b"[{",
+    b"[[",
+    b'[{"',
+    b"]}",
+    b"]}]}",
+    b"}, {",
+    b"]]",
+    b'""',
+    b"aa",
+    b"10",
+]
+Schema = dict[str, Any]
 Choice = Callable[[bytes], float]
 
 
@@ -35,33 +54,30 @@ def compiler(merged: list[bytes]) -> GrammarCompiler:
     return GrammarCompiler(ByteCodec(merged), 257 + len(merged))  # type: ignore[arg-type]
 
 
+def bits(mask: NDArray[np.int32] | None, size: int) -> NDArray[np.bool_]:
+    assert mask is not None
+    return np.unpackbits(mask.view(np.uint8), bitorder="little")[:size].astype(bool)
+
+
 def generate(made: GrammarCompiler, grammar: Grammar, limit: int, choice: Choice) -> tuple[bytes, bool]:
     """The text of the tokens that are best by `choice`, and whether it is whole. It never ends of its own will."""
     table = made._codec.token_bytes()
-    state, text = made.start(grammar, limit), b""
-    for _ in range(limit):
-        legal = np.unpackbits(state.mask.view(np.uint8), bitorder="little")[: len(table)].astype(bool)
+    state, tokens = made.start(grammar, limit), list[int]()
+    while len(tokens) < limit:
         logprobs = np.array([choice(token) if token else -99.0 for token in table], dtype=np.float32)
-        logprobs[~legal] = -np.inf
+        logprobs[~bits(state.mask, len(table))] = -np.inf
         narrow = state.mask_within_limit
-        if narrow is None:
-            may = state.fitting(logprobs)
-        else:
-            may = np.unpackbits(narrow.view(np.uint8), bitorder="little")[: len(table)].astype(bool)
+        may = state.fitting(logprobs) if narrow is None else bits(narrow, len(table))
         logprobs[~may] = -np.inf
         token = int(logprobs.argmax())
-        assert may[token], "a led text has a token that may follow"
+        assert may[token], "a text has a token that may follow"
         if token == 0:
             break
-        text += table[token]
+        tokens.append(token)
         following = state.after(token)
         assert following is not None
         state = following
-    return text, made.matches(grammar, [tuple(encoded(table, text))])[0]
-
-
-def encoded(table: list[bytes], text: bytes) -> Iterator[int]:
-    return (table.index(bytes([byte])) for byte in text)
+    return b"".join(table[token] for token in tokens), made.matches(grammar, [tokens])[0]
 
 
 def chooser(seed: int, liked: bytes) -> Choice:
@@ -156,19 +172,128 @@ def test_a_text_is_valid_whenever_the_limit_has_room_for_one(part: int) -> None:
     """Random schemas, limits from the shortest text on, and models that rather open, choose and go on."""
     single, several = compiler([]), compiler(MERGED)
     looked = deep = 0
-    for seed in range(part * 25, part * 25 + 25):
+    for seed in range(part * 12, part * 12 + 12):
         schema = Schemas(seed).schema()
         room = shortest(schema)
-        if not room <= 150:
+        if not room <= 100:
             continue
         grammar, liked = Grammar.json_schema(schema), LIKED[seed % len(LIKED)]
-        for made, limit in ((single, room), (single, room + 37), (several, room + 1), (several, 200)):
+        for made, limit in ((single, room), (single, room + 37), (several, room + 1), (several, 150)):
             text, valid = generate(made, grammar, int(limit), chooser(seed, liked))
             assert valid, (seed, limit, text)
-            assert json.loads(text) is not None
+            jsonschema_rs.validate(schema, json.loads(text))
             looked += 1
             deep = max(deep, text.count(b"{"))
-        if room > 2:
-            assert not generate(single, grammar, int(room) - 1, chooser(seed, liked))[1]
-    assert looked > 30
-    assert deep > 5
+        assert not generate(single, grammar, int(room) - 1, chooser(seed, liked))[1]
+    assert looked >= 20
+    assert deep > 4
+
+
+TREE = {
+    "$defs": {
+        "N": {
+            "type": "object",
+            "properties": {"v": {"type": "integer"}, "c": {"type": "array", "items": {"$ref": "#/$defs/N"}}},
+            "required": ["v", "c"],
+        }
+    },
+    "$ref": "#/$defs/N",
+}
+
+
+@pytest.mark.parametrize("limit", [17, 40, 90, 120, 160, 400])
+def test_a_text_that_opens_containers_as_long_as_it_may_is_closed(limit: int) -> None:
+    """A fixed number of tokens before the limit is too late for it."""
+    text, valid = generate(compiler(MERGED), Grammar.json_schema(TREE), limit, chooser(1, b"[{"))
+    assert valid
+    assert text.count(b"{") >= (limit + 20) // 12
+
+
+def test_a_place_in_json() -> None:
+    place = JsonPlace().after(b'{"a{": ["x\\\\", "y\\"]", ')
+    assert (place.levels, place.quoted) == (2, False)
+    assert place.after(b'"[').quoted
+    assert place.after(b"]}").levels == 0
+    assert JsonPlace(known=False).after(b"{").levels == 0
+
+
+LONG = "b" * 120
+JUMPS: dict[str, Schema] = {
+    "a form": {"anyOf": [{"const": "a"}, {"const": LONG}]},
+    "an item": {"type": "array", "items": {"const": LONG}},
+    "a property": {"type": "object", "properties": {"a": {"const": LONG}, "b": {"type": "integer"}}},
+    "a type": {"type": ["string", "null"], "minLength": 60},
+    "a key": {"type": "object", "properties": {LONG: {"type": "integer"}, "b": {"type": "integer"}}},
+    "a pattern": {"type": "string", "pattern": f"^(a|b{{120}}|{'c' * 120})$"},
+    "a bound": {"type": ["integer", "null"], "minimum": 10**17},
+    "levels": {
+        "$defs": {"N": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/N"}}, {"const": LONG}]}},
+        "$ref": "#/$defs/N",
+    },
+    "names": {"type": "object", "patternProperties": {"^b{60}$": {"type": "integer"}}, "additionalProperties": False},
+    "what has no text": {
+        "$defs": {"N": {"type": "object", "properties": {"a": {"$ref": "#/$defs/N"}}, "required": ["a"]}},
+        "type": "object",
+        "properties": {"b": {"$ref": "#/$defs/N"}, "c": {"type": "integer"}},
+    },
+    "forms that part late": {
+        "$defs": {
+            "short": {"type": "object", "properties": {"x": {"$ref": "#/$defs/N"}}, "required": ["x"]},
+            "long": {
+                "type": "object",
+                "properties": {"x": {"$ref": "#/$defs/M"}, "y": {"const": LONG[:60]}},
+                "required": ["x", "y"],
+            },
+            "N": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/short"}]},
+            "M": {"anyOf": [{"type": "boolean"}, {"$ref": "#/$defs/long"}, {"$ref": "#/$defs/short"}]},
+        },
+        "anyOf": [{"$ref": "#/$defs/long"}, {"$ref": "#/$defs/short"}],
+    },
+}
+
+
+@pytest.mark.parametrize("liked", [b"b", b'b{[":,'])
+@pytest.mark.parametrize("name", JUMPS)
+def test_one_token_does_not_put_the_end_out_of_reach(name: str, liked: bytes) -> None:
+    """A choice of one letter that 120 must follow."""
+    for limit in (70, 130):
+        text, valid = generate(compiler(MERGED), Grammar.json_schema(JUMPS[name]), limit, chooser(2, liked))
+        assert valid, (limit, text)
+
+
+@pytest.mark.parametrize("pattern", ["(a|b{200})c*", "([ab]{3}(x{90})?)*", "a*|b+c{150}", "(ab|(cd){80}e)?f+"])
+def test_one_letter_of_an_expression_does_not_either(pattern: str) -> None:
+    for limit in (20, 100, 250):
+        text, valid = generate(compiler([]), Grammar.regex(pattern), limit, chooser(2, b"bxcd"))
+        assert valid, (limit, text)
+        assert re.fullmatch(pattern, text.decode())
+
+
+def test_a_lark_grammar_is_led_where_its_text_is_nested() -> None:
+    grammar = Grammar.lark('start: "(" start ")" | "[" start "]" | "x"')
+    for limit in (10, 60, 200):
+        assert generate(compiler([b"((", b"]]", b"[("]), grammar, limit, chooser(3, b"(["))[1], limit
+
+
+def test_far_from_the_limit_the_end_is_seldom_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And near it, mostly only once for a text."""
+    searched = list[int]()
+    find, find_after = EndFinder.find, EndFinder.find_after
+    monkeypatch.setattr(EndFinder, "find", lambda *given: (searched.append(1), find(*given))[1])
+    monkeypatch.setattr(EndFinder, "find_after", lambda *given: (searched.append(1), find_after(*given))[1])
+    schema = {"properties": {"title": {"type": "string"}, "year": {"type": "integer"}}, "required": ["title", "year"]}
+    made, text = compiler(MERGED), json.dumps({"title": "a " * 200, "year": 1813}).encode()
+    counts = {}
+    for limit in (10_000, 1000, len(text) + 100):
+        state = made.start(Grammar.json_schema(schema), limit)
+        searched.clear()
+        for byte in text:
+            assert state.mask_within_limit is not None
+            after = state.after(1 + byte)
+            assert after is not None
+            state = after
+        assert state.complete
+        counts[limit] = len(searched)
+    assert counts[10_000] <= 3
+    assert counts[1000] <= 25
+    assert counts[len(text) + 100] <= 60
