@@ -217,7 +217,7 @@ class GrammarState:
         # mostly the token takes the place of the completion's first token, comes before it, or skips some of it
         for first in (1, 0, *range(2, MOST_SKIPPED), len(known)):
             rest = known[first:]
-            if first <= len(known) and len(rest) < left and ends.ends(text.matcher, (token, *rest)):
+            if first <= len(known) and len(rest) < left and ends.ends(text.matcher, token, rest):
                 return rest
         return ends.find_after(text, token, known, left - 1) if left > 1 else None
 

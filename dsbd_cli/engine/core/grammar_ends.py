@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -39,7 +39,7 @@ CLOSING = b"\"}])>'"
 PUNCTUATION = bytes(byte for byte in range(32, 127) if not chr(byte).isalnum() and byte not in CLOSING)
 ORDER = CLOSING + PUNCTUATION + b"0123456789" + bytes(range(97, 123)) + bytes(range(65, 91))
 RANKED = ORDER + bytes(byte for byte in range(256) if byte not in ORDER)
-QUOTE, ESCAPE, OPEN, CLOSE = b'"'[0], b"\\"[0], b"{[", b"}]"
+QUOTE, ESCAPE, OPEN, CLOSE = b'"'[0], b"\\"[0], b"{[(", b"}])"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,23 +123,37 @@ class EndFinder:
                 return tokens
         return self.find(after, room)
 
-    def ends(self, matcher: LLMatcher, tokens: Sequence[int]) -> bool:
-        """Return whether the text is complete after these tokens."""
-        return matcher.validate_tokens([*tokens, self.eos]) == len(tokens) + 1
+    def ends(self, matcher: LLMatcher, token: int, rest: Tokens) -> bool:
+        """Return whether the text is complete after a token, which may follow, and the tokens of `rest`, and each of
+        these may follow there."""
+        if matcher.validate_tokens([token, *rest, self.eos]) != len(rest) + 2:
+            return False
+        position = matcher.deep_copy()
+        position.consume_token(token)
+        for following in rest:
+            if position.compute_ff_tokens()[:1] not in ([], [following]):  # see Speller.spell
+                return False
+            position.consume_token(following)
+        return True
 
     def _spelled(self, text: TextEnd, rest: bytes) -> Tokens | None:
-        tokens = self.speller.spell(rest)
-        return tokens if tokens is not None and self.ends(text.matcher, (*text.prefix, *tokens)) else None
+        position = text.matcher.deep_copy()
+        return self.speller.spell(position, rest) if position.consume_tokens(list(text.prefix)) else None
 
     def _completions(self, text: TextEnd) -> Iterator[bytes]:
         """Yield completions. For JSON the first is put together from pieces; mostly it is the shortest, and nothing is
-        searched."""
-        pieced = self._pieced(text)
-        if pieced is not None:
+        searched. In other texts brackets may be nested, too, which is tried where nothing else is found."""
+        is_found = False
+        if (pieced := self._pieced(text)) is not None:
+            is_found = True
             yield pieced
-        yield from shortest(text.by_bytes, text.place, _is_whole)
-        if pieced is None and (forced := _first_bytes(text.by_bytes)) is not None:
-            yield forced
+        places = [text.place] if text.place.known else [text.place, JsonPlace()]
+        for place in places:
+            for found in () if is_found and not text.place.known else shortest(text.by_bytes, place, _is_whole):
+                is_found = True
+                yield found
+        if not is_found and (first := _first_bytes(text.by_bytes)) is not None:
+            yield first
 
     def _pieced(self, text: TextEnd) -> bytes | None:
         """Return a completion of a JSON text from pieces, the shortest that fits each time: first the open scalar is

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 Tokens = tuple[int, ...]
 
@@ -36,27 +36,35 @@ class Speller:
         """Return the bytes of a token."""
         return self._tokenizer.decode_bytes([token])
 
-    def spell(self, text: bytes) -> Tokens | None:
-        """Return the fewest tokens whose bytes are the text; None where there are none. Of several ways take the one
-        with the longest tokens first."""
-        counts, sizes = self._ways(text)
-        if counts[0] >= UNSPELLED:
-            return None
-        tokens, place = list[int](), 0
+    def spell(self, position: LLMatcher, text: bytes) -> Tokens | None:
+        """Return tokens whose bytes are the text, each of which the grammar allows at its place; None where there are
+        none, or where the text is not complete after them. position: a matcher over this vocabulary, used up here.
+
+        Where the grammar forces bytes, llguidance allows only the tokens that the tokenizer makes of them. Elsewhere
+        the fewest tokens for the rest of the text are taken, the longest first.
+        """
+        tokens, place, sizes = list[int](), 0, self._ways(text)[1]
         while place < len(text):
-            tokens.append(self._token_of[text[place : place + sizes[place]]])
-            place += sizes[place]
-        return tuple(tokens)
+            forced = position.compute_ff_tokens()[:1]
+            token = forced[0] if forced else self._token_of.get(text[place : place + sizes[place]])
+            spelled = b"" if token is None else self.bytes_of(token)
+            if token is None or not text.startswith(spelled, place) or not position.consume_token(token):
+                return None
+            tokens.append(token)
+            place += len(spelled)
+        return tuple(tokens) if not position.is_error() and position.is_accepting() else None
 
     def least(self, text: str) -> int:
-        """Return the fewest tokens that spell the text. A text that has no spelling counts one for each byte."""
-        count = self._ways(text.encode())[0][0]
-        return count if count < UNSPELLED else len(text.encode())
+        """Return the number of tokens that the tokenizer makes of the text."""
+        return len(self._tokenizer.tokenize_str(text))
 
     def most(self, text: str | bytes) -> int:
-        """Return how many tokens spell the text, or its end from any byte on, at most."""
-        counts, _ = self._ways(text.encode() if isinstance(text, str) else text)
-        return max(count if count < UNSPELLED else len(text) for count in counts)
+        """Return how many tokens spell the text, or its end from any byte on, at most. A byte without a token counts
+        as one."""
+        content = text.encode() if isinstance(text, str) else text
+        counts, _ = self._ways(content)
+        longest = max(count if count < UNSPELLED else len(content) for count in counts)
+        return max(longest, len(self._tokenizer.tokenize_bytes(content)))
 
     def _ways(self, text: bytes) -> tuple[list[int], list[int]]:
         """Return for each place in the text, and its end, the fewest tokens from there on, UNSPELLED or more where
