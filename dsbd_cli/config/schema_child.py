@@ -15,22 +15,31 @@ if TYPE_CHECKING:
     from jsonschema_rs import Validator
 
 CPU_SECONDS, ADDRESS_SPACE = 3, 2 << 30
+# Keywords that draft 7 would ignore
+NOT_IN_7 = frozenset("dependentRequired dependentSchemas maxContains minContains prefixItems unevaluatedItems".split())
 
 
 def validator(schema: object) -> Validator:
-    """Return a validator of a schema: of the draft that it names, else of the first one of 2020-12, 7 and 4 that it
-    belongs to. Nothing is fetched. Raises ValueError for a schema that belongs to none."""
-    from jsonschema_rs import Draft4Validator, Draft7Validator, ReferencingError, ValidationError, validator_for
+    """Return a validator of a schema: of the draft that it names, else of 2020-12, or of 7 where it is none of that.
+    Nothing is fetched. Raises ValueError for a schema that belongs to neither."""
+    from jsonschema_rs import Draft7Validator, ReferencingError, ValidationError, validator_for
 
     first: Exception | None = None
-    for make in (validator_for, Draft7Validator, Draft4Validator):
+    for make in (validator_for, *(() if NOT_IN_7 & _keys(schema) else (Draft7Validator,))):
         try:
             found: Validator = make(schema, validate_formats=True, retriever=_retrieve)
         except (ValidationError, ReferencingError, ValueError, TypeError) as error:
             first = first or error
         else:
             return found
-    raise ValueError(str(first))
+    raise ValueError(str(first).partition("\n")[0])
+
+
+def _keys(node: object) -> set[str]:
+    """Return all keys of an object and of those in it."""
+    if isinstance(node, list):
+        return set().union(*map(_keys, node))
+    return set(node).union(*map(_keys, node.values())) if isinstance(node, dict) else set()
 
 
 def _retrieve(address: str) -> object:

@@ -44,6 +44,7 @@ MOST_KEPT = 256  # compiled grammars
 LED_EXTRA = 32  # with a Lark grammar a token is taken to add this and the shortest whole text to a completion, at most
 MOST_SKIPPED = 6  # a token may stand for fewer than this many tokens of a known completion
 MOST_CHECKED = 64  # tokens of a node after which an end is looked for, at most
+UNKNOWN = EndBounds(0)
 Mask = NDArray[np.int32]
 
 
@@ -65,7 +66,7 @@ class _SharedGrammar:
     eos: frozenset[int]
     faults: list[str]
     ends: EndFinder
-    bounds: EndBounds = EndBounds(0)
+    bounds: EndBounds = UNKNOWN
 
 
 class GrammarState:

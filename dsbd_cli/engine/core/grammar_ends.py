@@ -216,7 +216,7 @@ def shortest(
         matcher = before.deep_copy()  # only now, because most of those that wait are never looked at
         if not matcher.consume_tokens(list(more)):
             continue
-        if text and done(matcher, here) or (not text and matcher.is_accepting()):
+        if done(matcher, here):
             most = min(most, bound + MOST_LONGER)
             yield text
         mask, forced = matcher.compute_bitmask(), matcher.compute_ff_bytes()

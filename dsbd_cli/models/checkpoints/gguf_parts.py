@@ -1,7 +1,7 @@
 """GGUF files in parts, as llama.cpp splits them: `NAME-00001-of-00004.gguf`. Any part names the whole.
 
-The first part holds config and tokenizer, each part some of the tensors. transformers reads single files, so its readers
-are given the tensors of the other parts, too.
+The first part holds config and tokenizer, each part some of the tensors. transformers reads single files, so its
+readers are given the tensors of the other parts, too.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ def locate(spec: ModelSpec) -> Path:
 
 
 def stored_bytes(place: Path) -> int:
-    """Return the bytes of the weights in a checkpoint folder or a GGUF file with all its parts. Copies in other forms beside them do not
-    count."""
+    """Return the bytes of the weights in a checkpoint folder or in all parts of a GGUF file. Copies in other forms
+    beside them do not count."""
     if place.is_file():
         return sum(part.stat().st_size for part in gguf_parts(place))
     for pattern in ("model.safetensors", "model-*.safetensors", "*.safetensors", "*.bin"):
