@@ -117,6 +117,7 @@ SETTINGS = (
     "prefix",
     "reasoning",
     "require_valid",
+    "schema",
     "source_lang",
     "stats",
     "summary",

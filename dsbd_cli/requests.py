@@ -257,8 +257,7 @@ class RequestResult:
 
     @property
     def invalid(self) -> bool:
-        """Whether the best text does not match the request's grammar. It was then cut, and no other text matches
-        either."""
+        """Whether the best text does not match the request's grammar. No other text does either then."""
         return bool(self.hypotheses) and self.hypotheses[0].valid is False
 
     def check(self) -> None:

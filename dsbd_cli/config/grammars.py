@@ -10,12 +10,15 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from dsbd_cli.config.checking import check_types
 from dsbd_cli.config.grammar_trial import parser_limits, trial_fault
+from dsbd_cli.config.schema_checks import is_checkable, relaxed, rewritten, schema_check
+from dsbd_cli.config.schema_ends import SchemaEnds
 from dsbd_cli.config.schemas import ONE_SUBSCHEMA, SUBSCHEMA_LISTS, SUBSCHEMAS_BY_NAME, close_objects, extent
 from dsbd_cli.errors import UsageError, one_line, shorten
 
@@ -29,6 +32,7 @@ MOST_TRIALS, MOST_TRIED = 2000, 10_000_000  # subschemas that are tried to find 
 CHEAP_SCHEMA, CHEAP_NODES, CHEAP_COUNT, CHEAP_PATTERN, CHEAP_LARK = 20_000, 5_000, 1_000, 200, 300
 COSTLY_KEYS = frozenset("allOf multipleOf not oneOf pattern patternProperties x-guidance".split())
 COSTLY_LARK = frozenset("&~{%")
+MOST_PREPARED = 256  # grammars, patterns and formats that are kept
 Schema = Mapping[str, object] | bool
 
 
@@ -40,23 +44,26 @@ class Grammar:
         kind: how `text` is to be read.
         text: a JSON schema as JSON, a regular expression (Rust syntax, the whole answer must match), or a Lark grammar
             whose first rule is `start`.
+        strict: a schema's keywords that the grammar cannot enforce are an error, instead of being checked of whole
+            texts.
     """
 
     kind: GrammarKind
     text: str
+    strict: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)
 
     @classmethod
-    def json_schema(cls, schema: Schema | str) -> Grammar:
+    def json_schema(cls, schema: Schema | str, *, strict: bool = False) -> Grammar:
         """Make the grammar of answers that are valid JSON under this schema. Properties come in the order in which the
-        schema has them."""
+        schema has them. strict: see the class."""
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
         except (TypeError, ValueError) as error:
             raise UsageError(f"schema is {shorten(schema)}, but must be JSON: {one_line(error)}") from None
-        return cls("json_schema", text)
+        return cls("json_schema", text, strict)
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -81,39 +88,106 @@ class Grammar:
     def source(self) -> str:
         """Return the grammar as llguidance takes it. Raises UsageError where it is malformed or uses something
         unsupported. For a schema the message names the place, as a JSON pointer."""
-        try:
-            self.text.encode()
-        except UnicodeEncodeError:
-            raise UsageError("it is no valid text: it holds half a surrogate pair") from None
-        from llguidance import LLMatcher
+        return _prepared(self).source
 
-        schema = self._schema() if self.kind == "json_schema" else None
-        if schema is not None:
-            cheap = _is_cheap_schema(self.text, schema)
-            source = _schema_source(schema if isinstance(schema, bool) else close_objects(schema))
-        elif self.kind == "regex":
-            if (len(self.text) - len(self.text.rstrip("\\"))) % 2:  # llguidance would drop it
-                raise UsageError("a backslash at its end escapes nothing")
-            source, cheap = LLMatcher.grammar_from_regex(self.text), _is_cheap_pattern(self.text)
-        else:
-            source, cheap = LLMatcher.grammar_from_lark(self.text), _is_cheap_lark(self.text)
-        if not cheap and (fault := trial_fault(source)) is not None:
-            raise UsageError(fault)
-        if (fault := _fault(source)) is not None:
-            place = "" if schema is None else f" (at {_place(schema, fault)})"
-            raise UsageError(f"{_message(fault)}{place}")
-        return source
+    def hold(self, texts: Sequence[bytes]) -> list[bool]:
+        """Return for each whole text whether it is valid under what of a schema the grammar does not enforce."""
+        is_checked = self.kind == "json_schema" and _prepared(self).is_checked
+        return schema_check(self.text).hold(texts) if is_checked else [True] * len(texts)
 
-    def _schema(self) -> Schema:
-        try:
-            schema = json.loads(self.text)
-        except json.JSONDecodeError as error:
-            raise UsageError(f"not valid JSON: {error}") from None
-        except (ValueError, RecursionError):
-            raise UsageError("a value has too many digits or levels") from None
-        if not isinstance(schema, Mapping | bool):
-            raise UsageError(f"{shorten(schema)} is no JSON schema: it must be an object")
-        return schema
+    def schema_ends(self, scalar: Callable[[dict[str, object]], str | None]) -> SchemaEnds:
+        """Return what is known of the ends of texts under this schema. scalar: finds the shortest text of a schema of
+        one scalar type."""
+        schema = _prepared(self).schema
+        guidance = schema.get("x-guidance") if isinstance(schema, Mapping) else None
+        layout = {**LAYOUT, **(guidance if isinstance(guidance, Mapping) else {})}
+        separators = (str(layout["item_separator"]), str(layout["key_separator"]))
+        return SchemaEnds(schema, separators, scalar)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A grammar as llguidance takes it.
+
+    Attributes:
+        schema: what it enforces, with its objects closed. is_checked: it enforces less than it was given.
+    """
+
+    source: str
+    schema: Schema = True
+    is_checked: bool = False
+
+
+@lru_cache(MOST_PREPARED)
+def _prepared(grammar: Grammar) -> _Prepared:
+    try:
+        grammar.text.encode()
+    except UnicodeEncodeError:
+        raise UsageError("it is no valid text: it holds half a surrogate pair") from None
+    if grammar.kind == "json_schema":
+        return _prepared_schema(_read_schema(grammar.text), grammar.text, strict=grammar.strict)
+    from llguidance import LLMatcher
+
+    if grammar.kind == "regex":
+        if (len(grammar.text) - len(grammar.text.rstrip("\\"))) % 2:  # llguidance would drop it
+            raise UsageError("a backslash at its end escapes nothing")
+        source, cheap = LLMatcher.grammar_from_regex(grammar.text), _is_cheap_pattern(grammar.text)
+    else:
+        source, cheap = LLMatcher.grammar_from_lark(grammar.text), _is_cheap_lark(grammar.text)
+    if (fault := _tried_fault(source, cheap=cheap)) is not None:
+        raise UsageError(_message(fault))
+    return _Prepared(source)
+
+
+def _read_schema(text: str) -> Schema:
+    try:
+        schema = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"not valid JSON: {error}") from None
+    except (ValueError, RecursionError):
+        raise UsageError("a value has too many digits or levels") from None
+    if not isinstance(schema, Mapping | bool):
+        raise UsageError(f"{shorten(schema)} is no JSON schema: it must be an object")
+    return schema
+
+
+def _prepared_schema(schema: Schema, text: str, *, strict: bool) -> _Prepared:
+    """Prepare a schema. Keywords that llguidance does not know are said by others where these can; the rest is left
+    out, unless `strict`, and checked of whole texts."""
+    cheap = _is_cheap_schema(text, schema)
+    tried: list[tuple[Schema, str]] = []
+    for step in (lambda one: one, rewritten, lambda one: relaxed(one, _is_enforced)):
+        if tried and (isinstance(schema, bool) or (strict and len(tried) == 2)):
+            break
+        schema = schema if isinstance(schema, bool) else step(dict(schema))
+        is_checked = len(tried) == 2
+        closed = schema if isinstance(schema, bool) else close_objects(schema)
+        source = _schema_source(closed, coerce_one_of=is_checked)
+        fault = _tried_fault(source, cheap=cheap)
+        if fault is None:
+            if is_checked:
+                schema_check(text)  # an error where texts cannot be checked by it
+            return _Prepared(source, closed, is_checked)
+        tried.append((schema, fault))
+    schema, fault = tried[-1]
+    raise UsageError(f"{_message(fault)} (at {_place(schema, fault)})")
+
+
+def _tried_fault(source: str, *, cheap: bool) -> str | None:
+    """Return what llguidance has against a grammar, which is first tried in a child process unless it is cheap. Raises
+    UsageError where it takes too much."""
+    if not cheap and (fault := trial_fault(source)) is not None:
+        raise UsageError(fault)
+    return _fault(source)
+
+
+@lru_cache(MOST_PREPARED)
+def _is_enforced(keyword: str, value: str) -> bool:
+    """Return whether llguidance can enforce a `pattern`, or knows a `format`. What nobody can check counts as enforced,
+    so that llguidance's error comes out."""
+    alone = {"type": "string", keyword: value}
+    fault = _tried_fault(_schema_source(alone), cheap=_is_cheap_pattern(value))
+    return fault is None or not is_checkable(alone)
 
 
 def _is_cheap_schema(text: str, schema: Schema) -> bool:
@@ -139,13 +213,14 @@ def _is_cheap_lark(text: str) -> bool:
     return len(text) <= CHEAP_LARK and not COSTLY_LARK & set(text)
 
 
-def _schema_source(schema: object) -> str:
+def _schema_source(schema: object, *, coerce_one_of: bool = False) -> str:
     from llguidance import LLMatcher
 
+    layout = {**LAYOUT, "coerce_one_of": coerce_one_of}
     if isinstance(schema, bool):  # llguidance takes true and false inside of a schema, but not as a whole one
         schema = {"allOf": [schema]}
     try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=LAYOUT)  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=layout)  # type: ignore[arg-type]
     except (ValueError, RecursionError) as error:  # half a surrogate pair, a number that is too large
         raise UsageError(f"not valid JSON: {one_line(error)}") from None
 

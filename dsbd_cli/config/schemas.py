@@ -24,11 +24,13 @@ class Extent:
     Attributes:
         nodes: number of containers. Those behind a reference count once for each way that leads there.
         keys: all keys of its objects. largest: the largest bound on a length or a count.
+        recursive: whether a part refers back to where it came from.
     """
 
     nodes: int
     keys: frozenset[str]
     largest: float
+    recursive: bool
 
 
 COUNTS = frozenset("minLength maxLength minItems maxItems minProperties maxProperties".split())
@@ -43,11 +45,14 @@ def extent(schema: Mapping[str, object]) -> Extent:
     levels: dict[int, int] = {}
     nodes: dict[int, int] = {}
     opened: set[int] = set()
+    recursive = False
     stack: list[tuple[Node, bool]] = [(root, False)]
     while stack:
         node, children_done = stack.pop()
         if children_done:
-            below = [id(one) for one in _below(node, root) if id(one) in levels]
+            every = [id(one) for one in _below(node, root)]
+            below = [one for one in every if one in levels]
+            recursive = recursive or len(below) < len(every)
             levels[id(node)] = 1 + max((levels[one] for one in below), default=0)
             nodes[id(node)] = 1 + sum(nodes[one] for one in below)
             if levels[id(node)] > MOST_LEVELS:
@@ -63,7 +68,7 @@ def extent(schema: Mapping[str, object]) -> Extent:
         stack.append((node, True))
         stack += [(one, False) for one in _below(node, root) if id(one) not in opened]
     _check_nesting(root)
-    return Extent(nodes[id(root)], frozenset(keys), largest)
+    return Extent(nodes[id(root)], frozenset(keys), largest, recursive)
 
 
 def _check_nesting(root: Node) -> None:
@@ -86,12 +91,12 @@ def _below(node: Node, root: dict[str, object]) -> Iterator[Node]:
     """Yield the containers directly in this one, and the container that it refers to."""
     yield from _inside(node)
     if isinstance(node, dict) and isinstance(reference := node.get("$ref"), str):
-        found = _resolve(root, reference)
+        found = resolve(root, reference)
         if isinstance(found, dict | list):
             yield found
 
 
-def _resolve(root: object, reference: str) -> object:
+def resolve(root: object, reference: str) -> object:
     """Return what a reference within the schema leads to; None where it leads nowhere, or out of the schema."""
     if not reference.startswith("#"):
         return None
@@ -146,7 +151,7 @@ class _Closing:
         variants: dict[str, object] = {}
         while self._waiting:
             reference = self._waiting.pop()
-            found = _resolve(self._root, reference)
+            found = resolve(self._root, reference)
             assert isinstance(found, dict)
             alone = {name: value for name, value in found.items() if name not in ("$defs", "definitions")}
             variants[self._variants[reference]] = self._open(alone)
@@ -193,7 +198,7 @@ class _Closing:
         merged = [name for name in ("allOf", *BRANCHES) if isinstance(node.get(name), list)]
         found = self._inner({**node, **dict.fromkeys(merged)})  # each part is read once, below
         reference = node.get("$ref")
-        if isinstance(reference, str) and isinstance(_resolve(self._root, reference), dict):
+        if isinstance(reference, str) and isinstance(resolve(self._root, reference), dict):
             found["$ref"] = f"#/$defs/{self._variant(reference)}"
         for name in merged:
             found[name] = [self._open(one) if isinstance(one, dict) else one for one in _list(node[name])]
@@ -231,7 +236,7 @@ class _Closing:
             seen.add(id(one))
             found.append(one)
             reference = one.get("$ref")
-            target = _resolve(self._root, reference) if isinstance(reference, str) else None
+            target = resolve(self._root, reference) if isinstance(reference, str) else None
             waiting += [part for part in (target, *_list(one.get("allOf"))) if isinstance(part, dict)]
         return found
 

@@ -23,6 +23,7 @@ from dsbd_cli.errors import UnsupportedModelError, one_line, out_of_memory
 from dsbd_cli.models import verdicts
 from dsbd_cli.models.checkpoints.adapters import notes_on_tokenizer
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, read_generation
+from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
 from dsbd_cli.models.checkpoints.head import read_head, trimmed_target
 from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, locate, locate_adapters, stored_bytes
 from dsbd_cli.models.checkpoints.loader import (
@@ -84,7 +85,7 @@ def _with_note(loaded: tuple[BaseForestModel, HFCodec], spec: ModelSpec) -> tupl
 
 def _loaded(spec: ModelSpec, *, anew: bool) -> tuple[BaseForestModel, HFCodec]:
     place = locate(spec)
-    digest = verdicts.fingerprint(spec, place, *locate_adapters(spec))
+    digest = verdicts.fingerprint(spec, *gguf_parts(place), *locate_adapters(spec))
     known = None if anew else verdicts.read_verdict(digest)
     found = _described(spec, place) if known is None or not known.get("plain") else _recalled(known)
     if isinstance(found, str):

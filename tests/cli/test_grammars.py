@@ -40,7 +40,7 @@ def files(tmp_path: Path) -> Path:
 REFUSED = [
     ("--allow {}/none.json", "--allow {}/none.json cannot be read: No such file"),
     ("--allow {}/broken.json", "cannot be used: not valid JSON"),
-    ("--allow {}/bad.json", 'cannot be used: unsupported keywords ["not"] (at /properties/a)'),
+    ("--allow {}/bad.json --set schema=strict", 'cannot be used: unsupported keywords ["not"] (at /properties/a)'),
     ("--allow {}/bad.lark", 'cannot be used: at 1(8): unknown name: "other"'),
     ("--allow {}/latin.lark", "cannot be read: it is not UTF-8"),
     ("--allow {}/zero.json", "--allow {}/zero.json is no file"),
@@ -117,6 +117,42 @@ def test_rows_that_were_cut_are_counted_and_fail_on_demand(files: Path, capsys: 
     capsys.readouterr()
     run(["generate", *options, "-o", str(files / "out.jsonl")])
     assert "1 cut before they matched their grammar (raise --max-new-tokens)" in capsys.readouterr().err
+
+
+def test_what_a_grammar_cannot_enforce_is_told_counted_and_refused_on_demand(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A list of two digits of which the model knows nothing. Of its beams those that hold come first."""
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    (files / "set.json").write_text(json.dumps(schema))
+    twins = {**schema, "items": {"const": 1}}
+    asked = {"type": "json_schema", "json_schema": {"schema": twins}}
+    lines = [{"prompt": "sql:", "n_best": 4}, {"prompt": "sql:", "response_format": asked}]
+    (files / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--allow", str(files / "set.json"), "--draft", "none", "--num-beams", "4", "--decode", "search"]
+    options += ["-i", str(files / "in.jsonl")]
+    for more, code in (([], 0), (["--set", "require-valid=true"], 3), (["--set", "schema=strict"], 2)):
+        out = files / f"out{code}.jsonl"
+        assert run(["generate", *options, *more, "-o", str(out)]) == code
+        told = capsys.readouterr().err
+        if code == 2:
+            assert 'unsupported keywords ["uniqueItems"] (at the root)' in told
+            continue
+        first, second = map(json.loads, out.read_text().splitlines())
+        valid = [beam["valid"] for beam in first["beams"]]
+        assert valid == sorted(valid, reverse=True)
+        assert {True, False} == set(valid)
+        assert [beam["text"] in ("[1, 2]", "[2, 1]") for beam in first["beams"]] == valid
+        assert first["beams"][0]["score"] < max(beam["score"] for beam in first["beams"]), "a better one does not hold"
+        if code:
+            assert "not valid under its schema" in second["error"]["message"]
+        else:
+            assert (second["text"], second["valid"], second["finish_reason"]) == ("[1, 1]", False, "stop")
+            assert "1 not valid under their schema" in told
+    assert run(["generate", *options[2:], "--set", "schema=strict", "-o", str(files / "rows.jsonl"), "--quiet"]) == 3
+    first, second = map(json.loads, (files / "rows.jsonl").read_text().splitlines())
+    assert "error" not in first
+    assert 'unsupported keywords ["uniqueItems"]' in second["error"]["message"]
 
 
 def test_a_schema_that_would_take_the_process_is_an_error_of_its_row(files: Path) -> None:

@@ -19,6 +19,7 @@ TYPES = ("README.md", "examples", "dsbd_cli/__init__.py", "dsbd_cli/config", "ds
 GRAMMARS = ("dsbd_cli/config", "dsbd_cli/engine/constraints", "dsbd_cli/engine/core", "dsbd_cli/engine/drafting")
 PAGES = ("README.md", "docs/constraints.md", "docs/cookbook.md", "docs/index.md")  # with blocks that are run
 CODE: dict[str, tuple[str, ...]] = {
+    "tests/engine/constraints/test_grammar_ends.py": GRAMMARS,
     "tests/engine/constraints/test_schemas.py": GRAMMARS,
     "tests/models/heads/test_adapted.py": ("dsbd_cli/models", "dsbd_cli/engine"),
     "tests/models/test_tensor_parallel.py": ("dsbd_cli/models", "dsbd_cli/engine/protocols.py"),

@@ -53,9 +53,9 @@ def tiny_qwen2() -> Qwen2ForCausalLM:
     ).eval()
 
 
-def write_gguf(original: Qwen2ForCausalLM, path: Path) -> None:
-    """The model, and a tokenizer of one character a token."""
-    config, writer = original.config, GGUFWriter(path, "qwen2")
+def write_gguf(original: Qwen2ForCausalLM, path: Path, *, most_tensors: int = 0, dtype: type = np.float32) -> None:
+    """The model, and a tokenizer of one character a token. most_tensors: of each part; 0: a single file."""
+    config, writer = original.config, GGUFWriter(path, "qwen2", split_max_tensors=most_tensors)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -73,7 +73,7 @@ def write_gguf(original: Qwen2ForCausalLM, path: Path) -> None:
     writer.add_eos_token_id(61)
     writer.add_pad_token_id(60)
     for name, weight in original.state_dict().items():
-        writer.add_tensor(named(name), weight.numpy().astype(np.float32))
+        writer.add_tensor(named(name), weight.numpy().astype(dtype if weight.dim() > 1 else np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -102,7 +102,14 @@ class RowOptions:
     )
     max_errors: int | None = option(ROWS, MAX_ERRORS, least=1)
     require_valid: bool | None = switch(
-        ROWS, "a row whose best text was cut before it matched its grammar is an error; without, it is counted"
+        ROWS, "a row whose best text does not match its grammar is an error; without, it is counted"
+    )
+    schema: Literal["check", "strict"] | None = option(
+        ROWS,
+        "what a JSON schema asks and a grammar cannot enforce: check: whole texts are checked, and `valid` tells; "
+        "strict: an error",
+        default="check",
+        metavar="HOW",
     )
 
 

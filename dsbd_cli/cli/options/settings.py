@@ -132,7 +132,8 @@ def run_settings(
     layers = _number("--depth", method.depth, MAX_AUTO_DEPTH)
     if layers is not None and layers < 1:
         raise UsageError(f"--depth is {layers}, but must be 1 or more: --draft none decodes without a draft")
-    answers, grammar = allowed_answers(allow)
+    strict_schemas = failing.schema == "strict"
+    answers, grammar = allowed_answers(allow, strict=strict_schemas)
     method = _with_drafter(method, pair, grammar)
     chosen = _variant_fields(method)
     target, draft = _model_names(pair, method, str(chosen["drafter"]))
@@ -155,7 +156,14 @@ def run_settings(
         )
     seed = _or_default(sampling.seed, RowReader().seed)
     rows = RowReader(
-        _sampling(sampling), seed, config.rule, config.num_beams, strict=strict, grammar=grammar, chat=chat
+        _sampling(sampling),
+        seed,
+        config.rule,
+        config.num_beams,
+        strict=strict,
+        grammar=grammar,
+        chat=chat,
+        strict_schemas=strict_schemas,
     )
     batch_size: int | None = None
     if devices.batch_size != "auto":
@@ -387,8 +395,9 @@ def _sampling(given: SamplingOptions) -> SamplingConfig:
 REGEX = "regex:"
 
 
-def allowed_answers(given: str | None) -> tuple[Path | None, Grammar | None]:
-    """Return the file of a list of answers, or a grammar; at most one of both.
+def allowed_answers(given: str | None, *, strict: bool = False) -> tuple[Path | None, Grammar | None]:
+    """Return the file of a list of answers, or a grammar; at most one of both. strict: a schema's keywords that the
+    grammar cannot enforce are an error.
 
     Raises UsageError if it cannot be read, or if the grammar cannot be followed.
     """
@@ -397,7 +406,7 @@ def allowed_answers(given: str | None) -> tuple[Path | None, Grammar | None]:
     if given.startswith(REGEX):
         grammar = Grammar.regex(given.removeprefix(REGEX))
     elif given.endswith(".json"):
-        grammar = Grammar.json_schema(_text(given))
+        grammar = Grammar.json_schema(_text(given), strict=strict)
     elif given.endswith(".lark"):
         grammar = Grammar.lark(_text(given))
     else:

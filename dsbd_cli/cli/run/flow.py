@@ -175,11 +175,13 @@ class RowFlow:
         """Write a row's steps, and then its record, because a record says that all of its row is written."""
         if self._require_valid and result is not None and result.error is None and result.invalid:
             limit = result.request.sampling.max_new_tokens
-            cut = InvalidRowError(
+            reason = (
                 f"max_new_tokens is {limit}, which cut the text before it matched its grammar: raise it, or bound what "
                 "the grammar leaves open"
+                if result.hypotheses[0].finish_reason == "length"
+                else "the text is not valid under its schema, in what the grammar cannot enforce"
             )
-            result = replace(result, error=cut)
+            result = replace(result, error=InvalidRowError(reason))
         error = row_error(row, result)
         self._writers = self._writers or self._begin()
         writer, steps = self._writers

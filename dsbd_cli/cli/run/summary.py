@@ -101,7 +101,7 @@ class Totals:
         self.started = time.perf_counter()
         self.rows = self.failed = self.skipped = self.skipped_failed = self.retried = self.duplicates = 0
         self.prompt_tokens = self.tokens = self.all_tokens = self.truncated_rows = self.invalid_rows = 0
-        self.overruled_rows = 0
+        self.overruled_rows = self.cut_rows = 0
         self.stats = RequestStats()
         self.errors: Counter[str] = Counter()
 
@@ -113,6 +113,7 @@ class Totals:
         self.all_tokens += sum(counts)
         self.truncated_rows += result.truncated_tokens > 0
         self.invalid_rows += result.invalid
+        self.cut_rows += result.invalid and result.hypotheses[0].finish_reason == "length"
         self.stats.add(result.stats)
 
     @property
@@ -140,7 +141,9 @@ class Totals:
         elif self.may_draft and stats.target_calls:
             parts.append("nothing drafted")
         if self.invalid_rows:
-            parts.append(f"{self.invalid_rows} cut before they matched their grammar (raise --max-new-tokens)")
+            cut, others = self.cut_rows, self.invalid_rows - self.cut_rows
+            parts += [f"{cut} cut before they matched their grammar (raise --max-new-tokens)"] if cut else []
+            parts += [f"{others} not valid under their schema"] if others else []
         if self.overruled_rows:
             parts.append(f"{self.overruled_rows} asked for sampling (not used: --decode search)")
         if self.failed:

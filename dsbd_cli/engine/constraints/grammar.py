@@ -5,9 +5,11 @@ are computed once and kept, so what was computed for the drafter at a node is th
 device a state is a negative number (see engine/constraints/legal.py), and `GrammarTable` finds the state of a number.
 
 Near the limit of a row a text is led to its end. With n tokens left, the last one included, a token may follow only if
-a completion of n - 1 tokens at most is known after it. So what may follow depends on the text and on n alone and, where
-more tokens are legal than can be looked at, on the model's log-probabilities at this node. It never depends on a draft
-or a batch.
+a completion of n - 1 tokens at most is known after it. The limit is near where one more token could put the end out of
+reach: the shortest completion of the text and what a token can add to it (config/end_bounds.py) exceed n. As both
+bound how soon that can come, most states are not even looked at. So what may follow depends on the text and on n alone
+and, where more tokens are legal than can be looked at, on the model's log-probabilities at this node. It never depends
+on a draft or a batch.
 
 Letters: R requests, n nodes, V vocabulary, B = ceil(V / 32) words of a mask.
 """
@@ -27,10 +29,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dsbd_cli.config.end_bounds import EndBounds, pattern_bounds
 from dsbd_cli.config.grammar_trial import byte_tokenizer, parser_limits
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.engine.constraints.legal import DEAD, FREE, NodePaths
-from dsbd_cli.engine.core.grammar_ends import EndFinder, Tokens
+from dsbd_cli.engine.core.grammar_ends import EndFinder, TextEnd, shortest_scalar
+from dsbd_cli.engine.core.grammar_spelling import Speller, Tokens
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.protocols import TextCodec
 from dsbd_cli.errors import UsageError
@@ -39,10 +43,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_KEPT = 256  # compiled grammars
-# A text is led from this many tokens before the limit on: twice the shortest whole text + LED_EXTRA, MOST_LED at most
-LED_EXTRA, MOST_LED = 32, 256
+LED_EXTRA = 32  # with a Lark grammar a token is taken to add this and the shortest whole text to a completion, at most
 MOST_SKIPPED = 6  # a token may stand for fewer than this many tokens of a known completion
 MOST_CHECKED = 64  # tokens of a node after which an end is looked for, at most
+UNKNOWN = EndBounds(0)
 Mask = NDArray[np.int32]
 
 
@@ -57,15 +61,14 @@ class _SharedGrammar:
 
     Attributes:
         size: how many tokens llguidance knows. eos: end tokens. faults: why llguidance gave up a text, if it did.
-        ends: finds the end of a text.
-        led: how many tokens before the limit a text begins to be led to its end; 0: never.
+        ends: finds the end of a text. bounds: of how a completion grows with one more token.
     """
 
     size: int
     eos: frozenset[int]
     faults: list[str]
     ends: EndFinder
-    led: int = 0
+    bounds: EndBounds = UNKNOWN
 
 
 class GrammarState:
@@ -76,24 +79,31 @@ class GrammarState:
     """
 
     __slots__ = (
-        *("_after", "_by_bytes", "_completion", "_completions_after", "_few_tokens", "_led", "_mask"),
-        *("_mask_within_limit", "_matcher", "_origin", "_searched", "_tokens_left", "number"),
+        *("_after", "_by_bytes", "_check", "_completion", "_completions_after", "_few_tokens", "_led", "_mask"),
+        *("_mask_within_limit", "_matcher", "_origin", "_place", "_read", "_searched", "_tokens_left", "number"),
     )
 
     def __init__(
         self,
         matcher: LLMatcher | None,
         origin: _SharedGrammar,
-        by_bytes: LLMatcher | None = None,
         left: int | None = None,
-        completion: Tokens | None = None,
+        before: GrammarState | None = None,
+        token: int | None = None,
     ) -> None:
-        """matcher: belongs to this state from now on; None where nothing may follow. by_bytes: a matcher over bytes;
-        None at the beginning, and where the text is not to be led. left: tokens that may still be generated, None for
-        any number. completion: tokens that make the text whole, where they are known."""
+        """matcher: belongs to this state from now on; None where nothing may follow. left: tokens that may still be
+        generated, None for any number. before: the state that this one follows with a token; None at the beginning."""
         self._matcher, self._origin, self._tokens_left = matcher, origin, left
-        self._by_bytes = origin.ends.start if by_bytes is None else by_bytes
-        self._completion, self._searched = completion, False
+        # A matcher over bytes, the place of its text in JSON, and what it has not read of this state's text
+        self._by_bytes, self._place, self._read = origin.ends.start, origin.ends.start_place, b""
+        self._check = left  # tokens left at which it is to be seen next whether the limit is near
+        self._completion: Tokens | None = None  # tokens that make the text whole, where they are known
+        if before is not None and token is not None and left is not None and matcher is not None:
+            self._by_bytes, self._place, self._check = before._by_bytes, before._place, before._check
+            self._read = before._read + origin.ends.speller.bytes_of(token)
+            if before._completion is not None and left <= (before._check or 0):
+                self._completion = before.completion_after(token)
+        self._searched = False
         self._led: bool | None = None
         self._mask_within_limit: Mask | None = None
         self._completions_after: dict[int, Tokens | None] = {}
@@ -120,10 +130,8 @@ class GrammarState:
                 matcher = self._matcher.deep_copy()
                 matcher.consume_token(token)  # an error, such as a limit that is passed, stays with the matcher
             left = None if self._tokens_left is None else self._tokens_left - 1
-            completion = self.completion_after(token) if self.led else None
-            leads = self._origin.led and left is not None and matcher is not None
-            by_bytes = self._origin.ends.after_token(self._by_bytes, token) if leads else None
-            found = self._after[token] = GrammarState(matcher, self._origin, by_bytes, left, completion)
+            _ = self.led  # which says when it is to be looked at next
+            found = self._after[token] = GrammarState(matcher, self._origin, left, self, token)
         return found
 
     def allows(self, token: int) -> bool:
@@ -150,10 +158,24 @@ class GrammarState:
         """True where the limit is near and a completion within it is known. Then a token may follow only if it leaves
         one."""
         if self._led is None:
-            near = self._tokens_left is not None and 0 < self._tokens_left <= self._origin.led
-            known = self.completion if near else None
-            self._led = known is not None and self._tokens_left is not None and len(known) <= self._tokens_left
+            self._led = self._is_led()
         return self._led
+
+    def _is_led(self) -> bool:
+        """Return the same, and note when it is to be seen next."""
+        left = self._tokens_left
+        if not left or self._check is None or left > self._check:
+            return False
+        known = self.completion
+        if known is None:
+            self._check = left // 2  # a search takes long where it finds nothing
+            return False
+        if len(known) > left:  # nor will it be shorter after fewer tokens
+            self._check = None
+            return False
+        free = self._origin.bounds.unchecked(left, len(known), self._place.levels)
+        self._check = left - free
+        return not free
 
     @property
     def completion(self) -> Tokens | None:
@@ -162,35 +184,45 @@ class GrammarState:
         if self._searched or (known is not None and (not known or self.allows(known[0]))):
             return known
         self._searched = True
-        matcher, found = self._matcher, None
-        if matcher is not None and not matcher.is_error():
-            found = self._origin.ends.find(matcher, self._by_bytes)
+        text = self._text_end()
+        found = None if text is None else self._origin.ends.find(text, self._tokens_left)
+        if found is None and text is not None:
+            found = self._origin.ends.find(text)
         self._completion = found if found is None or not found or self.allows(found[0]) else None
         return self._completion
 
+    def _text_end(self) -> TextEnd | None:
+        """Return this state's text as completions of it are searched; None where it is at its end."""
+        if self._matcher is None or self._matcher.is_error():
+            return None
+        if self._read:
+            self._by_bytes, self._place = self._by_bytes.deep_copy(), self._place.after(self._read)
+            self._by_bytes.consume_tokens(list(self._read))  # it is in error where the grammar does not accept them
+            self._read = b""
+        return TextEnd(self._matcher, (), self._by_bytes, self._place)
+
     def completion_after(self, token: int) -> Tokens | None:
         """Return tokens that make the text whole after a token, within what is left; None where none are known. Only
-        for a state that is led, and a token that may follow."""
+        for a state whose own completion is known, and a token that may follow."""
         if token not in self._completions_after:
             self._completions_after[token] = self._find_completion_after(token)
         return self._completions_after[token]
 
     def _find_completion_after(self, token: int) -> Tokens | None:
-        matcher, ends, known = self._matcher, self._origin.ends, self._completion
-        assert matcher is not None
+        ends, known, text, left = self._origin.ends, self._completion, self._text_end(), self._tokens_left
+        assert text is not None
         assert known is not None
-        assert self._tokens_left is not None
+        assert left is not None
         if token in self._origin.eos:
             return ()
         if known and token == known[0]:
             return known[1:]
-        room = self._tokens_left - 1
         # mostly the token takes the place of the completion's first token, comes before it, or skips some of it
         for first in (1, 0, *range(2, MOST_SKIPPED), len(known)):
-            if len(known) - room <= first <= len(known) and ends.ends(matcher, (token, *known[first:])):
-                return known[first:]
-        found = ends.find_after(token, known, matcher, self._by_bytes) if room else None
-        return found if found is not None and len(found) <= room else None
+            rest = known[first:]
+            if first <= len(known) and len(rest) < left and ends.ends(text.matcher, token, rest):
+                return rest
+        return ends.find_after(text, token, known, left - 1) if left > 1 else None
 
     @property
     def mask_within_limit(self) -> Mask | None:
@@ -252,6 +284,7 @@ class GrammarCompiler:
         self._eos = frozenset(token for token in codec.eos_ids if token < vocab_size)
         self._tokenizer: LLTokenizer | None = None
         self._bytes: LLTokenizer | None = None
+        self._speller: Speller | None = None
         self._known: dict[Grammar, tuple[LLMatcher, _SharedGrammar]] = {}
 
     def start(self, grammar: Grammar, max_new: int | None = None) -> GrammarState:
@@ -260,11 +293,18 @@ class GrammarCompiler:
         matcher, origin = self._compiled(grammar)
         return GrammarState(matcher.deep_copy(), origin, left=max_new)
 
-    def matches(self, grammar: Grammar, tokens: Sequence[int]) -> bool:
-        """Return whether the text of these tokens is whole under the grammar. An end token at its end is left out."""
-        matcher = self._compiled(grammar)[0].deep_copy()
-        text = list(tokens[:-1] if tokens and tokens[-1] in self._eos else tokens)
-        return matcher.consume_tokens(text) and matcher.is_accepting()
+    def matches(self, grammar: Grammar, texts: Sequence[Sequence[int]]) -> list[bool]:
+        """Return for each text, given as tokens, whether it is whole under the grammar, and valid under what of a
+        schema the grammar does not enforce. An end token at its end is left out."""
+        start, origin = self._compiled(grammar)
+        bodies = [list(tokens[:-1] if tokens and tokens[-1] in self._eos else tokens) for tokens in texts]
+        whole = []
+        for tokens in bodies:
+            matcher = start.deep_copy()
+            whole.append(matcher.consume_tokens(tokens) and matcher.is_accepting())
+        spelled = [b"".join(map(origin.ends.speller.bytes_of, tokens)) for tokens in bodies]
+        holding = iter(grammar.hold([text for text, is_whole in zip(spelled, whole, strict=True) if is_whole]))
+        return [is_whole and next(holding) for is_whole in whole]
 
     def fault(self, grammar: Grammar) -> str | None:
         """Return why llguidance gave up a text under this grammar, which it does where a limit of its parser is passed;
@@ -296,14 +336,21 @@ class GrammarCompiler:
             self._bytes = byte_tokenizer()
         spelled = _spelled(source, self._tokenizer) if grammar.kind == "lark" else source
         by_bytes = LLMatcher(self._bytes, spelled, log_level=0, limits=parser_limits())
-        ends = EndFinder(by_bytes, self._tokenizer, min(self._eos))
+        if self._speller is None:
+            self._speller = Speller(self._tokenizer, self.vocab_size)
+        schema_ends = grammar.schema_ends(shortest_scalar) if grammar.kind == "json_schema" else None
+        ends = EndFinder(by_bytes, self._speller, min(self._eos), schema_ends)
         origin = _SharedGrammar(self._tokenizer.vocab_size, self._eos, [], ends)
         start = GrammarState(matcher.deep_copy(), origin)
         if not start.mask.any():
             raise UsageError("no token of the target's vocabulary may begin an answer")
-        shortest = start.completion
-        led = 0 if shortest is None else min(MOST_LED, LED_EXTRA + 2 * len(shortest))
-        return matcher, replace(origin, led=led)
+        if schema_ends is not None:
+            bounds = schema_ends.bounds(self._speller)
+        elif grammar.kind == "regex":
+            bounds = pattern_bounds(grammar.text)
+        else:
+            bounds = EndBounds(LED_EXTRA + len(start.completion or ()))
+        return matcher, replace(origin, bounds=replace(bounds, step=bounds.step + self._speller.realigned))
 
 
 def _one_line(text: str) -> str:

@@ -1,132 +1,267 @@
 """Search for the end of a text under a grammar: a short completion, in tokens.
 
 llguidance says which tokens may follow, not how far the end is. So a completion is searched byte by byte, with a
-matcher over a vocabulary of bytes, where a state has few successors. Then it is spelled in tokens of the target. The
-search is bounded, and gives the same result for the same text. It may find a longer completion than the shortest, or
-none.
+matcher over a vocabulary of bytes, where a state has few successors. Then it is spelled in as few tokens of the target
+as possible. The search is bounded, and gives the same result for the same text.
+
+A JSON text may be nested deep. So a completion is first put together from pieces that the schema gives: what ends a
+container, required properties included, and shortest values. Where that is too long, completions are searched; each
+open container needs one more byte at least, by which the search is led (A*).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from dsbd_cli.config.grammar_trial import BYTES_END
+from dsbd_cli.config.grammar_trial import BYTES_END, byte_tokenizer, parser_limits
+from dsbd_cli.config.schema_ends import SchemaEnds
+from dsbd_cli.engine.core.grammar_spelling import Speller, Tokens
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
-Tokens = tuple[int, ...]
-
-MOST_BYTES = 1024  # of a completion
+MOST_BYTES = 4096  # of a completion
 MOST_STATES = 500  # that one search expands
-KEPT_PER_LENGTH, TRIED_PER_STATE = 8, 8  # states expanded per length in bytes, and next bytes tried after each
-LONGEST_TOKEN = 32  # bytes of a token that a completion is spelled with
+MOST_BACK = 16  # that are expanded to come back to a known completion
+MOST_LONGER = 8  # bytes that a completion may have more than the shortest, where that one has too many tokens
+# Of states after equally many bytes that allow the same ones: how many are expanded, and from how many next bytes on
+# only one is, with the first few of these
+KEPT, WIDE, TRIED = 4, 64, 8
 
 # Bytes in the order in which they are tried: closing characters, other punctuation, digits, letters, all others
 CLOSING = b"\"}])>'"
 PUNCTUATION = bytes(byte for byte in range(32, 127) if not chr(byte).isalnum() and byte not in CLOSING)
 ORDER = CLOSING + PUNCTUATION + b"0123456789" + bytes(range(97, 123)) + bytes(range(65, 91))
 RANKED = ORDER + bytes(byte for byte in range(256) if byte not in ORDER)
+QUOTE, ESCAPE, OPEN, CLOSE = b'"'[0], b"\\"[0], b"{[(", b"}])"
+
+
+@dataclass(frozen=True, slots=True)
+class JsonPlace:
+    """Place in a JSON text: number of open containers, and whether it is in a string, after a backslash.
+
+    The place is unknown in a text of another kind, which has no levels."""
+
+    levels: int = 0
+    quoted: bool = False
+    escaped: bool = False
+    known: bool = True
+
+    def after(self, text: bytes) -> JsonPlace:
+        """Return the place after some bytes."""
+        if not self.known:
+            return self
+        levels, quoted, escaped = self.levels, self.quoted, self.escaped
+        for byte in text:
+            if quoted:
+                quoted = escaped or byte != QUOTE
+                escaped = not escaped and byte == ESCAPE
+            else:
+                quoted = byte == QUOTE
+                levels += (byte in OPEN) - (byte in CLOSE)
+        return JsonPlace(levels, quoted, escaped)
+
+
+@dataclass(frozen=True, slots=True)
+class TextEnd:
+    """A text, of which completions are searched: `prefix`, tokens after what `matcher` has consumed, in addition to
+    which `by_bytes` has consumed the bytes of the prefix.
+
+    Attributes:
+        matcher: over the target's vocabulary. by_bytes: over bytes. place: in JSON.
+    """
+
+    matcher: LLMatcher
+    prefix: Tokens
+    by_bytes: LLMatcher
+    place: JsonPlace
 
 
 class EndFinder:
     """A search for completions under one grammar."""
 
-    def __init__(self, by_bytes: LLMatcher, tokenizer: LLTokenizer, eos: int) -> None:
+    def __init__(self, by_bytes: LLMatcher, speller: Speller, eos: int, ends: SchemaEnds | None) -> None:
         """by_bytes: a matcher over the vocabulary of bytes, at the beginning of a text. eos: an end token of the
-        target."""
-        self.start, self._tokenizer, self.eos = by_bytes, tokenizer, eos
+        target. ends: of JSON texts; None for texts of another kind."""
+        self.start, self.speller, self.eos = by_bytes, speller, eos
+        self.start_place = JsonPlace(known=ends is not None)
+        self._pieces = ends and [[text.encode() for text in texts] for texts in ends.pieces()]
 
-    def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of a token."""
-        return self._tokenizer.decode_bytes([token])
+    def find(self, text: TextEnd, room: int | None = None) -> Tokens | None:
+        """Return tokens that complete a text, without an end token; None where none are found. room: how many they may
+        be; None for any number."""
+        if text.by_bytes.is_error():
+            return None
+        for rest in self._completions(text):
+            tokens = self._spelled(text, rest)
+            if tokens is not None and (room is None or len(tokens) <= room):
+                return tokens
+        return None
 
-    def after_token(self, by_bytes: LLMatcher, token: int) -> LLMatcher:
-        """Return a copy of the matcher over bytes, advanced by the bytes of a token. It is in error where the grammar
-        does not accept them."""
-        after = by_bytes.deep_copy()
-        after.consume_tokens(list(self.bytes_of(token)))
-        return after
-
-    def find(self, matcher: LLMatcher, by_bytes: LLMatcher) -> Tokens | None:
-        """Return tokens that complete a text, without an end token; None where none are found. Both matchers have
-        consumed the text: `matcher` over the target's vocabulary, `by_bytes` over bytes."""
-        rest = None if by_bytes.is_error() else _shortest(by_bytes)
-        return None if rest is None else self._spelled(matcher, rest)
-
-    def find_after(self, token: int, known: Tokens, matcher: LLMatcher, by_bytes: LLMatcher) -> Tokens | None:
+    def find_after(self, text: TextEnd, token: int, known: Tokens, room: int) -> Tokens | None:
         """Do the same for the text with one more token. known: tokens that complete the text without that token. In
         most cases the token ends with the beginning of this completion. Then the rest of it is a completion, and
         nothing is searched. Return None where the token may not follow."""
-        after, bytes_after = matcher.deep_copy(), self.after_token(by_bytes, token)
-        if not after.consume_token(token) or bytes_after.is_error():
+        spelled, completion = self.speller.bytes_of(token), b"".join(map(self.speller.bytes_of, known))
+        by_bytes = text.by_bytes.deep_copy()
+        if not by_bytes.consume_tokens(list(spelled)):
             return None
-        spelled, completion = self.bytes_of(token), b"".join(map(self.bytes_of, known))
-        for size in range(min(len(spelled), len(completion)), -1, -1):
-            rest = completion[size:]
-            if spelled.endswith(completion[:size]) and bytes_after.validate_tokens([*rest, BYTES_END]) == len(rest) + 1:
-                found = self._spelled(after, rest)
-                if found is not None:
-                    return found
-        return self.find(after, bytes_after)
-
-    def _spelled(self, matcher: LLMatcher, rest: bytes) -> Tokens | None:
-        """Return tokens of the target that spell these bytes, each allowed by the grammar at its place; None where
-        there are none, or where the text is not complete after them."""
-        found: list[int] = []
-        position = matcher.deep_copy()
-        while rest:
-            tokens = position.compute_ff_tokens()[:1] or self._beginning(position, rest)
-            spelled = self.bytes_of(tokens[0]) if tokens else b""
-            if not spelled or not rest.startswith(spelled) or not position.consume_token(tokens[0]):
-                return None
-            found += tokens
-            rest = rest[len(spelled) :]
-        return tuple(found) if not position.is_error() and position.is_accepting() else None
-
-    def _beginning(self, position: LLMatcher, rest: bytes) -> list[int]:
-        """Return, in a list of one, the longest token that `rest` begins with and that may follow; an empty list where
-        there is none."""
-        mask = np.frombuffer(position.compute_bitmask(), dtype=np.uint8)
-        for size in range(min(len(rest), LONGEST_TOKEN), 0, -1):
-            tokens = self._tokenizer.tokenize_bytes(rest[:size])
-            if len(tokens) == 1 and mask[tokens[0] >> 3] >> (tokens[0] & 7) & 1:
+        after = TextEnd(text.matcher, (*text.prefix, token), by_bytes, text.place.after(spelled))
+        rests = [completion[size:] for size in range(len(completion), -1, -1) if spelled.endswith(completion[:size])]
+        rests = [rest for rest in rests if by_bytes.validate_tokens([*rest, BYTES_END]) == len(rest) + 1]
+        if not rests and after.place.quoted:  # some bytes may lead back to the completion, as after half a letter
+            rests = list(islice(_led_back(after, completion), 1))
+        for rest in rests:
+            tokens = self._spelled(after, rest)
+            if tokens is not None and len(tokens) <= room:
                 return tokens
-        return []
+        return self.find(after, room)
 
-    def ends(self, matcher: LLMatcher, tokens: Sequence[int]) -> bool:
-        """Return whether the text is complete after these tokens."""
-        return matcher.validate_tokens([*tokens, self.eos]) == len(tokens) + 1
+    def ends(self, matcher: LLMatcher, token: int, rest: Tokens) -> bool:
+        """Return whether the text is complete after a token, which may follow, and the tokens of `rest`, and each of
+        these may follow there."""
+        if matcher.validate_tokens([token, *rest, self.eos]) != len(rest) + 2:
+            return False
+        position = matcher.deep_copy()
+        position.consume_token(token)
+        for following in rest:
+            if position.compute_ff_tokens()[:1] not in ([], [following]):  # see Speller.spell
+                return False
+            position.consume_token(following)
+        return True
 
+    def _spelled(self, text: TextEnd, rest: bytes) -> Tokens | None:
+        position = text.matcher.deep_copy()
+        return self.speller.spell(position, rest) if position.consume_tokens(list(text.prefix)) else None
 
-def _shortest(start: LLMatcher) -> bytes | None:
-    """Return the first completion found, in order of length in bytes; None where the bounds end the search. At most
-    KEPT_PER_LENGTH states of each length are expanded. States of one length that allow the same next bytes are expanded
-    once."""
-    by_length: dict[int, list[tuple[LLMatcher, bytes]]] = {0: [(start, b"")]}
-    looked = 0
-    for length in range(MOST_BYTES):
-        seen: set[bytes] = set()
-        for matcher, text in by_length.pop(length, []):
-            if matcher.is_accepting():
-                return text
-            mask = matcher.compute_bitmask()
-            if matcher.is_error() or mask in seen or len(seen) == KEPT_PER_LENGTH:
-                continue
-            seen.add(mask)
-            looked += 1
-            if looked > MOST_STATES:
-                return None
-            forced = matcher.compute_ff_bytes()
-            next_bytes = (bytes([byte]) for byte in RANKED if mask[byte >> 3] >> (byte & 7) & 1)
-            for more in [forced] if forced else islice(next_bytes, TRIED_PER_STATE):
-                after = matcher.deep_copy()
-                if after.consume_tokens(list(more)):
-                    by_length.setdefault(length + len(more), []).append((after, text + more))
-        if not by_length:
+    def _completions(self, text: TextEnd) -> Iterator[bytes]:
+        """Yield completions. For JSON the first is put together from pieces; mostly it is the shortest, and nothing is
+        searched. In other texts brackets may be nested, too, which is tried where nothing else is found."""
+        is_found = False
+        if (pieced := self._pieced(text)) is not None:
+            is_found = True
+            yield pieced
+        places = [text.place] if text.place.known else [text.place, JsonPlace()]
+        for place in places:
+            for found in () if is_found and not text.place.known else shortest(text.by_bytes, place, _is_whole):
+                is_found = True
+                yield found
+        if not is_found and (first := _first_bytes(text.by_bytes)) is not None:
+            yield first
+
+    def _pieced(self, text: TextEnd) -> bytes | None:
+        """Return a completion of a JSON text from pieces, the shortest that fits each time: first the open scalar is
+        ended, then what it stands in, container by container. None where the pieces do not fit."""
+        if self._pieces is None:
             return None
+        matcher, place, completion = text.by_bytes.deep_copy(), text.place, b""
+        while not matcher.is_accepting():
+            more = None
+            if not place.quoted:
+                pieces = (piece for pieces in self._pieces for piece in pieces)
+                more = next((one for one in pieces if matcher.validate_tokens(list(one)) == len(one)), None)
+            if more is None:
+                more = matcher.compute_ff_bytes() or next(shortest(matcher, place, _is_unquoted), b"")
+            if not more or len(completion) > MOST_BYTES or not matcher.consume_tokens(list(more)):
+                return None
+            completion, place = completion + more, place.after(more)
+        return completion
+
+
+def _led_back(text: TextEnd, completion: bytes) -> Iterator[bytes]:
+    """Yield completions of a text in a string that end with one of the text before its last token, from its first or
+    second byte on."""
+
+    def ends_with(matcher: LLMatcher) -> bytes | None:
+        rests = (completion, completion[1:])
+        return next((one for one in rests if matcher.validate_tokens([*one, BYTES_END]) == len(one) + 1), None)
+
+    def done(matcher: LLMatcher, place: JsonPlace) -> bool:
+        return ends_with(matcher) is not None
+
+    for more in shortest(text.by_bytes, text.place, done, MOST_BACK):
+        matcher = text.by_bytes.deep_copy()
+        matcher.consume_tokens(list(more))
+        yield more + (ends_with(matcher) or b"")
+
+
+def _is_whole(matcher: LLMatcher, place: JsonPlace) -> bool:
+    return matcher.is_accepting()
+
+
+def _is_unquoted(matcher: LLMatcher, place: JsonPlace) -> bool:
+    return not place.quoted
+
+
+def shortest(
+    start: LLMatcher, place: JsonPlace, done: Callable[[LLMatcher, JsonPlace], bool], states: int = MOST_STATES
+) -> Iterator[bytes]:
+    """Yield bytes after which a text is done, the fewest first, and then others that are little longer.
+
+    Of states after equally many bytes and levels that allow the same bytes few are expanded, and `states` in all.
+    """
+    order, looked, most = 0, 0, MOST_BYTES
+    kept: dict[object, int] = {}
+    waiting = [(place.levels, 0, order, start, b"", b"", place)]
+    while waiting and looked < states:
+        bound, _, _, before, more, text, here = heapq.heappop(waiting)
+        if bound > most:
+            return
+        matcher = before.deep_copy()  # only now, because most of those that wait are never looked at
+        if not matcher.consume_tokens(list(more)):
+            continue
+        if done(matcher, here):
+            most = min(most, bound + MOST_LONGER)
+            yield text
+        mask, forced = matcher.compute_bitmask(), matcher.compute_ff_bytes()
+        if matcher.is_error():
+            continue
+        following, is_wide = _ranked(mask)
+        alike = (len(text), here.levels, mask, forced)
+        kept[alike] = kept.get(alike, 0) + 1
+        if kept[alike] > (1 if is_wide else KEPT):
+            continue
+        looked += 1
+        for next_bytes in [forced] if forced else following:
+            order, there, longer = order + 1, here.after(next_bytes), text + next_bytes
+            heapq.heappush(
+                waiting, (len(longer) + there.levels, -len(longer), order, matcher, next_bytes, longer, there)
+            )
+
+
+@lru_cache(1024)
+def _ranked(mask: bytes) -> tuple[list[bytes], bool]:
+    """Return the bytes of a mask that are tried, in the order of `RANKED`, and whether there are more."""
+    legal = [bytes([byte]) for byte in RANKED if mask[byte >> 3] >> (byte & 7) & 1]
+    return (legal, False) if len(legal) < WIDE else (legal[:TRIED], True)
+
+
+def _first_bytes(start: LLMatcher) -> bytes | None:
+    """Return the completion of the first legal byte in `RANKED` again and again; None where it has too many bytes."""
+    matcher, text = start.deep_copy(), b""
+    while len(text) <= MOST_BYTES and not matcher.is_error():
+        if matcher.is_accepting():
+            return text
+        more = matcher.compute_ff_bytes() or b"".join(_ranked(matcher.compute_bitmask())[0][:1])
+        if not more or not matcher.consume_tokens(list(more)):
+            return None
+        text += more
     return None
+
+
+def shortest_scalar(schema: dict[str, object]) -> str | None:
+    """Return the shortest text of a schema of one scalar type; None where none is found."""
+    from llguidance import LLMatcher
+
+    source = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    matcher = LLMatcher(byte_tokenizer(), source, log_level=0, limits=parser_limits())
+    if matcher.is_error():
+        return None
+    found = next(shortest(matcher, JsonPlace(), _is_whole), None) or _first_bytes(matcher)
+    return None if found is None else found.decode(errors="replace")

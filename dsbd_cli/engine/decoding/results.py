@@ -66,7 +66,7 @@ def collect(
     texts = [finished.tokens[rank][: length[rank]] for rank in ranks]
     shown = [ids if sampling.include_stop_str_in_output else without_end(ids, job, codec) for ids in texts]
     grammar = job.grammar
-    whole = [None if grammar is None else grammars.matches(grammar, ids) for ids in shown]
+    whole = [None] * len(shown) if grammar is None else grammars.matches(grammar, shown)
     ranks.sort(key=lambda rank: whole[rank] is False)  # a stable sort: otherwise they stay in the order of their scores
     for rank in ranks[: sampling.n_best]:
         ids, valid = texts[rank], whole[rank]

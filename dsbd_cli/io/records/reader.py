@@ -64,6 +64,7 @@ class RowReader:
         num_beams: of the run; the largest `n` that a row may ask for.
         grammar: of rows that do not bring a response_format.
         strict: an unknown field makes the row fail instead of causing a warning.
+        strict_schemas: keywords of a row's JSON schema that a grammar cannot enforce make the row fail.
         chat: a prompt becomes the single message of a user, for the target's chat template.
         files_root: the folder that rows may read files from, with links resolved; None: files anywhere, as rows name
             them.
@@ -77,6 +78,7 @@ class RowReader:
     grammar: Grammar | None = None
     chat: bool = False
     files_root: str | None = None
+    strict_schemas: bool = False
     _searches: bool = field(default=False, init=False, repr=False, compare=False)
     _warned: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
     _known_sampling: dict[bytes, SamplingConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -221,6 +223,7 @@ class RowReader:
         value = row["response_format"]
         grammar = response_format(value)
         if grammar is not None:
+            grammar = replace(grammar, strict=self.strict_schemas)
             fault = self._grammar_fault(grammar)
             if fault is not None:
                 assert isinstance(value, dict), "else it is refused"

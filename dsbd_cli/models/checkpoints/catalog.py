@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import DsbdError, ModelNotFoundError, OutputError, UsageError, is_utf8
 from dsbd_cli.io.lines.replace import replacing
+from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
 from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, cached_folder, gguf_files, has_weights, shown
 from dsbd_cli.models.checkpoints.registry import (
     ALIASES,
@@ -79,8 +80,8 @@ def _state(source: str) -> State:
         folder = cached_folder(location) if location.kind == "hub" else Path(location.path)
         if folder is None:
             return "absent"
-        if folder.is_file() or gguf_files(folder):
-            return "here"
+        if files := [folder] if folder.is_file() else gguf_files(folder):
+            return "here" if all(part.is_file() for file in files for part in gguf_parts(file)) else "partly here"
         if not (folder / "config.json").is_file():
             return "absent"
         return "here" if has_weights(folder) else "partly here"

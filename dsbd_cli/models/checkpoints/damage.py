@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsbd_cli.errors import ModelError, shorten
+from dsbd_cli.errors import ModelError, one_line, shorten
+from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
 
 MOST_POINTER = 1024  # bytes; pointers of Git LFS have fewer
 LONGEST_HEADER = 100_000_000  # bytes; the limit of safetensors
@@ -31,12 +33,41 @@ def check_checkpoint(folder: Path, name: str) -> None:
         _check_index(index, name)
     files = _weight_files(folder)
     for file in (*(files or sorted(folder.glob("pytorch_model*.bin"))), folder / "tokenizer.json"):
-        if _is_pointer(file):
-            raise ModelError(
-                f"{name}: {file.name} is a pointer of Git LFS, not the file itself: run git lfs pull, or get it again"
-            )
+        _check_pointer(file, name)
     if files:
         _check_config(folder, read_headers(files, name), name)
+
+
+def check_gguf(file: Path, name: str) -> None:
+    """Check that a GGUF file is no pointer, and that the parts of one in parts belong together and are whole."""
+    parts = gguf_parts(file)
+    for part in parts:
+        _check_pointer(part, name)
+    if len(parts) == 1:
+        return
+    readers = [_reader(part, name) for part in parts]
+    for number, (part, reader) in enumerate(zip(parts, readers, strict=True)):
+        if _number(reader, "split.no") != number:
+            raise ModelError(f"{name}: {part.name} is another part than its name says: get it again")
+        if (count := _number(reader, "split.count")) != len(parts):
+            raise ModelError(f"{name}: {part.name} is of {count} parts, but its name says {len(parts)}: get it again")
+    found, expected = sum(len(reader.tensors) for reader in readers), _number(readers[0], "split.tensors.count")
+    if found != expected:
+        raise ModelError(f"{name}: its parts hold {found} tensors, but should hold {expected}: get them again")
+
+
+def _reader(part: Path, name: str) -> Any:
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(part)
+    except Exception as error:  # of numpy, of the values in a damaged file
+        raise ModelError(f"{name}: {part.name} cannot be read: {one_line(error)}: get it again") from error
+
+
+def _number(reader: Any, key: str) -> int | None:
+    field = reader.get_field(key)
+    return None if field is None else int(field.contents())
 
 
 def read_headers(files: Iterable[Path], name: str) -> dict[str, tuple[int, ...]]:
@@ -79,11 +110,14 @@ def _weight_files(folder: Path) -> list[Path]:
     return sorted(file for file in files if file.is_file())
 
 
-def _is_pointer(file: Path) -> bool:
-    """Return whether a file is what a clone without Git LFS has in the place of a large one."""
+def _check_pointer(file: Path, name: str) -> None:
+    """Check that a file is not what a clone without Git LFS has in the place of a large one."""
     if not file.is_file() or file.stat().st_size > MOST_POINTER:
-        return False
-    return file.read_bytes().startswith(b"version https://git-lfs.github.com/spec/")
+        return
+    if file.read_bytes().startswith(b"version https://git-lfs.github.com/spec/"):
+        raise ModelError(
+            f"{name}: {file.name} is a pointer of Git LFS, not the file itself: run git lfs pull, or get it again"
+        )
 
 
 def _check_index(index: Path, name: str) -> None:

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
 from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS, brought, locate, locate_adapters
 
 SAMPLES = 512  # blocks of a file of weights that are read
@@ -28,7 +29,7 @@ def checkpoint_digest(spec: ModelSpec) -> dict[str, str]:
     """
     digests = {part: blake2b(digest_size=8) for part in ("config", "tokenizer", "weights")}
     for number, place in enumerate((locate(spec), *locate_adapters(spec))):
-        for path in sorted(place.iterdir()) if place.is_dir() else [place]:
+        for path in sorted(place.iterdir()) if place.is_dir() else gguf_parts(place):
             part = _part(path) if number == 0 else _part_of_adapter(path, spec)
             if part is None or not path.is_file():
                 continue

@@ -15,6 +15,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, ModelNotFoundError, UsageError, one_line
+from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts, whole_gguf
 from dsbd_cli.models.checkpoints.registry import Location, expanded, hub_location, parts_of, resolve
 
 CONNECT_TIMEOUT_S = 2.0
@@ -30,8 +31,8 @@ _ADAPTER_TEXT = [*_VOCABULARIES, TOKENIZER_CONFIG, CHAT_TEMPLATE, "*tokens*.json
 
 
 def locate(spec: ModelSpec) -> Path:
-    """Return the folder with the checkpoint's files, or its GGUF file. Files of the hub are fetched if they are not
-    here yet.
+    """Return the folder with the checkpoint's files, or its GGUF file, the first of several parts. Files of the hub are
+    fetched if they are not here yet.
 
     Its adapters are looked for, too. No tensor library is imported, so that a wrong name fails at once.
     """
@@ -40,15 +41,14 @@ def locate(spec: ModelSpec) -> Path:
     if location.kind == "hub":
         return folder_of(location, spec.role)
     folder = Path(location.path)
+    shown_name = f"{spec.role} model {spec.source!r}"
     if location.kind == "file":
-        return folder
+        return whole_gguf(folder, shown_name)
     if files := gguf_files(folder):
         if len(files) == 1:
-            return files[0]
+            return whole_gguf(files[0], shown_name)
         names = ", ".join(file.name for file in files)
-        raise ModelNotFoundError(
-            f"{spec.role} model {spec.source!r} holds {len(files)} GGUF files: give one of {names}"
-        )
+        raise ModelNotFoundError(f"{shown_name} holds {len(files)} GGUF files: give one of {names}")
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{spec.role} model {spec.source!r}: {folder} holds no config.json, so it is no checkpoint folder"
@@ -57,10 +57,10 @@ def locate(spec: ModelSpec) -> Path:
 
 
 def stored_bytes(place: Path) -> int:
-    """Return the bytes of the weights in a checkpoint folder or a GGUF file. Copies in other forms beside them do not
-    count."""
+    """Return the bytes of the weights in a checkpoint folder or in all parts of a GGUF file. Copies in other forms
+    beside them do not count."""
     if place.is_file():
-        return place.stat().st_size
+        return sum(part.stat().st_size for part in gguf_parts(place))
     for pattern in ("model.safetensors", "model-*.safetensors", "*.safetensors", "*.bin"):
         if files := [file for file in place.glob(pattern) if file.is_file()]:
             return sum(file.stat().st_size for file in files)
@@ -126,7 +126,8 @@ def folder_of(location: Location, role: str) -> Path:
     folder = _hub_folder(location, name, "config.json", [[*_COMMON, *_SAFE], [*_COMMON, *_PICKLE]])
     if "gguf" in location.path.lower() and not has_weights(folder):
         raise ModelNotFoundError(
-            f"{name} holds GGUF files: download the one you want (`hf download {location.path} FILE`) and give it"
+            f"{name} holds GGUF files: download the one you want (`hf download {location.path} FILE`, or all parts of "
+            f"one: `hf download {location.path} --include 'NAME-*-of-*.gguf'`) and give it"
         )
     return folder
 
@@ -159,9 +160,9 @@ def _hub_folder(location: Location, name: str, config: str, patterns: list[list[
 
 
 def gguf_files(folder: Path) -> list[Path]:
-    """Return the GGUF files of a folder without other weights."""
+    """Return the GGUF files of a folder without other weights; of one in parts the first, which may be missing."""
     others = (path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
-    return [] if any(others) else sorted(folder.glob("*.gguf"))
+    return [] if any(others) else sorted({gguf_parts(file)[0] for file in folder.glob("*.gguf")})
 
 
 def cached_folder(location: Location, config: str = "config.json") -> Path | None:

@@ -25,7 +25,8 @@ from dsbd_cli.models.checkpoints.adapters import (
     misfit,
     template_in,
 )
-from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, unsafe_pickle
+from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_gguf, check_numbers, unsafe_pickle
+from dsbd_cli.models.checkpoints.gguf_parts import reading_parts
 from dsbd_cli.models.checkpoints.head import head_keys, install, read_head
 from dsbd_cli.models.checkpoints.hub import brought, locate, stored_bytes
 from dsbd_cli.models.checkpoints.linearised import mark, unread
@@ -140,7 +141,8 @@ def _tokenizer_in(folder: Path, spec: ModelSpec, name: str = "") -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**_source(folder), **_local(spec))
+        with reading_parts(folder):
+            tokenizer = AutoTokenizer.from_pretrained(**_source(folder), **_local(spec))
         last = max(tokenizer.get_vocab().values(), default=0)
     except Exception as error:
         why = f"{one_line(error)}{_tokenizer_hint(folder, spec)}"
@@ -167,12 +169,15 @@ def load_config(folder: Path, spec: ModelSpec) -> Any:
 
     if is_gguf(folder) and importlib.util.find_spec("gguf") is None:
         raise UsageError(f"{_name(spec)} is GGUF, which needs a package: pip install 'dsbd[gguf]'")
-    if not is_gguf(folder):
+    if is_gguf(folder):
+        check_gguf(folder, _name(spec))
+    else:
         check_checkpoint(folder, _name(spec))
     if (config := read_config(folder)) is not None:
         return config
     try:
-        config = AutoConfig.from_pretrained(**_source(folder), **_local(spec))
+        with reading_parts(folder):
+            config = AutoConfig.from_pretrained(**_source(folder), **_local(spec))
     except Exception as error:
         settings = folder / "config.json"
         if '"speculators_model_type"' in _text(settings):
@@ -209,20 +214,21 @@ def _model(folder: Path, spec: ModelSpec, config: Any, kind: Any, placed: dict[s
         raise ModelError(f"{_name(spec)}: {folder} holds no weights (*.safetensors, *.bin)")
     head = read_head(folder)
     try:
-        loaded: Any = kind.from_pretrained(
-            **_source(folder),
-            **_local(spec),
-            config=config,
-            dtype=dtype_of(spec, config, folder),
-            attn_implementation=_attention(config),
-            weights_only=True,  # a .bin file cannot run code
-            adapter_kwargs={"subfolder": NOWHERE},  # an adapter is merged where it is named, and only there
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # _check_report names them
-            **_dequantised(folder, config),
-            **_renamed(folder),
-            **placed,
-        )
+        with reading_parts(folder):
+            loaded: Any = kind.from_pretrained(
+                **_source(folder),
+                **_local(spec),
+                config=config,
+                dtype=dtype_of(spec, config, folder),
+                attn_implementation=_attention(config),
+                weights_only=True,  # a .bin file cannot run code
+                adapter_kwargs={"subfolder": NOWHERE},  # an adapter is merged where it is named, and only there
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # _check_report names them
+                **_dequantised(folder, config),
+                **_renamed(folder),
+                **placed,
+            )
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(f"{_name(spec)} does not fit in memory: {one_line(error)}") from error
     except Exception as error:
@@ -313,7 +319,8 @@ def load_preprocessor(folder: Path, spec: ModelSpec, *, pictures: bool) -> Any:
 
 
 def is_gguf(place: Path) -> bool:
-    """Return whether a checkpoint is in the form of llama.cpp: one file with config, tokenizer and weights."""
+    """Return whether a checkpoint is in the form of llama.cpp: a file, maybe the first of several parts, with config,
+    tokenizer and weights."""
     return place.suffix.lower() == ".gguf"
 
 
@@ -418,7 +425,7 @@ def dtype_of(spec: ModelSpec, config: Any, folder: Path) -> Any:
     if not named <= {"cpu", "disk"} and torch.cuda.is_available():
         return "auto"
     if is_gguf(folder):  # its blocks of four to eight bits are no finer than bfloat16
-        large, stored = folder.stat().st_size > SMALL_BYTES // 4, torch.bfloat16
+        large, stored = stored_bytes(folder) > SMALL_BYTES // 4, torch.bfloat16
     else:
         large = stored_bytes(folder) > SMALL_BYTES
     halves = large and stored in (torch.bfloat16, "bfloat16") and packing_works(torch.bfloat16)

@@ -97,7 +97,14 @@ def test_all_answers_in_the_order_of_their_scores(rule: str) -> None:
 
 
 def constrained(
-    made: Any, prompt: list[int], beams: int, eos: list[int], allowed: Sequence[Tokens], penalty: float
+    made: Any,
+    prompt: list[int],
+    beams: int,
+    eos: list[int],
+    allowed: Sequence[Tokens],
+    penalty: float,
+    *,
+    early: bool = False,
 ) -> tuple[list[Tokens], list[float]]:
     """transformers' beams under prefix_allowed_tokens_fn, those that are answers."""
     trie: dict[Tokens, set[int]] = {}
@@ -114,6 +121,7 @@ def constrained(
         do_sample=False,
         max_new_tokens=8,
         length_penalty=penalty,
+        early_stopping=early,
         prefix_allowed_tokens_fn=lambda row, ids: sorted(trie.get(tuple(ids[len(prompt) :].tolist()), {eos[0]})),
         output_scores=True,
         return_dict_in_generate=True,
@@ -154,6 +162,36 @@ def test_search_is_transformers_with_allowed_tokens(family: str, beams: int) -> 
                 found_scores = [one.score for one in result.hypotheses]
                 assert np.allclose(found_scores, scores, rtol=3e-6, atol=1e-4)  # sums of 70 in float32
                 assert len(rows) == min(beams, size)
+
+
+@pytest.mark.parametrize(("beams", "count"), [(2, 2), (4, 3)])
+def test_no_more_answers_than_beams_with_early_stopping(beams: int, count: int) -> None:
+    """All answers come out, in the order of direct scoring. transformers counts beams without a legal token as
+    finished, and so may stop before it has found the better ones."""
+    family, eos, penalty = "llama", [2, 5], 2.0
+    codec, target = NumberCodec(V, tuple(eos)), CausalForestModel(model(family), family)
+    method = MethodConfig(rule="search", num_beams=beams, depth=0)
+    sampling = SamplingConfig(n_best=beams, max_new_tokens=8, length_penalty=penalty, early_stopping=True)
+    stopped_early = 0
+    for seed in range(12):
+        allowed, [prompt] = answers(seed, count, V, longest=6, first=6), prompts(1, seed=seed)
+        scores = {one: score_of(family, prompt, (*one, eos[0]), penalty) for one in allowed}
+        expected = sorted(scores, key=scores.__getitem__, reverse=True)
+        runner = Engine(target, None, codec, method, catalogues={"": catalogue(codec, V, allowed)})
+        result = runner.generate(Request(prompt_ids=tuple(prompt), sampling=sampling))
+        assert [one.token_ids[:-1] for one in result.hypotheses] == expected
+        assert np.allclose([one.score for one in result.hypotheses], [scores[one] for one in expected], atol=1e-4)
+        theirs, _ = constrained(model(family), prompt, beams, eos, allowed, penalty, early=True)
+        stopped_early += theirs[0] != result.hypotheses[0].token_ids
+    assert stopped_early
+
+
+def score_of(family: str, prompt: list[int], tokens: Tokens, penalty: float) -> float:
+    """Log-probability of an answer with its end token, divided by a power of its length."""
+    with torch.no_grad():
+        logits = model(family)(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits.double(), dim=-1)
+    return float(logprobs[torch.arange(len(tokens)), torch.tensor(tokens)].sum()) / len(tokens) ** penalty
 
 
 def follows(allowed: Sequence[Tokens]) -> Callable[[Tokens], set[int]]:

@@ -114,9 +114,15 @@ def test_a_grammar_is_compiled_once() -> None:
 
 
 FAULTS = [
-    (Grammar.json_schema({"properties": {"a": {"items": {"uniqueItems": True, "type": "array"}}}}), "uniqueItems"),
+    (
+        Grammar.json_schema({"properties": {"a": {"items": {"uniqueItems": True, "type": "array"}}}}, strict=True),
+        r'"uniqueItems"\] \(at /properties/a/items\)',
+    ),
     (Grammar.json_schema({"properties": {"a": {"type": "strng"}}}), r"strng \(at /properties/a\)"),
-    (Grammar.json_schema({"properties": {"a": {"anyOf": [{}, {"not": {}}]}}}), r"\(at /properties/a/anyOf/1\)"),
+    (
+        Grammar.json_schema({"properties": {"a": {"anyOf": [{}, {"not": {}}]}}}, strict=True),
+        r"\(at /properties/a/anyOf/1\)",
+    ),
     (Grammar.json_schema({"properties": {"a/b": {"$ref": "#/$defs/x"}}}), r"/\$defs/x.*\(at /properties/a~1b\)"),
     (
         Grammar.json_schema(
@@ -125,7 +131,7 @@ FAULTS = [
         r"unclosed character class \(at /\$defs/x\)",
     ),
     (
-        Grammar.json_schema({"properties": {"a": True, "b": {"not": {}}}, "additionalProperties": False}),
+        Grammar.json_schema({"properties": {"a": True, "b": {"not": {}}}, "additionalProperties": False}, strict=True),
         r'"not"\] \(at /properties/b\)',
     ),
     (Grammar.json_schema("false"), "schema is false"),

@@ -287,7 +287,7 @@ def test_texts_that_are_behind_are_forgotten() -> None:
 def test_dead_ends_and_faults_are_errors_of_their_rows() -> None:
     asked = [
         request("ax"),
-        Request(prompt_ids=(0,), grammar=Grammar.json_schema({"not": {}}), id="1"),
+        Request(prompt_ids=(0,), grammar=Grammar.json_schema({"not": {}}, strict=True), id="1"),
         request("ab", 2),
         Request(prompt_ids=(0,), grammar=Grammar.regex("x"), id="3"),
     ]

@@ -1,0 +1,143 @@
+"""Keywords of JSON schemas that llguidance does not know: those that others can say are said by these, the rest is left
+out of the grammar and checked of whole texts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
+
+from dsbd_cli.config.grammar_trial import WALL_SECONDS
+from dsbd_cli.config.schema_child import command, holds, validator
+from dsbd_cli.config.schemas import ONE_SUBSCHEMA, SUBSCHEMA_LISTS, SUBSCHEMAS_BY_NAME, extent, resolve
+from dsbd_cli.errors import UsageError, one_line
+
+Schema = dict[str, object]
+
+CHECKED = frozenset(
+    "contains dependencies dependentRequired dependentSchemas else if maxContains minContains not propertyNames then "
+    "unevaluatedItems uniqueItems".split()
+)
+# Keywords that may have a value tried in several ways. In a schema that refers to itself the ways multiply.
+BRANCHING = frozenset("allOf anyOf dependencies dependentSchemas else if not oneOf then".split())
+MOST_NODES = 5_000  # of a schema that this process checks by
+
+
+def rewritten(schema: Schema) -> Schema:
+    """Return the same schema without `propertyNames` that list names, `unevaluatedProperties` and a false
+    `uniqueItems`, which other keywords can say."""
+    return _mapped(schema, lambda node: _node_rewritten(node, schema))
+
+
+def relaxed(schema: Schema, knows: Callable[[str, str], bool]) -> Schema:
+    """Return a schema that holds for whatever this one holds for, without the keywords that a grammar cannot enforce.
+    knows: whether a `pattern` or a `format`, by keyword and value, can be enforced."""
+    return _mapped(schema, lambda node: _node_relaxed(node, knows))
+
+
+def _mapped(node: Schema, change: Callable[[Schema], Schema]) -> Schema:
+    """Return the schema with each subschema changed."""
+    found: Schema = {}
+    for name, value in change(node).items():
+        if name in SUBSCHEMAS_BY_NAME and isinstance(value, dict):
+            found[name] = {key: _mapped(one, change) if isinstance(one, dict) else one for key, one in value.items()}
+        elif name in SUBSCHEMA_LISTS and isinstance(value, list):
+            found[name] = [_mapped(one, change) if isinstance(one, dict) else one for one in value]
+        elif name in ONE_SUBSCHEMA and isinstance(value, dict):
+            found[name] = _mapped(value, change)
+        else:
+            found[name] = value
+    return found
+
+
+def _node_rewritten(node: Schema, root: Schema) -> Schema:
+    found = dict(node)
+    if found.get("uniqueItems") is False:
+        del found["uniqueItems"]
+    if "unevaluatedProperties" in found:
+        others = found.pop("unevaluatedProperties")
+        if others is not False:  # an object is closed without it
+            found.setdefault("additionalProperties", others)
+    names = _listed_names(found.get("propertyNames"), root)
+    if names is not None:
+        del found["propertyNames"]
+        named, others = found.get("properties", {}), found.get("additionalProperties", True)
+        named = named if isinstance(named, dict) else {}
+        found["properties"] = {name: named.get(name, others) for name in names}
+        found["additionalProperties"] = False
+    return found
+
+
+def _listed_names(node: object, root: Schema) -> list[str] | None:
+    """Return the names that a subschema lists; None where it does not."""
+    if isinstance(node, dict) and isinstance(reference := node.get("$ref"), str):
+        node = resolve(root, reference)
+    if not isinstance(node, dict):
+        return None
+    values = [node["const"]] if "const" in node else node.get("enum")
+    only = node.keys() <= {"const", "enum", "type", "title", "description"}
+    names = [one for one in values if isinstance(one, str)] if isinstance(values, list) else []
+    return names if only and isinstance(values, list) and len(names) == len(values) else None
+
+
+def _node_relaxed(node: Schema, knows: Callable[[str, str], bool]) -> Schema:
+    left_out = {
+        name
+        for name, value in node.items()
+        if name in CHECKED or (name in ("pattern", "format") and isinstance(value, str) and not knows(name, value))
+    }
+    return {name: value for name, value in node.items() if name not in left_out}
+
+
+class SchemaCheck:
+    """A check of whole texts under a schema."""
+
+    def __init__(self, schema: Schema) -> None:
+        """Raises UsageError for a schema that texts cannot be checked by."""
+        self._schema = schema
+        try:
+            self._validator = validator(schema)
+        except ValueError as error:
+            raise UsageError(f"texts cannot be checked by it: {one_line(error)}") from None
+
+    @cached_property
+    def costly(self) -> bool:
+        """True where a short text may take very long."""
+        size = extent(self._schema)
+        return size.nodes > MOST_NODES or (size.recursive and bool(size.keys & BRANCHING))
+
+    def hold(self, texts: Sequence[bytes]) -> list[bool]:
+        """Return for each text whether it is valid. One that takes too long is not."""
+        if not self.costly or not texts:
+            return [holds(self._validator, text) for text in texts]
+        lines = [self._schema, *(text.decode("utf-8", "surrogateescape") for text in texts)]
+        try:
+            done = subprocess.run(
+                command(),
+                input="\n".join(map(json.dumps, lines)).encode(),
+                capture_output=True,
+                timeout=WALL_SECONDS,
+                check=False,
+                start_new_session=True,
+            ).stdout
+        except subprocess.TimeoutExpired as error:
+            done = error.stdout or b""
+        return [done[place : place + 1] == b"1" for place in range(len(texts))]
+
+
+@lru_cache(64)
+def schema_check(text: str) -> SchemaCheck:
+    """Return the check of a schema that is given as JSON."""
+    schema = json.loads(text)
+    assert isinstance(schema, Mapping), "it was compiled"
+    return SchemaCheck(dict(schema))
+
+
+def is_checkable(schema: Schema) -> bool:
+    """Return whether texts can be checked by a schema."""
+    try:
+        SchemaCheck(schema)
+    except UsageError:
+        return False
+    return True

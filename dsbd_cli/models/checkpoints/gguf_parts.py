@@ -1,0 +1,103 @@
+"""GGUF files in parts, as llama.cpp splits them: `NAME-00001-of-00004.gguf`. Any part names the whole.
+
+The first part holds config and tokenizer, each part some of the tensors. transformers reads single files, so its
+readers are given the tensors of the other parts, too.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from dsbd_cli.errors import ModelError
+
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
+_lock = threading.Lock()  # of what is patched
+
+
+def gguf_parts(file: Path) -> list[Path]:
+    """Return the files of the whole that a GGUF file is a part of, the first one first. They may be missing. A file
+    that is no part is the whole."""
+    found = PART.fullmatch(file.name)
+    if found is None:
+        return [file]
+    name, _, count, suffix = found.groups()
+    return [file.with_name(f"{name}-{number:05}-of-{count}{suffix}") for number in range(1, max(1, int(count)) + 1)]
+
+
+def whole_gguf(file: Path, name: str) -> Path:
+    """Return the first part of the whole that a GGUF file is a part of. name: of the model, in an error. Raises
+    ModelError where a part is missing."""
+    parts = gguf_parts(file)
+    if missing := [part.name for part in parts if not part.is_file()]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"{name}: of its {len(parts)} parts {missing[0]}{more} is missing: get it, too")
+    return parts[0]
+
+
+@contextmanager
+def reading_parts(file: Path) -> Iterator[None]:
+    """Let transformers read all parts of a GGUF file where it reads the first one, within this context."""
+    others = gguf_parts(file)[1:]
+    if not others:
+        yield
+        return
+    import gguf
+    from transformers.integrations import gguf as seam
+    from transformers.integrations.gguf.dequant import GGML_BLOCK
+    from transformers.integrations.gguf.reader import GgufHeader, LazyGgufTensor, TensorInfo
+    from transformers.quantizers import quantizer_gguf as quantizer
+
+    tensors = [tensor for part in others for tensor in gguf.GGUFReader(part).tensors]
+    infos = tuple(
+        TensorInfo(one.name, tuple(map(int, reversed(one.shape))), int(one.tensor_type), 0, int(one.n_bytes))
+        for one in tensors
+    )
+    read_header, read_metadata, read_tensors = (
+        GgufHeader.from_file,
+        seam.read_gguf_metadata,
+        quantizer.load_gguf_state_dict,
+    )
+
+    def header(path: str) -> Any:
+        first = read_header(path)
+        return first._replace(tensors=(*first.tensors, *infos))
+
+    def metadata(path: str, *given: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+        values, names = read_metadata(path, *given)
+        return values, (*names, *(info.name for info in infos))
+
+    def state(whole: Any) -> dict[str, Any]:
+        found = read_tensors(whole._replace(tensors=whole.tensors[: -len(infos)])) if infos else read_tensors(whole)
+        for info, tensor in zip(infos, tensors, strict=True):
+            shape = tensor.data.shape if info.ggml_type in GGML_BLOCK else info.shape
+            found[info.name] = LazyGgufTensor(tensor.data.reshape(-1).view("uint8"), info.ggml_type, shape)
+        return found
+
+    class Reader(gguf.GGUFReader):
+        """A reader of the first part with the tensors of all."""
+
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            self.tensors = [*self.tensors, *tensors]
+
+    with _lock, ExitStack() as stack:
+        stack.enter_context(_replaced(GgufHeader, "from_file", staticmethod(header)))
+        stack.enter_context(_replaced(seam, "read_gguf_metadata", metadata))
+        stack.enter_context(_replaced(quantizer, "load_gguf_state_dict", state))
+        stack.enter_context(_replaced(gguf, "GGUFReader", Reader))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
