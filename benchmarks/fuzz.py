@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,13 +122,18 @@ class RowKind:
                     {"allowed_token_ids": tuple(range(0, self.words, 2))},
                 )
             )
+        if bound == "none" and dice.random() < 0.3:
+            tokens = tuple(dice.randrange(self.words) for _ in range(dice.randint(1, 9)))
+            ask |= dice.choice(({"ignore_eos": True}, {"eos_token_id": tokens}, {"stop_token_ids": tokens}))
+        if dice.random() < 0.3:
+            ask["num_beams"] = dice.randint(1, self.beams)
         if dice.random() < 0.3:
             ask |= {"token_logprobs": True, "top_logprobs": dice.choice((0, 2, 5))}
         sampling = SamplingConfig(
             max_new_tokens=dice.randint(1, 4 if self.small else 20),
-            n_best=dice.randint(1, min(self.beams, 8)),
+            n_best=dice.randint(1, min(ask.get("num_beams", self.beams), 8)),
             length_penalty=dice.choice((1.0, 1.0, 0.0, 0.7, 2.0)),
-            early_stopping=dice.choice((True, False)),
+            early_stopping=dice.choice((True, False, "never")),
             **ask,
         )
         seed = dice.getrandbits(40)
@@ -229,7 +234,7 @@ class Fuzzer:
         configuration = Configuration.random(random.Random(f"{seed}:{number}"), self._families, self._most_beams)
         self.configurations += 1
         try:
-            engine, alone = self._engine(configuration), self._plain(configuration)
+            engine, _ = self._engine(configuration), self._plain(configuration)
         except Exception as error:
             self.refused[configuration.model] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             return
@@ -239,11 +244,13 @@ class Fuzzer:
         requests = configuration.requests()
         found = self._beside(engine, configuration, requests)
         for request, one in zip(requests, found, strict=True):
-            wanted = self._alone(alone, request)
+            alone = self._plain(replace(configuration, beams=request.sampling.num_beams or configuration.beams))
+            same = replace(request, sampling=replace(request.sampling, num_beams=None))
+            wanted = self._alone(alone, same)
             self.rows += 1
             if one != wanted:
                 again = self._beside(engine, configuration, requests)[int(request.id)]
-                alone_again = self._alone(alone, request)
+                alone_again = self._alone(alone, same)
                 self._tell(seed, number, configuration, request, (one, wanted, again, alone_again))
 
     def line(self, seconds: float) -> str:
@@ -295,7 +302,7 @@ class Fuzzer:
         return self._made(loaded, configuration, settings, configuration.batch, "beside")
 
     def _plain(self, configuration: Configuration) -> Engine:
-        """One row at a time, without drafts, by a model of its own."""
+        """One row at a time, without drafts, by a model of its own. A row with beams of its own has them here."""
         return self._made(self._models(configuration, "alone"), configuration, {"depth": 0}, 1, "alone")
 
     def _made(

@@ -197,7 +197,7 @@ def _state(rows: Sequence[Row], method: MethodConfig, stops: StopTable) -> Batch
     """As an engine has it after some iterations."""
     state = BatchState.empty(method, len(rows), 32, 16, HISTORY, CPU)
     entries = {
-        place: NewRow([5, 6], row.seed, row.sampling, stops.start(StopSet(tuple(row.sampling.stop))))
+        place: NewRow([5, 6], row.seed, row.sampling, stops.start(_ends(row.sampling)))
         for place, row in enumerate(rows)
     }
     state.admit(entries)
@@ -211,6 +211,11 @@ def _state(rows: Sequence[Row], method: MethodConfig, stops: StopTable) -> Batch
     finished.logprob = finished.score.clone()
     finished.length = beams.length.unsqueeze(1).expand_as(finished.score).clone()
     return state
+
+
+def _ends(sampling: SamplingConfig) -> StopSet:
+    own = None if sampling.eos_token_id is None else frozenset(sampling.eos_token_id)
+    return StopSet(tuple(sampling.stop), own)
 
 
 def _roots(state: BatchState) -> Forest:
@@ -239,12 +244,15 @@ def random_row(seed: int, width: int, vocabulary: int, rule: str, kind: str) -> 
         "top_p": pick(1.0, 0.9, 0.5),
         "min_p": pick(0.0, 0.0, 0.05),
     }
-    length = 1 + pick(*range(30))
+    length, beams = 1 + pick(*range(30)), pick(None, None, 1 + pick(*range(width)))
+    live[beams or width :] = False
     sampling = SamplingConfig(
         max_new_tokens=length + pick(1, 1, 5),
         length_penalty=pick(1.0, 0.7, 2.0, 0.0, -0.3),
-        early_stopping=pick(True, False),
+        early_stopping=pick(True, False, "never"),
         stop=pick((), (), ("7,", "11,")),
+        eos_token_id=pick(None, None, (5,), (3, 4, 8, 10)),
+        num_beams=beams,
         token_logprobs=True,
         top_logprobs=pick(0, 2, TOPS),
         **(samples if rule == "coupled" else {}),
@@ -257,7 +265,7 @@ def random_row(seed: int, width: int, vocabulary: int, rule: str, kind: str) -> 
         legal = torch.rand(vocabulary, generator=generator) < pick(0.5, 4 / vocabulary)
         legal[int(torch.randint(vocabulary, (1,), generator=generator))] = True
     kept = normal(width).sub(2).sort(descending=True).values
-    kept[pick(0, width // 2, width) :] = NEG_INF
+    kept[min(pick(0, width // 2, width), beams or width) :] = NEG_INF
     weight = normal(width) - 1
     return Row(sampling, seed, length, live, weight, weight - 0.25, logits, legal, kept)
 

@@ -23,14 +23,19 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "coupled-tokens": ({"rule": "coupled"}, {"top_k": 5, "token_logprobs": True, "top_logprobs": 2}),
     "search": ({"rule": "search"}, {}),
     "search-stops": ({"rule": "search", "num_beams": 2}, {"stop": ("AB",), "early_stopping": True}),
-    "coupled-never": ({"rule": "coupled", "num_beams": 2}, {"top_k": 5, "early_stopping": "never"}),
-    "search-never": ({"rule": "search", "num_beams": 2}, {"early_stopping": "never", "length_penalty": 0.5}),
-    "coupled-narrow": ({"rule": "coupled"}, {"top_k": 5, "num_beams": 2}),
-    "search-narrow": ({"rule": "search"}, {"num_beams": 1, "stop": ("AB",)}),
+    "coupled-ends": ({"rule": "coupled"}, {"top_k": 5, "eos_token_id": (3, 8, 20)}),
+    "search-ends": ({"rule": "search"}, {"eos_token_id": (5, 9), "stop": ("AB",)}),
     "search-W16": ({"rule": "search", "num_beams": 16, "drafts_per_layer": 20, "depth": 1}, {}),
     "rejection": ({"rule": "rejection"}, {"top_k": 5}),
     "rejection-beam": ({"rule": "rejection", "warp_scope": "beam"}, ALL | {"temperature": 0.7}),
     "rejection-exhausted": ({"rule": "rejection", "num_beams": 4, "depth": 1}, {"top_k": 2}),
+}
+# limits of rows that the kernels of a GPU do not have
+OWN_LIMITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "coupled-never": ({"rule": "coupled", "num_beams": 2}, {"top_k": 5, "early_stopping": "never"}),
+    "search-never": ({"rule": "search", "num_beams": 2}, {"early_stopping": "never", "length_penalty": 0.5}),
+    "coupled-narrow": ({"rule": "coupled"}, {"top_k": 5, "num_beams": 2}),
+    "search-narrow": ({"rule": "search"}, {"num_beams": 1, "stop": ("AB",)}),
 }
 
 

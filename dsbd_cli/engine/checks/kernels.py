@@ -124,8 +124,9 @@ class IterationCase:
         if roots < width:
             state.beams = beams.first()
         stops = StopTable([bytes([65 + token]) for token in range(VOCABULARY)], VOCABULARY, device, [EOS])
-        if sampling.stop:
-            state.beams.stop_state = state.beams.stop_state * 0 + stops.start(StopSet(tuple(sampling.stop)))
+        own = None if sampling.eos_token_id is None else frozenset(sampling.eos_token_id)
+        if sampling.stop or own:
+            state.beams.stop_state = state.beams.stop_state * 0 + stops.start(StopSet(tuple(sampling.stop), own))
         target = real(VOCABULARY, VOCABULARY) * 2
         draft = target + real(VOCABULARY, VOCABULARY)
         target[5:9] = target[5:9].round()  # ties

@@ -1,4 +1,4 @@
-"""What ends a text, on the device: stop strings as an Aho-Corasick automaton over the bytes that tokens add, folded into
+"""Ends of texts on the device: stop strings as an Aho-Corasick automaton over the bytes that tokens add, folded into
 one table by state and token, and end tokens in the same table.
 
 A beam carries one state. `table[state, token]` is its next state, and state 0 means that the text has ended. So a stop
@@ -26,7 +26,7 @@ MOST_KEPT = 1 << 28  # bytes of sets, beyond which those that no request holds a
 
 @dataclass(frozen=True, slots=True)
 class StopSet:
-    """What ends the text of a request.
+    """Ends of a request's text.
 
     Attributes:
         strings: stop strings. tokens: end tokens in place of the checkpoint's; None: the checkpoint's.
@@ -45,7 +45,7 @@ class _Rows(NamedTuple):
     one of them."""
 
     first: int
-    count: int
+    states: int
     ending: int
 
 
@@ -119,7 +119,7 @@ class StopTable:
 
     def forget(self, held: Collection[StopSet]) -> None:
         """Drop the sets that no request holds, where all sets take more than MOST_KEPT. Their rows are used again."""
-        if sum(rows.count for rows in self._sets.values()) <= self._most_states:
+        if sum(rows.states for rows in self._sets.values()) <= self._most_states:
             return
         dropped = [self._sets.pop(ends)[:2] for ends in [*self._sets] if ends != StopSet() and ends not in held]
         free: list[tuple[int, int]] = []

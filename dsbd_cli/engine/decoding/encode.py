@@ -247,9 +247,8 @@ class Encoder:
         """Return what ends the text of a request. Raises InvalidRowError."""
         sampling, strings = request.sampling, tuple(request.sampling.stop)
         special = bool(strings) and not sampling.skip_special_tokens
-        asked = {"stop_token_ids": sampling.stop_token_ids, "eos_token_id": sampling.eos_token_id}
-        asked = {name: ids for name, ids in asked.items() if ids}
-        if not asked and not sampling.ignore_eos:
+        asked = {"eos_token_id": sampling.eos_token_id or (), "stop_token_ids": sampling.stop_token_ids}
+        if not any(asked.values()) and not sampling.ignore_eos:
             return StopSet(strings, special=special)
         for name, ids in asked.items():
             if foreign := [token for token in ids if token >= self.target.vocab_size]:
@@ -257,9 +256,8 @@ class Encoder:
                     f"{name} holds token id {foreign[0]}, but the target has {self.target.vocab_size} ids"
                 )
         checkpoint = frozenset(token for token in self.codec.eos_ids if token < self.target.vocab_size)
-        ends = checkpoint if sampling.eos_token_id is None else frozenset(sampling.eos_token_id)
-        ends = frozenset() if sampling.ignore_eos else ends
-        ends |= frozenset(sampling.stop_token_ids)
+        ends = frozenset(asked["eos_token_id"]) or checkpoint
+        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else ends)
         if ends == checkpoint:
             return StopSet(strings, special=special)
         # under a grammar further tokens may end a text early, as stop strings may
@@ -267,9 +265,9 @@ class Encoder:
             bound = (
                 "allow" if job.catalogue is not None else "grammar" if request.grammar is not None else "tool_choice"
             )
-            name = next(name for name in ("ignore_eos", "eos_token_id", "stop_token_ids") if getattr(sampling, name))
-            value = True if name == "ignore_eos" else list(asked[name])
-            raise InvalidRowError(f"{name} is {shorten(value)}, but {bound} says where an answer ends: drop it")
+            given = {"ignore_eos": sampling.ignore_eos, **{name: list(ids) for name, ids in asked.items()}}
+            name = next(name for name, value in given.items() if value)
+            raise InvalidRowError(f"{name} is {shorten(given[name])}, but {bound} says where an answer ends: drop it")
         return StopSet(strings, ends, special)
 
     def _check_source_ids(self, ids: Sequence[int]) -> None:

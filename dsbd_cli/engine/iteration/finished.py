@@ -111,8 +111,8 @@ def progress_of(state: BatchState, layers: Verified, rows: Tensor, broken: Tenso
     whose layer begins with one takes no further step and is invalid. Updates `state.finished`.
 
     The end test is that of transformers: no live beam, scored at its present length, beats the worst of the best W
-    finished ones, where W is the row's. With early_stopping "never" and a length penalty above 0 it is scored at the largest
-    length.
+    finished ones, where W is the row's. With early_stopping "never" and a length penalty above 0 it is scored at the
+    largest length.
     """
     finished, limits, live = state.finished, state.limits, layers.live
     number = torch.arange(1, live.valid.shape[1] + 1, device=rows.device)

@@ -31,12 +31,12 @@ from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.requests import Request, RequestResult
+from tests.engine.decoding.test_same_text import path_noise
 from tests.engine.decoding.test_transformers import forest, model, prompts
-from tests.helpers.plain import Settings, Text, coupled, decode
 from tests.helpers.checkpoints import byte_level, wrap
+from tests.helpers.plain import Settings, Text, coupled, decode
 from tests.helpers.tiny import V
 from tests.helpers.toys import NumberCodec, table_pair, table_rows
-from tests.engine.decoding.test_same_text import path_noise
 
 VOCABULARY, EOS = 12, (2, 5)
 SPECIAL = {2: "<end>", 5: "<turn>", 7: "<note>"}
@@ -329,7 +329,7 @@ def test_texts_show_what_they_are_asked_to_show(include: bool, skip: bool) -> No
         ends, stops = ends_of(request.sampling), request.sampling.stop
         for one in result.hypotheses:
             ids, text = one.token_ids, b"".join(pieces[token] for token in one.token_ids).decode()
-            by_string = min((stop for stop in stops if stop in text), key=lambda stop: text.find(stop), default=None)
+            by_string = min((stop for stop in stops if stop in text), key=text.find, default=None)
             if one.token_ids[-1] in ends:
                 kinds.add("token")
                 wanted = b"".join(pieces[token] for token in (ids if include else ids[:-1])).decode()
@@ -365,7 +365,9 @@ def test_stop_strings_are_found_in_special_tokens_that_are_shown() -> None:
     shown = texts(stop=("<note>",), skip_special_tokens=False)
     ended = [(text, ids) for text, ids, reason in shown if reason == "stop"]
     assert len(ended) >= with_note // 2
-    assert all(ids.index(7) == len(ids) - 1 and "<" not in text.replace("<turn>", "") for text, ids in ended if 2 not in ids)
+    assert all(
+        ids.index(7) == len(ids) - 1 and "<" not in text.replace("<turn>", "") for text, ids in ended if 2 not in ids
+    )
     assert all(7 not in ids for _, ids, reason in shown if reason == "length")
 
 

@@ -24,7 +24,7 @@ from dsbd_cli.engine.verify import base
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.requests import Request, RequestResult
-from tests.engine.decoding.test_distribution import ENDING, excess, exact_distribution
+from tests.engine.decoding.test_distribution import ENDING, exact_distribution, excess
 from tests.engine.decoding.test_transformers import expected, forest, model, prompts
 from tests.helpers.tiny import V
 from tests.helpers.toys import NumberCodec, table_pair
@@ -176,7 +176,6 @@ def test_the_law_of_a_narrow_row_is_that_of_its_width(rule: str) -> None:
     for texts, count in counts[1].items():
         first[texts[:2]] += count
     assert excess(first, narrow) > 1, "the two best of three beams have another law"
-
 
 
 def wide_rank(view: base.LayerView, *arguments: Any) -> Any:

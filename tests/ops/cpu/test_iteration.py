@@ -23,7 +23,7 @@ from dsbd_cli.ops.cpu import iteration
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import ITERATION_KERNELS, NUMBA
 from dsbd_cli.ops.triton import differences
-from tests.helpers.iterations import SETTINGS, made
+from tests.helpers.iterations import OWN_LIMITS, SETTINGS, made
 from tests.helpers.kernels import CPU, serves
 from tests.helpers.toys import NumberCodec, table_pair
 
@@ -63,15 +63,15 @@ def counted(patch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.usefixtures("once")
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", SETTINGS | OWN_LIMITS)
 def test_iterations_are_those_of_tensor_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = counted(monkeypatch)
     with torch.inference_mode():
-        for kernel in made(*SETTINGS[name], numba_ops):
+        for kernel in made(*(SETTINGS | OWN_LIMITS)[name], numba_ops):
             if kernel.name in SERVED:
                 calls.clear()
                 assert [one for seed in (1, 2) for one in differences(kernel, CPU, seed)] == []
-                served = kernel.name == "commit" or SETTINGS[name][0]["rule"] != "rejection"
+                served = kernel.name == "commit" or (SETTINGS | OWN_LIMITS)[name][0]["rule"] != "rejection"
                 assert bool(calls) == served, "the wrong code ran"
 
 

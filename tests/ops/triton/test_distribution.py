@@ -121,8 +121,8 @@ def iteration(rule: str, drafts: int) -> Iteration:
     state = BatchState.empty(method, 1, 16, 16, 8, cpu)
     sampling = SamplingConfig(max_new_tokens=8, length_penalty=0.0, **WARP)  # type: ignore[arg-type]
     state.admit({0: NewRow([1, PROMPT], 0, sampling, stop_state=1)})
-    stops = StopTable([bytes([65 + token]) for token in range(VOCABULARY)], VOCABULARY, cpu)
-    endings = Endings(torch.arange(VOCABULARY) == END, 1, stops)
+    stops = StopTable([bytes([65 + token]) for token in range(VOCABULARY)], VOCABULARY, cpu, [END])
+    endings = Endings(stops)
     shape = IterationShape(15, STEPS - 1, drafts, 0, beams=1)
     case = IterationCase(method, state, shape, TARGET.table(), PROPOSER.table(), endings)
     return case.stepper("draft", "verify").begin(state, shape)

@@ -16,7 +16,7 @@ import torch
 from dsbd_cli.engine.checks.kernels import KERNELS
 from dsbd_cli.ops.select import ITERATION_KERNELS
 from dsbd_cli.ops.triton import commit, differences, draft, verify
-from tests.helpers.iterations import SETTINGS, made
+from tests.helpers.iterations import OWN_LIMITS, SETTINGS, made
 from tests.ops.triton import DEVICE
 
 # triton's interpreter computes the branches that are not taken too
@@ -44,6 +44,16 @@ def test_iterations_are_those_of_tensor_code(name: str, monkeypatch: pytest.Monk
             if kernel.name in ran:
                 assert list(differences(kernel, DEVICE, seed=2)) == []
                 assert ran[kernel.name], "the tensor code ran"
+
+
+@pytest.mark.parametrize("name", OWN_LIMITS)
+def test_tensor_code_verifies_rows_with_limits_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = counted("verify", verify, monkeypatch)
+    with torch.inference_mode():
+        for kernel in made(*OWN_LIMITS[name]):
+            if kernel.name in ("verify", "commit"):
+                assert list(differences(kernel, DEVICE, seed=2)) == []
+    assert not ran
 
 
 def test_nan_at_a_dead_beam_does_not_reach_the_pool() -> None:
