@@ -145,8 +145,7 @@ class Encoder:
             job.prompt, job.truncated = self.encode(request, job.max_new)
             job.prefix = min(self._prefix_tokens(request.sampling.prefix), len(job.prompt))
             job.rules = self._rules.of(request.sampling, "none", job.prompt)
-        if job.rules.renormalize_logits and (job.catalogue is not None or job.grammar is not None):
-            bound = "allow" if job.catalogue is not None else "grammar" if request.grammar is not None else "tool_choice"
+        if job.rules.renormalize_logits and (bound := _binding(job)) is not None:
             raise InvalidRowError(
                 f"token_rules: renormalize_logits is 1, which does not go with {bound}: switch it off with "
                 "renormalize_logits=none"
@@ -261,10 +260,8 @@ class Encoder:
         if ends == checkpoint:
             return StopSet(strings, special=special)
         # under a grammar further tokens may end a text early, as stop strings may
-        if job.catalogue is not None or (job.grammar is not None and not ends > checkpoint):
-            bound = (
-                "allow" if job.catalogue is not None else "grammar" if request.grammar is not None else "tool_choice"
-            )
+        bound = _binding(job)
+        if bound is not None and (bound == "allow" or not ends > checkpoint):
             given = {"ignore_eos": sampling.ignore_eos, **{name: list(ids) for name, ids in asked.items()}}
             name = next(name for name, value in given.items() if value)
             raise InvalidRowError(f"{name} is {shorten(given[name])}, but {bound} says where an answer ends: drop it")
@@ -393,8 +390,8 @@ class Encoder:
             raise InvalidRowError(str(error)) from error
         if self.method.dynamic and (beams := request.sampling.num_beams) not in (None, self.method.num_beams):
             raise InvalidRowError(
-                f"num_beams is {beams}, but the run has {self.method.num_beams}, and with width {self.method.width} all "
-                "rows have as many: use width fixed"
+                f"num_beams is {beams}, but the run has {self.method.num_beams}, and with width {self.method.width} "
+                "all rows have as many: use width fixed"
             )
 
     def _limit(self) -> tuple[int | None, str]:
@@ -468,6 +465,15 @@ def _smallest(limits: Iterable[tuple[int | None, str]]) -> tuple[int | None, str
     """Return the smallest limit and the role of its model; (None, "") where there is no limit."""
     known = ((limit, role) for limit, role in limits if limit is not None)
     return min(known, key=lambda pair: pair[0], default=(None, ""))
+
+
+def _binding(job: RequestState) -> str | None:
+    """Return the name of the field that says what an answer may hold; None where there is none."""
+    if job.catalogue is not None:
+        return "allow"
+    if job.grammar is not None:
+        return "tool_choice" if job.request.grammar is None else "grammar"
+    return None
 
 
 def _texts(request: Request) -> Iterator[tuple[str, str]]:

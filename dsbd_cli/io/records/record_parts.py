@@ -104,6 +104,8 @@ FIRST_OPTIONS = frozenset(
         *("n_best", "token_logprobs", "top_logprobs", "source_lang", "target_lang", "prefix", "token_rules"),
     )
 )
+
+
 def call_fields(beam: Hypothesis) -> list[Fields]:
     """Return the calls of functions that a text holds. The arguments are JSON text, as in the OpenAI API."""
     return [{"name": call.name, "arguments": call.arguments} for call in beam.tool_calls]

@@ -124,6 +124,16 @@ def test_greedy_rows_of_other_widths() -> None:
         assert facts(result) == alone(request, "coupled")
 
 
+def test_token_rules_are_those_of_the_rows_width() -> None:
+    """Penalties act on logits with one beam and on log-probabilities with several, as in transformers."""
+    rules = {"repetition_penalty": 1.6, "presence_penalty": 0.5, "min_new_tokens": 2}
+    rows, single = mixed_rows(40, seed=7, **rules), 0
+    for request, result in zip(rows, engine(batch_size=6).run(rows), strict=True):
+        assert facts(result) == alone(request, "coupled")
+        single += request.sampling.num_beams == 1
+    assert single > 1
+
+
 def test_grammars_sort_the_hypotheses_of_a_rows_own_width() -> None:
     """A valid text beyond a row's width is none of its hypotheses."""
     grammar = Grammar.regex(r"(3 |4 |1 ){1,5}(8 9 )")
