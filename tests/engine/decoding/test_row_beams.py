@@ -138,7 +138,7 @@ def test_grammars_sort_the_hypotheses_of_a_rows_own_width() -> None:
     """A valid text beyond a row's width is none of its hypotheses."""
     grammar = Grammar.regex(r"(3 |4 |1 ){1,5}(8 9 )")
     rows = [
-        replace(one, grammar=grammar, sampling=replace(one.sampling, stop=(), stop_token_ids=()))
+        replace(one, grammar=grammar, sampling=replace(one.sampling, stop=(), stop_token_ids=(4,)))
         for one in mixed_rows(20, seed=8)
     ]
     valid = Counter[bool | None]()
