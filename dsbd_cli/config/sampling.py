@@ -139,6 +139,8 @@ class SamplingConfig:
         asked_rules."""
         rules = asked_rules(self.token_rules, checkpoint, default=default)
         own = self.own_rules
+        if "min_new_tokens" in own:  # also 0 takes the place of another's min_length, as in transformers
+            own.setdefault("min_length", 0)
         return replace(rules, **own) if own else rules  # type: ignore[arg-type]
 
     def _take_token_lists(self) -> None:
@@ -178,6 +180,9 @@ class SamplingConfig:
         for name, value in self.own_rules.items() if named else ():
             if named.get(name, value) != value:
                 refuse(name, value, f"token_rules has {name} {shorten(named[name])}: drop one")
+        least = self.min_length or named.get("min_length")
+        if least and (self.min_new_tokens or named.get("min_new_tokens")):
+            refuse("min_length", least, "min_new_tokens is given, which acts in its place: drop one")
         for name, (least, most) in NUMBERS.items():
             if (number := getattr(self, name)) is not None:
                 require(least <= number <= most, name, number, f"from {least:g} to {most:g}")

@@ -36,7 +36,7 @@ class TokenRules:
         allowed_token_ids: the only tokens that are generated, end tokens among them only where they are listed. Empty:
             all.
         min_length: no end token comes before the decoder's prompt and the answer have so many tokens together.
-        min_new_tokens: no end token comes before the answer has so many tokens.
+        min_new_tokens: no end token comes before the answer has so many tokens. It acts in place of min_length.
         forced_bos_token_id: the first generated token, where the decoder's prompt is one token. It counts as generated,
             and its log-probability as 0.
         forced_eos_token_id: the last token that max_new_tokens allows, with log-probability 0.
@@ -134,6 +134,7 @@ NAMES = tuple(item.name for item in fields(TokenRules))
 LISTS = ("suppress_tokens", "begin_suppress_tokens", "allowed_token_ids")
 FORCED = ("forced_bos_token_id", "forced_eos_token_id")
 FLAGS = ("renormalize_logits", "timestamps")
+LEAST = frozenset(("min_length", "min_new_tokens"))
 NUMBERS = {  # the least and the largest value
     "repetition_penalty": (LEAST_PENALTY, MOST_PENALTY),
     "presence_penalty": (-MOST_SUBTRACTED, MOST_SUBTRACTED),
@@ -159,8 +160,10 @@ def asked_rules(text: str | None, checkpoint: TokenRules, *, default: str) -> To
 
 
 def without_rules(text: str | None, names: Collection[str]) -> str | None:
-    """Return a text that asked_rules reads, without what it says of these rules."""
-    items = [item for item in (text or "").split(SEPARATOR) if item.partition("=")[0].strip() not in names]
+    """Return a text that asked_rules reads, without what it says of these rules, and of those that act in place of
+    them."""
+    dropped = {*names, *(() if LEAST.isdisjoint(names) else LEAST)}
+    items = [item for item in (text or "").split(SEPARATOR) if item.partition("=")[0].strip() not in dropped]
     return SEPARATOR.join(items) or None
 
 

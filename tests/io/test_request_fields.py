@@ -706,6 +706,9 @@ def test_rules_of_a_row_go_before_those_of_the_run() -> None:
     assert got.request is not None
     sampling = got.request.sampling
     assert (sampling.repetition_penalty, sampling.token_rules) == (1.1, "checkpoint,min_length=3")
+    got = read({"prompt": "p", "min_new_tokens": 2}, run)
+    assert got.request is not None
+    assert got.request.sampling.token_rules == "checkpoint, repetition_penalty=1.3"
     both = {"prompt": "p", "repetition_penalty": 1.1, "token_rules": {"repetition_penalty": 1.2}}
     assert "token_rules has repetition_penalty 1.2: drop one" in str(read(both, run).error)
 

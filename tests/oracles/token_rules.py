@@ -48,7 +48,7 @@ def ruled(
     for token in range(len(found)):
         if rules.allowed_token_ids and token not in rules.allowed_token_ids:
             found[token] = NEG_INF
-    if len(text) < rules.min_length or len(generated) < rules.min_new_tokens:
+    if len(generated) < rules.min_new_tokens or (not rules.min_new_tokens and len(text) < rules.min_length):
         for token in ends:
             found[token] = NEG_INF
     for token in rules.suppress_tokens:

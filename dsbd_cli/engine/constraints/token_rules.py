@@ -70,7 +70,7 @@ class RuleTable:
             return
         device = self.eos.device
         self.last_normalised[row], self.timed[row] = rules.renormalize_logits, rules.timestamps
-        self.min_generated[row] = max(rules.min_length - len(prompt), rules.min_new_tokens)
+        self.min_generated[row] = rules.min_new_tokens or rules.min_length - len(prompt)
         forced = rules.forced_bos_token_id if len(prompt) == 1 else None
         self.forced_first[row] = NO_TOKEN if forced is None else forced
         self.forced_last[row] = NO_TOKEN if rules.forced_eos_token_id is None else rules.forced_eos_token_id

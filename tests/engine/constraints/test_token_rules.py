@@ -386,5 +386,11 @@ def test_a_request_overrides_token_rules() -> None:
     assert same.rules(CHECKPOINT, "none") == TokenRules(repetition_penalty=1.5)
     with pytest.raises(UsageError, match=r"repetition_penalty is 1\.2, but token_rules has repetition_penalty 1\.5"):
         SamplingConfig(token_rules="repetition_penalty=1.5", repetition_penalty=1.2)
+    # as in transformers, where min_new_tokens takes the place of min_length
+    assert SamplingConfig(min_new_tokens=0).rules(CHECKPOINT, "checkpoint").min_length == 0
+    assert SamplingConfig(min_length=4).rules(CHECKPOINT, "checkpoint").min_length == 4
+    for both in ({"min_new_tokens": 2}, {"token_rules": "min_new_tokens=2"}):
+        with pytest.raises(UsageError, match="min_length is 3, but min_new_tokens is given, which acts in its place"):
+            SamplingConfig(min_length=3, **both)
     with pytest.raises(UsageError, match=r"logit_bias is \[.*, but must be token ids, each once"):
         SamplingConfig(logit_bias=((5, 1.0), (5, 2.0)))

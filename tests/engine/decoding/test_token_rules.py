@@ -139,14 +139,17 @@ def test_a_row_depends_on_no_draft_and_no_neighbour(settings: Settings, rule: st
 @pytest.mark.parametrize("settings", [SINGLE, WIDE], ids=["one beam", "three beams"])
 def test_each_rule_changes_texts(settings: Settings) -> None:
     """Guards the tests above against rules that do nothing."""
-    sampling = SamplingConfig(top_k=0, max_new_tokens=settings.max_new, n_best=settings.width)
-    rows = requests(settings, 96)
-    without = [Request(id=row.id, seed=row.seed, prompt_ids=row.prompt_ids, sampling=sampling) for row in rows]
-    plain = said(run(settings, "coupled", without))
-    ruled_ = said(run(settings, "coupled", rows))
-    for place, name in enumerate(RULES):
-        step = len(RULES)
-        assert (ruled_[place::step] == plain[place::step]) == (name == "nothing"), name
+    common = {"top_k": 0, "max_new_tokens": settings.max_new, "n_best": settings.width}
+
+    def texts(rules: dict[str, Any]) -> list[list[tuple[tuple[int, ...], float]]]:
+        sampling = SamplingConfig(**common, **rules)
+        prompts = [(i % 5, i % 7, 6)[: 1 + i % 3] for i in range(40)]
+        rows = [Request(id=str(i), seed=i, prompt_ids=ids, sampling=sampling) for i, ids in enumerate(prompts)]
+        return said(run(settings, "coupled", rows, 40))
+
+    plain = texts({})
+    for name, rules in RULES.items():
+        assert (texts(rules) == plain) == (name == "nothing"), name
 
 
 @pytest.mark.parametrize("name", ["together", "presence", "frequency", "repetition", "words"])
@@ -261,8 +264,14 @@ def both(family: str, names: tuple[str, ...]) -> tuple[dict[str, Any], SamplingC
 
 
 NAMES = (*PAIRS, "words")
-# pairs that ask for one rule in two ways
-SAME = (("penalty", "reward"), ("suppressed", "normalised"), ("penalty", "normalised"), ("reward", "normalised"))
+# pairs that ask for one rule in two ways, or of which one acts in place of the other
+SAME = (
+    ("penalty", "reward"),
+    ("least", "length"),
+    ("suppressed", "normalised"),
+    ("penalty", "normalised"),
+    ("reward", "normalised"),
+)
 EACH = [(name,) for name in NAMES]
 TWO = [pair for pair in itertools.combinations(NAMES, 2) if pair not in SAME]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig, load
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import ModelError, UsageError
 from dsbd_cli.lab.peers.base import delivered, sequence_logprob
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
@@ -54,6 +54,19 @@ def test_it_gives_the_texts_of_our_own_search(
     assert [one.text for one in theirs] == [one.text for one in ours]
     logprobs = list(map(runner.logprob, prompts, theirs))
     assert logprobs == pytest.approx([one.logprob for one in ours], abs=1e-3)
+
+
+def test_it_takes_the_rules_that_transformers_has(engine: Engine, prompts: list[list[int]]) -> None:
+    """Those alone, and with the same texts; the others are refused, because they would do nothing."""
+    rules = SamplingConfig(max_new_tokens=24, logit_bias={40: 3.0}, bad_words_ids=((46, 47), (50,)))
+    requests = [Request(id=str(i), prompt_ids=tuple(p), sampling=rules) for i, p in enumerate(prompts)]
+    method = MethodConfig(rule="search", num_beams=3, depth=0)
+    ours = [result.hypotheses[0] for result in Engine(engine.target, None, engine.codec, method).run(requests)]
+    asked = {"logit_bias": rules.logit_bias, "bad_words_ids": rules.bad_words_ids}
+    theirs = list(peer(engine, "beam-search", 3, **asked).run(prompts, seed=0))
+    assert [one.token_ids for one in theirs] == [one.token_ids for one in ours]
+    with pytest.raises(ModelError, match="transformers' generate has no presence_penalty: leave it out of --methods"):
+        peer(engine, "beam-search", 3, token_rules="presence_penalty=1")
 
 
 def test_only_tokens_up_to_the_end_are_delivered(engine: Engine, prompts: list[list[int]]) -> None:
